@@ -1,0 +1,24 @@
+"A Jupyter workbench for training runs that went unstable: open the failed run, see what moved first, replay, test fixes."
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+# public name -> module that holds it; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
+_PUBLIC = {
+    'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
+    'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name):
+    "The public object `name`, imported when first asked for."
+    if name not in _PUBLIC: raise AttributeError(f"module 'stabilitylab' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    "Every public name, loaded or not."
+    return sorted([*globals(), *_PUBLIC])
