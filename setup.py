@@ -11,7 +11,7 @@ extras = {k.removesuffix('_requirements'): v.split() for k, v in cfg.items() if 
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'], author=cfg['author'],
-    license='Apache-2.0', python_requires=f">={cfg['min_python']}", packages=find_packages(include=['stabilitylab', 'stabilitylab.*']),
+    license='Apache-2.0', url=cfg['git_url'], classifiers=['Intended Audience :: Developers', 'Programming Language :: Python :: 3'], python_requires=f">={cfg['min_python']}", packages=find_packages(include=['stabilitylab', 'stabilitylab.*']),
     package_data={'stabilitylab': ['**/*.js', '**/*.css', '**/*.json']}, install_requires=cfg['requirements'].split(), extras_require=extras,
     entry_points={'console_scripts': cfg['console_scripts'].split()},
     long_description=Path('README.md').read_text(encoding='utf-8') if Path('README.md').exists() else '', long_description_content_type='text/markdown',
