@@ -91,6 +91,7 @@ def is_run(
 ) -> bool: # whether a record of ours (or any Zarr tree with a group of ours) lies there
     "Whether `path` is a folder that `open_run` can open."
     path = Path(path)
+    if (path/'live').is_dir(): return any((path/'live').glob('segment-*.json'))
     return any((path/m).is_file() for m in ('.zgroup', 'zarr.json')) and any((path/g).is_dir() for g in GROUPS)
 
 # %% ../../nbs/api/run/01_record.ipynb #b0243281
@@ -101,4 +102,7 @@ def open_run(
     path = Path(path)
     if not path.exists(): raise bad_input('path', str(path), 'the folder of a record', 'check the spelling')
     if not is_run(path): raise bad_input('path', str(path), 'a Zarr folder with the group /scalars or one of its sisters', 'read_log opens logs of other frameworks')
+    if (path/'live').is_dir():
+        from stabilitylab.run.live import read_live
+        return validate_run(read_live(path))
     return validate_run(xr.open_datatree(path, engine='zarr', chunks=None).copy())
