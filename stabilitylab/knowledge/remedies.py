@@ -6,6 +6,8 @@
 __all__ = ['remedies_for', 'remedies_table']
 
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #fad9c77e
+from collections import Counter
+
 import pandas as pd
 
 from .phenomena import check_kind, load_rows
@@ -18,10 +20,18 @@ def remedies_for(
 ) -> list[dict]: # name, source, reported, note, and topic, knobs, evidence, id, what; what worked comes first
     "What teams tried against this kind of finding, and what they said of it."
     rows = [dict(r) for r in load_rows('remedies') if check_kind(kind) in r['kinds']]
-    groups = [sorted((r for r in rows if r['reported'] == verdict), key=lambda r: (r['what'] != 'remedy', len(r['kinds']))) for verdict in REPORTED]
+    groups = [_ranked([r for r in rows if r['reported'] == verdict]) for verdict in REPORTED]
     if limit is not None: groups = _shares(groups, limit)
     worked, failed, unclear = groups
     return worked + unclear + failed
+
+def _ranked(rows):
+    "Topics that most teams report first; of each topic one row before the second of any, practices last."
+    teams = Counter(t for t, _ in {(r['topic'], r['source']) for r in rows})
+    seen, keys = Counter(), []
+    for r in sorted(rows, key=lambda r: r['what'] != 'remedy'):
+        keys.append((seen[r['topic']], r['what'] != 'remedy', -teams[r['topic']], r)); seen[r['topic']] += 1
+    return [k[-1] for k in sorted(keys, key=lambda k: k[:3])]
 
 def _shares(groups, limit):
     "The first of each group in turn, `limit` in all."
