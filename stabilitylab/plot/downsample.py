@@ -34,16 +34,16 @@ def line_pieces(
     da: xr.DataArray, # one series from `run.series`; dims `(step,)`, with coord `segment` where known
     bins: int = 1200, # parts of the x-axis
     gap: float = 0.02, # a stretch without finite values longer than this share of the x-axis cuts the line
-) -> list[tuple[np.ndarray, np.ndarray, bool]]: # (step, value, whether a later pass repeats these steps), in the order of the log
-    "The lines that draw a series: one a pass, cut at its gaps."
+) -> list[tuple[np.ndarray, np.ndarray, bool]]: # (step, value, whether a later pass repeats these steps); repeated ones first
+    "The lines that draw a series: the passes that were repeated, and the course that was kept."
     step, value = da.step.values, da.values.astype(float)
     segment = da.segment.values if 'segment' in da.coords else np.zeros(len(step), int)
-    width, pieces = (int(step.max() - step.min()) if len(step) else 0), []
-    for s in np.unique(segment):
-        ours, later = segment == s, step[segment > s]
-        redone = ours & (step >= later.min()) if len(later) else np.zeros(len(step), bool)
-        for part, pale in ((ours & ~redone, False), (redone, True)):
-            pieces += [(x, y, pale) for x, y in _cut(step[part], value[part], bins, max(1, gap*width))]
+    width = int(step.max() - step.min()) if len(step) else 0
+    passes, redone = np.unique(segment), np.zeros(len(step), bool)
+    for s in passes[:-1]: redone |= (segment == s) & (step >= step[segment > s].min())
+    pieces = []
+    for part, pale in [*((redone & (segment == s), True) for s in passes), (~redone, False)]:
+        pieces += [(x, y, pale) for x, y in _cut(step[part], value[part], bins, max(1, gap*width))]
     return pieces
 
 def _cut(step, value, bins, longest):

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from ..detect.findings import Findings
 from ..measure.curves import loss_name
 from .loss import plot_loss, plot_series
-from .theme import colour
+from .theme import colour, label
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/plot/03_findings.ipynb #ae24b62d
@@ -75,6 +75,14 @@ def plot_findings(
     plot_loss(series(scalars, names[0]), val, ax=axes[0])
     for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax)
     for ax in axes: mark_findings(findings, ax, flags=ax is axes[0])
-    for ax in axes[:-1]: ax.set_xlabel('')
-    for ax in axes[1:]: ax.set_ylabel(ax.get_ylabel().replace(' of the gradient before clipping', ', gradient'), fontsize='small')
+    for i, (name, ax) in enumerate(zip(names, axes)): _head(ax, scalars[name], last=ax is axes[-1], room=14 if i == 0 else 4)
     return axes
+
+def _head(ax, da, last, room):
+    "A heading above the axes in place of a label beside them; the log's own name where it is another."
+    words, own = da.attrs.get('long_name', da.name), da.attrs.get('log_name', da.name)
+    units = da.attrs.get('units', '1')
+    ax.set_title(label(words + (f' [{units}]' if units not in ('1', '') else '') + (f'  “{own}”' if own not in (words, da.name) else ''), 70), fontsize='small', color=colour('faint', ax), pad=room)
+    ax.set_ylabel('')
+    if not last: ax.set_xlabel('')
+    if ax.get_legend() and len(ax.get_legend().get_texts()) < 2: ax.get_legend().remove()

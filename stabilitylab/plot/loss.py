@@ -10,9 +10,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .downsample import broken_points, line_pieces
+from .downsample import broken_points, keep_extremes, line_pieces
 from .theme import colour, label
 
 # %% ../../nbs/api/plot/02_loss.ipynb #2fdb4153
@@ -48,7 +48,7 @@ def set_axes(
         ax.set_yscale('log')
         lo, hi = ax.get_ylim()
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if hi/lo < 2e3 else (1,), numticks=8))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_minor_locator(NullLocator())
     for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter(FuncFormatter(lambda v, _: short_number(v)))
 
 # %% ../../nbs/api/plot/02_loss.ipynb #44136754
@@ -74,7 +74,8 @@ def plot_series(
         if not pale: kw['label'] = '_more'
     for kind, steps in broken_points(da, positive=log).items():
         marker, height = RIM[kind]
-        ax.plot(steps, np.full(len(steps), height), marker, color=colour('error', ax), markersize=5, markeredgewidth=1.3, fillstyle='none', clip_on=False, zorder=5,
+        shown = steps[keep_extremes(steps, np.zeros(len(steps)), 100)]
+        ax.plot(shown, np.full(len(shown), height), marker, color=colour('error', ax), markersize=5, markeredgewidth=1.3, fillstyle='none', clip_on=False, zorder=5,
             transform=ax.get_xaxis_transform(), label=f'{kind} ({len(steps):,})')
     set_axes(ax, da, log)
     return ax
@@ -95,7 +96,7 @@ def plot_loss(
     for i, step in enumerate(restart_steps(loss)):
         ax.axvline(step, color=colour('restart', ax), linewidth=0.8, linestyle=(0, (1, 2)), zorder=1, label='_restart' if i else 'restart')
     ax.margins(x=0.01)
-    ax.legend(loc='best', ncols=2 if len(ax.get_legend_handles_labels()[1]) > 3 else 1)
+    if names := ax.get_legend_handles_labels()[1]: ax.legend(loc='upper right', ncols=min(len(names), 4))
     return ax
 
 def restart_steps(
