@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROC, SOURCE, SITE = ROOT/'_proc', ROOT/'_build'/'site', ROOT/'_docs'
+PROC, SOURCE, HTML, SITE = ROOT/'_proc', ROOT/'_build'/'site', ROOT/'_build'/'html', ROOT/'_docs'
 SECTIONS = { # folder of nbs -> (title of its index page, what stands there)
     'tutorials': ('Tutorials', 'Whole jobs from start to end, on the runs that come with the project.'),
     'howto': ('How-to guides', 'One question each, for the moment when you have it.'),
@@ -126,7 +126,7 @@ def write_indexes():
 
 def build():
     "Render the site; every Sphinx warning is an error."
-    for d in (PROC, SOURCE, SITE): shutil.rmtree(d, ignore_errors=True)
+    for d in (PROC, ROOT/'_build', SITE): shutil.rmtree(d, ignore_errors=True)
     run = {'cwd': ROOT, 'check': True, 'env': os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}}
     subprocess.run([sys.executable, '-c', 'from nbdev.serve import proc_nbs; proc_nbs(n_workers=0)'], **run) # what nbdev_proc_nbs does, without its `pip install -e .`
     for p in sorted(PROC.rglob('*.ipynb')):
@@ -134,7 +134,8 @@ def build():
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(page(nbformat.read(p, 4)), target)
     write_indexes()
-    subprocess.run([sys.executable, '-m', 'sphinx', '-q', '-W', '--keep-going', '-b', 'html', '-c', Path(__file__).parent, SOURCE, SITE], **run)
+    subprocess.run([sys.executable, '-m', 'sphinx', '-q', '-W', '--keep-going', '-b', 'html', '-c', Path(__file__).parent, SOURCE, HTML], **run)
+    HTML.rename(SITE) # built one folder deeper, because myst-nb writes beside its output
     shutil.rmtree(PROC, ignore_errors=True)
     print(f'{len(list(SITE.rglob("*.html")))} pages in {SITE.name}/index.html')
 
