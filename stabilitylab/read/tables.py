@@ -30,7 +30,7 @@ def to_numbers(
     if column.dtype.kind in 'fiub':
         value = column.to_numpy(dtype=np.float64)
         return value, ~np.isnan(value), 0
-    given = ~column.isna().to_numpy() | np.array([isinstance(v, float) for v in values]) if column.dtype == object else ~column.isna().to_numpy()
+    given = ~column.isna().to_numpy() | np.array([isinstance(v, float) for v in values], dtype=bool) if column.dtype == object else ~column.isna().to_numpy()
     text = pd.Series(list(map(str, column)), dtype='str').str.strip().str.lower()
     given &= ~text.isin(_MISSING).to_numpy()
     plain = text.str.replace(r'(?<=\d),(?=\d{3}(?:\D|$))', '', regex=True).replace({'true': '1', 'false': '0'})
@@ -67,7 +67,8 @@ def table_log(
     "A table as a log."
     log, numbers = LogData(), {n: to_numbers(v) for n, v in columns.items()}
     n = max((len(v) for v, _, _ in numbers.values()), default=0)
-    step = step or step_name(list(numbers), {k for k, (v, g, _) in numbers.items() if _whole(v, g)})
+    if step is not None and step not in numbers and numbers: raise bad_input('step', step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
+    step = (step if numbers else None) or step_name(list(numbers), {k for k, (v, g, _) in numbers.items() if _whole(v, g)})
     time, clock = _time(numbers)
     count, known = (numbers[step][0], numbers[step][1] & np.isfinite(numbers[step][0]) & (np.abs(np.nan_to_num(numbers[step][0])) < 2**62)) if step is not None else (np.arange(n, dtype=float), np.ones(n, bool))
     log.attrs['step_column'] = '(row number)' if step is None else str(step)
