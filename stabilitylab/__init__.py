@@ -8,6 +8,7 @@ _PUBLIC = {
     'diagnose': 'stabilitylab.detect.diagnose', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core',
+    'Recorder': 'stabilitylab.probe.recorder',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)
