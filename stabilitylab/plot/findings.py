@@ -63,6 +63,7 @@ def plot_findings(
     axes: list[Axes] | None = None, # one for each panel of `panels_of`; None: a new figure
     width: float = 9, # of a new figure, inches
     most: int = 3, # panels below the loss
+    bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
 ) -> list[Axes]: # the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
     names = panels_of(run, findings, most)
@@ -72,8 +73,8 @@ def plot_findings(
         size = (width, 0.35*width + 1.0 + 1.15*(len(names) - 1))
         axes = list(plt.subplots(len(names), 1, sharex=True, figsize=size, squeeze=False, height_ratios=[3] + [1]*(len(names) - 1))[1][:, 0])
     val = series(scalars, 'val_loss') if 'val_loss' in scalars and names[0] == 'loss' else None
-    plot_loss(series(scalars, names[0]), val, ax=axes[0])
-    for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax)
+    plot_loss(series(scalars, names[0]), val, ax=axes[0], bins=bins)
+    for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax, bins=bins)
     for ax in axes: mark_findings(findings, ax, flags=ax is axes[0])
     for i, (name, ax) in enumerate(zip(names, axes)): _head(ax, scalars[name], last=ax is axes[-1], room=14 if i == 0 else 4)
     return axes

@@ -26,11 +26,12 @@ def wants_log(
 
 def short_number(
     value: float, # any number
+    kilo: float = 1e4, # from here on thousands are written with a k
 ) -> str: # at most about six letters: 1,500; 12k; 3.4M; 2.5e-5
     "A number as an axis writes it."
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3: return f'{value:.3g}'.replace('e-0', 'e-').replace('e+', 'e').replace('e0', 'e')
-    for unit, letter in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e4, 'k')):
+    for unit, letter in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (kilo, 'k')):
         if size >= unit: return f'{value/(1e3 if letter == "k" else unit):.4g}{letter}'
     return f'{value:,.4g}' if size < 1000 else f'{value:,.0f}'
 
@@ -49,7 +50,7 @@ def set_axes(
         lo, hi = ax.get_ylim()
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if hi/lo < 2e3 else (1,), numticks=8))
         ax.yaxis.set_minor_locator(NullLocator())
-    for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter(FuncFormatter(lambda v, _: short_number(v)))
+    for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter(FuncFormatter(lambda v, _, axis=axis: short_number(v, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)))
 
 # %% ../../nbs/api/plot/02_loss.ipynb #44136754
 RIM = {'NaN': ('x', 0.985), 'inf': ('^', 0.985), '-inf': ('v', 0.015), '≤ 0': ('v', 0.015)} # kind of broken value -> marker, height on the axes
@@ -87,11 +88,12 @@ def plot_loss(
     *,
     ax: Axes | None = None, # where to draw; None: new axes
     log: bool | None = None, # logarithmic y-axis; None: where the loss spans a factor of 20
+    bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
     **line_kw, # options of `Axes.plot` for the training loss
 ) -> Axes: # the axes, with a legend
     "The loss curve of a run: passes, restarts, spikes and broken values."
-    ax = plot_series(loss, ax=ax, log=log, **line_kw)
-    if val is not None: plot_series(val, ax=ax, log=ax.get_yscale() == 'log', linewidth=1.6)
+    ax = plot_series(loss, ax=ax, log=log, bins=bins, **line_kw)
+    if val is not None: plot_series(val, ax=ax, log=ax.get_yscale() == 'log', bins=bins, linewidth=1.3)
     if val is not None: set_axes(ax, loss, ax.get_yscale() == 'log')
     for i, step in enumerate(restart_steps(loss)):
         ax.axvline(step, color=colour('restart', ax), linewidth=0.8, linestyle=(0, (1, 2)), zorder=1, label='_restart' if i else 'restart')

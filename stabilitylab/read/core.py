@@ -149,10 +149,10 @@ def _read_folder(folder, format):
         except (InputError, OSError) as e: refused[str(e)[:80]] += 1; continue
         if name == 'generic' and p.suffix.lower() in ('.json', '.txt', '.cfg', '.ini') and not any('loss' in n.lower() for n in data.samples): refused['no loss in it'] += 1; continue
         parts.setdefault(_group(p, name, folder), []).append((p, name, data))
-    for key, files in parts.items():
+    for key, files in _join_accounts(parts).items():
         if all(not d.samples and not d.events for _, _, d in files) and len(parts) > 1: continue
         name = key if key not in runs else key + ' (log)'
-        runs[name] = _run_of(_without_copies(files), str(folder/key) if key != '.' else str(folder))
+        runs[name] = _run_of(files, str(folder/key) if key != '.' else str(folder))
     if not runs: raise InputError(f"`{folder}` holds no log that can be read: {sum(refused.values())} other files ({'; '.join(f'{n} × {r}' for r, n in refused.most_common(3)) or 'it is empty'}); accepted: {', '.join(f.name for f in formats())}")
     return runs
 
@@ -167,7 +167,34 @@ def _without_copies(files):
     "The files of one run without those that hold the same series again (a CSV beside the JSON of one export)."
     out, seen = [], set()
     for path, name, data in files:
-        key = tuple((n, s.step.tobytes(), np.asarray(s.value, float).tobytes()) for n, s in data.samples.items())
+        key = tuple((n, np.asarray(s.step).tobytes(), np.asarray(s.value, float).tobytes()) for n, s in data.samples.items())
         if key not in seen or not data.samples: out.append((path, name, data))
         seen.add(key)
     return out
+
+def _loss_of(data):
+    "Steps and values of what `data` holds as training loss, or None."
+    s = next((s for n, s in data.samples.items() if canonical_name(n) == 'loss'), None)
+    return None if s is None or len(s.step) < 10 else (np.asarray(s.step), np.asarray(s.value, float))
+
+def _same_run(a, b):
+    "Whether two logs are two accounts of one run: the same steps with the same losses, up to the digits that were printed."
+    a, b = _loss_of(a), _loss_of(b)
+    if a is None or b is None or len(a[0]) != len(b[0]) or not np.array_equal(a[0], b[0]): return False
+    return bool(np.allclose(a[1], b[1], rtol=2e-3, atol=1e-3, equal_nan=True))
+
+def _join_accounts(parts):
+    "Groups of files, those of one folder that tell of the same run put together; the one with most series leads, the others add what it lacks."
+    groups = []
+    for key, files in parts.items():
+        files = _without_copies(files)
+        other = next((g for g in groups if len(files) == len(g[1]) == 1 and g[1][0][0].parent == files[0][0].parent and _same_run(g[1][0][2], files[0][2])), None)
+        if other is None: groups.append([key, files]); continue
+        (lead, extra) = sorted((other[1][0], files[0]), key=lambda f: -len(f[2].samples))
+        known = {canonical_name(n) for n in lead[2].samples}
+        for n, s in extra[2].samples.items():
+            if canonical_name(n) not in known: lead[2].samples[n] = s
+        lead[2].events += [e for e in extra[2].events if e not in lead[2].events]
+        lead[2].attrs['also_in'] = sorted({*lead[2].attrs.get('also_in', []), extra[0].name})
+        other[0], other[1] = str(lead[0].name if str(lead[0].parent) == '.' else key), [lead]
+    return {key: files for key, files in groups}
