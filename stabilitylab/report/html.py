@@ -15,7 +15,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..names.findings import FINDING_KINDS, REPORTED, SEVERITIES
 from ..plot.svg import css_colours, findings_svg
-from .content import clean, count_text, evidence_items, facts, facts_line, number, remedies_by_verdict, skipped_line, steps_text, told_and_listed
+from .content import clean, count_text, evidence_items, facts, facts_line, number, remedies_by_verdict, skipped_line, steps_text, told_and_listed, verdict_line
 from ..run.summary import summary
 
 # %% ../../nbs/api/report/03_html.ipynb #15643904
@@ -54,9 +54,8 @@ def _rest(rows): return f'<details><summary>{len(rows)} more</summary>{_list(row
 def findings_html(
     findings: Findings, # of one run, or shared by several
     prefix: str = '', # of the ids of its elements
-) -> str: # sections; a sentence where there is nothing
+) -> str: # sections; '' where there is nothing
     "All findings, the gravest first; remedies stand with the first of each kind."
-    if not len(findings): return '<p class="ok">The log shows nothing out of the ordinary.</p>'
     told, listed = told_and_listed(findings)
     kinds, out = set(), []
     for n, f in told:
@@ -94,7 +93,8 @@ def run_html(
     "The figure, the findings and the tables of one run."
     wide, narrow = findings_svg(run, findings, 9), findings_svg(run, findings, 4.6, most=2)
     figure = f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>' if wide else '<p class="faint">No series to draw.</p>'
-    return figure + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
+    nothing = '' if len(findings) else f'<p>{_e(verdict_line(facts(run), findings))}</p>'
+    return figure + nothing + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
 
 # %% ../../nbs/api/report/03_html.ipynb #29431683
 def _chips(findings):
