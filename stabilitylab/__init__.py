@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     'diagnose': 'stabilitylab.detect.diagnose', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
+    'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core',
+    'Recorder': 'stabilitylab.probe.recorder',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
