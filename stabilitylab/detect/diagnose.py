@@ -20,6 +20,7 @@ from ..run.record import new_run
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
 DETECTORS = [ # 'module:function' below stabilitylab.detect, each (run) -> list[Finding]; a detector whose group or series is absent returns []
     'health:find_non_finite', 'health:find_restarts',
+    'layers:find_activation_explosion', 'layers:find_param_grad_explosion', 'layers:find_update_rms_excess', 'layers:find_grad_below_epsilon', 'layers:find_no_gradient', 'layers:find_misaligned_shape', 'layers:find_wide_init',
 ]
 RELATIONS = [ # 'module:function', each (run, findings so far) -> findings, in this order
 ]
