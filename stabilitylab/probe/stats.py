@@ -38,11 +38,23 @@ static inline __attribute__((always_inline)) void block(const char*x,int64_t n,d
   for(int j=0;j<8;j++){o[0]+=s0[j]+s1[j];o[1]+=q0[j]+q1[j];}
   for(int j=0;j<16;j++){float a;int32_t t=m[j];memcpy(&a,&t,4);if(a>o[2])o[2]=a;o[3]+=bad[j];}
 }
+static inline __attribute__((always_inline)) void quick(const char*x,int64_t n,double*o,int half){
+  for(int64_t a=0;a<n;a+=1024){ const char*p=x+(half?2:4)*a; if(n-a<1024){ block(p,n-a,o,half); break; }
+    vf s0={0},s1={0},q0={0},q1={0}; vi m0={0},m1={0};
+    for(int64_t k=0;k<1024;k+=32){ vi u=load(p,k,half),v=load(p,k+16,half),b=u&0x7fffffff,c=v&0x7fffffff,g=b>m0,h=c>m1;
+      m0=(b&g)|(m0&~g); m1=(c&h)|(m1&~h); vf f=(vf)u,e=(vf)v; s0+=f; s1+=e; q0+=f*f; q1+=e*e; }
+    int32_t top=0; for(int j=0;j<16;j++){ if(m0[j]>top)top=m0[j]; if(m1[j]>top)top=m1[j]; }
+    if(top==0) continue;
+    if(top>=0x5d000000||top<0x2a000000){ block(p,1024,o,half); continue; } /* squares would leave float32, or entries are not finite */
+    s0+=s1; q0+=q1; hf l,h; memcpy(&l,&s0,32); memcpy(&h,(char*)&s0+32,32); vd d=__builtin_convertvector(l,vd)+__builtin_convertvector(h,vd);
+    memcpy(&l,&q0,32); memcpy(&h,(char*)&q0+32,32); vd c=__builtin_convertvector(l,vd)+__builtin_convertvector(h,vd);
+    for(int j=0;j<8;j++){o[0]+=d[j];o[1]+=c[j];} float t; memcpy(&t,&top,4); if(t>o[2])o[2]=t; }
+}
 void tensor_sums(const char*x,int half,int64_t rows,int64_t cols,int64_t stride,double*out){
   double S=0,Q=0,M=0,B=0; int64_t w=half?2:4, per=cols>16384?(cols+16383)/16384:1, nb=rows*per;
   #pragma omp parallel for reduction(+:S,Q,B) reduction(max:M) schedule(static) if(rows*cols>65536)
   for(int64_t i=0;i<nb;i++){ double o[4]={0}; int64_t r=i/per,c=(i%per)*16384; int64_t n=per>1?(cols-c<16384?cols-c:16384):cols; const char*p=x+w*(r*stride+c);
-    if(half) block(p,n,o,1); else block(p,n,o,0); S+=o[0];Q+=o[1];B+=o[3]; M=o[2]>M?o[2]:M; }
+    if(half) quick(p,n,o,1); else quick(p,n,o,0); S+=o[0];Q+=o[1];B+=o[3]; M=o[2]>M?o[2]:M; }
   out[0]+=rows*cols;out[1]+=S;out[2]+=Q;if(M>out[3])out[3]=M;out[4]+=B;
 }
 void adam_sums(const float*restrict G,const float*restrict W,const float*restrict E,const float*restrict V,const float*restrict X,int64_t N,const double*a,double*out){

@@ -149,7 +149,7 @@ def read_live(
     for g in () if closed is None else closed.children:
         if g == 'events': events = [(str(k), int(s), str(x), None) for k, s, x in zip(*(closed[g][f'event_{v}'].values for v in ('kind', 'step', 'text')))] + events
         elif g != 'scalars': groups[g] = [closed[g].to_dataset(), *groups.get(g, [])]
-    tree = {'/scalars': _scalars(scalars, closed), '/events': make_events(events)} | {f'/{g}': ds[0] if len(ds) == 1 else xr.concat(ds, 'step', join='outer', data_vars='minimal', coords='minimal', compat='override') for g, ds in groups.items()}
+    tree = {'/scalars': _scalars(scalars, closed)} | ({'/events': make_events(events)} if events else {}) | {f'/{g}': ds[0] if len(ds) == 1 else xr.concat(ds, 'step', join='outer', data_vars='minimal', coords='minimal', compat='override') for g, ds in groups.items()}
     tree = xr.DataTree.from_dict(tree)
     tree.attrs = attrs
     return tree

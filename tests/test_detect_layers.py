@@ -1,0 +1,38 @@
+"Detectors on records of real, small failures with a known cause."
+import torch
+
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.run.record import open_run
+
+TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+def record(path, steps=24, at=None, std=.02, eps=1e-8, width=32, freeze=None):
+    torch.manual_seed(0); model = DecoderLM(LMConfig(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2)); opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    with Recorder(model, opt, path) as rec:
+        for i in range(steps):
+            if i == at:
+                with torch.no_grad(): model.blocks[1].fc2.weight.mul_(1000)
+            loss = model(TOKENS, TOKENS)
+            if freeze: loss = loss.detach() + 0*loss + model.embed.weight.square().mean()
+            loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+    return diagnose(open_run(path))
+
+
+def test_the_module_that_was_blown_up_is_named(tmp_path):
+    f, = record(tmp_path/'r', at=12).of('activation_explosion')
+    assert f.onset == 12 and f.modules[0].startswith('blocks.1') and f.severity == 'error' and 'fc2' in ' '.join(f.modules)
+
+
+def test_a_healthy_run_is_silent(tmp_path):
+    found = record(tmp_path/'r', width=32)
+    assert found.kinds == [] or set(found.kinds) <= {'misaligned_shape'}
+
+
+def test_causes_by_construction(tmp_path):
+    assert 'init_std_too_large' in record(tmp_path/'a', 3, std=.5).kinds
+    assert 'grad_below_epsilon' in record(tmp_path/'b', 3, eps=1.).kinds
+    assert 'misaligned_shape' in record(tmp_path/'c', 3, width=36).kinds
+    assert 'no_gradient' in record(tmp_path/'d', 3, freeze=True).kinds

@@ -1,0 +1,235 @@
+"The recorder against slow twins, other people's models, kills and bad disks."
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from probe_models import NAMES, tiny
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.run.record import open_run
+
+CONFIG = LMConfig(d_model=32, n_layer=2, seq=16)
+TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+def keep(outs, name, out):
+    "Remember an output with its gradient."
+    if out.requires_grad: out.retain_grad()
+    outs.setdefault(name, []).append(out)
+
+
+def train(path, model=None, opt=None, steps=3, micro=1, clip=None, **kw):
+    "A few steps with a twin of every number: `(run, twins)`; a twin is computed by autograd and float64 from outside."
+    torch.manual_seed(0)
+    model = model or DecoderLM(CONFIG)
+    opt = opt(model) if opt else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=.1)
+    twins = []
+    with Recorder(model, opt, path, **kw) as rec:
+        for _ in range(steps):
+            outs = {}; hooks = [m.register_forward_hook(lambda m, a, o, n=n: keep(outs, n, o)) for n, m in model.named_modules() if n.endswith(('fc1', 'embed', 'lm_head', 'norm1'))]
+            for part in TOKENS.chunk(micro): loss = model(part, part)/micro; loss.backward()
+            grads = {n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None}
+            if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            opt.step()
+            twins.append((outs, grads, before, {n: p.detach().clone() for n, p in model.named_parameters()}))
+            opt.zero_grad(); rec.step(loss)
+            for h in hooks: h.remove()
+    return open_run(path).load(), twins
+
+
+def check(run, twins, rtol=1e-5, update_rtol=3e-4):
+    acts = run['activations'].to_dataset()
+    for i, (outs, grads, before, after) in enumerate(twins):
+        for name, os_ in outs.items():
+            for prefix, ts in (('', os_), ('grad_', [o.grad for o in os_ if o.grad is not None])):
+                if not ts: continue
+                x = torch.cat([t.detach().double().flatten() for t in ts]).numpy(); row = acts.sel(module=name).isel(step=i)
+                for k, want in (('absmax', np.abs(x).max()), ('rms', np.sqrt((x**2).mean())), ('mean', x.mean()), ('std', x.std()), ('nonfinite_count', 0)):
+                    np.testing.assert_allclose(float(row[prefix + k]), want, rtol=rtol, atol=1e-7*np.abs(x).max(), err_msg=f'{name} {prefix}{k}')
+        for n, g in grads.items(): np.testing.assert_allclose(float(run['gradients'].grad_norm.sel(param=n)[i]), float(g.norm()), rtol=rtol, err_msg=n)
+        np.testing.assert_allclose(float(run['scalars'].grad_norm[i]), float(sum(g.square().sum() for g in grads.values())**.5), rtol=rtol)
+        for n in grads:
+            u = (after[n].double() - before[n].double()).norm(); np.testing.assert_allclose(float(run['updates'].update_norm.sel(param=n)[i]), float(u), rtol=update_rtol, atol=1e-9, err_msg=n)
+            np.testing.assert_allclose(float(run['weights'].weight_norm.sel(param=n)[i]), float(after[n].double().norm()), rtol=rtol)
+
+
+@pytest.mark.parametrize('opt', [lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=.1), lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True), lambda m: torch.optim.SGD(m.parameters(), lr=.1, momentum=.9), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True), lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3)], ids=['adamw', 'amsgrad', 'sgd', 'foreach', 'rmsprop'])
+def test_every_number_equals_its_twin(tmp_path, opt): check(*train(tmp_path/'r.zarr', opt=opt, clip=.1))
+
+
+def test_accumulation_and_tied_weights(tmp_path):
+    run, twins = train(tmp_path/'r.zarr', DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, tied=True)), micro=4)
+    check(run, twins); assert 'lm_head.weight' not in run['gradients'].param.values
+
+
+def test_frozen_parts_and_several_optimizers(tmp_path):
+    model = DecoderLM(CONFIG); model.embed.requires_grad_(False); names = dict(model.named_parameters())
+    a, b = torch.optim.SGD([p for n, p in names.items() if n.startswith('blocks.0')], lr=.1), torch.optim.AdamW([p for n, p in names.items() if n.startswith('blocks.1')], lr=1e-3)
+    with Recorder(model, [a, b], tmp_path/'r') as rec:
+        model(TOKENS, TOKENS).backward(); a.step(); b.step(); rec.step()
+    run = open_run(tmp_path/'r'); norm, update = run['gradients'].grad_norm[0], run['updates'].update_norm[0]
+    assert np.isnan(norm.sel(param='embed.weight')) and norm.sel(param='lm_head.weight') > 0 and np.isnan(update.sel(param='lm_head.weight'))
+    assert update.sel(param='blocks.0.fc1.weight') > 0 and update.sel(param='blocks.1.fc1.weight') > 0
+    assert any('in no optimizer' in t for t in run['events'].event_text.values)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_checkpointing_counts_once(tmp_path, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checked(DecoderLM):
+        def forward(self, tokens, targets=None):
+            x = self.embed(tokens) + self.pos_embed(torch.arange(tokens.shape[1]))
+            for block in self.blocks: x = checkpoint(block, x, use_reentrant=reentrant)
+            return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), targets.flatten())
+    runs = []
+    for cls in (DecoderLM, Checked):
+        torch.manual_seed(0); model = cls(CONFIG); opt = torch.optim.AdamW(model.parameters())
+        with Recorder(model, opt, tmp_path/cls.__name__) as rec:
+            for _ in range(2): model(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
+        runs.append(open_run(tmp_path/cls.__name__).load())
+    for g in ('activations', 'gradients', 'updates'):
+        for v in runs[0][g].data_vars: np.testing.assert_allclose(runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v)
+
+
+def test_validation_is_not_recorded_and_values_are_untouched(tmp_path):
+    torch.manual_seed(0); plain = DecoderLM(CONFIG); torch.manual_seed(0); model = DecoderLM(CONFIG)
+    for m, rec in ((plain, None), (model, Recorder(model, o := torch.optim.AdamW(model.parameters()), tmp_path/'r').__enter__())):
+        opt = torch.optim.AdamW(m.parameters()) if rec is None else o
+        for _ in range(3):
+            m(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad()
+            with torch.no_grad(): m(TOKENS)
+            if rec: rec.step()
+    rec.__exit__(None, None, None)
+    assert all(a.equal(b) for a, b in zip(plain.state_dict().values(), model.state_dict().values()))
+    assert not model._forward_hooks and not model.embed._forward_hooks
+
+
+def test_grad_scaler(tmp_path):
+    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); scaler = torch.amp.GradScaler('cpu', init_scale=1024.)
+    norms = []
+    with Recorder(model, opt, tmp_path/'r', scaler=scaler) as rec:
+        for i in range(3):
+            loss = model(TOKENS, TOKENS); scaler.scale(loss).backward()
+            norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters())**.5)/1024)
+            if i == 1: model.embed.weight.grad[0, 0] = float('inf')
+            scaler.step(opt); scaler.update(); opt.zero_grad(); rec.step(loss)
+    run = open_run(tmp_path/'r')
+    np.testing.assert_allclose(run['scalars'].grad_norm.values[:1], norms[:1], rtol=1e-5)
+    assert run['scalars'].skipped.values.tolist() == [0, 1, 0] and run['scalars'].loss_scale.values.tolist() == [1024, 1024, 512]
+
+
+def poison(model, at): model.blocks[1].fc1.register_forward_hook(lambda m, a, o: o*float('nan') if model.step == at else None)
+
+
+@pytest.mark.parametrize('mode', ['go on', 'stop', 'skip'])
+def test_first_bad_tensor(tmp_path, mode):
+    torch.manual_seed(0); model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters()); model.step = 0; poison(model, 2)
+    try:
+        with Recorder(model, opt, tmp_path/'r', on_nonfinite=mode) as rec:
+            for model.step in range(4): model(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
+    except FloatingPointError as e: assert mode == 'stop' and 'blocks.1.fc1' in str(e) and 'step 2' in str(e)
+    else: assert mode != 'stop'
+    run = open_run(tmp_path/'r'); text = next(t for t in run['events'].event_text.values if 'first non-finite' in t)
+    assert 'forward output of blocks.1.fc1 (torch.float32)' in text and 'blocks.1.norm2 out' in text
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == (mode == 'skip')
+    if mode == 'skip': assert run['scalars'].skipped.values.tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_other_peoples_models_unmodified(tmp_path, name):
+    pytest.importorskip('transformers')
+    model, batch = tiny(name); model.train(); opt = torch.optim.AdamW(model.parameters())
+    with Recorder(model, opt, tmp_path/'r') as rec:
+        for _ in range(2): loss = model(**batch).loss; loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+    run = open_run(tmp_path/'r').load(); acts = run['activations'].to_dataset()
+    for role in ('attn.q', 'attn.k', 'attn.v', 'mlp.fc1', 'mlp.fc2', 'block'):
+        rows = acts.isel(module=np.flatnonzero(acts.kind.values == role))
+        assert rows.sizes['module'] >= 2 and (rows.rms > 0).all() and (rows.grad_rms.notnull()).all(), role
+    assert (run['gradients'].nonfinite_count.fillna(0) == 0).all() and (run['updates'].update_norm > 0).any()
+
+
+def test_torch_transformer(tmp_path):
+    model = nn.Transformer(32, 2, 1, 1, 64, batch_first=True); opt = torch.optim.AdamW(model.parameters()); x = torch.randn(2, 5, 32)
+    with Recorder(model, opt, tmp_path/'r') as rec: model(x, x).square().mean().backward(); opt.step(); rec.step()
+    acts = open_run(tmp_path/'r')['activations']
+    assert (acts.rms.sel(module=['encoder.layers.0', 'decoder.layers.0', 'encoder.layers.0.linear1', 'decoder.layers.0.multihead_attn']) > 0).all()
+
+
+def test_compiled_after_the_hooks_is_recorded(tmp_path):
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(0); model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
+        with Recorder(model, opt, tmp_path/f'{compiled}') as rec:
+            call = torch.compile(model, backend='eager') if compiled else model
+            for _ in range(2): call(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
+        runs.append(open_run(tmp_path/f'{compiled}').load())
+    for g in ('activations', 'gradients'):
+        for v in runs[0][g].data_vars: np.testing.assert_allclose(runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v)
+
+
+def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
+    check(*train(tmp_path/'r', DecoderLM(CONFIG).bfloat16(), opt=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)), rtol=1e-2, update_rtol=1e-3)
+
+
+def test_bad_paths_hurt_nobody(tmp_path):
+    model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
+    (tmp_path/'file').write_text('x'); (tmp_path/'other').mkdir(); (tmp_path/'other'/'notes.txt').write_text('x')
+    for path in (tmp_path/'file', tmp_path/'other'):
+        with pytest.warns(UserWarning, match='nothing is recorded, training goes on'), Recorder(model, opt, path) as rec: model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.)
+    with Recorder(model, opt, tmp_path/'r') as rec, pytest.warns(UserWarning, match='second recorder'), Recorder(model, opt, tmp_path/'r') as second: second.step(1.); rec.step(1.)
+
+
+def test_full_disk_is_said_once(tmp_path, monkeypatch):
+    model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
+    from stabilitylab.run.live import LiveStore
+    monkeypatch.setattr(LiveStore, 'append', lambda *a: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with Recorder(model, opt, tmp_path/'r', flush_seconds=.01) as rec:
+            for _ in range(5): model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.); time.sleep(.03)
+    assert len([w for w in said if 'No space left' in str(w.message)]) == 1 and rec.n == 5
+
+
+LOOP = '''
+import sys, time, torch
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+torch.set_num_threads(1); model = DecoderLM(LMConfig(d_model=16, n_layer=1, seq=8)); opt = torch.optim.AdamW(model.parameters()); x = torch.randint(0, 128, (2, 8))
+with Recorder(model, opt, sys.argv[1], flush_seconds=.05, snapshot_every=20) as rec:
+    for i in range(10**6):
+        x = rec.batch(x); loss = model(x, x); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+        print(i, flush=True)
+'''
+
+
+def killed_run(path, after, seed):
+    "Train in a child, kill it at a random moment after `after` steps; the last step it told of."
+    child = subprocess.Popen([sys.executable, '-c', LOOP, str(path)], stdout=subprocess.PIPE, text=True, env=os.environ | {'PYTHONPATH': os.getcwd() if os.path.isdir('stabilitylab') else os.path.dirname(os.getcwd())})
+    for line in child.stdout:
+        if int(line) >= after: break
+    time.sleep(np.random.default_rng(seed).uniform(0, .3))
+    child.send_signal(signal.SIGKILL); child.wait()
+    return max([int(line), *(int(x) for x in child.stdout.read().split('\n')[:-1] if x)])
+
+
+def test_killed_at_random_moments(tmp_path):
+    import json
+    for k in range(6):
+        path = tmp_path/f'{k % 3}'
+        last = killed_run(path, 30, k)
+        run = open_run(path).load(); s = run['scalars']
+        rows = s.step.values[s.segment.values == s.segment.values.max()]
+        assert (np.diff(rows) == 1).all() and rows[0] == 0 and last - rows[-1] < 200, (last, rows[-1])
+        assert run['activations'].sizes['step'] == s.sizes['step'] and int(s.segment.max()) == k//3
+        index = json.loads((path/'blackbox'/'index.json').read_text())
+        for f in index['snapshots']: torch.load(path/'blackbox'/f['file'], weights_only=True)
