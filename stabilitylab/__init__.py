@@ -10,6 +10,9 @@ _PUBLIC = {
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core',
     'Recorder': 'stabilitylab.probe.recorder',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
+    'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',
+    'plot_loss': 'stabilitylab.plot.loss', 'plot_findings': 'stabilitylab.plot.findings', 'write_html': 'stabilitylab.report.html', 'run_json': 'stabilitylab.report.machine', 'run_markdown': 'stabilitylab.report.markdown',
+    'quantise': 'stabilitylab.numerics.formats', 'stochastic_round': 'stabilitylab.numerics.formats', 'lattice': 'stabilitylab.numerics.lattice',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)

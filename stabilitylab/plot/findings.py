@@ -24,7 +24,7 @@ def mark_findings(
     least: float = 0.022, # smallest distance of two numbers, as a share of the width
 ) -> Axes: # the axes
     "Findings as bands and numbered flags, in the colour of their severity."
-    lo, hi = ax.get_xlim()
+    lo, hi = ax.set_xlim(ax.get_xlim())
     taken = []
     for number, f in enumerate(findings, 1):
         if f.onset is None or not lo <= f.onset <= hi: continue
@@ -37,7 +37,7 @@ def mark_findings(
         ax.plot([f.onset], [1], 'v' if not free else 's', color=c, markersize=3 if not free else 1, clip_on=False, transform=ax.get_xaxis_transform(), zorder=6, label='_flag')
         if not free: continue
         taken.append(at)
-        ax.annotate(str(number), (at, 1), xycoords='axes fraction', xytext=(0, 5), textcoords='offset points', ha='center', va='bottom', fontsize=7.5, fontweight='bold', color=colour('ground', ax),
+        ax.annotate(str(number), (f.onset, 1), xycoords=ax.get_xaxis_transform(), xytext=(0, 5), textcoords='offset points', ha='center', va='bottom', fontsize=7.5, fontweight='bold', color=colour('ground', ax),
             bbox={'boxstyle': 'round,pad=0.25', 'facecolor': c, 'edgecolor': 'none'}, annotation_clip=False, zorder=7)
     return ax
 
@@ -75,7 +75,7 @@ def plot_findings(
     val = series(scalars, 'val_loss') if 'val_loss' in scalars and names[0] == 'loss' else None
     plot_loss(series(scalars, names[0]), val, ax=axes[0], bins=bins)
     for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax, bins=bins)
-    for ax in axes: mark_findings(findings, ax, flags=ax is axes[0])
+    for ax in reversed(axes): mark_findings(findings, ax, flags=ax is axes[0])
     for i, (name, ax) in enumerate(zip(names, axes)): _head(ax, scalars[name], last=ax is axes[-1], room=14 if i == 0 else 4)
     return axes
 

@@ -91,8 +91,9 @@ def csv_shape(
     for mark in ',\t;|':
         rows = list(csv.reader(lines if len(head) < 1000 or len(lines) < 3 else lines[:-1], delimiter=mark))
         if len(rows[0]) < 2 or any(len(r) != len(rows[0]) for r in rows[1:-1]): continue
-        is_number = [bool(re.fullmatch(r'\s*([-+]?(\d[\d,]*\.?\d*|\.\d+)([eE][-+]?\d+)?|nan|inf)?\s*', c, re.I)) for c in rows[0]]
-        return mark, None if all(is_number) else rows[0]
+        is_number = lambda c: bool(re.fullmatch(r'\s*([-+]?(\d[\d,]*\.?\d*|\.\d+)([eE][-+]?\d+)?|nan|inf)?\s*', c, re.I))
+        if len(rows) > 1 and not any(is_number(c) and c.strip() for r in rows[1:] for c in r): continue
+        return mark, None if all(map(is_number, rows[0])) else rows[0]
     return '', None
 
 def read_table(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['number', 'clean', 'Facts', 'facts', 'facts_line', 'skipped_line', 'evidence_items', 'remedies_by_verdict',
-           'steps_text', 'count_text', 'told_and_listed']
+           'steps_text', 'count_text', 'verdict_line', 'told_and_listed']
 
 # %% ../../nbs/api/report/00_content.ipynb #acc81d88
 import math
@@ -119,6 +119,15 @@ def count_text(
     words = {'error': 'error', 'warning': 'warning', 'info': 'note'}
     counts = [(sum(f.severity == s for f in findings), words[s]) for s in reversed(SEVERITIES)]
     return ', '.join(f'{n} {w}{"s"*(n > 1)}' for n, w in counts if n) or 'nothing found'
+
+def verdict_line(
+    f: Facts, # of one run
+    findings: Findings, # what was found in it
+) -> str: # the counts, or why there are none
+    "What a report says first about a run."
+    if len(findings): return count_text(findings)
+    if not f.series and not f.events: return 'nothing to diagnose: no series and no events in it'
+    return 'nothing found: the log shows nothing out of the ordinary' if f.loss else 'nothing found; no series in it is a training loss'
 
 # %% ../../nbs/api/report/00_content.ipynb #dc3ff6f0
 def told_and_listed(

@@ -13,9 +13,9 @@ from pathlib import Path
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
-from ..names.findings import FINDING_KINDS, SEVERITIES
+from ..names.findings import FINDING_KINDS, REPORTED, SEVERITIES
 from ..plot.svg import css_colours, findings_svg
-from .content import clean, count_text, evidence_items, facts, facts_line, number, remedies_by_verdict, skipped_line, steps_text, told_and_listed
+from .content import clean, count_text, evidence_items, facts, facts_line, number, remedies_by_verdict, skipped_line, steps_text, told_and_listed, verdict_line
 from ..run.summary import summary
 
 # %% ../../nbs/api/report/03_html.ipynb #15643904
@@ -36,22 +36,26 @@ def finding_html(
         f'<span class="sev">{_WORDS[finding.severity]}</span><span class="faint">{_e(where)}</span></div><p class="words">{_e(finding.explanation, 900)}</p>'
         + (f'<dl>{rows}</dl>' if rows else '') + (_remedies(finding) if remedies else '') + '</section>')
 
-def _remedies(finding):
+def _remedies(finding, most=4):
     "What teams tried, by what they said of it; closed for notes."
     groups = remedies_by_verdict(finding)
     if not groups: return ''
     counts = ', '.join(f'{len(rows)} {verdict}' for verdict, rows in groups.items())
-    lists = ''.join(f'<p class="verdict">{verdict}</p><ul class="remedies">' + ''.join(f'<li>{_e(r["name"])} <span class="faint">({_e(r["source"])})</span>{"<br><span class=faint>" + _e(r["note"]) + "</span>" if r.get("note") else ""}</li>'
-        for r in rows) + '</ul>' for verdict, rows in groups.items())
-    return f'<details{" open" if finding.severity == "error" else ""}><summary>What teams tried: {counts}</summary>{lists}</details>'
+    lists = ''.join(f'<div><p class="verdict v{REPORTED.index(verdict)}">{verdict}</p>{_list(rows[:most])}{_rest(rows[most:])}</div>' for verdict, rows in groups.items())
+    return f'<details{"" if finding.severity == "info" else " open"}><summary>What teams tried: {counts}</summary><div class="columns">{lists}</div></details>'
+
+def _list(rows):
+    items = (f'<li>{_e(r["name"])} <span class="faint">({_e(r["source"])})</span>' + (f'<br><span class="faint">{_e(r["note"])}</span>' if r.get('note') else '') + '</li>' for r in rows)
+    return f'<ul class="remedies">{"".join(items)}</ul>'
+
+def _rest(rows): return f'<details><summary>{len(rows)} more</summary>{_list(rows)}</details>' if rows else ''
 
 # %% ../../nbs/api/report/03_html.ipynb #93d3783c
 def findings_html(
     findings: Findings, # of one run, or shared by several
     prefix: str = '', # of the ids of its elements
-) -> str: # sections; a sentence where there is nothing
+) -> str: # sections; '' where there is nothing
     "All findings, the gravest first; remedies stand with the first of each kind."
-    if not len(findings): return '<p class="ok">The log shows nothing out of the ordinary.</p>'
     told, listed = told_and_listed(findings)
     kinds, out = set(), []
     for n, f in told:
@@ -89,7 +93,8 @@ def run_html(
     "The figure, the findings and the tables of one run."
     wide, narrow = findings_svg(run, findings, 9), findings_svg(run, findings, 4.6, most=2)
     figure = f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>' if wide else '<p class="faint">No series to draw.</p>'
-    return figure + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
+    nothing = '' if len(findings) else f'<p>{_e(verdict_line(facts(run), findings))}</p>'
+    return figure + nothing + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
 
 # %% ../../nbs/api/report/03_html.ipynb #29431683
 def _chips(findings):

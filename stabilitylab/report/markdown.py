@@ -11,7 +11,7 @@ import re
 import xarray as xr
 
 from ..detect.findings import Findings
-from .content import clean, count_text, evidence_items, facts, facts_line, remedies_by_verdict, skipped_line, steps_text
+from .content import clean, evidence_items, facts, facts_line, remedies_by_verdict, skipped_line, steps_text, verdict_line
 
 # %% ../../nbs/api/report/04_markdown.ipynb #9be36580
 def _m(text): return re.sub(r'([\\`*_{}\[\]<>|#$~])', r'\\\1', clean(text, 600))
@@ -24,7 +24,7 @@ def run_markdown(
 ) -> str: # a heading, a table, one section a finding
     "The findings of one run as markdown."
     f = facts(run, source)
-    out = [f'# {_m(f.source or "run")}', '', _m(facts_line(f)), *([ '', _m(skipped_line(f))] if f.skipped else []), '', f'**{count_text(findings)}**']
+    out = [f'# {_m(f.source or "run")}', '', _m(facts_line(f)), *([ '', _m(skipped_line(f))] if f.skipped else []), '', f'**{verdict_line(f, findings)}**']
     known = set()
     for n, finding in enumerate(findings, 1):
         out += ['', f'## {n}. {_m(finding.kind.replace("_", " "))} ({finding.severity}) {steps_text(finding)}'.rstrip(), '', _m(finding.explanation)]

@@ -11,7 +11,7 @@ import textwrap
 import xarray as xr
 
 from ..detect.findings import Findings
-from .content import clean, count_text, facts, facts_line, remedies_by_verdict, skipped_line, steps_text, told_and_listed
+from .content import clean, facts, facts_line, remedies_by_verdict, skipped_line, steps_text, told_and_listed, verdict_line
 
 # %% ../../nbs/api/report/02_terminal.ipynb #e9c1347f
 _ANSI = {'error': '1;31', 'warning': '33', 'info': '2', 'head': '1', 'worked': '32', 'did not work': '31', 'unclear': '2'}
@@ -71,5 +71,5 @@ def run_text(
     head = facts(run, source)
     lines = [paint(head.source or 'run', 'head', colour), _wrapped(facts_line(head), width, 2, 2)]
     if head.skipped: lines.append(_wrapped(skipped_line(head), width, 2, 2))
-    lines += [_wrapped(count_text(findings) + (': the log shows nothing out of the ordinary' if not len(findings) else ''), width, 2)]
+    lines += [_wrapped(verdict_line(head, findings), width, 2)]
     return '\n'.join(lines + ([''] + [findings_text(findings, width, colour, remedies)] if len(findings) else []))
