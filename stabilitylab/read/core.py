@@ -160,7 +160,7 @@ def _group(path, format, folder):
     "Which run a file belongs to: event files by folder (sub-runs of add_scalars by their parent), one tag a file by what is left of the name, any other file by itself."
     here = path.parent.relative_to(folder)
     if format == 'tensorboard': return str(here)
-    if format.startswith('tensorboard_export'): return str(here/(path.name.split('tag-')[0].strip('-_. ') or 'export'))
+    if format in ('tensorboard_csv', 'tensorboard_json'): return str(here/(path.name.split('tag-')[0].strip('-_. ') or 'export'))
     return str(here/path.name)
 
 def _without_copies(files):
