@@ -233,3 +233,45 @@ def test_killed_at_random_moments(tmp_path):
         assert run['activations'].sizes['step'] == s.sizes['step'] and int(s.segment.max()) == k//3
         index = json.loads((path/'blackbox'/'index.json').read_text())
         for f in index['snapshots']: torch.load(path/'blackbox'/f['file'], weights_only=True)
+
+
+DDP = '''
+import sys, torch, torch.distributed as dist
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+torch.set_num_threads(1); dist.init_process_group('gloo', init_method=f'file://{sys.argv[2]}', rank=int(sys.argv[3]), world_size=2); torch.manual_seed(0)
+m = torch.nn.parallel.DistributedDataParallel(DecoderLM(LMConfig(d_model=32, n_layer=1, seq=16))); opt = torch.optim.SGD(m.parameters(), lr=.1)
+x = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+with Recorder(m, opt, sys.argv[1]) as rec:
+    for _ in range(3):
+        l = m(x, x); l.backward(); n = float(sum(p.grad.double().square().sum() for p in m.parameters())**.5); opt.step(); opt.zero_grad(); rec.step(l, twin=n)
+dist.destroy_process_group()
+'''
+
+
+def test_two_ranks_record_the_averaged_gradient(tmp_path):
+    env = os.environ | {'PYTHONPATH': os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+    ranks = [subprocess.Popen([sys.executable, '-W', 'error::UserWarning:stabilitylab', '-c', DDP, str(tmp_path/'r'), str(tmp_path/'meet'), str(r)], env=env) for r in (0, 1)]
+    assert [p.wait(120) for p in ranks] == [0, 0]
+    s = open_run(tmp_path/'r')['scalars']; np.testing.assert_allclose(s.grad_norm.values, s.twin.values, rtol=1e-5)
+
+
+def test_sharded_parameters_are_refused():
+    class Sharded(nn.Parameter):
+        def to_local(self): return self
+    model = nn.Sequential(nn.Linear(2, 2)); model[0].weight = Sharded(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match='norms of a shard'): Recorder(model, torch.optim.SGD(model.parameters(), lr=.1), 'unused').__enter__()
+
+
+def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
+    from stabilitylab.probe.blackbox import set_rng_state
+    torch.manual_seed(0); config = LMConfig(d_model=32, n_layer=2, seq=16, dropout=.2); model = DecoderLM(config); opt = torch.optim.AdamW(model.parameters(), lr=1e-2); losses = []
+    with Recorder(model, opt, tmp_path/'r', snapshot_every=3) as rec:
+        for _ in range(7):
+            x = rec.batch(torch.randint(0, 128, (4, 16))); loss = model(x, x); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss); losses.append(loss.item())
+    load = lambda f: torch.load(tmp_path/'r'/'blackbox'/f, weights_only=True)
+    state = load('snapshot-3.pt'); again = DecoderLM(config); again.load_state_dict(state['model']); opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2); opt2.load_state_dict(state['optimizer'][0])
+    for step in range(3, 7):
+        b = load(f'batch-{step}-0.pt'); set_rng_state(b['rng']); loss = again(b['batch'], b['batch']); loss.backward(); opt2.step(); opt2.zero_grad()
+        assert loss.item() == losses[step]
+    assert all(a.equal(b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))

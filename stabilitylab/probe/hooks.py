@@ -184,6 +184,8 @@ class ParamProbe:
         updates: bool = True, # also updates, weights and optimizer state
     ):
         named, kinds = dict(model.named_parameters()), param_kinds(model, overrides)
+        sharded = [n for n, p in named.items() if hasattr(p, 'to_local')]
+        if sharded: raise bad_input('model', f'{len(sharded)} sharded parameters, such as {sharded[0]}', 'parameters that are whole on each rank (one process, DDP)', 'norms of a shard would be taken for norms of the tensor')
         self.names, self.params = list(named), list(named.values())
         self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
         self.at = {id(p): i for i, p in enumerate(self.params)}

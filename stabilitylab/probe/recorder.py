@@ -55,7 +55,8 @@ class Recorder:
         self.params = ParamProbe(inner, self.optimizers, self.kinds, self.level['updates'])
         self.modules.after_backward = self._after_backward
         if self.on_nonfinite == 'skip': self.guards = [h for o in self.optimizers for h in (o.register_step_pre_hook(self._hold), o.register_step_post_hook(self._release))]
-        try: self._open()
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank(): self.off = 'rank 0 records'
+        try: self.off or self._open()
         except (OSError, InputError) as e: self._stop(f'nothing is recorded, training goes on: {e}')
         self.begin = time.perf_counter()
         return self

@@ -148,7 +148,8 @@ def _read_folder(folder, format):
         try: name, data = _read_file(p, format)
         except (InputError, OSError) as e: refused[str(e)[:80]] += 1; continue
         if name == 'generic' and p.suffix.lower() in ('.json', '.txt', '.cfg', '.ini') and not any('loss' in n.lower() for n in data.samples): refused['no loss in it'] += 1; continue
-        parts.setdefault(_group(p, name, folder), []).append((p, name, data))
+        if name == 'torch_curves' and not any(w in n.lower() for n in data.samples for w in ('loss', 'acc')): refused['tensors, but no curve of a loss'] += 1; continue
+        parts.setdefault(_group(p, name, data, folder), []).append((p, name, data))
     for key, files in _join_accounts(parts).items():
         if all(not d.samples and not d.events for _, _, d in files) and len(parts) > 1: continue
         name = key if key not in runs else key + ' (log)'
@@ -156,11 +157,11 @@ def _read_folder(folder, format):
     if not runs: raise InputError(f"`{folder}` holds no log that can be read: {sum(refused.values())} other files ({'; '.join(f'{n} × {r}' for r, n in refused.most_common(3)) or 'it is empty'}); accepted: {', '.join(f.name for f in formats())}")
     return runs
 
-def _group(path, format, folder):
+def _group(path, format, data, folder):
     "Which run a file belongs to: event files by folder (sub-runs of add_scalars by their parent), one tag a file by what is left of the name, any other file by itself."
     here = path.parent.relative_to(folder)
     if format == 'tensorboard': return str(here)
-    if format in ('tensorboard_csv', 'tensorboard_json'): return str(here/(path.name.split('tag-')[0].strip('-_. ') or 'export'))
+    if format in ('tensorboard_csv', 'tensorboard_json'): return str(here/str(data.attrs.get('run') or 'export'))
     return str(here/path.name)
 
 def _without_copies(files):
