@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 _PUBLIC = {
     'diagnose': 'stabilitylab.detect.diagnose', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
-    'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core',
     'Recorder': 'stabilitylab.probe.recorder',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
     'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',

@@ -142,3 +142,10 @@ def test_ctrl_c_in_diagnose_is_130():
     code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef stop(args): raise KeyboardInterrupt\ndiagnose.run_diagnose = stop\nsys.exit(main.main(["diagnose", "x"]))'
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
     assert r.returncode == 130 and r.stderr == ''
+
+
+def test_a_fault_of_ours_is_one_line_too():
+    code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef broken(args): raise KeyError("x")\ndiagnose.run_diagnose = broken\nsys.exit(main.main(["diagnose", "x"]))'
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
+    assert r.returncode == 2 and r.stderr.count('\n') == 1 and 'KeyError' in r.stderr
+    assert 'Traceback' in subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV | {'STABILITYLAB_TRACEBACK': '1'}).stderr

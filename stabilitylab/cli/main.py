@@ -42,10 +42,12 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt: return 130
-    except (ValueError, OSError, ImportError, MemoryError) as e:
-        if not _expected(e): raise
-        print('stabilitylab: ' + one_line(e), file=sys.stderr)
+    except Exception as e:
+        if not _expected(e) and os.environ.get('STABILITYLAB_TRACEBACK'): raise
+        print('stabilitylab: ' + ('' if _expected(e) else _OURS.format(type(e).__name__)) + one_line(e), file=sys.stderr)
         return 2
+
+_OURS = 'a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: '
 
 def _expected(e):
     "Whether an error speaks to the user: bad input, a file that cannot be opened, a missing package, no memory."

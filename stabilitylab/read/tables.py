@@ -89,7 +89,8 @@ def csv_shape(
     lines = [s for s in head.decode('utf-8-sig', 'replace').splitlines()[:20] if s.strip()]
     if not lines: return '', None
     for mark in ',\t;|':
-        rows = list(csv.reader(lines if len(head) < 1000 or len(lines) < 3 else lines[:-1], delimiter=mark))
+        try: rows = list(csv.reader(lines if len(head) < 1000 or len(lines) < 3 else lines[:-1], delimiter=mark))
+        except csv.Error: continue  # a line longer than any table has
         if len(rows[0]) < 2 or any(len(r) != len(rows[0]) for r in rows[1:-1]): continue
         is_number = lambda c: bool(re.fullmatch(r'\s*([-+]?(\d[\d,]*\.?\d*|\.\d+)([eE][-+]?\d+)?|nan|inf)?\s*', c, re.I))
         if len(rows) > 1 and not any(is_number(c) and c.strip() for r in rows[1:] for c in r): continue
