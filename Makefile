@@ -16,7 +16,7 @@ $(READY): constraints.txt settings.ini setup.py
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/python -m stabilitylab.cli.demo
+	$(BIN)/stabilitylab diagnose data_samples/lm_high_lr --html report.html
 
 test: $(READY) chromium
 	bash tests/run_all.sh

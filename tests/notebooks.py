@@ -18,6 +18,7 @@ def tool(name):
 
 def run_one(path):
     "Execute one notebook, keep its outputs, clean it."
+    os.chdir(path.parent)
     CaptureShell(path=path.parent).execute(path, dest=path, exc_stop=True)
     nb = read_nb(path)
     clean_nb(nb, clear_all=False)

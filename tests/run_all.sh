@@ -2,12 +2,11 @@
 # Everything CI runs, in order; every part runs even if an earlier one failed, and the end says which.
 cd "$(dirname "$0")/.." || exit 1
 bin=.venv/bin; failed=()
-part() { echo "== $1"; shift; local begin=$SECONDS; "$@" || failed+=("$1 ${*: -1}"); echo "== took $((SECONDS-begin)) s"; }
-part layout   $bin/python -m pytest -q tests/test_layout.py
-part nbdev    $bin/nbdev_test --n_workers 2 --do_print
-part pytest   $bin/python -m pytest -q --ignore=tests/test_layout.py --ignore=tests/browser tests
-part browser  $bin/python -m pytest -q tests/browser
-part docs     $bin/python tests/docs/build.py
-part clean    $bin/python tests/notebooks.py check
+part() { local name=$1 begin=$SECONDS; shift; echo "== $name"; "$@" || failed+=("$name"); echo "== $name took $((SECONDS-begin)) s"; }
+part layout $bin/python -m pytest -q tests/test_layout.py
+part nbdev  $bin/nbdev_test --n_workers 2 --do_print
+part pytest $bin/python -m pytest -q --ignore=tests/test_layout.py tests
+part docs   $bin/python tests/docs/build.py
+part clean  $bin/python tests/notebooks.py check
 if [ ${#failed[@]} -gt 0 ]; then printf 'FAILED: %s\n' "${failed[@]}"; exit 1; fi
 echo "everything passed"
