@@ -31,7 +31,7 @@ def mark_findings(
     for number, f in enumerate(findings, 1):
         if f.onset is None or not lo <= f.onset <= hi: continue
         c, wide = colour(f.severity, ax), (min(f.end, hi) - f.onset)/(hi - lo)
-        if 0.004 < wide < 0.9 and f.kind not in PLAIN and (f.onset, f.end) not in bands and len(bands) < 40:
+        if 0.004 < wide < 0.75 and f.kind not in PLAIN and (f.onset, f.end) not in bands and len(bands) < 40:
             ax.axvspan(f.onset, min(f.end, hi), color=c, alpha=0.1, linewidth=0, zorder=0); bands.add((f.onset, f.end))
         if f.kind != 'restart': ax.axvline(f.onset, color=c, linewidth=0.9, alpha=0.8, zorder=1)
         if flags: _flag(ax, number, f.onset, c, (f.onset - lo)/(hi - lo), taken, least)

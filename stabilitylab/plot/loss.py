@@ -52,7 +52,7 @@ def set_axes(
         ax.yaxis.set_minor_locator(NullLocator())
     if not np.isfinite(da.values).any():
         ax.set_yticks([])
-        ax.text(0.5, 0.5, 'no finite value' if da.size else 'no value', transform=ax.transAxes, ha='center', va='center', color=colour('faint', ax))
+        if not ax.texts: ax.text(0.5, 0.5, 'no finite value' if da.size else 'no value', transform=ax.transAxes, ha='center', va='center', color=colour('faint', ax))
     for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter(FuncFormatter(lambda v, _, axis=axis: short_number(v, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)))
 
 def few_ticks(
@@ -105,7 +105,7 @@ def plot_loss(
 ) -> Axes: # the axes, with a legend
     "The loss curve of a run: passes, restarts, spikes and broken values."
     ax = plot_series(loss, ax=ax, log=log, bins=bins, **line_kw)
-    if val is not None: plot_series(val, ax=ax, log=ax.get_yscale() == 'log', bins=bins, linewidth=1.3)
+    if val is not None: plot_series(val, ax=ax, log=ax.get_yscale() == 'log', bins=bins, **({'linewidth': 1.3} if val.sizes['step'] < 1000 else {'zorder': 1.8, 'alpha': 0.8}))
     if val is not None: set_axes(ax, loss, ax.get_yscale() == 'log')
     for i, step in enumerate(restart_steps(loss)):
         ax.axvline(step, color=colour('restart', ax), linewidth=0.8, linestyle=(0, (1, 2)), zorder=1, label='_restart' if i else 'restart')
