@@ -93,7 +93,7 @@ def run_html(
     "The figure, the findings and the tables of one run."
     wide, narrow = findings_svg(run, findings, 9), findings_svg(run, findings, 4.6, most=2)
     figure = f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>' if wide else '<p class="faint">No series to draw.</p>'
-    nothing = '' if len(findings) else f'<p>{_e(verdict_line(facts(run), findings))}</p>'
+    nothing = '' if len(findings) else f'<p>{_e(verdict_line(facts(run), findings).capitalize())}.</p>'
     return figure + nothing + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
 
 # %% ../../nbs/api/report/03_html.ipynb #29431683

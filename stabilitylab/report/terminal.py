@@ -52,8 +52,10 @@ def findings_text(
     return '\n'.join(lines)
 
 def _remedy_lines(f, width, colour, most):
-    "One line a verdict: what teams tried, with their names."
-    for verdict, rows in remedies_by_verdict(f, most).items():
+    "One line a verdict: what teams tried, with their names; what is unclear only where nothing else is known."
+    groups = remedies_by_verdict(f, most)
+    if len(groups) > 1: groups.pop('unclear', None)
+    for verdict, rows in groups.items():
         tried = '; '.join(f'{r["name"]} ({r["source"]})' for r in rows)
         text = _wrapped(f'{verdict}: {tried}', width, hang=2)
         yield text.replace(f'{verdict}:', paint(f'{verdict}:', verdict, colour), 1)
