@@ -22,7 +22,7 @@ test: $(READY) chromium
 	bash tests/run_all.sh
 
 lab: $(READY)
-	$(BIN)/jupyter lab nbs/tutorials/tour.ipynb
+	$(BIN)/jupyter lab nbs/tutorials/a_run_that_diverged.ipynb
 
 docs: $(READY)
 	$(BIN)/python tests/docs/build.py

@@ -63,7 +63,7 @@ def test_the_ten_largest_spikes_of_a_real_pretraining_run(real_logs):
     for step, peak in ((53380, 10.367), (282952, 9.031), (129964, 8.766), (297952, 8.553), (187304, 8.099), (33271, 7.842), (223461, 6.436), (42456, 4.078), (124918, 4.069), (315014, 3.127)):
         hits = [f for f in found if step - 2000 <= f.onset <= step + 2000 and f.evidence['peak'] > 0.999*peak]
         assert hits, (step, peak)
-    assert all(f.evidence.get('recovery') in ('fast', 'slow') for f in found)
+    assert not [f for f in found if f.evidence.get('recovery') == 'none']
 
 
 def test_duplicated_lines_give_no_spike(real_logs):

@@ -15,6 +15,10 @@ from ..measure.curves import Curve, curve, loss_name
 from ..measure.rolling import level_and_noise
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #f03fe904
+def _print_step(value):
+    "The last printed decimal of values that were printed with three to six of them, else 0: a change of one is no signal."
+    return next((10.0**-d for d in range(3, 7) if len(value) and np.allclose(np.round(value, d), value, rtol=0, atol=1e-12)), 0.)
+
 def out_of_range(
     value: np.ndarray, # (n,) float64, finite
     sigma: float | None = None, # how many noise deviations; None: `spike_sigma`
@@ -22,7 +26,7 @@ def out_of_range(
     "The records that lie above the level before them by more than noise can explain."
     window = int(limit('history'))
     level, noise = level_and_noise(value, window, int(limit('least_history')))
-    noise = np.maximum(noise, limit('noise_floor')*np.abs(level))
+    noise = np.maximum(noise, np.maximum(limit('noise_floor')*np.abs(level), _print_step(value)/2))
     with np.errstate(invalid='ignore'): high = value > level + (limit('spike_sigma') if sigma is None else sigma)*noise
     early = np.isnan(level) | np.isnan(noise)
     if early.any() and len(value) > 2:

@@ -58,8 +58,8 @@ def _our_names(data):
     "The log's own names -> ours, each of ours once: the series with most values gets it, the others keep their own word."
     out, taken = {}, set()
     for name in sorted(data.samples, key=lambda n: (-len(data.samples[n].step), n)):
-        ours = canonical_name(name) or 'value'
-        while ours in taken or ours in ('step', 'segment', 'time', 'series', 'logged_nan'): ours = name.strip() if ours != name.strip() and name.strip() not in taken | {'step', 'segment', 'time', 'series'} else ours + '_2'
+        ours, own = canonical_name(name) or 'value', name.strip().replace('/', '_')
+        while ours in taken or ours in ('step', 'segment', 'time', 'series', 'logged_nan'): ours = own if ours != own and own not in taken | {'', 'step', 'segment', 'time', 'series'} else ours + '_2'
         taken.add(ours); out[name] = ours
     return {n: out[n] for n in data.samples}
 
