@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 
 # public name -> module that holds it; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
 _PUBLIC = {
-    'diagnose': 'stabilitylab.detect.diagnose', 'compare_runs': 'stabilitylab.detect.across', 'compare_rules': 'stabilitylab.detect.rules', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
+    'Workbench': 'stabilitylab.workbench.core', 'diagnose': 'stabilitylab.detect.diagnose', 'compare_runs': 'stabilitylab.detect.across', 'compare_rules': 'stabilitylab.detect.rules', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
     'Recorder': 'stabilitylab.probe.recorder',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
