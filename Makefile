@@ -22,7 +22,7 @@ test: $(READY) chromium
 	bash tests/run_all.sh
 
 lab: $(READY)
-	$(BIN)/jupyter lab nbs/tutorials/a_run_that_diverged.ipynb
+	$(BIN)/jupyter lab nbs/tutorials/the_workbench.ipynb
 
 docs: $(READY)
 	$(BIN)/python tests/docs/build.py

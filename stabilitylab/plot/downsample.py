@@ -38,7 +38,8 @@ def line_pieces(
     "The lines that draw a series: the passes that were repeated, and the course that was kept."
     step, value = da.step.values, da.values.astype(float)
     segment = da.segment.values if 'segment' in da.coords else np.zeros(len(step), int)
-    width = int(step.max() - step.min()) if len(step) else 0
+    if not len(step) or (segment == segment[0]).all(): return [(x, y, False) for x, y in _cut(step, value, bins, max(1, gap*np.ptp(step) if len(step) else 1))]
+    width = int(step.max() - step.min())
     passes, redone = np.unique(segment), np.zeros(len(step), bool)
     for s in passes[:-1]: redone |= (segment == s) & (step >= step[segment > s].min())
     pieces = []
@@ -48,11 +49,12 @@ def line_pieces(
 
 def _cut(step, value, bins, longest):
     "The finite points of one pass, thinned, cut where more than `longest` steps hold broken values only."
-    ok = np.isfinite(value)
-    broken = np.cumsum(~ok)[ok]
-    step, value = step[ok], value[ok]
+    ok, cuts = np.isfinite(value), []
+    if not ok.all():
+        broken = np.cumsum(~ok)[ok]
+        step, value = step[ok], value[ok]
+        cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(broken) > 0)) + 1
     if not len(step): return
-    cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(broken) > 0)) + 1
     for x, y in zip(np.split(step, cuts), np.split(value, cuts)):
         at = keep_extremes(x, y, bins)
         yield x[at], y[at]

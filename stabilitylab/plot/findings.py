@@ -65,20 +65,22 @@ def plot_findings(
     run: xr.DataTree, # a record
     findings: Findings, # what `diagnose` found in it
     *,
-    axes: list[Axes] | None = None, # one for each panel of `panels_of`; None: a new figure
+    axes: list[Axes] | None = None, # one for each panel; None: a new figure
+    names: list[str] | None = None, # series to draw, the first one large; None: those of `panels_of`
+    log: bool | None = None, # logarithmic y-axis of the first; None: where it spans a factor of 20
     width: float = 9, # of a new figure, inches
     most: int = 3, # panels below the loss
     bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
 ) -> list[Axes]: # the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
-    names = panels_of(run, findings, most)
+    names = panels_of(run, findings, most) if names is None else names
     scalars = run['scalars'].to_dataset()
     if not names: return []
     if axes is None:
         size = (width, 0.35*width + 1.0 + 1.15*(len(names) - 1))
         axes = list(plt.subplots(len(names), 1, sharex=True, figsize=size, squeeze=False, height_ratios=[3] + [1]*(len(names) - 1))[1][:, 0])
     val = series(scalars, 'val_loss') if 'val_loss' in scalars and names[0] == 'loss' else None
-    plot_loss(series(scalars, names[0]), val, ax=axes[0], bins=bins)
+    plot_loss(series(scalars, names[0]), val, ax=axes[0], log=log, bins=bins)
     for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax, bins=bins)
     for ax in reversed(axes): mark_findings(findings, ax, flags=ax is axes[0])
     for i, (name, ax) in enumerate(zip(names, axes)): _head(ax, scalars[name], last=ax is axes[-1], room=20 if i == 0 else 4)
@@ -88,8 +90,9 @@ def _head(ax, da, last, room):
     "A heading above the axes in place of a label beside them; the log's own name where it is another."
     words, own = da.attrs.get('long_name', da.name), da.attrs.get('log_name', da.name)
     units = da.attrs.get('units', '1')
-    ax.set_title(label(words + (f' [{units}]' if units not in ('1', '') else '') + (f'  “{own}”' if own not in (words, da.name) else ''), 70), fontsize='small', color=colour('faint', ax), pad=room)
+    ax.set_title(label(words + (f' [{units}]' if units not in ('1', '') else '') + (f'  “{own}”' if own not in (words, da.name) else ''), 70), fontsize='small', color=colour('faint', ax), pad=room, y=1)
     ax.set_ylabel('')
     if not last: ax.set_xlabel('')
     if room < 10: few_ticks(ax)
     if ax.get_legend() and len(ax.get_legend().get_texts()) < 2: ax.get_legend().remove()
+    elif ax.get_legend(): ax.legend(loc='lower right', bbox_to_anchor=(1, 1), borderaxespad=1.7, ncols=5, handlelength=1.4)

@@ -45,7 +45,7 @@ def theme(
     rules = {'figure.facecolor': ground, 'axes.facecolor': ground, 'savefig.facecolor': ground, 'text.color': text, 'axes.labelcolor': text, 'axes.edgecolor': faint,
         'xtick.color': faint, 'ytick.color': faint, 'xtick.labelcolor': text, 'ytick.labelcolor': text, 'grid.color': grid, 'grid.linewidth': 0.7, 'axes.grid': True, 'axes.axisbelow': True,
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.linewidth': 0.7, 'font.size': size, 'axes.titlesize': size + 1, 'axes.titlelocation': 'left',
-        'legend.frameon': False, 'legend.fontsize': size - 1, 'lines.linewidth': 1.1, 'svg.fonttype': 'none', 'svg.hashsalt': 'stabilitylab', 'figure.constrained_layout.use': True}
+        'legend.frameon': False, 'legend.fontsize': size - 1, 'lines.linewidth': 1.1, 'svg.fonttype': 'none', 'svg.hashsalt': 'stabilitylab', 'figure.constrained_layout.use': True, 'path.simplify_threshold': 1.0}
     with mpl.rc_context(rules): yield
 
 # %% ../../nbs/api/plot/00_theme.ipynb #15b033b1

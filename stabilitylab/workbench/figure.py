@@ -42,8 +42,9 @@ function render({ model, el }) {
     return { x: p.x0 + u * (p.x1 - p.x0), y, panel: i };
   };
   const send = (name, value) => { model.set(name, value); model.save_changes(); };
-  let count = 0;
+  let count = 0; // a gesture that repeats the one before it is sent too
   const click = (x, y) => send('clicked', { x, y, n: ++count });
+  const brush = (range) => send('brushed', { range, n: ++count });
   box.addEventListener('pointerdown', e => { if (e.button === 0) { start = place(e); box.setPointerCapture(e.pointerId); box.focus({ preventScroll: true }); } });
   box.addEventListener('pointermove', e => {
     const [fx] = place(e);
@@ -58,17 +59,17 @@ function render({ model, el }) {
     const end = place(e), a = toData(...start), b = toData(...end); const moved = Math.abs(end[0] - start[0]) > 0.005;
     start = null; band.style.display = 'none'; setTimeout(() => box.focus({ preventScroll: true }), 0);
     if (!a || !b) return;
-    if (moved) send('brushed', [Math.min(a.x, b.x), Math.max(a.x, b.x)]); else click(b.x, b.y);
+    if (moved) brush([Math.min(a.x, b.x), Math.max(a.x, b.x)]); else click(b.x, b.y);
   });
-  box.addEventListener('dblclick', () => send('brushed', []));
+  box.addEventListener('dblclick', () => brush([]));
   box.addEventListener('keydown', e => {
     const p = panels()[0]; if (!p) return;
     const at = model.get('cursor') ?? (p.x0 + p.x1) / 2, wide = p.x1 - p.x0, near = (f) => [at - wide * f, at + wide * f];
     if (e.key === 'ArrowLeft' || e.key === 'ArrowRight') send('cursor', Math.min(p.x1, Math.max(p.x0, at + (e.key === 'ArrowLeft' ? -1 : 1) * wide * (e.shiftKey ? 0.1 : 0.01))));
     else if (e.key === 'Enter') click(at, null);
-    else if (e.key === '+' || e.key === '=') send('brushed', near(0.25));
-    else if (e.key === '-') send('brushed', near(1));
-    else if (e.key === 'Escape') send('brushed', []);
+    else if (e.key === '+' || e.key === '=') brush(near(0.25));
+    else if (e.key === '-') brush(near(1));
+    else if (e.key === 'Escape') brush([]);
     else return;
     e.preventDefault(); e.stopPropagation();
   });
@@ -76,15 +77,17 @@ function render({ model, el }) {
     const p = panels()[0], at = model.get('cursor'); if (!p || at === null) return;
     hair.style.display = 'block'; hair.style.left = (p.left + (at - p.x0) / (p.x1 - p.x0) * p.width) * 100 + '%';
   };
-  model.on('change:png', draw); model.on('change:cursor', cursor); draw();
-  return () => { if (url) URL.revokeObjectURL(url); };
+  const ground = () => send('dark', document.body.dataset.jpThemeLight === 'false');
+  const watch = new MutationObserver(ground); watch.observe(document.body, { attributes: true, attributeFilter: ['data-jp-theme-light'] });
+  model.on('change:png', draw); model.on('change:cursor', cursor); draw(); ground();
+  return () => { watch.disconnect(); if (url) URL.revokeObjectURL(url); };
 }
 export default { render };
 """
 _CSS = """
 .stl-figure > div { position: relative; outline-offset: 2px; cursor: crosshair; touch-action: none; max-width: 1000px; }
 .stl-figure > div:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); }
-.stl-figure img { width: 100%; display: block; background: #fff; border-radius: 4px; user-select: none; }
+.stl-figure img { width: 100%; display: block; border-radius: 4px; user-select: none; }
 .stl-band, .stl-hair { position: absolute; top: 0; bottom: 0; pointer-events: none; display: none; }
 .stl-band { background: rgba(25, 118, 210, 0.18); border: solid rgba(25, 118, 210, 0.6); border-width: 0 1px; }
 .stl-hair { width: 0; border-left: 1px dashed rgba(90, 90, 90, 0.7); }
@@ -98,11 +101,12 @@ class PictureWidget(anywidget.AnyWidget):
     panels = traitlets.List(help='a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log').tag(sync=True)
     alt = traitlets.Unicode('', help='what the picture shows, for people who cannot see it').tag(sync=True)
     clicked = traitlets.Dict(help='the last click: x, y in data and a count').tag(sync=True)
-    brushed = traitlets.List(help='the last brushed range [first, last] in data; empty: show everything').tag(sync=True)
+    brushed = traitlets.Dict(help='the last brush: range, [first, last] in data or [] for everything, and a count').tag(sync=True)
+    dark = traitlets.Bool(False, help='whether the page has a dark theme; the page sets it').tag(sync=True)
     cursor = traitlets.Float(None, allow_none=True, help='where the keyboard cursor stands, in data').tag(sync=True)
 
     @traitlets.validate('brushed')
     def _check_brush(self, proposal):
-        v = proposal['value']
-        if v and (len(v) != 2 or not v[0] < v[1]): raise bad_input('brushed', v, '[first, last] with first < last, or an empty list')
-        return v
+        v = proposal['value'].get('range', [])
+        if v and (len(v) != 2 or not v[0] < v[1]): raise bad_input('brushed', v, 'a range [first, last] with first < last, or an empty one')
+        return proposal['value']
