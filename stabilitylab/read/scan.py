@@ -201,6 +201,13 @@ def _time_of(hit, text):
     try: return m and np.datetime64('%s-%s-%sT%s:%s:%s' % tuple(g.decode() for g in m.groups()), 's')
     except ValueError: return None
 
+def _frame(parts):
+    "What series of the same records share: (their order in the file, places, steps, times or None)."
+    order, step = (np.concatenate([p[k] for p in parts]) for k in (0, 1))
+    time = None if all(p[3] is None for p in parts) else np.concatenate([np.full(len(p[0]), np.datetime64('NaT', 's')) if p[3] is None else p[3] for p in parts])
+    by = slice(None) if (order[1:] > order[:-1]).all() else np.argsort(order, kind='stable')
+    return by, order[by], np.maximum(step, 0)[by], None if time is None else time[by]
+
 class Scan:
     "What the scanner found in the lines given so far, in columns."
     def __init__(self,
@@ -227,6 +234,7 @@ class Scan:
                 tries -= 1
                 if lines.size > 1 or same is _same_shape: self._take(piece, lines, lines[0], found, read)
                 else: later.append(todo[0])
+                if lines.size == todo.size: todo = todo[:0]; break
                 left = np.ones(len(todo), bool); left[np.searchsorted(todo, lines)] = False
                 todo = todo[left]
             todo = np.union1d(todo, np.array(later, dtype=todo.dtype))
@@ -239,19 +247,19 @@ class Scan:
         hits = self.parse(text)
         if not hits and _LOSS.search(text): self.unread += len(lines)
         for h in hits:
-            order = piece.start[lines] - _PAD + piece.offset
+            order = piece.start[lines] + (piece.offset - _PAD + (h.fields[0][1] if h.fields else 0))
             step = None if h.step is None else read(piece, lines, text if read is _layout_values else i, *h.step).astype(np.int64) + h.step_shift
             time = None if h.time is None else self._times(piece, lines, i, h.time[0], read)
             found.append((h, order, step, time, [(n, read(piece, lines, text if read is _layout_values else i, a, b), a) for n, a, b in h.fields], [piece.line(j).decode('utf-8', 'replace') for j in lines] if h.event else None))
 
     def _take_one(self, piece, i):
         "Read one line of a rare shape without arrays: (hit, place, step, values, text)."
-        text, order = piece.line(i), int(piece.start[i]) - _PAD + piece.offset
+        text, begin = piece.line(i), int(piece.start[i]) - _PAD + piece.offset
         hits = self.parse(text)
         if not hits and _LOSS.search(text): self.unread += 1
         for h in hits:
             step = None if h.step is None else int(text[slice(*h.step)].replace(b',', b'')) + h.step_shift
-            yield h, order, step, [float(text[a:b].replace(b',', b'')) for _, a, b in h.fields], text
+            yield h, begin + (h.fields[0][1] if h.fields else 0), step, [float(text[a:b].replace(b',', b'')) for _, a, b in h.fields], text
 
     def _times(self, piece, lines, i, at, read):
         "The time stamps at `at` as datetime64[s]; NaT where the text is no date."
@@ -275,23 +283,25 @@ class Scan:
         for h, order, step, time, fields, texts in found:
             if step is None: step = step_at(order)
             if h.event: self.events += zip(order.tolist(), [h.event]*len(order), step.tolist(), texts, [None]*len(order) if time is None else time.astype('M8[s]').astype(float).tolist())
-            for name, value, a in fields: self.columns.setdefault(name, []).append((order + a, step, value, time))
-        lists = {}
+            for name, value, _ in fields: self.columns.setdefault(name, []).append((order, step, value, time))
+        groups = {}
         for h, order, step, values, text in rare:
             if step is None: step = int(step_at(order))
             if h.event: self.events.append((order, h.event, step, text.decode('utf-8', 'replace'), None))
-            for (name, a, _), value in zip(h.fields, values):
-                for column, x in zip(lists.setdefault(name, ([], [], [], [])), (order + a, step, value, _time_of(h, text))): column.append(x)
-        for name, (order, step, value, time) in lists.items(): self.columns.setdefault(name, []).append((np.array(order), np.array(step), np.array(value), np.array(time, 'M8[s]') if any(time) else None))
+            for column, x in zip(groups.setdefault(tuple(n for n, _, _ in h.fields), ([], [], [], [])), (order, step, values, _time_of(h, text))): column.append(x)
+        for names, (order, step, values, time) in groups.items():
+            order, step, time = np.array(order), np.array(step), np.array(time, 'M8[s]') if any(time) else None
+            for name, value in zip(names, zip(*values)): self.columns.setdefault(name, []).append((order, step, np.array(value), time))
         if len(steps): self.last_step = int(steps[-1])
 
     def samples(self) -> dict: # the log's own name -> `Samples` in file order
-        "The columns found so far as series."
-        out = {}
-        for name, parts in self.columns.items():
-            order, step, value = (np.concatenate([p[k] for p in parts]) for k in range(3))
-            time = None if all(p[3] is None for p in parts) else np.concatenate([np.full(len(p[0]), np.datetime64('NaT', 's')) if p[3] is None else p[3] for p in parts])
-            by = np.argsort(order, kind='stable')
-            if (step < 0).any(): step = np.where(step < 0, 0, step)
-            out[name] = Samples(step[by], value[by], order[by], None if time is None else time[by])
+        "The columns found so far as series; they are handed over, so that a long log is in memory once."
+        out, frames = {}, {} # series of the same records share their places, steps and times
+        for name in list(self.columns):
+            parts = self.columns.pop(name)
+            key = tuple(id(p[0]) for p in parts)
+            if key not in frames: frames[key] = _frame(parts)
+            by, order, step, time = frames[key]
+            value = np.concatenate([p[2] for p in parts])
+            out[name] = Samples(step, value[by], order, time)
         return out

@@ -29,7 +29,7 @@ def find_restarts(
 ) -> np.ndarray: # (r,) the `order` of the first record of each later segment, ascending
     "Where the step counter of any series goes back."
     back = []
-    for s in samples.values():
+    for s in {(id(s.step), id(s.order)): s for s in samples.values()}.values():
         at = np.flatnonzero(np.diff(s.step) < 0) + 1
         back += zip(s.order[at], s.order[at-1])
     found = []
@@ -45,7 +45,7 @@ def _complete(name, s):
     order = np.arange(len(step)) if s.order is None else np.asarray(s.order, dtype=np.int64)
     time = None if s.time is None else np.asarray(s.time)
     if time is not None and time.dtype.kind != 'M': time = pd.to_datetime(np.where(np.isfinite(time.astype(float)), time, np.nan), unit='s').to_numpy()
-    return Samples(step.astype(np.int64), value, order, None if time is None else time.astype('M8[ns]'))
+    return Samples(step.astype(np.int64, copy=False), value, order, None if time is None else time.astype('M8[s]' if time.dtype == 'M8[s]' else 'M8[ns]', copy=False))
 
 def _occurrence(step):
     "0 for the first row of a run of equal steps, 1 for its second, and so on."
@@ -54,6 +54,8 @@ def _occurrence(step):
 
 def _keys(samples, restarts):
     "One sortable int64 a sample, (segment, step, occurrence) packed, with what unpacks it: (keys, lowest step, steps, occurrences)."
+    name_of = {n: (id(s.step), id(s.order)) for n, s in samples.items()} # series of the same records need one key
+    samples = {name_of[n]: s for n, s in samples.items()}
     segment = {n: np.searchsorted(restarts, s.order, side='right') for n, s in samples.items()}
     steps = [s.step for s in samples.values() if len(s.step)]
     low = min((int(s.min()) for s in steps), default=0)
@@ -66,16 +68,19 @@ def _keys(samples, restarts):
         again[n][by] = _occurrence(place[by])
     deep = max((int(a.max()) for a in again.values() if len(a)), default=0) + 1
     if width*deep*(len(restarts)+1) >= 2**63: raise InputError(f"`step` spans {width} values in {len(restarts)+1} segments; allowed: a span below 2**63 in all")
-    return {n: ((segment[n]*width + s.step - low)*deep + again[n]) for n, s in samples.items()}, low, width, deep
+    keys = {n: ((segment[n]*width + s.step - low)*deep + again[n]) for n, s in samples.items()}
+    return {n: keys[k] for n, k in name_of.items()}, low, width, deep
 
 def _rows(samples, restarts):
     "Step and segment of every row of the joint table, ordered by segment, step, occurrence; and the row of every sample."
     keys, low, width, deep = _keys(samples, restarts)
     first = next(iter(keys.values()), np.zeros(0, np.int64))
-    if all(np.array_equal(k, first) for k in keys.values()) and (np.diff(first) > 0).all(): index, row = first, {n: slice(None) for n in keys}
+    if all(k is first or np.array_equal(k, first) for k in keys.values()) and (np.diff(first) > 0).all(): index, row = first, {n: slice(None) for n in keys}
     else:
-        index = np.sort(pd.unique(np.concatenate(list(keys.values()))))
-        row = {n: np.searchsorted(index, k) for n, k in keys.items()}
+        once = {id(k): k for k in keys.values()}
+        index = np.sort(pd.unique(np.concatenate(list(once.values()))))
+        place = {i: np.searchsorted(index, k) for i, k in once.items()}
+        row = {n: place[id(k)] for n, k in keys.items()}
     return index//deep % width + low, index//(deep*width), row
 
 # %% ../../nbs/api/run/00_scalars.ipynb #f7a7a2e2
@@ -89,14 +94,16 @@ def make_scalars(
     samples = {n: _complete(n, s) for n, s in samples.items()}
     restarts = find_restarts(samples) if restarts is None else np.asarray(restarts)
     step, segment, row = _rows(samples, restarts)
-    n, data, time, nan = len(step), {}, None, {}
+    n, data, time, nan, timed = len(step), {}, None, {}, set()
     for name, s in samples.items():
-        column = np.full(n, np.nan); column[row[name]] = s.value
+        if isinstance(row[name], slice): column = s.value
+        else: column = np.full(n, np.nan); column[row[name]] = s.value
         data[name] = ('step', column, scalar_attrs(name) | {'log_name': (log_names or {}).get(name, name)})
         if np.isnan(s.value).any(): nan[name] = np.zeros(n, bool); nan[name][row[name]] = np.isnan(s.value)
         if s.time is not None:
             if time is None: time = np.full(n, np.datetime64('NaT', 'ns'))
-            time[row[name]] = np.where(np.isnat(time[row[name]]), s.time, time[row[name]])
+            if id(s.time) not in timed: time[row[name]] = np.where(np.isnat(time[row[name]]), s.time, time[row[name]])
+            timed.add(id(s.time))
     coords = {'step': ('step', step, {'long_name': 'optimizer step', 'units': 'step'}), 'segment': ('step', segment.astype(np.int32), {'long_name': 'pass of the program', 'units': '1'})}
     if time is not None: coords['time'] = ('step', time, {'long_name': 'wall-clock time'})
     if nan:

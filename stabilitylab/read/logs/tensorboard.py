@@ -17,16 +17,39 @@ from ..protobuf import fields, read_varint
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #d7eac3cc
+_LOOK, _PERIOD = 256, 64 # records read one by one between two looks for a pattern, and its most records
+
+def _repeats(data, at, last):
+    "(start, length) of the records after `at` for as long as the pattern of the `last` lengths goes on; (m, 2)."
+    nothing = np.empty((0, 2), np.int64)
+    period = next((p for p in range(1, len(last)//2 + 1) if (last[-p:] == last[-2*p:-p]).all()), None)
+    if period is None: return nothing
+    length = last[-period:]
+    stride = int((length + 16).sum())
+    many, offset = (len(data) - at)//stride, np.r_[0, np.cumsum(length + 16)[:-1]]
+    if many < 2: return nothing
+    for o, n in zip(offset, length): # how many times the header at this place of the pattern says the same length
+        said = np.ndarray(many, '<u8', data, int(at + o), (stride,))
+        wrong = np.flatnonzero(said != n)
+        many = int(wrong[0]) if len(wrong) else many
+        if not many: return nothing
+    start = at + 12 + np.arange(many)[:, None]*stride + offset
+    return np.stack([start.ravel(), np.tile(length, many)], 1)
+
 def record_places(
     data: bytes, # an event file, or a memory map of one
 ) -> tuple[np.ndarray, np.ndarray, int]: # start (n,) and length (n,) of each message in bytes, and how many bytes at the end are no record
     "Where the messages of an event file lie."
-    at, size, unpack, out = 0, len(data), struct.Struct('<Q').unpack_from, []
+    at, size, unpack, out, parts, wait = 0, len(data), struct.Struct('<Q').unpack_from, [], [], _LOOK
     while at + 12 <= size:
         n = unpack(data, at)[0]
         if at + 16 + n > size: break
         out.append((at + 12, n)); at += n + 16
-    places = np.array(out, dtype=np.int64).reshape(-1, 2)
+        if len(out) < wait: continue
+        more = _repeats(data, at, np.array([length for _, length in out[-2*_PERIOD:]], np.int64))
+        if len(more): at = int(more[-1].sum()) + 4; parts += [np.array(out, np.int64), more]; out = []
+        wait = len(out) + _LOOK
+    places = np.concatenate([*parts, np.array(out, np.int64).reshape(-1, 2)])
     return places[:, 0], places[:, 1], size - at
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #9bef7010
