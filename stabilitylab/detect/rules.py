@@ -53,6 +53,16 @@ def _wortsman(x):
     out[:1000] = False
     return out
 
+def _kill_loss_spike(x):
+    "Five records in a row above twice the mean of the 100 before."
+    with np.errstate(invalid='ignore'): high = x > 2*before(x, 100, 100, 'mean')
+    return high & (np.convolve(high, np.ones(5, int))[:len(x)] >= 5)
+
+def _lightning(x):
+    "Higher than the record before, and away from the mean of the 10 before by twice that mean."
+    mean = before(x, 10, 1, 'mean')
+    with np.errstate(invalid='ignore'): return np.r_[False, np.diff(x) > 0][:len(x)] & (np.abs(x - mean) >= 2*np.abs(mean))
+
 def _ours(x):
     "Our default."
     out = np.zeros(len(x), bool); out[out_of_range(x)[0]] = True
@@ -64,6 +74,8 @@ RULES = {
     'olmo2': Rule(_sigma(7, 1000, 64, False), 'OLMo 2 spike score (2501.00656)', '7 sd above the mean of the 1000 records before'),
     'wortsman': Rule(_wortsman, 'Wortsman et al. 2023, from memory', '3.2 sd above the running mean, after 1000 records'),
     'megatron': Rule(_megatron, 'Megatron-LM rerun machine', '10 times the largest of the first 100'),
+    'kill_loss_spike': Rule(_kill_loss_spike, 'LLM Foundry KillLossSpike', '5 records in a row above twice the mean of the 100 before'),
+    'lightning': Rule(_lightning, 'Lightning Fabric SpikeDetection', 'rising, and away from the mean of the 10 records before by twice that mean'),
     'mad': Rule(_mad, 'textbook median and MAD', '7 MAD deviations above the median of the 128 records before'),
 }
 
