@@ -25,9 +25,9 @@ def run_one(path):
     write_nb(nb, path)
 
 
-def run(path):
-    "`run_one` for every notebook below `path`, each in a fresh process, then export."
-    for p in [path] if path.is_file() else sorted(p for p in path.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts):
+def run(paths):
+    "`run_one` for every notebook at or below `paths`, each in a fresh process, then export."
+    for p in [n for path in paths for n in ([path] if path.is_file() else sorted(path.rglob('*.ipynb'))) if '.ipynb_checkpoints' not in n.parts]:
         print(p.relative_to(ROOT), flush=True)
         subprocess.run([sys.executable, __file__, 'one', p], check=True, cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)})
     tool('nbdev_export')
@@ -47,6 +47,6 @@ def check():
 
 
 if __name__ == '__main__':
-    if sys.argv[1] == 'run': run((ROOT/sys.argv[2] if len(sys.argv) > 2 else ROOT/'nbs').resolve())
+    if sys.argv[1] == 'run': run([(ROOT/p).resolve() for p in sys.argv[2:] or ['nbs']])
     elif sys.argv[1] == 'one': run_one(Path(sys.argv[2]))
     else: check()
