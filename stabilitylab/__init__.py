@@ -12,6 +12,9 @@ _PUBLIC = {
     'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',
     'plot_loss': 'stabilitylab.plot.loss', 'plot_findings': 'stabilitylab.plot.findings', 'write_html': 'stabilitylab.report.html', 'run_json': 'stabilitylab.report.machine', 'run_markdown': 'stabilitylab.report.markdown',
     'quantise': 'stabilitylab.numerics.formats', 'stochastic_round': 'stabilitylab.numerics.formats', 'lattice': 'stabilitylab.numerics.lattice',
+    'Setup': 'stabilitylab.replay.snapshot', 'Snapshot': 'stabilitylab.replay.snapshot', 'Batch': 'stabilitylab.replay.snapshot', 'load_snapshot': 'stabilitylab.replay.snapshot', 'load_batch': 'stabilitylab.replay.snapshot', 'replayable_steps': 'stabilitylab.replay.snapshot',
+    'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
+    'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)

@@ -124,6 +124,11 @@ def _run_of(parts, source):
 # %% ../../nbs/api/read/05_core.ipynb #723679a9
 _TEXT_ONLY = ('.py', '.ipynb', '.md', '.sh', '.yaml', '.yml', '.toml', '.pyc', '.so', '.html', '.png', '.jpg', '.pdf', '.zip', '.gz', '.safetensors', '.distcp')
 
+def _sourced(run, path):
+    "The record, with the place it was read from."
+    run.attrs = {'source': str(path), 'format': 'record'} | run.attrs
+    return run
+
 def read_runs(
     path: str | Path, # a log file, a folder with logs, or a saved record
     format: str | None = None, # name of a format; None: recognised by content
@@ -131,7 +136,7 @@ def read_runs(
     "Every run at `path`: files of one run joined, different runs apart."
     path = Path(path)
     if not path.exists(): raise bad_input('path', str(path), 'a log file, a folder with logs, or a saved record', 'nothing is there: check the spelling')
-    if is_run(path): return {path.name: open_run(path)}
+    if is_run(path): return {path.name: _sourced(open_run(path), path)}
     if path.is_file():
         name, data = _read_file(path, format)
         return {path.name: _run_of([(path, name, data)], str(path))}
@@ -141,7 +146,7 @@ def _read_folder(folder, format):
     "The runs below a folder: records, and log files grouped by `_group`."
     runs, parts, refused = {}, {}, Counter()
     stores = [p.parent for m in ('.zgroup', 'zarr.json') for p in folder.rglob(m) if is_run(p.parent)]
-    for s in stores: runs[str(s.relative_to(folder))] = open_run(s)
+    for s in stores: runs[str(s.relative_to(folder))] = _sourced(open_run(s), s)
     for p in sorted(folder.rglob('*')):
         if not p.is_file() or p.is_symlink() and not p.exists() or p.name.startswith('.') or any(s in p.parents for s in stores): continue
         if p.suffix.lower() in _TEXT_ONLY: refused[p.suffix] += 1; continue
