@@ -172,6 +172,64 @@ def test_the_sample_replays_from_the_command():
     assert out.returncode == 0 and abs(told['loss'] - told['recorded_loss']) < 1e-3 and told['swap']['verdict'] == 'bad state' and len(told['samples']) == 24
 
 
+def test_a_step_under_a_loss_scaler_comes_back_to_the_last_bit(tmp_path):
+    "The scale, its growth and the skipped step are part of the state."
+    from stabilitylab.probe.recorder import Recorder
+    setup = replace_setup(clip=0.5)
+    torch.manual_seed(4)
+    model = setup.model(); optimizer, scaler, seen = setup.optimizer(model), torch.amp.GradScaler('cpu', init_scale=2.**10, growth_interval=3), {}
+    with Recorder(model, optimizer, tmp_path/'run', scaler=scaler, snapshot_every=5) as recorder:
+        for step in range(8):
+            x = torch.randint(32, (4, 17))
+            loss = setup.loss(model, recorder.batch({'tokens': x[:, :-1], 'targets': x[:, 1:]}))
+            optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5); scaler.step(optimizer); scaler.update(); recorder.step(loss)
+            seen[step] = loss.item(), deepcopy(model.state_dict()), scaler.get_scale()
+    for step in (3, 7):
+        snapshot = load_snapshot(tmp_path/'run', step, setup)
+        again = replay(snapshot, load_batch(tmp_path/'run', step), record=step == 3)
+        assert again.loss == seen[step][0] and all(torch.equal(again.weights[n], w) for n, w in seen[step][1].items())
+        assert snapshot.grad_scaler().get_scale() == seen[step - 1][2]
+
+
+def replace_setup(**settings): return changed(SETUP, **settings)
+
+
+def test_blame_in_little_memory_and_over_micro_batches(trained):
+    _, ordinary, last = trained
+    parts = [ordinary(np.random.default_rng(i)).parts[0] for i in (1, 2)]
+    one, two = blame(last, Batch(parts)), blame(last, Batch(parts), memory=0)
+    assert one.equals(two) and len(one) == 16 and one.microbatch.tolist() == [0]*8 + [1]*8
+    model, _ = last.build(); sum(SETUP.loss(model, p)/2 for p in parts).backward()
+    assert np.isclose(norm_of(p.grad for p in model.parameters()), one.attrs['grad_norm'], rtol=1e-5) and np.isclose(one.share.sum(), 1)
+
+
+def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
+    import time
+    from stabilitylab.replay.job import ReplayJob
+    job, heard = ReplayJob(sample(), 340, swap=False, modules=True), set()
+    for _ in range(1200):
+        now = job.poll(); heard.add(now['words'])
+        if now['done']: break
+        time.sleep(0.05)
+    told = now['result']
+    assert abs(told['loss'] - told['recorded_loss']) < 1e-3 and len(told['samples']) == 24 and len(told['modules']) == 9 and len(told['tokens'][0]['losses']) == 64 and 'every sample' in heard
+    job.cancel(); assert not job.folder.exists()
+    broken = ReplayJob(sample(), 340, setup='nowhere.py:f')
+    while not broken.poll()['done']: time.sleep(0.05)
+    assert 'can be imported' in broken.poll()['result']['error']; broken.cancel()
+
+
+def test_a_malicious_checkpoint_is_not_run(tmp_path):
+    import pickle
+    from stabilitylab.replay.snapshot import snapshot_of
+    class Evil:
+        def __reduce__(self): return (__import__('os').system, (f'touch {tmp_path}/ran',))
+    (tmp_path/'x.pt').write_bytes(pickle.dumps({'model': Evil()}))
+    with pytest.raises(ValueError, match='weights_only'): snapshot_of(SETUP, tmp_path/'x.pt')
+    assert not (tmp_path/'ran').exists()
+
+
 @pytest.mark.parametrize('arguments, words', [(['--step', '7'], '320-399'), (['--step', '351', '--setup', 'nowhere.py:f'], 'can be imported'), (['--step', '351', '--precision', 'fp4'], 'fp32')])
 def test_bad_input_is_one_line_and_code_2(arguments, words):
     out = subprocess.run([sys.executable, '-c', 'import sys; from stabilitylab.cli.main import main; sys.exit(main())', 'replay', str(sample()), *arguments], capture_output=True, text=True)

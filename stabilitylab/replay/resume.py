@@ -39,7 +39,7 @@ _SETTINGS = ('lr', 'betas', 'eps', 'weight_decay', 'momentum', 'amsgrad')
 def _optimizer_differences(a, b):
     "(what, value in a, value in b) of two optimizer state dicts."
     if (a is None) != (b is None): return [('optimizer state', 'there' if a else 'missing', 'there' if b else 'missing')]
-    rows = []
+    rows = [('parameter groups', *n)] if (n := tuple(len((x or {}).get('param_groups', [])) for x in (a, b)))[0] != n[1] else []
     for i, (g, h) in enumerate(zip((a or {}).get('param_groups', []), (b or {}).get('param_groups', []))):
         rows += [(f'group {i} {k}', g[k], h[k]) for k in _SETTINGS if k in g and k in h and g[k] != h[k]]
     sa, sb = (a or {}).get('state', {}), (b or {}).get('state', {})
@@ -73,6 +73,8 @@ def resume_check(
     for group in _tied(saved.setup.model()):
         values = [saved.model[n] for n in group if n in saved.model]
         if any(not torch.equal(values[0], v) for v in values[1:]): rows.append((' = '.join(group), 'tied', 'drifted apart'))
+    model, optimizer = saved.build()
+    if optimizer is not None: rows += [(f'weight decay of {r.param}', f'{r.expected} expected', r.weight_decay) for r in wrong_decay_groups(model, optimizer).itertuples() if not any(w in r.param.lower() for w in ('embed', 'wte', 'wpe')) or r.expected == 'in no group']
     equal = None
     if batch is not None:
         if repeated := [i for i in batch.ids if i in set(earlier_ids)]: rows.append(('batch ' + ', '.join(repeated), 'seen before', 'seen again'))

@@ -43,6 +43,7 @@ def run_step(
     step: int, # what `setup.schedule` is given
     recorder: Recorder | None = None, # records it
     autocast: torch.dtype | None = None, # run the forward pass under autocast to this type
+    scaler=None, # torch.amp.GradScaler of the loop
 ) -> float: # the mean loss over the micro-batches
     "One optimizer step as the loop took it: gradients in place, the update made."
     if optimizer is not None and setup.schedule is not None: setup.schedule(optimizer, step)
@@ -53,10 +54,12 @@ def run_step(
         part = moved(part, str(device))
         if recorder is not None: recorder.batch(part)
         with torch.autocast(device.type, autocast, enabled=autocast is not None): loss = setup.loss(model, part)/len(batch.parts)
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         total += float(loss.detach())
+    if scaler is not None and optimizer is not None: scaler.unscale_(optimizer)
     if setup.clip is not None: torch.nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-    if optimizer is not None: optimizer.step()
+    if scaler is not None and optimizer is not None: scaler.step(optimizer); scaler.update()
+    elif optimizer is not None: optimizer.step()
     if recorder is not None: recorder.step(total)
     return total
 
@@ -85,10 +88,10 @@ def replay(
     before, outside = [p.detach().clone() for p in model.parameters()], rng_state()
     batch = batch if keep_rng else type(batch)(batch.parts, [], batch.step, batch.name, batch.ids)
     try:
-        if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast), None
+        if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast, snapshot.grad_scaler(device)), None
         else:
             with tempfile.TemporaryDirectory() as d:
-                with Recorder(model, optimizer or [], Path(d)/'step') as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast)
+                with Recorder(model, optimizer or [], Path(d)/'step') as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
                 run = open_run(Path(d)/'step').load()
                 run['scalars'] = xr.DataTree(run['scalars'].to_dataset().assign_coords(step=[snapshot.step]))
     finally: set_rng_state(outside)
