@@ -101,6 +101,52 @@ def test_checkpointing_counts_once(tmp_path, reentrant):
         for v in runs[0][g].data_vars: np.testing.assert_allclose(runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v)
 
 
+@pytest.mark.parametrize('kernel', ['1', '0'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
+    import test_probe_detail as detail
+    from stabilitylab.probe import stats
+    from stabilitylab.probe.detail import lost_updates
+    monkeypatch.setenv('STABILITYLAB_KERNEL', kernel); stats.kernel.cache_clear()
+    run, twins = train(tmp_path/'r', DecoderLM(CONFIG).to(dtype), micro=2, steps=4, every_n=2)
+    stats.kernel.cache_clear()
+    acts, grads, weights, updates, states = (run[f'sampled_{g}'].to_dataset() for g in ('activations', 'gradients', 'weights', 'updates', 'optimizer'))
+    assert acts.step.values.tolist() == [0, 2] == grads.step.values.tolist()
+    def same(ds, want, prefix=''):
+        for k, v in want.items(): np.testing.assert_allclose(ds[prefix + k].values, v, rtol=1e-4, atol=1e-6, err_msg=k)
+    for row, i in enumerate((0, 2)):
+        outs, gs, before, after = twins[i]
+        for name, os_ in outs.items():
+            same(acts.sel(module=name).isel(step=row), detail.twin(torch.cat([o.detach().flatten() for o in os_])))
+            same(acts.sel(module=name).isel(step=row), detail.twin(torch.cat([o.grad.flatten() for o in os_])), 'grad_')
+            top = torch.cat([o.detach().float().reshape(-1, o.shape[-1]) for o in os_]).abs().amax(0)
+            np.testing.assert_allclose([acts[k].sel(module=name).values[row] for k in ('channel_median', 'channel_ratio', 'top_channel')], [top.median(), top.max()/top.median(), top.argmax()], rtol=1e-5)
+        for n, g in gs.items():
+            same(grads.sel(param=n).isel(step=row), detail.twin(g)); same(weights.sel(param=n).isel(step=row), detail.twin(after[n]))
+            if dtype == torch.float32: np.testing.assert_allclose(updates.lost_frac.sel(param=n).values[row], np.divide(*lost_updates(before[n], before[n] - after[n]).tolist()[::-1]), atol=5e-3, err_msg=n)
+    assert (states.v_exponents.sum('exponent') - 1).max() < 1e-6 and states.m_kurtosis.notnull().all()
+
+
+def test_full_level_and_triggers_sample(tmp_path):
+    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); steps = {}
+    for name, kw in (('full', dict(level='full')), ('never', dict(every_n=0)), ('trigger', dict(every_n=0, triggers=(lambda step, s: step == 1,)))):
+        with Recorder(model, opt, tmp_path/name, **kw) as rec:
+            for _ in range(4): model(TOKENS, TOKENS).backward(); opt.step(); rec.step()
+        run = open_run(tmp_path/name); steps[name] = run['sampled_weights'].step.values.tolist() if 'sampled_weights' in run.children else []
+    assert steps == {'full': [0, 1, 2, 3], 'never': [], 'trigger': [2]}
+
+
+def test_a_shared_tensor_fills_every_row_from_the_first_step(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        def forward(self, x): y = self.a(x); return self.b(y) + self.b(torch.tanh(y)) + self.c(y)
+    model = Twice(); opt = torch.optim.SGD(model.parameters(), lr=.1)
+    with Recorder(model, opt, tmp_path/'r') as rec:
+        x = torch.ones(2, 4); model(x).sum().backward(); opt.step(); rec.step()
+    acts = open_run(tmp_path/'r')['activations']
+    assert acts.in_rms.notnull().all() and acts.rms.notnull().all() and acts.grad_rms.notnull().all()
+
+
 def test_validation_is_not_recorded_and_values_are_untouched(tmp_path):
     torch.manual_seed(0); plain = DecoderLM(CONFIG); torch.manual_seed(0); model = DecoderLM(CONFIG)
     for m, rec in ((plain, None), (model, Recorder(model, o := torch.optim.AdamW(model.parameters()), tmp_path/'r').__enter__())):

@@ -17,6 +17,7 @@ from .hooks import ModuleProbe, ParamProbe
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 LEVELS = {'light': dict(kinds=('block', 'embed', 'lm_head'), inputs=False, backward=False, updates=False), 'normal': dict(kinds=None, inputs=True, backward=True, updates=True)}
+LEVELS['full'] = LEVELS['normal'] # with the costly statistics every step
 ON_NONFINITE = ('go on', 'stop', 'skip')
 
 def _listed(x): return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
@@ -32,7 +33,8 @@ class Recorder:
         model: torch.nn.Module, # the model, before torch.compile
         optimizer, # its optimizer, or a list of them
         path: str | Path, # folder of the record; an older record there is continued as a new segment
-        level: str = 'normal', # 'light' or 'normal'
+        level: str = 'normal', # 'light', 'normal' or 'full' (the costly statistics every step)
+        every_n: int = 50, # steps between the costly statistics, taken after a trigger too; 0: never
         select: str | None = None, # regular expression on module names; None: all
         kinds: dict | None = None, # regular expression on module names -> kind, where the rules are wrong
         scaler=None, # the loop's GradScaler, or None
@@ -42,10 +44,12 @@ class Recorder:
         triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step; the loss is given as a float, which waits for the device
         flush_seconds: float = 5., # at most this much is lost when the process is killed
     ):
-        if level not in LEVELS: raise bad_input('level', level, ' or '.join(LEVELS))
+        if level not in LEVELS: raise bad_input('level', level, ', '.join(LEVELS))
+        if every_n < 0: raise bad_input('every_n', every_n, '0 or more')
         if on_nonfinite not in ON_NONFINITE: raise bad_input('on_nonfinite', on_nonfinite, ', '.join(ON_NONFINITE))
         self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = model, _listed(optimizer), Path(path), scaler, on_nonfinite, triggers
         self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots), flush_seconds
+        self.every_n, self.sample_next = 1 if level == 'full' else every_n, False
         self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, 0, 0, None, None, None, [], False
 
     def __enter__(self):
@@ -58,8 +62,14 @@ class Recorder:
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank(): self.off = 'rank 0 records'
         try: self.off or self._open()
         except (OSError, InputError) as e: self._stop(f'nothing is recorded, training goes on: {e}')
+        self._sample()
         self.begin = time.perf_counter()
         return self
+
+    def _sample(self):
+        "Decide whether the step that begins takes the costly statistics."
+        due = self.off is None and bool(self.sample_next or self.every_n and self.n % self.every_n == 0)
+        self.sample_next, self.modules.sampling, self.params.sampling = False, due, due
 
     def _module_probe(self, model):
         "The module hooks of the chosen level."
@@ -73,18 +83,24 @@ class Recorder:
     def _open(self):
         "The store, its writer and the black box."
         from stabilitylab.probe.environment import environment
-        from stabilitylab.probe.writer import MODULE_VARIABLES, PARAM_VARIABLES, Writer
+        from stabilitylab.probe.writer import MODULE_VARIABLES, PARAM_VARIABLES, SAMPLED_COORDS, SAMPLED_VARIABLES, Writer
         from stabilitylab.run.live import LiveStore
         of = lambda p, dim: {'dim': dim, 'names': p.names, 'kind': p.kinds, 'layer': p.layers}
         tables = {'activations': of(self.modules, 'module') | {'variables': MODULE_VARIABLES}} | {g: of(self.params, 'param') | {'variables': v} for g, v in PARAM_VARIABLES.items()}
+        tables |= {g: of(self.modules, 'module') | {'variables': v, 'coords': SAMPLED_COORDS} if g == 'sampled_activations' else of(self.params, 'param') | {'variables': v, 'coords': SAMPLED_COORDS} for g, v in SAMPLED_VARIABLES.items()}
         first = self.optimizers[0].param_groups[0] if self.optimizers else {}
         self.store = LiveStore(self.path, tables, {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad]})
-        self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=lambda step, text: self.box and self.box.trigger(step))
+        self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad)
         if self.store.segment: self.writer.put(('restart', self.n, 'the record is continued', time.time()))
         if self.params.unknown: self.writer.put(('note', 0, 'trainable but in no optimizer: ' + ', '.join(self.params.unknown[:20]), time.time()))
         if self.box_args[0]:
             from stabilitylab.probe.blackbox import BlackBox
             self.box = BlackBox(self.path, self.model, self.optimizers, self.scaler, *self.box_args, on_error=lambda text: warnings.warn(text, stacklevel=2))
+
+    def _on_bad(self, step, text):
+        "At the first non-finite value."
+        self.sample_next = True
+        if self.box is not None: self.box.trigger(step)
 
     def _stop(self, why):
         "Warn once and record nothing from here on."
@@ -114,26 +130,35 @@ class Recorder:
         elapsed, self.begin = now - self.begin, now
         if self.off is None: self._hand_over(elapsed, ({} if loss is None else {'loss': loss}) | scalars)
         self.n += 1
+        self._sample()
 
     def _hand_over(self, elapsed, scalars):
         "Everything that this step gathered, to the writer."
-        parts, alias, order = self.modules.take()
+        parts, uses, order = self.modules.take()
+        details, tops = self._take_details(uses)
         grads, made, stepped = self.params.take()
         scalars = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()} | {'step_time': elapsed}
         if self.optimizers: scalars['lr'] = self.optimizers[0].param_groups[0]['lr']
         if self.scale is not None: scalars['loss_scale'] = self.scale
         if self.optimizers: scalars['skipped'] = float(self.skipped or bool(grads) and not stepped)
         groups = lambda rows: [(at, _to_host(torch.stack([rows[i] for i in at]))) for at in _by_device(rows)]
-        item = {'step': self.n, 'time': time.time(), 'modules': [_to_host(p) for p in parts], 'alias': alias, 'order': order, 'grads': groups(grads), 'made': groups(made), 'scale': None if self.scale is None else _to_host(self.scale.reshape(1)),
+        item = {'step': self.n, 'time': time.time(), 'modules': {d: _to_host(p) for d, p in parts.items()}, 'uses': uses, 'details': groups(details), 'tops': groups(tops), 'order': order, 'grads': groups(grads), 'made': groups(made), 'scale': None if self.scale is None else _to_host(self.scale.reshape(1)),
             'scalars': {k: _to_host(v.reshape(1)) if torch.is_tensor(v) else v for k, v in scalars.items()}, 'ready': None}
-        if any(p.is_cuda for p in parts): item['ready'] = torch.cuda.Event(); item['ready'].record()
+        if any(p.is_cuda for p in parts.values()): item['ready'] = torch.cuda.Event(); item['ready'].record()
         self.writer.put(item)
         self.skipped = False
         if self.triggers and any(t(self.n, {k: float(v) for k, v in scalars.items()}) for t in self.triggers): self._trigger()
-        if self.on_nonfinite == 'stop' and any(bool((p[:, 4] > 0).any()) for p in [*parts, *(t for _, t in item['grads'])]): self._raise()
+        if self.on_nonfinite == 'stop' and any(bool((p[:, 4] > 0).any()) for p in [*parts.values(), *(t for _, t in item['grads'])]): self._raise()
+
+    def _take_details(self, uses):
+        "The costly statistics of this step by what they are of, and the channels that stand out."
+        if not self.modules.sampling: return {}, {}
+        rows, tops = self.modules.take_details(uses)
+        return {('module', k): r for k, r in rows.items()} | {(what, i): r for what, of in self.params.take_details().items() for i, r in of.items()}, tops
 
     def _trigger(self):
-        "Pin this step in the black box and note it."
+        "Pin this step in the black box, note it, and look closer at the next one."
+        self.sample_next = True
         self.writer.put(('note', self.n, 'a trigger fired', time.time()))
         if self.box is not None: self.box.trigger(self.n)
 
@@ -167,7 +192,7 @@ class Recorder:
         except Exception as e: self._stop(f'the record stays in parts, open_run reads them: {e}')
 
 def _by_device(rows):
-    "The numbers of the rows, grouped by device."
+    "The keys of rows of equal length, grouped by device."
     groups = {}
-    for i, r in rows.items(): groups.setdefault(r.device, []).append(i)
+    for i, r in rows.items(): groups.setdefault((r.device, len(r)), []).append(i)
     return groups.values()

@@ -57,6 +57,29 @@ void tensor_sums(const char*x,int half,int64_t rows,int64_t cols,int64_t stride,
     if(half) quick(p,n,o,1); else quick(p,n,o,0); S+=o[0];Q+=o[1];B+=o[3]; M=o[2]>M?o[2]:M; }
   out[0]+=rows*cols;out[1]+=S;out[2]+=Q;if(M>out[3])out[3]=M;out[4]+=B;
 }
+static inline __attribute__((always_inline)) void detail(const char*x,int64_t n,double mean,const int32_t*lim,double*o,int half){
+  vd a0={0},a1={0},b0={0},b1={0},c0={0},c1={0},e0={0},e1={0}; vi z={0},t[8]={{0}}; uint32_t h[4][256]; memset(h,0,sizeof h);
+  for(int64_t k=0;k<n;k+=16){ vi v; int m=n-k<16?n-k:16; if(m==16) v=load(x,k,half); else { char u[64]={0}; memcpy(u,x+(half?2:4)*k,(half?2:4)*m); v=load(u,0,half); }
+    vi b=v&0x7fffffff,ok=b<0x7f800000; if(m<16) for(int j=m;j<16;j++) ok[j]=0;
+    for(int j=0;j<m;j++) h[j&3][b[j]>>23]++;
+    z-=ok&(b==0); for(int f=0;f<4;f++){ t[f]-=ok&(b>=lim[f]); t[4+f]-=ok&(b>0)&(b<=lim[4+f]); }
+    v&=ok; hf lo,hi; memcpy(&lo,&v,32); memcpy(&hi,(char*)&v+32,32); vi one=ok&1; typedef int32_t hi_t __attribute__((vector_size(32))); hi_t l1,h1; memcpy(&l1,&one,32); memcpy(&h1,(char*)&one+32,32);
+    vd d=(__builtin_convertvector(lo,vd)-mean)*__builtin_convertvector(l1,vd),g=(__builtin_convertvector(hi,vd)-mean)*__builtin_convertvector(h1,vd),p=d*d,q=g*g;
+    a0+=d;a1+=g;b0+=p;b1+=q;c0+=p*d;c1+=q*g;e0+=p*p;e1+=q*q; }
+  for(int j=0;j<8;j++){o[0]+=a0[j]+a1[j];o[1]+=b0[j]+b1[j];o[2]+=c0[j]+c1[j];o[3]+=e0[j]+e1[j];}
+  for(int j=0;j<16;j++){o[4]+=z[j]; for(int f=0;f<8;f++) o[5+f]+=t[f][j];}
+  for(int j=0;j<256;j++) o[13+j]+=(double)h[0][j]+h[1][j]+h[2][j]+h[3][j];
+}
+void tensor_detail(const char*x,int half,int64_t rows,int64_t cols,int64_t stride,const int32_t*lim,double*out){
+  double s[5]={0},T[269]={0}; tensor_sums(x,half,rows,cols,stride,s); double k=s[0]-s[4],mean=k>0?s[1]/k:0;
+  int64_t w=half?2:4, per=cols>65536?(cols+65535)/65536:1, grp=per>1?1:(cols<1?1:(65535+cols)/cols), nb=per>1?rows*per:(rows+grp-1)/grp; if(rows*cols==0) nb=0;
+  #pragma omp parallel for reduction(+:T[:269]) schedule(static) if(rows*cols>65536)
+  for(int64_t i=0;i<nb;i++){ double o[269]={0};
+    if(per>1){ int64_t r=i/per,c=(i%per)*65536; int64_t n=cols-c<65536?cols-c:65536; const char*p=x+w*(r*stride+c); if(half) detail(p,n,mean,lim,o,1); else detail(p,n,mean,lim,o,0); }
+    else for(int64_t r=i*grp;r<rows&&r<(i+1)*grp;r++){ const char*p=x+w*r*stride; if(half) detail(p,cols,mean,lim,o,1); else detail(p,cols,mean,lim,o,0); }
+    for(int j=0;j<269;j++) T[j]+=o[j]; }
+  out[0]=s[0];out[1]=s[4];out[2]=mean; for(int j=0;j<13;j++) out[3+j]=T[j]; for(int j=0;j<256;j++) out[16+j]=T[13+j];
+}
 void adam_sums(const float*restrict G,const float*restrict W,const float*restrict E,const float*restrict V,const float*restrict X,int64_t N,const double*a,double*out){
   const float c1=a[0],c2=a[1],lr=a[2],eps=a[3],wd=a[4],top=3.4028234e38f; double gq=0,wq=0,uq=0,rq=0; float gm=0,wm=0; int64_t gb=0,wb=0,sb=0,lo=0,ls=0; int64_t nb=(N+4095)/4096;
   #pragma omp parallel for reduction(+:gq,wq,uq,rq,gb,wb,sb,lo,ls) reduction(max:gm,wm) schedule(static) if(nb>8)
@@ -101,9 +124,10 @@ def _build(cc, flags, so):
         os.replace(f'{d}/k.so', so)
 
 def _declare(lib):
-    "The library with the argument types of its two functions."
+    "The library with the argument types of its functions."
     p, i = ctypes.c_void_p, ctypes.c_int64
     lib.tensor_sums.argtypes, lib.tensor_sums.restype = [p, ctypes.c_int, i, i, i, p], None
+    lib.tensor_detail.argtypes, lib.tensor_detail.restype = [p, ctypes.c_int, i, i, i, p, p], None
     lib.adam_sums.argtypes, lib.adam_sums.restype = [p, p, p, p, p, i, p, p], None
     return lib
 

@@ -24,7 +24,7 @@ class LiveStore:
     "The growing record at a path, held by one process at a time."
     def __init__(self,
         path: str | Path, # folder of the record; new, empty, or an older record that is continued
-        tables: dict, # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units]}}
+        tables: dict, # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units, further dims]}, 'coords': {further dim: values}}
         attrs: dict | None = None, # settings of the run; JSON values
         name: str = '', # distinguishes the shards of several ranks; '' for one process
     ):
@@ -94,17 +94,12 @@ def _group(arrays, group, table, segment):
     "One group of one segment as a Dataset."
     dim, data = table['dim'], {}
     coords = {dim: (dim, np.array(table['names'], dtype=object)), 'kind': (dim, np.array(table['kind'], dtype=object)), 'layer': (dim, np.array(table['layer'], dtype=np.int64))}
-    for name, (long_name, units) in table['variables'].items():
-        key = f'{group}/{name}'
-        if key not in arrays: continue
-        value = _stack(arrays[key])
-        row = 'step' if value.shape[0] == sum(map(len, arrays[f'{group}/step'])) and f'{group}/sampled_step' not in arrays or not name.startswith('sampled_') else 'sampled_step'
-        dims = (row, dim) + (('exponent',) if value.ndim == 3 else ())
-        data[name.removeprefix('sampled_')] = (dims, value, {'long_name': long_name, 'units': units})
+    for name, (long_name, units, *more) in table['variables'].items():
+        if f'{group}/{name}' not in arrays: continue
+        data[name] = (('step', dim, *more), _stack(arrays[f'{group}/{name}']), {'long_name': long_name, 'units': units})
+        for d in more: coords[d] = (d, np.array(table['coords'][d], dtype=object if isinstance(table['coords'][d][0], str) else None))
     coords['step'] = ('step', _stack(arrays[f'{group}/step']).astype(np.int64), {'long_name': 'optimizer step', 'units': 'step'})
     coords['segment'] = ('step', np.full(len(coords['step'][1]), segment, np.int32), {'long_name': 'pass of the program', 'units': '1'})
-    if f'{group}/sampled_step' in arrays: coords['sampled_step'] = ('sampled_step', _stack(arrays[f'{group}/sampled_step']).astype(np.int64), {'long_name': 'step of the costly statistics', 'units': 'step'})
-    if any('exponent' in d for d, *_ in data.values()): coords['exponent'] = ('exponent', np.arange(-150, 129), {'long_name': 'floor(log2|x|); -150: zero', 'units': '1'})
     return xr.Dataset(data, coords)
 
 def _scalars(segments, closed):

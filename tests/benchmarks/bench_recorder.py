@@ -46,8 +46,8 @@ class Arm:
 def bytes_read(model, tokens):
     "Bytes that the default level must read once: outputs and their gradients, linear inputs not met before, gradients twice, weights and two moments once."
     from stabilitylab.probe.hooks import ModuleProbe
-    probe = ModuleProbe(model); model(tokens, tokens).backward(); parts, alias, order = probe.take(); probe.remove()
-    entries = sum(float(p[:, 0].sum()) for p in parts)
+    probe = ModuleProbe(model); model(tokens, tokens).backward(); parts, uses, order = probe.take(); probe.remove()
+    entries = sum(float(p[:, 0].sum()) for p in parts.values())
     return 4*entries, 5*4*sum(p.numel() for p in model.parameters())
 
 
