@@ -213,7 +213,7 @@ class ParamProbe:
         self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
         self.at = {id(p): i for i, p in enumerate(self.params)}
         self.optimizers, self.grads, self.made, self.old, self.stepped, self.handles = optimizers, {}, {}, {}, set(), []
-        self.sampling, self.details = False, {}
+        self.sampling, self.details, self.lr = False, {}, None
         known = {id(p) for o in optimizers for g in o.param_groups for p in g['params']}
         self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in known]
         for k, o in enumerate(optimizers):
@@ -243,6 +243,7 @@ class ParamProbe:
         "What the optimizer's step did to each of its parameters."
         def hook(optimizer, args, kwargs):
             self.stepped.add(k)
+            if k == 0: lr = optimizer.param_groups[0]['lr']; self.lr = lr.detach().clone() if torch.is_tensor(lr) else lr
             if not updates: return
             for group in optimizer.param_groups:
                 for p in group['params']:

@@ -42,6 +42,7 @@ class Recorder:
         snapshot_every: int = 0, # steps between snapshots of the black box; 0: no black box
         keep_snapshots: int = 2, # snapshots that are kept
         triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step; the loss is given as a float, which waits for the device
+        first_step: int = 0, # number of the first step, for a run that goes on from a checkpoint
         flush_seconds: float = 5., # at most this much is lost when the process is killed
     ):
         if level not in LEVELS: raise bad_input('level', level, ', '.join(LEVELS))
@@ -50,7 +51,7 @@ class Recorder:
         self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = model, _listed(optimizer), Path(path), scaler, on_nonfinite, triggers
         self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots), flush_seconds
         self.every_n, self.sample_next = 1 if level == 'full' else every_n, False
-        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, 0, 0, None, None, None, [], False
+        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, first_step, 0, None, None, None, [], False
 
     def __enter__(self):
         "Put the hooks in place and open the record; where it cannot be written, warn once and record nothing."
@@ -138,7 +139,7 @@ class Recorder:
         details, tops = self._take_details(uses)
         grads, made, stepped = self.params.take()
         scalars = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()} | {'step_time': elapsed}
-        if self.optimizers: scalars['lr'] = self.optimizers[0].param_groups[0]['lr']
+        if self.optimizers: scalars['lr'] = self.params.lr if self.params.lr is not None else self.optimizers[0].param_groups[0]['lr']
         if self.scale is not None: scalars['loss_scale'] = self.scale
         if self.optimizers: scalars['skipped'] = float(self.skipped or bool(grads) and not stepped)
         groups = lambda rows: [(at, _to_host(torch.stack([rows[i] for i in at]))) for at in _by_device(rows)]

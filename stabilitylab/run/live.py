@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from ..names.core import GROUPS
 from ..names.errors import bad_input
 from .scalars import Samples, make_events, make_scalars, series, series_names
 
@@ -70,7 +71,7 @@ def _unclose(path):
     closed = path/'live'/'closed'
     closed.mkdir(exist_ok=True)
     for p in path.iterdir():
-        if p.name not in ('live', 'blackbox') and not p.name.startswith('.lock'): p.rename(closed/p.name)
+        if p.name in GROUPS or p.name.startswith('.z'): p.rename(closed/p.name)
 
 # %% ../../nbs/api/run/03_live.ipynb #838c9549
 def _parts(live, tag):
@@ -143,7 +144,7 @@ def read_live(
             if f'{g}/step' in arrays: groups.setdefault(g, []).append(_group(arrays, g, table, base + int(tag.split('-')[0])))
     for g in () if closed is None else closed.children:
         if g == 'events': events = [(str(k), int(s), str(x), None) for k, s, x in zip(*(closed[g][f'event_{v}'].values for v in ('kind', 'step', 'text')))] + events
-        elif g != 'scalars': groups[g] = [closed[g].to_dataset(), *groups.get(g, [])]
+        elif g != 'scalars': groups[g] = [closed[g].to_dataset().drop_encoding(), *groups.get(g, [])]
     tree = {'/scalars': _scalars(scalars, closed)} | ({'/events': make_events(events)} if events else {}) | {f'/{g}': ds[0] if len(ds) == 1 else xr.concat(ds, 'step', join='outer', data_vars='minimal', coords='minimal', compat='override') for g, ds in groups.items()}
     tree = xr.DataTree.from_dict(tree)
     tree.attrs = attrs
