@@ -15,6 +15,7 @@ _PUBLIC = {
     'open_checkpoint': 'stabilitylab.checkpoint.open', 'scan_checkpoint': 'stabilitylab.checkpoint.scan', 'diff_checkpoints': 'stabilitylab.checkpoint.scan',
     'Setup': 'stabilitylab.replay.snapshot', 'Snapshot': 'stabilitylab.replay.snapshot', 'Batch': 'stabilitylab.replay.snapshot', 'load_snapshot': 'stabilitylab.replay.snapshot', 'load_batch': 'stabilitylab.replay.snapshot', 'replayable_steps': 'stabilitylab.replay.snapshot',
     'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
+    'audit_accumulation': 'stabilitylab.replay.accumulation', 'TokenMeanAccumulator': 'stabilitylab.fixes.accumulate', 'find_loss_cast': 'stabilitylab.replay.losscast', 'lost_updates': 'stabilitylab.measure.precision', 'eps_regime': 'stabilitylab.measure.precision', 'attention_scale_overflow': 'stabilitylab.measure.precision', 'simulate_loss_scale': 'stabilitylab.measure.precision', 'explain_loss_scale': 'stabilitylab.measure.precision',
     'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
