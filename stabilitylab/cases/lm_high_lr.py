@@ -32,7 +32,7 @@ def watch_logits(
         def look(attn, inputs, output):
             x = inputs[0].detach()
             with torch.no_grad():
-                q, k = (n(p(x).view(*x.shape[:2], attn.n_head, -1).transpose(1, 2)) for n, p in ((attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj)))
+                q, k = (n(F.linear(x, p.weight).view(*x.shape[:2], attn.n_head, -1).transpose(1, 2)) for n, p in ((attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj)))
                 z = q @ k.transpose(-1, -2) / q.shape[-1]**0.5
                 seen[layer] = z.masked_fill(torch.ones_like(z, dtype=torch.bool).triu(1), float('-inf')).max()
         return look
@@ -58,7 +58,7 @@ def make_lm_high_lr(
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(.9, .999), weight_decay=0.)
     logits, rows, text = watch_logits(model), [], stdlib_bytes(1_000_000)
     ends = {b - 1 for a, b in zip(snapshots, [*snapshots[1:], snapshots[-1] + 20])} # a trigger at each keeps the batches in between
-    recorder = Recorder(model, optimizer, path, snapshot_every=20, keep_snapshots=1, triggers=(lambda step, _: step in ends,), flush_seconds=3600.)
+    recorder = Recorder(model, optimizer, path, every_n=20, snapshot_every=20, keep_snapshots=1, triggers=(lambda step, _: step in ends,), flush_seconds=3600.)
     held_out = list(byte_batches(text[900_000:], 4, 16, CONFIG.seq, seed=seed+1))
     batches = byte_batches(text[:900_000], n_steps, 24, CONFIG.seq, seed)
     with recorder, open(path/'train.log', 'w') as log:

@@ -27,6 +27,7 @@ PHRASES = { # kind -> pieces; a piece is used when all its fields are in the evi
     'throughput_drop': ('A step took {slow_step_time:.3g} s instead of {usual_step_time:.3g} s ({factor:.1f} times as long)',),
     'z_loss_collapse': ('The z-loss fell from {baseline:.3g} to {lowest:.3g} at once',),
     'quantized_loss': ('The logged loss takes {distinct} different values in {values} records, all on the {format} grid with a spacing of {spacing:.4g}', ': at its present slope an improvement needs {steps_to_show:.0f} steps to show', '; likely: {likely_cast}'),
+    'length_bias': ('The loss follows the number of tokens of the step (rank correlation {rank_correlation:.2f} over {records} records)', ': a mean of means over micro-batches of {shortest:.0f} to {longest:.0f} tokens does that, and so can texts that are harder when short; stabilitylab audit-accumulation tells which'),
     'lr_too_high': ('The loss went up with the learning rate at {lr_at_onset:.3g}', ' (highest {highest_lr:.3g})'),
     'hardware_error': ('The log holds a hardware message: {message}', '; near the {near} at step {near_step}'),
     'data_driven_spike': ('{count} spikes lie at the same steps in {runs} runs', ' (chance of so many: {p_value:.2g})', ': the data at these steps causes them'),

@@ -54,6 +54,7 @@ THRESHOLDS = { # name -> Threshold; detectors read it through `limit`
     'halving_steps': Threshold(50, 'steps', 'the window of `halvings`', 'ours'),
     'slow_factor': Threshold(1.5, 'times', 'a step time this many times the usual one is a drop of throughput', 'ours'),
     'slow_records': Threshold(20, 'records', 'that lasts at least this long', 'ours'),
+    'length_correlation': Threshold(0.25, 'rank correlation', 'the loss follows the tokens of the step', 'ours'),
     'z_drop': Threshold(0.5, 'share', 'a z-loss that falls below this share of its recent median within a few records', 'ours, after the IDEFICS-80B memo'),
     'shared_sigma': Threshold(5, 'noise sd', 'a record this high counts when runs are compared', 'ours'),
     'shared_spikes': Threshold(3, 'spikes', 'at the same steps in two runs are told', 'ours'),

@@ -12,7 +12,7 @@ import re
 GROUPS = { # group of the record -> its dims, in order; `step` is a row: a step that repeats after a restart has several rows
     'scalars': ('step',), 'activations': ('step', 'module'), 'gradients': ('step', 'param'), 'weights': ('step', 'param'), 'updates': ('step', 'param'),
     'optimizer': ('step', 'param'), 'sampled_activations': ('step', 'module'), 'sampled_gradients': ('step', 'param'), 'sampled_weights': ('step', 'param'),
-    'sampled_updates': ('step', 'param'), 'sampled_optimizer': ('step', 'param'), 'attention': ('step', 'layer', 'head'), 'batches': (), 'snapshots': (), 'events': ('event',),
+    'sampled_updates': ('step', 'param'), 'sampled_optimizer': ('step', 'param'), 'rank_activations': ('step', 'module', 'rank'), 'attention': ('step', 'layer', 'head'), 'batches': (), 'snapshots': (), 'events': ('event',),
 }
 MODULE_KINDS = ('embed', 'pos_embed', 'norm', 'attn', 'attn.q', 'attn.k', 'attn.v', 'attn.qkv', 'attn.out', 'cross_attn', 'cross_attn.q', 'cross_attn.k', 'cross_attn.v',
     'cross_attn.out', 'mlp', 'mlp.fc1', 'mlp.fc2', 'mlp.gate', 'act', 'conv', 'block', 'lm_head', 'other')

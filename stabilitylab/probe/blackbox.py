@@ -41,7 +41,7 @@ def set_rng_state(
 # %% ../../nbs/api/probe/03_blackbox.ipynb #d188b7e6
 def _copied(x):
     "A nested batch with its tensors copied to the CPU."
-    if torch.is_tensor(x): return x.detach().to('cpu', copy=True)
+    if torch.is_tensor(x): return (x.to_local() if hasattr(x, 'to_local') else x).detach().to('cpu', copy=True)
     if isinstance(x, np.ndarray): return torch.from_numpy(x.copy())
     if hasattr(x, 'items'): return {k: _copied(v) for k, v in x.items()}
     if isinstance(x, (tuple, list)): return type(x)(map(_copied, x)) if type(x) in (tuple, list) else tuple(map(_copied, x))
@@ -73,10 +73,12 @@ class BlackBox:
         every: int = 100, # steps between snapshots, > 0
         keep: int = 2, # snapshots that are kept beside the pinned ones, > 0
         max_pinned: int = 4, # pinned snapshots, the oldest go first
+        max_bytes: int = 10*2**30, # of all its files; the oldest go first, the newest snapshot stays
         on_error=None, # called with one line when a file cannot be written
+        rank: int = 0, # of this process; each other rank has a folder of its own
     ):
         if every < 1 or keep < 1: raise bad_input('every, keep', (every, keep), 'at least 1')
-        self.folder, self.model, self.optimizers, self.scaler = Path(path)/'blackbox', model, optimizers, scaler
+        self.folder, self.model, self.optimizers, self.scaler, self.max_bytes = Path(path)/'blackbox'/(f'rank-{rank}' if rank else ''), model, optimizers, scaler, max_bytes
         self.every, self.keep, self.max_pinned, self.on_error, self.broken, self.pin_from = every, keep, max_pinned, on_error, False, None
         self.folder.mkdir(parents=True, exist_ok=True)
         old = self.folder/'index.json'
@@ -128,7 +130,7 @@ class BlackBox:
         entry = {'file': name, 'step': item['step'], 'batch_id': item['batch_id'], 'bytes': (self.folder/name).stat().st_size} | ({'pinned': False} if what == 'snapshot' else {'microbatch': item['microbatch']})
         rows = self.index['snapshots' if what == 'snapshot' else 'batches']
         rows[:] = [r for r in rows if r['file'] != name] + [entry]
-        if what == 'snapshot': self._drop()
+        if what == 'snapshot' or sum(r['bytes'] for r in self.index['snapshots'] + self.index['batches']) > self.max_bytes: self._drop()
         self._put_index()
 
     def _pin(self, step):
@@ -137,13 +139,15 @@ class BlackBox:
         if before: max(before, key=lambda s: s['step']).update(pinned=True, suspect=step); self._drop(); self._put_index()
 
     def _drop(self):
-        "Delete snapshots beyond the bounds, and batches that no snapshot needs."
+        "Delete snapshots beyond the bounds, and batches that no snapshot needs; over `max_bytes` the oldest free snapshots go, then the oldest pinned."
         shots = sorted(self.index['snapshots'], key=lambda s: s['step'])
         pinned = [s for s in shots if s['pinned']][-self.max_pinned:]
         free = [s for s in shots if not s['pinned']][-self.keep:]
-        kept = sorted(pinned + free, key=lambda s: s['step'])
-        def needed(b): return any(s['step'] <= b['step'] <= s['suspect'] for s in pinned) or free and b['step'] >= free[0]['step']
-        rows = [b for b in self.index['batches'] if needed(b)]
+        while True:
+            kept = sorted(pinned + free, key=lambda s: s['step'])
+            rows = [b for b in self.index['batches'] if any(s['step'] <= b['step'] <= s['suspect'] for s in pinned) or free and b['step'] >= free[0]['step']]
+            if len(kept) < 2 or sum(r['bytes'] for r in kept + rows) <= self.max_bytes: break
+            (free if len(free) > 1 or not pinned else pinned).pop(0)
         gone = {r['file'] for r in shots + self.index['batches']} - {r['file'] for r in kept + rows}
         self.index = {'snapshots': kept, 'batches': rows}
         self._put_index()

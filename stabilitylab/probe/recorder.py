@@ -8,6 +8,7 @@ __all__ = ['LEVELS', 'ON_NONFINITE', 'Recorder']
 # %% ../../nbs/api/probe/06_recorder.ipynb #ad89dd25
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -40,17 +41,19 @@ class Recorder:
         scaler=None, # the loop's GradScaler, or None
         on_nonfinite: str = 'go on', # 'go on', 'stop' (raise FloatingPointError) or 'skip' the optimizer step; the last two look at one number a step
         snapshot_every: int = 0, # steps between snapshots of the black box; 0: no black box
-        keep_snapshots: int = 2, # snapshots that are kept
+        keep_snapshots: int = 2, # snapshots that are kept, beside four that triggers pinned
+        max_box_bytes: int = 10*2**30, # of the black box on disk; the oldest go first
         triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step; the loss is given as a float, which waits for the device
+        first_step: int = 0, # number of the first step, for a run that goes on from a checkpoint
         flush_seconds: float = 5., # at most this much is lost when the process is killed
     ):
         if level not in LEVELS: raise bad_input('level', level, ', '.join(LEVELS))
         if every_n < 0: raise bad_input('every_n', every_n, '0 or more')
         if on_nonfinite not in ON_NONFINITE: raise bad_input('on_nonfinite', on_nonfinite, ', '.join(ON_NONFINITE))
         self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = model, _listed(optimizer), Path(path), scaler, on_nonfinite, triggers
-        self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots), flush_seconds
+        self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots, max_box_bytes), flush_seconds
         self.every_n, self.sample_next = 1 if level == 'full' else every_n, False
-        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, 0, 0, None, None, None, [], False
+        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, first_step, 0, None, None, None, [], False
 
     def __enter__(self):
         "Put the hooks in place and open the record; where it cannot be written, warn once and record nothing."
@@ -59,9 +62,9 @@ class Recorder:
         self.params = ParamProbe(inner, self.optimizers, self.kinds, self.level['updates'])
         self.modules.after_backward = self._after_backward
         if self.on_nonfinite == 'skip': self.guards = [h for o in self.optimizers for h in (o.register_step_pre_hook(self._hold), o.register_step_post_hook(self._release))]
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank(): self.off = 'rank 0 records'
-        try: self.off or self._open()
+        try: self._open(inner)
         except (OSError, InputError) as e: self._stop(f'nothing is recorded, training goes on: {e}')
+        except torch.distributed.DistStoreError: self._stop('nothing is recorded on this rank, training goes on: rank 0 has no Recorder')
         self._sample()
         self.begin = time.perf_counter()
         return self
@@ -80,7 +83,7 @@ class Recorder:
             select = '^(' + '|'.join(n.replace('.', r'\.') for n in names) + ')$' if names else None
         return ModuleProbe(model, select, self.kinds, self.level['inputs'], self.level['backward'])
 
-    def _open(self):
+    def _open(self, inner):
         "The store, its writer and the black box."
         from stabilitylab.probe.environment import environment
         from stabilitylab.probe.writer import MODULE_VARIABLES, PARAM_VARIABLES, SAMPLED_COORDS, SAMPLED_VARIABLES, Writer
@@ -89,13 +92,19 @@ class Recorder:
         tables = {'activations': of(self.modules, 'module') | {'variables': MODULE_VARIABLES}} | {g: of(self.params, 'param') | {'variables': v} for g, v in PARAM_VARIABLES.items()}
         tables |= {g: of(self.modules, 'module') | {'variables': v, 'coords': SAMPLED_COORDS} if g == 'sampled_activations' else of(self.params, 'param') | {'variables': v, 'coords': SAMPLED_COORDS} for g, v in SAMPLED_VARIABLES.items()}
         first = self.optimizers[0].param_groups[0] if self.optimizers else {}
-        self.store = LiveStore(self.path, tables, {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad]})
-        self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad)
-        if self.store.segment: self.writer.put(('restart', self.n, 'the record is continued', time.time()))
-        if self.params.unknown: self.writer.put(('note', 0, 'trainable but in no optimizer: ' + ', '.join(self.params.unknown[:20]), time.time()))
+        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank, self.world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if spread else (0, 1)
+        only_modules = self.rank > 0 and self.params.copies is None
+        if only_modules: tables = {g: t for g, t in tables.items() if t['dim'] == 'module'}
+        attrs = {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad], 'world_size': self.world}
+        if self.params.copies is not None: attrs['copies'] = self.params.copies
+        self.store = _shard(LiveStore, self.path, tables, attrs, self.rank, self.world)
+        self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad, counts=self.world > 1, only_modules=only_modules)
+        if self.store.segment and not self.rank: self.writer.put(('restart', self.n, 'the record is continued', time.time()))
+        if self.params.unknown and not self.rank: self.writer.put(('note', 0, 'trainable but in no optimizer: ' + ', '.join(self.params.unknown[:20]), time.time()))
         if self.box_args[0]:
             from stabilitylab.probe.blackbox import BlackBox
-            self.box = BlackBox(self.path, self.model, self.optimizers, self.scaler, *self.box_args, on_error=lambda text: warnings.warn(text, stacklevel=2))
+            self.box = BlackBox(self.path, inner, self.optimizers, self.scaler, self.box_args[0], self.box_args[1], max_bytes=self.box_args[2], on_error=lambda text: warnings.warn(text, stacklevel=2), rank=self.rank)
 
     def _on_bad(self, step, text):
         "At the first non-finite value."
@@ -138,7 +147,7 @@ class Recorder:
         details, tops = self._take_details(uses)
         grads, made, stepped = self.params.take()
         scalars = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()} | {'step_time': elapsed}
-        if self.optimizers: scalars['lr'] = self.optimizers[0].param_groups[0]['lr']
+        if self.optimizers: scalars['lr'] = self.params.lr if self.params.lr is not None else self.optimizers[0].param_groups[0]['lr']
         if self.scale is not None: scalars['loss_scale'] = self.scale
         if self.optimizers: scalars['skipped'] = float(self.skipped or bool(grads) and not stepped)
         groups = lambda rows: [(at, _to_host(torch.stack([rows[i] for i in at]))) for at in _by_device(rows)]
@@ -190,6 +199,23 @@ class Recorder:
         self.writer.close()
         try: self.store.close()
         except Exception as e: self._stop(f'the record stays in parts, open_run reads them: {e}')
+
+_started = [0] # recorders of this process under torch.distributed
+
+def _shard(make, path, tables, attrs, rank, world):
+    "The store of this rank: rank 0 opens the record and tells the others its segment."
+    if world == 1: return make(path, tables, attrs)
+    _started[0] += 1
+    key, table = f'stabilitylab/recorder/{_started[0]}', torch.distributed.distributed_c10d._get_default_store()
+    if rank:
+        table.wait([key], timedelta(seconds=60))
+        segment = int(table.get(key))
+        if segment < 0: raise bad_input('path', str(path), 'a path that rank 0 can write')
+        return make(path, tables, attrs, rank, world, segment)
+    try: store = make(path, tables, attrs, 0, world)
+    except Exception: table.set(key, '-1'); raise
+    table.set(key, str(store.segment))
+    return store
 
 def _by_device(rows):
     "The keys of rows of equal length, grouped by device."

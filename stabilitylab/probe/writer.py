@@ -43,17 +43,21 @@ def sampled_columns(
     item: dict, # a step as the recorder hands it over, with `details`
     n_modules: int, # modules
     n_params: int, # parameters
+    counts: bool = False, # also how many entries each is of
 ) -> dict[str, np.ndarray]: # 'group/variable' -> (modules or params, …) float32; NaN where nothing was seen
     "One step's row of every costly statistic that was taken."
     out, count = {}, {g: n_modules if g == 'sampled_activations' else n_params for g in SAMPLED_VARIABLES}
     def put(group, name, i, value):
         key = f'{group}/{name}'
-        if key not in out: out[key] = np.full((count[group], *(_SIZES[d] for d in SAMPLED_VARIABLES[group][name][2:])), np.nan, np.float32)
+        if key not in out: out[key] = np.full((count[group], *(_SIZES[d] for d in SAMPLED_VARIABLES[group].get(name, ())[2:])), np.nan, np.float32)
         out[key][i] = value
+    def put_all(group, prefix, i, row):
+        for k, v in detail_statistics(row).items(): put(group, prefix + k, i, v)
+        if counts: put(group, f'n:{prefix}', i, row[0] - row[1])
     rows = {k: r for keys, t in item['details'] for k, r in zip(keys, t.numpy())}
     for slot, keys in item['uses'].items():
         if slot % 3 != 1 and all(('module', k) in rows for k in keys):
-            for k, v in detail_statistics(merge_details([rows['module', q] for q in keys])).items(): put('sampled_activations', _OF[ROLES[slot % 3]][0] + k, slot//3, v)
+            put_all('sampled_activations', _OF[ROLES[slot % 3]][0], slot//3, merge_details([rows['module', q] for q in keys]))
     with np.errstate(all='ignore'):
         for keys, t in item['tops']:
             for slot, (top, median, at) in zip(keys, t.numpy()):
@@ -62,7 +66,7 @@ def sampled_columns(
             if what == 'lost': put('sampled_updates', 'lost_frac', i, r[1]/r[0])
             elif what != 'module':
                 group = f"sampled_{'optimizer' if what in 'mv' else what}"
-                for k, v in detail_statistics(r).items(): put(group, (f'{what}_' if what in 'mv' else '') + k, i, v)
+                put_all(group, f'{what}_' if what in 'mv' else '', i, r)
     return out
 
 def module_columns(
@@ -122,9 +126,11 @@ class Writer:
         seconds: float = 5., # longest time before what is there is written, > 0
         rows: int = 200, # or this many steps
         on_error=None, # called with one line when writing fails
+        counts: bool = False, # also write how many entries each statistic is of, to put ranks together
+        only_modules: bool = False, # leave the parameters to another rank
         on_bad=None, # called as `on_bad(step, text)` at the first non-finite value
     ):
-        self.store, self.modules, self.params, self.seconds, self.limit, self.on_error, self.on_bad = store, modules, params, seconds, rows, on_error, on_bad
+        self.store, self.modules, self.params, self.seconds, self.limit, self.on_error, self.on_bad, self.counts, self.only_modules = store, modules, params, seconds, rows, on_error, on_bad, counts, only_modules
         self.rows, self.sampled, self.events, self.broken, self.bad, self.flushed = [], [], [], False, None, time.monotonic()
         self.work = queue.Queue(maxsize=64)
         self.thread = threading.Thread(target=self._run, daemon=True, name='stabilitylab-writer'); self.thread.start()
@@ -159,13 +165,20 @@ class Writer:
         grads, made = np.zeros((len(self.params.names), 5)), np.full((len(self.params.names), 12), np.nan)
         for at, t in item['grads']: grads[at] = t.numpy()
         for at, t in item['made']: made[at] = t.numpy()
-        row = module_columns(sums, scale) | param_columns(grads, made, scale)
+        row = module_columns(sums, scale) | ({} if self.only_modules else param_columns(grads, made, scale))
+        if self.counts: row |= self._counts(sums, grads, made)
         scalars = {k: float(v) for k, v in item['scalars'].items()}
         if item['grads']: scalars['grad_norm'] = float('nan') if grads[:, 4].any() else float(np.sqrt(grads[:, 2].sum())/scale)
         if item['made']: scalars |= {'weight_norm': float(np.sqrt(np.nansum(made[:, 4]))), 'update_norm': float(np.sqrt(np.nansum(made[:, 8])))}
         self.rows.append((item['step'], item['time'], row, scalars))
-        if item['details']: self.sampled.append((item['step'], sampled_columns(item, len(self.modules.names), len(self.params.names))))
+        if item['details']: self.sampled.append((item['step'], sampled_columns(item, len(self.modules.names), len(self.params.names), self.counts)))
         if self.bad is None: self._look(item, sums, grads, made)
+
+    def _counts(self, sums, grads, made):
+        "How many finite entries each statistic is of."
+        out = {f'activations/n:{_OF[role][0]}': sums[r::3, 0] - sums[r::3, 4] for r, role in enumerate(ROLES)}
+        if not self.only_modules: out |= {'gradients/n:': grads[:, 0] - grads[:, 4], 'optimizer/n:': np.nan_to_num(made[:, 0]), 'weights/n:': np.nan_to_num(made[:, 0])}
+        return out
 
     def _look(self, item, sums, grads, made):
         "Tell of the first non-finite value once."

@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from ..names.core import GROUPS
 from ..names.errors import bad_input
+from .ranks import combine_shards, stack_ranks
 from .scalars import Samples, make_events, make_scalars, series, series_names
 
 # %% ../../nbs/api/run/03_live.ipynb #a6431125
@@ -26,19 +28,22 @@ class LiveStore:
         path: str | Path, # folder of the record; new, empty, or an older record that is continued
         tables: dict, # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units, further dims]}, 'coords': {further dim: values}}
         attrs: dict | None = None, # settings of the run; JSON values
-        name: str = '', # distinguishes the shards of several ranks; '' for one process
+        rank: int = 0, # of this process
+        world: int = 1, # processes that write shards of this record
+        segment: int | None = None, # number of this start; None: the next, which is for rank 0 to say
     ):
-        self.path, self.live, self.n = Path(path), Path(path)/'live', 0
+        self.path, self.live, self.n, self.world = Path(path), Path(path)/'live', 0, world
+        name = str(rank or '')
         known = ('live', 'blackbox', '.zgroup', '.lock' + name)
         if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path/k).exists() for k in known): raise bad_input('path', str(path), 'a new folder or an older record', 'the folder holds something else and is left alone')
         self.live.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.path/f'.lock{name}', 'w')
         try: fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError: self.lock.close(); raise bad_input('path', str(path), 'a path that no other recorder writes', 'a second recorder is at work there; choose another path')
-        _unclose(self.path)
-        self.segment = 1 + max((int(p.stem.split('-')[1]) for p in self.live.glob(f'segment-*-{name or "0"}.json')), default=-1)
-        self.tag = f'{self.segment}-{name or "0"}'
-        _put(self.live/f'segment-{self.tag}.json', json.dumps({'tables': tables, 'attrs': attrs or {}}).encode())
+        if not rank: _unclose(self.path)
+        self.segment = segment if segment is not None else 1 + max((int(p.stem.split('-')[1]) for p in self.live.glob('segment-*-0.json')), default=-1)
+        self.tag = f'{self.segment}-{rank}'
+        _put(self.live/f'segment-{self.tag}.json', json.dumps({'tables': tables, 'attrs': attrs or {}, 'world': world}).encode())
 
     def append(self,
         arrays: dict[str, np.ndarray], # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
@@ -55,8 +60,17 @@ class LiveStore:
     ) -> None:
         "Let go of the path, and make the record an ordinary one."
         try:
-            if merge: close_live(self.path)
+            _put(self.live/f'done-{self.tag}', b'')
+            if merge and all((self.live/f'done-{self.segment}-{r}').exists() for r in range(self.world)): self._merge()
         finally: self.lock.close()
+
+    def _merge(self):
+        "The last of the ranks does it."
+        with open(self.path/'.lock-closing', 'w') as lock:
+            try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError: return
+            if self.live.is_dir(): close_live(self.path)
+        (self.path/'.lock-closing').unlink(missing_ok=True)
 
 def _put(path, data):
     "Write a file that is there whole or not at all."
@@ -70,7 +84,7 @@ def _unclose(path):
     closed = path/'live'/'closed'
     closed.mkdir(exist_ok=True)
     for p in path.iterdir():
-        if p.name not in ('live', 'blackbox') and not p.name.startswith('.lock'): p.rename(closed/p.name)
+        if p.name in GROUPS or p.name.startswith('.z'): p.rename(closed/p.name)
 
 # %% ../../nbs/api/run/03_live.ipynb #838c9549
 def _parts(live, tag):
@@ -94,7 +108,8 @@ def _group(arrays, group, table, segment):
     "One group of one segment as a Dataset."
     dim, data = table['dim'], {}
     coords = {dim: (dim, np.array(table['names'], dtype=object)), 'kind': (dim, np.array(table['kind'], dtype=object)), 'layer': (dim, np.array(table['layer'], dtype=np.int64))}
-    for name, (long_name, units, *more) in table['variables'].items():
+    counts = {k.removeprefix(f'{group}/'): ['entries', '1'] for k in arrays if k.startswith(f'{group}/n:')}
+    for name, (long_name, units, *more) in (table['variables'] | counts).items():
         if f'{group}/{name}' not in arrays: continue
         data[name] = (('step', dim, *more), _stack(arrays[f'{group}/{name}']), {'long_name': long_name, 'units': units})
         for d in more: coords[d] = (d, np.array(table['coords'][d], dtype=object if isinstance(table['coords'][d][0], str) else None))
@@ -126,6 +141,38 @@ def _scalars(segments, closed):
     return make_scalars({n: Samples(*map(np.concatenate, zip(*rows))) for n, rows in samples.items()}, restarts=np.array(starts, dtype=np.int64), source='recorder')
 
 
+def _segment(live, segment, number):
+    "One segment: settings, scalars, groups and events; shards of several ranks put together."
+    metas = {int(p.stem.split('-')[2]): json.loads(p.read_text()) for p in live.glob(f'segment-{segment}-*.json')}
+    ranks, meta = sorted(metas), metas[0]
+    parts = {r: _parts(live, f'{segment}-{r}') for r in ranks}
+    events = [(kind, step, text if not r else f'rank {r}: {text}', time) for r in ranks for kind, step, text, time in parts[r][1]]
+    groups = {g: {r: _group(parts[r][0], g, metas[r]['tables'][g], number) for r in ranks if g in metas[r]['tables'] and f'{g}/step' in parts[r][0]} for g in meta['tables']}
+    tables, copies = {}, meta['attrs'].get('copies', 1.)
+    for g, shards in groups.items():
+        if not shards: continue
+        if meta.get('world', 1) == 1: tables[g] = shards[0]; continue
+        tables[g] = combine_shards(list(shards.values()), g, 1. if meta['tables'][g]['dim'] == 'module' else np.asarray(copies))
+        if g == 'activations': tables['rank_activations'] = stack_ranks(list(shards.values()), list(shards))
+    if {'updates', 'weights'} <= set(tables) and len(ranks) > 1 and (tables['updates'].step.values == tables['weights'].step.values).all():
+        with np.errstate(all='ignore'): tables['updates']['update_ratio'].values[:] = tables['updates'].update_norm.values/tables['weights'].weight_norm.values
+    return meta, _joint_scalars([parts[r][0] for r in ranks], tables) if len(ranks) > 1 else parts[0][0], tables, events
+
+def _joint_scalars(arrays, tables):
+    "Rank 0's scalars with the mean loss over ranks, and norms of whole tensors."
+    out, others = dict(arrays[0]), [a for a in arrays[1:] if 'scalars/step' in a]
+    if 'scalars/step' not in out: return out
+    step = _stack(out['scalars/step'])
+    def at(steps, values): return np.array([dict(zip(steps.tolist(), values.tolist())).get(s, np.nan) for s in step.tolist()])
+    if 'scalars/loss' in out and others:
+        losses = [_stack(out['scalars/loss'])] + [at(_stack(a['scalars/step']), _stack(a['scalars/loss'])) for a in others if 'scalars/loss' in a]
+        out['scalars/loss'] = [np.where(np.isnan(sum(losses)), losses[0], sum(losses)/len(losses))]
+    for name, group in (('grad_norm', 'gradients'), ('weight_norm', 'weights'), ('update_norm', 'updates')):
+        if f'scalars/{name}' in out and group in tables:
+            ds = tables[group]; bad = ds.nonfinite_count.fillna(0).sum('param').values > 0 if name == 'grad_norm' else False
+            out[f'scalars/{name}'] = [at(ds.step.values, np.where(bad, np.nan, np.sqrt(np.nansum(ds[name].values.astype(float)**2, 1))))]
+    return out
+
 def read_live(
     path: str | Path, # folder of a record that is being written, or that was killed
 ) -> xr.DataTree: # the record, with everything that was flushed
@@ -136,14 +183,13 @@ def read_live(
     metas = sorted(live.glob('segment-*-0.json'), key=lambda p: int(p.stem.split('-')[1]))
     groups, scalars, events, attrs = {}, [], [], {} if closed is None else dict(closed.attrs)
     for p in metas:
-        meta, tag = json.loads(p.read_text()), p.stem.removeprefix('segment-')
-        arrays, happened = _parts(live, tag)
-        scalars.append(arrays); events += happened; attrs |= meta['attrs']
-        for g, table in meta['tables'].items():
-            if f'{g}/step' in arrays: groups.setdefault(g, []).append(_group(arrays, g, table, base + int(tag.split('-')[0])))
+        segment = p.stem.split('-')[1]
+        meta, arrays, tables, more = _segment(live, segment, base + int(segment))
+        scalars.append(arrays); events += more; attrs |= meta['attrs']
+        for g, ds in tables.items(): groups.setdefault(g, []).append(ds)
     for g in () if closed is None else closed.children:
         if g == 'events': events = [(str(k), int(s), str(x), None) for k, s, x in zip(*(closed[g][f'event_{v}'].values for v in ('kind', 'step', 'text')))] + events
-        elif g != 'scalars': groups[g] = [closed[g].to_dataset(), *groups.get(g, [])]
+        elif g != 'scalars': groups[g] = [closed[g].to_dataset().drop_encoding(), *groups.get(g, [])]
     tree = {'/scalars': _scalars(scalars, closed)} | ({'/events': make_events(events)} if events else {}) | {f'/{g}': ds[0] if len(ds) == 1 else xr.concat(ds, 'step', join='outer', data_vars='minimal', coords='minimal', compat='override') for g, ds in groups.items()}
     tree = xr.DataTree.from_dict(tree)
     tree.attrs = attrs

@@ -1,21 +1,20 @@
-"The Replay view in a real JupyterLab: click the spike, replay its batch, see the culprit; stop a job."
-import os
+"The views Replay and Checkpoints in a real JupyterLab: click the spike, replay its batch, see the culprit, stop a job; compare two checkpoints."
 from pathlib import Path
+
+from test_overview import place, shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 VIEW = '.stl-replay-view'
 
 
-def shot(page, name):
-    if folder := os.environ.get('SHOTS'): page.screenshot(path=f'{folder}/{name}.png', full_page=True)
-
-
 def test_click_the_spike_and_see_the_culprit(notebook):
     page, errors = notebook('replay', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "print('ready')")
-    page.wait_for_selector('.stl-figure img[src^="blob:"]:visible', timeout=120_000)
-    page.wait_for_timeout(1000)
+    shown(page)
+    page.mouse.click(*place(page, 0.86, 0.3))
+    page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Replay")')
     page.wait_for_function(f"(document.querySelector('{VIEW} .stl-figure img') || {{}}).naturalWidth > 500", timeout=60_000)
+    page.wait_for_function(f"document.querySelector('{VIEW} input[type=number]').value === '337'", timeout=30_000)  # the onset of the finding
     page.wait_for_timeout(500); shot(page, 'replay-open')
     box = page.locator(f'{VIEW} .stl-figure img').bounding_box()
     left, right = 0.55/7.5, 1 - 0.15/7.5  # the panel in the picture: steps 319.5 to 399.5
@@ -32,4 +31,13 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     page.click(f'{VIEW} button:has-text("Replay")')
     page.click(f'{VIEW} button:has-text("Stop"):not([disabled])')
     page.wait_for_selector(f'{VIEW} p.bad:text("stopped")', timeout=30_000)
+    assert not errors, errors
+
+
+def test_two_checkpoints_are_compared(notebook):
+    page, errors = notebook('checkpoints', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "1 + 1")
+    shown(page)
+    page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Checkpoints")')
+    page.click('button:has-text("Compare A with B")')
+    page.wait_for_selector('td:text("blocks.0.norm1.weight")', timeout=120_000); shot(page, 'checkpoints')
     assert not errors, errors
