@@ -19,7 +19,7 @@ def changes(page, act):
 
 
 def place(page, x, y):
-    box = page.locator('.stl-figure img').bounding_box()
+    box = page.locator('.stl-figure img').first.bounding_box()
     return box['x'] + x*box['width'], box['y'] + y*box['height']
 
 
