@@ -17,6 +17,7 @@ _PUBLIC = {
     'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
     'audit_accumulation': 'stabilitylab.replay.accumulation', 'TokenMeanAccumulator': 'stabilitylab.fixes.accumulate', 'find_loss_cast': 'stabilitylab.replay.losscast', 'lost_updates': 'stabilitylab.measure.precision', 'eps_regime': 'stabilitylab.measure.precision', 'attention_scale_overflow': 'stabilitylab.measure.precision', 'simulate_loss_scale': 'stabilitylab.measure.precision', 'explain_loss_scale': 'stabilitylab.measure.precision',
     'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
+    'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)

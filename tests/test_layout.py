@@ -10,10 +10,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT/'stabilitylab'
-ROOMS = ['names', 'run', 'numerics', 'read', 'checkpoint', 'measure', 'knowledge', 'detect', 'plot', 'probe', 'replay', 'models', 'fixes', 'trial', 'cases', 'report', 'workbench', 'cli']
+ROOMS = ['names', 'run', 'numerics', 'read', 'checkpoint', 'measure', 'precision', 'accumulate', 'knowledge', 'detect', 'plot', 'probe', 'replay', 'models', 'fixes', 'trial', 'cases', 'report', 'workbench', 'cli']
 TRIAL = {'names', 'run', 'numerics', 'measure', 'detect', 'knowledge', 'replay', 'checkpoint', 'models', 'fixes', 'probe'}
 MAY = {
     'names': set(), 'run': {'names'}, 'numerics': {'names'}, 'read': {'names', 'run'}, 'checkpoint': {'names', 'run', 'numerics'}, 'measure': {'names', 'run', 'numerics'},
+    'precision': {'names', 'numerics'}, 'accumulate': {'names', 'numerics'},
     'knowledge': {'names'}, 'detect': {'names', 'run', 'numerics', 'measure', 'knowledge'}, 'plot': {'names', 'run', 'measure', 'detect'}, 'probe': {'names', 'run', 'numerics', 'measure', 'detect'},
     'replay': {'names', 'run', 'numerics', 'checkpoint', 'probe', 'measure'}, 'models': {'names'}, 'fixes': {'names', 'knowledge', 'numerics', 'models'},
     'trial': TRIAL, 'cases': TRIAL | {'trial'}, 'report': {'names', 'run', 'measure', 'plot', 'detect', 'knowledge'},

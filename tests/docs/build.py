@@ -16,7 +16,7 @@ SECTIONS = { # folder of nbs -> (title of its index page, what stands there)
     'explain': ('Explanations', 'What goes wrong in training runs, why, and what teams did about it.'),
     'api': ('Library', 'Every public function, with a lesson that checks and shows.'),
 }
-ROOMS = {'names': 'Names and units', 'run': 'The record of a run', 'numerics': 'Number formats', 'read': 'Reading runs', 'read/logs': 'Log formats', 'checkpoint': 'Checkpoints', 'measure': 'Measures',
+ROOMS = {'names': 'Names and units', 'run': 'The record of a run', 'numerics': 'Number formats', 'read': 'Reading runs', 'read/logs': 'Log formats', 'checkpoint': 'Checkpoints', 'measure': 'Measures', 'precision': 'Precision of a run', 'accumulate': 'Gradient accumulation',
     'knowledge': 'What teams reported', 'detect': 'Detectors', 'plot': 'Plots', 'probe': 'Recording a live run', 'replay': 'Replaying a step', 'models': 'Reference models', 'fixes': 'Fixes', 'trial': 'Trials',
     'cases': 'Runs that fail on purpose', 'report': 'Reports', 'workbench': 'The workbench', 'cli': 'The command'}
 
