@@ -97,6 +97,7 @@ class Recorder:
         only_modules = self.rank > 0 and self.params.copies is None
         if only_modules: tables = {g: t for g, t in tables.items() if t['dim'] == 'module'}
         attrs = {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad], 'world_size': self.world}
+        attrs['dtypes'] = {n: str(p.dtype).removeprefix('torch.') for n, p in zip(self.params.names, self.params.params)}
         if self.params.copies is not None: attrs['copies'] = self.params.copies
         self.store = _shard(LiveStore, self.path, tables, attrs, self.rank, self.world)
         self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad, counts=self.world > 1, only_modules=only_modules)
