@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     'Workbench': 'stabilitylab.workbench.core', 'diagnose': 'stabilitylab.detect.diagnose', 'compare_runs': 'stabilitylab.detect.across', 'compare_rules': 'stabilitylab.detect.rules', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
-    'Recorder': 'stabilitylab.probe.recorder', 'RecorderCallback': 'stabilitylab.probe.hf',
+    'Recorder': 'stabilitylab.probe.recorder', 'RecorderCallback': 'stabilitylab.probe.hf', 'OnlineRule': 'stabilitylab.detect.online',
     'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
     'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',
     'plot_loss': 'stabilitylab.plot.loss', 'plot_findings': 'stabilitylab.plot.findings', 'write_html': 'stabilitylab.report.html', 'run_json': 'stabilitylab.report.machine', 'run_markdown': 'stabilitylab.report.markdown',
@@ -16,7 +16,7 @@ _PUBLIC = {
     'open_checkpoint': 'stabilitylab.checkpoint.open', 'scan_checkpoint': 'stabilitylab.checkpoint.scan', 'diff_checkpoints': 'stabilitylab.checkpoint.scan',
     'Setup': 'stabilitylab.replay.snapshot', 'Snapshot': 'stabilitylab.replay.snapshot', 'Batch': 'stabilitylab.replay.snapshot', 'load_snapshot': 'stabilitylab.replay.snapshot', 'load_batch': 'stabilitylab.replay.snapshot', 'replayable_steps': 'stabilitylab.replay.snapshot',
     'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
-    'audit_accumulation': 'stabilitylab.replay.accumulation', 'TokenMeanAccumulator': 'stabilitylab.fixes.accumulate', 'find_loss_cast': 'stabilitylab.replay.losscast', 'lost_updates': 'stabilitylab.measure.precision', 'eps_regime': 'stabilitylab.measure.precision', 'attention_scale_overflow': 'stabilitylab.measure.precision', 'simulate_loss_scale': 'stabilitylab.measure.precision', 'explain_loss_scale': 'stabilitylab.measure.precision',
+    'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
     'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
     'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',

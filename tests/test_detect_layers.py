@@ -36,3 +36,21 @@ def test_causes_by_construction(tmp_path):
     assert 'grad_below_epsilon' in record(tmp_path/'b', 3, eps=1.).kinds
     assert 'misaligned_shape' in record(tmp_path/'c', 3, width=36).kinds
     assert 'no_gradient' in record(tmp_path/'d', 3, freeze=True).kinds
+
+
+def test_sampled_rules_name_the_cause(tmp_path):
+    def fixed(path, change, dtype=torch.float32, lr=1e-3):
+        torch.manual_seed(0); model = DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype); opt = torch.optim.AdamW(model.parameters(), lr=lr)
+        change(model)
+        with Recorder(model, opt, path, every_n=4) as rec:
+            for _ in range(13): loss = model(TOKENS, TOKENS); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+        return diagnose(open_run(path))
+    def massive(model): model.pos_embed.weight.data[0, 3] = 500.
+    def dead(model): model.blocks[1].fc2.weight.data.zero_(); model.blocks[1].fc2.weight.requires_grad_(False)
+    healthy = set(fixed(tmp_path/'0', lambda m: None).kinds)
+    assert not healthy & {'overflow', 'underflow', 'massive_activation', 'dead_units', 'update_lost_to_rounding'}
+    f, = fixed(tmp_path/'a', massive).of('massive_activation')
+    assert f.modules == ('blocks.0', 'blocks.1') and f.onset == 0 and 'channel 3' in f.explanation
+    f, = fixed(tmp_path/'b', dead).of('dead_units')
+    assert f.modules == ('blocks.1.fc2',)
+    assert 'update_lost_to_rounding' in fixed(tmp_path/'c', lambda m: None, torch.bfloat16, 1e-6).kinds

@@ -311,6 +311,39 @@ def test_black_box_stays_within_its_bytes(tmp_path):
     assert max(s['step'] for s in box.index['snapshots']) >= 57 and (box.folder/'batch-59-0.pt').exists() and any(s['pinned'] for s in box.index['snapshots'])
 
 
+def test_a_rule_on_line_pins_the_spike(tmp_path):
+    import json
+    from stabilitylab.detect.online import OnlineRule
+    torch.manual_seed(0); model = nn.Sequential(nn.Linear(8, 1)); opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Recorder(model, opt, tmp_path/'r', snapshot_every=10, triggers=(OnlineRule(),)) as rec:
+        for i in range(90): x = rec.batch(torch.randn(64, 8) + (20 if i == 75 else 0)); loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+    pinned = [s for s in json.loads((tmp_path/'r'/'blackbox'/'index.json').read_text())['snapshots'] if s['pinned']]
+    assert [s['suspect'] for s in pinned] == [75] and pinned[0]['step'] == 70 and (tmp_path/'r'/'blackbox'/'batch-75-0.pt').exists()
+    assert 76 in open_run(tmp_path/'r')['sampled_weights'].step.values
+
+
+def test_online_rules_agree_with_the_finished_curve():
+    from stabilitylab.detect.online import LOOK_BACK, OnlineRule
+    from stabilitylab.detect.rules import RULES
+    rng = np.random.default_rng(1); x = 3 - np.linspace(0, 1, 1500) + .03*rng.standard_normal(1500); x[[400, 700, 701, 1300]] += .8; x[900:910] *= 2.5
+    for name in LOOK_BACK:
+        rule = OnlineRule(name, gap=0); fired = [i for i, v in enumerate(x) if rule(i, {'loss': v})]
+        assert fired == np.flatnonzero(RULES[name].flags(x)).tolist(), name
+
+
+def test_a_new_environment_is_told(tmp_path, monkeypatch):
+    from stabilitylab.detect.diagnose import diagnose
+    from stabilitylab.probe import environment as e
+    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); was = e.environment
+    for k, version in enumerate(('1', '1', '2', '3')):
+        monkeypatch.setattr(e, 'environment', lambda: was() | {'version_x': version})
+        rec = Recorder(model, opt, tmp_path/'r', first_step=k).__enter__(); model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.)
+        if k != 2: rec.__exit__(None, None, None)
+        else: rec.modules.remove(); rec.params.remove(); rec.writer.close(); rec.store.lock.close()
+    found = diagnose(open_run(tmp_path/'r')).of('environment_change')
+    assert [(f.onset, f.evidence['changed']) for f in found if 'changed' in f.evidence] == [(2, 'version_x 1 to 2'), (3, 'version_x 2 to 3')]
+
+
 def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
     from stabilitylab.probe.blackbox import set_rng_state
     torch.manual_seed(0); config = LMConfig(d_model=32, n_layer=2, seq=16, dropout=.2); model = DecoderLM(config); opt = torch.optim.AdamW(model.parameters(), lr=1e-2); losses = []

@@ -17,7 +17,7 @@ def add_command(
 ) -> None:
     "Adds `stabilitylab audit-accumulation`."
     p = commands.add_parser('audit-accumulation', help='which average over micro-batches does a training step use?', description='Compare the gradient of the true token mean with what known schemes, and your training step, make of it.',
-        epilog='The function returns a dict: model, microbatches (a list of lists of sequences), loss_sum (model, sequence) -> (sum of losses, tokens), and where wanted training_step (model, microbatches) -> loss, ranks, padded. exit code: 0 right or not asked; 1 your step averages otherwise; 2 it could not be run')
+        epilog='The function returns a dict: model, microbatches of one optimizer step, token_loss (model, microbatch) -> (losses, mask), and step (model, microbatches of one rank) -> logged loss, your loop up to the gradients; where wanted ranks and reduce. exit code: 0 the gradient is that of the token mean; 1 it is another; 2 it could not be run')
     p.add_argument('setup', metavar='FILE.py:FUNCTION', help='your code that returns the pieces')
     p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
     p.set_defaults(func=run_audit)
@@ -36,21 +36,21 @@ def pieces_of(
         else: module = importlib.import_module(place)
         pieces = getattr(module, name)()
     except (ImportError, OSError, AttributeError) as e: raise bad_input('setup', where, 'a function that can be imported', str(e)) from e
-    if not isinstance(pieces, dict) or not {'model', 'microbatches', 'loss_sum'} <= set(pieces): raise bad_input('setup', type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces), 'a dict with model, microbatches and loss_sum')
+    if not isinstance(pieces, dict) or not {'model', 'microbatches', 'token_loss'} <= set(pieces): raise bad_input('setup', type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces), 'a dict with model, microbatches and token_loss')
     return pieces
 
 def run_audit(
     args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code: 1 where a training step averages otherwise
+) -> int: # exit code: 1 where the step averages otherwise
     "Audits and tells it."
-    from stabilitylab.replay.accumulation import audit_accumulation
+    from stabilitylab.accumulate.audit import audit_accumulation
     told = audit_accumulation(**pieces_of(args.setup))
-    own = {k: told[k] for k in ('found', 'words', 'scale', 'residual', 'logged_loss', 'right') if k in told}
     if args.json:
         import json
-        print(json.dumps({'true_loss': told['true_loss'], 'effective_tokens': told['effective_tokens'], 'schemes': {k: {n: float(v) for n, v in r.items()} for k, r in told['schemes'].iterrows()}, 'training_step': own or None}, indent=1))
+        plain = {k: getattr(told, k) for k in ('denominator', 'factor', 'factor_names', 'alike', 'residual', 'cosine', 'norm_ratio', 'true_loss', 'logged_loss', 'is_right', 'words')}
+        print(json.dumps({k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}, indent=1))
     else:
-        print(f"true loss {told['true_loss']:.6g}; as if {told['effective_tokens']:.0%} of the tokens counted under a mean of means\n{'scheme':34} {'cosine':>8} {'norm':>8} {'error':>8} {'logged':>9} {'weight ×':>9}")
-        for k, r in told['schemes'].iterrows(): print(f"{k:34} {r.cosine:8.4f} {r.norm_ratio:8.4g} {r.relative_error:8.2g} {r.logged_loss:9.5g} {r.largest_weight_ratio:9.3g}")
-        if own: print(f"your step: {own['words']} (residual {own['residual']:.1g}); it logs {own['logged_loss']:.6g}")
-    return int(bool(own) and not own['right'])
+        print(told.words)
+        print(f'true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}')
+        print(told.candidates.round(4).to_string())
+    return int(not told.is_right)

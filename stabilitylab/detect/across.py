@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 
 from .diagnose import as_run
+from .environment import find_other_environments
 from .findings import Finding, Findings
 from .phrase import explain
 from .spikes import out_of_range
@@ -60,7 +61,7 @@ def compare_runs(
     "What several runs share: spikes at the same steps, and identical beginnings."
     if not isinstance(runs, dict): runs = {str(r.attrs.get('source', f'run {i}')) if hasattr(r, 'attrs') else f'run {i}': r for i, r in enumerate(runs)}
     curves = {name: c for name, r in ((n, as_run(r)) for n, r in runs.items()) if loss_name(r) and (c := curve(r, loss_name(r))) is not None and len(c.value) >= 64}
-    found = []
+    found = find_other_environments({n: as_run(r) for n, r in runs.items()})
     for a, b in combinations(curves, 2):
         p = _pair(curves[a], curves[b])
         if p is None: continue

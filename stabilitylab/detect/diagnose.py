@@ -19,9 +19,10 @@ from ..run.record import new_run
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
 DETECTORS = [ # 'module:function' below stabilitylab.detect, each (run) -> list[Finding]; a detector whose group or series is absent returns []
-    'health:find_non_finite', 'health:find_restarts', 'health:find_changed_settings', 'spikes:find_loss_spikes', 'course:find_divergence', 'course:find_not_learning', 'course:find_overfitting', 'course:find_leak', 'course:find_level_shift',
+    'health:find_non_finite', 'health:find_restarts', 'health:find_changed_settings', 'environment:find_environment_change', 'spikes:find_loss_spikes', 'course:find_divergence', 'course:find_not_learning', 'course:find_overfitting', 'course:find_leak', 'course:find_level_shift',
     'signals:find_grad_norm', 'signals:find_loss_scale', 'signals:find_throughput', 'signals:find_z_loss', 'signals:find_quantized', 'signals:find_hardware', 'lengths:find_length_bias',
     'layers:find_activation_explosion', 'layers:find_param_grad_explosion', 'layers:find_update_rms_excess', 'layers:find_grad_below_epsilon', 'layers:find_no_gradient', 'layers:find_misaligned_shape', 'layers:find_wide_init',
+    'sampled:find_overflow', 'sampled:find_underflow', 'sampled:find_massive_activation', 'sampled:find_dead_units', 'sampled:find_lost_updates',
 ]
 RELATIONS = [ # 'module:function', each (run, findings so far) -> findings, in this order
     'relate:resume_spikes', 'relate:spikes_that_diverge', 'relate:grad_norm_and_loss', 'relate:high_learning_rate', 'relate:hardware_and_spikes',

@@ -59,6 +59,13 @@ THRESHOLDS = { # name -> Threshold; detectors read it through `limit`
     'shared_sigma': Threshold(5, 'noise sd', 'a record this high counts when runs are compared', 'ours'),
     'shared_spikes': Threshold(3, 'spikes', 'at the same steps in two runs are told', 'ours'),
     'shared_chance': Threshold(1e-4, 'probability', 'and only when chance would give so many less often than this', 'ours'),
+    # sampled statistics
+    'overflow_share': Threshold(0.5, 'share of the largest value', 'an activation within one bit of the end of its format', 'ours'),
+    'underflow_share': Threshold(0.5, 'share of the gradient', 'below the normal range of its format', 'ours'),
+    'massive_value': Threshold(100, '1', 'a massive activation is at least this large', 'Sun et al., 2402.17762'),
+    'massive_ratio': Threshold(1000, 'times', 'and this many times the median magnitude of its layer', 'Sun et al., 2402.17762'),
+    'dead_share': Threshold(0.99, 'share of the output', 'zero in this share: dead', 'ours'),
+    'lost_share': Threshold(0.5, 'share of the updates', 'swallowed by rounding to bf16', 'ours'),
     'near_records': Threshold(10, 'records', 'what is this near belongs together', 'ours'),
 }
 

@@ -37,6 +37,7 @@ FINDING_KINDS = { # kind -> what it means, in one sentence
     'output_collapse': 'the model gives the same output whatever the input',
     'grad_below_epsilon': "gradients are smaller than the optimizer's epsilon",
     'update_lost_to_rounding': 'weight updates are smaller than half a unit in the last place of the weights',
+    'dead_units': 'the output of a module stays zero nearly everywhere',
     'underflow': 'values fell below the range of their number format',
     'overflow': 'values passed the range of their number format',
     'init_std_too_large': 'initial weights are wider than the published rules for this width',

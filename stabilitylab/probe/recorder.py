@@ -43,7 +43,7 @@ class Recorder:
         snapshot_every: int = 0, # steps between snapshots of the black box; 0: no black box
         keep_snapshots: int = 2, # snapshots that are kept, beside four that triggers pinned
         max_box_bytes: int = 10*2**30, # of the black box on disk; the oldest go first
-        triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step; the loss is given as a float, which waits for the device
+        triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step, such as `detect.online.OnlineRule()`; the loss is given as a float, which waits for the device
         first_step: int = 0, # number of the first step, for a run that goes on from a checkpoint
         flush_seconds: float = 5., # at most this much is lost when the process is killed
     ):
@@ -85,7 +85,7 @@ class Recorder:
 
     def _open(self, inner):
         "The store, its writer and the black box."
-        from stabilitylab.probe.environment import environment
+        from stabilitylab.probe.environment import environment, environment_change
         from stabilitylab.probe.writer import MODULE_VARIABLES, PARAM_VARIABLES, SAMPLED_COORDS, SAMPLED_VARIABLES, Writer
         from stabilitylab.run.live import LiveStore
         of = lambda p, dim: {'dim': dim, 'names': p.names, 'kind': p.kinds, 'layer': p.layers}
@@ -97,10 +97,14 @@ class Recorder:
         only_modules = self.rank > 0 and self.params.copies is None
         if only_modules: tables = {g: t for g, t in tables.items() if t['dim'] == 'module'}
         attrs = {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad], 'world_size': self.world}
+        attrs['dtypes'] = {n: str(p.dtype).removeprefix('torch.') for n, p in zip(self.params.names, self.params.params)}
         if self.params.copies is not None: attrs['copies'] = self.params.copies
         self.store = _shard(LiveStore, self.path, tables, attrs, self.rank, self.world)
         self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad, counts=self.world > 1, only_modules=only_modules)
         if self.store.segment and not self.rank: self.writer.put(('restart', self.n, 'the record is continued', time.time()))
+        changed = environment_change(self.store.previous['environment'], attrs['environment']) if self.store.previous.get('environment') else {}
+        changed.pop('command', None)
+        if changed and not self.rank: self.writer.put(('environment', self.n, ', '.join(f'{k} {a} to {b}' for k, (a, b) in changed.items())[:500], time.time()))
         if self.params.unknown and not self.rank: self.writer.put(('note', 0, 'trainable but in no optimizer: ' + ', '.join(self.params.unknown[:20]), time.time()))
         if self.box_args[0]:
             from stabilitylab.probe.blackbox import BlackBox

@@ -42,7 +42,7 @@ class LiveStore:
         except OSError: self.lock.close(); raise bad_input('path', str(path), 'a path that no other recorder writes', 'a second recorder is at work there; choose another path')
         if not rank: _unclose(self.path)
         self.segment = segment if segment is not None else 1 + max((int(p.stem.split('-')[1]) for p in self.live.glob('segment-*-0.json')), default=-1)
-        self.tag = f'{self.segment}-{rank}'
+        self.tag, self.previous = f'{self.segment}-{rank}', _last_attrs(self.live)
         _put(self.live/f'segment-{self.tag}.json', json.dumps({'tables': tables, 'attrs': attrs or {}, 'world': world}).encode())
 
     def append(self,
@@ -77,6 +77,13 @@ def _put(path, data):
     part = path.with_name('.' + path.name)
     part.write_bytes(data)
     os.replace(part, path)
+
+def _last_attrs(live):
+    "Settings of the start before this one, {} where there is none."
+    last = max(live.glob('segment-*-0.json'), key=lambda p: int(p.stem.split('-')[1]), default=None)
+    if last is not None: return json.loads(last.read_text())['attrs']
+    closed = live/'closed'/'.zattrs'
+    return json.loads(closed.read_text()) if closed.exists() else {}
 
 def _unclose(path):
     "Move the Zarr groups of a closed record below `live`, to be continued."

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-GOALS = {'light': 1.02, 'normal': 1.05}
+GOALS = {'light': 1.02, 'normal': 1.05, 'full': None} # full: what one step with the costly statistics costs
 
 
 def naive_hooks(model, out):
@@ -60,7 +60,7 @@ def main(argv=()):
     config = LMConfig(vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width//64)
     tokens = torch.randint(0, o.vocab, (o.batch, o.seq), device=o.device)
     arms = {'without': Arm(config, o.device, None)}
-    for w in ['light', 'normal'] + ['naive hook', 'HF DebugUnderflowOverflow']*o.peers:
+    for w in ['light', 'normal', 'full'] + ['naive hook', 'HF DebugUnderflowOverflow']*o.peers:
         try: arms[w] = Arm(config, o.device, w)
         except ImportError: print(f'{w}: not installed')
     times, sync = {k: [] for k in arms}, torch.cuda.synchronize if o.device == 'cuda' else lambda: None
@@ -73,7 +73,7 @@ def main(argv=()):
     print(f'{n/1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; without: median {1e3*statistics.median(base):.1f} ms, fastest {1e3*min(base):.1f} ms')
     for k in list(arms)[1:]:
         pair = statistics.median(t/b for t, b in zip(times[k], base))
-        print(f'{k:28s} ratio {statistics.median(times[k])/statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k])/min(base):.3f}' + (f'  goal <= {GOALS[k]}' if k in GOALS else ''))
+        print(f'{k:28s} ratio {statistics.median(times[k])/statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k])/min(base):.3f}' + (f'  goal <= {GOALS[k]}' if GOALS.get(k) else ''))
     if o.device == 'cpu':
         x = torch.empty(60_000_000); x.fill_(1.); best = min(_timed(lambda: torch.linalg.vector_norm(x)) for _ in range(5)); rate = x.numel()*4/best
         act, par = bytes_read(arms['without'].model, tokens)
