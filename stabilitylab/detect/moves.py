@@ -9,7 +9,7 @@ __all__ = ['first_moves']
 import numpy as np
 import pandas as pd
 
-from .layers import _loss_onset, first_crossings
+from .layers import BACKWARD, _loss_onset, first_crossings
 
 # %% ../../nbs/api/detect/62_moves.ipynb #7c90ed2b
 _COLUMNS = ['module', 'kind', 'layer', 'what', 'step', 'ratio']
@@ -19,9 +19,9 @@ def first_moves(
 ) -> pd.DataFrame: # module, kind, layer, what ('output' or 'gradient'), step, ratio to its early largest value; the earliest first, attrs['loss_onset'] a step or None
     "Every module that left its early range, in the order in which they did."
     rows, ds = [], run['activations'].to_dataset() if 'activations' in run.children else {}
-    for name, what in (('absmax', 'output'), ('grad_absmax', 'gradient')):
+    for name, what, beyond in (('absmax', 'output', 0.), ('grad_absmax', 'gradient', BACKWARD)):
         if name not in ds or ds.sizes['step'] < 8: continue
-        at, ratio = first_crossings(ds[name].values)
+        at, ratio = first_crossings(ds[name].values, beyond)
         rows += [(str(ds.module.values[i]), str(ds.kind.values[i]), int(ds.layer.values[i]), what, int(ds.step.values[at[i]]), float(ratio[i])) for i in np.flatnonzero(at >= 0)]
     table = pd.DataFrame(rows, columns=_COLUMNS).sort_values(['step', 'ratio'], ascending=[True, False], kind='stable', ignore_index=True)
     table.attrs['loss_onset'] = _loss_onset(run)
