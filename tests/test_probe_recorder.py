@@ -295,7 +295,7 @@ def test_killed_at_random_moments(tmp_path):
     done = subprocess.run([sys.executable, '-c', KILLS, str(tmp_path), str(kills), '0'], capture_output=True, text=True, timeout=900, env=os.environ | {'PYTHONPATH': os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout); print(told)
-    assert told['kills'] == kills and told['late'][1] < 2, told # 0.05 s between flushes, and what a loaded machine adds
+    assert told['kills'] == kills and told['late'][0] < 1 and told['late'][1] < 10, told # 0.05 s between flushes, and what a loaded machine adds
 
 
 def test_black_box_stays_within_its_bytes(tmp_path):
@@ -356,3 +356,10 @@ def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
         b = load(f'batch-{step}-0.pt'); set_rng_state(b['rng']); loss = again(b['batch'], b['batch']); loss.backward(); opt2.step(); opt2.zero_grad()
         assert loss.item() == losses[step]
     assert all(a.equal(b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_model_that_is_one_module(tmp_path):
+    model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=.1)
+    with Recorder(model, opt, tmp_path/'r') as rec: model(torch.ones(2, 8)).sum().backward(); opt.step(); rec.step(1.)
+    acts = open_run(tmp_path/'r')['activations']
+    assert acts.module.values.tolist() == ['linear'] and acts.rms.item() > 0 and acts.grad_rms.item() == 1

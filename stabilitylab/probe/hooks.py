@@ -59,6 +59,7 @@ class ModuleProbe:
             if not name or isinstance(m, _SILENT) or select and not re.search(select, name): continue
             hooked.append((m, self._row(name, *kinds[name]), kinds[name][0]))
             if kinds[name][0] == 'attn.qkv': self.split[hooked[-1][1]] = [self._row(f'{name}.{r}', f'attn.{r}', kinds[name][1]) for r in 'qkv'], fused_heads(name, m, model)
+        if not hooked and select is None: hooked.append((model, self._row(type(model).__name__.lower(), 'other', -1), 'other')) # a model that is one module
         if not hooked: raise bad_input('select', select, 'a pattern that matches a module')
         for m, i, kind in hooked: self.handles.append(m.register_forward_hook(self._forward_hook(i, inputs and getattr(getattr(m, 'weight', None), 'ndim', 0) == 2 and not isinstance(m, nn.Embedding))))
         self.handles += [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]

@@ -53,14 +53,14 @@ def bytes_read(model, tokens):
 
 def main(argv=()):
     "Print the table."
-    a = argparse.ArgumentParser(); a.add_argument('--device', default='cpu'); a.add_argument('--steps', type=int, default=25); a.add_argument('--width', type=int, default=384); a.add_argument('--layers', type=int, default=6); a.add_argument('--batch', type=int, default=8); a.add_argument('--seq', type=int, default=256); a.add_argument('--peers', type=int, default=1); a.add_argument('--vocab', type=int, default=128)
+    a = argparse.ArgumentParser(); a.add_argument('--device', default='cpu'); a.add_argument('--steps', type=int, default=25); a.add_argument('--width', type=int, default=384); a.add_argument('--layers', type=int, default=6); a.add_argument('--batch', type=int, default=8); a.add_argument('--seq', type=int, default=256); a.add_argument('--peers', type=int, default=1); a.add_argument('--vocab', type=int, default=128); a.add_argument('--arms', nargs='*', default=['light', 'normal', 'full'])
     o = a.parse_args(argv)
     from stabilitylab.models.lm import LMConfig
     torch.set_num_threads(2)
     config = LMConfig(vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width//64)
     tokens = torch.randint(0, o.vocab, (o.batch, o.seq), device=o.device)
     arms = {'without': Arm(config, o.device, None)}
-    for w in ['light', 'normal', 'full'] + ['naive hook', 'HF DebugUnderflowOverflow']*o.peers:
+    for w in o.arms + ['naive hook', 'HF DebugUnderflowOverflow']*o.peers:
         try: arms[w] = Arm(config, o.device, w)
         except ImportError: print(f'{w}: not installed')
     times, sync = {k: [] for k in arms}, torch.cuda.synchronize if o.device == 'cuda' else lambda: None
