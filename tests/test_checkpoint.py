@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from stabilitylab.checkpoint.kernel import _sums_torch, native, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import diff_checkpoints, scan_checkpoint
 
@@ -134,6 +135,48 @@ def test_a_file_larger_than_the_bound_is_scanned_within_it(tmp_path):
     code = "import sys, psutil, threading, time\nfrom stabilitylab.checkpoint.scan import scan_checkpoint\nme = psutil.Process(); base = me.memory_full_info().uss; peak = [0]; go = [True]\ndef watch():\n    while go[0]: peak[0] = max(peak[0], me.memory_full_info().uss); time.sleep(.02)\nt = threading.Thread(target=watch); t.start(); r = scan_checkpoint(sys.argv[1], progress=False); go[0] = False; t.join()\nassert r.zeros.sum() == 250_000_000\nprint((peak[0] - base)/1e6)"
     out = subprocess.run([sys.executable, '-c', code, str(path)], capture_output=True, text=True)
     assert out.returncode == 0 and float(out.stdout) < 512, out.stdout + out.stderr
+
+
+@pytest.mark.parametrize('kind', ['torch', 'dcp'])
+def test_torch_files_and_dcp_folders_leave_nothing_mapped(kind, tmp_path):
+    "600 MB in one tensor: the resident memory, mapped pages included, grows by less than 200 MB."
+    if kind == 'torch': torch.save({'w': torch.zeros(150_000, 1000)}, tmp_path/'big.pt')
+    else:
+        with warnings.catch_warnings(): warnings.simplefilter('ignore'); dcp.save({'w': torch.zeros(150_000, 1000)}, checkpoint_id=tmp_path/'big.pt', no_dist=True)
+    code = "import resource, sys\nimport torch._subclasses.fake_tensor\nfrom stabilitylab.checkpoint.scan import scan_checkpoint\npeak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3\nbase = peak(); r = scan_checkpoint(sys.argv[1], progress=False)\nassert r.zeros.sum() == 150_000_000\nprint(peak() - base)"
+    out = subprocess.run([sys.executable, '-c', code, str(tmp_path/'big.pt')], capture_output=True, text=True)
+    assert out.returncode == 0 and float(out.stdout) < 200, out.stdout + out.stderr
+
+
+def test_views_of_storages_and_tensor_settings(tmp_path):
+    w = torch.arange(1200.).reshape(30, 40)
+    torch.save({'t': w.t(), 'part': w[3:5], 'same': w, 'small': torch.ones(1).expand(5, 5), 'optimizer': {'state': {}, 'param_groups': [{'lr': torch.tensor(.5), 'params': []}]}}, tmp_path/'a.pt')
+    ckpt = open_checkpoint(tmp_path/'a.pt')
+    assert torch.equal(ckpt['t'].load(), w.t()) and torch.equal(ckpt['part'].load(), w[3:5]) and torch.equal(ckpt['same'].load(), w) and torch.equal(ckpt['small'].load(), torch.ones(5, 5)) and ckpt.groups[0]['lr'] == .5
+    assert torch.equal(torch.cat(list(ckpt['t'].chunks(64))), w.t()) and torch.equal(torch.cat(list(ckpt['same'].values(64))), w.flatten()) and max(len(x) for x in ckpt['same'].values(64)) == 16
+    torch.save({'w': torch.ones(1).expand(10**6, 10**6)}, tmp_path/'huge.pt'); refused(tmp_path/'huge.pt', 'claims 1,000,000,000,000 values')
+    for bad in ([1], {'w': 3}):
+        (tmp_path/'up').mkdir(exist_ok=True); (tmp_path/'up'/'model.safetensors.index.json').write_text(json.dumps({'weight_map': bad})); refused(tmp_path/'up', 'no index of shards')
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('n, cols', [(1, 1), (31, 5), (5000, 7), (9000, 4096), (20_000, 6000)])
+def test_the_compiled_sums_equal_those_of_operators(n, cols, dtype):
+    if native() is None: pytest.skip('SKIPPED: no C compiler, so only the operators are there')
+    x = (torch.randn(n, generator=torch.Generator().manual_seed(n))*1e3).to(dtype); x[::97] = 0; x[1::101] = float('nan'); x[2::103] = -float('inf')
+    a, b = ((np.zeros(5), np.zeros(256, np.int64), np.zeros(65536, np.uint8)) for _ in range(2))
+    rows, twin = piece_sums(x, cols, *a), _sums_torch(x.float(), cols, *b, np.zeros(-(-n//cols)))
+    assert np.allclose(rows, twin, rtol=1e-12) and np.allclose(a[0][:2], b[0][:2], rtol=1e-9) and (a[0][2:] == b[0][2:]).all() and (a[1] == b[1]).all() and (a[2] == b[2]).all()
+
+
+def test_differences_of_other_types_wide_rows_and_nan(tmp_path):
+    x = torch.randn(1, 3_000_000, generator=torch.Generator().manual_seed(0)).bfloat16(); y = x.float(); y[0, 7] = float('nan'); y[0, 8:10] += 1
+    z = torch.zeros(4)
+    save_file({'x': x, 'z': z}, tmp_path/'a.safetensors'); save_file({'x': y, 'z': z + 1}, tmp_path/'b.safetensors')
+    table = diff_checkpoints(tmp_path/'a.safetensors', tmp_path/'b.safetensors', progress=False)
+    r = table.loc['x']
+    assert r.nonfinite == 1 and np.isclose(r.unchanged, 1 - 3/3e6, rtol=1e-12) and r.max_change == 1 and np.isclose(r.change, np.sqrt(2)/float(x[0][torch.arange(3_000_000) != 7].double().norm()), rtol=1e-9)
+    assert table.loc['z', 'change'] == np.inf and scan_checkpoint(tmp_path/'b.safetensors', progress=False).loc['x', 'nonfinite'] == 1
 
 
 @pytest.mark.parametrize('command', [['scan', 'evil.pt'], ['diff', 'evil.pt', 'evil.pt'], ['scan', 'nowhere']])

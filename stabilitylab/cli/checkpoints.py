@@ -69,4 +69,5 @@ def run_diff(
     for what, x, y in extra['settings']: print(f'{what}: {x} -> {y}')
     still = int((table.change == 0).sum())
     if still: print(f'{still} of {len(table)} tensors did not move')
+    for n in table.index[table.nonfinite > 0]: print(f'{n}: {table.nonfinite[n]} values are not finite')
     return 0
