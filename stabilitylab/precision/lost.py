@@ -29,7 +29,7 @@ def lost_updates(
         w, u = quantise(w.detach().float().cpu().numpy().ravel(), fmt), updates[name].detach().float().cpu().numpy().ravel()
         if w.shape != u.shape: raise bad_input('updates', f'{name}: {u.shape}', f'shape {w.shape}')
         asked, unit, wanted = u != 0, spacing(w, fmt), float(u.astype(float) @ u)
-        near, drawn = quantise(w + u, fmt) - w, stochastic_round(w + u, fmt, seed + i) - w
+        near, drawn = quantise(w + u, fmt) - w, stochastic_round(w + u, fmt, np.random.default_rng((seed, i))) - w
         share = lambda m: float(m[asked].mean()) if asked.any() else float('nan')
         rows[name] = (share(near == 0), share(abs(u) < unit/2), *((float(m.astype(float) @ u)/wanted if wanted else float('nan')) for m in (near, drawn)), float(np.sqrt(wanted/len(u))), float(np.median(unit)))
     return pd.DataFrame.from_dict(rows, orient='index', columns=['lost', 'below_half', 'kept', 'kept_stochastic', 'update_rms', 'spacing_median']).rename_axis('param')
