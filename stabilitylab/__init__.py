@@ -18,6 +18,8 @@ _PUBLIC = {
     'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
     'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
     'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
+    'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
+    'read_loss_scale': 'stabilitylab.precision.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
     'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }

@@ -35,7 +35,7 @@ def pieces_of(
             module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
         else: module = importlib.import_module(place)
         pieces = getattr(module, name)()
-    except (ImportError, OSError, AttributeError) as e: raise bad_input('setup', where, 'a function that can be imported', str(e)) from e
+    except Exception as e: raise bad_input('setup', where, 'a function that can be imported and runs', f'{type(e).__name__}: {str(e)[:200]}') from e # the user's code may raise anything
     if not isinstance(pieces, dict) or not {'model', 'microbatches', 'token_loss'} <= set(pieces): raise bad_input('setup', type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces), 'a dict with model, microbatches and token_loss')
     return pieces
 
@@ -44,7 +44,11 @@ def run_audit(
 ) -> int: # exit code: 1 where the step averages otherwise
     "Audits and tells it."
     from stabilitylab.accumulate.audit import audit_accumulation
-    told = audit_accumulation(**pieces_of(args.setup))
+    from stabilitylab.names.errors import InputError, bad_input
+    pieces = pieces_of(args.setup)
+    try: told = audit_accumulation(**pieces)
+    except InputError: raise
+    except Exception as e: raise bad_input('setup', args.setup, 'pieces that run together', f'{type(e).__name__}: {str(e)[:200]}') from e
     if args.json:
         import json
         plain = {k: getattr(told, k) for k in ('denominator', 'factor', 'factor_names', 'alike', 'residual', 'cosine', 'norm_ratio', 'true_loss', 'logged_loss', 'is_right', 'words')}

@@ -12,9 +12,10 @@ import xarray as xr
 from .findings import Finding
 from .spikes import out_of_range
 from .thresholds import limit
-from ..measure.curves import curve, loss_name
+from ..measure.curves import curve, loss_name, scalars_of
 from ..measure.rolling import before
 from ..numerics.lattice import lattice
+from ..run.scalars import series_names
 
 # %% ../../nbs/api/detect/12_signals.ipynb #1192e50e
 def _groups(at, gap):
@@ -97,6 +98,20 @@ def _slope(c):
     run = np.median(step[-n:]) - np.median(step[:n])
     return float((value[-n:].mean() - value[:n].mean())/run) if run > 0 else 0.
 
+_CASTS = {
+    'logging': 'the logger casts what it is given, as {others} lies on the same grid',
+    'head': 'the loss itself, by logits or a mean in this format, as {full} is logged in full precision',
+    'open': 'the logits, the mean, or the value given to the logger: the loss of single tokens would not stay on the grid after a mean in fp32',
+}
+
+def _cast_place(run, name, fmt):
+    "Where the cast likely is, judged by the other series of the log; loss-like ones share the head and say nothing."
+    curves = [c for n in series_names(scalars_of(run)) if n != name and 'loss' not in n and n in ('grad_norm', 'weight_norm', 'update_norm', 'num_zeros', 'lr') and (c := curve(run, n)) is not None and len(c.value) >= 50]
+    grids = {c.name: lattice(c.value) for c in curves}
+    same = [n for n, g in grids.items() if g.fmt == fmt and g.n_distinct > 10]
+    full = [n for n, g in grids.items() if g.fmt is None and g.n_distinct > 50 and n != 'lr']
+    return _CASTS['logging'].format(others=same[0]) if same else _CASTS['head'].format(full=full[0]) if full else _CASTS['open']
+
 def find_quantized(
     run: xr.DataTree, # a record
 ) -> list[Finding]: # at most one
@@ -108,7 +123,7 @@ def find_quantized(
     slope = _slope(c)
     steps = grid.spacing/abs(slope) if abs(slope) > 1e-12 else None
     evidence = {'format': grid.fmt, 'distinct': grid.n_distinct, 'values': grid.n_values, 'spacing': grid.spacing, 'decimals': grid.decimals, 'chance': grid.chance, 'share_of_steps_without_change': grid.below_spacing,
-        'steps_to_show': steps, 'likely_cast': 'every record is a number of this format, so the mean itself was cast: the logits, the reduction or the value given to the logger'}
+        'steps_to_show': steps, 'likely_cast': _cast_place(run, c.name, grid.fmt)}
     return [Finding('quantized_loss', 'warning', c.step[0], c.step[-1], evidence={k: v for k, v in evidence.items() if v is not None}, series=c.name)]
 
 # %% ../../nbs/api/detect/12_signals.ipynb #36dfb8c0

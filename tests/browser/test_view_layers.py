@@ -1,7 +1,7 @@
 "The view Layers in a real JupyterLab: click a cell, see its module, zoom both views."
 from pathlib import Path
 
-from test_overview import shot, shown
+from test_view_overview import shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,7 @@
 "The views Replay and Checkpoints in a real JupyterLab: click the spike, replay its batch, see the culprit, stop a job; compare two checkpoints."
 from pathlib import Path
 
-from test_overview import place, shot, shown
+from test_view_overview import place, shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 VIEW = '.stl-replay-view'
