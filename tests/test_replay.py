@@ -230,7 +230,7 @@ def test_a_malicious_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path/'ran').exists()
 
 
-@pytest.mark.parametrize('arguments, words', [(['--step', '7'], '320-399'), (['--step', '351', '--setup', 'nowhere.py:f'], 'can be imported'), (['--step', '351', '--precision', 'fp4'], 'fp32')])
+@pytest.mark.parametrize('arguments, words', [(['--step', '7'], '300-399'), (['--step', '351', '--setup', 'nowhere.py:f'], 'can be imported'), (['--step', '351', '--precision', 'fp4'], 'fp32')])
 def test_bad_input_is_one_line_and_code_2(arguments, words):
     out = subprocess.run([sys.executable, '-c', 'import sys; from stabilitylab.cli.main import main; sys.exit(main())', 'replay', str(sample()), *arguments], capture_output=True, text=True)
     assert out.returncode == 2 and words in out.stderr and 'Traceback' not in out.stderr and out.stdout == ''
@@ -242,4 +242,4 @@ def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):
 
 
 def test_early_steps_have_no_controls():
-    with pytest.raises(ValueError, match='later than 320'): examine(sample(), 320)
+    with pytest.raises(ValueError, match='later than 300'): examine(sample(), 300)

@@ -47,18 +47,19 @@ def make_lm_high_lr(
     n_steps: int = 400, # optimizer steps, > 0
     first_lr: float = 1e-3, # learning rate of step 0
     tenfold: int = 150, # steps in which it grows tenfold; that of step i is first_lr*10**(i/tenfold)
-    snapshots: tuple = (320, 340, 360), # steps before which model, optimizer and RNG states are saved, with the batch
+    checkpoints: tuple = (320, 340, 360), # steps before which model, optimizer and RNG states are saved to checkpoints/
+    replay_from: int = 300, # step from which on the black box keeps every batch, and a snapshot every 50 steps; a multiple of 50
     seed: int = 0, # of the weights and the batches
 ) -> Path: # the folder: a record with its black box, train.log, metrics.jsonl, metrics.csv, checkpoints/
-    "Train the run and write its log in three formats, and what is needed to go back to `snapshots`."
+    "Train the run and write its log in three formats, and what is needed to go back to any step from `replay_from` on."
     path = Path(path)
     if path.exists() and any(path.iterdir()): raise bad_input('path', str(path), 'a new or empty folder', 'the run is written whole')
     torch.manual_seed(seed); torch.set_flush_denormal(True)
     model = DecoderLM(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(.9, .999), weight_decay=0.)
     logits, rows, text = watch_logits(model), [], stdlib_bytes(1_000_000)
-    ends = {b - 1 for a, b in zip(snapshots, [*snapshots[1:], snapshots[-1] + 20])} # a trigger at each keeps the batches in between
-    recorder = Recorder(model, optimizer, path, every_n=20, snapshot_every=20, keep_snapshots=1, triggers=(lambda step, _: step in ends,), flush_seconds=3600.)
+    def pin(step, _): return step > replay_from and step % 50 == 49 # keeps the last snapshot and the batches since
+    recorder = Recorder(model, optimizer, path, every_n=20, snapshot_every=50, keep_snapshots=1, triggers=(pin,), flush_seconds=3600.)
     held_out = list(byte_batches(text[900_000:], 4, 16, CONFIG.seq, seed=seed+1))
     batches = byte_batches(text[:900_000], n_steps, 24, CONFIG.seq, seed)
     with recorder, open(path/'train.log', 'w') as log:
@@ -66,7 +67,7 @@ def make_lm_high_lr(
         for step, (x, y) in enumerate(tqdm(batches, total=n_steps, desc='lm_high_lr', mininterval=2)):
             begin = time.perf_counter()
             for g in optimizer.param_groups: g['lr'] = first_lr*10**(step/tenfold)
-            if step in snapshots: _save(path, step, model, optimizer)
+            if step in checkpoints: _save(path, step, model, optimizer)
             recorder.batch({'tokens': x, 'targets': y})
             row = {'step': step} | _step(model, optimizer, x, y) | {'attn_logit_max': max(v.item() for v in logits.values()), 'lr': g['lr']}
             ms = (time.perf_counter() - begin)*1000

@@ -37,7 +37,7 @@ def environment() -> dict: # flat dict of JSON values
     def version(p):
         try: return metadata.version(p)
         except metadata.PackageNotFoundError: return None
-    env = {f'version_{p}': version(p) for p in ('torch', 'numpy', 'transformers', 'accelerate', 'deepspeed', 'triton', 'flash-attn')} | {'python': platform.python_version(), 'system': platform.platform(), 'threads': torch.get_num_threads(),
+    env = {f'version_{p}': version(p) for p in ('torch', 'numpy', 'transformers', 'accelerate', 'deepspeed', 'triton', 'flash-attn')} | {'python': platform.python_version(), 'system': platform.platform(), 'threads': torch.get_num_threads(), 'cpu': torch.backends.cpu.get_cpu_capability(),
         'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None, 'matmul_precision': torch.get_float32_matmul_precision(), 'deterministic': torch.are_deterministic_algorithms_enabled(),
         'cudnn_benchmark': torch.backends.cudnn.benchmark, 'flush_denormal': None, 'command': masked(sys.argv), 'world_size': os.environ.get('WORLD_SIZE')}
     if torch.cuda.is_available(): env |= {'device': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], 'tf32': torch.backends.cuda.matmul.allow_tf32}

@@ -113,7 +113,7 @@ def replay_text(
     run: str, # name or path of the run
 ) -> str: # lines
     "What `examine` found, for people."
-    same = '' if told['recorded_loss'] is None else '; equal to the recorded one to the last bit' if told['exact'] else f"; recorded was {told['recorded_loss']:.6g}"
+    same = '' if told['recorded_loss'] is None else '; equal to the recorded one to the last bit' if told['exact'] else f"; recorded was {told['recorded_loss']:.6g}, {abs(told['loss'] - told['recorded_loss']):.1g} away (another processor or library sums in another order, and an unstable run magnifies it)"
     lines = [f"{run}, step {told['step']}", f"  replayed   loss {told['loss']:.6g}{same}", f"             gradient norm {told['grad_norm']:.4g}, norm of the update {told['update_norm']:.4g}"]
     if 'swap' in told:
         t = told['swap']

@@ -17,6 +17,7 @@ from ..names.errors import bad_input
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
 from ..run.record import open_run
+from .snapshot import cpu_threads
 
 # %% ../../nbs/api/replay/01_step.ipynb #943992ba
 def moved(
@@ -88,12 +89,13 @@ def replay(
     before, outside = [p.detach().clone() for p in model.parameters()], rng_state()
     batch = batch if keep_rng else type(batch)(batch.parts, [], batch.step, batch.name, batch.ids)
     try:
-        if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast, snapshot.grad_scaler(device)), None
-        else:
-            with tempfile.TemporaryDirectory() as d:
-                with Recorder(model, optimizer or [], Path(d)/'step') as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
-                run = open_run(Path(d)/'step').load()
-                run['scalars'] = xr.DataTree(run['scalars'].to_dataset().assign_coords(step=[snapshot.step]))
+        with cpu_threads(snapshot.threads):
+            if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast, snapshot.grad_scaler(device)), None
+            else:
+                with tempfile.TemporaryDirectory() as d:
+                    with Recorder(model, optimizer or [], Path(d)/'step') as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
+                    run = open_run(Path(d)/'step').load()
+                    run['scalars'] = xr.DataTree(run['scalars'].to_dataset().assign_coords(step=[snapshot.step]))
     finally: set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     change = norm_of(p.detach() - b for p, b in zip(model.parameters(), before))
