@@ -17,8 +17,8 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     page.wait_for_function(f"document.querySelector('{VIEW} input[type=number]').value === '337'", timeout=30_000)  # the onset of the finding
     page.wait_for_timeout(500); shot(page, 'replay-open')
     box = page.locator(f'{VIEW} .stl-figure img').bounding_box()
-    left, right = 0.55/7.5, 1 - 0.15/7.5  # the panel in the picture: steps 319.5 to 399.5
-    page.mouse.click(box['x'] + box['width']*(left + (right - left)*(351 - 319.5)/80), box['y'] + box['height']*0.4)
+    left, right = 0.55/7.5, 1 - 0.15/7.5  # the panel in the picture: steps 299.5 to 399.5
+    page.mouse.click(box['x'] + box['width']*(left + (right - left)*(351 - 299.5)/100), box['y'] + box['height']*0.4)
     page.wait_for_function(f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000)
     page.click(f'{VIEW} button:has-text("Replay")')
     page.wait_for_selector(f'{VIEW} h3:text("bad state")', timeout=180_000)
