@@ -128,12 +128,14 @@ def _timed(*args):
 def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     log = write(tmp_path/'train.log', (f'step {i} loss: {4 - i/100:.5}\n' for i in range(60)))
     p = subprocess.Popen([*COMMAND, 'watch', str(log), '--every', '0.1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
-    time.sleep(2)
+    said = []
     for burst in range(3):
         with open(log, 'a') as f: f.writelines(f'step {60 + burst*5 + i} loss: nan\n' for i in range(5))
+        while burst == 0 and 'non_finite' not in ''.join(said): said.append(p.stdout.readline()); assert said[-1], p.stderr.read() # however slow the machine is
         time.sleep(0.8)
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=30)
+    out, err = p.communicate(timeout=120)
+    out = ''.join(said) + out
     assert p.returncode == 0 and 'Traceback' not in err and 'stopped after' in err
     assert out.count('non_finite') == 1, out
 

@@ -78,5 +78,6 @@ def debias(
     unit = spacing(w, fmt).max(1, initial=0.) if fmt else np.zeros(len(w))
     variance = w.var(1, ddof=1) if window > 1 else np.full(len(w), np.nan)
     true = np.maximum(np.nan_to_num(variance) - unit**2/12, 0)
-    bound = np.where(true > 0, unit/np.pi*np.exp(-2*np.pi**2*true/np.maximum(unit, 1e-300)**2), unit/2)
+    tick = np.where(unit > 0, unit, 1.) # without a grid there is nothing to shift by
+    bound = np.where(true > 0, unit/np.pi*np.exp(-2*np.pi**2*true/tick**2), unit/2)
     return Debiased(index[:, 0], w.mean(1), np.sqrt(variance/window), bound)

@@ -23,10 +23,12 @@ class Child:
         arguments: Callable, # () -> list of arguments of `stabilitylab`
         done: Callable, # (standard output) is called when it ended well
         icon: str = 'play', # of the button
+        codes: tuple = (0,), # exit codes that mean it ended well
     ):
-        self.arguments, self.done, self.process, self._task = arguments, done, None, None
-        self.go = widgets.Button(description=words, icon=icon, button_style='primary')
-        self.stop = widgets.Button(description='Cancel', icon='stop', disabled=True)
+        self.arguments, self.done, self.codes, self.process, self._task = arguments, done, codes, None, None
+        fit = widgets.Layout(width='auto', flex='0 0 auto')
+        self.go = widgets.Button(description=words, icon=icon, button_style='primary', layout=fit)
+        self.stop = widgets.Button(description='Cancel', icon='stop', disabled=True, layout=fit)
         self.says = widgets.HTML()
         self.go.on_click(lambda _: self.start()); self.stop.on_click(lambda _: self.cancel())
         self.widget = widgets.HBox([self.go, self.stop, self.says])
@@ -61,6 +63,6 @@ class Child:
     def _ended(self, code, out, err):
         from html import escape
         self._busy(False)
-        if code == 0: self.done(out)
+        if code in self.codes and out: self.done(out)
         elif code < 0: self.says.value = 'cancelled'
         else: self.says.value = f'<span style="color:var(--jp-error-color1,#c8420a)">{escape((err.strip().splitlines() or ["it ended without a word"])[-1][:400])}</span>'

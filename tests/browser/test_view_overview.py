@@ -32,6 +32,8 @@ def shown(page):
     page.wait_for_selector('.stl-figure img[src^="blob:"]', timeout=120_000)
     page.wait_for_function("document.querySelector('.stl-figure img').naturalWidth > 500")
     page.wait_for_timeout(1000)
+    warned = page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
+    assert not warned.count(), warned.first.inner_text()
 
 
 def test_click_brush_and_keys(notebook):
