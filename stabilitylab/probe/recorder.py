@@ -46,13 +46,14 @@ class Recorder:
         triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step, such as `detect.online.OnlineRule()`; the loss is given as a float, which waits for the device
         first_step: int = 0, # number of the first step, for a run that goes on from a checkpoint
         flush_seconds: float = 5., # at most this much is lost when the process is killed
+        merge: bool = True, # make one Zarr record of the written parts at the end; False: leave the parts, which `open_run` reads too
     ):
         if level not in LEVELS: raise bad_input('level', level, ', '.join(LEVELS))
         if every_n < 0: raise bad_input('every_n', every_n, '0 or more')
         if on_nonfinite not in ON_NONFINITE: raise bad_input('on_nonfinite', on_nonfinite, ', '.join(ON_NONFINITE))
         self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = model, _listed(optimizer), Path(path), scaler, on_nonfinite, triggers
         self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots, max_box_bytes), flush_seconds
-        self.every_n, self.sample_next = 1 if level == 'full' else every_n, False
+        self.merge, self.every_n, self.sample_next = merge, 1 if level == 'full' else every_n, False
         self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, first_step, 0, None, None, None, [], False
 
     def __enter__(self):
@@ -201,7 +202,7 @@ class Recorder:
         if self.writer is None: return
         if kind is not None: self.writer.put(('error', self.n, f'{kind.__name__}: {error}'[:500], time.time()))
         self.writer.close()
-        try: self.store.close()
+        try: self.store.close(self.merge)
         except Exception as e: self._stop(f'the record stays in parts, open_run reads them: {e}')
 
 _started = [0] # recorders of this process under torch.distributed

@@ -82,15 +82,17 @@ class Piece:
     def n_runs(self): return np.searchsorted(self.runs[0], self.end) - self.first
 
 # %% ../../nbs/api/read/03_scan.ipynb #3c48806a
-_ZEROS, _SIX, _HIGH = (np.uint64(int(c*8, 16)) for c in ('30', '06', 'F0'))
+_ZEROS = np.uint64(0x3030303030303030)
 
-def _words_at(piece, lines, offs, stride):
-    "The words at `offs` of each line, (n, words); lines that follow each other at one stride are viewed, not gathered."
-    base, n = piece.start[lines[0]], len(lines)
-    even = len(offs) < 2 or (np.diff(offs) == 8).all()
-    if even and n > 1 and piece.start[lines[-1]] - base == (n-1)*stride and lines[-1] - lines[0] == n-1:
-        return np.lib.stride_tricks.as_strided(piece.words[base+offs[0]:], (n, len(offs)), (stride, 8))
-    return piece.words[piece.start[lines][:, None] + offs]
+def _even(places):
+    "Places as a range where they lie at one stride, so that words there are viewed, not gathered; else as they are."
+    if len(places) < 3: return places
+    stride = int(places[1] - places[0])
+    return range(int(places[0]), int(places[-1]) + 1, stride) if stride > 0 and (places[1:] - places[:-1] == stride).all() else places
+
+def _word_at(words, places, off):
+    "The word `off` bytes after each place."
+    return words[places.start + off:places.stop + off:places.step] if isinstance(places, range) else words[places + off]
 
 def _same_layout(piece, lines, i):
     "Those of `lines` that have the length of line `i` and differ from it only in which digit stands where it has one."
@@ -98,42 +100,45 @@ def _same_layout(piece, lines, i):
     lines = lines[piece.end[lines] - piece.start[lines] == size]
     offs = np.array([*range(0, size-7, 8), size-8] if size >= 8 else [size-8])
     text = piece.buf[a+offs[:, None]+np.arange(8)]
-    isdigit = (text - np.uint8(48)) < 10
-    inside = (offs[:, None]+np.arange(8)) >= 0
-    mask = np.where(isdigit & inside, 255, 0).astype(np.uint8).view('<u8').ravel()
-    fixed = np.where(~isdigit & inside, 255, 0).astype(np.uint8).view('<u8').ravel()
-    text = text.view('<u8').ravel()
+    isdigit, inside = (text - np.uint8(48)) < 10, (offs[:, None]+np.arange(8)) >= 0
+    def words(digit, other): return np.where(inside, np.where(isdigit, digit, other), 0).astype(np.uint8).view('<u8').ravel()
+    like, six, mask = words(48, text), words(6, 0), words(0xF0, 0xFF) # a digit xor '0' is below 10, and with 6 added below 16; any other byte xor itself is 0
     for k in range(0, len(offs), 6):
-        part = slice(k, k+6)
-        x = _words_at(piece, lines, offs[part], size+1)
-        y = (x ^ _ZEROS) & mask[part]
-        bad = ((x ^ text[part]) & fixed[part] | (y + _SIX | y) & _HIGH & mask[part]).any(1)
-        if bad.any(): lines = lines[~bad]
+        places, bad = _even(piece.start[lines]), np.zeros(len(lines), np.uint64)
+        for j in range(k, min(k+6, len(offs))):
+            x = _word_at(piece.words, places, offs[j]) ^ like[j]
+            y = x + six[j]
+            y |= x; y &= mask[j]; bad |= y
+        if bad.any(): lines = lines[bad == 0]
     return lines
 
-def _fixed_int(words, base, end, size):
-    "The `size` <= 16 digits that end `end` bytes after each `base`, as int64."
+def _fixed_int(words, places, end, size):
+    "The `size` <= 16 digits that end `end` bytes after each place, as int64."
     shift = np.uint64(8*(8 - min(size, 8)))
-    v = (words[base + (end - 8)] ^ _ZEROS) >> shift << shift
-    v = (v*np.uint64(10) + (v >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-    v = (v*np.uint64(100) + (v >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-    v = ((v*np.uint64(10000) + (v >> np.uint64(32))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    return v if size <= 8 else v + 100_000_000*_fixed_int(words, base, end-8, size-8)
+    v = _word_at(words, places, end - 8) ^ _ZEROS
+    v >>= shift; v <<= shift
+    for by, lane, mask in ((10, 8, 0x00FF00FF00FF00FF), (100, 16, 0x0000FFFF0000FFFF), (10000, 32, 0xFFFFFFFF)):
+        if size*8 <= lane: break
+        w = v >> np.uint64(lane)
+        v *= np.uint64(by); v += w; v &= np.uint64(mask)
+    else: lane = 64
+    v >>= np.uint64(64 - lane)
+    return v.view(np.int64) if size <= 8 else v.view(np.int64) + 100_000_000*_fixed_int(words, places, end-8, size-8)
 
 def _layout_values(piece, lines, text, start, end):
     "The number at `start`:`end` of each of `lines`, whose layout is that of the line `text`; (n,) float64."
     word = text[start:end]
     m = _PARTS.match(word)
     if not m or not any(48 <= c < 58 for c in word): return np.full(len(lines), float(word))
-    base, runs = piece.start[lines], [(r.start(), r.end()) for r in re.finditer(rb'\d+', word)]
+    base, runs = _even(piece.start[lines]), [(r.start(), r.end()) for r in re.finditer(rb'\d+', word)]
     exp, places = (runs.pop() if m[5] else None), len(m[3] or b'')
-    if sum(b-a for a, b in runs) > 16: return np.array([float(piece.buf[b+start:b+end].tobytes().replace(b',', b'')) for b in base])
+    if sum(b-a for a, b in runs) > 16: return np.array([float(piece.buf[b+start:b+end].tobytes().replace(b',', b'')) for b in piece.start[lines]])
     mantissa = 0
     for a, b in runs: mantissa = mantissa*10**(b-a) + _fixed_int(piece.words, base, start+b, b-a)
     power = np.full(len(lines), -places) if exp is None else (-1 if m[4] == b'-' else 1)*_fixed_int(piece.words, base, start+exp[1], exp[1]-exp[0]) - places
     value = np.where(power < 0, mantissa/_POW[np.minimum(-power, 22)*(power < 0)], mantissa*_POW[np.minimum(power, 22)*(power > 0)]) if exp is not None else mantissa/_POW[min(places, 22)]
     hard = (np.abs(power) > 22) | (mantissa >= 2**53)
-    if hard.any(): value[hard] = [abs(float(piece.buf[b+start:b+end].tobytes().replace(b',', b''))) for b in base[hard]]
+    if hard.any(): value[hard] = [abs(float(piece.buf[b+start:b+end].tobytes().replace(b',', b''))) for b in piece.start[lines][hard]]
     return -value if m[1] == b'-' else value
 
 # %% ../../nbs/api/read/03_scan.ipynb #61ec3163
@@ -222,7 +227,7 @@ class Scan:
         offset: int = 0, # their place in the file, in bytes
     ) -> 'Scan': # itself
         "Read more lines."
-        if b'\x1b[' in data: data = re.sub(rb'\x1b\[[0-9;]*[A-Za-z]', b'', data)
+        if b'\x1b' in data: data = re.sub(rb'\x1b\[[0-9;]*[A-Za-z]', b'', data)
         piece = Piece(data, offset)
         todo, found, shapes = np.arange(len(piece.start)), [], 0
         self.n_lines += len(todo)
@@ -264,8 +269,7 @@ class Scan:
     def _times(self, piece, lines, i, at, read):
         "The time stamps at `at` as datetime64[s]; NaT where the text is no date."
         places = (4, 4), (7, 2), (10, 2), (13, 2), (16, 2), (19, 2)
-        if read is _layout_values: base = piece.start[lines] + at
-        else: base = piece.runs[0][piece.first[lines] + _run_index(piece, i, at)]
+        base = _even(piece.start[lines] + at if read is _layout_values else piece.runs[0][piece.first[lines] + _run_index(piece, i, at)])
         y, mo, d, h, mi, s = (_fixed_int(piece.words, base, end, size) for end, size in places)
         ok = (mo >= 1) & (mo <= 12) & (d >= 1) & (d <= 31) & (y > 1900) & (y < 2200)
         month = ((y-1970)*12 + mo-1).astype('M8[M]')

@@ -22,7 +22,8 @@ _EVENTS = [ # (event kind, a word that must stand in the line, what the message 
     ('xid', b'Xid', re.compile(rb'NVRM: Xid')),
     ('signal', b'ignal', re.compile(rb'got signal: ?\d+|received signal|SIGTERM|SIGKILL|Signal \d+', re.I)),
     ('signal', b'slurm', re.compile(rb'slurmstepd: error|CANCELLED|DUE TO TIME LIMIT', re.I)),
-    ('error', b'rror', re.compile(rb'^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error|CUDA out of memory|NCCL (?:error|WARN)|Error: ')),
+    ('error', b'rror', re.compile(rb'^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error|CUDA out of memory|Error: ')),
+    ('error', b'NCCL', re.compile(rb'NCCL (?:error|WARN)')),
     ('error', b'KeyboardInterrupt', re.compile(rb'^KeyboardInterrupt')),
 ]
 

@@ -79,6 +79,7 @@ def replay(
     batch, # a Batch
     device: str = 'cpu', # where to run
     record: bool = True, # record every layer as the Recorder does
+    sampled: bool = False, # also its costly statistics, such as exponents and kurtosis: nearly one more step
     keep_rng: bool = True, # draw dropout as the batch drew it; False: with the random state of now
     autocast: torch.dtype | None = None, # run the forward pass under autocast to this type
     dtype: torch.dtype | None = None, # of the weights; None: as they were
@@ -93,7 +94,7 @@ def replay(
             if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast, snapshot.grad_scaler(device)), None
             else:
                 with tempfile.TemporaryDirectory() as d:
-                    with Recorder(model, optimizer or [], Path(d)/'step') as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
+                    with Recorder(model, optimizer or [], Path(d)/'step', every_n=int(sampled), merge=False) as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
                     run = open_run(Path(d)/'step').load()
                     run['scalars'] = xr.DataTree(run['scalars'].to_dataset().assign_coords(step=[snapshot.step]))
     finally: set_rng_state(outside)

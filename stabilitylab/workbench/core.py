@@ -13,6 +13,7 @@ import ipywidgets as widgets
 import xarray as xr
 
 from .state import open_state
+from .view_overview import VIEW as FIRST
 from .views import build_view, views
 
 # %% ../../nbs/api/workbench/04_core.ipynb #8d747e74
@@ -24,13 +25,22 @@ class Workbench:
     ):
         self.state, self._follower = open_state(source)
         self.every, self._task = every, None
-        found = views()
-        self.tabs = widgets.Tab([build_view(v, self.state) for v in found], titles=[v.title for v in found])
+        self.tabs, self._names = widgets.Tab([build_view(FIRST, self.state)], titles=[FIRST.title]), [FIRST.name]
+        self.tabs.observe(lambda c: self.state.set_trait('visible', self._names[c['new']]), names=['selected_index'])
+        try: asyncio.get_running_loop().call_soon(self._add_views) # the first picture does not wait for the others
+        except RuntimeError: self._add_views()
         chooser = widgets.Dropdown(options=list(self.state.runs), value=self.state.name, description='Run')
         chooser.observe(lambda c: self.state.show(c['new']), names=['value'])
         live = widgets.ToggleButton(description='Follow', icon='refresh', tooltip='read what is appended to the log', disabled=self._follower is None)
         live.observe(lambda c: self.follow(c['new']), names=['value'])
         self.widget = widgets.VBox([widgets.HBox([chooser, live]), self.tabs])
+
+    def _add_views(self):
+        "Adds the tabs of all other views."
+        more = [v for v in views() if v.name != FIRST.name]
+        self._names += [v.name for v in more]
+        self.tabs.children = [*self.tabs.children, *(build_view(v, self.state) for v in more)]
+        self.tabs.titles = [FIRST.title, *(v.title for v in more)]
 
     def _repr_mimebundle_(self, **options): return self.widget._repr_mimebundle_(**options)
 

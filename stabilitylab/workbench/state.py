@@ -35,6 +35,7 @@ class WorkbenchState(HasTraits):
     log = traitlets.Bool(None, allow_none=True, help='logarithmic axis of the first series; None: where it spans a factor of 20')
     dark = traitlets.Bool(False, help='whether the page has a dark theme')
     drawing = traitlets.Instance(RunPicture, (), help='draws it')
+    visible = traitlets.Unicode('overview', help='name of the view that is seen; the others wait with drawing')
     busy = traitlets.Bool(False, help='whether the findings are still being looked for')
     error = traitlets.Unicode('', help='the last error, shown by the views')
 

@@ -80,7 +80,7 @@ class AccumulationView:
         self.widget.add_class('stl-accumulation-view')
         self.spread.observe(lambda _: self._lengths(), names=['value'])
         for w in (self.micro, self.ranks, self.scheme): w.observe(lambda _: self.draw(), names=['value'])
-        state.observe(lambda _: self.draw(), names=['dark'])
+        state.observe(lambda _: self.draw(), names=['dark', 'visible'])
         state.observe(lambda _: self._said(), names=['findings'])
         self._said(); self._lengths()
 
@@ -118,6 +118,7 @@ class AccumulationView:
 
     def draw(self):
         "The weights, and where gradients are there what the weights make of them."
+        if self.state.visible != 'accumulation': return
         window, name = deal(self.tokens, self.micro.value, self.ranks.value), self.scheme.value
         w, true = token_weights(window, name), token_weights(window, 'token_mean')
         self.picture.value = replay_png(lambda t, ax: plot_token_weights(self.tokens, w, true, ax=ax), None, self.state.dark, (6, 2.5))

@@ -53,7 +53,7 @@ def build_layers(
     state, # a WorkbenchState with a run
 ) -> widgets.Widget: # the view
     "Choose a statistic, click a cell."
-    frame, draw_map = widgets.VBox(), LayerMap()
+    frame, draw_map, drawn = widgets.VBox(), LayerMap(), []
     def fill(_=None):
         found = layer_statistics(state.run)
         if not found: frame.children = [widgets.HTML(_HOW)]; return
@@ -82,10 +82,11 @@ def build_layers(
         what.observe(lambda c: (tell(), draw()), names=['value'])
         frame.draw, frame.what, frame.picture, frame.words, frame.detail = draw, what, picture, words, detail
         frame.children = [what, picture, words, detail, first]
-        draw()
+        drawn.clear(); redraw()
     def redraw(_=None):
-        if hasattr(frame, 'draw') and len(frame.children) > 1: frame.draw()
-    state.observe(redraw, names=['x_range', 'dark'])
+        now = state.name, state.x_range, state.dark
+        if state.visible == 'layers' and drawn != [now] and hasattr(frame, 'draw') and len(frame.children) > 1: drawn[:] = [now]; frame.draw()
+    state.observe(redraw, names=['x_range', 'dark', 'visible'])
     state.observe(fill, names=['name', 'findings'])
     fill()
     return frame

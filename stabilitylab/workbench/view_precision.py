@@ -89,11 +89,10 @@ class PrecisionView:
         head = lambda t: widgets.HTML(_page(f'<h3>{t}</h3>'))
         self.widget = widgets.VBox([head('Is the log rounded?'), widgets.HBox([self.name, self.window]), self.words, self.picture, head('What 16 bits take from a step'), self.notice, self.body, self.tables, head('Room inside QKᵀ for fp16'), self.growth, self.room])
         self.widget.add_class('stl-precision-view')
-        for w in (self.name, self.window): w.observe(lambda _: self.draw(), names=['value'])
+        for w in (self.name, self.window): w.observe(lambda _: self.state.visible == 'precision' and self.draw(), names=['value'])
         self.growth.observe(lambda _: self.draw_room(), names=['value'])
         state.observe(lambda _: self.open(), names=['name', 'runs'])
-        state.observe(lambda _: (self.draw(), self.draw_room()), names=['dark'])
-        state.observe(lambda _: self.draw(), names=['x_range'])
+        state.observe(lambda _: self.redraw(), names=['dark', 'x_range', 'visible'])
         self.open()
 
     def open(self):
@@ -110,7 +109,13 @@ class PrecisionView:
             self.step.max = self.steps[-1]; self.step.min = self.steps[0]
             onsets = [f.onset for f in self.state.findings if f.onset is not None and f.severity == 'error']
             self.step.value = min(self.steps, key=lambda s: abs(s - onsets[0])) if onsets else self.steps[-1]
-        self.draw(); self.draw_room()
+        self._drawn = None
+        self.redraw()
+
+    def redraw(self):
+        "Draws what has changed, once the view is seen."
+        now = self.state.name, self.state.dark, self.state.x_range
+        if self.state.visible == 'precision' and now != self._drawn: self._drawn = now; self.draw(); self.draw_room()
 
     def _arguments(self): return ['precision', self.path, '--step', self.step.value, '--format', self.fmt.value, '--json', *(['--setup', self.setup.value.strip()] if self.setup.value.strip() else [])]
 
