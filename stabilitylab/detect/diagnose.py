@@ -25,7 +25,7 @@ DETECTORS = [ # 'module:function' below stabilitylab.detect, each (run) -> list[
     'sampled:find_overflow', 'sampled:find_underflow', 'sampled:find_massive_activation', 'sampled:find_dead_units', 'sampled:find_lost_updates',
 ]
 RELATIONS = [ # 'module:function', each (run, findings so far) -> findings, in this order
-    'relate:resume_spikes', 'relate:spikes_that_diverge', 'relate:grad_norm_and_loss', 'relate:high_learning_rate', 'relate:hardware_and_spikes',
+    'relate:resume_spikes', 'relate:spikes_that_diverge', 'relate:grad_norm_and_loss', 'relate:high_learning_rate', 'relate:hardware_and_spikes', 'relate:layer_leads',
 ]
 
 def _load(name): module, function = name.split(':'); return getattr(import_module(f'stabilitylab.detect.{module}'), function)

@@ -21,7 +21,7 @@ BIG = 4096        # entries below which RMS_t crosses by chance: our convention
 BELOW_EPS = .5    # share of gradient entries below epsilon: our convention
 WIDE_INIT = 2.    # times sqrt(2/(5H)): our convention; BLOOM-104B failed at 3.4
 _SAY = {
-    'activation_explosion': '{what} of {module} ({kind}, layer {layer}) passed {ratio:.1f} times its early largest value, the first of {n} modules{lead}.',
+    'activation_explosion': '{what} of {module} ({kind}, layer {layer}) passed {ratio:.1f} times its early largest value, the first of {n} modules.',
     'grad_norm_explosion': 'The gradient of {module} passed {ratio:.1f} times its early largest norm, the first of {n} parameters.',
     'update_rms_excess': 'RMS_t of {module} reached {peak:.2f} at a ceiling of {ceiling:.2f}; in any 8 steps it passes 2.3 by chance with probability {chance:.2f}.',
     'grad_below_epsilon': "In {n} parameters most gradient entries are below the optimizer's epsilon, in {module} {share:.0%} of them.",
@@ -51,17 +51,9 @@ def first_crossings(
     at = np.where(over.any(0), over.argmax(0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(values.shape[1])], np.nan) if len(values) else (at, ratio)
 
-def _loss_onset(run):
-    "Row at which the loss first passes its early median by seven robust deviations, or None."
-    s = run['scalars'].to_dataset() if 'scalars' in run.children else {}
-    if 'loss' not in s: return None
-    x = s.loss.values; n = min(FIRST, max(5, len(x)//4)); mid = np.nanmedian(x[:n]); sd = 1.4826*np.nanmedian(np.abs(x[:n] - mid)) + 1e-12
-    over = np.flatnonzero(~(x[n:] <= np.nanmax(x[:n]) + 7*sd))
-    return int(s.step.values[n + over[0]]) if len(over) else None
-
 def find_activation_explosion(
     run, # a record
-) -> list[Finding]: # at most one, with the module that moved first and its lead over the loss in steps
+) -> list[Finding]: # at most one, with the module that moved first
     "Activations, forward or backward, that grew far beyond their early range."
     ds = _group(run, 'activations')
     if ds is None or ds.sizes['step'] < 8: return []
@@ -74,10 +66,9 @@ def find_activation_explosion(
         order = hit[np.lexsort((-ratio[hit], at[hit]))]
         if best is None or at[order[0]] < best[0]: best = at[order[0]], order, ratio, what, at
     if best is None: return []
-    row, order, ratio, what, at = best; first = int(order[0]); loss = _loss_onset(run); onset = int(ds.step.values[row])
-    lead = None if loss is None else loss - onset
-    return [_finding('activation_explosion', 'error' if ratio[first] > 100 else 'warning', onset, [str(ds.module.values[i]) for i in order[:8]], what=what, kind=str(ds.kind.values[first]), layer=int(ds.layer.values[first]), ratio=float(ratio[first]),
-        n=len(order), lead_steps=lead, lead='' if lead is None else f', {lead} steps before the loss' if lead > 0 else ', not before the loss')]
+    row, order, ratio, what, at = best; first = int(order[0])
+    return [_finding('activation_explosion', 'error' if ratio[first] > 100 else 'warning', int(ds.step.values[row]), [str(ds.module.values[i]) for i in order[:8]], what=what, kind=str(ds.kind.values[first]), layer=int(ds.layer.values[first]), ratio=float(ratio[first]),
+        n=len(order))]
 
 def find_param_grad_explosion(
     run, # a record
@@ -100,7 +91,7 @@ def rms_ceiling(
 
 def find_update_rms_excess(
     run, # a record
-) -> list[Finding]: # at most one, for the parameter with the highest RMS_t
+) -> list[Finding]: # at most one, for the parameter with the highest RMS_t; an info, until `relate.layer_leads` sees the loss follow
     "Large parameters whose gradient outran its second moment."
     ds, shapes, betas = _group(run, 'optimizer'), run.attrs.get('shapes', {}), run.attrs.get('betas') or ()
     if ds is None or 'update_rms' not in ds or len(betas) != 2: return []
@@ -110,7 +101,8 @@ def find_update_rms_excess(
     if not len(keep) or not over.any(): return []
     row, col = np.unravel_index(np.nanargmax(x), x.shape); rate = over[:, col].mean()
     order = np.array(keep)[np.argsort(-np.nan_to_num(x).max(0))][:8]
-    return [_finding('update_rms_excess', 'warning', int(ds.step.values[np.flatnonzero(over[:, col])[0]]), [str(ds.param.values[i]) for i in order if over[:, keep.index(i)].any()], peak=float(x[row, col]), ceiling=float(rms_ceiling(row + 1, betas[1])), chance=float(1 - (1 - rate)**8))]
+    steps = ds.step.values[np.flatnonzero(over[:, col])]
+    return [_finding('update_rms_excess', 'info', int(steps[0]), [str(ds.param.values[i]) for i in order if over[:, keep.index(i)].any()], peak=float(x[row, col]), ceiling=float(rms_ceiling(row + 1, betas[1])), chance=float(1 - (1 - rate)**8), steps=steps[:1000].tolist())]
 
 def find_grad_below_epsilon(
     run, # a record

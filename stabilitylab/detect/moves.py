@@ -9,7 +9,11 @@ __all__ = ['first_moves']
 import numpy as np
 import pandas as pd
 
-from .layers import BACKWARD, _loss_onset, first_crossings
+from .course import find_divergence
+from .health import find_non_finite
+from .layers import BACKWARD, first_crossings
+from .relate import loss_events
+from .spikes import find_loss_spikes
 
 # %% ../../nbs/api/detect/62_moves.ipynb #7c90ed2b
 _COLUMNS = ['module', 'kind', 'layer', 'what', 'step', 'ratio']
@@ -24,5 +28,6 @@ def first_moves(
         at, ratio = first_crossings(ds[name].values, beyond)
         rows += [(str(ds.module.values[i]), str(ds.kind.values[i]), int(ds.layer.values[i]), what, int(ds.step.values[at[i]]), float(ratio[i])) for i in np.flatnonzero(at >= 0)]
     table = pd.DataFrame(rows, columns=_COLUMNS).sort_values(['step', 'ratio'], ascending=[True, False], kind='stable', ignore_index=True)
-    table.attrs['loss_onset'] = _loss_onset(run)
+    events = loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)]) if 'scalars' in run.children else []
+    table.attrs['loss_onset'] = next((e for e in events if not len(table) or e >= table.step.min()), None)
     return table
