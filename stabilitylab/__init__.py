@@ -21,6 +21,7 @@ _PUBLIC = {
     'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
     'read_loss_scale': 'stabilitylab.precision.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
     'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
+    'check_training': 'stabilitylab.probe.invariants', 'growth_exponents': 'stabilitylab.probe.invariants', 'attention_inputs': 'stabilitylab.precision.attention', 'scale_overflows': 'stabilitylab.precision.attention', 'deal': 'stabilitylab.accumulate.deal', 'compare_denominators': 'stabilitylab.accumulate.deal',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)
