@@ -8,6 +8,8 @@ __all__ = ['EXPLOSION', 'BACKWARD', 'FIRST', 'UPDATE_RMS', 'BIG', 'BELOW_EPS', '
            'find_grad_below_epsilon', 'find_no_gradient', 'find_misaligned_shape', 'find_wide_init']
 
 # %% ../../nbs/api/detect/60_layers.ipynb #3dafd3f3
+import re
+
 import numpy as np
 
 from .findings import Finding
@@ -32,7 +34,7 @@ _SAY = {
 
 def _finding(kind, severity, onset, modules, /, **evidence):
     "A finding with its words from the table."
-    return Finding(kind, severity, onset=onset, modules=tuple(modules), evidence=evidence, explanation=_SAY[kind].format(module=modules[0], **evidence))
+    return Finding(kind, severity, onset=onset, modules=tuple(modules), evidence=evidence, explanation=re.sub(', the first of 1 (?:modules|parameters)', '', _SAY[kind].format(module=modules[0], **evidence)))
 
 def _group(run, name): return run[name].to_dataset() if name in run.children else None
 

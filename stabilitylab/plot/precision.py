@@ -50,7 +50,7 @@ def plot_scaling(
     d = np.array([8, 512])
     ax.plot(d, [limit]*2, color=colour('error', ax)); ax.plot(d, limit*np.sqrt(d), color=colour('warning', ax))
     ax.fill_between(d, limit, limit*np.sqrt(d), color=colour('warning', ax), alpha=.12, linewidth=0)
-    ax.annotate('overflows if scaled before too', (24, limit*np.sqrt(24)*1.5), fontsize='small', color=colour('text', ax)); ax.annotate('overflows only if scaled after', (24, limit*1.4), fontsize='small', color=colour('text', ax)); ax.annotate('fits', (24, limit/4), fontsize='small', color=colour('text', ax))
+    ax.annotate('overflows if scaled before too', (10, limit*np.sqrt(10)*2), fontsize='small', color=colour('text', ax)); ax.annotate('overflows only if scaled after', (24, limit*1.4), fontsize='small', color=colour('text', ax)); ax.annotate('fits', (24, limit/4), fontsize='small', color=colour('text', ax))
     if layers is not None and len(layers): ax.plot(layers.head_dim, layers.product_max*growth**2, 'o', markersize=5, color=colour('loss', ax), label=f'layers, q and k × {growth:.3g}'); ax.legend(loc='lower left', bbox_to_anchor=(0, 1))
     ax.set_xscale('log', base=2); ax.set_yscale('log'); ax.set_xlim(8, 512); ax.set_xticks([8, 16, 32, 64, 128, 256, 512]); ax.xaxis.set_major_formatter('{x:g}'); ax.minorticks_off()
     ax.set_xlabel('head dimension'); ax.set_ylabel('largest |q·k|')
