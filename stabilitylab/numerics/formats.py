@@ -174,6 +174,15 @@ def _place(y, fmt):
     return lib.where(good, lib.where(y < 0, -index, index), -2**62)
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #9d6de078
+def _bf16_at_random(x, rng):
+    "float32 array to bf16: uniform 16 bits are added below the mantissa and cut off (torchao); what is not finite, or would not be, is left for the slow way."
+    out, flat = np.empty(x.size, np.uint32), np.ascontiguousarray(x).reshape(-1).view(np.uint32)
+    for i in range(0, x.size, _BLOCK):
+        part = slice(i, i + _BLOCK)
+        np.add(flat[part], rng.integers(0, 1 << 16, len(flat[part]), np.uint16), out=out[part])
+    out &= np.uint32(0xFFFF0000)
+    return out.view(np.float32).reshape(x.shape), (flat & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
+
 def stochastic_round(
     x, # array or tensor of any shape
     fmt: str | NumberFormat, # the format
@@ -182,6 +191,10 @@ def stochastic_round(
     "Each value of `x` rounded up or down at random, so that the expectation is `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
+    if fmt.name == 'bf16' and x.dtype == lib.float32 and 0 not in x.shape and (not _is_tensor(x) or x.device.type == 'cpu'):
+        if not _is_tensor(x): fast, rest = _bf16_at_random(x, rng or np.random.default_rng(0))
+        else: fast, rest = _bf16_at_random(x.detach().numpy(), np.random.Generator(np.random.SFC64(int(lib.randint(2**62, (), generator=rng)))))
+        if not rest.any(): return lib.from_numpy(fast) if _is_tensor(x) else fast
     if _is_tensor(x): x, u = x.detach(), lib.rand(x.shape, dtype=x.dtype, device=x.device, generator=rng)
     else: u = (rng or np.random.default_rng(0)).random(x.shape, dtype=x.dtype)
     with np.errstate(over='ignore', invalid='ignore', under='ignore'):
