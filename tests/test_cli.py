@@ -127,7 +127,7 @@ def _timed(*args):
 
 def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     log = write(tmp_path/'train.log', (f'step {i} loss: {4 - i/100:.5}\n' for i in range(60)))
-    p = subprocess.Popen([*COMMAND, 'watch', str(log), '--every', '0.1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    p = subprocess.Popen([*COMMAND, 'watch', str(log), '--every', '0.1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) # a job in the background of a shell inherits an ignored Ctrl-C
     said = []
     for burst in range(3):
         with open(log, 'a') as f: f.writelines(f'step {60 + burst*5 + i} loss: nan\n' for i in range(5))

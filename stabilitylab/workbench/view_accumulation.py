@@ -67,7 +67,7 @@ class AccumulationView:
         self.ranks = widgets.SelectionSlider(description='Ranks', options=two[:4], value=1, layout=wide, tooltip='data-parallel ranks')
         self.scheme = widgets.Dropdown(description='Mean', options=[(d.replace('_', ' '), d) for d in DENOMINATORS], value='microbatch_mean', layout=wide)
         self.words, self.table, self.verdict = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.picture = widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content'))
+        self.picture = widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content', min_height='270px'))
         self.measure = widgets.Button(description='Measure gradients', icon='play', button_style='primary', tooltip='with a small model, here', layout=widgets.Layout(width='auto', align_self='flex-start'))
         self.measure.on_click(lambda _: self.start())
         self.script = widgets.Text(placeholder='FILE.py:FUNCTION', continuous_update=False, layout=wide)

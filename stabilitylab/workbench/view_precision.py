@@ -79,7 +79,7 @@ class PrecisionView:
         self.name = widgets.Dropdown(description='Series', layout=wide)
         self.window = widgets.IntSlider(description='Window', min=5, max=500, value=50, continuous_update=False, layout=wide, tooltip='records that are averaged to see behind the grid')
         self.words, self.tables, self.notice = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.picture, self.room = (widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content')) for _ in range(2))
+        self.picture, self.room = (widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content', min_height='250px')) for _ in range(2)) # nothing below moves when a picture comes
         self.step = widgets.BoundedIntText(description='Step', min=0, max=0, layout=widgets.Layout(width='180px'))
         self.setup = widgets.Text(placeholder='Setup: file.py:function, or empty for a sample run', continuous_update=False, layout=widgets.Layout(width='330px'))
         self.fmt = widgets.Dropdown(options=('bf16', 'fp16'), layout=widgets.Layout(width='90px'))

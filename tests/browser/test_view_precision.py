@@ -17,7 +17,9 @@ def test_a_step_is_measured(notebook):
     page, errors = notebook('precision', f"from stabilitylab import Workbench\nbench = Workbench({str(sample())!r})\nbench", "print('ready')")
     shown(page); open_tab(page, 'Precision')
     page.wait_for_selector(f'{PRECISION} b:text("Not rounded to 16 bits")', timeout=60_000)
+    page.wait_for_function('q => [...document.querySelectorAll(q)].every(i => i.naturalWidth > 500)', arg=f'{PRECISION} img', timeout=60_000); page.wait_for_timeout(500)
     page.click(f'{PRECISION} button:has-text("Measure the step")')
+    page.wait_for_selector(f'{PRECISION} i:text("working")', timeout=10_000)
     page.wait_for_selector(f'{PRECISION} h3:text("Where the loss is rounded")', timeout=180_000)
     words = page.inner_text(PRECISION)
     assert 'its logits are bf16 numbers' in words and 'blocks.2.attn' in words and 'RMS(g)/ε' in words
