@@ -23,7 +23,7 @@ def largest_in_pixels(
     "The extremes of a table, thinned to the columns that a picture has."
     n = values.shape[1]
     if n <= columns: return values
-    return np.fmax.reduceat(np.ascontiguousarray(values), np.linspace(0, n, columns, endpoint=False).astype(int), axis=1)
+    return np.fmax.reduceat(values, np.linspace(0, n, columns, endpoint=False).astype(int), axis=1)
 
 def heat_colours(
     values: np.ndarray, # (rows, columns) >= 0
@@ -45,7 +45,7 @@ class LayerMap:
     def __init__(self,
         width: float = 7.5, # inches
         dpi: int = 120, # dots an inch
-    ): self.width, self.dpi, self._kind, self._ax = width, dpi, None, None
+    ): self.width, self.dpi, self._kind, self._ax, self._table = width, dpi, None, None, (None, None)
 
     def _axes(self, rows, dark):
         "Axes for that many rows, the same as before where they fit."
@@ -57,6 +57,11 @@ class LayerMap:
         for artist in (*self._ax.images, *self._ax.lines): artist.remove()
         return self._ax
 
+    def _rows(self, da, row):
+        "Magnitudes with a row a module, kept from call to call: turning a long record over takes longer than drawing it."
+        if self._table[0] is not da.values: self._table = da.values, np.ascontiguousarray(np.abs(da.transpose(row, 'step').values))
+        return self._table[1]
+
     def __call__(self,
         da: xr.DataArray, # a statistic, >= 0; dims (step, module) or (step, param)
         x_range: tuple | None = None, # (first, last) step; None: all
@@ -65,16 +70,15 @@ class LayerMap:
     ) -> tuple[bytes, list[dict]]: # PNG, and where the panel lies, as `run_picture`; y counts rows from the top
         "The heat map as a picture."
         row = next(d for d in da.dims if d != 'step')
-        step = da.step.values
+        step, values = da.step.values, self._rows(da, row)
         if x_range:
             keep = slice(*np.searchsorted(step, [x_range[0], x_range[1] + 1])) if (np.diff(step) > 0).all() else np.flatnonzero((step >= x_range[0]) & (step <= x_range[1]))
-            da, step = da.isel(step=keep), step[keep]
-        values = da.transpose(row, 'step').values
+            values, step = values[:, keep], step[keep]
         if not values.size: return b'', []
         with theme(dark, 9):
             ax = self._axes(len(values), dark)
             gap = int(step[-1] - step[0])/max(len(step) - 1, 1) or 1
-            shown = heat_colours(np.abs(largest_in_pixels(values if da.name not in ('mean', 'in_mean', 'grad_mean') else np.abs(values), int(self.width*self.dpi*.78))), dark)
+            shown = heat_colours(largest_in_pixels(values, int(self.width*self.dpi*.78)), dark)
             ax.imshow(shown, aspect='auto', interpolation='nearest', extent=(step[0], step[-1] + gap, len(values), 0))
             every = max(1, -(-len(values)//28))
             ax.set_yticks(np.arange(0, len(values), every) + .5, [label(str(m)[-24:], 24) for m in da[row].values[::every]], fontsize=7)

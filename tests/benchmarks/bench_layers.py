@@ -13,7 +13,7 @@ def main(modules=200, n=10_000):
     rng = np.random.default_rng(0)
     table = xr.Dataset({'absmax': (('step', 'module'), np.exp(rng.normal(0, .3, (n, modules))).astype('f4'))}, {'step': np.arange(n), 'module': [f'blocks.{i}.mlp.fc1' for i in range(modules)]})
     run = xr.DataTree.from_dict({'/scalars': make_scalars({'loss': Samples(np.arange(n), 3 + rng.normal(0, .05, n))}), '/activations': table})
-    state, _ = open_state(run)
+    state, _ = open_state(run); state.visible = 'layers'
     view, times = build_layers(state), {'zoom': [], 'click': []}
     for i in range(12):
         begin = time.perf_counter(); state.x_range = (1000 + 100*i, 7000 + 100*i); times['zoom'].append(time.perf_counter() - begin)
