@@ -207,7 +207,7 @@ def test_blame_in_little_memory_and_over_micro_batches(trained):
 def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     import time
     from stabilitylab.replay.job import ReplayJob
-    job, heard = ReplayJob(sample(), 340, swap=False, modules=True), set()
+    job, heard = ReplayJob(sample(), 350, swap=False, modules=True), set()
     for _ in range(1200):
         now = job.poll(); heard.add(now['words'])
         if now['done']: break

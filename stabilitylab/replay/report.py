@@ -124,5 +124,8 @@ def replay_text(
         lines.append('  samples    ' + '; '.join(f'{i}: {r.share:.0%} of the gradient, loss {r.loss:.3g}' for i, r in top.iterrows()) + f' (median share {median:.1%} of {len(told["samples"])})')
     if 'precision' in told:
         p = told['precision']
-        lines += [f"  {'precision' if not i else '':10} {n:14} loss {float(p.loss[i]):.6g} (float64 {p.loss_float64:.6g}); " + (f"first module past its rounding: {p.first_module.values[i]}" if p.first_module.values[i] else 'every module within its rounding') + (f", {int(p.overflow[i].sum())} overflows" if int(p.overflow[i].sum()) else '') for i, n in enumerate(p.precision.values)]
+        for i, n in enumerate(p.precision.values):
+            first, over = str(p.first_module.values[i]), int(p.overflow[i].sum())
+            what = first if first.startswith('cannot run') else f"loss {float(p.loss[i]):.6g} (float64 {p.loss_float64:.6g}); " + (f'first module past its rounding: {first}' if first else 'every module within its rounding') + (f', {over} overflows' if over else '')
+            lines.append(f"  {'precision' if not i else '':10} {n:14} {what}")
     return '\n'.join(lines)
