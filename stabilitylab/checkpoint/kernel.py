@@ -7,16 +7,12 @@ __all__ = ['native', 'piece_sums']
 
 # %% ../../nbs/api/checkpoint/02_kernel.ipynb #58bf0328
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
+
+from ..numerics.native import compiled
 
 # %% ../../nbs/api/checkpoint/02_kernel.ipynb #f88c8f44
 _SOURCE = r'''
@@ -50,20 +46,8 @@ void piece_sums(const char*data,int half,int64_t n,int64_t cols,double*o,int64_t
 @cache
 def native(): # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "The compiled function, built once a machine."
-    cc = next((c for c in ('cc', 'gcc', 'clang') if shutil.which(c)), None)
-    if cc is None or os.environ.get('STABILITYLAB_KERNEL') == '0': return None
-    cpu = Path('/proc/cpuinfo').read_text(errors='replace').split('\n\n')[0] if Path('/proc/cpuinfo').exists() else ''
-    key = hashlib.sha256(repr((_SOURCE, [line for line in cpu.splitlines() if line.startswith(('model name', 'flags', 'Features'))])).encode()).hexdigest()[:16]
-    so = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'stabilitylab'/f'piece-{key}.so'
-    try:
-        if not so.exists():
-            so.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=so.parent) as d:
-                Path(d, 'k.c').write_text(_SOURCE)
-                subprocess.run([cc, '-O3', '-march=native', '-mprefer-vector-width=512', '-w', '-fPIC', '-shared', f'{d}/k.c', '-o', f'{d}/k.so'], check=True, capture_output=True, timeout=120)
-                os.replace(f'{d}/k.so', so)
-        lib = ctypes.CDLL(str(so))
-    except (OSError, subprocess.SubprocessError): return None
+    lib = compiled(_SOURCE, 'piece')
+    if lib is None: return None
     p, i = ctypes.c_void_p, ctypes.c_int64
     lib.piece_sums.argtypes, lib.piece_sums.restype = [p, ctypes.c_int, i, i, p, p, p, p], None
     return lib

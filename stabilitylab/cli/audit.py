@@ -7,9 +7,6 @@ __all__ = ['add_command', 'pieces_of', 'run_audit']
 
 # %% ../../nbs/api/cli/16_audit.ipynb #95eb8343
 import argparse
-import importlib
-import importlib.util
-from pathlib import Path
 
 # %% ../../nbs/api/cli/16_audit.ipynb #da6e61b1
 def add_command(
@@ -27,15 +24,10 @@ def pieces_of(
 ) -> dict: # what the function returns
     "The pieces of an audit."
     from stabilitylab.names.errors import bad_input
-    place, _, name = where.rpartition(':')
-    if not place: raise bad_input('setup', where, "'file.py:function' or 'package.module:function'")
-    try:
-        if place.endswith('.py'):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-        else: module = importlib.import_module(place)
-        pieces = getattr(module, name)()
-    except Exception as e: raise bad_input('setup', where, 'a function that can be imported and runs', f'{type(e).__name__}: {str(e)[:200]}') from e # the user's code may raise anything
+    from stabilitylab.replay.snapshot import function_at
+    make = function_at(where)
+    try: pieces = make()
+    except Exception as e: raise bad_input('setup', where, 'a function that runs', f'{type(e).__name__}: {str(e)[:200]}') from e # the user's code may raise anything
     if not isinstance(pieces, dict) or not {'model', 'microbatches', 'token_loss'} <= set(pieces): raise bad_input('setup', type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces), 'a dict with model, microbatches and token_loss')
     return pieces
 

@@ -65,6 +65,8 @@ THRESHOLDS = { # name -> Threshold; detectors read it through `limit`
     'massive_value': Threshold(100, '1', 'a massive activation is at least this large', 'Sun et al., 2402.17762'),
     'massive_ratio': Threshold(1000, 'times', 'and this many times the median magnitude of its layer', 'Sun et al., 2402.17762'),
     'dead_share': Threshold(0.99, 'share of the output', 'zero in this share: dead', 'ours'),
+    'rms_lead': Threshold(8, 'records', 'in which a loss spike follows a large RMS_t', 'Wortsman et al., 2304.13013'),
+    'rms_chance': Threshold(0.05, 'probability', 'that such a crossing falls into those records anyway, above which it says nothing', 'ours'),
     'lost_share': Threshold(0.5, 'share of the updates', 'swallowed by rounding to bf16', 'ours'),
     'near_records': Threshold(10, 'records', 'what is this near belongs together', 'ours'),
 }

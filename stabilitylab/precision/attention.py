@@ -81,7 +81,7 @@ def scale_overflows(
         if q.ndim == 4 and k.shape[1] != q.shape[1]: k = k.repeat_interleave(q.shape[1]//k.shape[1], 1)
         parts = [attention_scale_overflow(a, b, fmt) for a, b in zip(q, k)] # a sequence at a time: the product is large
         worst = max(parts, key=lambda s: s.product_max)
-        rows.append((name, *worst[1:4], float(np.mean([s.outside for s in parts])), float(np.mean([s.inside for s in parts])), *worst[6:]))
+        rows.append((name, *worst._replace(outside=float(np.mean([s.outside for s in parts])), inside=float(np.mean([s.inside for s in parts])))[1:]))
     return pd.DataFrame(rows, columns=['module', *ScaleOverflow._fields[1:]]).set_index('module')
 
 # %% ../../nbs/api/precision/01_attention.ipynb #855f0694

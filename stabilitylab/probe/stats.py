@@ -7,16 +7,12 @@ __all__ = ['SUMS', 'PARAM_SUMS', 'kernel', 'add_sums', 'statistics', 'adam_sums'
 
 # %% ../../nbs/api/probe/01_stats.ipynb #c9de8471
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
+
+from ..numerics.native import compiled
 
 # %% ../../nbs/api/probe/01_stats.ipynb #6ed9e24c
 _SOURCE = r'''
@@ -100,28 +96,8 @@ void adam_sums(const float*restrict G,const float*restrict W,const float*restric
 @cache
 def kernel(): # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "The fused CPU kernel, built once a machine."
-    cc = next((c for c in ('cc', 'gcc', 'clang') if shutil.which(c)), None)
-    if cc is None or os.environ.get('STABILITYLAB_KERNEL') == '0': return None
-    folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'stabilitylab'
-    flags = ['-O3', '-march=native', '-mprefer-vector-width=512', '-fno-math-errno', '-fno-trapping-math', '-w', '-fPIC']
-    cpu = Path('/proc/cpuinfo').read_text(errors='replace').split('\n\n')[0] if Path('/proc/cpuinfo').exists() else ''
-    flags_of_cpu = [line for line in cpu.splitlines() if line.startswith(('model name', 'flags', 'Features'))]
-    for extra in (['-fopenmp'], []):
-        try:
-            so = folder/f"sums-{hashlib.sha256(repr((_SOURCE, flags, extra, flags_of_cpu)).encode()).hexdigest()[:16]}.so"
-            if not so.exists(): _build(cc, flags + extra, so)
-            return _declare(ctypes.CDLL(str(so)))
-        except (OSError, subprocess.SubprocessError): continue
-    return None
-
-def _build(cc, flags, so):
-    "Compile the source beside its place and move it there whole; linked without libgomp, so that PyTorch's threads are used."
-    so.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=so.parent) as d:
-        Path(d, 'k.c').write_text(_SOURCE)
-        subprocess.run([cc, *flags, '-c', f'{d}/k.c', '-o', f'{d}/k.o'], check=True, capture_output=True, timeout=120)
-        subprocess.run([cc, '-shared', f'{d}/k.o', '-o', f'{d}/k.so', '-lm'], check=True, capture_output=True, timeout=120)
-        os.replace(f'{d}/k.so', so)
+    lib = compiled(_SOURCE, 'sums', ('-fno-math-errno', '-fno-trapping-math'), (('-fopenmp',), ()))
+    return None if lib is None else _declare(lib)
 
 def _declare(lib):
     "The library with the argument types of its functions."

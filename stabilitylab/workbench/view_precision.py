@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..names.errors import InputError
-from ..numerics.lattice import debias, lattice
+from ..numerics.lattice import Lattice, debias, lattice
 from ..numerics.formats import spacing
 from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
@@ -31,11 +31,12 @@ def _page(html): return f'{_STYLE}<div class="stl-precision">{html}</div>'
 def lattice_html(
     values: np.ndarray, # (n,) the series as it was logged
     name: str = 'loss', # of the series
+    seen: Lattice | None = None, # its grid; None: it is looked for
 ) -> str: # HTML
     "Whether a series is rounded, and how long an improvement stays hidden."
     x = np.asarray(values, float); x = x[np.isfinite(x)]
     if len(x) < 2: return _page(f'<p>{escape(name)} has fewer than two finite values.</p>')
-    seen = lattice(x)
+    seen = lattice(x) if seen is None else seen
     how = f'{seen.n_distinct:,} distinct of {seen.n_values:,} values' + (f', printed with {seen.decimals} decimals' if seen.decimals is not None else '')
     if seen.fmt is None: return _page(f'<p><b>Not rounded to 16 bits.</b> {how}; full-precision values fit such a grid with a chance of {seen.chance:.2g}.</p>')
     third = max(1, len(x)//3)
@@ -74,7 +75,7 @@ class PrecisionView:
     def __init__(self,
         state, # a WorkbenchState with a run
     ):
-        self.state, self.told, self.steps = state, None, []
+        self.state, self.told, self.steps, self._grid = state, None, [], (None, None)
         wide = widgets.Layout(width='320px')
         self.name = widgets.Dropdown(description='Series', layout=wide)
         self.window = widgets.IntSlider(description='Window', min=5, max=500, value=50, continuous_update=False, layout=wide, tooltip='records that are averaged to see behind the grid')
@@ -123,12 +124,13 @@ class PrecisionView:
         "The series on its grid."
         if self.name.value is None: self.words.value, self.picture.layout.display = '<p>This run has no series.</p>', 'none'; return
         da = series(self.state.run, self.name.value)
-        self.words.value = lattice_html(da.values, self.name.value)
+        if self._grid[0] != (self.state.name, self.name.value, da.size): self._grid = (self.state.name, self.name.value, da.size), lattice(da.values) # of the whole series: a zoom does not change it
+        self.words.value = lattice_html(da.values, self.name.value, self._grid[1])
         step, x = da.step.values, da.values.astype(float)
         if self.state.x_range: keep = (step >= self.state.x_range[0]) & (step <= self.state.x_range[1]); step, x = step[keep], x[keep]
         elif len(x) > 2000: step, x = step[-2000:], x[-2000:] # the grid is seen only near by
         if not np.isfinite(x).any(): self.picture.layout.display = 'none'; return
-        fmt = lattice(da.values).fmt
+        fmt = self._grid[1].fmt
         tick = float(spacing(x[np.isfinite(x)][-1:], fmt)[0]) if fmt else float('nan')
         behind = debias(x, min(self.window.value, max(len(x)//2, 1)), fmt)
         self.picture.layout.display = 'block'
