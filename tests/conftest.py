@@ -1,14 +1,16 @@
 "Shared by all tests: where the real logs are, and warnings as errors in our own code."
+
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-REAL_LOGS = ROOT.parent/'shared'/'real_logs'
+REAL_LOGS = ROOT.parent / "shared" / "real_logs"
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope="session")
 def real_logs():
     "The folder of real logs; a test that needs it says clearly that it was skipped where it is absent."
-    if not REAL_LOGS.is_dir(): pytest.skip('SKIPPED: ../shared/real_logs is absent, so the real logs were not checked')
+    if not REAL_LOGS.is_dir():
+        pytest.skip("SKIPPED: ../shared/real_logs is absent, so the real logs were not checked")
     return REAL_LOGS

@@ -1,4 +1,5 @@
 "The command in a process of its own: exit codes, one line for every error, JSON, page, watch."
+
 import json
 import os
 import signal
@@ -10,113 +11,173 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, '-c', 'import sys; from stabilitylab.cli.main import main; sys.exit(main())']
-ENV = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'NO_COLOR': '', 'MPLBACKEND': 'agg'}
+COMMAND = [sys.executable, "-c", "import sys; from stabilitylab.cli.main import main; sys.exit(main())"]
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "", "MPLBACKEND": "agg"}
 
 
 def run(*args, **kw):
-    return subprocess.run([*COMMAND, *map(str, args)], capture_output=True, text=True, env=ENV, timeout=60, **kw)
+    return subprocess.run(
+        [*COMMAND, *map(str, args)], capture_output=True, text=True, env=ENV, timeout=60, **kw
+    )
 
 
-def write(path, lines): path.write_text(''.join(lines)); return path
+def write(path, lines):
+    path.write_text("".join(lines))
+    return path
 
 
 @pytest.fixture
 def broken(tmp_path):
-    return write(tmp_path/'train.log', (f'step {i} loss: {"nan" if i > 180 else 4 - i/100:.5} lr: 1e-3\n' if i <= 180 else f'step {i} loss: nan lr: 1e-3\n' for i in range(200)))
+    return write(
+        tmp_path / "train.log",
+        (
+            f"step {i} loss: {'nan' if i > 180 else 4 - i / 100:.5} lr: 1e-3\n"
+            if i <= 180
+            else f"step {i} loss: nan lr: 1e-3\n"
+            for i in range(200)
+        ),
+    )
 
 
 @pytest.fixture
 def healthy(tmp_path):
-    return write(tmp_path/'healthy.log', (f'step {i} loss: {2 + 2*0.98**i:.5}\n' for i in range(200)))
+    return write(tmp_path / "healthy.log", (f"step {i} loss: {2 + 2 * 0.98**i:.5}\n" for i in range(200)))
 
 
 def test_json_has_exactly_the_keys_of_the_contract(broken):
-    r = run('diagnose', broken, '--json')
-    told = json.loads(r.stdout, parse_constant=lambda c: pytest.fail(f'{c} is not JSON'))
-    assert r.returncode == 0 and list(told) == ['source', 'format', 'n_steps', 'first_step', 'last_step', 'findings']
-    assert told['source'] == [str(broken)] and (told['n_steps'], told['first_step'], told['last_step']) == (200, 0, 199)
-    nan = next(f for f in told['findings'] if f['kind'] == 'non_finite')
-    assert list(nan) == ['kind', 'severity', 'onset', 'end', 'modules', 'evidence', 'explanation', 'remedies']
-    assert (nan['onset'], nan['end']) == (181, 199) and nan['evidence']['series'] == 'loss'
-    assert {'name', 'source', 'reported'} == set(nan['remedies'][0])
+    r = run("diagnose", broken, "--json")
+    told = json.loads(r.stdout, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    assert r.returncode == 0 and list(told) == [
+        "source",
+        "format",
+        "n_steps",
+        "first_step",
+        "last_step",
+        "findings",
+    ]
+    assert told["source"] == [str(broken)] and (told["n_steps"], told["first_step"], told["last_step"]) == (
+        200,
+        0,
+        199,
+    )
+    nan = next(f for f in told["findings"] if f["kind"] == "non_finite")
+    assert list(nan) == ["kind", "severity", "onset", "end", "modules", "evidence", "explanation", "remedies"]
+    assert (nan["onset"], nan["end"]) == (181, 199) and nan["evidence"]["series"] == "loss"
+    assert {"name", "source", "reported"} == set(nan["remedies"][0])
 
 
 def test_several_paths_and_a_folder_give_one_object_a_run(broken, healthy, tmp_path):
     for args in ((broken, healthy), (tmp_path,)):
-        told = json.loads(run('diagnose', *args, '--json').stdout)
-        assert list(told) == ['runs', 'shared'] and len(told['runs']) == 2
-        assert {Path(r['source'][0]).name for r in told['runs']} == {'train.log', 'healthy.log'}
+        told = json.loads(run("diagnose", *args, "--json").stdout)
+        assert list(told) == ["runs", "shared"] and len(told["runs"]) == 2
+        assert {Path(r["source"][0]).name for r in told["runs"]} == {"train.log", "healthy.log"}
 
 
 def test_two_runs_of_one_name_stay_apart(broken, tmp_path):
-    (tmp_path/'b').mkdir()
-    other = write(tmp_path/'b'/'train.log', (f'step {i} loss: {4 - i/100:.5}\n' for i in range(50)))
-    told = json.loads(run('diagnose', broken, other, '--json').stdout)
-    assert sorted(r['n_steps'] for r in told['runs']) == [50, 200]
+    (tmp_path / "b").mkdir()
+    other = write(tmp_path / "b" / "train.log", (f"step {i} loss: {4 - i / 100:.5}\n" for i in range(50)))
+    told = json.loads(run("diagnose", broken, other, "--json").stdout)
+    assert sorted(r["n_steps"] for r in told["runs"]) == [50, 200]
 
 
-@pytest.mark.parametrize('level, code', [('info', 1), ('warning', 1), ('error', 1)])
-def test_fail_on_finds(broken, level, code): assert run('diagnose', broken, '--fail-on', level).returncode == code
+@pytest.mark.parametrize("level, code", [("info", 1), ("warning", 1), ("error", 1)])
+def test_fail_on_finds(broken, level, code):
+    assert run("diagnose", broken, "--fail-on", level).returncode == code
 
 
 def test_fail_on_lets_a_healthy_run_pass(healthy):
-    r = run('diagnose', healthy, '--fail-on', 'warning')
-    assert r.returncode == 0 and 'nothing' in r.stdout
+    r = run("diagnose", healthy, "--fail-on", "warning")
+    assert r.returncode == 0 and "nothing" in r.stdout
 
 
 def test_text_is_for_people(broken):
-    r = run('diagnose', broken)
-    assert r.returncode == 0 and not r.stderr and '\x1b' not in r.stdout
-    assert 'non_finite' in r.stdout and 'steps 181–199' in r.stdout and 'worked:' in r.stdout
+    r = run("diagnose", broken)
+    assert r.returncode == 0 and not r.stderr and "\x1b" not in r.stdout
+    assert "non_finite" in r.stdout and "steps 181–199" in r.stdout and "worked:" in r.stdout
 
 
 def test_page_and_markdown_are_written(broken, tmp_path):
-    r = run('diagnose', broken, '--html', tmp_path/'r.html', '--markdown', tmp_path/'r.md')
-    assert r.returncode == 0 and '<svg' in (tmp_path/'r.html').read_text() and (tmp_path/'r.md').read_text().startswith('# ')
+    r = run("diagnose", broken, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md")
+    assert (
+        r.returncode == 0
+        and "<svg" in (tmp_path / "r.html").read_text()
+        and (tmp_path / "r.md").read_text().startswith("# ")
+    )
 
 
 def bad_inputs(tmp_path):
-    (tmp_path/'empty.log').touch(); (tmp_path/'folder').mkdir(); (tmp_path/'folder'/'code.py').write_text('x = 1\n')
-    (tmp_path/'poem.txt').write_text('Shall I compare thee\nto a summer day\n'); (tmp_path/'noise.bin').write_bytes(bytes(range(256))*40)
-    (tmp_path/'lfs.csv').write_text('version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n')
-    (tmp_path/'fine.log').write_text('step 1 loss: 2.0\nstep 2 loss: 1.9\n')
-    return {'nothing there': (['diagnose', tmp_path/'no.log'], 'check the spelling'), 'empty': (['diagnose', tmp_path/'empty.log'], 'empty'), 'folder': (['diagnose', tmp_path/'folder'], '.py'),
-        'text': (['diagnose', tmp_path/'poem.txt'], 'Shall I'), 'binary': (['diagnose', tmp_path/'noise.bin'], 'binary'), 'pointer': (['diagnose', tmp_path/'lfs.csv'], 'git lfs pull'),
-        'format': (['diagnose', tmp_path/'fine.log', '--format', 'zzz'], 'megatron'), 'no folder for the page': (['diagnose', tmp_path/'fine.log', '--html', tmp_path/'no'/'r.html'], 'No such file'),
-        'watch a folder': (['watch', tmp_path/'folder'], 'one log file'), 'watch nowhere': (['watch', tmp_path/'no'/'x.log'], 'one log file'), 'no pause': (['watch', tmp_path/'fine.log', '--every', '0'], 'above 0')}
+    (tmp_path / "empty.log").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "code.py").write_text("x = 1\n")
+    (tmp_path / "poem.txt").write_text("Shall I compare thee\nto a summer day\n")
+    (tmp_path / "noise.bin").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "lfs.csv").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
+    (tmp_path / "fine.log").write_text("step 1 loss: 2.0\nstep 2 loss: 1.9\n")
+    return {
+        "nothing there": (["diagnose", tmp_path / "no.log"], "check the spelling"),
+        "empty": (["diagnose", tmp_path / "empty.log"], "empty"),
+        "folder": (["diagnose", tmp_path / "folder"], ".py"),
+        "text": (["diagnose", tmp_path / "poem.txt"], "Shall I"),
+        "binary": (["diagnose", tmp_path / "noise.bin"], "binary"),
+        "pointer": (["diagnose", tmp_path / "lfs.csv"], "git lfs pull"),
+        "format": (["diagnose", tmp_path / "fine.log", "--format", "zzz"], "megatron"),
+        "no folder for the page": (
+            ["diagnose", tmp_path / "fine.log", "--html", tmp_path / "no" / "r.html"],
+            "No such file",
+        ),
+        "watch a folder": (["watch", tmp_path / "folder"], "one log file"),
+        "watch nowhere": (["watch", tmp_path / "no" / "x.log"], "one log file"),
+        "no pause": (["watch", tmp_path / "fine.log", "--every", "0"], "above 0"),
+    }
 
 
-@pytest.mark.parametrize('case', ['nothing there', 'empty', 'folder', 'text', 'binary', 'pointer', 'format', 'no folder for the page', 'watch a folder', 'watch nowhere', 'no pause'])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nothing there",
+        "empty",
+        "folder",
+        "text",
+        "binary",
+        "pointer",
+        "format",
+        "no folder for the page",
+        "watch a folder",
+        "watch nowhere",
+        "no pause",
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
     args, said = bad_inputs(tmp_path)[case]
     r = run(*args)
-    assert r.returncode == 2 and r.stdout == '' and said in r.stderr
-    assert r.stderr.startswith('stabilitylab: ') and r.stderr.count('\n') == 1 and 'Traceback' not in r.stderr
+    assert r.returncode == 2 and r.stdout == "" and said in r.stderr
+    assert r.stderr.startswith("stabilitylab: ") and r.stderr.count("\n") == 1 and "Traceback" not in r.stderr
 
 
-@pytest.mark.skipif(os.name != 'posix' or os.geteuid() == 0, reason='needs a user without rights to everything')
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() == 0, reason="needs a user without rights to everything"
+)
 def test_a_file_that_may_not_be_read(broken):
     broken.chmod(0)
-    assert run('diagnose', broken).returncode == 2
+    assert run("diagnose", broken).returncode == 2
 
 
 def test_a_pipe_that_closes_early_is_no_error(broken):
-    p = subprocess.Popen([*COMMAND, 'formats'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+    p = subprocess.Popen([*COMMAND, "formats"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
     p.stdout.close()
-    assert p.wait(30) in (0, 141) and b'Traceback' not in p.stderr.read()
+    assert p.wait(30) in (0, 141) and b"Traceback" not in p.stderr.read()
 
 
 def test_formats_names_what_format_takes(broken):
-    names = [line.split()[0] for line in run('formats').stdout.splitlines()]
-    assert {'megatron', 'nanogpt', 'generic'} <= set(names) and names == sorted(names)
-    assert run('diagnose', broken, '--format', 'generic').returncode == 0
+    names = [line.split()[0] for line in run("formats").stdout.splitlines()]
+    assert {"megatron", "nanogpt", "generic"} <= set(names) and names == sorted(names)
+    assert run("diagnose", broken, "--format", "generic").returncode == 0
 
 
 def test_help_is_quick():
-    run('--help')
-    best = min(_timed('--help') for _ in range(3))
-    assert best < 0.7, f'{best:.2f} s'
+    run("--help")
+    best = min(_timed("--help") for _ in range(3))
+    assert best < 0.7, f"{best:.2f} s"
 
 
 def _timed(*args):
@@ -126,28 +187,46 @@ def _timed(*args):
 
 
 def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
-    log = write(tmp_path/'train.log', (f'step {i} loss: {4 - i/100:.5}\n' for i in range(60)))
-    p = subprocess.Popen([*COMMAND, 'watch', str(log), '--every', '0.1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) # a job in the background of a shell inherits an ignored Ctrl-C
+    log = write(tmp_path / "train.log", (f"step {i} loss: {4 - i / 100:.5}\n" for i in range(60)))
+    p = subprocess.Popen(
+        [*COMMAND, "watch", str(log), "--every", "0.1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # a job in the background of a shell inherits an ignored Ctrl-C
     said = []
     for burst in range(3):
-        with open(log, 'a') as f: f.writelines(f'step {60 + burst*5 + i} loss: nan\n' for i in range(5))
-        while burst == 0 and 'non_finite' not in ''.join(said): said.append(p.stdout.readline()); assert said[-1], p.stderr.read() # however slow the machine is
+        with open(log, "a") as f:
+            f.writelines(f"step {60 + burst * 5 + i} loss: nan\n" for i in range(5))
+        while burst == 0 and "non_finite" not in "".join(said):
+            said.append(p.stdout.readline())
+            assert said[-1], p.stderr.read()  # however slow the machine is
         time.sleep(0.8)
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=120)
-    out = ''.join(said) + out
-    assert p.returncode == 0 and 'Traceback' not in err and 'stopped after' in err
-    assert out.count('non_finite') == 1, out
+    out = "".join(said) + out
+    assert p.returncode == 0 and "Traceback" not in err and "stopped after" in err
+    assert out.count("non_finite") == 1, out
 
 
 def test_ctrl_c_in_diagnose_is_130():
     code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef stop(args): raise KeyboardInterrupt\ndiagnose.run_diagnose = stop\nsys.exit(main.main(["diagnose", "x"]))'
-    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
-    assert r.returncode == 130 and r.stderr == ''
+    r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert r.returncode == 130 and r.stderr == ""
 
 
 def test_a_fault_of_ours_is_one_line_too():
     code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef broken(args): raise KeyError("x")\ndiagnose.run_diagnose = broken\nsys.exit(main.main(["diagnose", "x"]))'
-    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
-    assert r.returncode == 2 and r.stderr.count('\n') == 1 and 'KeyError' in r.stderr
-    assert 'Traceback' in subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV | {'STABILITYLAB_TRACEBACK': '1'}).stderr
+    r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert r.returncode == 2 and r.stderr.count("\n") == 1 and "KeyError" in r.stderr
+    assert (
+        "Traceback"
+        in subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=ENV | {"STABILITYLAB_TRACEBACK": "1"},
+        ).stderr
+    )

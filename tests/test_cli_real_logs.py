@@ -1,4 +1,5 @@
 "`stabilitylab diagnose` on every real log: exit code 0 with strict JSON and a page, or 2 with one line for a Git-LFS pointer."
+
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -9,38 +10,51 @@ import pytest
 from stabilitylab.cli.main import main
 from stabilitylab.read.core import formats
 
-REAL = Path(__file__).resolve().parent.parent.parent/'shared'/'real_logs'
-FILES = sorted(p for p in REAL.rglob('*') if p.is_file() and 'checkpoints' not in p.parts and p.name != 'MANIFEST.md') if REAL.is_dir() else []
-FOLDERS = sorted(p for p in REAL.iterdir() if p.is_dir() and p.name != 'checkpoints') if REAL.is_dir() else []
-BINARY = {'tensorboard': 'tensorboard', 'wandb_offline': 'wandb'}  # folder -> format that reads it
+REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "real_logs"
+FILES = (
+    sorted(
+        p for p in REAL.rglob("*") if p.is_file() and "checkpoints" not in p.parts and p.name != "MANIFEST.md"
+    )
+    if REAL.is_dir()
+    else []
+)
+FOLDERS = sorted(p for p in REAL.iterdir() if p.is_dir() and p.name != "checkpoints") if REAL.is_dir() else []
+BINARY = {"tensorboard": "tensorboard", "wandb_offline": "wandb"}  # folder -> format that reads it
 
 
 def diagnose(*args):
     out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err): code = main(['diagnose', *map(str, args)])
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["diagnose", *map(str, args)])
     return code, out.getvalue(), err.getvalue()
 
 
 def unread(path):
     needs = BINARY.get(path.name if path.is_dir() else path.parent.name)
-    return needs and not any(needs in f.name and f.name not in ('tensorboard_csv', 'tensorboard_json', 'wandb_csv') for f in formats())
+    return needs and not any(
+        needs in f.name and f.name not in ("tensorboard_csv", "tensorboard_json", "wandb_csv")
+        for f in formats()
+    )
 
 
-@pytest.mark.parametrize('path', FILES + FOLDERS, ids=lambda p: str(p.relative_to(REAL)))
+@pytest.mark.parametrize("path", FILES + FOLDERS, ids=lambda p: str(p.relative_to(REAL)))
 def test_diagnose(path, tmp_path):
-    if unread(path): pytest.skip(f'SKIPPED: no reader for {path.name} yet')
-    code, out, err = diagnose(path, '--json', '--html', tmp_path/'r.html')
-    if 'LFS_POINTER' in path.name:
-        assert code == 2 and err.count('\n') == 1 and 'git lfs pull' in err
+    if unread(path):
+        pytest.skip(f"SKIPPED: no reader for {path.name} yet")
+    code, out, err = diagnose(path, "--json", "--html", tmp_path / "r.html")
+    if "LFS_POINTER" in path.name:
+        assert code == 2 and err.count("\n") == 1 and "git lfs pull" in err
         return
-    assert code == 0 and err == ''
-    told = json.loads(out, parse_constant=lambda c: pytest.fail(f'{c} is not JSON'))
-    for run in told.get('runs', [told]):
-        assert run['format'] and run['source']
-        for f in run['findings']: assert f['explanation'].endswith('.') and (f['onset'] is None or f['onset'] <= f['end'])
-    page = (tmp_path/'r.html').read_text(encoding='utf-8')
-    assert '</html>' in page and '<script' not in page and len(page) < 2_000_000
+    assert code == 0 and err == ""
+    told = json.loads(out, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+    for run in told.get("runs", [told]):
+        assert run["format"] and run["source"]
+        for f in run["findings"]:
+            assert f["explanation"].endswith(".") and (f["onset"] is None or f["onset"] <= f["end"])
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "</html>" in page and "<script" not in page and len(page) < 2_000_000
 
 
-@pytest.mark.skipif(bool(FILES), reason='the real logs are here')
-def test_real_logs_are_absent(): pytest.skip('SKIPPED: ../shared/real_logs is absent, so the command was not run on real logs')
+@pytest.mark.skipif(bool(FILES), reason="the real logs are here")
+def test_real_logs_are_absent():
+    pytest.skip("SKIPPED: ../shared/real_logs is absent, so the command was not run on real logs")

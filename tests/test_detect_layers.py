@@ -1,4 +1,5 @@
 "Detectors on records of real, small failures with a known cause."
+
 import torch
 
 from stabilitylab.detect.diagnose import diagnose
@@ -9,48 +10,79 @@ from stabilitylab.run.record import open_run
 TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
 
-def record(path, steps=24, at=None, std=.02, eps=1e-8, width=32, freeze=None):
-    torch.manual_seed(0); model = DecoderLM(LMConfig(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2)); opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+def record(path, steps=24, at=None, std=0.02, eps=1e-8, width=32, freeze=None):
+    torch.manual_seed(0)
+    model = DecoderLM(LMConfig(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     with Recorder(model, opt, path) as rec:
         for i in range(steps):
             if i == at:
-                with torch.no_grad(): model.blocks[1].fc2.weight.mul_(1000)
+                with torch.no_grad():
+                    model.blocks[1].fc2.weight.mul_(1000)
             loss = model(TOKENS, TOKENS)
-            if freeze: loss = loss.detach() + 0*loss + model.embed.weight.square().mean()
-            loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+            if freeze:
+                loss = loss.detach() + 0 * loss + model.embed.weight.square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
     return diagnose(open_run(path))
 
 
 def test_the_module_that_was_blown_up_is_named(tmp_path):
-    f, = record(tmp_path/'r', at=12).of('activation_explosion')
-    assert f.onset == 12 and f.modules[0].startswith('blocks.1') and f.severity == 'error' and 'fc2' in ' '.join(f.modules)
+    (f,) = record(tmp_path / "r", at=12).of("activation_explosion")
+    assert (
+        f.onset == 12
+        and f.modules[0].startswith("blocks.1")
+        and f.severity == "error"
+        and "fc2" in " ".join(f.modules)
+    )
 
 
 def test_a_healthy_run_is_silent(tmp_path):
-    found = record(tmp_path/'r', width=32)
-    assert found.kinds == [] or set(found.kinds) <= {'misaligned_shape'}
+    found = record(tmp_path / "r", width=32)
+    assert found.kinds == [] or set(found.kinds) <= {"misaligned_shape"}
 
 
 def test_causes_by_construction(tmp_path):
-    assert 'init_std_too_large' in record(tmp_path/'a', 3, std=.5).kinds
-    assert 'grad_below_epsilon' in record(tmp_path/'b', 3, eps=1.).kinds
-    assert 'misaligned_shape' in record(tmp_path/'c', 3, width=36).kinds
-    assert 'no_gradient' in record(tmp_path/'d', 3, freeze=True).kinds
+    assert "init_std_too_large" in record(tmp_path / "a", 3, std=0.5).kinds
+    assert "grad_below_epsilon" in record(tmp_path / "b", 3, eps=1.0).kinds
+    assert "misaligned_shape" in record(tmp_path / "c", 3, width=36).kinds
+    assert "no_gradient" in record(tmp_path / "d", 3, freeze=True).kinds
 
 
 def test_sampled_rules_name_the_cause(tmp_path):
     def fixed(path, change, dtype=torch.float32, lr=1e-3):
-        torch.manual_seed(0); model = DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype); opt = torch.optim.AdamW(model.parameters(), lr=lr)
+        torch.manual_seed(0)
+        model = DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype)
+        opt = torch.optim.AdamW(model.parameters(), lr=lr)
         change(model)
         with Recorder(model, opt, path, every_n=4) as rec:
-            for _ in range(13): loss = model(TOKENS, TOKENS); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
+            for _ in range(13):
+                loss = model(TOKENS, TOKENS)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                rec.step(loss)
         return diagnose(open_run(path))
-    def massive(model): model.pos_embed.weight.data[0, 3] = 500.
-    def dead(model): model.blocks[1].fc2.weight.data.zero_(); model.blocks[1].fc2.weight.requires_grad_(False)
-    healthy = set(fixed(tmp_path/'0', lambda m: None).kinds)
-    assert not healthy & {'overflow', 'underflow', 'massive_activation', 'dead_units', 'update_lost_to_rounding'}
-    f, = fixed(tmp_path/'a', massive).of('massive_activation')
-    assert f.modules == ('blocks.0', 'blocks.1') and f.onset == 0 and 'channel 3' in f.explanation
-    f, = fixed(tmp_path/'b', dead).of('dead_units')
-    assert f.modules == ('blocks.1.fc2',)
-    assert 'update_lost_to_rounding' in fixed(tmp_path/'c', lambda m: None, torch.bfloat16, 1e-6).kinds
+
+    def massive(model):
+        model.pos_embed.weight.data[0, 3] = 500.0
+
+    def dead(model):
+        model.blocks[1].fc2.weight.data.zero_()
+        model.blocks[1].fc2.weight.requires_grad_(False)
+
+    healthy = set(fixed(tmp_path / "0", lambda m: None).kinds)
+    assert not healthy & {
+        "overflow",
+        "underflow",
+        "massive_activation",
+        "dead_units",
+        "update_lost_to_rounding",
+    }
+    (f,) = fixed(tmp_path / "a", massive).of("massive_activation")
+    assert f.modules == ("blocks.0", "blocks.1") and f.onset == 0 and "channel 3" in f.explanation
+    (f,) = fixed(tmp_path / "b", dead).of("dead_units")
+    assert f.modules == ("blocks.1.fc2",)
+    assert "update_lost_to_rounding" in fixed(tmp_path / "c", lambda m: None, torch.bfloat16, 1e-6).kinds

@@ -1,28 +1,45 @@
 "Every format function against the casts of ml_dtypes, numpy and torch, and stochastic rounding against its own standard error."
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from stabilitylab.numerics.formats import FORMATS, _rounded, _rounded_bits, exponent_histogram, number_format, quantise, spacing, stochastic_round, ulp_distance
+from stabilitylab.numerics.formats import (
+    FORMATS,
+    _rounded,
+    _rounded_bits,
+    exponent_histogram,
+    number_format,
+    quantise,
+    spacing,
+    stochastic_round,
+    ulp_distance,
+)
 
-CASTS = {'bf16': (ml_dtypes.bfloat16, torch.bfloat16), 'fp16': (np.float16, torch.float16),
-         'fp8_e4m3': (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn), 'fp8_e5m2': (ml_dtypes.float8_e5m2, torch.float8_e5m2)}
+CASTS = {
+    "bf16": (ml_dtypes.bfloat16, torch.bfloat16),
+    "fp16": (np.float16, torch.float16),
+    "fp8_e4m3": (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
+    "fp8_e5m2": (ml_dtypes.float8_e5m2, torch.float8_e5m2),
+}
 
 
 def every_value(name):
     "All numbers of a format as float32, NaNs and infinities with them."
     cast = np.dtype(CASTS[name][0])
-    n = 1 << 8*cast.itemsize
-    return np.arange(n).astype(f'u{cast.itemsize}').view(cast).astype(np.float32)
+    n = 1 << 8 * cast.itemsize
+    return np.arange(n).astype(f"u{cast.itemsize}").view(cast).astype(np.float32)
 
 
 def dense_sample():
     "Float32 bit patterns spread evenly over the whole range, and every midpoint of bf16 and fp16 with its two neighbours."
     bits = np.arange(0, 1 << 32, 2003, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    half = [v[:-1]/2 + v[1:]/2 for v in (np.unique(x[np.isfinite(x)]) for x in map(every_value, CASTS))]
+    half = [v[:-1] / 2 + v[1:] / 2 for v in (np.unique(x[np.isfinite(x)]) for x in map(every_value, CASTS))]
     ties = np.concatenate(half).astype(np.float32)
-    return np.concatenate([bits, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    return np.concatenate(
+        [bits, ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
+    )
 
 
 def same(a, b):
@@ -31,63 +48,76 @@ def same(a, b):
     return ((a == b) & (np.signbit(a) == np.signbit(b)) | np.isnan(a) & np.isnan(b)).all()
 
 
-@pytest.mark.parametrize('name', CASTS)
-@pytest.mark.filterwarnings('ignore:.*encountered in cast:RuntimeWarning')
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 def test_quantise_is_the_cast(name):
     ours, (ml, th) = dense_sample(), CASTS[name]
     assert same(quantise(every_value(name), name), every_value(name))
     got = quantise(ours, name)
     assert same(got, ours.astype(ml).astype(np.float32))
-    inside = abs(ours) <= 464 if name == 'fp8_e4m3' else np.full(ours.shape, True) # beyond it torch saturates at 448, ml_dtypes gives NaN
+    inside = (
+        abs(ours) <= 464 if name == "fp8_e4m3" else np.full(ours.shape, True)
+    )  # beyond it torch saturates at 448, ml_dtypes gives NaN
     assert same(got[inside], torch.tensor(ours).to(th).float().numpy()[inside])
     assert same(quantise(torch.tensor(ours), name).numpy(), got)
 
 
 def test_float64_is_rounded_once():
-    x = 1 + 1/256 + 2.**-40 # float32 would take it to the tie, and the tie to 1
-    assert quantise([x], 'bf16').tolist() == [1 + 1/128] == quantise(torch.tensor([x], dtype=torch.float64), 'bf16').tolist()
+    x = 1 + 1 / 256 + 2.0**-40  # float32 would take it to the tie, and the tie to 1
+    assert (
+        quantise([x], "bf16").tolist()
+        == [1 + 1 / 128]
+        == quantise(torch.tensor([x], dtype=torch.float64), "bf16").tolist()
+    )
 
 
 def test_tf32_against_exact_arithmetic():
-    x = dense_sample(); x = x[np.isfinite(x) & (abs(x) < 1e38)]
-    unit = spacing(x, 'tf32').astype(np.float64)
-    assert same(quantise(x, 'tf32'), np.copysign(np.rint(x/unit)*unit, x).astype(np.float32))
+    x = dense_sample()
+    x = x[np.isfinite(x) & (abs(x) < 1e38)]
+    unit = spacing(x, "tf32").astype(np.float64)
+    assert same(quantise(x, "tf32"), np.copysign(np.rint(x / unit) * unit, x).astype(np.float32))
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_way_taken_on_a_gpu_gives_the_same(name):
     x, f = dense_sample(), number_format(name)
-    t = torch.tensor(x[abs(x) <= 2.**126])
+    t = torch.tensor(x[abs(x) <= 2.0**126])
     assert same(_rounded(t, f).numpy(), quantise(t, name).numpy())
-    if f.exponent_bits == 8: assert same(_rounded_bits(torch.tensor(x), f).numpy(), quantise(x, name))
+    if f.exponent_bits == 8:
+        assert same(_rounded_bits(torch.tensor(x), f).numpy(), quantise(x, name))
 
 
-@pytest.mark.parametrize('name', CASTS)
+@pytest.mark.parametrize("name", CASTS)
 def test_spacing_and_distance_count_the_numbers(name):
-    v = every_value(name); v = np.unique(v[np.isfinite(v)])
+    v = every_value(name)
+    v = np.unique(v[np.isfinite(v)])
     up = v[v >= 0]
     assert same(spacing(up[:-1], name), np.diff(up))
     assert (ulp_distance(v[:-1], v[1:], name) == 1).all()
-    assert (ulp_distance(torch.tensor(v), torch.tensor(v[::-1].copy()), name).numpy() == abs(np.arange(len(v))*2 - len(v) + 1)).all()
+    assert (
+        ulp_distance(torch.tensor(v), torch.tensor(v[::-1].copy()), name).numpy()
+        == abs(np.arange(len(v)) * 2 - len(v) + 1)
+    ).all()
     f = number_format(name)
-    assert (v.max(), up[1], v[np.searchsorted(v, 1.) + 1] - 1) == (f.max, f.min_subnormal, f.eps)
+    assert (v.max(), up[1], v[np.searchsorted(v, 1.0) + 1] - 1) == (f.max, f.min_subnormal, f.eps)
 
 
-@pytest.mark.parametrize('name', FORMATS)
-@pytest.mark.parametrize('torch_side', [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("torch_side", [False, True])
 def test_stochastic_rounding_is_unbiased(name, torch_side):
     f, n = FORMATS[name], 1_000_000
     rng = torch.Generator().manual_seed(3) if torch_side else np.random.default_rng(3)
-    for value in [1.001, -3.3, f.min_subnormal*0.3, f.min_normal*1.013]:
-        x = np.full(n, value, np.float32); value = float(x[0])
+    for value in [1.001, -3.3, f.min_subnormal * 0.3, f.min_normal * 1.013]:
+        x = np.full(n, value, np.float32)
+        value = float(x[0])
         got = stochastic_round(torch.tensor(x) if torch_side else x, name, rng)
         got = np.asarray(got, np.float64)
-        low = float(np.floor(value/(u := float(spacing([value], name)[0])))*u)
+        low = float(np.floor(value / (u := float(spacing([value], name)[0]))) * u)
         assert set(np.unique(got)) == {low, low + u}
-        assert abs(got.mean() - value) < 4.5*got.std()/n**.5
+        assert abs(got.mean() - value) < 4.5 * got.std() / n**0.5
 
 
-@pytest.mark.parametrize('name', CASTS)
+@pytest.mark.parametrize("name", CASTS)
 def test_stochastic_rounding_keeps_numbers_of_the_format(name):
     v = every_value(name)
     assert same(stochastic_round(v, name), v)
@@ -96,16 +126,23 @@ def test_stochastic_rounding_keeps_numbers_of_the_format(name):
 
 def test_exponents_against_frexp():
     x = dense_sample()
-    good = np.isfinite(x) & (abs(x) >= 2.**-126)
+    good = np.isfinite(x) & (abs(x) >= 2.0**-126)
     slow = np.bincount(np.frexp(x[good])[1] - 1 + 127, minlength=256)
     slow[0], slow[255] = (np.isfinite(x) & ~good).sum(), (~np.isfinite(x)).sum()
-    assert (exponent_histogram(x) == slow).all() and (exponent_histogram(torch.tensor(x)).numpy() == slow).all()
+    assert (exponent_histogram(x) == slow).all() and (
+        exponent_histogram(torch.tensor(x)).numpy() == slow
+    ).all()
 
 
 def test_shapes_and_no_change_of_the_input():
     x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)[:, ::2]
     before = x.copy()
-    for f in FORMATS: assert quantise(x, f).shape == stochastic_round(x, f).shape == x.shape and quantise(np.float32(1.7), f).shape == ()
+    for f in FORMATS:
+        assert (
+            quantise(x, f).shape == stochastic_round(x, f).shape == x.shape
+            and quantise(np.float32(1.7), f).shape == ()
+        )
     assert same(x, before)
     t = torch.tensor(x, requires_grad=True).transpose(0, 2)
-    for f in FORMATS: assert same(quantise(t, f).numpy(), quantise(x.T, f))
+    for f in FORMATS:
+        assert same(quantise(t, f).numpy(), quantise(x.T, f))

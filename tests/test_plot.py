@@ -1,6 +1,8 @@
 "Figures as data: nothing lost by thinning, every broken value counted, marks where the findings are."
+
 import matplotlib
-matplotlib.use('agg')
+
+matplotlib.use("agg")
 import time
 
 import matplotlib.pyplot as plt
@@ -23,19 +25,26 @@ from stabilitylab.run.scalars import Samples, make_scalars, series
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
-    plt.close('all')
+    plt.close("all")
 
 
-def one(step, value, name='loss'): return series(make_scalars({name: Samples(np.asarray(step), np.asarray(value, float))}), name)
+def one(step, value, name="loss"):
+    return series(make_scalars({name: Samples(np.asarray(step), np.asarray(value, float))}), name)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=400), st.integers(1, 40))
 def test_thinning_keeps_what_each_pixel_shows(values, bins):
-    y = np.array(values); x = np.arange(len(y))
+    y = np.array(values)
+    x = np.arange(len(y))
     at = keep_extremes(x, y, bins)
-    assert (np.diff(at) > 0).all() and at[0] == 0 and at[-1] == len(y) - 1 and len(at) <= max(4*bins, len(y) if len(y) <= 4*bins else 0)
-    place = np.minimum((x*(bins/max(x[-1], 1e-300))).astype(int), bins - 1)
+    assert (
+        (np.diff(at) > 0).all()
+        and at[0] == 0
+        and at[-1] == len(y) - 1
+        and len(at) <= max(4 * bins, len(y) if len(y) <= 4 * bins else 0)
+    )
+    place = np.minimum((x * (bins / max(x[-1], 1e-300))).astype(int), bins - 1)
     for p in np.unique(place):  # slow twin: the lowest and highest of every part are kept
         kept = y[at[place[at] == p]]
         assert kept.min() == y[place == p].min() and kept.max() == y[place == p].max()
@@ -43,11 +52,12 @@ def test_thinning_keeps_what_each_pixel_shows(values, bins):
 
 def test_every_finite_value_is_drawn_once():
     step = np.r_[0:300, 200:500, 100:150]
-    value = np.random.default_rng(0).normal(3, 1, len(step)); value[[5, 250, 400]] = np.nan, np.inf, -np.inf
+    value = np.random.default_rng(0).normal(3, 1, len(step))
+    value[[5, 250, 400]] = np.nan, np.inf, -np.inf
     da = one(step, value)
     drawn = np.sort(np.concatenate([y for _, y, _ in line_pieces(da)]))
     assert np.array_equal(drawn, np.sort(value[np.isfinite(value)]))
-    assert {k: len(v) for k, v in broken_points(da).items()} == {'NaN': 1, 'inf': 1, '-inf': 1}
+    assert {k: len(v) for k, v in broken_points(da).items()} == {"NaN": 1, "inf": 1, "-inf": 1}
 
 
 def test_the_kept_course_is_the_last_pass_of_each_step():
@@ -60,69 +70,146 @@ def test_the_kept_course_is_the_last_pass_of_each_step():
 
 
 def test_a_long_stretch_of_nan_cuts_the_line_a_short_one_does_not():
-    v = np.ones(1000); v[400:500] = np.nan; v[700:703] = np.nan
+    v = np.ones(1000)
+    v[400:500] = np.nan
+    v[700:703] = np.nan
     assert [(x[0], x[-1]) for x, _, _ in line_pieces(one(np.arange(1000), v))] == [(0, 399), (500, 999)]
 
 
 def test_rim_marks_are_counted_in_full_and_drawn_thinned():
     v = np.r_[np.ones(100), np.full(100_000, np.nan)]
     ax = plot_series(one(np.arange(len(v)), v))
-    assert 'NaN (100,000)' in [line.get_label() for line in ax.lines] and sum(len(line.get_xdata()) for line in ax.lines) < 1000
+    assert (
+        "NaN (100,000)" in [line.get_label() for line in ax.lines]
+        and sum(len(line.get_xdata()) for line in ax.lines) < 1000
+    )
 
 
-@pytest.mark.parametrize('values, log', [([1, 2, 3], False), ([0.1, 1, 10], True), ([0, 1, 100], False), ([-1, 1, 100], False), ([np.nan, np.inf], False), ([], False), ([5], False)])
+@pytest.mark.parametrize(
+    "values, log",
+    [
+        ([1, 2, 3], False),
+        ([0.1, 1, 10], True),
+        ([0, 1, 100], False),
+        ([-1, 1, 100], False),
+        ([np.nan, np.inf], False),
+        ([], False),
+        ([5], False),
+    ],
+)
 def test_logarithmic_only_where_it_can_be(values, log):
     da = one(np.arange(len(values)), values)
     assert wants_log(da) == log
-    ax = plot_loss(da); ax.figure.canvas.draw()
-    assert (ax.get_yscale() == 'log') == log
+    ax = plot_loss(da)
+    ax.figure.canvas.draw()
+    assert (ax.get_yscale() == "log") == log
 
 
 def test_zero_on_a_logarithmic_axis_is_marked_and_counted():
-    ax = plot_series(one(range(5), [1, 0, -2, 10, 100]), log=True); ax.figure.canvas.draw()
-    assert '≤ 0 (2)' in [line.get_label() for line in ax.lines]
+    ax = plot_series(one(range(5), [1, 0, -2, 10, 100]), log=True)
+    ax.figure.canvas.draw()
+    assert "≤ 0 (2)" in [line.get_label() for line in ax.lines]
 
 
-@pytest.mark.parametrize('dark', [False, True])
+@pytest.mark.parametrize("dark", [False, True])
 def test_colours_follow_meaning_and_ground(dark):
     with theme(dark=dark):
         ax = plot_loss(one(range(5), range(1, 6)))
-        assert to_hex(ax.lines[0].get_color()) == COLOURS['loss'][dark] == colour('loss', ax)
+        assert to_hex(ax.lines[0].get_color()) == COLOURS["loss"][dark] == colour("loss", ax)
 
 
 def make_run(n=1000):
-    step, v = np.arange(n), 2 + np.exp(-np.arange(n)/200)
-    return new_run(make_scalars({'loss': Samples(step, v), 'val_loss': Samples(step[::100], v[::100]), 'grad_norm': Samples(step, v), 'lr': Samples(step, v), 'loss_scale': Samples(step, v), 'z_loss': Samples(step, v)}))
+    step, v = np.arange(n), 2 + np.exp(-np.arange(n) / 200)
+    return new_run(
+        make_scalars(
+            {
+                "loss": Samples(step, v),
+                "val_loss": Samples(step[::100], v[::100]),
+                "grad_norm": Samples(step, v),
+                "lr": Samples(step, v),
+                "loss_scale": Samples(step, v),
+                "z_loss": Samples(step, v),
+            }
+        )
+    )
 
 
 def test_marks_stand_at_the_findings_in_every_panel():
-    f = Findings([Finding('divergence', 'error', 600, 900), Finding('loss_spike', 'warning', 100, 150), Finding('loss_spike', 'warning', 103), Finding('restart', 'info', 300), Finding('plateau')])
-    axes = plot_findings(make_run(), f); axes[0].figure.canvas.draw()
-    assert len(axes) == 4 and [t.get_text() for t in axes[0].texts] == ['1', '2', '4']  # 3 stands too close to 2 for a number
+    f = Findings(
+        [
+            Finding("divergence", "error", 600, 900),
+            Finding("loss_spike", "warning", 100, 150),
+            Finding("loss_spike", "warning", 103),
+            Finding("restart", "info", 300),
+            Finding("plateau"),
+        ]
+    )
+    axes = plot_findings(make_run(), f)
+    axes[0].figure.canvas.draw()
+    assert len(axes) == 4 and [t.get_text() for t in axes[0].texts] == [
+        "1",
+        "2",
+        "4",
+    ]  # 3 stands too close to 2 for a number
     assert [t.xy[0] for t in axes[0].texts] == [600, 100, 300]
     for ax in axes:
-        assert {600, 100, 103} <= {line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1}
+        assert {600, 100, 103} <= {
+            line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1
+        }
         assert len(ax.patches) == 2 and ax.get_xlim() == axes[0].get_xlim()
 
 
 def test_panels_put_first_what_findings_name():
-    assert panels_of(make_run()) == ['loss', 'grad_norm', 'lr', 'loss_scale']
-    assert panels_of(make_run(), Findings([Finding('z_loss_collapse', 'warning', 5, series='z_loss')])) == ['loss', 'grad_norm', 'lr', 'z_loss']
+    assert panels_of(make_run()) == ["loss", "grad_norm", "lr", "loss_scale"]
+    assert panels_of(make_run(), Findings([Finding("z_loss_collapse", "warning", 5, series="z_loss")])) == [
+        "loss",
+        "grad_norm",
+        "lr",
+        "z_loss",
+    ]
 
 
 def test_names_with_markup_or_mathematics_are_drawn_as_they_are():
-    run = new_run(make_scalars({'loss': Samples(np.arange(5), np.arange(5.)), 'val_loss': Samples(np.arange(5), np.arange(5.))}, {'loss': r'$\frac{a', 'val_loss': '--><script>x</script>'}))
+    run = new_run(
+        make_scalars(
+            {
+                "loss": Samples(np.arange(5), np.arange(5.0)),
+                "val_loss": Samples(np.arange(5), np.arange(5.0)),
+            },
+            {"loss": r"$\frac{a", "val_loss": "--><script>x</script>"},
+        )
+    )
     svg = findings_svg(run, Findings())
-    assert r'$\frac{a' in svg and '<script' not in svg
+    assert r"$\frac{a" in svg and "<script" not in svg
 
 
 def test_a_million_steps_are_drawn_quickly():
     n = 1_000_000
-    run = new_run(make_scalars({k: Samples(np.arange(n), np.random.default_rng(0).normal(3, .1, n)) for k in ('loss', 'grad_norm')}))
+    run = new_run(
+        make_scalars(
+            {
+                k: Samples(np.arange(n), np.random.default_rng(0).normal(3, 0.1, n))
+                for k in ("loss", "grad_norm")
+            }
+        )
+    )
     begin = time.perf_counter()
     svg = findings_svg(run, Findings())
     assert time.perf_counter() - begin < 6 and len(svg) < 400_000
 
 
-@pytest.mark.parametrize('value, words', [(0, '0'), (999, '999'), (1500, '1,500'), (12_500, '12.5k'), (3e9, '3G'), (1e-4, '0.0001'), (-2.5e-5, '-2.5e-5'), (1e300, '1e300')])
-def test_short_numbers(value, words): assert short_number(value) == words
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (0, "0"),
+        (999, "999"),
+        (1500, "1,500"),
+        (12_500, "12.5k"),
+        (3e9, "3G"),
+        (1e-4, "0.0001"),
+        (-2.5e-5, "-2.5e-5"),
+        (1e300, "1e300"),
+    ],
+)
+def test_short_numbers(value, words):
+    assert short_number(value) == words

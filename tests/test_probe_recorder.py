@@ -1,4 +1,5 @@
 "The recorder against slow twins, other people's models, kills and bad disks."
+
 import os
 import subprocess
 import sys
@@ -8,9 +9,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from probe_models import NAMES, tiny
 from torch import nn
 
-from probe_models import NAMES, tiny
 from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
@@ -21,7 +22,8 @@ TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(
 
 def keep(outs, name, out):
     "Remember an output with its gradient."
-    if out.requires_grad: out.retain_grad()
+    if out.requires_grad:
+        out.retain_grad()
     outs.setdefault(name, []).append(out)
 
 
@@ -29,226 +31,449 @@ def train(path, model=None, opt=None, steps=3, micro=1, clip=None, **kw):
     "A few steps with a twin of every number: `(run, twins)`; a twin is computed by autograd and float64 from outside."
     torch.manual_seed(0)
     model = model or DecoderLM(CONFIG)
-    opt = opt(model) if opt else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=.1)
+    opt = opt(model) if opt else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     twins = []
     with Recorder(model, opt, path, **kw) as rec:
         for _ in range(steps):
-            outs = {}; hooks = [m.register_forward_hook(lambda m, a, o, n=n: keep(outs, n, o)) for n, m in model.named_modules() if n.endswith(('fc1', 'embed', 'lm_head', 'norm1'))]
-            for part in TOKENS.chunk(micro): loss = model(part, part)/micro; loss.backward()
+            outs = {}
+            hooks = [
+                m.register_forward_hook(lambda m, a, o, n=n: keep(outs, n, o))
+                for n, m in model.named_modules()
+                if n.endswith(("fc1", "embed", "lm_head", "norm1"))
+            ]
+            for part in TOKENS.chunk(micro):
+                loss = model(part, part) / micro
+                loss.backward()
             grads = {n: p.grad.double().clone() for n, p in model.named_parameters() if p.grad is not None}
-            if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
             opt.step()
             twins.append((outs, grads, before, {n: p.detach().clone() for n, p in model.named_parameters()}))
-            opt.zero_grad(); rec.step(loss)
-            for h in hooks: h.remove()
+            opt.zero_grad()
+            rec.step(loss)
+            for h in hooks:
+                h.remove()
     return open_run(path).load(), twins
 
 
 def check(run, twins, rtol=1e-5, update_rtol=3e-4):
-    acts = run['activations'].to_dataset()
+    acts = run["activations"].to_dataset()
     for i, (outs, grads, before, after) in enumerate(twins):
         for name, os_ in outs.items():
-            for prefix, ts in (('', os_), ('grad_', [o.grad for o in os_ if o.grad is not None])):
-                if not ts: continue
-                x = torch.cat([t.detach().double().flatten() for t in ts]).numpy(); row = acts.sel(module=name).isel(step=i)
-                for k, want in (('absmax', np.abs(x).max()), ('rms', np.sqrt((x**2).mean())), ('mean', x.mean()), ('std', x.std()), ('nonfinite_count', 0)):
-                    np.testing.assert_allclose(float(row[prefix + k]), want, rtol=rtol, atol=1e-7*np.abs(x).max(), err_msg=f'{name} {prefix}{k}')
-        for n, g in grads.items(): np.testing.assert_allclose(float(run['gradients'].grad_norm.sel(param=n)[i]), float(g.norm()), rtol=rtol, err_msg=n)
-        np.testing.assert_allclose(float(run['scalars'].grad_norm[i]), float(sum(g.square().sum() for g in grads.values())**.5), rtol=rtol)
+            for prefix, ts in (("", os_), ("grad_", [o.grad for o in os_ if o.grad is not None])):
+                if not ts:
+                    continue
+                x = torch.cat([t.detach().double().flatten() for t in ts]).numpy()
+                row = acts.sel(module=name).isel(step=i)
+                for k, want in (
+                    ("absmax", np.abs(x).max()),
+                    ("rms", np.sqrt((x**2).mean())),
+                    ("mean", x.mean()),
+                    ("std", x.std()),
+                    ("nonfinite_count", 0),
+                ):
+                    np.testing.assert_allclose(
+                        float(row[prefix + k]),
+                        want,
+                        rtol=rtol,
+                        atol=1e-7 * np.abs(x).max(),
+                        err_msg=f"{name} {prefix}{k}",
+                    )
+        for n, g in grads.items():
+            np.testing.assert_allclose(
+                float(run["gradients"].grad_norm.sel(param=n)[i]), float(g.norm()), rtol=rtol, err_msg=n
+            )
+        np.testing.assert_allclose(
+            float(run["scalars"].grad_norm[i]),
+            float(sum(g.square().sum() for g in grads.values()) ** 0.5),
+            rtol=rtol,
+        )
         for n in grads:
-            u = (after[n].double() - before[n].double()).norm(); np.testing.assert_allclose(float(run['updates'].update_norm.sel(param=n)[i]), float(u), rtol=update_rtol, atol=1e-9, err_msg=n)
-            np.testing.assert_allclose(float(run['weights'].weight_norm.sel(param=n)[i]), float(after[n].double().norm()), rtol=rtol)
+            u = (after[n].double() - before[n].double()).norm()
+            np.testing.assert_allclose(
+                float(run["updates"].update_norm.sel(param=n)[i]),
+                float(u),
+                rtol=update_rtol,
+                atol=1e-9,
+                err_msg=n,
+            )
+            np.testing.assert_allclose(
+                float(run["weights"].weight_norm.sel(param=n)[i]), float(after[n].double().norm()), rtol=rtol
+            )
 
 
-@pytest.mark.parametrize('opt', [lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=.1), lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True), lambda m: torch.optim.SGD(m.parameters(), lr=.1, momentum=.9), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True), lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3)], ids=['adamw', 'amsgrad', 'sgd', 'foreach', 'rmsprop'])
-def test_every_number_equals_its_twin(tmp_path, opt): check(*train(tmp_path/'r.zarr', opt=opt, clip=.1))
+@pytest.mark.parametrize(
+    "opt",
+    [
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
+        lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True),
+        lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3),
+    ],
+    ids=["adamw", "amsgrad", "sgd", "foreach", "rmsprop"],
+)
+def test_every_number_equals_its_twin(tmp_path, opt):
+    check(*train(tmp_path / "r.zarr", opt=opt, clip=0.1))
 
 
 def test_accumulation_and_tied_weights(tmp_path):
-    run, twins = train(tmp_path/'r.zarr', DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, tied=True)), micro=4)
-    check(run, twins); assert 'lm_head.weight' not in run['gradients'].param.values
+    run, twins = train(
+        tmp_path / "r.zarr", DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, tied=True)), micro=4
+    )
+    check(run, twins)
+    assert "lm_head.weight" not in run["gradients"].param.values
 
 
 def test_frozen_parts_and_several_optimizers(tmp_path):
-    model = DecoderLM(CONFIG); model.embed.requires_grad_(False); names = dict(model.named_parameters())
-    a, b = torch.optim.SGD([p for n, p in names.items() if n.startswith('blocks.0')], lr=.1), torch.optim.AdamW([p for n, p in names.items() if n.startswith('blocks.1')], lr=1e-3)
-    with Recorder(model, [a, b], tmp_path/'r') as rec:
-        model(TOKENS, TOKENS).backward(); a.step(); b.step(); rec.step()
-    run = open_run(tmp_path/'r'); norm, update = run['gradients'].grad_norm[0], run['updates'].update_norm[0]
-    assert np.isnan(norm.sel(param='embed.weight')) and norm.sel(param='lm_head.weight') > 0 and np.isnan(update.sel(param='lm_head.weight'))
-    assert update.sel(param='blocks.0.fc1.weight') > 0 and update.sel(param='blocks.1.fc1.weight') > 0
-    assert any('in no optimizer' in t for t in run['events'].event_text.values)
+    model = DecoderLM(CONFIG)
+    model.embed.requires_grad_(False)
+    names = dict(model.named_parameters())
+    a, b = (
+        torch.optim.SGD([p for n, p in names.items() if n.startswith("blocks.0")], lr=0.1),
+        torch.optim.AdamW([p for n, p in names.items() if n.startswith("blocks.1")], lr=1e-3),
+    )
+    with Recorder(model, [a, b], tmp_path / "r") as rec:
+        model(TOKENS, TOKENS).backward()
+        a.step()
+        b.step()
+        rec.step()
+    run = open_run(tmp_path / "r")
+    norm, update = run["gradients"].grad_norm[0], run["updates"].update_norm[0]
+    assert (
+        np.isnan(norm.sel(param="embed.weight"))
+        and norm.sel(param="lm_head.weight") > 0
+        and np.isnan(update.sel(param="lm_head.weight"))
+    )
+    assert update.sel(param="blocks.0.fc1.weight") > 0 and update.sel(param="blocks.1.fc1.weight") > 0
+    assert any("in no optimizer" in t for t in run["events"].event_text.values)
 
 
-@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_counts_once(tmp_path, reentrant):
     from torch.utils.checkpoint import checkpoint
 
     class Checked(DecoderLM):
         def forward(self, tokens, targets=None):
             x = self.embed(tokens) + self.pos_embed(torch.arange(tokens.shape[1]))
-            for block in self.blocks: x = checkpoint(block, x, use_reentrant=reentrant)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
             return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), targets.flatten())
+
     runs = []
     for cls in (DecoderLM, Checked):
-        torch.manual_seed(0); model = cls(CONFIG); opt = torch.optim.AdamW(model.parameters())
-        with Recorder(model, opt, tmp_path/cls.__name__) as rec:
-            for _ in range(2): model(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
-        runs.append(open_run(tmp_path/cls.__name__).load())
-    for g in ('activations', 'gradients', 'updates'):
-        for v in runs[0][g].data_vars: np.testing.assert_allclose(runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v)
+        torch.manual_seed(0)
+        model = cls(CONFIG)
+        opt = torch.optim.AdamW(model.parameters())
+        with Recorder(model, opt, tmp_path / cls.__name__) as rec:
+            for _ in range(2):
+                model(TOKENS, TOKENS).backward()
+                opt.step()
+                opt.zero_grad()
+                rec.step()
+        runs.append(open_run(tmp_path / cls.__name__).load())
+    for g in ("activations", "gradients", "updates"):
+        for v in runs[0][g].data_vars:
+            np.testing.assert_allclose(
+                runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v
+            )
 
 
-@pytest.mark.parametrize('kernel', ['1', '0'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["1", "0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
     import test_probe_detail as detail
+
     from stabilitylab.probe import stats
     from stabilitylab.probe.detail import lost_updates
-    monkeypatch.setenv('STABILITYLAB_KERNEL', kernel); stats.kernel.cache_clear()
-    run, twins = train(tmp_path/'r', DecoderLM(CONFIG).to(dtype), micro=2, steps=4, every_n=2)
+
+    monkeypatch.setenv("STABILITYLAB_KERNEL", kernel)
     stats.kernel.cache_clear()
-    acts, grads, weights, updates, states = (run[f'sampled_{g}'].to_dataset() for g in ('activations', 'gradients', 'weights', 'updates', 'optimizer'))
+    run, twins = train(tmp_path / "r", DecoderLM(CONFIG).to(dtype), micro=2, steps=4, every_n=2)
+    stats.kernel.cache_clear()
+    acts, grads, weights, updates, states = (
+        run[f"sampled_{g}"].to_dataset()
+        for g in ("activations", "gradients", "weights", "updates", "optimizer")
+    )
     assert acts.step.values.tolist() == [0, 2] == grads.step.values.tolist()
-    def same(ds, want, prefix=''):
-        for k, v in want.items(): np.testing.assert_allclose(ds[prefix + k].values, v, rtol=1e-4, atol=1e-6, err_msg=k)
+
+    def same(ds, want, prefix=""):
+        for k, v in want.items():
+            np.testing.assert_allclose(ds[prefix + k].values, v, rtol=1e-4, atol=1e-6, err_msg=k)
+
     for row, i in enumerate((0, 2)):
         outs, gs, before, after = twins[i]
         for name, os_ in outs.items():
-            same(acts.sel(module=name).isel(step=row), detail.twin(torch.cat([o.detach().flatten() for o in os_])))
-            same(acts.sel(module=name).isel(step=row), detail.twin(torch.cat([o.grad.flatten() for o in os_])), 'grad_')
+            same(
+                acts.sel(module=name).isel(step=row),
+                detail.twin(torch.cat([o.detach().flatten() for o in os_])),
+            )
+            same(
+                acts.sel(module=name).isel(step=row),
+                detail.twin(torch.cat([o.grad.flatten() for o in os_])),
+                "grad_",
+            )
             top = torch.cat([o.detach().float().reshape(-1, o.shape[-1]) for o in os_]).abs().amax(0)
-            np.testing.assert_allclose([acts[k].sel(module=name).values[row] for k in ('channel_median', 'channel_ratio', 'top_channel')], [top.median(), top.max()/top.median(), top.argmax()], rtol=1e-5)
+            np.testing.assert_allclose(
+                [
+                    acts[k].sel(module=name).values[row]
+                    for k in ("channel_median", "channel_ratio", "top_channel")
+                ],
+                [top.median(), top.max() / top.median(), top.argmax()],
+                rtol=1e-5,
+            )
         for n, g in gs.items():
-            same(grads.sel(param=n).isel(step=row), detail.twin(g)); same(weights.sel(param=n).isel(step=row), detail.twin(after[n]))
-            if dtype == torch.float32: np.testing.assert_allclose(updates.lost_frac.sel(param=n).values[row], np.divide(*lost_updates(before[n], before[n] - after[n]).tolist()[::-1]), atol=5e-3, err_msg=n)
-    assert (states.v_exponents.sum('exponent') - 1).max() < 1e-6 and states.m_kurtosis.notnull().all()
+            same(grads.sel(param=n).isel(step=row), detail.twin(g))
+            same(weights.sel(param=n).isel(step=row), detail.twin(after[n]))
+            if dtype == torch.float32:
+                np.testing.assert_allclose(
+                    updates.lost_frac.sel(param=n).values[row],
+                    np.divide(*lost_updates(before[n], before[n] - after[n]).tolist()[::-1]),
+                    atol=5e-3,
+                    err_msg=n,
+                )
+    assert (states.v_exponents.sum("exponent") - 1).max() < 1e-6 and states.m_kurtosis.notnull().all()
 
 
 def test_full_level_and_triggers_sample(tmp_path):
-    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); steps = {}
-    for name, kw in (('full', dict(level='full')), ('never', dict(every_n=0)), ('trigger', dict(every_n=0, triggers=(lambda step, s: step == 1,)))):
-        with Recorder(model, opt, tmp_path/name, **kw) as rec:
-            for _ in range(4): model(TOKENS, TOKENS).backward(); opt.step(); rec.step()
-        run = open_run(tmp_path/name); steps[name] = run['sampled_weights'].step.values.tolist() if 'sampled_weights' in run.children else []
-    assert steps == {'full': [0, 1, 2, 3], 'never': [], 'trigger': [2]}
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = {}
+    for name, kw in (
+        ("full", dict(level="full")),
+        ("never", dict(every_n=0)),
+        ("trigger", dict(every_n=0, triggers=(lambda step, s: step == 1,))),
+    ):
+        with Recorder(model, opt, tmp_path / name, **kw) as rec:
+            for _ in range(4):
+                model(TOKENS, TOKENS).backward()
+                opt.step()
+                rec.step()
+        run = open_run(tmp_path / name)
+        steps[name] = run["sampled_weights"].step.values.tolist() if "sampled_weights" in run.children else []
+    assert steps == {"full": [0, 1, 2, 3], "never": [], "trigger": [2]}
 
 
 def test_a_shared_tensor_fills_every_row_from_the_first_step(tmp_path):
     class Twice(nn.Module):
-        def __init__(self): super().__init__(); self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        def forward(self, x): y = self.a(x); return self.b(y) + self.b(torch.tanh(y)) + self.c(y)
-    model = Twice(); opt = torch.optim.SGD(model.parameters(), lr=.1)
-    with Recorder(model, opt, tmp_path/'r') as rec:
-        x = torch.ones(2, 4); model(x).sum().backward(); opt.step(); rec.step()
-    acts = open_run(tmp_path/'r')['activations']
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y) + self.b(torch.tanh(y)) + self.c(y)
+
+    model = Twice()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, opt, tmp_path / "r") as rec:
+        x = torch.ones(2, 4)
+        model(x).sum().backward()
+        opt.step()
+        rec.step()
+    acts = open_run(tmp_path / "r")["activations"]
     assert acts.in_rms.notnull().all() and acts.rms.notnull().all() and acts.grad_rms.notnull().all()
 
 
 def test_validation_is_not_recorded_and_values_are_untouched(tmp_path):
-    torch.manual_seed(0); plain = DecoderLM(CONFIG); torch.manual_seed(0); model = DecoderLM(CONFIG)
-    for m, rec in ((plain, None), (model, Recorder(model, o := torch.optim.AdamW(model.parameters()), tmp_path/'r').__enter__())):
+    torch.manual_seed(0)
+    plain = DecoderLM(CONFIG)
+    torch.manual_seed(0)
+    model = DecoderLM(CONFIG)
+    for m, rec in (
+        (plain, None),
+        (model, Recorder(model, o := torch.optim.AdamW(model.parameters()), tmp_path / "r").__enter__()),
+    ):
         opt = torch.optim.AdamW(m.parameters()) if rec is None else o
         for _ in range(3):
-            m(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad()
-            with torch.no_grad(): m(TOKENS)
-            if rec: rec.step()
+            m(TOKENS, TOKENS).backward()
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                m(TOKENS)
+            if rec:
+                rec.step()
     rec.__exit__(None, None, None)
     assert all(a.equal(b) for a, b in zip(plain.state_dict().values(), model.state_dict().values()))
     assert not model._forward_hooks and not model.embed._forward_hooks
 
 
 def test_grad_scaler(tmp_path):
-    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); scaler = torch.amp.GradScaler('cpu', init_scale=1024.)
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     norms = []
-    with Recorder(model, opt, tmp_path/'r', scaler=scaler) as rec:
+    with Recorder(model, opt, tmp_path / "r", scaler=scaler) as rec:
         for i in range(3):
-            loss = model(TOKENS, TOKENS); scaler.scale(loss).backward()
-            norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters())**.5)/1024)
-            if i == 1: model.embed.weight.grad[0, 0] = float('inf')
-            scaler.step(opt); scaler.update(); opt.zero_grad(); rec.step(loss)
-    run = open_run(tmp_path/'r')
-    np.testing.assert_allclose(run['scalars'].grad_norm.values[:1], norms[:1], rtol=1e-5)
-    assert run['scalars'].skipped.values.tolist() == [0, 1, 0] and run['scalars'].loss_scale.values.tolist() == [1024, 1024, 512]
+            loss = model(TOKENS, TOKENS)
+            scaler.scale(loss).backward()
+            norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters()) ** 0.5) / 1024)
+            if i == 1:
+                model.embed.weight.grad[0, 0] = float("inf")
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            rec.step(loss)
+    run = open_run(tmp_path / "r")
+    np.testing.assert_allclose(run["scalars"].grad_norm.values[:1], norms[:1], rtol=1e-5)
+    assert run["scalars"].skipped.values.tolist() == [0, 1, 0] and run[
+        "scalars"
+    ].loss_scale.values.tolist() == [1024, 1024, 512]
 
 
-def poison(model, at): model.blocks[1].fc1.register_forward_hook(lambda m, a, o: o*float('nan') if model.step == at else None)
+def poison(model, at):
+    model.blocks[1].fc1.register_forward_hook(lambda m, a, o: o * float("nan") if model.step == at else None)
 
 
-@pytest.mark.parametrize('mode', ['go on', 'stop', 'skip'])
+@pytest.mark.parametrize("mode", ["go on", "stop", "skip"])
 def test_first_bad_tensor(tmp_path, mode):
-    torch.manual_seed(0); model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters()); model.step = 0; poison(model, 2)
+    torch.manual_seed(0)
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.AdamW(model.parameters())
+    model.step = 0
+    poison(model, 2)
     try:
-        with Recorder(model, opt, tmp_path/'r', on_nonfinite=mode) as rec:
-            for model.step in range(4): model(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
-    except FloatingPointError as e: assert mode == 'stop' and 'blocks.1.fc1' in str(e) and 'step 2' in str(e)
-    else: assert mode != 'stop'
-    run = open_run(tmp_path/'r'); text = next(t for t in run['events'].event_text.values if 'first non-finite' in t)
-    assert 'forward output of blocks.1.fc1 (torch.float32)' in text and 'blocks.1.norm2 out' in text
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == (mode == 'skip')
-    if mode == 'skip': assert run['scalars'].skipped.values.tolist() == [0, 0, 1, 0]
+        with Recorder(model, opt, tmp_path / "r", on_nonfinite=mode) as rec:
+            for model.step in range(4):
+                model(TOKENS, TOKENS).backward()
+                opt.step()
+                opt.zero_grad()
+                rec.step()
+    except FloatingPointError as e:
+        assert mode == "stop" and "blocks.1.fc1" in str(e) and "step 2" in str(e)
+    else:
+        assert mode != "stop"
+    run = open_run(tmp_path / "r")
+    text = next(t for t in run["events"].event_text.values if "first non-finite" in t)
+    assert "forward output of blocks.1.fc1 (torch.float32)" in text and "blocks.1.norm2 out" in text
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == (mode == "skip")
+    if mode == "skip":
+        assert run["scalars"].skipped.values.tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_other_peoples_models_unmodified(tmp_path, name):
-    pytest.importorskip('transformers')
-    model, batch = tiny(name); model.train(); opt = torch.optim.AdamW(model.parameters())
-    with Recorder(model, opt, tmp_path/'r') as rec:
-        for _ in range(2): loss = model(**batch).loss; loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
-    run = open_run(tmp_path/'r').load(); acts = run['activations'].to_dataset()
-    for role in ('attn.q', 'attn.k', 'attn.v', 'mlp.fc1', 'mlp.fc2', 'block'):
+    pytest.importorskip("transformers")
+    model, batch = tiny(name)
+    model.train()
+    opt = torch.optim.AdamW(model.parameters())
+    with Recorder(model, opt, tmp_path / "r") as rec:
+        for _ in range(2):
+            loss = model(**batch).loss
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    run = open_run(tmp_path / "r").load()
+    acts = run["activations"].to_dataset()
+    for role in ("attn.q", "attn.k", "attn.v", "mlp.fc1", "mlp.fc2", "block"):
         rows = acts.isel(module=np.flatnonzero(acts.kind.values == role))
-        assert rows.sizes['module'] >= 2 and (rows.rms > 0).all() and (rows.grad_rms.notnull()).all(), role
-    assert (run['gradients'].nonfinite_count.fillna(0) == 0).all() and (run['updates'].update_norm > 0).any()
+        assert rows.sizes["module"] >= 2 and (rows.rms > 0).all() and (rows.grad_rms.notnull()).all(), role
+    assert (run["gradients"].nonfinite_count.fillna(0) == 0).all() and (run["updates"].update_norm > 0).any()
 
 
 def test_torch_transformer(tmp_path):
-    model = nn.Transformer(32, 2, 1, 1, 64, batch_first=True); opt = torch.optim.AdamW(model.parameters()); x = torch.randn(2, 5, 32)
-    with Recorder(model, opt, tmp_path/'r') as rec: model(x, x).square().mean().backward(); opt.step(); rec.step()
-    acts = open_run(tmp_path/'r')['activations']
-    assert (acts.rms.sel(module=['encoder.layers.0', 'decoder.layers.0', 'encoder.layers.0.linear1', 'decoder.layers.0.multihead_attn']) > 0).all()
+    model = nn.Transformer(32, 2, 1, 1, 64, batch_first=True)
+    opt = torch.optim.AdamW(model.parameters())
+    x = torch.randn(2, 5, 32)
+    with Recorder(model, opt, tmp_path / "r") as rec:
+        model(x, x).square().mean().backward()
+        opt.step()
+        rec.step()
+    acts = open_run(tmp_path / "r")["activations"]
+    assert (
+        acts.rms.sel(
+            module=[
+                "encoder.layers.0",
+                "decoder.layers.0",
+                "encoder.layers.0.linear1",
+                "decoder.layers.0.multihead_attn",
+            ]
+        )
+        > 0
+    ).all()
 
 
 def test_compiled_after_the_hooks_is_recorded(tmp_path):
     runs = []
     for compiled in (False, True):
-        torch.manual_seed(0); model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
-        with Recorder(model, opt, tmp_path/f'{compiled}') as rec:
-            call = torch.compile(model, backend='eager') if compiled else model
-            for _ in range(2): call(TOKENS, TOKENS).backward(); opt.step(); opt.zero_grad(); rec.step()
-        runs.append(open_run(tmp_path/f'{compiled}').load())
-    for g in ('activations', 'gradients'):
-        for v in runs[0][g].data_vars: np.testing.assert_allclose(runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v)
+        torch.manual_seed(0)
+        model = DecoderLM(CONFIG)
+        opt = torch.optim.AdamW(model.parameters())
+        with Recorder(model, opt, tmp_path / f"{compiled}") as rec:
+            call = torch.compile(model, backend="eager") if compiled else model
+            for _ in range(2):
+                call(TOKENS, TOKENS).backward()
+                opt.step()
+                opt.zero_grad()
+                rec.step()
+        runs.append(open_run(tmp_path / f"{compiled}").load())
+    for g in ("activations", "gradients"):
+        for v in runs[0][g].data_vars:
+            np.testing.assert_allclose(
+                runs[1][g][v].values, runs[0][g][v].values, rtol=1e-4, atol=1e-7, err_msg=v
+            )
 
 
 def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
-    check(*train(tmp_path/'r', DecoderLM(CONFIG).bfloat16(), opt=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)), rtol=1e-2, update_rtol=1e-3)
+    check(
+        *train(
+            tmp_path / "r",
+            DecoderLM(CONFIG).bfloat16(),
+            opt=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+        ),
+        rtol=1e-2,
+        update_rtol=1e-3,
+    )
 
 
 def test_bad_paths_hurt_nobody(tmp_path):
-    model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
-    (tmp_path/'file').write_text('x'); (tmp_path/'other').mkdir(); (tmp_path/'other'/'notes.txt').write_text('x')
-    for path in (tmp_path/'file', tmp_path/'other'):
-        with pytest.warns(UserWarning, match='nothing is recorded, training goes on'), Recorder(model, opt, path) as rec: model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.)
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.AdamW(model.parameters())
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "other"):
+        with (
+            pytest.warns(UserWarning, match="nothing is recorded, training goes on"),
+            Recorder(model, opt, path) as rec,
+        ):
+            model(TOKENS, TOKENS).backward()
+            opt.step()
+            rec.step(1.0)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        with Recorder(model, opt, tmp_path/'r') as rec, Recorder(model, opt, tmp_path/'r') as second: second.step(1.); rec.step(1.)
-    assert len(said) == 1 and 'second recorder' in str(said[0].message) and open_run(tmp_path/'r')['scalars'].sizes['step'] == 1
+        warnings.simplefilter("always")
+        with Recorder(model, opt, tmp_path / "r") as rec, Recorder(model, opt, tmp_path / "r") as second:
+            second.step(1.0)
+            rec.step(1.0)
+    assert (
+        len(said) == 1
+        and "second recorder" in str(said[0].message)
+        and open_run(tmp_path / "r")["scalars"].sizes["step"] == 1
+    )
 
 
 def test_full_disk_is_said_once(tmp_path, monkeypatch):
-    model = DecoderLM(CONFIG); opt = torch.optim.AdamW(model.parameters())
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.AdamW(model.parameters())
     from stabilitylab.run.live import LiveStore
-    monkeypatch.setattr(LiveStore, 'append', lambda *a: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
+
+    monkeypatch.setattr(
+        LiveStore, "append", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        with Recorder(model, opt, tmp_path/'r', flush_seconds=.01) as rec:
-            for _ in range(5): model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.); time.sleep(.03)
-    assert len([w for w in said if 'No space left' in str(w.message)]) == 1 and rec.n == 5
+        warnings.simplefilter("always")
+        with Recorder(model, opt, tmp_path / "r", flush_seconds=0.01) as rec:
+            for _ in range(5):
+                model(TOKENS, TOKENS).backward()
+                opt.step()
+                rec.step(1.0)
+                time.sleep(0.03)
+    assert len([w for w in said if "No space left" in str(w.message)]) == 1 and rec.n == 5
 
 
-KILLS = '''
+KILLS = """
 import json, os, signal, sys, time, numpy as np, torch
 from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.probe.recorder import Recorder
@@ -286,80 +511,162 @@ rng, lost, late = np.random.default_rng(int(sys.argv[3])), [], []
 for k in range(kills):
     start = time.time(); l, t = one(k, rng); lost.append(l); late.append(t)
 print(json.dumps({'kills': kills, 'lost': [int(np.median(lost)), max(lost)], 'late': [float(np.median(late)), max(late)]}))
-'''
+"""
 
 
 def test_killed_at_random_moments(tmp_path):
     import json
-    kills = int(os.environ.get('STABILITYLAB_KILLS', 40)) # 200 for the whole promise
-    done = subprocess.run([sys.executable, '-c', KILLS, str(tmp_path), str(kills), '0'], capture_output=True, text=True, timeout=900, env=os.environ | {'PYTHONPATH': os.path.dirname(os.path.dirname(os.path.abspath(__file__)))})
+
+    kills = int(os.environ.get("STABILITYLAB_KILLS", 40))  # 200 for the whole promise
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), str(kills), "0"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__)))},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout); print(told)
-    assert told['kills'] == kills and told['late'][0] < 1 and told['late'][1] < 10, told # 0.05 s between flushes, and what a loaded machine adds
+    told = json.loads(done.stdout)
+    print(told)
+    assert told["kills"] == kills and told["late"][0] < 1 and told["late"][1] < 10, (
+        told
+    )  # 0.05 s between flushes, and what a loaded machine adds
 
 
 def test_black_box_stays_within_its_bytes(tmp_path):
     from stabilitylab.probe.blackbox import BlackBox
-    model = nn.Linear(64, 64); opt = torch.optim.AdamW(model.parameters()); used = []
+
+    model = nn.Linear(64, 64)
+    opt = torch.optim.AdamW(model.parameters())
+    used = []
     box = BlackBox(tmp_path, model, [opt], every=2, keep=50, max_bytes=300_000)
     for step in range(60):
         box.batch(torch.zeros(4, 64), step, 0)
-        if step % 7 == 0: box.trigger(step)
+        if step % 7 == 0:
+            box.trigger(step)
     box.close()
-    files = list(box.folder.glob('*.pt')); used = sum(f.stat().st_size for f in files)
-    assert used <= 300_000 and {f.name for f in files} == {r['file'] for r in box.index['snapshots'] + box.index['batches']}
-    assert max(s['step'] for s in box.index['snapshots']) >= 57 and (box.folder/'batch-59-0.pt').exists() and any(s['pinned'] for s in box.index['snapshots'])
+    files = list(box.folder.glob("*.pt"))
+    used = sum(f.stat().st_size for f in files)
+    assert used <= 300_000 and {f.name for f in files} == {
+        r["file"] for r in box.index["snapshots"] + box.index["batches"]
+    }
+    assert (
+        max(s["step"] for s in box.index["snapshots"]) >= 57
+        and (box.folder / "batch-59-0.pt").exists()
+        and any(s["pinned"] for s in box.index["snapshots"])
+    )
 
 
 def test_a_rule_on_line_pins_the_spike(tmp_path):
     import json
+
     from stabilitylab.detect.online import OnlineRule
-    torch.manual_seed(0); model = nn.Sequential(nn.Linear(8, 1)); opt = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with Recorder(model, opt, tmp_path/'r', snapshot_every=10, triggers=(OnlineRule(),)) as rec:
-        for i in range(90): x = rec.batch(torch.randn(64, 8) + (20 if i == 75 else 0)); loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
-    pinned = [s for s in json.loads((tmp_path/'r'/'blackbox'/'index.json').read_text())['snapshots'] if s['pinned']]
-    assert [s['suspect'] for s in pinned] == [75] and pinned[0]['step'] == 70 and (tmp_path/'r'/'blackbox'/'batch-75-0.pt').exists()
-    assert 76 in open_run(tmp_path/'r')['sampled_weights'].step.values
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Recorder(model, opt, tmp_path / "r", snapshot_every=10, triggers=(OnlineRule(),)) as rec:
+        for i in range(90):
+            x = rec.batch(torch.randn(64, 8) + (20 if i == 75 else 0))
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    pinned = [
+        s
+        for s in json.loads((tmp_path / "r" / "blackbox" / "index.json").read_text())["snapshots"]
+        if s["pinned"]
+    ]
+    assert (
+        [s["suspect"] for s in pinned] == [75]
+        and pinned[0]["step"] == 70
+        and (tmp_path / "r" / "blackbox" / "batch-75-0.pt").exists()
+    )
+    assert 76 in open_run(tmp_path / "r")["sampled_weights"].step.values
 
 
 def test_online_rules_agree_with_the_finished_curve():
     from stabilitylab.detect.online import LOOK_BACK, OnlineRule
     from stabilitylab.detect.rules import RULES
-    rng = np.random.default_rng(1); x = 3 - np.linspace(0, 1, 1500) + .03*rng.standard_normal(1500); x[[400, 700, 701, 1300]] += .8; x[900:910] *= 2.5
+
+    rng = np.random.default_rng(1)
+    x = 3 - np.linspace(0, 1, 1500) + 0.03 * rng.standard_normal(1500)
+    x[[400, 700, 701, 1300]] += 0.8
+    x[900:910] *= 2.5
     for name in LOOK_BACK:
-        rule = OnlineRule(name, gap=0); fired = [i for i, v in enumerate(x) if rule(i, {'loss': v})]
+        rule = OnlineRule(name, gap=0)
+        fired = [i for i, v in enumerate(x) if rule(i, {"loss": v})]
         assert fired == np.flatnonzero(RULES[name].flags(x)).tolist(), name
 
 
 def test_a_new_environment_is_told(tmp_path, monkeypatch):
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.probe import environment as e
-    model = DecoderLM(CONFIG); opt = torch.optim.SGD(model.parameters(), lr=.1); was = e.environment
-    for k, version in enumerate(('1', '1', '2', '3')):
-        monkeypatch.setattr(e, 'environment', lambda: was() | {'version_x': version})
-        rec = Recorder(model, opt, tmp_path/'r', first_step=k).__enter__(); model(TOKENS, TOKENS).backward(); opt.step(); rec.step(1.)
-        if k != 2: rec.__exit__(None, None, None)
-        else: rec.modules.remove(); rec.params.remove(); rec.writer.close(); rec.store.lock.close()
-    found = diagnose(open_run(tmp_path/'r')).of('environment_change')
-    assert [(f.onset, f.evidence['changed']) for f in found if 'changed' in f.evidence] == [(2, 'version_x 1 to 2'), (3, 'version_x 2 to 3')]
+
+    model = DecoderLM(CONFIG)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    was = e.environment
+    for k, version in enumerate(("1", "1", "2", "3")):
+        monkeypatch.setattr(e, "environment", lambda: was() | {"version_x": version})
+        rec = Recorder(model, opt, tmp_path / "r", first_step=k).__enter__()
+        model(TOKENS, TOKENS).backward()
+        opt.step()
+        rec.step(1.0)
+        if k != 2:
+            rec.__exit__(None, None, None)
+        else:
+            rec.modules.remove()
+            rec.params.remove()
+            rec.writer.close()
+            rec.store.lock.close()
+    found = diagnose(open_run(tmp_path / "r")).of("environment_change")
+    assert [(f.onset, f.evidence["changed"]) for f in found if "changed" in f.evidence] == [
+        (2, "version_x 1 to 2"),
+        (3, "version_x 2 to 3"),
+    ]
 
 
 def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
     from stabilitylab.probe.blackbox import set_rng_state
-    torch.manual_seed(0); config = LMConfig(d_model=32, n_layer=2, seq=16, dropout=.2); model = DecoderLM(config); opt = torch.optim.AdamW(model.parameters(), lr=1e-2); losses = []
-    with Recorder(model, opt, tmp_path/'r', snapshot_every=3) as rec:
+
+    torch.manual_seed(0)
+    config = LMConfig(d_model=32, n_layer=2, seq=16, dropout=0.2)
+    model = DecoderLM(config)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    with Recorder(model, opt, tmp_path / "r", snapshot_every=3) as rec:
         for _ in range(7):
-            x = rec.batch(torch.randint(0, 128, (4, 16))); loss = model(x, x); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss); losses.append(loss.item())
-    load = lambda f: torch.load(tmp_path/'r'/'blackbox'/f, weights_only=True)
-    state = load('snapshot-3.pt'); again = DecoderLM(config); again.load_state_dict(state['model']); opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2); opt2.load_state_dict(state['optimizer'][0])
+            x = rec.batch(torch.randint(0, 128, (4, 16)))
+            loss = model(x, x)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+            losses.append(loss.item())
+    load = lambda f: torch.load(tmp_path / "r" / "blackbox" / f, weights_only=True)
+    state = load("snapshot-3.pt")
+    again = DecoderLM(config)
+    again.load_state_dict(state["model"])
+    opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    opt2.load_state_dict(state["optimizer"][0])
     for step in range(3, 7):
-        b = load(f'batch-{step}-0.pt'); set_rng_state(b['rng']); loss = again(b['batch'], b['batch']); loss.backward(); opt2.step(); opt2.zero_grad()
+        b = load(f"batch-{step}-0.pt")
+        set_rng_state(b["rng"])
+        loss = again(b["batch"], b["batch"])
+        loss.backward()
+        opt2.step()
+        opt2.zero_grad()
         assert loss.item() == losses[step]
     assert all(a.equal(b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_model_that_is_one_module(tmp_path):
-    model = nn.Linear(8, 1); opt = torch.optim.SGD(model.parameters(), lr=.1)
-    with Recorder(model, opt, tmp_path/'r') as rec: model(torch.ones(2, 8)).sum().backward(); opt.step(); rec.step(1.)
-    acts = open_run(tmp_path/'r')['activations']
-    assert acts.module.values.tolist() == ['linear'] and acts.rms.item() > 0 and acts.grad_rms.item() == 1
+    model = nn.Linear(8, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, opt, tmp_path / "r") as rec:
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        rec.step(1.0)
+    acts = open_run(tmp_path / "r")["activations"]
+    assert acts.module.values.tolist() == ["linear"] and acts.rms.item() > 0 and acts.grad_rms.item() == 1

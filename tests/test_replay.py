@@ -1,4 +1,5 @@
 "Replay: bit-exact steps, 100 seeded swap tests, bit flips, precision against a slow twin, the command."
+
 import json
 import subprocess
 import sys
@@ -21,87 +22,153 @@ from stabilitylab.replay.step import noise_floor, norm_of, replay
 from stabilitylab.replay.swap import swap_test, verdict_of
 
 CONFIG = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
-SETUP = Setup(lambda: DecoderLM(CONFIG), lambda m, b: m(b['tokens'], b['targets']), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+SETUP = Setup(
+    lambda: DecoderLM(CONFIG),
+    lambda m, b: m(b["tokens"], b["targets"]),
+    lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+)
 
 
-def as_batch(x, name=''): return Batch([{'tokens': x[:, :-1], 'targets': x[:, 1:]}], name=name)
+def as_batch(x, name=""):
+    return Batch([{"tokens": x[:, :-1], "targets": x[:, 1:]}], name=name)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def trained():
     "Two states of a model that learned shifted patterns, and a maker of such batches; token 31 never occurs."
     torch.manual_seed(0)
     model, pattern, states = DecoderLM(CONFIG), torch.arange(17) % 5, []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    def ordinary(rng): return as_batch(pattern + torch.from_numpy(rng.integers(0, 24, (8, 1))))
+
+    def ordinary(rng):
+        return as_batch(pattern + torch.from_numpy(rng.integers(0, 24, (8, 1))))
+
     rng = np.random.default_rng(0)
     for step in range(150):
-        if step in (120, 135): states.append(Snapshot(SETUP, deepcopy(model.state_dict()), deepcopy(optimizer.state_dict()), step=step))
-        optimizer.zero_grad(); SETUP.loss(model, ordinary(rng).parts[0]).backward(); optimizer.step()
+        if step in (120, 135):
+            states.append(
+                Snapshot(SETUP, deepcopy(model.state_dict()), deepcopy(optimizer.state_dict()), step=step)
+            )
+        optimizer.zero_grad()
+        SETUP.loss(model, ordinary(rng).parts[0]).backward()
+        optimizer.step()
     return states, ordinary, Snapshot(SETUP, deepcopy(model.state_dict()), step=150)
 
 
 def rare_feature(rng):
     "A combination: a weight that broke in one state only, of a feature that one batch only has."
     weight = rng.normal(size=16)
+
     def batch(name, extra):
-        x = rng.normal(size=(32, 16)); x[:, 12:] = 0; x[:, 15] = extra*rng.normal(size=32)
-        return Batch([(torch.from_numpy(x).float(), torch.from_numpy(x[:, :12] @ weight[:12] + rng.normal(0, .5, 32)).float())], name=name)
+        x = rng.normal(size=(32, 16))
+        x[:, 12:] = 0
+        x[:, 15] = extra * rng.normal(size=32)
+        return Batch(
+            [
+                (
+                    torch.from_numpy(x).float(),
+                    torch.from_numpy(x[:, :12] @ weight[:12] + rng.normal(0, 0.5, 32)).float(),
+                )
+            ],
+            name=name,
+        )
+
     setup = Setup(lambda: torch.nn.Linear(16, 1, bias=False), lambda m, b: F.mse_loss(m(b[0])[:, 0], b[1]))
+
     def state(off):
-        w = weight + rng.normal(0, .3, 16); w[12:] = 0; w[15] = off
-        return Snapshot(setup, {'weight': torch.from_numpy(w[None]).float()})
-    return swap_test([state(0), state(0), state(float(rng.uniform(30, 90)))], [batch('a', 0), batch('b', 0), batch('c', .5)], progress=False).verdict
+        w = weight + rng.normal(0, 0.3, 16)
+        w[12:] = 0
+        w[15] = off
+        return Snapshot(setup, {"weight": torch.from_numpy(w[None]).float()})
+
+    return swap_test(
+        [state(0), state(0), state(float(rng.uniform(30, 90)))],
+        [batch("a", 0), batch("b", 0), batch("c", 0.5)],
+        progress=False,
+    ).verdict
 
 
 def test_the_cause_is_found_in_95_of_100_seeded_cases(trained):
     "R17: a poisoned batch, a broken state, both, one cell alone, and neither, with other seeds, places and sizes."
     states, ordinary, last = trained
-    kinds, right, wrong = ('bad batch', 'bad state', 'bad batch and bad state', 'combination', 'neither'), 0, []
+    kinds, right, wrong = (
+        ("bad batch", "bad state", "bad batch and bad state", "combination", "neither"),
+        0,
+        [],
+    )
     for seed in range(100):
         rng, kind = np.random.default_rng(seed), kinds[seed % 5]
         bad, suspect = ordinary(rng), last
-        if kind in ('bad batch', 'bad batch and bad state'):
-            x = torch.from_numpy(rng.integers(0, 29, (8, 17))); x[:, ::2] = int(rng.integers(29, 31)); bad = as_batch(x)
-        if kind in ('bad state', 'bad batch and bad state'):
+        if kind in ("bad batch", "bad batch and bad state"):
+            x = torch.from_numpy(rng.integers(0, 29, (8, 17)))
+            x[:, ::2] = int(rng.integers(29, 31))
+            bad = as_batch(x)
+        if kind in ("bad state", "bad batch and bad state"):
             names = [n for n, t in last.model.items() if t.ndim == 2]
-            state = {k: v + float(rng.uniform(.6, 1.2))*v.std()*torch.from_numpy(rng.standard_normal(v.shape)).float() if k in names else v for k, v in last.model.items()}
+            state = {
+                k: v
+                + float(rng.uniform(0.6, 1.2))
+                * v.std()
+                * torch.from_numpy(rng.standard_normal(v.shape)).float()
+                if k in names
+                else v
+                for k, v in last.model.items()
+            }
             suspect = changed(last, model=state)
-        if kind == 'combination': told = rare_feature(rng)
-        else: told = swap_test([*states, suspect], [ordinary(rng), ordinary(rng), bad], progress=False).verdict
+        if kind == "combination":
+            told = rare_feature(rng)
+        else:
+            told = swap_test([*states, suspect], [ordinary(rng), ordinary(rng), bad], progress=False).verdict
         right += told == kind
-        if told != kind: wrong.append((seed, kind, told))
+        if told != kind:
+            wrong.append((seed, kind, told))
     assert right >= 95, wrong
 
 
 def test_a_recorded_step_comes_back_to_the_last_bit_with_dropout(tmp_path):
     from stabilitylab.probe.recorder import Recorder
+
     config = LMConfig(vocab=32, seq=16, d_model=16, n_layer=2, n_head=2, dropout=0.3)
-    setup = Setup(lambda: DecoderLM(config), lambda m, b: m(b['tokens'], b['targets']), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    setup = Setup(
+        lambda: DecoderLM(config),
+        lambda m, b: m(b["tokens"], b["targets"]),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    )
     torch.manual_seed(3)
-    model = setup.model(); optimizer = setup.optimizer(model); seen = {}
-    with Recorder(model, optimizer, tmp_path/'run', snapshot_every=4) as recorder:
+    model = setup.model()
+    optimizer = setup.optimizer(model)
+    seen = {}
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=4) as recorder:
         for step in range(10):
-            total = 0.
-            for _ in range(2): # two micro-batches a step
+            total = 0.0
+            for _ in range(2):  # two micro-batches a step
                 x = torch.randint(32, (4, 17))
-                loss = setup.loss(model, recorder.batch({'tokens': x[:, :-1], 'targets': x[:, 1:]}))/2
-                loss.backward(); total += loss.item()
+                loss = setup.loss(model, recorder.batch({"tokens": x[:, :-1], "targets": x[:, 1:]})) / 2
+                loss.backward()
+                total += loss.item()
             grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-            optimizer.step(); optimizer.zero_grad(); recorder.step(total)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(total)
             seen[step] = total, grads, deepcopy(model.state_dict())
-    steps = replayable_steps(tmp_path/'run')
-    for step in (steps[0], steps[len(steps)//2], steps[-1]):
-        again = replay(load_snapshot(tmp_path/'run', step, setup), load_batch(tmp_path/'run', step))
+    steps = replayable_steps(tmp_path / "run")
+    for step in (steps[0], steps[len(steps) // 2], steps[-1]):
+        again = replay(load_snapshot(tmp_path / "run", step, setup), load_batch(tmp_path / "run", step))
         loss, grads, weights = seen[step]
-        assert again.loss == loss and all(torch.equal(again.gradients[n], g) for n, g in grads.items()) and all(torch.equal(again.weights[n], w) for n, w in weights.items())
-        assert again.run['scalars'].loss.item() == loss
+        assert (
+            again.loss == loss
+            and all(torch.equal(again.gradients[n], g) for n, g in grads.items())
+            and all(torch.equal(again.weights[n], w) for n, w in weights.items())
+        )
+        assert again.run["scalars"].loss.item() == loss
 
 
 def test_replaying_leaves_the_random_states_alone(trained):
     states, ordinary, _ = trained
-    torch.manual_seed(11); before = torch.get_rng_state()
-    replay(states[0], ordinary(np.random.default_rng(0))); noise_floor(states[0], ordinary(np.random.default_rng(0)), 2)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    replay(states[0], ordinary(np.random.default_rng(0)))
+    noise_floor(states[0], ordinary(np.random.default_rng(0)), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -110,136 +177,237 @@ def test_a_flipped_bit_is_told_as_transient_or_persistent(trained):
     states, ordinary, last = trained
     batch = ordinary(np.random.default_rng(5))
     good = replay(last, batch, record=False).loss
+
     def flipped():
         model = deepcopy(last.model)
-        model['blocks.0.fc1.weight'].view(-1).view(torch.int32)[7] ^= 1 << 30
+        model["blocks.0.fc1.weight"].view(-1).view(torch.int32)[7] ^= 1 << 30
         return replay(changed(last, model=model), batch, record=False).loss
+
     bad = flipped()
     assert bad != good
-    assert rerun_verdict(bad, good)[0] == 'transient fault'
-    assert rerun_verdict(bad, flipped(), good)[0] == 'persistent fault of this device'
-    assert rerun_verdict(good, replay(last, batch, record=False).loss, good)[0] == 'reproducible everywhere'
+    assert rerun_verdict(bad, good)[0] == "transient fault"
+    assert rerun_verdict(bad, flipped(), good)[0] == "persistent fault of this device"
+    assert rerun_verdict(good, replay(last, batch, record=False).loss, good)[0] == "reproducible everywhere"
 
 
 def test_module_errors_equal_a_slow_twin(trained):
     "Every leaf's output, computed once more by hand in float64 and in bf16."
     _, ordinary, last = trained
     batch = ordinary(np.random.default_rng(1))
-    table = compare_precision(last, batch, ['bf16'])
+    table = compare_precision(last, batch, ["bf16"])
     out = {}
     for dtype in (torch.float64, torch.bfloat16):
-        model = DecoderLM(CONFIG); model.load_state_dict(last.model); model.to(dtype)
+        model = DecoderLM(CONFIG)
+        model.load_state_dict(last.model)
+        model.to(dtype)
+
         def keep(name):
             def hook(m, a, y):
-                if (dtype, name) not in out: out[dtype, name] = y.double().detach().numpy() # the first call, where a module is called twice
+                if (dtype, name) not in out:
+                    out[dtype, name] = (
+                        y.double().detach().numpy()
+                    )  # the first call, where a module is called twice
+
             return hook
+
         for n, m in model.named_modules():
-            if n in table.module.values: m.register_forward_hook(keep(n))
-        model(batch.parts[0]['tokens'])
+            if n in table.module.values:
+                m.register_forward_hook(keep(n))
+        model(batch.parts[0]["tokens"])
     for n in table.module.values:
         x, y = out[torch.float64, n], out[torch.bfloat16, n]
-        assert np.isclose(float(table.error.sel(precision='bf16', module=n)), np.sqrt(((x-y)**2).sum())/np.sqrt((x**2).sum()), rtol=1e-9)
+        assert np.isclose(
+            float(table.error.sel(precision="bf16", module=n)),
+            np.sqrt(((x - y) ** 2).sum()) / np.sqrt((x**2).sum()),
+            rtol=1e-9,
+        )
 
 
-@pytest.mark.parametrize('module', ['blocks.0.attn.v_proj', 'blocks.0.fc1', 'lm_head'])
+@pytest.mark.parametrize("module", ["blocks.0.attn.v_proj", "blocks.0.fc1", "lm_head"])
 def test_bisection_finds_the_planted_module(trained, module):
     "One module's weights are so large that its product passes 65504; the next one undoes it."
     _, ordinary, last = trained
+
     class Scaled(torch.nn.Module):
-        def __init__(self): super().__init__(); self.inner = DecoderLM(CONFIG); dict(self.inner.named_modules())[module].register_forward_hook(lambda m, a, y: y/1e6)
-        def forward(self, *a): return self.inner(*a)
-    state = {f'inner.{k}': v.clone() for k, v in last.model.items()}
-    state[f'inner.{module}.weight'] *= 1e6
+        def __init__(self):
+            super().__init__()
+            self.inner = DecoderLM(CONFIG)
+            dict(self.inner.named_modules())[module].register_forward_hook(lambda m, a, y: y / 1e6)
+
+        def forward(self, *a):
+            return self.inner(*a)
+
+    state = {f"inner.{k}": v.clone() for k, v in last.model.items()}
+    state[f"inner.{module}.weight"] *= 1e6
     snapshot = Snapshot(Setup(Scaled, SETUP.loss), state)
-    found = bisect_precision(snapshot, ordinary(np.random.default_rng(2)), 'fp16', progress=False)
-    assert found['modules'] == [f'inner.{module}'] and found['tries'][-1][-1] in (True, False)
+    found = bisect_precision(snapshot, ordinary(np.random.default_rng(2)), "fp16", progress=False)
+    assert found["modules"] == [f"inner.{module}"] and found["tries"][-1][-1] in (True, False)
 
 
 def test_blame_equals_vmapped_gradients(trained):
     _, ordinary, last = trained
-    batch = ordinary(np.random.default_rng(8)); table = blame(last, batch)
-    model, _ = last.build(); part = batch.parts[0]
+    batch = ordinary(np.random.default_rng(8))
+    table = blame(last, batch)
+    model, _ = last.build()
+    part = batch.parts[0]
     params = {k: v.detach() for k, v in model.named_parameters()}
-    def loss(p, x, y): return torch.func.functional_call(model, p, (x[None], y[None]))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, part['tokens'], part['targets'])
+
+    def loss(p, x, y):
+        return torch.func.functional_call(model, p, (x[None], y[None]))
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, part["tokens"], part["targets"])
     norms = torch.stack([g.flatten(1).double().pow(2).sum(1) for g in grads.values()]).sum(0).sqrt()
     assert np.allclose(table.grad_norm, norms, rtol=1e-4) and np.isclose(table.share.sum(), 1)
 
 
 def test_the_sample_replays_from_the_command():
-    out = subprocess.run([sys.executable, '-c', 'import sys; from stabilitylab.cli.main import main; sys.exit(main())', 'replay', str(sample()), '--step', '351', '--json'], capture_output=True, text=True)
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
+            "replay",
+            str(sample()),
+            "--step",
+            "351",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+    )
     told = json.loads(out.stdout)
-    assert out.returncode == 0 and abs(told['loss'] - told['recorded_loss']) < 1e-3 and told['swap']['verdict'] == 'bad state' and len(told['samples']) == 24
+    assert (
+        out.returncode == 0
+        and abs(told["loss"] - told["recorded_loss"]) < 1e-3
+        and told["swap"]["verdict"] == "bad state"
+        and len(told["samples"]) == 24
+    )
 
 
 def test_a_step_under_a_loss_scaler_comes_back_to_the_last_bit(tmp_path):
     "The scale, its growth and the skipped step are part of the state."
     from stabilitylab.probe.recorder import Recorder
+
     setup = replace_setup(clip=0.5)
     torch.manual_seed(4)
-    model = setup.model(); optimizer, scaler, seen = setup.optimizer(model), torch.amp.GradScaler('cpu', init_scale=2.**10, growth_interval=3), {}
-    with Recorder(model, optimizer, tmp_path/'run', scaler=scaler, snapshot_every=5) as recorder:
+    model = setup.model()
+    optimizer, scaler, seen = (
+        setup.optimizer(model),
+        torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+        {},
+    )
+    with Recorder(model, optimizer, tmp_path / "run", scaler=scaler, snapshot_every=5) as recorder:
         for step in range(8):
             x = torch.randint(32, (4, 17))
-            loss = setup.loss(model, recorder.batch({'tokens': x[:, :-1], 'targets': x[:, 1:]}))
-            optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5); scaler.step(optimizer); scaler.update(); recorder.step(loss)
+            loss = setup.loss(model, recorder.batch({"tokens": x[:, :-1], "targets": x[:, 1:]}))
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            recorder.step(loss)
             seen[step] = loss.item(), deepcopy(model.state_dict()), scaler.get_scale()
     for step in (3, 7):
-        snapshot = load_snapshot(tmp_path/'run', step, setup)
-        again = replay(snapshot, load_batch(tmp_path/'run', step), record=step == 3)
-        assert again.loss == seen[step][0] and all(torch.equal(again.weights[n], w) for n, w in seen[step][1].items())
+        snapshot = load_snapshot(tmp_path / "run", step, setup)
+        again = replay(snapshot, load_batch(tmp_path / "run", step), record=step == 3)
+        assert again.loss == seen[step][0] and all(
+            torch.equal(again.weights[n], w) for n, w in seen[step][1].items()
+        )
         assert snapshot.grad_scaler().get_scale() == seen[step - 1][2]
 
 
-def replace_setup(**settings): return changed(SETUP, **settings)
+def replace_setup(**settings):
+    return changed(SETUP, **settings)
 
 
 def test_blame_in_little_memory_and_over_micro_batches(trained):
     _, ordinary, last = trained
     parts = [ordinary(np.random.default_rng(i)).parts[0] for i in (1, 2)]
     one, two = blame(last, Batch(parts)), blame(last, Batch(parts), memory=0)
-    assert one.equals(two) and len(one) == 16 and one.microbatch.tolist() == [0]*8 + [1]*8
-    model, _ = last.build(); sum(SETUP.loss(model, p)/2 for p in parts).backward()
-    assert np.isclose(norm_of(p.grad for p in model.parameters()), one.attrs['grad_norm'], rtol=1e-5) and np.isclose(one.share.sum(), 1)
+    assert one.equals(two) and len(one) == 16 and one.microbatch.tolist() == [0] * 8 + [1] * 8
+    model, _ = last.build()
+    sum(SETUP.loss(model, p) / 2 for p in parts).backward()
+    assert np.isclose(
+        norm_of(p.grad for p in model.parameters()), one.attrs["grad_norm"], rtol=1e-5
+    ) and np.isclose(one.share.sum(), 1)
 
 
 def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     import time
+
     from stabilitylab.replay.job import ReplayJob
+
     job, heard = ReplayJob(sample(), 350, swap=False, modules=True), set()
     for _ in range(1200):
-        now = job.poll(); heard.add(now['words'])
-        if now['done']: break
+        now = job.poll()
+        heard.add(now["words"])
+        if now["done"]:
+            break
         time.sleep(0.05)
-    told = now['result']
-    assert abs(told['loss'] - told['recorded_loss']) < 1e-3 and len(told['samples']) == 24 and len(told['modules']) == 9 and len(told['tokens'][0]['losses']) == 64 and 'every sample' in heard
-    job.cancel(); assert not job.folder.exists()
-    broken = ReplayJob(sample(), 340, setup='nowhere.py:f')
-    while not broken.poll()['done']: time.sleep(0.05)
-    assert 'can be imported' in broken.poll()['result']['error']; broken.cancel()
+    told = now["result"]
+    assert (
+        abs(told["loss"] - told["recorded_loss"]) < 1e-3
+        and len(told["samples"]) == 24
+        and len(told["modules"]) == 9
+        and len(told["tokens"][0]["losses"]) == 64
+        and "every sample" in heard
+    )
+    job.cancel()
+    assert not job.folder.exists()
+    broken = ReplayJob(sample(), 340, setup="nowhere.py:f")
+    while not broken.poll()["done"]:
+        time.sleep(0.05)
+    assert "can be imported" in broken.poll()["result"]["error"]
+    broken.cancel()
 
 
 def test_a_malicious_checkpoint_is_not_run(tmp_path):
     import pickle
+
     from stabilitylab.replay.snapshot import snapshot_of
+
     class Evil:
-        def __reduce__(self): return (__import__('os').system, (f'touch {tmp_path}/ran',))
-    (tmp_path/'x.pt').write_bytes(pickle.dumps({'model': Evil()}))
-    with pytest.raises(ValueError, match='weights_only'): snapshot_of(SETUP, tmp_path/'x.pt')
-    assert not (tmp_path/'ran').exists()
+        def __reduce__(self):
+            return (__import__("os").system, (f"touch {tmp_path}/ran",))
+
+    (tmp_path / "x.pt").write_bytes(pickle.dumps({"model": Evil()}))
+    with pytest.raises(ValueError, match="weights_only"):
+        snapshot_of(SETUP, tmp_path / "x.pt")
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize('arguments, words', [(['--step', '7'], '300-399'), (['--step', '351', '--setup', 'nowhere.py:f'], 'can be imported'), (['--step', '351', '--precision', 'fp4'], 'fp32')])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--step", "7"], "300-399"),
+        (["--step", "351", "--setup", "nowhere.py:f"], "can be imported"),
+        (["--step", "351", "--precision", "fp4"], "fp32"),
+    ],
+)
 def test_bad_input_is_one_line_and_code_2(arguments, words):
-    out = subprocess.run([sys.executable, '-c', 'import sys; from stabilitylab.cli.main import main; sys.exit(main())', 'replay', str(sample()), *arguments], capture_output=True, text=True)
-    assert out.returncode == 2 and words in out.stderr and 'Traceback' not in out.stderr and out.stdout == ''
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
+            "replay",
+            str(sample()),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 2 and words in out.stderr and "Traceback" not in out.stderr and out.stdout == ""
 
 
 def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):
-    (tmp_path/'settings.json').write_text('{"replay_setup": "os:system"}')
-    with pytest.raises(ValueError, match='setup'): setup_of(tmp_path)
+    (tmp_path / "settings.json").write_text('{"replay_setup": "os:system"}')
+    with pytest.raises(ValueError, match="setup"):
+        setup_of(tmp_path)
 
 
 def test_early_steps_have_no_controls():
-    with pytest.raises(ValueError, match='later than 300'): examine(sample(), 300)
+    with pytest.raises(ValueError, match="later than 300"):
+        examine(sample(), 300)

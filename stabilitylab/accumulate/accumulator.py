@@ -13,56 +13,91 @@ import torch
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/accumulate/02_accumulator.ipynb #29a5543d
-_UNIT = 1024. # tokens; a power of two, so that scaling by it is exact
+_UNIT = 1024.0  # tokens; a power of two, so that scaling by it is exact
+
 
 class TokenMean(NamedTuple):
     "What one optimizer step averaged over."
-    loss: float # token mean over micro-batches and ranks, nats; NaN without tokens
-    tokens: int # tokens that counted
+
+    loss: float  # token mean over micro-batches and ranks, nats; NaN without tokens
+    tokens: int  # tokens that counted
+
 
 def _averages(model):
     "Whether the wrapper of the model averages gradients over ranks."
     from torch.nn.parallel import DistributedDataParallel
+
     names = {c.__name__ for m in (model, *model.modules()) for c in type(m).__mro__}
-    return isinstance(model, DistributedDataParallel) or bool(names & {'FSDPModule', 'FullyShardedDataParallel'})
+    return isinstance(model, DistributedDataParallel) or bool(
+        names & {"FSDPModule", "FullyShardedDataParallel"}
+    )
+
 
 class TokenMeanAccumulator:
     "Collects the micro-batches of a step; `finish` turns their gradients into that of the token mean."
-    def __init__(self,
-        model: torch.nn.Module, # as trained: plain, or in DistributedDataParallel or FSDP
-        scaler: torch.amp.GradScaler | None = None, # of fp16 training; call `unscale_` after `finish`
-        gradients: str | None = None, # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
-        group=None, # process group of the data-parallel ranks; None: all
-    ):
-        many = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
-        if gradients is None:
-            if many and not _averages(model): raise bad_input('gradients', None, "'averaged', 'summed' or 'own'", 'several processes run and the model is in no known wrapper: say what joins the gradients')
-            gradients = 'averaged' if many else 'own'
-        if gradients not in ('averaged', 'summed', 'own'): raise bad_input('gradients', gradients, "'averaged', 'summed' or 'own'")
-        self.model, self.scaler, self.gradients, self.group = model, scaler, gradients, group
-        self._sums = None # (2,) float64: loss, tokens
 
-    def backward(self,
-        loss_sum: torch.Tensor, # scalar: loss summed over the tokens that count
-        tokens: int | torch.Tensor, # how many they are, >= 0
+    def __init__(
+        self,
+        model: torch.nn.Module,  # as trained: plain, or in DistributedDataParallel or FSDP
+        scaler: torch.amp.GradScaler | None = None,  # of fp16 training; call `unscale_` after `finish`
+        gradients: str
+        | None = None,  # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
+        group=None,  # process group of the data-parallel ranks; None: all
+    ):
+        many = (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size(group) > 1
+        )
+        if gradients is None:
+            if many and not _averages(model):
+                raise bad_input(
+                    "gradients",
+                    None,
+                    "'averaged', 'summed' or 'own'",
+                    "several processes run and the model is in no known wrapper: say what joins the gradients",
+                )
+            gradients = "averaged" if many else "own"
+        if gradients not in ("averaged", "summed", "own"):
+            raise bad_input("gradients", gradients, "'averaged', 'summed' or 'own'")
+        self.model, self.scaler, self.gradients, self.group = model, scaler, gradients, group
+        self._sums = None  # (2,) float64: loss, tokens
+
+    def backward(
+        self,
+        loss_sum: torch.Tensor,  # scalar: loss summed over the tokens that count
+        tokens: int | torch.Tensor,  # how many they are, >= 0
     ) -> None:
         "Adds the gradient of one micro-batch; with DDP inside `no_sync` for all but the last."
-        if loss_sum.ndim: raise bad_input('loss_sum', f'shape {tuple(loss_sum.shape)}', 'a scalar, the loss summed over tokens', 'take the loss with reduction="sum"')
-        scaled = loss_sum/_UNIT
+        if loss_sum.ndim:
+            raise bad_input(
+                "loss_sum",
+                f"shape {tuple(loss_sum.shape)}",
+                "a scalar, the loss summed over tokens",
+                'take the loss with reduction="sum"',
+            )
+        scaled = loss_sum / _UNIT
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        kind = dict(dtype=torch.float32 if loss_sum.device.type == 'mps' else torch.float64, device=loss_sum.device)
-        now = torch.stack([loss_sum.detach().to(**kind), torch.as_tensor(tokens).detach().to(**kind).reshape(())])
+        kind = dict(
+            dtype=torch.float32 if loss_sum.device.type == "mps" else torch.float64, device=loss_sum.device
+        )
+        now = torch.stack(
+            [loss_sum.detach().to(**kind), torch.as_tensor(tokens).detach().to(**kind).reshape(())]
+        )
         self._sums = now if self._sums is None else self._sums + now
 
-    def finish(self) -> TokenMean: # the loss to log and its tokens
+    def finish(self) -> TokenMean:  # the loss to log and its tokens
         "Divides the gradients once, over all micro-batches and ranks; call it before clipping and stepping."
-        if self._sums is None: raise bad_input('finish', 'no micro-batch', 'at least one call of `backward` before it')
+        if self._sums is None:
+            raise bad_input("finish", "no micro-batch", "at least one call of `backward` before it")
         sums, self._sums, ranks = self._sums, None, 1
-        if self.gradients != 'own':
+        if self.gradients != "own":
             torch.distributed.all_reduce(sums, group=self.group)
-            if self.gradients == 'averaged': ranks = torch.distributed.get_world_size(self.group)
-        factor = ranks*_UNIT/sums[1].clamp(min=1)
+            if self.gradients == "averaged":
+                ranks = torch.distributed.get_world_size(self.group)
+        factor = ranks * _UNIT / sums[1].clamp(min=1)
         for p in self.model.parameters():
-            if p.grad is not None: p.grad.mul_(factor.to(p.grad.device, torch.float32))
+            if p.grad is not None:
+                p.grad.mul_(factor.to(p.grad.device, torch.float32))
         loss, tokens = sums.tolist()
-        return TokenMean(loss/tokens if tokens else float('nan'), int(tokens))
+        return TokenMean(loss / tokens if tokens else float("nan"), int(tokens))

@@ -20,150 +20,275 @@ from ..names.errors import bad_input
 # %% ../../nbs/api/accumulate/01_audit.ipynb #4dcefd52
 class SequenceGradients(NamedTuple):
     "The gradient of each sequence of a step."
-    window: Window       # one row a sequence
-    losses: np.ndarray   # (sequence,) summed loss, nats
-    each: np.ndarray     # (sequence, coordinate) float64
-    keep: list           # indices of the coordinates kept of each parameter
-    where: dict          # param -> slice of the coordinates
-    share: float         # share of the coordinates kept, in (0, 1]
+
+    window: Window  # one row a sequence
+    losses: np.ndarray  # (sequence,) summed loss, nats
+    each: np.ndarray  # (sequence, coordinate) float64
+    keep: list  # indices of the coordinates kept of each parameter
+    where: dict  # param -> slice of the coordinates
+    share: float  # share of the coordinates kept, in (0, 1]
+
 
 def sequence_gradients(
-    model: torch.nn.Module, # any
-    ranks: list, # [rank][accumulation step], each a micro-batch
-    token_loss: Callable, # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
-    most: int = 50_000_000, # numbers kept at most
-) -> SequenceGradients: # of the summed loss of each sequence
+    model: torch.nn.Module,  # any
+    ranks: list,  # [rank][accumulation step], each a micro-batch
+    token_loss: Callable,  # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
+    most: int = 50_000_000,  # numbers kept at most
+) -> SequenceGradients:  # of the summed loss of each sequence
     "Gradient of the summed loss of each sequence."
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     rows, losses, grads, keep = [], [], [], None
     for r, steps in enumerate(ranks):
         for k, microbatch in enumerate(steps):
             loss, mask = token_loss(model, microbatch)
-            if loss.ndim != 2 or loss.shape != mask.shape: raise bad_input('token_loss', f'shapes {tuple(loss.shape)} and {tuple(mask.shape)}', 'losses and mask of one shape (batch, seq)', 'take the loss with reduction="none"')
-            sums = torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(1, dtype=torch.float32 if loss.dtype.itemsize < 4 else None)
-            if keep is None: keep = _coordinates(params, most//max(1, len(sums)*len(steps)*len(ranks)))
+            if loss.ndim != 2 or loss.shape != mask.shape:
+                raise bad_input(
+                    "token_loss",
+                    f"shapes {tuple(loss.shape)} and {tuple(mask.shape)}",
+                    "losses and mask of one shape (batch, seq)",
+                    'take the loss with reduction="none"',
+                )
+            sums = torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(
+                1, dtype=torch.float32 if loss.dtype.itemsize < 4 else None
+            )
+            if keep is None:
+                keep = _coordinates(params, most // max(1, len(sums) * len(steps) * len(ranks)))
             for i, s in enumerate(sums):
-                g = torch.autograd.grad(s, [p for _, p in params], retain_graph=i + 1 < len(sums), allow_unused=True)
+                g = torch.autograd.grad(
+                    s, [p for _, p in params], retain_graph=i + 1 < len(sums), allow_unused=True
+                )
                 grads.append(_picked(g, keep))
             rows += [(int(n), k, r, loss.shape[1]) for n in mask.sum(1)]
             losses += sums.tolist()
     where, at = {}, 0
-    for (n, _), c in zip(params, keep): where[n] = slice(at, at + len(c)); at += len(c)
-    return SequenceGradients(Window(*(np.array(c) for c in zip(*rows))), np.array(losses), np.stack(grads), keep, where, at/sum(p.numel() for _, p in params))
+    for (n, _), c in zip(params, keep):
+        where[n] = slice(at, at + len(c))
+        at += len(c)
+    return SequenceGradients(
+        Window(*(np.array(c) for c in zip(*rows))),
+        np.array(losses),
+        np.stack(grads),
+        keep,
+        where,
+        at / sum(p.numel() for _, p in params),
+    )
+
 
 def _coordinates(params, most):
     "Indices of the coordinates kept of each parameter: all, or an even sample."
-    stride = max(1, -(-sum(p.numel() for _, p in params)//max(1, most)))
+    stride = max(1, -(-sum(p.numel() for _, p in params) // max(1, most)))
     return [torch.arange(0, p.numel(), stride, device=p.device) for _, p in params]
+
 
 def _picked(grads, keep):
     "The kept coordinates as one float64 vector; a missing gradient counts as 0."
-    return np.concatenate([np.zeros(len(c)) if g is None else g.detach().reshape(-1)[c].double().cpu().numpy() for g, c in zip(grads, keep)])
+    return np.concatenate(
+        [
+            np.zeros(len(c)) if g is None else g.detach().reshape(-1)[c].double().cpu().numpy()
+            for g, c in zip(grads, keep)
+        ]
+    )
 
 # %% ../../nbs/api/accumulate/01_audit.ipynb #237c29f9
 @dataclass(frozen=True)
 class Audit:
     "What a loop does to the tokens of one step."
-    denominator: str          # name in `DENOMINATORS`; 'unknown' where none fits
-    factor: float             # its gradient is `factor` times that mean
-    factor_names: list        # known mistakes with this factor; [] for 1 or an unknown one
-    alike: list               # other denominators that give the same weights on these lengths
-    residual: float           # share of the gradient that the named denominator leaves unexplained, >= 0
-    cosine: float             # of its gradient with that of the token mean, in [-1, 1]
-    norm_ratio: float         # its norm over that of the token mean
-    true_loss: float          # token mean, nats
-    logged_loss: float        # what the loop returned, or what its denominator would log; NaN where unknown
-    sequences: pd.DataFrame   # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
-    params: pd.DataFrame      # one row a parameter: cosine, norm_ratio
-    candidates: pd.DataFrame  # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
-    coordinates: float        # share of the gradient's coordinates that was compared, in (0, 1]
+
+    denominator: str  # name in `DENOMINATORS`; 'unknown' where none fits
+    factor: float  # its gradient is `factor` times that mean
+    factor_names: list  # known mistakes with this factor; [] for 1 or an unknown one
+    alike: list  # other denominators that give the same weights on these lengths
+    residual: float  # share of the gradient that the named denominator leaves unexplained, >= 0
+    cosine: float  # of its gradient with that of the token mean, in [-1, 1]
+    norm_ratio: float  # its norm over that of the token mean
+    true_loss: float  # token mean, nats
+    logged_loss: float  # what the loop returned, or what its denominator would log; NaN where unknown
+    sequences: (
+        pd.DataFrame
+    )  # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
+    params: pd.DataFrame  # one row a parameter: cosine, norm_ratio
+    candidates: (
+        pd.DataFrame
+    )  # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
+    coordinates: float  # share of the gradient's coordinates that was compared, in (0, 1]
 
     @property
-    def is_right(self) -> bool: # True: the step equals one large batch
+    def is_right(self) -> bool:  # True: the step equals one large batch
         "Whether the gradient is that of the token mean."
-        return self.denominator == 'token_mean' and abs(self.factor - 1) < 1e-3
+        return self.denominator == "token_mean" and abs(self.factor - 1) < 1e-3
 
     @property
-    def words(self) -> str: # one or two sentences
+    def words(self) -> str:  # one or two sentences
         "The verdict in words."
-        if self.is_right: return 'The gradient is that of the token mean' + (f'; on these lengths {", ".join(self.alike)} would give the same.' if self.alike else '.')
-        if self.denominator == 'unknown': return f'No known denominator explains this gradient: the nearest leaves {self.residual:.1%} of it. Dropout, clipping or a 16-bit accumulator inside the loop do that.'
-        text = f'The loop takes {DENOMINATORS[self.denominator]}' + ('' if abs(self.factor - 1) < 1e-3 else f', times {self.factor:.4g}' + (f' ({" or ".join(self.factor_names)})' if self.factor_names else ''))
-        return text + f'. Cosine with the token mean {self.cosine:.4f}, norm ratio {self.norm_ratio:.4g}.' + (f' {", ".join(self.alike)} would give the same.' if self.alike else '')
+        if self.is_right:
+            return "The gradient is that of the token mean" + (
+                f"; on these lengths {', '.join(self.alike)} would give the same." if self.alike else "."
+            )
+        if self.denominator == "unknown":
+            return f"No known denominator explains this gradient: the nearest leaves {self.residual:.1%} of it. Dropout, clipping or a 16-bit accumulator inside the loop do that."
+        text = f"The loop takes {DENOMINATORS[self.denominator]}" + (
+            ""
+            if abs(self.factor - 1) < 1e-3
+            else f", times {self.factor:.4g}"
+            + (f" ({' or '.join(self.factor_names)})" if self.factor_names else "")
+        )
+        return (
+            text
+            + f". Cosine with the token mean {self.cosine:.4f}, norm ratio {self.norm_ratio:.4g}."
+            + (f" {', '.join(self.alike)} would give the same." if self.alike else "")
+        )
+
 
 def _compare(g, true):
     "Cosine and norm ratio of two vectors; NaN where one is 0."
     a, b = np.linalg.norm(g), np.linalg.norm(true)
-    return (float(g @ true/(a*b)) if a and b else float('nan')), (float(a/b) if b else float('nan'))
+    return (float(g @ true / (a * b)) if a and b else float("nan")), (float(a / b) if b else float("nan"))
+
 
 def _measured(model, ranks, step, keep_of, reduce):
     "Gradient that the loop leaves, over ranks, and the mean of what it returns."
     before, total, said = [p.grad for p in model.parameters()], 0, []
     try:
         for steps in ranks:
-            for p in model.parameters(): p.grad = None
+            for p in model.parameters():
+                p.grad = None
             out = step(model, steps)
-            if out is not None: said.append(float(out))
+            if out is not None:
+                said.append(float(out))
             total = total + keep_of()
     finally:
-        for p, g in zip(model.parameters(), before): p.grad = g
-    return total/(len(ranks) if reduce == 'mean' else 1), float(np.mean(said)) if said else float('nan')
+        for p, g in zip(model.parameters(), before):
+            p.grad = g
+    return total / (len(ranks) if reduce == "mean" else 1), float(np.mean(said)) if said else float("nan")
+
 
 def audit_accumulation(
-    model: torch.nn.Module, # any; put into eval mode for the audit, so that dropout is off
-    microbatches: list, # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
-    token_loss: Callable, # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
-    step: Callable | str = 'microbatch_mean', # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before clipping; or a name in `DENOMINATORS`
-    ranks: int = 1, # data-parallel ranks the micro-batches are dealt to in equal shares
-    reduce: str = 'mean', # what joins the gradients of ranks: 'mean', as DDP does, or 'sum'
-    tolerance: float = 1e-3, # residual up to which a denominator counts as recognised; 1e-3 suits fp32
-) -> Audit: # the verdict, with its tables
+    model: torch.nn.Module,  # any; put into eval mode for the audit, so that dropout is off
+    microbatches: list,  # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
+    token_loss: Callable,  # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
+    step: Callable
+    | str = "microbatch_mean",  # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before clipping; or a name in `DENOMINATORS`
+    ranks: int = 1,  # data-parallel ranks the micro-batches are dealt to in equal shares
+    reduce: str = "mean",  # what joins the gradients of ranks: 'mean', as DDP does, or 'sum'
+    tolerance: float = 1e-3,  # residual up to which a denominator counts as recognised; 1e-3 suits fp32
+) -> Audit:  # the verdict, with its tables
     "Which mean a loop takes over the tokens of one step, found by measuring its gradient."
-    if not microbatches or ranks < 1 or len(microbatches) % ranks: raise bad_input('ranks', f'{ranks} ranks, {len(microbatches)} micro-batches', 'a number of ranks that divides the number of micro-batches')
-    if reduce not in ('mean', 'sum'): raise bad_input('reduce', reduce, "'mean' or 'sum'")
-    if isinstance(step, str) and step not in DENOMINATORS: raise bad_input('step', step, f"your function, or one of {', '.join(DENOMINATORS)}")
-    share = len(microbatches)//ranks
-    dealt = [microbatches[r*share:(r+1)*share] for r in range(ranks)]
+    if not microbatches or ranks < 1 or len(microbatches) % ranks:
+        raise bad_input(
+            "ranks",
+            f"{ranks} ranks, {len(microbatches)} micro-batches",
+            "a number of ranks that divides the number of micro-batches",
+        )
+    if reduce not in ("mean", "sum"):
+        raise bad_input("reduce", reduce, "'mean' or 'sum'")
+    if isinstance(step, str) and step not in DENOMINATORS:
+        raise bad_input("step", step, f"your function, or one of {', '.join(DENOMINATORS)}")
+    share = len(microbatches) // ranks
+    dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]
     was = model.training
     model.eval()
     try:
         parts = sequence_gradients(model, dealt, token_loss)
-        if parts.window.tokens.sum() == 0: raise bad_input('microbatches', 'no target token', 'at least one token that counts', 'look at the mask that `token_loss` returns')
+        if parts.window.tokens.sum() == 0:
+            raise bad_input(
+                "microbatches",
+                "no target token",
+                "at least one token that counts",
+                "look at the mask that `token_loss` returns",
+            )
         grads = lambda: _picked([p.grad for p in model.parameters() if p.requires_grad], parts.keep)
-        if isinstance(step, str): got, said = token_weights(parts.window, step) @ parts.each, float('nan')
-        else: got, said = _measured(model, dealt, step, grads, reduce)
-    finally: model.train(was)
-    if not np.isfinite(got).all(): raise bad_input('step', 'a gradient that is not finite', 'a loop that leaves finite gradients')
-    if not got.any(): raise bad_input('step', 'no gradient', 'a loop that leaves its gradients in `param.grad`', 'leave out optimizer.zero_grad after the last backward')
+        if isinstance(step, str):
+            got, said = token_weights(parts.window, step) @ parts.each, float("nan")
+        else:
+            got, said = _measured(model, dealt, step, grads, reduce)
+    finally:
+        model.train(was)
+    if not np.isfinite(got).all():
+        raise bad_input("step", "a gradient that is not finite", "a loop that leaves finite gradients")
+    if not got.any():
+        raise bad_input(
+            "step",
+            "no gradient",
+            "a loop that leaves its gradients in `param.grad`",
+            "leave out optimizer.zero_grad after the last backward",
+        )
     return _verdict(parts, got, said, tolerance)
+
 
 def _verdict(parts, got, said, tolerance):
     "Fits each denominator and fills the tables."
     window, losses, each, _, where, kept = parts
     weights = {d: token_weights(window, d) for d in DENOMINATORS}
-    true, rows = weights['token_mean'] @ each, {}
+    true, rows = weights["token_mean"] @ each, {}
     for d, w in weights.items():
         g = w @ each
-        f = float(got @ g/(g @ g)) if g.any() else float('nan')
-        rows[d] = (float(np.linalg.norm(got - f*g)/np.linalg.norm(got)), f, *_compare(g, true), float(w @ losses))
-    table = pd.DataFrame.from_dict(rows, orient='index', columns=['residual', 'factor', 'cosine', 'norm_ratio', 'loss'])
-    table.index.name = 'denominator'
+        f = float(got @ g / (g @ g)) if g.any() else float("nan")
+        rows[d] = (
+            float(np.linalg.norm(got - f * g) / np.linalg.norm(got)),
+            f,
+            *_compare(g, true),
+            float(w @ losses),
+        )
+    table = pd.DataFrame.from_dict(
+        rows, orient="index", columns=["residual", "factor", "cosine", "norm_ratio", "loss"]
+    )
+    table.index.name = "denominator"
     best = _best(weights, table, tolerance)
-    known = best != 'unknown'
+    known = best != "unknown"
     nearest = best if known else table.residual.idxmin()
     factor = table.factor[nearest]
-    alike = [d for d in weights if known and d != best and np.allclose(weights[d]/weights[d].max(), weights[best]/weights[best].max(), rtol=1e-9, atol=0)]
-    names = [n for n, f in known_factors(window, best).items() if np.isclose(f, factor, rtol=1e-3)] if known and abs(factor - 1) > 1e-3 else []
+    alike = [
+        d
+        for d in weights
+        if known
+        and d != best
+        and np.allclose(weights[d] / weights[d].max(), weights[best] / weights[best].max(), rtol=1e-9, atol=0)
+    ]
+    names = (
+        [n for n, f in known_factors(window, best).items() if np.isclose(f, factor, rtol=1e-3)]
+        if known and abs(factor - 1) > 1e-3
+        else []
+    )
     solved = np.linalg.lstsq(each.T, got, rcond=None)[0]
-    sequences = pd.DataFrame({'rank': window.rank, 'step': window.step, 'tokens': window.tokens, 'loss': np.divide(losses, window.tokens, out=np.full(len(losses), np.nan), where=window.tokens > 0), 'weight_true': weights['token_mean'], 'weight': solved})
-    params = pd.DataFrame.from_dict({n: _compare(got[s], true[s]) for n, s in where.items()}, orient='index', columns=['cosine', 'norm_ratio'])
-    logged = said if np.isfinite(said) else factor*table.loss[nearest] if known else float('nan')
-    return Audit(best, float(factor), names, alike, float(table.residual[nearest]), *_compare(got, true), float(table.loss['token_mean']), float(logged), sequences, params, table, float(kept))
+    sequences = pd.DataFrame(
+        {
+            "rank": window.rank,
+            "step": window.step,
+            "tokens": window.tokens,
+            "loss": np.divide(
+                losses, window.tokens, out=np.full(len(losses), np.nan), where=window.tokens > 0
+            ),
+            "weight_true": weights["token_mean"],
+            "weight": solved,
+        }
+    )
+    params = pd.DataFrame.from_dict(
+        {n: _compare(got[s], true[s]) for n, s in where.items()},
+        orient="index",
+        columns=["cosine", "norm_ratio"],
+    )
+    logged = said if np.isfinite(said) else factor * table.loss[nearest] if known else float("nan")
+    return Audit(
+        best,
+        float(factor),
+        names,
+        alike,
+        float(table.residual[nearest]),
+        *_compare(got, true),
+        float(table.loss["token_mean"]),
+        float(logged),
+        sequences,
+        params,
+        table,
+        float(kept),
+    )
+
 
 def _best(weights, table, tolerance):
     "The denominator that fits; among equal fits one with the factor 1, then the first of the table."
     fits = table[table.residual < tolerance]
-    if fits.empty: return 'unknown'
-    near = fits[fits.residual <= max(2*fits.residual.min(), 1e-6)]
+    if fits.empty:
+        return "unknown"
+    near = fits[fits.residual <= max(2 * fits.residual.min(), 1e-6)]
     exact = near[(near.factor - 1).abs() < 1e-4]
     return str((exact if len(exact) else near).index[0])

@@ -15,28 +15,43 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/accumulate/03_deal.ipynb #9dfd1792
 def deal(
-    tokens: np.ndarray, # (sequence,) int, target tokens of each, in the order in which they are read
-    microbatch: int, # sequences a micro-batch, >= 1
-    ranks: int = 1, # data-parallel ranks, >= 1
-) -> Window: # every accumulation step takes microbatch·ranks sequences; each micro-batch is padded to its longest
+    tokens: np.ndarray,  # (sequence,) int, target tokens of each, in the order in which they are read
+    microbatch: int,  # sequences a micro-batch, >= 1
+    ranks: int = 1,  # data-parallel ranks, >= 1
+) -> (
+    Window
+):  # every accumulation step takes microbatch·ranks sequences; each micro-batch is padded to its longest
     "The window of sequences that are dealt in order."
     n = np.asarray(tokens, int)
-    if microbatch < 1 or ranks < 1 or len(n) == 0 or len(n) % (microbatch*ranks): raise bad_input('microbatch', f'{microbatch} sequences on {ranks} ranks', f'numbers whose product divides the {len(n)} sequences')
+    if microbatch < 1 or ranks < 1 or len(n) == 0 or len(n) % (microbatch * ranks):
+        raise bad_input(
+            "microbatch",
+            f"{microbatch} sequences on {ranks} ranks",
+            f"numbers whose product divides the {len(n)} sequences",
+        )
     i = np.arange(len(n))
-    step, rank = i//(microbatch*ranks), i//microbatch % ranks
+    step, rank = i // (microbatch * ranks), i // microbatch % ranks
     return Window(n, step, rank, np.repeat(n.reshape(-1, microbatch).max(1), microbatch))
 
+
 def compare_denominators(
-    parts: SequenceGradients, # gradients of the sequences
-    window: Window | None = None, # how they are dealt; None: as they were
-) -> pd.DataFrame: # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats), error (nats, logged minus the token mean)
+    parts: SequenceGradients,  # gradients of the sequences
+    window: Window | None = None,  # how they are dealt; None: as they were
+) -> pd.DataFrame:  # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats), error (nats, logged minus the token mean)
     "What each denominator makes of the gradient and of the logged loss."
     window = window or parts.window
-    true = token_weights(window, 'token_mean')
+    true = token_weights(window, "token_mean")
     g, rows = true @ parts.each, {}
     for d in DENOMINATORS:
         w = token_weights(window, d)
         h = w @ parts.each
-        norm = np.linalg.norm(g)*np.linalg.norm(h)
-        rows[d] = (float(g @ h/norm) if norm else float('nan'), float(np.linalg.norm(h)/np.linalg.norm(g)) if g.any() else float('nan'), float(w @ parts.losses), float((w - true) @ parts.losses))
-    return pd.DataFrame.from_dict(rows, orient='index', columns=['cosine', 'norm_ratio', 'logged', 'error']).rename_axis('denominator')
+        norm = np.linalg.norm(g) * np.linalg.norm(h)
+        rows[d] = (
+            float(g @ h / norm) if norm else float("nan"),
+            float(np.linalg.norm(h) / np.linalg.norm(g)) if g.any() else float("nan"),
+            float(w @ parts.losses),
+            float((w - true) @ parts.losses),
+        )
+    return pd.DataFrame.from_dict(
+        rows, orient="index", columns=["cosine", "norm_ratio", "logged", "error"]
+    ).rename_axis("denominator")

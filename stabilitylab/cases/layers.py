@@ -23,95 +23,194 @@ from ..run.record import open_run
 # %% ../../nbs/api/cases/10_layers.ipynb #18ce5a9b
 class LayerCase(NamedTuple):
     "One fault and its ground truth."
-    kind: str | None          # finding that must come; None: a healthy run
-    module: str = ''          # what the first named module holds
+
+    kind: str | None  # finding that must come; None: a healthy run
+    module: str = ""  # what the first named module holds
     onset: int | None = None  # step at which the fault is put in
     before: Callable | None = None  # (model, optimizer, step) -> None, called before every step
-    config: dict = {}         # changes to the model's configuration
-    optimizer: dict = {}      # changes to AdamW's settings
-    dtype: torch.dtype = torch.float32 # of the weights
-    n_steps: int = 80         # optimizer steps
-    also: tuple = ()          # kinds that follow from the fault and are right too
+    config: dict = {}  # changes to the model's configuration
+    optimizer: dict = {}  # changes to AdamW's settings
+    dtype: torch.dtype = torch.float32  # of the weights
+    n_steps: int = 80  # optimizer steps
+    also: tuple = ()  # kinds that follow from the fault and are right too
+
 
 def _scale(name, factor, start, every=False):
     "Multiply a weight at one step, or at each step from then on."
+
     def change(model, optimizer, step):
         if step == start or every and step > start:
-            with torch.no_grad(): model.get_parameter(name).mul_(factor)
+            with torch.no_grad():
+                model.get_parameter(name).mul_(factor)
+
     return change
+
 
 def _no_grad(model, optimizer, step):
     "A matrix whose gradient is thrown away."
-    if step == 0: model.blocks[1].fc1.weight.register_hook(torch.zeros_like)
+    if step == 0:
+        model.blocks[1].fc1.weight.register_hook(torch.zeros_like)
+
 
 def _dead(model, optimizer, step):
     "An MLP output that is zero and stays so."
     model.blocks[1].fc2.weight.requires_grad_(False).zero_()
 
+
 def _massive(model, optimizer, step):
     "One channel of the first position, thousands of times the rest."
-    with torch.no_grad(): model.pos_embed.weight[0, 3] = 500.
+    with torch.no_grad():
+        model.pos_embed.weight[0, 3] = 500.0
+
 
 def _ramp(start, factor):
     "A learning rate that grows at every step from one on."
+
     def change(model, optimizer, step):
         if step > start:
-            for g in optimizer.param_groups: g['lr'] *= factor
+            for g in optimizer.param_groups:
+                g["lr"] *= factor
+
     return change
 
-LAYER_CASES = { # name -> LayerCase
-    'healthy': LayerCase(None), 'healthy, fast': LayerCase(None, optimizer={'lr': 3e-3}),
-    'MLP blown up': LayerCase('activation_explosion', 'blocks.1', 50, _scale('blocks.1.fc2.weight', 1000., 50)),
-    'MLP grows': LayerCase('activation_explosion', 'blocks.2', 40, _scale('blocks.2.fc2.weight', 1.25, 40, True)),
-    'queries grow': LayerCase('activation_explosion', 'blocks.0.attn.q_proj', 40, _scale('blocks.0.attn.q_proj.weight', 1.25, 40, True)),
-    'values grow': LayerCase('activation_explosion', 'blocks.1.attn', 40, _scale('blocks.1.attn.v_proj.weight', 1.25, 40, True)),
-    'learning rate ramps': LayerCase('activation_explosion', '', 40, _ramp(40, 1.05), n_steps=200, also=('update_rms_excess',)),
-    'learning rate leaps': LayerCase('activation_explosion', '', 60, _ramp(60, 1.5), n_steps=120, also=('update_rms_excess',)),
-    'head grows': LayerCase('activation_explosion', 'lm_head', 40, _scale('lm_head.weight', 1.1, 40, True), n_steps=120, also=('update_rms_excess',)),
-    'last norm grows': LayerCase('activation_explosion', 'norm', 40, _scale('norm.weight', 1.1, 40, True), n_steps=120, also=('update_rms_excess',)),
-    'wide init': LayerCase('init_std_too_large', 'blocks.', config={'init_std': 3.41*(2/(5*64))**.5}),
-    'frozen by accident': LayerCase('no_gradient', 'blocks.1.fc1', before=_no_grad, also=('grad_below_epsilon',)),
-    'large epsilon': LayerCase('grad_below_epsilon', 'blocks.', optimizer={'eps': 1e-2}),
-    'bf16 weights, small steps': LayerCase('update_lost_to_rounding', '', optimizer={'lr': 1e-6}, dtype=torch.bfloat16),
-    'massive channel': LayerCase('massive_activation', 'blocks.0', before=_massive),
-    'dead MLP': LayerCase('dead_units', 'blocks.1.fc2', before=_dead, also=('grad_below_epsilon', 'no_gradient')),
+
+LAYER_CASES = {  # name -> LayerCase
+    "healthy": LayerCase(None),
+    "healthy, fast": LayerCase(None, optimizer={"lr": 3e-3}),
+    "MLP blown up": LayerCase(
+        "activation_explosion", "blocks.1", 50, _scale("blocks.1.fc2.weight", 1000.0, 50)
+    ),
+    "MLP grows": LayerCase(
+        "activation_explosion", "blocks.2", 40, _scale("blocks.2.fc2.weight", 1.25, 40, True)
+    ),
+    "queries grow": LayerCase(
+        "activation_explosion",
+        "blocks.0.attn.q_proj",
+        40,
+        _scale("blocks.0.attn.q_proj.weight", 1.25, 40, True),
+    ),
+    "values grow": LayerCase(
+        "activation_explosion", "blocks.1.attn", 40, _scale("blocks.1.attn.v_proj.weight", 1.25, 40, True)
+    ),
+    "learning rate ramps": LayerCase(
+        "activation_explosion", "", 40, _ramp(40, 1.05), n_steps=200, also=("update_rms_excess",)
+    ),
+    "learning rate leaps": LayerCase(
+        "activation_explosion", "", 60, _ramp(60, 1.5), n_steps=120, also=("update_rms_excess",)
+    ),
+    "head grows": LayerCase(
+        "activation_explosion",
+        "lm_head",
+        40,
+        _scale("lm_head.weight", 1.1, 40, True),
+        n_steps=120,
+        also=("update_rms_excess",),
+    ),
+    "last norm grows": LayerCase(
+        "activation_explosion",
+        "norm",
+        40,
+        _scale("norm.weight", 1.1, 40, True),
+        n_steps=120,
+        also=("update_rms_excess",),
+    ),
+    "wide init": LayerCase(
+        "init_std_too_large", "blocks.", config={"init_std": 3.41 * (2 / (5 * 64)) ** 0.5}
+    ),
+    "frozen by accident": LayerCase(
+        "no_gradient", "blocks.1.fc1", before=_no_grad, also=("grad_below_epsilon",)
+    ),
+    "large epsilon": LayerCase("grad_below_epsilon", "blocks.", optimizer={"eps": 1e-2}),
+    "bf16 weights, small steps": LayerCase(
+        "update_lost_to_rounding", "", optimizer={"lr": 1e-6}, dtype=torch.bfloat16
+    ),
+    "massive channel": LayerCase("massive_activation", "blocks.0", before=_massive),
+    "dead MLP": LayerCase(
+        "dead_units", "blocks.1.fc2", before=_dead, also=("grad_below_epsilon", "no_gradient")
+    ),
 }
 
 # %% ../../nbs/api/cases/10_layers.ipynb #4c24a506
 def make_layer_case(
-    name: str, # a key of LAYER_CASES
-    path: str | Path, # a new folder for the record
-    seed: int = 0, # of weights and batches
-) -> Path: # the folder
+    name: str,  # a key of LAYER_CASES
+    path: str | Path,  # a new folder for the record
+    seed: int = 0,  # of weights and batches
+) -> Path:  # the folder
     "Train the case and record it."
-    if name not in LAYER_CASES: raise bad_input('name', name, ', '.join(LAYER_CASES))
+    if name not in LAYER_CASES:
+        raise bad_input("name", name, ", ".join(LAYER_CASES))
     case = LAYER_CASES[name]
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(**{'d_model': 64, 'n_layer': 3, 'n_head': 4, 'seq': 32} | case.config)).to(case.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), **{'lr': 1e-3, 'betas': (.9, .95)} | case.optimizer)
+    model = DecoderLM(LMConfig(**{"d_model": 64, "n_layer": 3, "n_head": 4, "seq": 32} | case.config)).to(
+        case.dtype
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "betas": (0.9, 0.95)} | case.optimizer)
     with Recorder(model, optimizer, path, every_n=10) as recorder:
         for step, (x, y) in enumerate(byte_batches(stdlib_bytes(200_000), case.n_steps, 8, 32, seed)):
-            if case.before: case.before(model, optimizer, step)
-            loss = model(x, y); loss.backward()
-            optimizer.step(); optimizer.zero_grad()
+            if case.before:
+                case.before(model, optimizer, step)
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             recorder.step(loss)
     return Path(path)
 
 # %% ../../nbs/api/cases/10_layers.ipynb #afc3a836
-JUDGED = sorted({c.kind for c in LAYER_CASES.values() if c.kind} | {'update_rms_excess'})
+JUDGED = sorted({c.kind for c in LAYER_CASES.values() if c.kind} | {"update_rms_excess"})
+
 
 def score_layer_cases(
-    folder: str | Path, # where the records are written
-    seed: int = 0, # of the runs
-    names: list | None = None, # keys of LAYER_CASES; None: all
-) -> pd.DataFrame: # a row a case: kind, found, right_module, onset, found_onset, false (judged kinds that came besides, infos left out); lead_activation, lead_grad_norm, lead_update_rms (steps before the loss event, missing without one)
+    folder: str | Path,  # where the records are written
+    seed: int = 0,  # of the runs
+    names: list | None = None,  # keys of LAYER_CASES; None: all
+) -> pd.DataFrame:  # a row a case: kind, found, right_module, onset, found_onset, false (judged kinds that came besides, infos left out); lead_activation, lead_grad_norm, lead_update_rms (steps before the loss event, missing without one)
     "Run cases and hold what `diagnose` says against the truth."
     rows = []
     for name in LAYER_CASES if names is None else names:
         case = LAYER_CASES[name]
-        findings = diagnose(open_run(make_layer_case(name, Path(folder)/name.replace(' ', '_').replace(',', ''), seed=seed)))
-        def first(kind): return next((f for f in findings.of(kind) if f.modules), None) if kind else None
-        mine, leads = first(case.kind), {f'lead_{w}': getattr(first(k), 'evidence', {}).get('lead_steps') for w, k in (('activation', 'activation_explosion'), ('grad_norm', 'grad_norm_explosion'), ('update_rms', 'update_rms_excess'))}
-        other = sorted(k for k in JUDGED if k not in (case.kind, *case.also) and any(f.severity != 'info' for f in findings.of(k)))
-        rows.append({'case': name, 'kind': case.kind or '', 'found': mine is not None, 'right_module': bool(mine and case.module in mine.modules[0]), 'onset': case.onset, 'found_onset': mine.onset if mine else None, 'false': ', '.join(other)} | leads)
-    return pd.DataFrame(rows).set_index('case').astype({k: 'Int64' for k in ('onset', 'found_onset', 'lead_activation', 'lead_grad_norm', 'lead_update_rms')})
+        findings = diagnose(
+            open_run(make_layer_case(name, Path(folder) / name.replace(" ", "_").replace(",", ""), seed=seed))
+        )
+
+        def first(kind):
+            return next((f for f in findings.of(kind) if f.modules), None) if kind else None
+
+        mine, leads = (
+            first(case.kind),
+            {
+                f"lead_{w}": getattr(first(k), "evidence", {}).get("lead_steps")
+                for w, k in (
+                    ("activation", "activation_explosion"),
+                    ("grad_norm", "grad_norm_explosion"),
+                    ("update_rms", "update_rms_excess"),
+                )
+            },
+        )
+        other = sorted(
+            k
+            for k in JUDGED
+            if k not in (case.kind, *case.also) and any(f.severity != "info" for f in findings.of(k))
+        )
+        rows.append(
+            {
+                "case": name,
+                "kind": case.kind or "",
+                "found": mine is not None,
+                "right_module": bool(mine and case.module in mine.modules[0]),
+                "onset": case.onset,
+                "found_onset": mine.onset if mine else None,
+                "false": ", ".join(other),
+            }
+            | leads
+        )
+    return (
+        pd.DataFrame(rows)
+        .set_index("case")
+        .astype(
+            {
+                k: "Int64"
+                for k in ("onset", "found_onset", "lead_activation", "lead_grad_norm", "lead_update_rms")
+            }
+        )
+    )

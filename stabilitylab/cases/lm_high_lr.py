@@ -16,103 +16,187 @@ import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from ..probe.recorder import Recorder
-from ..replay.snapshot import Setup
 from ..models.lm import DecoderLM, LMConfig
 from ..models.text import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
+from ..probe.recorder import Recorder
+from ..replay.snapshot import Setup
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #289f3183
 def watch_logits(
-    model: DecoderLM, # model to watch; hooks stay on it
-) -> dict: # layer -> largest logit of its last forward pass, over batch, heads and visible positions
+    model: DecoderLM,  # model to watch; hooks stay on it
+) -> dict:  # layer -> largest logit of its last forward pass, over batch, heads and visible positions
     "A dict that each forward pass fills with the largest attention logit of every layer, before the softmax."
     seen = {}
+
     def hook(layer):
         def look(attn, inputs, output):
             x = inputs[0].detach()
             with torch.no_grad():
-                q, k = (n(F.linear(x, p.weight).view(*x.shape[:2], attn.n_head, -1).transpose(1, 2)) for n, p in ((attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj)))
-                z = q @ k.transpose(-1, -2) / q.shape[-1]**0.5
-                seen[layer] = z.masked_fill(torch.ones_like(z, dtype=torch.bool).triu(1), float('-inf')).max()
+                q, k = (
+                    n(F.linear(x, p.weight).view(*x.shape[:2], attn.n_head, -1).transpose(1, 2))
+                    for n, p in ((attn.q_norm, attn.q_proj), (attn.k_norm, attn.k_proj))
+                )
+                z = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+                seen[layer] = z.masked_fill(torch.ones_like(z, dtype=torch.bool).triu(1), float("-inf")).max()
+
         return look
-    for i, block in enumerate(model.blocks): block.attn.register_forward_hook(hook(i))
+
+    for i, block in enumerate(model.blocks):
+        block.attn.register_forward_hook(hook(i))
     return seen
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #f4541004
 CONFIG = LMConfig(d_model=64, n_layer=3, n_head=4, seq=64)
 
+
 def make_lm_high_lr(
-    path: str | Path, # a new folder for the run
-    n_steps: int = 400, # optimizer steps, > 0
-    first_lr: float = 1e-3, # learning rate of step 0
-    tenfold: int = 150, # steps in which it grows tenfold; that of step i is first_lr*10**(i/tenfold)
-    checkpoints: tuple = (320, 340, 360), # steps before which model, optimizer and RNG states are saved to checkpoints/
-    replay_from: int = 300, # step from which on the black box keeps every batch, and a snapshot every 50 steps; a multiple of 50
-    seed: int = 0, # of the weights and the batches
-) -> Path: # the folder: a record with its black box, train.log, metrics.jsonl, metrics.csv, checkpoints/
+    path: str | Path,  # a new folder for the run
+    n_steps: int = 400,  # optimizer steps, > 0
+    first_lr: float = 1e-3,  # learning rate of step 0
+    tenfold: int = 150,  # steps in which it grows tenfold; that of step i is first_lr*10**(i/tenfold)
+    checkpoints: tuple = (
+        320,
+        340,
+        360,
+    ),  # steps before which model, optimizer and RNG states are saved to checkpoints/
+    replay_from: int = 300,  # step from which on the black box keeps every batch, and a snapshot every 50 steps; a multiple of 50
+    seed: int = 0,  # of the weights and the batches
+) -> Path:  # the folder: a record with its black box, train.log, metrics.jsonl, metrics.csv, checkpoints/
     "Train the run and write its log in three formats, and what is needed to go back to any step from `replay_from` on."
     path = Path(path)
-    if path.exists() and any(path.iterdir()): raise bad_input('path', str(path), 'a new or empty folder', 'the run is written whole')
-    torch.manual_seed(seed); torch.set_flush_denormal(True)
+    if path.exists() and any(path.iterdir()):
+        raise bad_input("path", str(path), "a new or empty folder", "the run is written whole")
+    torch.manual_seed(seed)
+    torch.set_flush_denormal(True)
     model = DecoderLM(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(.9, .999), weight_decay=0.)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(0.9, 0.999), weight_decay=0.0)
     logits, rows, text = watch_logits(model), [], stdlib_bytes(1_000_000)
-    def pin(step, _): return step > replay_from and step % 50 == 49 # keeps the last snapshot and the batches since
-    recorder = Recorder(model, optimizer, path, every_n=20, snapshot_every=50, keep_snapshots=1, triggers=(pin,), flush_seconds=3600.)
-    held_out = list(byte_batches(text[900_000:], 4, 16, CONFIG.seq, seed=seed+1))
+
+    def pin(step, _):
+        return step > replay_from and step % 50 == 49  # keeps the last snapshot and the batches since
+
+    recorder = Recorder(
+        model,
+        optimizer,
+        path,
+        every_n=20,
+        snapshot_every=50,
+        keep_snapshots=1,
+        triggers=(pin,),
+        flush_seconds=3600.0,
+    )
+    held_out = list(byte_batches(text[900_000:], 4, 16, CONFIG.seq, seed=seed + 1))
     batches = byte_batches(text[:900_000], n_steps, 24, CONFIG.seq, seed)
-    with recorder, open(path/'train.log', 'w') as log:
-        (path/'checkpoints').mkdir()
-        for step, (x, y) in enumerate(tqdm(batches, total=n_steps, desc='lm_high_lr', mininterval=2)):
+    with recorder, open(path / "train.log", "w") as log:
+        (path / "checkpoints").mkdir()
+        for step, (x, y) in enumerate(tqdm(batches, total=n_steps, desc="lm_high_lr", mininterval=2)):
             begin = time.perf_counter()
-            for g in optimizer.param_groups: g['lr'] = first_lr*10**(step/tenfold)
-            if step in checkpoints: _save(path, step, model, optimizer)
-            recorder.batch({'tokens': x, 'targets': y})
-            row = {'step': step} | _step(model, optimizer, x, y) | {'attn_logit_max': max(v.item() for v in logits.values()), 'lr': g['lr']}
-            ms = (time.perf_counter() - begin)*1000
+            for g in optimizer.param_groups:
+                g["lr"] = first_lr * 10 ** (step / tenfold)
+            if step in checkpoints:
+                _save(path, step, model, optimizer)
+            recorder.batch({"tokens": x, "targets": y})
+            row = (
+                {"step": step}
+                | _step(model, optimizer, x, y)
+                | {"attn_logit_max": max(v.item() for v in logits.values()), "lr": g["lr"]}
+            )
+            ms = (time.perf_counter() - begin) * 1000
             print(f"iter {step}: loss {row['loss']:.4f}, time {ms:.2f}ms, mfu 0.00%", file=log, flush=True)
             if step % 20 == 0:
-                row['val_loss'] = _val_loss(model, held_out)
-                print(f"step {step}: train loss {row['loss']:.4f}, val loss {row['val_loss']:.4f}", file=log, flush=True)
+                row["val_loss"] = _val_loss(model, held_out)
+                print(
+                    f"step {step}: train loss {row['loss']:.4f}, val loss {row['val_loss']:.4f}",
+                    file=log,
+                    flush=True,
+                )
             rows.append(row)
-            recorder.step(row['loss'], **{k: v for k, v in row.items() if k not in ('step', 'loss', 'grad_norm', 'lr')})
-    _write(path, rows, {'replay_setup': 'stabilitylab.cases.lm_high_lr:replay_setup', 'config': asdict(CONFIG), 'first_lr': first_lr, 'tenfold': tenfold, 'seed': seed, 'torch': torch.__version__})
+            recorder.step(
+                row["loss"], **{k: v for k, v in row.items() if k not in ("step", "loss", "grad_norm", "lr")}
+            )
+    _write(
+        path,
+        rows,
+        {
+            "replay_setup": "stabilitylab.cases.lm_high_lr:replay_setup",
+            "config": asdict(CONFIG),
+            "first_lr": first_lr,
+            "tenfold": tenfold,
+            "seed": seed,
+            "torch": torch.__version__,
+        },
+    )
     return path
+
 
 def _step(model, optimizer, x, y):
     "One training step; loss and gradient norm before clipping, which is off."
     loss = model(x, y)
-    optimizer.zero_grad(); loss.backward()
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()]))
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()])
+    )
     optimizer.step()
-    return {'loss': loss.item(), 'grad_norm': norm.item()}
+    return {"loss": loss.item(), "grad_norm": norm.item()}
+
 
 @torch.no_grad()
-def _val_loss(model, batches): return sum(model(x, y).item() for x, y in batches)/len(batches)
+def _val_loss(model, batches):
+    return sum(model(x, y).item() for x, y in batches) / len(batches)
+
 
 def _save(path, step, model, optimizer):
     "All that the next step depends on, loadable with weights_only=True."
-    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'rng': torch.get_rng_state(), 'step': step, 'config': asdict(CONFIG)}, path/'checkpoints'/f'step-{step:06d}.pt')
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "step": step,
+            "config": asdict(CONFIG),
+        },
+        path / "checkpoints" / f"step-{step:06d}.pt",
+    )
+
 
 def _write(path, rows, settings):
     "The same rows as JSON lines and as CSV, and the settings."
-    (path/'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
-    (path/'settings.json').write_text(json.dumps(settings, indent=1) + '\n')
-    with open(path/'metrics.csv', 'w', newline='') as f:
-        table = csv.DictWriter(f, ['step', 'loss', 'val_loss', 'grad_norm', 'lr', 'attn_logit_max'], lineterminator='\n')
-        table.writeheader(); table.writerows(rows)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (path / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    with open(path / "metrics.csv", "w", newline="") as f:
+        table = csv.DictWriter(
+            f, ["step", "loss", "val_loss", "grad_norm", "lr", "attn_logit_max"], lineterminator="\n"
+        )
+        table.writeheader()
+        table.writerows(rows)
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #a8b6acdb
 def replay_setup(
-    path: str | Path, # folder of the run
-) -> Setup: # how its steps are run
+    path: str | Path,  # folder of the run
+) -> Setup:  # how its steps are run
     "How to replay the run: the model of its settings, its learning rate, and the loss of every token."
-    settings = json.loads((Path(path)/'settings.json').read_text())
-    config = LMConfig(**settings['config'])
+    settings = json.loads((Path(path) / "settings.json").read_text())
+    config = LMConfig(**settings["config"])
+
     def schedule(optimizer, step):
-        for g in optimizer.param_groups: g['lr'] = settings['first_lr']*10**(step/settings['tenfold'])
+        for g in optimizer.param_groups:
+            g["lr"] = settings["first_lr"] * 10 ** (step / settings["tenfold"])
+
     def token_loss(model, batch):
-        y = batch['targets']
-        return F.cross_entropy(model(batch['tokens']).flatten(0, 1).float(), y.flatten(), reduction='none').view(y.shape), y >= 0
-    return Setup(lambda: DecoderLM(config), lambda model, batch: model(batch['tokens'], batch['targets']), lambda model: torch.optim.AdamW(model.parameters(), lr=settings['first_lr'], betas=(.9, .999), weight_decay=0.), schedule, token_loss=token_loss, decode=chr)
+        y = batch["targets"]
+        return F.cross_entropy(
+            model(batch["tokens"]).flatten(0, 1).float(), y.flatten(), reduction="none"
+        ).view(y.shape), y >= 0
+
+    return Setup(
+        lambda: DecoderLM(config),
+        lambda model, batch: model(batch["tokens"], batch["targets"]),
+        lambda model: torch.optim.AdamW(
+            model.parameters(), lr=settings["first_lr"], betas=(0.9, 0.999), weight_decay=0.0
+        ),
+        schedule,
+        token_loss=token_loss,
+        decode=chr,
+    )

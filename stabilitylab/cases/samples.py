@@ -9,15 +9,20 @@ __all__ = ['sample']
 from pathlib import Path
 
 import stabilitylab
-
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/cases/01_samples.ipynb #a748d363
 def sample(
-    name: str = 'lm_high_lr', # folder below `data_samples/`
-) -> Path: # the folder of the run
+    name: str = "lm_high_lr",  # folder below `data_samples/`
+) -> Path:  # the folder of the run
     "The path of a sample run in this checkout."
-    folder = Path(stabilitylab.__file__).resolve().parents[1]/'data_samples'
+    folder = Path(stabilitylab.__file__).resolve().parents[1] / "data_samples"
     names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    if name not in names: raise bad_input('name', name, ', '.join(names) or 'none here', 'the samples are part of a checkout; the functions of stabilitylab.cases make them again')
-    return folder/name
+    if name not in names:
+        raise bad_input(
+            "name",
+            name,
+            ", ".join(names) or "none here",
+            "the samples are part of a checkout; the functions of stabilitylab.cases make them again",
+        )
+    return folder / name

@@ -16,57 +16,90 @@ from ..detect.rules import RULES, events_of
 # %% ../../nbs/api/cases/02_traces.ipynb #e9f7be3a
 class Trace(NamedTuple):
     "A made loss curve and the records at which events were planted."
-    kind: str         # what was planted
-    value: np.ndarray # (n,) float64
-    onsets: tuple     # records at which an event begins; () for a healthy curve
+
+    kind: str  # what was planted
+    value: np.ndarray  # (n,) float64
+    onsets: tuple  # records at which an event begins; () for a healthy curve
 
 # %% ../../nbs/api/cases/02_traces.ipynb #80b00f78
 def _course(rng, n):
     "A healthy falling loss with noise."
     i, low, high = np.arange(n), rng.uniform(1.5, 3), rng.uniform(5, 11)
-    return low + (high-low)*np.exp(-i/rng.uniform(60, 500)) + rng.normal(0, rng.uniform(.01, .04), n)
+    return low + (high - low) * np.exp(-i / rng.uniform(60, 500)) + rng.normal(0, rng.uniform(0.01, 0.04), n)
 
-_SHAPES = { # kind -> (height, shape of the event over the records after its onset)
-    'single step +0.4': lambda t: 0.4*(t == 0), 'decaying +1.5': lambda t: 1.5*np.exp(-t/12), 'long +0.25': lambda t: 0.25*(t < 300),
-    'slow decay +3': lambda t: 3*np.exp(-t/150), 'divergence': lambda t: np.minimum(0.02*t, 4)*(t >= 0) + 0.35}
 
-_LATER = { # shapes that no rule was tuned on
-    'two records +0.8': lambda t: 0.8*((t >= 0) & (t < 2)), 'ramp to +1': lambda t: np.minimum(t/10, 1)*np.exp(-np.maximum(t-10, 0)/40), 'flat +0.6': lambda t: 0.6*(t < 60), 'burst': lambda t: np.exp(-t/20)*(t % 3 == 0)}
+_SHAPES = {  # kind -> (height, shape of the event over the records after its onset)
+    "single step +0.4": lambda t: 0.4 * (t == 0),
+    "decaying +1.5": lambda t: 1.5 * np.exp(-t / 12),
+    "long +0.25": lambda t: 0.25 * (t < 300),
+    "slow decay +3": lambda t: 3 * np.exp(-t / 150),
+    "divergence": lambda t: np.minimum(0.02 * t, 4) * (t >= 0) + 0.35,
+}
+
+_LATER = {  # shapes that no rule was tuned on
+    "two records +0.8": lambda t: 0.8 * ((t >= 0) & (t < 2)),
+    "ramp to +1": lambda t: np.minimum(t / 10, 1) * np.exp(-np.maximum(t - 10, 0) / 40),
+    "flat +0.6": lambda t: 0.6 * (t < 60),
+    "burst": lambda t: np.exp(-t / 20) * (t % 3 == 0),
+}
+
 
 def make_trace(
-    kind: str, # one of KINDS or HELD_OUT
-    seed: int = 0, # the same seed gives the same trace
-    n: int = 3000, # records, > 1500
-) -> Trace: # the trace
+    kind: str,  # one of KINDS or HELD_OUT
+    seed: int = 0,  # the same seed gives the same trace
+    n: int = 3000,  # records, > 1500
+) -> Trace:  # the trace
     "One loss curve with planted events."
     rng = np.random.default_rng([seed, sum(map(ord, kind))])
     x, i = _course(rng, n), np.arange(n)
-    if kind == 'steep descent': x = 2 + 9*np.exp(-i/40) + rng.normal(0, .02, n)
-    elif kind == 'warm restarts': x = x + 0.15*(1 - np.exp(-(i % 750)/30))*(1 - (i % 750)/750)*(i > 750)
-    elif kind == 'learning-rate decay': x = x - 0.3*np.clip((i - 0.8*n)/(0.2*n), 0, 1)
-    elif kind == 'noisy microbatches': x = x + 0.08*rng.standard_t(8, n)
-    elif kind == 'correlated noise': x = x + np.convolve(rng.normal(0, .03, n), 0.6**np.arange(20))[:n]
-    elif kind == 'heavy tails': x = x + 0.02*rng.standard_t(4, n)
-    elif kind == 'power law': x = 1.7 + 8*(1 + i/20)**-.4 + rng.normal(0, .03, n)
-    elif kind == 'step decay': x = x - 0.2*(i > n//3) - 0.15*(i > 2*n//3)
-    elif kind == 'shrinking noise': x = x + rng.normal(0, .2, n)*np.exp(-i/400)
-    elif kind != 'healthy':
-        onsets = tuple(sorted(int(a) for a in rng.choice(np.arange(600, n-700, 400), 1 if kind in ('divergence', 'slow decay +3') else 3, replace=False)))
-        for a in onsets: x[a:] += (_SHAPES | _LATER)[kind](np.arange(n-a))
+    if kind == "steep descent":
+        x = 2 + 9 * np.exp(-i / 40) + rng.normal(0, 0.02, n)
+    elif kind == "warm restarts":
+        x = x + 0.15 * (1 - np.exp(-(i % 750) / 30)) * (1 - (i % 750) / 750) * (i > 750)
+    elif kind == "learning-rate decay":
+        x = x - 0.3 * np.clip((i - 0.8 * n) / (0.2 * n), 0, 1)
+    elif kind == "noisy microbatches":
+        x = x + 0.08 * rng.standard_t(8, n)
+    elif kind == "correlated noise":
+        x = x + np.convolve(rng.normal(0, 0.03, n), 0.6 ** np.arange(20))[:n]
+    elif kind == "heavy tails":
+        x = x + 0.02 * rng.standard_t(4, n)
+    elif kind == "power law":
+        x = 1.7 + 8 * (1 + i / 20) ** -0.4 + rng.normal(0, 0.03, n)
+    elif kind == "step decay":
+        x = x - 0.2 * (i > n // 3) - 0.15 * (i > 2 * n // 3)
+    elif kind == "shrinking noise":
+        x = x + rng.normal(0, 0.2, n) * np.exp(-i / 400)
+    elif kind != "healthy":
+        onsets = tuple(
+            sorted(
+                int(a)
+                for a in rng.choice(
+                    np.arange(600, n - 700, 400),
+                    1 if kind in ("divergence", "slow decay +3") else 3,
+                    replace=False,
+                )
+            )
+        )
+        for a in onsets:
+            x[a:] += (_SHAPES | _LATER)[kind](np.arange(n - a))
         return Trace(kind, x, onsets)
     return Trace(kind, x, ())
 
 # %% ../../nbs/api/cases/02_traces.ipynb #6474be61
-HELD_OUT = (*_LATER, 'correlated noise', 'heavy tails', 'power law', 'step decay', 'shrinking noise')
+HELD_OUT = (*_LATER, "correlated noise", "heavy tails", "power law", "step decay", "shrinking noise")
 
-KINDS = (*_SHAPES, 'healthy', 'steep descent', 'warm restarts', 'learning-rate decay', 'noisy microbatches')
+KINDS = (*_SHAPES, "healthy", "steep descent", "warm restarts", "learning-rate decay", "noisy microbatches")
+
 
 def score_rules(
-    seeds: int = 5, # traces of each kind
-    within: int = 20, # records after an onset in which an event counts as found
-    kinds: tuple = KINDS, # of `make_trace`; HELD_OUT are those that no rule was tuned on
-    first: int = 0, # the first seed
-) -> pd.DataFrame: # one row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
+    seeds: int = 5,  # traces of each kind
+    within: int = 20,  # records after an onset in which an event counts as found
+    kinds: tuple = KINDS,  # of `make_trace`; HELD_OUT are those that no rule was tuned on
+    first: int = 0,  # the first seed
+) -> (
+    pd.DataFrame
+):  # one row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
     "Precision and recall of every rule on the labelled traces."
     traces = [make_trace(k, s) for k in kinds for s in range(first, first + seeds)]
     rows = {}
@@ -75,8 +108,28 @@ def score_rules(
         for t in traces:
             at = events_of(rule.flags(t.value))
             hits = [[a for a in at if -2 <= a - o <= within] for o in t.onsets]
-            span = [any(-2 <= a - o <= 600 if t.kind in ('slow decay +3', 'divergence', 'long +0.25') else -2 <= a - o <= 60 for o in t.onsets) for a in at]
-            planted += len(t.onsets); found += sum(map(bool, hits)); events += len(at); true += sum(span)
+            span = [
+                any(
+                    -2 <= a - o <= 600
+                    if t.kind in ("slow decay +3", "divergence", "long +0.25")
+                    else -2 <= a - o <= 60
+                    for o in t.onsets
+                )
+                for a in at
+            ]
+            planted += len(t.onsets)
+            found += sum(map(bool, hits))
+            events += len(at)
+            true += sum(span)
             healthy += 0 if t.onsets else len(at)
-        rows[name] = {'planted': planted, 'found': found, 'events': events, 'true': true, 'precision': true/events if events else np.nan, 'recall': found/planted, 'false_on_healthy': healthy, 'source': rule.source}
-    return pd.DataFrame.from_dict(rows, orient='index')
+        rows[name] = {
+            "planted": planted,
+            "found": found,
+            "events": events,
+            "true": true,
+            "precision": true / events if events else np.nan,
+            "recall": found / planted,
+            "false_on_healthy": healthy,
+            "source": rule.source,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")

@@ -15,7 +15,7 @@ import torch
 from ..numerics.native import compiled
 
 # %% ../../nbs/api/checkpoint/02_kernel.ipynb #f88c8f44
-_SOURCE = r'''
+_SOURCE = r"""
 #include <stdint.h>
 #include <string.h>
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -41,38 +41,61 @@ void piece_sums(const char*data,int half,int64_t n,int64_t cols,double*o,int64_t
     if(seen) for(k=0;k<m;k++) seen[x[k]>>16]=1; }
   for(int j=0;j<256;j++) hist[j]+=(int64_t)h[0][j]+h[1][j]+h[2][j]+h[3][j];
 }
-'''
+"""
+
 
 @cache
-def native(): # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
+def native():  # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "The compiled function, built once a machine."
-    lib = compiled(_SOURCE, 'piece')
-    if lib is None: return None
+    lib = compiled(_SOURCE, "piece")
+    if lib is None:
+        return None
     p, i = ctypes.c_void_p, ctypes.c_int64
     lib.piece_sums.argtypes, lib.piece_sums.restype = [p, ctypes.c_int, i, i, p, p, p, p], None
     return lib
 
+
 def piece_sums(
-    x: torch.Tensor, # contiguous piece of a tensor, on the CPU, any dtype; not float32 or bf16: taken as float32
-    cols: int, # values a row, > 0; the last row may be short
-    out: np.ndarray, # (5,) float64: sum, sum of squares, absmax, 1 where the lower half of a float32 was in use, zeros; added to in place
-    exponents: np.ndarray, # (256,) int64, added to: entry 255 counts what is not finite
-    seen: np.ndarray | None = None, # (65536,) uint8: upper halves met are set to 1
-) -> np.ndarray: # (rows,) float64, sum of squares of every row; what is not finite is left out
+    x: torch.Tensor,  # contiguous piece of a tensor, on the CPU, any dtype; not float32 or bf16: taken as float32
+    cols: int,  # values a row, > 0; the last row may be short
+    out: np.ndarray,  # (5,) float64: sum, sum of squares, absmax, 1 where the lower half of a float32 was in use, zeros; added to in place
+    exponents: np.ndarray,  # (256,) int64, added to: entry 255 counts what is not finite
+    seen: np.ndarray | None = None,  # (65536,) uint8: upper halves met are set to 1
+) -> np.ndarray:  # (rows,) float64, sum of squares of every row; what is not finite is left out
     "Add the sums of a piece to `out` and `exponents`."
     x = x.detach().reshape(-1)
-    if x.dtype not in (torch.float32, torch.bfloat16): x = x.float()
-    rows, lib = np.zeros(-(-x.numel()//cols)), native()
-    if lib is None: return _sums_torch(x.float(), cols, out, exponents, seen, rows)
-    lib.piece_sums(x.data_ptr(), x.dtype == torch.bfloat16, x.numel(), cols, out.ctypes.data, exponents.ctypes.data, None if seen is None else seen.ctypes.data, rows.ctypes.data)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
+    rows, lib = np.zeros(-(-x.numel() // cols)), native()
+    if lib is None:
+        return _sums_torch(x.float(), cols, out, exponents, seen, rows)
+    lib.piece_sums(
+        x.data_ptr(),
+        x.dtype == torch.bfloat16,
+        x.numel(),
+        cols,
+        out.ctypes.data,
+        exponents.ctypes.data,
+        None if seen is None else seen.ctypes.data,
+        rows.ctypes.data,
+    )
     return rows
+
 
 def _sums_torch(x, cols, out, exponents, seen, rows):
     "`piece_sums` in PyTorch's and NumPy's operators."
     bits = x.contiguous().numpy().view(np.uint32)
     exponents += np.bincount((bits >> 23) & 255, minlength=256)
-    if seen is not None: seen[bits >> 16] = 1
+    if seen is not None:
+        seen[bits >> 16] = 1
     d = torch.where(torch.isfinite(x), x, torch.zeros(())).double().numpy()
-    if d.size: rows += np.add.reduceat(d*d, np.arange(0, d.size, cols))
-    out[:] = out[0] + d.sum(), out[1] + rows.sum(), max(out[2], np.abs(d).max(initial=0)), max(out[3], bool((bits & 0xffff).any())), out[4] + (x == 0).sum().item()
+    if d.size:
+        rows += np.add.reduceat(d * d, np.arange(0, d.size, cols))
+    out[:] = (
+        out[0] + d.sum(),
+        out[1] + rows.sum(),
+        max(out[2], np.abs(d).max(initial=0)),
+        max(out[3], bool((bits & 0xFFFF).any())),
+        out[4] + (x == 0).sum().item(),
+    )
     return rows

@@ -27,267 +27,511 @@ from ..names.errors import InputError, bad_input
 @dataclass(frozen=True)
 class LazyTensor:
     "A tensor of a file that is not read yet."
-    name: str            # in the checkpoint
-    shape: tuple         # of the whole tensor
-    dtype: torch.dtype   # as stored
-    read: Callable       # (first, last) -> the rows first..last-1 of the first dimension
-    flat: Callable | None = None # (first, last) -> the values first..last-1 in the order of the file, where they lie together
+
+    name: str  # in the checkpoint
+    shape: tuple  # of the whole tensor
+    dtype: torch.dtype  # as stored
+    read: Callable  # (first, last) -> the rows first..last-1 of the first dimension
+    flat: Callable | None = (
+        None  # (first, last) -> the values first..last-1 in the order of the file, where they lie together
+    )
 
     @property
     def nbytes(self):
         "Bytes on disk."
-        return math.prod(self.shape)*self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def load(self) -> torch.Tensor: # the whole tensor
+    def load(self) -> torch.Tensor:  # the whole tensor
         "Read all of it."
         return self.read(0, self.shape[0] if self.shape else 1).reshape(self.shape)
 
-    def chunks(self,
-        limit: int = 2**23, # bytes a chunk, at least one row
-    ) -> Iterator[torch.Tensor]: # rows of the first dimension, in order
+    def chunks(
+        self,
+        limit: int = 2**23,  # bytes a chunk, at least one row
+    ) -> Iterator[torch.Tensor]:  # rows of the first dimension, in order
         "Read it piece by piece."
         n = self.shape[0] if self.shape else 1
-        rows = max(1, limit//max(1, self.nbytes//max(n, 1)))
-        for a in range(0, n, rows): yield self.read(a, min(a + rows, n))
+        rows = max(1, limit // max(1, self.nbytes // max(n, 1)))
+        for a in range(0, n, rows):
+            yield self.read(a, min(a + rows, n))
 
-    def values(self,
-        limit: int = 2**21, # bytes a piece
-    ) -> Iterator[torch.Tensor]: # pieces of one dimension, in order: whole rows where a row is below the limit
+    def values(
+        self,
+        limit: int = 2**21,  # bytes a piece
+    ) -> Iterator[
+        torch.Tensor
+    ]:  # pieces of one dimension, in order: whole rows where a row is below the limit
         "Read it piece by piece, also where a single row is too large."
         n, row = math.prod(self.shape), math.prod(self.shape[1:])
-        if self.flat is None: yield from (c.reshape(-1) for c in self.chunks(limit)); return
-        step = max(1, limit//self.dtype.itemsize)
-        if row: step = max(1, step//row)*row if row <= step else step
-        for a in range(0, n, step): yield self.flat(a, min(a + step, n))
+        if self.flat is None:
+            yield from (c.reshape(-1) for c in self.chunks(limit))
+            return
+        step = max(1, limit // self.dtype.itemsize)
+        if row:
+            step = max(1, step // row) * row if row <= step else step
+        for a in range(0, n, step):
+            yield self.flat(a, min(a + step, n))
+
 
 @dataclass(frozen=True)
 class Checkpoint(Mapping):
     "The tensors of a checkpoint by name, and what its optimizer was set to."
-    path: Path                                      # file or folder
-    format: str                                     # 'safetensors', 'torch', 'sharded', 'dcp', 'adapter'
-    tensors: dict                                   # name -> LazyTensor
-    groups: list = field(default_factory=list)      # settings of every optimizer parameter group: lr, betas, eps, weight_decay …
-    extra: dict = field(default_factory=dict)       # numbers and words beside the tensors, such as the step
+
+    path: Path  # file or folder
+    format: str  # 'safetensors', 'torch', 'sharded', 'dcp', 'adapter'
+    tensors: dict  # name -> LazyTensor
+    groups: list = field(
+        default_factory=list
+    )  # settings of every optimizer parameter group: lr, betas, eps, weight_decay …
+    extra: dict = field(default_factory=dict)  # numbers and words beside the tensors, such as the step
 
     def __getitem__(self, name):
-        if name not in self.tensors: raise bad_input('name', name, f"one of {len(self.tensors)} tensors, such as {', '.join(list(self.tensors)[:4])}")
+        if name not in self.tensors:
+            raise bad_input(
+                "name",
+                name,
+                f"one of {len(self.tensors)} tensors, such as {', '.join(list(self.tensors)[:4])}",
+            )
         return self.tensors[name]
-    def __contains__(self, name): return name in self.tensors
-    def __iter__(self): return iter(self.tensors)
-    def __len__(self): return len(self.tensors)
-    def __repr__(self): return f'Checkpoint({str(self.path)!r}, {self.format}, {len(self)} tensors, {sum(t.nbytes for t in self.tensors.values())/1e6:.4g} MB)'
 
-    def state_dict(self,
-        prefix: str = '', # only names that begin so; it is taken off
-    ) -> dict: # name -> tensor
+    def __contains__(self, name):
+        return name in self.tensors
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def __repr__(self):
+        return f"Checkpoint({str(self.path)!r}, {self.format}, {len(self)} tensors, {sum(t.nbytes for t in self.tensors.values()) / 1e6:.4g} MB)"
+
+    def state_dict(
+        self,
+        prefix: str = "",  # only names that begin so; it is taken off
+    ) -> dict:  # name -> tensor
         "Read the tensors whose names begin with `prefix`."
-        return {n[len(prefix):]: t.load() for n, t in self.tensors.items() if n.startswith(prefix)}
+        return {n[len(prefix) :]: t.load() for n, t in self.tensors.items() if n.startswith(prefix)}
 
 # %% ../../nbs/api/checkpoint/00_open.ipynb #20fafbfb
-_DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16, 'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8, 'U8': torch.uint8, 'BOOL': torch.bool, 'F8_E4M3': torch.float8_e4m3fn, 'F8_E5M2': torch.float8_e5m2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
 
 def _in_file(name, path, begin, shape, dtype):
     "A tensor whose values lie together in a file."
     row = math.prod(shape[1:])
+
     def flat(a, b):
         out = torch.empty(b - a, dtype=dtype)
-        if not out.numel(): return out
-        with open(path, 'rb', buffering=0) as f: f.seek(begin + a*dtype.itemsize); _fill(f, memoryview(out.view(torch.uint8).numpy()), path, name)
+        if not out.numel():
+            return out
+        with open(path, "rb", buffering=0) as f:
+            f.seek(begin + a * dtype.itemsize)
+            _fill(f, memoryview(out.view(torch.uint8).numpy()), path, name)
         return out
-    return LazyTensor(name, shape, dtype, lambda a, b: flat(a*row, b*row).reshape(b - a, *shape[1:]), flat)
+
+    return LazyTensor(
+        name, shape, dtype, lambda a, b: flat(a * row, b * row).reshape(b - a, *shape[1:]), flat
+    )
+
 
 def _fill(f, to, path, name):
     "Read until the buffer is full; one call of the system gives 2 GB at most."
     while len(to):
         n = f.readinto(to)
-        if not n: raise InputError(f'`{path}` ends before {name} does; copy it again')
+        if not n:
+            raise InputError(f"`{path}` ends before {name} does; copy it again")
         to = to[n:]
+
 
 def _safetensors(path):
     "Name -> LazyTensor of a safetensors file: the library checks it, the bytes are read from the file, so that nothing stays mapped."
     try:
-        with safe_open(str(path), 'pt') as file: names = list(file.keys())
-    except Exception as e: raise InputError(f'`{path}` is a damaged safetensors file: {e}; download or copy it again') from e
-    with open(path, 'rb') as f:
-        size = struct.unpack('<Q', f.read(8))[0]
+        with safe_open(str(path), "pt") as file:
+            names = list(file.keys())
+    except Exception as e:
+        raise InputError(f"`{path}` is a damaged safetensors file: {e}; download or copy it again") from e
+    with open(path, "rb") as f:
+        size = struct.unpack("<Q", f.read(8))[0]
         header, out = json.loads(f.read(size)), {}
     for name in names:
-        kind, shape, begin = header[name]['dtype'], tuple(header[name]['shape']), 8 + size + header[name]['data_offsets'][0]
-        if kind not in _DTYPES: raise InputError(f'`{path}`: tensor {name} has type {kind}; known: {", ".join(_DTYPES)}')
+        kind, shape, begin = (
+            header[name]["dtype"],
+            tuple(header[name]["shape"]),
+            8 + size + header[name]["data_offsets"][0],
+        )
+        if kind not in _DTYPES:
+            raise InputError(f"`{path}`: tensor {name} has type {kind}; known: {', '.join(_DTYPES)}")
         dtype = _DTYPES[kind]
         out[name] = _in_file(name, path, begin, shape, dtype)
     return out
 
+
 def _from_tensor(name, t, path, start=0):
     "A tensor that torch described without reading it (or, from a legacy file, read)."
-    shape, place = tuple(t.shape), getattr(t.untyped_storage(), '_checkpoint_offset', None)
+    shape, place = tuple(t.shape), getattr(t.untyped_storage(), "_checkpoint_offset", None)
     held, size = t.untyped_storage().nbytes(), t.dtype.itemsize
-    if t.numel()*size > max(held, 2**28): raise InputError(f'`{path}`: {name} claims {t.numel():,} values, but {held:,} bytes are there; refused')
-    if place is None: return LazyTensor(name, shape, t.dtype, lambda a, b: t.reshape(shape or (1,))[a:b], (lambda a, b: t.view(-1)[a:b]) if t.is_contiguous() else None)
+    if t.numel() * size > max(held, 2**28):
+        raise InputError(
+            f"`{path}`: {name} claims {t.numel():,} values, but {held:,} bytes are there; refused"
+        )
+    if place is None:
+        return LazyTensor(
+            name,
+            shape,
+            t.dtype,
+            lambda a, b: t.reshape(shape or (1,))[a:b],
+            (lambda a, b: t.view(-1)[a:b]) if t.is_contiguous() else None,
+        )
     begin = start + place
-    if begin + held > path.stat().st_size: raise InputError(f'`{path}` ends before {name} does; copy it again')
-    if t.is_contiguous(): return _in_file(name, path, begin + t.storage_offset()*size, shape, t.dtype)
+    if begin + held > path.stat().st_size:
+        raise InputError(f"`{path}` ends before {name} does; copy it again")
+    if t.is_contiguous():
+        return _in_file(name, path, begin + t.storage_offset() * size, shape, t.dtype)
     stride, offset, dtype = t.stride(), t.storage_offset(), t.dtype
+
     def read(a, b):
-        whole = torch.frombuffer(np.memmap(path, np.uint8, 'c', begin, (held,)), dtype=torch.uint8).view(dtype)
+        whole = torch.frombuffer(np.memmap(path, np.uint8, "c", begin, (held,)), dtype=torch.uint8).view(
+            dtype
+        )
         return whole.as_strided(shape, stride, offset)[a:b].clone()
+
     return LazyTensor(name, shape, dtype, read)
+
 
 def _flat(x, name, out, groups, extra, path):
     "Take nested dicts apart: tensors under dotted names, optimizer settings, numbers and words."
-    if torch.is_tensor(x): out[name] = _from_tensor(name, x, path)
+    if torch.is_tensor(x):
+        out[name] = _from_tensor(name, x, path)
     elif isinstance(x, Mapping):
-        if 'param_groups' in x: groups += [{k: _from_tensor(k, v, path).load().tolist() if torch.is_tensor(v) else v for k, v in g.items() if k != 'params'} for g in x['param_groups'] if isinstance(g, dict)]
+        if "param_groups" in x:
+            groups += [
+                {
+                    k: _from_tensor(k, v, path).load().tolist() if torch.is_tensor(v) else v
+                    for k, v in g.items()
+                    if k != "params"
+                }
+                for g in x["param_groups"]
+                if isinstance(g, dict)
+            ]
         for k, v in x.items():
-            if k != 'param_groups': _flat(v, f'{name}.{k}' if name else str(k), out, groups, extra, path)
+            if k != "param_groups":
+                _flat(v, f"{name}.{k}" if name else str(k), out, groups, extra, path)
     elif isinstance(x, (list, tuple)):
-        for i, v in enumerate(x): _flat(v, f'{name}.{i}' if name else str(i), out, groups, extra, path)
-    elif isinstance(x, (int, float, str, bool)) and len(extra) < 1000: extra[name] = x
+        for i, v in enumerate(x):
+            _flat(v, f"{name}.{i}" if name else str(i), out, groups, extra, path)
+    elif isinstance(x, (int, float, str, bool)) and len(extra) < 1000:
+        extra[name] = x
+
 
 def _check_zip(file, size, path):
     "Refuse archives that would unpack to more than they hold."
     try:
-        with zipfile.ZipFile(file) as z: infos = z.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError) as e: raise InputError(f'`{path}` begins like a torch file but is cut or damaged ({e}); copy it again') from e
-    packed, total = [i for i in infos if i.compress_type != zipfile.ZIP_STORED], sum(i.file_size for i in infos)
-    if packed or total > 1.05*size + 2**20: raise InputError(f'`{path}` is a compressed archive that would unpack to {total:,} bytes; torch never compresses, so it is refused')
+        with zipfile.ZipFile(file) as z:
+            infos = z.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError) as e:
+        raise InputError(
+            f"`{path}` begins like a torch file but is cut or damaged ({e}); copy it again"
+        ) from e
+    packed, total = (
+        [i for i in infos if i.compress_type != zipfile.ZIP_STORED],
+        sum(i.file_size for i in infos),
+    )
+    if packed or total > 1.05 * size + 2**20:
+        raise InputError(
+            f"`{path}` is a compressed archive that would unpack to {total:,} bytes; torch never compresses, so it is refused"
+        )
+
 
 def _described(file):
     "What a torch file holds; its tensors know their place and are not read."
     from torch._subclasses.fake_tensor import FakeTensorMode
-    with FakeTensorMode(): return torch.load(file, map_location='cpu', weights_only=True)
+
+    with FakeTensorMode():
+        return torch.load(file, map_location="cpu", weights_only=True)
+
 
 def _torch_file(path):
     "What a torch file holds, as data only."
-    with open(path, 'rb') as f: zipped = f.read(4) == b'PK\3\4'
-    if zipped: _check_zip(path, path.stat().st_size, path)
-    try: return _described(path) if zipped else torch.load(path, map_location='cpu', weights_only=True)
+    with open(path, "rb") as f:
+        zipped = f.read(4) == b"PK\3\4"
+    if zipped:
+        _check_zip(path, path.stat().st_size, path)
+    try:
+        return _described(path) if zipped else torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
-        wanted = re.search(r'GLOBAL ([\w.]+)', str(e)) or re.search(r'Unsupported (?:global|class|operand)[: ]+([^\n.]+)', str(e)) or re.search(r'trying to (?:load|execute)[^\n]*', str(e))
-        raise InputError(f"`{path}` is refused: it wants to run {wanted[1] if wanted and wanted.re.groups else 'code'} while it is opened; allowed: tensors, numbers and words. Save its state dict from the program that made it") from e
-    except (RuntimeError, EOFError, ValueError, OSError) as e: raise InputError(f'`{path}` is no torch file that can be read: {str(e).splitlines()[0][:200]}') from e
+        wanted = (
+            re.search(r"GLOBAL ([\w.]+)", str(e))
+            or re.search(r"Unsupported (?:global|class|operand)[: ]+([^\n.]+)", str(e))
+            or re.search(r"trying to (?:load|execute)[^\n]*", str(e))
+        )
+        raise InputError(
+            f"`{path}` is refused: it wants to run {wanted[1] if wanted and wanted.re.groups else 'code'} while it is opened; allowed: tensors, numbers and words. Save its state dict from the program that made it"
+        ) from e
+    except (RuntimeError, EOFError, ValueError, OSError) as e:
+        raise InputError(f"`{path}` is no torch file that can be read: {str(e).splitlines()[0][:200]}") from e
+
 
 def _inside(folder, name):
     "A file of the folder, or an error where the name leads out of it."
-    path = (folder/name).resolve()
-    if not path.is_relative_to(folder.resolve()): raise InputError(f'`{folder}`: its index names {name!r}, which lies outside of the folder; refused')
-    if not path.is_file(): raise InputError(f'`{folder}`: its index names {name!r}, which is missing')
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError(f"`{folder}`: its index names {name!r}, which lies outside of the folder; refused")
+    if not path.is_file():
+        raise InputError(f"`{folder}`: its index names {name!r}, which is missing")
     return path
+
 
 def _sharded(folder, index):
     "(name -> LazyTensor, extra) of a folder with an index file."
-    try: names = json.loads(index.read_text())['weight_map']
-    except (ValueError, KeyError, TypeError) as e: raise InputError(f'`{index}` is no index of shards: it needs a "weight_map"') from e
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise InputError(f'`{index}` is no index of shards: it needs a "weight_map"') from e
     out = {}
-    if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()): raise InputError(f'`{index}` is no index of shards: its "weight_map" must give a file for every tensor')
+    if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+        raise InputError(
+            f'`{index}` is no index of shards: its "weight_map" must give a file for every tensor'
+        )
     for file in sorted(set(names.values())):
         part = _tensors_of(_inside(folder, file))[1]
         out |= {n: part[n] for n, f in names.items() if f == file and n in part}
-        if missing := [n for n, f in names.items() if f == file and n not in part]: raise InputError(f'`{folder}`: {file} lacks {len(missing)} tensors that the index names, such as {missing[0]}')
+        if missing := [n for n, f in names.items() if f == file and n not in part]:
+            raise InputError(
+                f"`{folder}`: {file} lacks {len(missing)} tensors that the index names, such as {missing[0]}"
+            )
     return out
+
 
 class _Metadata(pickle.Unpickler):
     "Reads the list of a DCP folder: the classes of that list and no others."
-    _ALLOWED = {('torch', 'Size'), ('torch.serialization', '_get_layout'), ('torch.distributed.checkpoint.filesystem', '_StorageInfo'), ('collections', 'OrderedDict'), ('pathlib', 'PosixPath'), ('pathlib', 'PurePosixPath'), ('builtins', 'set')}
+
+    _ALLOWED = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("builtins", "set"),
+    }
+
     def find_class(self, module, name):
-        if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype): return getattr(torch, name)
-        if (module, name) in self._ALLOWED or module == 'torch.distributed.checkpoint.metadata' and name in ('Metadata', 'MetadataIndex', 'TensorStorageMetadata', 'BytesStorageMetadata', 'ChunkStorageMetadata', 'TensorProperties', 'StorageMeta', '_MEM_FORMAT_ENCODING'): return super().find_class(module, name)
-        raise InputError(f'the `.metadata` file is refused: it wants to run {module}.{name} while it is opened')
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (
+            (module, name) in self._ALLOWED
+            or module == "torch.distributed.checkpoint.metadata"
+            and name
+            in (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ):
+            return super().find_class(module, name)
+        raise InputError(
+            f"the `.metadata` file is refused: it wants to run {module}.{name} while it is opened"
+        )
+
 
 def _dcp(folder):
     "Name -> LazyTensor of a torch distributed checkpoint."
-    try: meta = _Metadata(io.BytesIO((folder/'.metadata').read_bytes())).load()
+    try:
+        meta = _Metadata(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as e:
-        if isinstance(e, InputError): raise
-        raise InputError(f'`{folder}/.metadata` is damaged: {e}') from e
+        if isinstance(e, InputError):
+            raise
+        raise InputError(f"`{folder}/.metadata` is damaged: {e}") from e
     places, out, seen = {}, {}, {}
-    for index, info in meta.storage_data.items(): places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info))
+    for index, info in meta.storage_data.items():
+        places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info))
     for name, m in meta.state_dict_metadata.items():
-        if not hasattr(m, 'chunks'): continue
+        if not hasattr(m, "chunks"):
+            continue
         sizes = {tuple(c.offsets): tuple(c.sizes) for c in m.chunks}
-        parts = [(offset or (0,)*len(m.size), sizes.get(offset or (0,)*len(m.size)), info) for offset, info in places.get(name, [])]
-        out[name] = LazyTensor(name, tuple(m.size), m.properties.dtype, lambda a, b, m=m, parts=parts, name=name: _assembled(folder, name, m, parts, seen, a, b))
+        parts = [
+            (offset or (0,) * len(m.size), sizes.get(offset or (0,) * len(m.size)), info)
+            for offset, info in places.get(name, [])
+        ]
+        out[name] = LazyTensor(
+            name,
+            tuple(m.size),
+            m.properties.dtype,
+            lambda a, b, m=m, parts=parts, name=name: _assembled(folder, name, m, parts, seen, a, b),
+        )
     return out
+
 
 class _Slice(io.RawIOBase):
     "A part of a file as a file of its own."
-    def __init__(self, path, begin, size): self.file, self.begin, self.size, self.at = open(path, 'rb'), begin, size, 0
-    def readable(self): return True
-    def seekable(self): return True
-    def tell(self): return self.at
-    def seek(self, to, whence=0): self.at = (0, self.at, self.size)[whence] + to; return self.at
+
+    def __init__(self, path, begin, size):
+        self.file, self.begin, self.size, self.at = open(path, "rb"), begin, size, 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def tell(self):
+        return self.at
+
+    def seek(self, to, whence=0):
+        self.at = (0, self.at, self.size)[whence] + to
+        return self.at
+
     def read(self, n=-1):
         left = max(0, self.size - self.at)
         self.file.seek(self.begin + self.at)
-        data = self.file.read(left if n is None or n < 0 else min(n, left)); self.at += len(data)
+        data = self.file.read(left if n is None or n < 0 else min(n, left))
+        self.at += len(data)
         return data
-    def readinto(self, to): data = self.read(len(to)); to[:len(data)] = data; return len(data)
-    def close(self): self.file.close(); super().close()
+
+    def readinto(self, to):
+        data = self.read(len(to))
+        to[: len(data)] = data
+        return len(data)
+
+    def close(self):
+        self.file.close()
+        super().close()
+
 
 def _part(folder, name, info):
     "One shard of a tensor, not read yet."
     path = _inside(folder, info.relative_path)
     with _Slice(path, info.offset, info.length) as f:
         try:
-            _check_zip(f, info.length, path); f.seek(0)
+            _check_zip(f, info.length, path)
+            f.seek(0)
             t = _described(f)
-            if not torch.is_tensor(t): raise ValueError('no tensor')
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as e: raise InputError(f'`{path}`: the part of {name} is damaged or no tensor') from e
+            if not torch.is_tensor(t):
+                raise ValueError("no tensor")
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as e:
+            raise InputError(f"`{path}`: the part of {name} is damaged or no tensor") from e
     return _from_tensor(name, t, path, info.offset)
+
 
 def _assembled(folder, name, m, parts, seen, a, b):
     "Rows a..b-1 of a tensor from the shards that hold them."
     out, filled = torch.empty((b - a, *m.size[1:]) if len(m.size) else (1,), dtype=m.properties.dtype), 0
     for offset, size, info in parts:
-        if size is None or (len(size) and (offset[0] >= b or offset[0] + size[0] <= a)): continue
+        if size is None or (len(size) and (offset[0] >= b or offset[0] + size[0] <= a)):
+            continue
         key = info.relative_path, info.offset
         t = seen[key] = seen.get(key) or _part(folder, name, info)
-        if math.prod(t.shape) != math.prod(size): raise InputError(f'`{folder}/{info.relative_path}`: the part of {name} has shape {t.shape}, the list says {tuple(size)}')
-        if not len(size): return t.load().reshape(1)
+        if math.prod(t.shape) != math.prod(size):
+            raise InputError(
+                f"`{folder}/{info.relative_path}`: the part of {name} has shape {t.shape}, the list says {tuple(size)}"
+            )
+        if not len(size):
+            return t.load().reshape(1)
         lo, hi, row = max(a, offset[0]), min(b, offset[0] + size[0]), math.prod(size[1:])
         where = (slice(lo - a, hi - a), *(slice(o, o + s) for o, s in zip(offset[1:], size[1:])))
-        got = t.flat((lo - offset[0])*row, (hi - offset[0])*row) if t.flat else t.load().reshape(size)[lo - offset[0]:hi - offset[0]]
-        out[where] = got.reshape(hi - lo, *size[1:]); filled += out[where].numel()
-    if filled < out.numel(): raise InputError(f'`{folder}`: {name} is not whole: {filled} of {out.numel()} values are in the shards')
+        got = (
+            t.flat((lo - offset[0]) * row, (hi - offset[0]) * row)
+            if t.flat
+            else t.load().reshape(size)[lo - offset[0] : hi - offset[0]]
+        )
+        out[where] = got.reshape(hi - lo, *size[1:])
+        filled += out[where].numel()
+    if filled < out.numel():
+        raise InputError(
+            f"`{folder}`: {name} is not whole: {filled} of {out.numel()} values are in the shards"
+        )
     return out
 
 # %% ../../nbs/api/checkpoint/00_open.ipynb #7f28e63b
 def _tensors_of(path):
     "(format, tensors, groups, extra) of one file, recognised by its first bytes."
-    with open(path, 'rb') as f: head = f.read(256)
+    with open(path, "rb") as f:
+        head = f.read(256)
     size = path.stat().st_size
-    if head.startswith(b'version https://git-lfs'):
-        said = re.search(rb'size (\d+)', head)
-        raise InputError(f"`{path}` is a Git-LFS pointer, not the checkpoint{f' ({int(said[1]):,} bytes are elsewhere)' if said else ''}; fetch it with: git lfs pull")
-    if not head: raise InputError(f'`{path}` is empty')
-    if head[:4] == b'PK\3\4' or head[:1] == b'\x80':
+    if head.startswith(b"version https://git-lfs"):
+        said = re.search(rb"size (\d+)", head)
+        raise InputError(
+            f"`{path}` is a Git-LFS pointer, not the checkpoint{f' ({int(said[1]):,} bytes are elsewhere)' if said else ''}; fetch it with: git lfs pull"
+        )
+    if not head:
+        raise InputError(f"`{path}` is empty")
+    if head[:4] == b"PK\3\4" or head[:1] == b"\x80":
         out, groups, extra = {}, [], {}
-        _flat(_torch_file(path), '', out, groups, extra, path)
-        return 'torch', out, groups, extra
-    n = struct.unpack('<Q', head[:8])[0] if len(head) >= 9 else 0
-    if head[8:9] == b'{':
-        if n + 8 > size: raise InputError(f'`{path}` says its safetensors header has {n:,} bytes, but the file has {size:,}; it is cut or forged')
-        return 'safetensors', _safetensors(path), [], {}
-    raise InputError(f'`{path}` is no checkpoint that is known: it begins with {head[:8]!r}; accepted: safetensors, torch (.pt, .pth, .bin), folders with an index, torch DCP')
+        _flat(_torch_file(path), "", out, groups, extra, path)
+        return "torch", out, groups, extra
+    n = struct.unpack("<Q", head[:8])[0] if len(head) >= 9 else 0
+    if head[8:9] == b"{":
+        if n + 8 > size:
+            raise InputError(
+                f"`{path}` says its safetensors header has {n:,} bytes, but the file has {size:,}; it is cut or forged"
+            )
+        return "safetensors", _safetensors(path), [], {}
+    raise InputError(
+        f"`{path}` is no checkpoint that is known: it begins with {head[:8]!r}; accepted: safetensors, torch (.pt, .pth, .bin), folders with an index, torch DCP"
+    )
 
-_SINGLE = ('model.safetensors', 'pytorch_model.bin', 'adapter_model.safetensors', 'adapter_model.bin', 'diffusion_pytorch_model.safetensors')
+
+_SINGLE = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "diffusion_pytorch_model.safetensors",
+)
+
 
 def open_checkpoint(
-    path: str | Path, # a file, a Hugging Face folder, a torch DCP folder, or an adapter's folder
-) -> Checkpoint: # tensors by name, nothing read yet
+    path: str | Path,  # a file, a Hugging Face folder, a torch DCP folder, or an adapter's folder
+) -> Checkpoint:  # tensors by name, nothing read yet
     "The tensors of a checkpoint of any common kind."
     path = Path(path)
-    if not path.exists(): raise bad_input('path', str(path), 'a checkpoint file or folder', 'nothing is there: check the spelling')
-    if path.is_file() and path.name.endswith('.index.json'): return Checkpoint(path.parent, 'sharded', _sharded(path.parent, path))
-    if path.is_file(): return Checkpoint(path, *_tensors_of(path))
-    if (path/'.metadata').is_file(): return Checkpoint(path, 'dcp', _dcp(path))
-    if index := next(iter(sorted(path.glob('*.index.json'))), None): return Checkpoint(path, 'sharded', _sharded(path, index))
-    if file := next((path/n for n in _SINGLE if (path/n).is_file()), None):
+    if not path.exists():
+        raise bad_input(
+            "path", str(path), "a checkpoint file or folder", "nothing is there: check the spelling"
+        )
+    if path.is_file() and path.name.endswith(".index.json"):
+        return Checkpoint(path.parent, "sharded", _sharded(path.parent, path))
+    if path.is_file():
+        return Checkpoint(path, *_tensors_of(path))
+    if (path / ".metadata").is_file():
+        return Checkpoint(path, "dcp", _dcp(path))
+    if index := next(iter(sorted(path.glob("*.index.json"))), None):
+        return Checkpoint(path, "sharded", _sharded(path, index))
+    if file := next((path / n for n in _SINGLE if (path / n).is_file()), None):
         kind, *rest = _tensors_of(file)
-        config = path/'adapter_config.json'
-        if config.is_file() and file.name.startswith('adapter'):
-            try: settings = dict(json.loads(config.read_text()))
-            except (ValueError, TypeError) as e: raise InputError(f'`{config}` is no JSON object: {e}') from e
-            rest[2], kind = rest[2] | {k: v for k, v in settings.items() if isinstance(v, (int, float, str))}, 'adapter'
+        config = path / "adapter_config.json"
+        if config.is_file() and file.name.startswith("adapter"):
+            try:
+                settings = dict(json.loads(config.read_text()))
+            except (ValueError, TypeError) as e:
+                raise InputError(f"`{config}` is no JSON object: {e}") from e
+            rest[2], kind = (
+                rest[2] | {k: v for k, v in settings.items() if isinstance(v, (int, float, str))},
+                "adapter",
+            )
         return Checkpoint(path, kind, *rest)
-    raise bad_input('path', str(path), f"a folder with an index of shards, a `.metadata` file, or one of {', '.join(_SINGLE)}", f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}")
+    raise bad_input(
+        "path",
+        str(path),
+        f"a folder with an index of shards, a `.metadata` file, or one of {', '.join(_SINGLE)}",
+        f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}",
+    )

@@ -18,110 +18,201 @@ from .open import Checkpoint, open_checkpoint
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/checkpoint/01_scan.ipynb #ade1fb1d
-_FIRST = 2**20 # values of a tensor whose bf16 patterns are counted
+_FIRST = 2**20  # values of a tensor whose bf16 patterns are counted
+
 
 def tensor_statistics(
-    tensor, # a LazyTensor
-    limit: int = 2**21, # bytes a piece: what fits in a processor's cache
-) -> dict: # absmax, mean, rms, std, nonfinite, zeros, distinct_bf16 (upper halves of float32 among the first 2**20 values), near_dead_rows, exponents (256,), bf16_only
+    tensor,  # a LazyTensor
+    limit: int = 2**21,  # bytes a piece: what fits in a processor's cache
+) -> dict:  # absmax, mean, rms, std, nonfinite, zeros, distinct_bf16 (upper halves of float32 among the first 2**20 values), near_dead_rows, exponents (256,), bf16_only
     "Statistics of one tensor in one pass; sums in float64."
     out, exponents, seen, rows, n = np.zeros(5), np.zeros(256, np.int64), np.zeros(65536, np.uint8), [], 0
     cols = tensor.shape[1] if len(tensor.shape) == 2 and tensor.shape[1] else 0
     for x in tensor.values(limit):
         squares = piece_sums(x, cols or max(x.numel(), 1), out, exponents, seen if n < _FIRST else None)
-        if cols and x.numel() % cols == 0: rows.append(squares)
+        if cols and x.numel() % cols == 0:
+            rows.append(squares)
         n += x.numel()
     (total, squares, absmax, low, zeros), bad, dead = out, int(exponents[255]), 0
-    if rows: norms = np.sqrt(np.concatenate(rows)); dead = int((norms < 0.01*np.median(norms)).sum())
-    mean, rms = total/max(n - bad, 1), math.sqrt(squares/max(n - bad, 1))
-    return {'absmax': float(absmax), 'mean': float(mean), 'rms': rms, 'std': math.sqrt(max(rms**2 - mean**2, 0.)), 'nonfinite': bad, 'zeros': int(zeros), 'distinct_bf16': int(seen.sum()), 'near_dead_rows': dead, 'exponents': exponents, 'bf16_only': not low}
+    if rows:
+        norms = np.sqrt(np.concatenate(rows))
+        dead = int((norms < 0.01 * np.median(norms)).sum())
+    mean, rms = total / max(n - bad, 1), math.sqrt(squares / max(n - bad, 1))
+    return {
+        "absmax": float(absmax),
+        "mean": float(mean),
+        "rms": rms,
+        "std": math.sqrt(max(rms**2 - mean**2, 0.0)),
+        "nonfinite": bad,
+        "zeros": int(zeros),
+        "distinct_bf16": int(seen.sum()),
+        "near_dead_rows": dead,
+        "exponents": exponents,
+        "bf16_only": not low,
+    }
+
 
 def _width(shapes):
     "The hidden size: the most frequent second dimension of matrices; None where there are none."
     sizes = [s[1] for s in shapes if len(s) == 2]
     return max(set(sizes), key=sizes.count) if sizes else None
 
+
 def scan_checkpoint(
-    path, # what `open_checkpoint` takes, or a Checkpoint
-    select: str = '', # only names that begin so
-    progress: bool = True, # show a bar
-    limit: int = 2**21, # bytes read at once
-) -> pd.DataFrame: # a row a tensor: shape, dtype, the statistics, init_small and init_bloom (std over the two rules), note; attrs: width, exponents {name: (256,)}
+    path,  # what `open_checkpoint` takes, or a Checkpoint
+    select: str = "",  # only names that begin so
+    progress: bool = True,  # show a bar
+    limit: int = 2**21,  # bytes read at once
+) -> pd.DataFrame:  # a row a tensor: shape, dtype, the statistics, init_small and init_bloom (std over the two rules), note; attrs: width, exponents {name: (256,)}
     "Statistics of every tensor of a checkpoint; at most a few chunks are in memory."
     ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     names = [n for n in ckpt if n.startswith(select)]
-    if not names: raise bad_input('select', select, f"the beginning of a name, such as {', '.join(list(ckpt)[:3])}")
+    if not names:
+        raise bad_input("select", select, f"the beginning of a name, such as {', '.join(list(ckpt)[:3])}")
     width, rows, exponents = _width([ckpt[n].shape for n in names]), [], {}
-    with tqdm(total=sum(ckpt[n].nbytes for n in names), unit='B', unit_scale=True, desc='scan', disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=sum(ckpt[n].nbytes for n in names),
+        unit="B",
+        unit_scale=True,
+        desc="scan",
+        disable=not progress,
+        leave=False,
+    ) as bar:
         for n in names:
             t = ckpt[n]
-            s = tensor_statistics(t, limit); exponents[n] = s.pop('exponents'); exact = s.pop('bf16_only')
-            small, bloom = (s['std']/math.sqrt(k/width) if width and len(t.shape) == 2 else math.nan for k in (2/5, 1/3))
-            rows.append({'tensor': n, 'shape': t.shape, 'dtype': str(t.dtype).removeprefix('torch.'), **s, 'init_small': small, 'init_bloom': bloom, 'note': _note(n, t, s, exact)})
+            s = tensor_statistics(t, limit)
+            exponents[n] = s.pop("exponents")
+            exact = s.pop("bf16_only")
+            small, bloom = (
+                s["std"] / math.sqrt(k / width) if width and len(t.shape) == 2 else math.nan
+                for k in (2 / 5, 1 / 3)
+            )
+            rows.append(
+                {
+                    "tensor": n,
+                    "shape": t.shape,
+                    "dtype": str(t.dtype).removeprefix("torch."),
+                    **s,
+                    "init_small": small,
+                    "init_bloom": bloom,
+                    "note": _note(n, t, s, exact),
+                }
+            )
             bar.update(t.nbytes)
-    table = pd.DataFrame(rows).set_index('tensor')
-    table.attrs = {'width': width, 'exponents': exponents}
+    table = pd.DataFrame(rows).set_index("tensor")
+    table.attrs = {"width": width, "exponents": exponents}
     return table
+
 
 def _note(name, t, s, bf16_only):
     "What stands out, in words."
     words, n = [], math.prod(t.shape)
-    if s['nonfinite']: words.append(f"{s['nonfinite']} NaN or infinite")
-    if s['absmax'] > 65504: words.append('beyond the range of fp16')
-    if n > 1 and s['zeros'] == n: words.append('all zero')
-    elif s['near_dead_rows'] and any(w in name.lower() for w in ('embed', 'wte', 'lm_head')): words.append(f"{s['near_dead_rows']} near-dead rows")
-    if t.dtype == torch.float32 and n > 5000 and bf16_only and s['zeros'] < n: words.append('stored as float32, but every value is a bf16 number')
-    return '; '.join(words)
+    if s["nonfinite"]:
+        words.append(f"{s['nonfinite']} NaN or infinite")
+    if s["absmax"] > 65504:
+        words.append("beyond the range of fp16")
+    if n > 1 and s["zeros"] == n:
+        words.append("all zero")
+    elif s["near_dead_rows"] and any(w in name.lower() for w in ("embed", "wte", "lm_head")):
+        words.append(f"{s['near_dead_rows']} near-dead rows")
+    if t.dtype == torch.float32 and n > 5000 and bf16_only and s["zeros"] < n:
+        words.append("stored as float32, but every value is a bf16 number")
+    return "; ".join(words)
 
 # %% ../../nbs/api/checkpoint/01_scan.ipynb #0c7f2b39
 _ULP = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
 
 def _pairs(x, y, limit=2**20):
     "The same values of two tensors of one shape, a piece at a time."
     n = math.prod(x.shape)
     if x.flat and y.flat:
-        for i in range(0, n, limit): yield x.flat(i, min(i + limit, n)), y.flat(i, min(i + limit, n))
+        for i in range(0, n, limit):
+            yield x.flat(i, min(i + limit, n)), y.flat(i, min(i + limit, n))
         return
     first = x.shape[0] if x.shape else 1
-    rows = max(1, limit//max(1, n//max(first, 1)))
-    for i in range(0, first, rows): yield tuple(t.read(i, min(i + rows, first)).reshape(-1) for t in (x, y))
+    rows = max(1, limit // max(1, n // max(first, 1)))
+    for i in range(0, first, rows):
+        yield tuple(t.read(i, min(i + rows, first)).reshape(-1) for t in (x, y))
+
 
 def tensor_change(
-    x, # a LazyTensor: the earlier
-    y, # of the same shape: the later
-) -> dict: # change, max_change, median_ulps, unchanged, nonfinite (values that are not finite in one or both; they enter the count alone)
+    x,  # a LazyTensor: the earlier
+    y,  # of the same shape: the later
+) -> dict:  # change, max_change, median_ulps, unchanged, nonfinite (values that are not finite in one or both; they enter the count alone)
     "How far one tensor went."
-    moved = squares = largest = 0.
+    moved = squares = largest = 0.0
     same, bad, ulps, steps = 0, 0, [], [t for t in (x.dtype, y.dtype) if t in _ULP]
     for u, v in _pairs(x, y):
         u, v = u.double(), v.double()
         ok = torch.isfinite(u) & torch.isfinite(v)
-        same += int(((u == v) | (u.isnan() & v.isnan())).sum()); bad += int((~ok).sum())
+        same += int(((u == v) | (u.isnan() & v.isnan())).sum())
+        bad += int((~ok).sum())
         u, d = u[ok], (v - u)[ok]
-        if not d.numel(): continue
-        moved, squares, largest = moved + float(d @ d), squares + float(u @ u), max(largest, float(d.abs().max()))
+        if not d.numel():
+            continue
+        moved, squares, largest = (
+            moved + float(d @ d),
+            squares + float(u @ u),
+            max(largest, float(d.abs().max())),
+        )
         if len(steps) == 2 and (where := d.nonzero()[:100_000, 0]).numel():
             coarse = min(steps, key=_ULP.get)
-            ulps.append(d[where].abs()/torch.exp2(torch.floor(torch.log2(u[where].abs().clamp_min(torch.finfo(coarse).smallest_normal))) - _ULP[coarse]))
-    change = math.sqrt(moved/squares) if squares else (math.inf if moved else 0.)
-    return {'change': change, 'max_change': largest, 'median_ulps': float(torch.cat(ulps).median()) if ulps else 0., 'unchanged': same/max(math.prod(x.shape), 1), 'nonfinite': bad}
+            ulps.append(
+                d[where].abs()
+                / torch.exp2(
+                    torch.floor(torch.log2(u[where].abs().clamp_min(torch.finfo(coarse).smallest_normal)))
+                    - _ULP[coarse]
+                )
+            )
+    change = math.sqrt(moved / squares) if squares else (math.inf if moved else 0.0)
+    return {
+        "change": change,
+        "max_change": largest,
+        "median_ulps": float(torch.cat(ulps).median()) if ulps else 0.0,
+        "unchanged": same / max(math.prod(x.shape), 1),
+        "nonfinite": bad,
+    }
+
 
 def _settings(a, b):
     "What differs beside the tensors, as (what, in a, in b)."
-    out = [('optimizer groups', len(a.groups), len(b.groups))] if len(a.groups) != len(b.groups) else []
-    out += [(f'group {i} {k}', g.get(k), h.get(k)) for i, (g, h) in enumerate(zip(a.groups, b.groups)) for k in sorted(set(g) | set(h)) if g.get(k) != h.get(k)]
+    out = [("optimizer groups", len(a.groups), len(b.groups))] if len(a.groups) != len(b.groups) else []
+    out += [
+        (f"group {i} {k}", g.get(k), h.get(k))
+        for i, (g, h) in enumerate(zip(a.groups, b.groups))
+        for k in sorted(set(g) | set(h))
+        if g.get(k) != h.get(k)
+    ]
     return out + [(k, a.extra[k], b.extra[k]) for k in a.extra if k in b.extra and a.extra[k] != b.extra[k]]
 
+
 def diff_checkpoints(
-    a, # what `open_checkpoint` takes, or a Checkpoint: the earlier
-    b, # the later
-    progress: bool = True, # show a bar
-) -> pd.DataFrame: # a row a tensor of both: change (relative L2; inf from all zeros), max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of values), nonfinite; attrs: only_a, only_b, reshaped, settings [(what, a, b)]
+    a,  # what `open_checkpoint` takes, or a Checkpoint: the earlier
+    b,  # the later
+    progress: bool = True,  # show a bar
+) -> pd.DataFrame:  # a row a tensor of both: change (relative L2; inf from all zeros), max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of values), nonfinite; attrs: only_a, only_b, reshaped, settings [(what, a, b)]
     "What changed between two checkpoints."
     a, b = (x if isinstance(x, Checkpoint) else open_checkpoint(x) for x in (a, b))
     both, rows = [n for n in a if n in b and a[n].shape == b[n].shape], []
-    with tqdm(total=sum(a[n].nbytes for n in both), unit='B', unit_scale=True, desc='diff', disable=not progress, leave=False) as bar:
-        for n in both: rows.append({'tensor': n, **tensor_change(a[n], b[n])}); bar.update(a[n].nbytes)
-    table = pd.DataFrame(rows, columns=['tensor', 'change', 'max_change', 'median_ulps', 'unchanged', 'nonfinite']).set_index('tensor')
-    table.attrs = {'only_a': [n for n in a if n not in b], 'only_b': [n for n in b if n not in a], 'reshaped': [n for n in a if n in b and a[n].shape != b[n].shape], 'settings': _settings(a, b)}
+    with tqdm(
+        total=sum(a[n].nbytes for n in both),
+        unit="B",
+        unit_scale=True,
+        desc="diff",
+        disable=not progress,
+        leave=False,
+    ) as bar:
+        for n in both:
+            rows.append({"tensor": n, **tensor_change(a[n], b[n])})
+            bar.update(a[n].nbytes)
+    table = pd.DataFrame(
+        rows, columns=["tensor", "change", "max_change", "median_ulps", "unchanged", "nonfinite"]
+    ).set_index("tensor")
+    table.attrs = {
+        "only_a": [n for n in a if n not in b],
+        "only_b": [n for n in b if n not in a],
+        "reshaped": [n for n in a if n in b and a[n].shape != b[n].shape],
+        "settings": _settings(a, b),
+    }
     return table

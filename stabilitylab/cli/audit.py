@@ -10,43 +10,85 @@ import argparse
 
 # %% ../../nbs/api/cli/16_audit.ipynb #da6e61b1
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab audit-accumulation`."
-    p = commands.add_parser('audit-accumulation', help='which average over micro-batches does a training step use?', description='Compare the gradient of the true token mean with what known schemes, and your training step, make of it.',
-        epilog='The function returns a dict: model, microbatches of one optimizer step, token_loss (model, microbatch) -> (losses, mask), and step (model, microbatches of one rank) -> logged loss, your loop up to the gradients; where wanted ranks and reduce. exit code: 0 the gradient is that of the token mean; 1 it is another; 2 it could not be run')
-    p.add_argument('setup', metavar='FILE.py:FUNCTION', help='your code that returns the pieces')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
+    p = commands.add_parser(
+        "audit-accumulation",
+        help="which average over micro-batches does a training step use?",
+        description="Compare the gradient of the true token mean with what known schemes, and your training step, make of it.",
+        epilog="The function returns a dict: model, microbatches of one optimizer step, token_loss (model, microbatch) -> (losses, mask), and step (model, microbatches of one rank) -> logged loss, your loop up to the gradients; where wanted ranks and reduce. exit code: 0 the gradient is that of the token mean; 1 it is another; 2 it could not be run",
+    )
+    p.add_argument("setup", metavar="FILE.py:FUNCTION", help="your code that returns the pieces")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=run_audit)
 
+
 def pieces_of(
-    where: str, # 'file.py:function' or 'package.module:function'
-) -> dict: # what the function returns
+    where: str,  # 'file.py:function' or 'package.module:function'
+) -> dict:  # what the function returns
     "The pieces of an audit."
     from stabilitylab.names.errors import bad_input
     from stabilitylab.replay.snapshot import function_at
+
     make = function_at(where)
-    try: pieces = make()
-    except Exception as e: raise bad_input('setup', where, 'a function that runs', f'{type(e).__name__}: {str(e)[:200]}') from e # the user's code may raise anything
-    if not isinstance(pieces, dict) or not {'model', 'microbatches', 'token_loss'} <= set(pieces): raise bad_input('setup', type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces), 'a dict with model, microbatches and token_loss')
+    try:
+        pieces = make()
+    except Exception as e:
+        raise bad_input(
+            "setup", where, "a function that runs", f"{type(e).__name__}: {str(e)[:200]}"
+        ) from e  # the user's code may raise anything
+    if not isinstance(pieces, dict) or not {"model", "microbatches", "token_loss"} <= set(pieces):
+        raise bad_input(
+            "setup",
+            type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces),
+            "a dict with model, microbatches and token_loss",
+        )
     return pieces
 
+
 def run_audit(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code: 1 where the step averages otherwise
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code: 1 where the step averages otherwise
     "Audits and tells it."
     from stabilitylab.accumulate.audit import audit_accumulation
     from stabilitylab.names.errors import InputError, bad_input
+
     pieces = pieces_of(args.setup)
-    try: told = audit_accumulation(**pieces)
-    except InputError: raise
-    except Exception as e: raise bad_input('setup', args.setup, 'pieces that run together', f'{type(e).__name__}: {str(e)[:200]}') from e
+    try:
+        told = audit_accumulation(**pieces)
+    except InputError:
+        raise
+    except Exception as e:
+        raise bad_input(
+            "setup", args.setup, "pieces that run together", f"{type(e).__name__}: {str(e)[:200]}"
+        ) from e
     if args.json:
         import json
-        plain = {k: getattr(told, k) for k in ('denominator', 'factor', 'factor_names', 'alike', 'residual', 'cosine', 'norm_ratio', 'true_loss', 'logged_loss', 'is_right', 'words')}
-        print(json.dumps({k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}, indent=1))
+
+        plain = {
+            k: getattr(told, k)
+            for k in (
+                "denominator",
+                "factor",
+                "factor_names",
+                "alike",
+                "residual",
+                "cosine",
+                "norm_ratio",
+                "true_loss",
+                "logged_loss",
+                "is_right",
+                "words",
+            )
+        }
+        print(
+            json.dumps(
+                {k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}, indent=1
+            )
+        )
     else:
         print(told.words)
-        print(f'true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}')
+        print(f"true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}")
         print(told.candidates.round(4).to_string())
     return int(not told.is_right)

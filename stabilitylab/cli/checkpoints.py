@@ -12,62 +12,133 @@ import sys
 
 # %% ../../nbs/api/cli/15_checkpoints.ipynb #c9016795
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab scan` and `stabilitylab diff`."
-    p = commands.add_parser('scan', help='statistics of every tensor of a checkpoint', description='Read a checkpoint once and say what every tensor holds: size, spread, NaN, range, dead rows.', epilog='Nothing of the file is executed. exit code: 0 read; 2 refused or unreadable')
-    p.add_argument('checkpoint', metavar='CKPT', help='safetensors, torch file, Hugging Face or DCP folder')
-    p.add_argument('--select', default='', metavar='PREFIX', help='only tensors whose names begin so')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
+    p = commands.add_parser(
+        "scan",
+        help="statistics of every tensor of a checkpoint",
+        description="Read a checkpoint once and say what every tensor holds: size, spread, NaN, range, dead rows.",
+        epilog="Nothing of the file is executed. exit code: 0 read; 2 refused or unreadable",
+    )
+    p.add_argument("checkpoint", metavar="CKPT", help="safetensors, torch file, Hugging Face or DCP folder")
+    p.add_argument("--select", default="", metavar="PREFIX", help="only tensors whose names begin so")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=run_scan)
-    p = commands.add_parser('diff', help='what changed between two checkpoints', description='Compare two checkpoints tensor by tensor, and the settings of their optimizers.')
-    p.add_argument('a', metavar='A', help='the earlier checkpoint'); p.add_argument('b', metavar='B', help='the later one')
-    p.add_argument('--all', action='store_true', help='also the tensors of the optimizer')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
+    p = commands.add_parser(
+        "diff",
+        help="what changed between two checkpoints",
+        description="Compare two checkpoints tensor by tensor, and the settings of their optimizers.",
+    )
+    p.add_argument("a", metavar="A", help="the earlier checkpoint")
+    p.add_argument("b", metavar="B", help="the later one")
+    p.add_argument("--all", action="store_true", help="also the tensors of the optimizer")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=run_diff)
+
 
 def _rows(table):
     "A table as a list of plain dicts."
-    def plain(v): return None if isinstance(v, float) and not math.isfinite(v) else v.item() if hasattr(v, 'item') else list(v) if isinstance(v, tuple) else v
-    return [{'tensor': str(n)} | {k: plain(v) for k, v in r.items()} for n, r in zip(table.index, table.to_dict('records'))]
+
+    def plain(v):
+        return (
+            None
+            if isinstance(v, float) and not math.isfinite(v)
+            else v.item()
+            if hasattr(v, "item")
+            else list(v)
+            if isinstance(v, tuple)
+            else v
+        )
+
+    return [
+        {"tensor": str(n)} | {k: plain(v) for k, v in r.items()}
+        for n, r in zip(table.index, table.to_dict("records"))
+    ]
+
 
 def _print(what):
     import json
+
     print(json.dumps(what, allow_nan=False, ensure_ascii=False, indent=1))
 
-def _short(names, width=44): return [n if len(n) <= width else '…' + n[1-width:] for n in map(str, names)]
+
+def _short(names, width=44):
+    return [n if len(n) <= width else "…" + n[1 - width :] for n in map(str, names)]
+
 
 def run_scan(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code 0
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code 0
     "Scans and tells it."
     from stabilitylab.checkpoint.open import open_checkpoint
     from stabilitylab.checkpoint.scan import scan_checkpoint
+
     ckpt = open_checkpoint(args.checkpoint)
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
-    if args.json: _print({'checkpoint': str(args.checkpoint), 'format': ckpt.format, 'optimizer': ckpt.groups, 'tensors': _rows(table)}); return 0
+    if args.json:
+        _print(
+            {
+                "checkpoint": str(args.checkpoint),
+                "format": ckpt.format,
+                "optimizer": ckpt.groups,
+                "tensors": _rows(table),
+            }
+        )
+        return 0
     print(f"{ckpt!r}\n{'tensor':44} {'shape':>16} {'dtype':9} {'absmax':>10} {'rms':>10} {'std':>10}  note")
-    for name, short, r in zip(table.index, _short(table.index), table.to_dict('records')): print(f"{short:44} {'×'.join(map(str, r['shape'])) or 'scalar':>16} {r['dtype']:9} {r['absmax']:10.4g} {r['rms']:10.4g} {r['std']:10.4g}  {r['note']}".rstrip())
-    for i, g in enumerate(ckpt.groups): print(f'optimizer group {i}: ' + ', '.join(f'{k} {v}' for k, v in g.items() if v is not None and v is not False))
+    for name, short, r in zip(table.index, _short(table.index), table.to_dict("records")):
+        print(
+            f"{short:44} {'×'.join(map(str, r['shape'])) or 'scalar':>16} {r['dtype']:9} {r['absmax']:10.4g} {r['rms']:10.4g} {r['std']:10.4g}  {r['note']}".rstrip()
+        )
+    for i, g in enumerate(ckpt.groups):
+        print(
+            f"optimizer group {i}: "
+            + ", ".join(f"{k} {v}" for k, v in g.items() if v is not None and v is not False)
+        )
     return 0
 
+
 def run_diff(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code 0
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code 0
     "Compares and tells it."
     from stabilitylab.checkpoint.scan import diff_checkpoints
+
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
-    if args.json: _print({'a': args.a, 'b': args.b, 'settings': [list(map(str, s)) for s in extra['settings']], **{k: extra[k] for k in ('only_a', 'only_b', 'reshaped')}, 'tensors': _rows(table)}); return 0
+    if args.json:
+        _print(
+            {
+                "a": args.a,
+                "b": args.b,
+                "settings": [list(map(str, s)) for s in extra["settings"]],
+                **{k: extra[k] for k in ("only_a", "only_b", "reshaped")},
+                "tensors": _rows(table),
+            }
+        )
+        return 0
     print(f"{'tensor':44} {'change':>10} {'largest':>10} {'ULPs':>10} {'unchanged':>10}")
-    averages = table.index.str.contains(r'exp_avg|momentum_buffer|\.state\.')
-    if not args.all and not averages.all(): table = table[~averages]
-    table = table.sort_values('change', ascending=False)
-    for short, r in zip(_short(table.index), table.to_dict('records')): print(f"{short:44} {r['change']:10.3g} {r['max_change']:10.3g} {r['median_ulps']:10.3g} {r['unchanged']:10.1%}")
-    for words, names in (('only in A', extra['only_a']), ('only in B', extra['only_b']), ('other shape', extra['reshaped'])):
-        if names: print(f"{words}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
-    for what, x, y in extra['settings']: print(f'{what}: {x} -> {y}')
+    averages = table.index.str.contains(r"exp_avg|momentum_buffer|\.state\.")
+    if not args.all and not averages.all():
+        table = table[~averages]
+    table = table.sort_values("change", ascending=False)
+    for short, r in zip(_short(table.index), table.to_dict("records")):
+        print(
+            f"{short:44} {r['change']:10.3g} {r['max_change']:10.3g} {r['median_ulps']:10.3g} {r['unchanged']:10.1%}"
+        )
+    for words, names in (
+        ("only in A", extra["only_a"]),
+        ("only in B", extra["only_b"]),
+        ("other shape", extra["reshaped"]),
+    ):
+        if names:
+            print(f"{words}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
+    for what, x, y in extra["settings"]:
+        print(f"{what}: {x} -> {y}")
     still = int((table.change == 0).sum())
-    if still: print(f'{still} of {len(table)} tensors did not move')
-    for n in table.index[table.nonfinite > 0]: print(f'{n}: {table.nonfinite[n]} values are not finite')
+    if still:
+        print(f"{still} of {len(table)} tensors did not move")
+    for n in table.index[table.nonfinite > 0]:
+        print(f"{n}: {table.nonfinite[n]} values are not finite")
     return 0

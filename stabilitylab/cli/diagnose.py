@@ -11,84 +11,129 @@ import sys
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #0d2790c0
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab diagnose`."
-    p = commands.add_parser('diagnose', help='say what happened in a log, a run folder or a record', description='Say what happened in a run: findings with their evidence, and what teams who met the same tried. Several paths: also what the runs share.',
-        epilog='exit code: 0 the run could be read; 1 --fail-on found something; 2 nothing could be read')
-    p.add_argument('paths', metavar='PATH', nargs='+', help='log file, folder with logs, or saved record')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
-    p.add_argument('--html', metavar='FILE', help='write a self-contained report page')
-    p.add_argument('--markdown', metavar='FILE', help='write the findings as markdown')
-    p.add_argument('--format', metavar='F', help='read as this format instead of recognising it (see: stabilitylab formats)')
-    p.add_argument('--fail-on', metavar='LEVEL', choices=('info', 'warning', 'error'), help='exit with 1 if a finding of this level or above exists: info, warning or error')
+    p = commands.add_parser(
+        "diagnose",
+        help="say what happened in a log, a run folder or a record",
+        description="Say what happened in a run: findings with their evidence, and what teams who met the same tried. Several paths: also what the runs share.",
+        epilog="exit code: 0 the run could be read; 1 --fail-on found something; 2 nothing could be read",
+    )
+    p.add_argument("paths", metavar="PATH", nargs="+", help="log file, folder with logs, or saved record")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    p.add_argument("--html", metavar="FILE", help="write a self-contained report page")
+    p.add_argument("--markdown", metavar="FILE", help="write the findings as markdown")
+    p.add_argument(
+        "--format",
+        metavar="F",
+        help="read as this format instead of recognising it (see: stabilitylab formats)",
+    )
+    p.add_argument(
+        "--fail-on",
+        metavar="LEVEL",
+        choices=("info", "warning", "error"),
+        help="exit with 1 if a finding of this level or above exists: info, warning or error",
+    )
     p.set_defaults(func=run_diagnose)
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #e140539e
 def read_paths(
-    paths: list[str], # files, folders or records
-    format: str | None = None, # name of a format; None: recognised
-) -> dict: # name -> record; names are those of files, with their folders where two are alike
+    paths: list[str],  # files, folders or records
+    format: str | None = None,  # name of a format; None: recognised
+) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
     from stabilitylab.read.core import read_runs
+
     runs = {}
-    for path in _progress(paths, 'reading'):
+    for path in _progress(paths, "reading"):
         for name, run in read_runs(path, format).items():
-            name = name if name not in ('', '.') else str(path)
-            while name in runs: name = f'{path}/{name}' if f'{path}/{name}' not in runs else name + ' (again)'
+            name = name if name not in ("", ".") else str(path)
+            while name in runs:
+                name = f"{path}/{name}" if f"{path}/{name}" not in runs else name + " (again)"
             runs[name] = run
     return runs
+
 
 def _progress(items, what):
     "The items, with a bar on stderr where a person watches and there is more than one."
     items = list(items)
-    if not sys.stderr.isatty() or len(items) < 2: return items
+    if not sys.stderr.isatty() or len(items) < 2:
+        return items
     from tqdm import tqdm
+
     return tqdm(items, desc=what, file=sys.stderr, leave=False, delay=0.5)
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #eaaf68b5
 def run_diagnose(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code: 0, or 1 for --fail-on
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code: 0, or 1 for --fail-on
     "Reads, diagnoses, and tells it as text, JSON, page or markdown."
     from stabilitylab.detect.diagnose import diagnose
+
     runs = read_paths(args.paths, args.format)
-    findings = {name: diagnose(runs[name]) for name in _progress(runs, 'diagnosing')}
+    findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
     shared = _shared(runs)
     if args.html:
         from stabilitylab.report.html import write_html
+
         write_html(runs, findings, args.html, shared)
-    if args.markdown: _write_markdown(runs, findings, args.markdown)
+    if args.markdown:
+        _write_markdown(runs, findings, args.markdown)
     print(_json(runs, findings, shared, args.paths) if args.json else _text(runs, findings, shared, args))
-    return int(bool(args.fail_on) and any(len(f.at_least(args.fail_on)) for f in (*findings.values(), shared)))
+    return int(
+        bool(args.fail_on) and any(len(f.at_least(args.fail_on)) for f in (*findings.values(), shared))
+    )
+
 
 def _shared(runs):
     "Findings across the runs; none for a single run."
     from stabilitylab.detect.findings import Findings
-    if len(runs) < 2: return Findings()
+
+    if len(runs) < 2:
+        return Findings()
     import stabilitylab
-    compare = getattr(stabilitylab, 'compare_runs', None)
+
+    compare = getattr(stabilitylab, "compare_runs", None)
     return Findings() if compare is None else compare(runs)
+
 
 def _json(runs, findings, shared, paths):
     import json
+
     from stabilitylab.report.machine import run_json, runs_json
+
     told = [run_json(run, findings[name], paths[0] if len(runs) == 1 else None) for name, run in runs.items()]
-    return json.dumps(told[0] if len(told) == 1 else runs_json(told, shared), allow_nan=False, ensure_ascii=False, indent=1)
+    return json.dumps(
+        told[0] if len(told) == 1 else runs_json(told, shared), allow_nan=False, ensure_ascii=False, indent=1
+    )
+
 
 def _text(runs, findings, shared, args):
     "All runs as text, what they share first."
     import os
     import shutil
+
     from stabilitylab.report.terminal import findings_text, paint, run_text
-    colour = sys.stdout.isatty() and not os.environ.get('NO_COLOR')
+
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    parts = [paint(f'Across the {len(runs)} runs', 'head', colour) + '\n' + findings_text(shared, width, colour)] if len(shared) else []
+    parts = (
+        [paint(f"Across the {len(runs)} runs", "head", colour) + "\n" + findings_text(shared, width, colour)]
+        if len(shared)
+        else []
+    )
     parts += [run_text(run, findings[name], None, width, colour) for name, run in runs.items()]
-    if args.html: parts.append(f'report: {args.html}')
-    return '\n\n'.join(parts)
+    if args.html:
+        parts.append(f"report: {args.html}")
+    return "\n\n".join(parts)
+
 
 def _write_markdown(runs, findings, path):
     from pathlib import Path
+
     from stabilitylab.report.markdown import run_markdown
-    Path(path).write_text('\n'.join(run_markdown(run, findings[name]) for name, run in runs.items()), encoding='utf-8')
+
+    Path(path).write_text(
+        "\n".join(run_markdown(run, findings[name]) for name, run in runs.items()), encoding="utf-8"
+    )

@@ -10,19 +10,22 @@ import argparse
 
 # %% ../../nbs/api/cli/03_formats.ipynb #b78911c9
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab formats`."
-    p = commands.add_parser('formats', help='list the log formats that can be read')
+    p = commands.add_parser("formats", help="list the log formats that can be read")
     p.set_defaults(func=run_formats)
 
+
 def run_formats(
-    args: argparse.Namespace, # no arguments
-) -> int: # exit code 0
+    args: argparse.Namespace,  # no arguments
+) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
     from stabilitylab.read.core import formats
     from stabilitylab.report.content import clean
+
     known = formats()
     wide = max(len(f.name) for f in known), max(len(f.title) for f in known)
-    for f in known: print(f'{f.name:<{wide[0]}}  {f.title:<{wide[1]}}  {clean(f.example, 90)}'.rstrip())
+    for f in known:
+        print(f"{f.name:<{wide[0]}}  {f.title:<{wide[1]}}  {clean(f.example, 90)}".rstrip())
     return 0

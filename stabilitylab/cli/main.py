@@ -13,25 +13,32 @@ import sys
 from importlib import import_module
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
-def command_modules() -> list[str]: # names of modules, the most used first
+def command_modules() -> list[str]:  # names of modules, the most used first
     "The modules of `stabilitylab.cli` that hold a command."
     import stabilitylab.cli as package
-    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != 'main']
-    return sorted(names, key=lambda n: (n != 'diagnose', n != 'watch', n))
 
-def make_parser() -> argparse.ArgumentParser: # with every command
+    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "main"]
+    return sorted(names, key=lambda n: (n != "diagnose", n != "watch", n))
+
+
+def make_parser() -> argparse.ArgumentParser:  # with every command
     "The parser of the command line."
     from stabilitylab import __version__
-    parser = argparse.ArgumentParser('stabilitylab', description='What happened to a training run that went unstable, and what other teams did about it.')
-    parser.add_argument('--version', action='version', version=f'stabilitylab {__version__}')
-    commands = parser.add_subparsers(title='commands', metavar='COMMAND', required=True)
-    for name in command_modules(): import_module(f'stabilitylab.cli.{name}').add_command(commands)
+
+    parser = argparse.ArgumentParser(
+        "stabilitylab",
+        description="What happened to a training run that went unstable, and what other teams did about it.",
+    )
+    parser.add_argument("--version", action="version", version=f"stabilitylab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in command_modules():
+        import_module(f"stabilitylab.cli.{name}").add_command(commands)
     return parser
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
 def main(
-    argv: list[str] | None = None, # arguments; None: those of the process
-) -> int: # exit code
+    argv: list[str] | None = None,  # arguments; None: those of the process
+) -> int:  # exit code
     "Runs one command and returns its exit code; every expected error is one line on stderr."
     try:
         args = make_parser().parse_args(argv)
@@ -41,23 +48,34 @@ def main(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt: return 130
+    except KeyboardInterrupt:
+        return 130
     except Exception as e:
-        if not _expected(e) and os.environ.get('STABILITYLAB_TRACEBACK'): raise
-        print('stabilitylab: ' + ('' if _expected(e) else _OURS.format(type(e).__name__)) + one_line(e), file=sys.stderr)
+        if not _expected(e) and os.environ.get("STABILITYLAB_TRACEBACK"):
+            raise
+        print(
+            "stabilitylab: " + ("" if _expected(e) else _OURS.format(type(e).__name__)) + one_line(e),
+            file=sys.stderr,
+        )
         return 2
 
-_OURS = 'a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: '
+
+_OURS = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
+
 
 def _expected(e):
     "Whether an error speaks to the user: bad input, a file that cannot be opened, a missing package, no memory."
     from stabilitylab.names.errors import InputError, MissingExtra
+
     return isinstance(e, (InputError, MissingExtra, OSError, MemoryError))
 
+
 def one_line(
-    error: BaseException, # any error
-) -> str: # what went wrong, with the file where the system names one
+    error: BaseException,  # any error
+) -> str:  # what went wrong, with the file where the system names one
     "An error as one line."
-    if isinstance(error, OSError) and error.strerror: text = f'{error.filename or "a file"}: {error.strerror}'
-    else: text = str(error) or type(error).__name__
-    return ' '.join(text.split())
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or 'a file'}: {error.strerror}"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

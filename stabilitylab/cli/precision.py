@@ -10,26 +10,41 @@ import argparse
 
 # %% ../../nbs/api/cli/17_precision.ipynb #52f45d9e
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab precision`."
-    p = commands.add_parser('precision', help='what do 16 bits take from a recorded step?', description='Replay a step of a recorded run and say where its loss would be rounded, how many weight updates bf16 weights would lose, whether the attention products fit fp16, and what Adam makes of its epsilon.',
-        epilog='The record needs a black box: Recorder(..., snapshot_every=100). exit code: 0 told; 2 it cannot be replayed')
-    p.add_argument('run', metavar='RUN', help='folder of a record with a black box')
-    p.add_argument('--step', type=int, required=True, metavar='N', help='optimizer step')
-    p.add_argument('--setup', metavar='FILE.py:FUNCTION', help='code that returns a stabilitylab.Setup for the folder of the run')
-    p.add_argument('--format', choices=('bf16', 'fp16'), default='bf16', help='format of weights, updates and optimizer state that is asked about (default bf16)')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
+    p = commands.add_parser(
+        "precision",
+        help="what do 16 bits take from a recorded step?",
+        description="Replay a step of a recorded run and say where its loss would be rounded, how many weight updates bf16 weights would lose, whether the attention products fit fp16, and what Adam makes of its epsilon.",
+        epilog="The record needs a black box: Recorder(..., snapshot_every=100). exit code: 0 told; 2 it cannot be replayed",
+    )
+    p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
+    p.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step")
+    p.add_argument(
+        "--setup",
+        metavar="FILE.py:FUNCTION",
+        help="code that returns a stabilitylab.Setup for the folder of the run",
+    )
+    p.add_argument(
+        "--format",
+        choices=("bf16", "fp16"),
+        default="bf16",
+        help="format of weights, updates and optimizer state that is asked about (default bf16)",
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=run_precision)
 
+
 def step_precision(
-    run: str, # folder of a record with a black box
-    step: int, # optimizer step
-    where: str | None = None, # the setup, as in `replay`
-    fmt: str = 'bf16', # 'bf16' or 'fp16'
-) -> dict: # step; casts {as recorded, with weights in fmt}: place, operation, fmt, loss, exact_loss, logits_fmt, fix; updates and eps: a list of rows each; attention: rows, or None without scaled_dot_product_attention
+    run: str,  # folder of a record with a black box
+    step: int,  # optimizer step
+    where: str | None = None,  # the setup, as in `replay`
+    fmt: str = "bf16",  # 'bf16' or 'fp16'
+) -> dict:  # step; casts {as recorded, with weights in fmt}: place, operation, fmt, loss, exact_loss, logits_fmt, fix; updates and eps: a list of rows each; attention: rows, or None without scaled_dot_product_attention
     "What 16 bits take from a step."
     import torch
+
     from stabilitylab.names.errors import InputError
     from stabilitylab.precision.attention import attention_inputs, scale_overflows
     from stabilitylab.precision.loss_cast import find_loss_cast, fix_of
@@ -37,49 +52,133 @@ def step_precision(
     from stabilitylab.replay.report import setup_of
     from stabilitylab.replay.snapshot import load_batch, load_snapshot
     from stabilitylab.replay.step import replay
+
     setup = setup_of(run, where)
     snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
     model, optimizer = snapshot.build()
-    narrow, casts = snapshot.build(dtype=torch.bfloat16 if fmt == 'bf16' else torch.float16)[0], {}
-    for words, m in (('as recorded', model), (f'with weights in {fmt}', narrow)):
+    narrow, casts = snapshot.build(dtype=torch.bfloat16 if fmt == "bf16" else torch.float16)[0], {}
+    for words, m in (("as recorded", model), (f"with weights in {fmt}", narrow)):
         c = find_loss_cast(m.eval(), part, setup.loss)
-        casts[words] = {'place': c.place, 'operation': c.operation, 'fmt': c.fmt, 'loss': c.loss, 'exact_loss': c.exact_loss, 'logits_fmt': c.logits_fmt, 'fix': fix_of(c)}
+        casts[words] = {
+            "place": c.place,
+            "operation": c.operation,
+            "fmt": c.fmt,
+            "loss": c.loss,
+            "exact_loss": c.exact_loss,
+            "logits_fmt": c.logits_fmt,
+            "fix": fix_of(c),
+        }
     names = {n: p for n, p in model.named_parameters() if n in after.gradients}
-    lost = lost_updates({n: p.detach() for n, p in names.items()}, {n: after.weights[n] - p.detach() for n, p in names.items()}, fmt) if optimizer is not None else None
-    eps = {id(p): g.get('eps') for g in optimizer.param_groups for p in g['params']} if optimizer is not None else {}
-    regimes = [{'param': n} | adam_eps(after.gradients[n], eps[id(p)])._asdict() for n, p in names.items() if eps.get(id(p)) is not None]
-    try: attention = scale_overflows(attention_inputs(model, lambda: setup.loss(model, part))).reset_index().to_dict('records')
-    except InputError: attention = None
-    return {'run': str(run), 'step': step, 'format': fmt, 'casts': casts, 'updates': None if lost is None else lost.reset_index().to_dict('records'), 'eps': regimes, 'attention': attention}
+    lost = (
+        lost_updates(
+            {n: p.detach() for n, p in names.items()},
+            {n: after.weights[n] - p.detach() for n, p in names.items()},
+            fmt,
+        )
+        if optimizer is not None
+        else None
+    )
+    eps = (
+        {id(p): g.get("eps") for g in optimizer.param_groups for p in g["params"]}
+        if optimizer is not None
+        else {}
+    )
+    regimes = [
+        {"param": n} | adam_eps(after.gradients[n], eps[id(p)])._asdict()
+        for n, p in names.items()
+        if eps.get(id(p)) is not None
+    ]
+    try:
+        attention = (
+            scale_overflows(attention_inputs(model, lambda: setup.loss(model, part)))
+            .reset_index()
+            .to_dict("records")
+        )
+    except InputError:
+        attention = None
+    return {
+        "run": str(run),
+        "step": step,
+        "format": fmt,
+        "casts": casts,
+        "updates": None if lost is None else lost.reset_index().to_dict("records"),
+        "eps": regimes,
+        "attention": attention,
+    }
+
 
 def precision_text(
-    told: dict, # from `step_precision`
-) -> str: # lines
+    told: dict,  # from `step_precision`
+) -> str:  # lines
     "What 16 bits take from a step, for people."
-    lines, fmt = [f"{told['run']}, step {told['step']}"], told['format']
-    for words, c in told['casts'].items():
-        lines.append(f"  loss       {words}: " + ('not rounded' + (f", but its logits are {c['logits_fmt']} numbers: {c['loss']:.6g} instead of {c['exact_loss']:.6g}" if c['logits_fmt'] else '') if c['place'] == 'none' else f"{c['loss']:.6g}, exact {c['exact_loss']:.6g}; becomes {c['fmt']} at the {c['place']}; {c['fix']}"))
-    if told['updates']:
-        rows = sorted(told['updates'], key=lambda r: -(r['lost'] if r['lost'] == r['lost'] else -1))
-        lines += [f'  updates    lost in {fmt} weights, and movement that is kept: rounded to nearest, stochastically'] + [f"             {r['param']:34s} {r['lost']:6.1%} {r['kept']:7.1%} {r['kept_stochastic']:7.1%}" for r in rows[:5]]
-    if told['eps']:
-        least = min(told['eps'], key=lambda r: r['ratio'])
-        lines.append(f"  epsilon    smallest RMS(g)/eps {least['ratio']:.3g} in {least['param']}: {least['regime']}; {least['advice']}")
-    if told['attention']:
-        top = max(told['attention'], key=lambda r: r['product_max'])
-        lines.append(f"  attention  largest |q·k| {top['product_max']:.4g} in {top['module']}, head dimension {top['head_dim']}: " + ('beyond fp16 if scaled after the product' if top['headroom'] < 1 else f"q and k may grow by {top['headroom']**.5:.3g} before fp16 overflows, by {(top['headroom']*top['gain'])**.5:.3g} if scaled first"))
-    elif told['attention'] is None: lines.append('  attention  no call of scaled_dot_product_attention was seen')
-    return '\n'.join(lines)
+    lines, fmt = [f"{told['run']}, step {told['step']}"], told["format"]
+    for words, c in told["casts"].items():
+        lines.append(
+            f"  loss       {words}: "
+            + (
+                "not rounded"
+                + (
+                    f", but its logits are {c['logits_fmt']} numbers: {c['loss']:.6g} instead of {c['exact_loss']:.6g}"
+                    if c["logits_fmt"]
+                    else ""
+                )
+                if c["place"] == "none"
+                else f"{c['loss']:.6g}, exact {c['exact_loss']:.6g}; becomes {c['fmt']} at the {c['place']}; {c['fix']}"
+            )
+        )
+    if told["updates"]:
+        rows = sorted(told["updates"], key=lambda r: -(r["lost"] if r["lost"] == r["lost"] else -1))
+        lines += [
+            f"  updates    lost in {fmt} weights, and movement that is kept: rounded to nearest, stochastically"
+        ] + [
+            f"             {r['param']:34s} {r['lost']:6.1%} {r['kept']:7.1%} {r['kept_stochastic']:7.1%}"
+            for r in rows[:5]
+        ]
+    if told["eps"]:
+        least = min(told["eps"], key=lambda r: r["ratio"])
+        lines.append(
+            f"  epsilon    smallest RMS(g)/eps {least['ratio']:.3g} in {least['param']}: {least['regime']}; {least['advice']}"
+        )
+    if told["attention"]:
+        top = max(told["attention"], key=lambda r: r["product_max"])
+        lines.append(
+            f"  attention  largest |q·k| {top['product_max']:.4g} in {top['module']}, head dimension {top['head_dim']}: "
+            + (
+                "beyond fp16 if scaled after the product"
+                if top["headroom"] < 1
+                else f"q and k may grow by {top['headroom'] ** 0.5:.3g} before fp16 overflows, by {(top['headroom'] * top['gain']) ** 0.5:.3g} if scaled first"
+            )
+        )
+    elif told["attention"] is None:
+        lines.append("  attention  no call of scaled_dot_product_attention was seen")
+    return "\n".join(lines)
+
 
 def run_precision(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code 0
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code 0
     "Measures and tells it."
     import math
+
     told = step_precision(args.run, args.step, args.setup, args.format)
-    if not args.json: print(precision_text(told)); return 0
+    if not args.json:
+        print(precision_text(told))
+        return 0
     import json
-    def plain(x): return {k: plain(v) for k, v in x.items()} if isinstance(x, dict) else [plain(v) for v in x] if isinstance(x, list) else x if not isinstance(x, float) or math.isfinite(x) else None if x != x else str(x)
+
+    def plain(x):
+        return (
+            {k: plain(v) for k, v in x.items()}
+            if isinstance(x, dict)
+            else [plain(v) for v in x]
+            if isinstance(x, list)
+            else x
+            if not isinstance(x, float) or math.isfinite(x)
+            else None
+            if x != x
+            else str(x)
+        )
+
     print(json.dumps(plain(told), ensure_ascii=False, allow_nan=False, indent=1))
     return 0

@@ -11,35 +11,64 @@ import sys
 
 # %% ../../nbs/api/cli/14_replay.ipynb #f24f4351
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab replay`."
-    p = commands.add_parser('replay', help='run a recorded step again: is it the batch, the state or the precision?', description='Run a step of a recorded run again, swap its state and its batch with earlier ones, and say which sample weighs most.',
-        epilog='The record needs a black box: Recorder(..., snapshot_every=100). exit code: 0 replayed; 2 it cannot be replayed')
-    p.add_argument('run', metavar='RUN', help='folder of a record with a black box')
-    p.add_argument('--step', type=int, required=True, metavar='N', help='optimizer step')
-    p.add_argument('--setup', metavar='FILE.py:FUNCTION', help='code that returns a stabilitylab.Setup for the folder of the run: how the model is built and how a batch becomes a loss')
-    p.add_argument('--precision', action='append', default=[], metavar='P', help='also run it in fp32, bf16, bf16_autocast, fp16, fp16_autocast, fp8_e4m3 or fp8_e5m2; may be repeated')
-    p.add_argument('--no-swap', action='store_true', help='leave the swap test out')
-    p.add_argument('--no-samples', action='store_true', help='leave the samples out')
-    p.add_argument('--json', action='store_true', help='print one JSON object instead of text')
+    p = commands.add_parser(
+        "replay",
+        help="run a recorded step again: is it the batch, the state or the precision?",
+        description="Run a step of a recorded run again, swap its state and its batch with earlier ones, and say which sample weighs most.",
+        epilog="The record needs a black box: Recorder(..., snapshot_every=100). exit code: 0 replayed; 2 it cannot be replayed",
+    )
+    p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
+    p.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step")
+    p.add_argument(
+        "--setup",
+        metavar="FILE.py:FUNCTION",
+        help="code that returns a stabilitylab.Setup for the folder of the run: how the model is built and how a batch becomes a loss",
+    )
+    p.add_argument(
+        "--precision",
+        action="append",
+        default=[],
+        metavar="P",
+        help="also run it in fp32, bf16, bf16_autocast, fp16, fp16_autocast, fp8_e4m3 or fp8_e5m2; may be repeated",
+    )
+    p.add_argument("--no-swap", action="store_true", help="leave the swap test out")
+    p.add_argument("--no-samples", action="store_true", help="leave the samples out")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=run_replay)
 
+
 def run_replay(
-    args: argparse.Namespace, # what `add_command` declares
-) -> int: # exit code 0
+    args: argparse.Namespace,  # what `add_command` declares
+) -> int:  # exit code 0
     "Replays and tells it."
     from stabilitylab.replay.report import examine, replay_json, replay_text, setup_of
+
     def say(words):
-        if sys.stderr.isatty(): print(f'\r\x1b[K{words} …', end='', file=sys.stderr, flush=True)
-    told = examine(args.run, args.step, setup_of(args.run, args.setup), not args.no_swap, not args.no_samples, args.precision, say)
-    if sys.stderr.isatty(): print('\r\x1b[K', end='', file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{words} …", end="", file=sys.stderr, flush=True)
+
+    told = examine(
+        args.run,
+        args.step,
+        setup_of(args.run, args.setup),
+        not args.no_swap,
+        not args.no_samples,
+        args.precision,
+        say,
+    )
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
     print(json_text(replay_json(told, args.run)) if args.json else replay_text(told, args.run))
     return 0
 
+
 def json_text(
-    what: dict, # plain numbers and lists
-) -> str: # one JSON object
+    what: dict,  # plain numbers and lists
+) -> str:  # one JSON object
     "JSON as the command prints it."
     import json
+
     return json.dumps(what, allow_nan=False, ensure_ascii=False, indent=1)

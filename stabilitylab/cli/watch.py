@@ -14,67 +14,103 @@ from pathlib import Path
 
 # %% ../../nbs/api/cli/02_watch.ipynb #cbc40e0c
 def add_command(
-    commands: argparse._SubParsersAction, # of the parser of `stabilitylab`
+    commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
     "Adds `stabilitylab watch`."
-    p = commands.add_parser('watch', help='follow a growing log and print new findings', description='Follow a growing log and print each finding when it first appears. Ctrl-C ends it.')
-    p.add_argument('path', metavar='PATH', help='log file; it need not be there yet')
-    p.add_argument('--format', metavar='F', help='read as this format instead of recognising it (see: stabilitylab formats)')
-    p.add_argument('--every', metavar='SECONDS', type=float, default=2.0, help='time between two looks (default 2)')
+    p = commands.add_parser(
+        "watch",
+        help="follow a growing log and print new findings",
+        description="Follow a growing log and print each finding when it first appears. Ctrl-C ends it.",
+    )
+    p.add_argument("path", metavar="PATH", help="log file; it need not be there yet")
+    p.add_argument(
+        "--format",
+        metavar="F",
+        help="read as this format instead of recognising it (see: stabilitylab formats)",
+    )
+    p.add_argument(
+        "--every", metavar="SECONDS", type=float, default=2.0, help="time between two looks (default 2)"
+    )
     p.set_defaults(func=run_watch)
 
 # %% ../../nbs/api/cli/02_watch.ipynb #b68ba4cd
 class Watcher:
     "A growing log with the findings that were told already."
-    def __init__(self,
-        path: str | Path, # the log
-        format: str | None = None, # name of a format; None: recognised by content
+
+    def __init__(
+        self,
+        path: str | Path,  # the log
+        format: str | None = None,  # name of a format; None: recognised by content
     ):
         from stabilitylab.read.follow import Follower
+
         self.follower, self.told, self.records = Follower(path, format), {}, 0
 
-    def look(self): # findings that were not told before, or were less grave
+    def look(self):  # findings that were not told before, or were less grave
         "Reads what was appended and gives the findings that are new."
         from stabilitylab.detect.diagnose import diagnose
         from stabilitylab.detect.findings import Findings
         from stabilitylab.names.findings import SEVERITIES
+
         new = self.follower.poll()
         self.records += max((len(s.step) for s in new.samples.values()), default=0)
-        if not new.samples and not new.events: return Findings()
+        if not new.samples and not new.events:
+            return Findings()
         fresh = []
         for f in diagnose(self.follower.run()):
             key, grave = (f.kind, f.series, f.onset), SEVERITIES.index(f.severity)
-            if grave > self.told.get(key, -1): fresh.append(f); self.told[key] = grave
+            if grave > self.told.get(key, -1):
+                fresh.append(f)
+                self.told[key] = grave
         return Findings(fresh)
 
 # %% ../../nbs/api/cli/02_watch.ipynb #984e6c29
 def run_watch(
-    args: argparse.Namespace, # what `add_command` declares
-    stop: Callable[[], bool] = lambda: False, # ends the watch when it returns True
-) -> int: # exit code 0
+    args: argparse.Namespace,  # what `add_command` declares
+    stop: Callable[[], bool] = lambda: False,  # ends the watch when it returns True
+) -> int:  # exit code 0
     "Prints new findings until it is stopped."
     from stabilitylab.names.errors import bad_input
+
     path = Path(args.path)
-    if path.is_dir() or not path.parent.is_dir(): raise bad_input('path', str(path), 'one log file, in a folder that is there', 'watch follows a single file')
-    if not args.every > 0: raise bad_input('every', args.every, 'a time above 0 seconds')
+    if path.is_dir() or not path.parent.is_dir():
+        raise bad_input(
+            "path", str(path), "one log file, in a folder that is there", "watch follows a single file"
+        )
+    if not args.every > 0:
+        raise bad_input("every", args.every, "a time above 0 seconds")
     watcher = Watcher(path, args.format)
-    print(f'watching {path}{"" if path.exists() else " (not there yet)"}; Ctrl-C ends it', file=sys.stderr, flush=True)
+    print(
+        f"watching {path}{'' if path.exists() else ' (not there yet)'}; Ctrl-C ends it",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         while True:
             begin = time.monotonic()
             last = stop()
             _tell(watcher.look())
-            if last: return 0
-            time.sleep(max(args.every, 4*(time.monotonic() - begin)))
+            if last:
+                return 0
+            time.sleep(max(args.every, 4 * (time.monotonic() - begin)))
     except KeyboardInterrupt:
-        print(f'\nstopped after {watcher.records:,} records, {len(watcher.told)} findings', file=sys.stderr)
+        print(f"\nstopped after {watcher.records:,} records, {len(watcher.told)} findings", file=sys.stderr)
         return 0
+
 
 def _tell(findings):
     "Prints findings with the time at which they were seen."
     import os
     import shutil
+
     from stabilitylab.report.terminal import findings_text
-    if not len(findings): return
-    colour = sys.stdout.isatty() and not os.environ.get('NO_COLOR')
-    print(time.strftime('%H:%M:%S') + '\n' + findings_text(findings, min(shutil.get_terminal_size((100, 24)).columns, 120), colour), flush=True)
+
+    if not len(findings):
+        return
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(
+        time.strftime("%H:%M:%S")
+        + "\n"
+        + findings_text(findings, min(shutil.get_terminal_size((100, 24)).columns, 120), colour),
+        flush=True,
+    )

@@ -22,51 +22,111 @@ from ..measure.curves import curve, loss_name
 
 # %% ../../nbs/api/detect/20_across.ipynb #fc853cfd
 def chance_of(
-    count: int, # coincidences seen
-    a: int, # spikes of the one run
-    b: int, # spikes of the other
-    n: int, # records they have in common, > 0
-    width: int = 1, # records that count as the same place
-) -> float: # probability of at least `count` coincidences, in [0, 1]
+    count: int,  # coincidences seen
+    a: int,  # spikes of the one run
+    b: int,  # spikes of the other
+    n: int,  # records they have in common, > 0
+    width: int = 1,  # records that count as the same place
+) -> float:  # probability of at least `count` coincidences, in [0, 1]
     "The chance of so many spikes at the same places."
-    mean = a*b*width/max(n, 1)
-    if count <= 0: return 1.
-    below = sum(math.exp(-mean + k*math.log(mean) - math.lgamma(k+1)) for k in range(count)) if mean > 0 else 1.
-    if below < 1 - 1e-12: return max(0., 1 - below)
-    return min(1., math.exp(-mean + count*math.log(mean) - math.lgamma(count+1))) if mean > 0 else 0.
+    mean = a * b * width / max(n, 1)
+    if count <= 0:
+        return 1.0
+    below = (
+        sum(math.exp(-mean + k * math.log(mean) - math.lgamma(k + 1)) for k in range(count))
+        if mean > 0
+        else 1.0
+    )
+    if below < 1 - 1e-12:
+        return max(0.0, 1 - below)
+    return min(1.0, math.exp(-mean + count * math.log(mean) - math.lgamma(count + 1))) if mean > 0 else 0.0
 
 # %% ../../nbs/api/detect/20_across.ipynb #667dedf1
 def _outliers(c):
     "Steps at which the loss is out of range, one for each stretch."
-    at, *_ = out_of_range(c.value, limit('shared_sigma'))
+    at, *_ = out_of_range(c.value, limit("shared_sigma"))
     return c.step[at[np.r_[True, np.diff(at) > 3]]] if len(at) else np.zeros(0, np.int64)
+
 
 def _pair(a, b):
     "What two losses have in common: steps of common spikes, p-value, and the step up to which they are identical."
     common, ia, ib = np.intersect1d(a.step, b.step, return_indices=True)
-    if len(common) < 64: return None
+    if len(common) < 64:
+        return None
     same = a.value[ia] == b.value[ib]
     parted = int(np.argmin(same)) if not same.all() else len(same)
-    start = common[parted] if parted < len(common) and parted >= 10 else common[0] if parted < 10 else common[-1] + 1
+    start = (
+        common[parted]
+        if parted < len(common) and parted >= 10
+        else common[0]
+        if parted < 10
+        else common[-1] + 1
+    )
     sa, sb = (s[(s >= start) & np.isin(s, common)] for s in (_outliers(a), _outliers(b)))
     gap = int(np.median(np.diff(common)))
     hits = [int(s) for s in sa if len(sb) and np.abs(sb - s).min() <= gap]
     n = int((common >= start).sum())
-    return {'steps': hits, 'p_value': chance_of(len(hits), len(sa), len(sb), n, 3), 'spikes': [len(sa), len(sb)], 'records': n, 'same_until': int(common[parted-1]) if parted >= 10 else None, 'identical': parted == len(common)}
+    return {
+        "steps": hits,
+        "p_value": chance_of(len(hits), len(sa), len(sb), n, 3),
+        "spikes": [len(sa), len(sb)],
+        "records": n,
+        "same_until": int(common[parted - 1]) if parted >= 10 else None,
+        "identical": parted == len(common),
+    }
 
 # %% ../../nbs/api/detect/20_across.ipynb #c8881bd9
 def compare_runs(
-    runs: dict[str, xr.DataTree] | list, # records or tables by name, at least two
-) -> Findings: # findings across them; their evidence names the runs
+    runs: dict[str, xr.DataTree] | list,  # records or tables by name, at least two
+) -> Findings:  # findings across them; their evidence names the runs
     "What several runs share: spikes at the same steps, and identical beginnings."
-    if not isinstance(runs, dict): runs = {str(r.attrs.get('source', f'run {i}')) if hasattr(r, 'attrs') else f'run {i}': r for i, r in enumerate(runs)}
-    curves = {name: c for name, r in ((n, as_run(r)) for n, r in runs.items()) if loss_name(r) and (c := curve(r, loss_name(r))) is not None and len(c.value) >= 64}
+    if not isinstance(runs, dict):
+        runs = {
+            str(r.attrs.get("source", f"run {i}")) if hasattr(r, "attrs") else f"run {i}": r
+            for i, r in enumerate(runs)
+        }
+    curves = {
+        name: c
+        for name, r in ((n, as_run(r)) for n, r in runs.items())
+        if loss_name(r) and (c := curve(r, loss_name(r))) is not None and len(c.value) >= 64
+    }
     found = find_other_environments({n: as_run(r) for n, r in runs.items()})
     for a, b in combinations(curves, 2):
         p = _pair(curves[a], curves[b])
-        if p is None: continue
-        if len(p['steps']) >= limit('shared_spikes') and p['p_value'] < limit('shared_chance'):
-            found.append(Finding('data_driven_spike', 'warning', p['steps'][0], p['steps'][-1], evidence={'count': len(p['steps']), 'runs': 2, 'names': [a, b], 'steps': p['steps'][:50], 'p_value': p['p_value'], 'spikes_of_each': p['spikes']}, series='loss'))
-        if p['same_until'] is not None:
-            found.append(Finding('environment_change', 'info', p['same_until'], evidence={'names': [a, b], 'changed': 'nothing in the loss: one run is a copy of the other' if p['identical'] else f"the runs have the same losses up to step {p['same_until']} and part there", 'same_until': p['same_until']}, series='loss'))
+        if p is None:
+            continue
+        if len(p["steps"]) >= limit("shared_spikes") and p["p_value"] < limit("shared_chance"):
+            found.append(
+                Finding(
+                    "data_driven_spike",
+                    "warning",
+                    p["steps"][0],
+                    p["steps"][-1],
+                    evidence={
+                        "count": len(p["steps"]),
+                        "runs": 2,
+                        "names": [a, b],
+                        "steps": p["steps"][:50],
+                        "p_value": p["p_value"],
+                        "spikes_of_each": p["spikes"],
+                    },
+                    series="loss",
+                )
+            )
+        if p["same_until"] is not None:
+            found.append(
+                Finding(
+                    "environment_change",
+                    "info",
+                    p["same_until"],
+                    evidence={
+                        "names": [a, b],
+                        "changed": "nothing in the loss: one run is a copy of the other"
+                        if p["identical"]
+                        else f"the runs have the same losses up to step {p['same_until']} and part there",
+                        "same_until": p["same_until"],
+                    },
+                    series="loss",
+                )
+            )
     return Findings(f.with_(explanation=explain(f)) for f in found)

@@ -17,108 +17,226 @@ from ..measure.rolling import smooth
 # %% ../../nbs/api/detect/11_course.ipynb #4f3c9031
 def _shape(c):
     "The smoothed loss and the noise around it; the window is 2 % of the run, at least 5 and at most 400 records."
-    k = int(np.clip(len(c.value)//50, 5, 400))
+    k = int(np.clip(len(c.value) // 50, 5, 400))
     s = smooth(c.value, k)
     d = np.diff(c.value)
-    return s, 1.4826/np.sqrt(2)*float(np.median(np.abs(d - np.median(d)))) if len(d) else 0., k
+    return s, 1.4826 / np.sqrt(2) * float(np.median(np.abs(d - np.median(d)))) if len(d) else 0.0, k
 
 # %% ../../nbs/api/detect/11_course.ipynb #0968ad12
 def find_divergence(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
     "Where the loss left its course for good."
     c = curve(run, loss_name(run)) if loss_name(run) else None
-    if c is None or len(c.value) < 10 or c.name not in ('loss', 'perplexity') or (c.value < 0).any(): return []
+    if c is None or len(c.value) < 10 or c.name not in ("loss", "perplexity") or (c.value < 0).any():
+        return []
     s, noise, k = _shape(c)
     m = int(np.argmin(s))
-    final, best = float(np.median(s[-max(3, k//2):])), float(s[m])
+    final, best = float(np.median(s[-max(3, k // 2) :])), float(s[m])
     rise = final - best
-    need = max(limit('rise_sigma')*noise, limit('rise_share')*abs(best), limit('rise_drop')*abs(float(s[0]) - best))
-    if rise <= need or len(c.value)-1-m < max(3, 0.02*len(c.value)): return []
+    need = max(
+        limit("rise_sigma") * noise,
+        limit("rise_share") * abs(best),
+        limit("rise_drop") * abs(float(s[0]) - best),
+    )
+    if rise <= need or len(c.value) - 1 - m < max(3, 0.02 * len(c.value)):
+        return []
     tail = s[m:]
-    if np.median(tail[-max(3, len(tail)//10):]) < np.quantile(tail, 0.25): return []
-    low = np.flatnonzero(s[m:] <= best + min(need, rise/4))
+    if np.median(tail[-max(3, len(tail) // 10) :]) < np.quantile(tail, 0.25):
+        return []
+    low = np.flatnonzero(s[m:] <= best + min(need, rise / 4))
     i = m + int(low[-1]) + 1 if len(low) else m
-    i = min(i, len(c.value)-1)
-    evidence = {'baseline': best, 'best_step': int(c.step[m]), 'final': final, 'rise': rise, 'noise': noise}
-    return [Finding('divergence', 'error', c.step[i], c.step[-1], evidence=evidence, series=c.name)]
+    i = min(i, len(c.value) - 1)
+    evidence = {"baseline": best, "best_step": int(c.step[m]), "final": final, "rise": rise, "noise": noise}
+    return [Finding("divergence", "error", c.step[i], c.step[-1], evidence=evidence, series=c.name)]
 
 # %% ../../nbs/api/detect/11_course.ipynb #b6c3ef08
 def find_not_learning(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one: `not_learning` or `plateau`
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
     c = curve(run, loss_name(run)) if loss_name(run) else None
-    if c is None or len(c.value) < 50: return []
+    if c is None or len(c.value) < 50:
+        return []
     s, noise, k = _shape(c)
     interval = max(1, int(np.median(np.abs(np.diff(c.step)))))
-    fresh = c.step[0] <= 20*interval
-    coarse = smooth(c.value, max(5, len(s)//10))
+    fresh = c.step[0] <= 20 * interval
+    coarse = smooth(c.value, max(5, len(s) // 10))
     drop = float(max(s[0], coarse[0]) - coarse.min())
-    moved = float(np.median(c.value[:max(3, len(s)//50)]) - coarse.min())
-    if fresh and moved < max(3*noise/np.sqrt(k), limit('moved_share')*abs(float(s[0]))): return [Finding('not_learning', 'warning', c.step[0], c.step[-1], evidence={'first': float(s[0]), 'best': float(s.min()), 'drop': drop, 'noise': noise}, series=c.name)]
-    if len(s) < 200 or drop <= 0: return []
-    best, share = np.minimum.accumulate(s), limit('plateau_share')
-    width = int(share*len(s))
-    flat = best[:-width] - best[width:] < limit('plateau_drop')*drop
-    after = best[width:] - best[-1] > limit('plateau_after')*drop
+    moved = float(np.median(c.value[: max(3, len(s) // 50)]) - coarse.min())
+    if fresh and moved < max(3 * noise / np.sqrt(k), limit("moved_share") * abs(float(s[0]))):
+        return [
+            Finding(
+                "not_learning",
+                "warning",
+                c.step[0],
+                c.step[-1],
+                evidence={"first": float(s[0]), "best": float(s.min()), "drop": drop, "noise": noise},
+                series=c.name,
+            )
+        ]
+    if len(s) < 200 or drop <= 0:
+        return []
+    best, share = np.minimum.accumulate(s), limit("plateau_share")
+    width = int(share * len(s))
+    flat = best[:-width] - best[width:] < limit("plateau_drop") * drop
+    after = best[width:] - best[-1] > limit("plateau_after") * drop
     hit = np.flatnonzero(flat & after)
-    if not len(hit): return []
+    if not len(hit):
+        return []
     i, j = int(hit[0]), int(hit[-1]) + width
-    return [Finding('plateau', 'info', c.step[i], c.step[j], evidence={'level': float(np.median(s[i:j])), 'share_of_run': (j-i)/len(s), 'later': float(s[-1])}, series=c.name)]
+    return [
+        Finding(
+            "plateau",
+            "info",
+            c.step[i],
+            c.step[j],
+            evidence={
+                "level": float(np.median(s[i:j])),
+                "share_of_run": (j - i) / len(s),
+                "later": float(s[-1]),
+            },
+            series=c.name,
+        )
+    ]
 
 # %% ../../nbs/api/detect/11_course.ipynb #d21372f1
 def find_overfitting(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
     "Validation loss that rises from its best while training loss goes on falling."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, 'val_loss')
-    if c is None or v is None or len(v.value) < 4 or len(c.value) < 10: return []
-    m, noise = int(np.argmin(v.value)), 1.4826/np.sqrt(2)*float(np.median(np.abs(np.diff(v.value) - np.median(np.diff(v.value)))))
-    final = float(np.median(v.value[-max(1, len(v.value)//10):]))
-    rising = len(v.value)-1-m >= 3
-    if not rising or final - v.value[m] <= max(4*noise, limit('overfit_share')*abs(float(v.value[m]))): return []
-    there, end = (float(np.median(c.value[np.abs(c.step - at).argsort()[:max(3, len(c.value)//50)]])) for at in (v.step[m], v.step[-1]))
-    if end >= there: return []
-    return [Finding('overfitting', 'warning', v.step[m], v.step[-1], evidence={'best_val': float(v.value[m]), 'final_val': final, 'train_at_best_val': there, 'final_train': end}, series='val_loss')]
+    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
+    if c is None or v is None or len(v.value) < 4 or len(c.value) < 10:
+        return []
+    m, noise = (
+        int(np.argmin(v.value)),
+        1.4826 / np.sqrt(2) * float(np.median(np.abs(np.diff(v.value) - np.median(np.diff(v.value))))),
+    )
+    final = float(np.median(v.value[-max(1, len(v.value) // 10) :]))
+    rising = len(v.value) - 1 - m >= 3
+    if not rising or final - v.value[m] <= max(4 * noise, limit("overfit_share") * abs(float(v.value[m]))):
+        return []
+    there, end = (
+        float(np.median(c.value[np.abs(c.step - at).argsort()[: max(3, len(c.value) // 50)]]))
+        for at in (v.step[m], v.step[-1])
+    )
+    if end >= there:
+        return []
+    return [
+        Finding(
+            "overfitting",
+            "warning",
+            v.step[m],
+            v.step[-1],
+            evidence={
+                "best_val": float(v.value[m]),
+                "final_val": final,
+                "train_at_best_val": there,
+                "final_train": end,
+            },
+            series="val_loss",
+        )
+    ]
 
 # %% ../../nbs/api/detect/11_course.ipynb #b0ebaeed
 def find_leak(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
     "A loss near zero (perplexity 1) almost at once, or on validation data too: the answer is in the input, or the task is empty."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, 'val_loss')
-    if c is None or c.name not in ('loss', 'perplexity') or len(c.value) < 10: return []
-    x = np.log(np.maximum(c.value, 1e-12)) if c.name == 'perplexity' else c.value
-    tiny = limit('leak_loss')
+    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
+    if c is None or c.name not in ("loss", "perplexity") or len(c.value) < 10:
+        return []
+    x = np.log(np.maximum(c.value, 1e-12)) if c.name == "perplexity" else c.value
+    tiny = limit("leak_loss")
     low = np.flatnonzero(x < tiny)
-    if not len(low) or x[0] < 10*tiny or np.median(x[low[0]:]) >= tiny or (x < 0).any(): return []
-    soon = low[0] <= limit('leak_soon')*len(x) if len(x) >= 100 else low[0] <= 5
+    if not len(low) or x[0] < 10 * tiny or np.median(x[low[0] :]) >= tiny or (x < 0).any():
+        return []
+    soon = low[0] <= limit("leak_soon") * len(x) if len(x) >= 100 else low[0] <= 5
     val_too = v is not None and len(v.value) and float(np.median(v.value[-3:])) < tiny
-    if not (soon and (v is None or val_too)) and not (val_too and soon): return []
-    return [Finding('leak_suspected', 'warning', c.step[low[0]], c.step[-1], evidence={'loss': float(np.median(x[low[0]:])), 'perplexity': float(np.exp(np.median(x[low[0]:]))), 'records_until': int(low[0]), 'val_loss': float(v.value[-1]) if v is not None and len(v.value) else None}, series=c.name)]
+    if not (soon and (v is None or val_too)) and not (val_too and soon):
+        return []
+    return [
+        Finding(
+            "leak_suspected",
+            "warning",
+            c.step[low[0]],
+            c.step[-1],
+            evidence={
+                "loss": float(np.median(x[low[0] :])),
+                "perplexity": float(np.exp(np.median(x[low[0] :]))),
+                "records_until": int(low[0]),
+                "val_loss": float(v.value[-1]) if v is not None and len(v.value) else None,
+            },
+            series=c.name,
+        )
+    ]
 
 # %% ../../nbs/api/detect/11_course.ipynb #34f5eb86
 def find_level_shift(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a shift of the training loss that validation does not follow, or that follows a restart
+    run: xr.DataTree,  # a record
+) -> list[
+    Finding
+]:  # a finding a shift of the training loss that validation does not follow, or that follows a restart
     "Where the training loss changes its level at once and stays there while validation does not move: repeated or different data."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, 'val_loss')
-    if c is None or v is None or len(c.value) < 200 or len(v.value) < 4: return []
-    w = int(np.clip(len(c.value)//20, 20, 500))
+    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
+    if c is None or v is None or len(c.value) < 200 or len(v.value) < 4:
+        return []
+    w = int(np.clip(len(c.value) // 20, 20, 500))
     med = smooth(c.value, w)
-    jump = med[2*w:] - med[:-2*w]
+    jump = med[2 * w :] - med[: -2 * w]
     _, noise, _ = _shape(c)
     found, i = [], 0
-    high = np.flatnonzero(jump > max(limit('shift_sigma')*noise/np.sqrt(w)*3, limit('shift_share')*abs(float(np.median(med)))))
+    high = np.flatnonzero(
+        jump
+        > max(
+            limit("shift_sigma") * noise / np.sqrt(w) * 3, limit("shift_share") * abs(float(np.median(med)))
+        )
+    )
     while len(high):
-        i = int(high[0]); near = high[high < i + 2*w]
+        i = int(high[0])
+        near = high[high < i + 2 * w]
         at = w + int(near[np.argmax(jump[near])])
-        before, after = (float(np.median(v.value[m])) if (m := sel).any() else np.nan for sel in ((v.step < c.step[at]) & (v.step >= c.step[max(0, at-4*w)]), (v.step > c.step[at]) & (v.step <= c.step[min(len(c.step)-1, at+4*w)])))
-        rise = float(med[min(at+w, len(med)-1)] - med[max(at-w, 0)])
-        later = float(np.median(med[min(at+2*w, len(med)-1):min(at+6*w, len(med))])) if at+2*w < len(med) else np.nan
-        stays = later > med[max(at-w, 0)] + 0.5*rise
-        abrupt = np.median(c.value[at:at+10]) - np.median(c.value[max(0, at-10):at]) > 0.4*rise or np.abs(np.diff(c.value[max(0, at-w):at+w])).max(initial=0) > 0.5*rise
-        if rise > limit('shift_share')*abs(float(np.median(med))) and med[max(at-w, 0)] > limit('leak_loss') and stays and abrupt and np.isfinite(before + after) and after - before < 0.25*rise: found.append(Finding('level_shift', 'warning', c.step[at], c.step[at], evidence={'before': float(med[max(at-w, 0)]), 'after': float(med[min(at+w, len(med)-1)]), 'rise': rise, 'val_before': before, 'val_after': after}, series=c.name))
-        high = high[high >= i + 2*w]
+        before, after = (
+            float(np.median(v.value[m])) if (m := sel).any() else np.nan
+            for sel in (
+                (v.step < c.step[at]) & (v.step >= c.step[max(0, at - 4 * w)]),
+                (v.step > c.step[at]) & (v.step <= c.step[min(len(c.step) - 1, at + 4 * w)]),
+            )
+        )
+        rise = float(med[min(at + w, len(med) - 1)] - med[max(at - w, 0)])
+        later = (
+            float(np.median(med[min(at + 2 * w, len(med) - 1) : min(at + 6 * w, len(med))]))
+            if at + 2 * w < len(med)
+            else np.nan
+        )
+        stays = later > med[max(at - w, 0)] + 0.5 * rise
+        abrupt = (
+            np.median(c.value[at : at + 10]) - np.median(c.value[max(0, at - 10) : at]) > 0.4 * rise
+            or np.abs(np.diff(c.value[max(0, at - w) : at + w])).max(initial=0) > 0.5 * rise
+        )
+        if (
+            rise > limit("shift_share") * abs(float(np.median(med)))
+            and med[max(at - w, 0)] > limit("leak_loss")
+            and stays
+            and abrupt
+            and np.isfinite(before + after)
+            and after - before < 0.25 * rise
+        ):
+            found.append(
+                Finding(
+                    "level_shift",
+                    "warning",
+                    c.step[at],
+                    c.step[at],
+                    evidence={
+                        "before": float(med[max(at - w, 0)]),
+                        "after": float(med[min(at + w, len(med) - 1)]),
+                        "rise": rise,
+                        "val_before": before,
+                        "val_after": after,
+                    },
+                    series=c.name,
+                )
+            )
+        high = high[high >= i + 2 * w]
     return found

@@ -18,32 +18,79 @@ from ..names.errors import bad_input
 from ..run.record import new_run
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
-DETECTORS = [ # 'module:function' below stabilitylab.detect, each (run) -> list[Finding]; a detector whose group or series is absent returns []
-    'health:find_non_finite', 'health:find_restarts', 'health:find_changed_settings', 'environment:find_environment_change', 'spikes:find_loss_spikes', 'course:find_divergence', 'course:find_not_learning', 'course:find_overfitting', 'course:find_leak', 'course:find_level_shift',
-    'signals:find_grad_norm', 'signals:find_loss_scale', 'signals:find_throughput', 'signals:find_z_loss', 'signals:find_quantized', 'signals:find_hardware', 'lengths:find_length_bias',
-    'layers:find_activation_explosion', 'layers:find_param_grad_explosion', 'layers:find_update_rms_excess', 'layers:find_grad_below_epsilon', 'layers:find_no_gradient', 'layers:find_misaligned_shape', 'layers:find_wide_init',
-    'sampled:find_overflow', 'sampled:find_underflow', 'sampled:find_massive_activation', 'sampled:find_dead_units', 'sampled:find_lost_updates',
+DETECTORS = [  # 'module:function' below stabilitylab.detect, each (run) -> list[Finding]; a detector whose group or series is absent returns []
+    "health:find_non_finite",
+    "health:find_restarts",
+    "health:find_changed_settings",
+    "environment:find_environment_change",
+    "spikes:find_loss_spikes",
+    "course:find_divergence",
+    "course:find_not_learning",
+    "course:find_overfitting",
+    "course:find_leak",
+    "course:find_level_shift",
+    "signals:find_grad_norm",
+    "signals:find_loss_scale",
+    "signals:find_throughput",
+    "signals:find_z_loss",
+    "signals:find_quantized",
+    "signals:find_hardware",
+    "lengths:find_length_bias",
+    "layers:find_activation_explosion",
+    "layers:find_param_grad_explosion",
+    "layers:find_update_rms_excess",
+    "layers:find_grad_below_epsilon",
+    "layers:find_no_gradient",
+    "layers:find_misaligned_shape",
+    "layers:find_wide_init",
+    "sampled:find_overflow",
+    "sampled:find_underflow",
+    "sampled:find_massive_activation",
+    "sampled:find_dead_units",
+    "sampled:find_lost_updates",
 ]
-RELATIONS = [ # 'module:function', each (run, findings so far) -> findings, in this order
-    'relate:resume_spikes', 'relate:spikes_that_diverge', 'relate:grad_norm_and_loss', 'relate:high_learning_rate', 'relate:hardware_and_spikes', 'relate:layer_leads',
+RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
+    "relate:resume_spikes",
+    "relate:spikes_that_diverge",
+    "relate:grad_norm_and_loss",
+    "relate:high_learning_rate",
+    "relate:hardware_and_spikes",
+    "relate:layer_leads",
 ]
 
-def _load(name): module, function = name.split(':'); return getattr(import_module(f'stabilitylab.detect.{module}'), function)
+
+def _load(name):
+    module, function = name.split(":")
+    return getattr(import_module(f"stabilitylab.detect.{module}"), function)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #9ed1418c
 def as_run(
-    run: xr.DataTree | xr.Dataset, # a record, or the table that a reader returns
-) -> xr.DataTree: # a record
+    run: xr.DataTree | xr.Dataset,  # a record, or the table that a reader returns
+) -> xr.DataTree:  # a record
     "The record that `run` is, or one made of it."
-    if isinstance(run, xr.Dataset): return new_run(run, attrs={k: v for k, v in run.attrs.items() if isinstance(v, (str, int, float, list, dict, bool))})
-    if not isinstance(run, xr.DataTree): raise bad_input('run', type(run).__name__, 'a record (xarray.DataTree) or a table of scalars (xarray.Dataset)', 'open a log with read_log(path)')
+    if isinstance(run, xr.Dataset):
+        return new_run(
+            run,
+            attrs={k: v for k, v in run.attrs.items() if isinstance(v, (str, int, float, list, dict, bool))},
+        )
+    if not isinstance(run, xr.DataTree):
+        raise bad_input(
+            "run",
+            type(run).__name__,
+            "a record (xarray.DataTree) or a table of scalars (xarray.Dataset)",
+            "open a log with read_log(path)",
+        )
     return run
+
 
 def _remedies(kind):
     "What `knowledge` has on this kind."
-    try: from stabilitylab.knowledge.remedies import remedies_for
-    except ImportError: return ()
+    try:
+        from stabilitylab.knowledge.remedies import remedies_for
+    except ImportError:
+        return ()
     return tuple(remedies_for(kind))
+
 
 def _span(run):
     "How many records the run has and from where to where: of the loss, else of its first series."
@@ -51,22 +98,32 @@ def _span(run):
     name = loss_name(run) or next((str(n) for n in scalars.data_vars), None)
     c = curve(scalars, name) if name else None
     n = 0 if c is None else len(c.step) + c.nonfinite + c.repeated
-    return {'n_steps': n} | ({'first_step': int(c.step[0]), 'last_step': int(c.step[-1])} if c is not None and len(c.step) else {})
+    return {"n_steps": n} | (
+        {"first_step": int(c.step[0]), "last_step": int(c.step[-1])} if c is not None and len(c.step) else {}
+    )
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #c8930a6d
 def finish(
-    findings: Iterable[Finding], # without words and remedies
-) -> list[Finding]: # with them
+    findings: Iterable[Finding],  # without words and remedies
+) -> list[Finding]:  # with them
     "Findings with their words and with what is known about their kind."
-    return [f.with_(explanation=f.explanation or explain(f), remedies=f.remedies or _remedies(f.kind)) for f in findings]
+    return [
+        f.with_(explanation=f.explanation or explain(f), remedies=f.remedies or _remedies(f.kind))
+        for f in findings
+    ]
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3
 def diagnose(
-    run: xr.DataTree | xr.Dataset, # a record, or the table that `read_log` returns
-    detectors: list[str | Callable] | None = None, # only these: 'module:function' or functions (run) -> list[Finding]; None: all
-) -> Findings: # ranked, with explanation, evidence and remedies
+    run: xr.DataTree | xr.Dataset,  # a record, or the table that `read_log` returns
+    detectors: list[str | Callable]
+    | None = None,  # only these: 'module:function' or functions (run) -> list[Finding]; None: all
+) -> Findings:  # ranked, with explanation, evidence and remedies
     "What happened to a run, as far as its record shows."
     run, found = as_run(run), []
-    for d in DETECTORS if detectors is None else detectors: found += (_load(d) if isinstance(d, str) else d)(run)
-    for r in RELATIONS if detectors is None else []: found = _load(r)(run, found)
-    return Findings(finish(found), {k: run.attrs[k] for k in ('source', 'format') if k in run.attrs} | _span(run))
+    for d in DETECTORS if detectors is None else detectors:
+        found += (_load(d) if isinstance(d, str) else d)(run)
+    for r in RELATIONS if detectors is None else []:
+        found = _load(r)(run, found)
+    return Findings(
+        finish(found), {k: run.attrs[k] for k in ("source", "format") if k in run.attrs} | _span(run)
+    )

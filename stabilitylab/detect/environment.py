@@ -11,23 +11,50 @@ from itertools import combinations
 from .findings import Finding
 
 # %% ../../nbs/api/detect/23_environment.ipynb #e1cfed33
-_NOT_TOLD = ('command',)
+_NOT_TOLD = ("command",)
+
 
 def find_environment_change(
-    run, # a record
-) -> list[Finding]: # one a start whose environment is another one
+    run,  # a record
+) -> list[Finding]:  # one a start whose environment is another one
     "Starts of a run at which versions, devices or flags were others."
-    if 'events' not in run.children: return []
-    events = run['events'].to_dataset()
-    rows = zip(*(events[f'event_{v}'].values for v in ('kind', 'step', 'text')))
-    return [Finding('environment_change', 'info', int(step) if step >= 0 else None, evidence={'changed': str(text)}) for kind, step, text in rows if str(kind) == 'environment']
+    if "events" not in run.children:
+        return []
+    events = run["events"].to_dataset()
+    rows = zip(*(events[f"event_{v}"].values for v in ("kind", "step", "text")))
+    return [
+        Finding(
+            "environment_change", "info", int(step) if step >= 0 else None, evidence={"changed": str(text)}
+        )
+        for kind, step, text in rows
+        if str(kind) == "environment"
+    ]
+
 
 def find_other_environments(
-    runs: dict, # name -> record
-) -> list[Finding]: # one a pair of runs that differ
+    runs: dict,  # name -> record
+) -> list[Finding]:  # one a pair of runs that differ
     "Pairs of recorded runs that did not run in the same environment."
-    known, found = {n: r.attrs['environment'] for n, r in runs.items() if r.attrs.get('environment')}, []
+    known, found = {n: r.attrs["environment"] for n, r in runs.items() if r.attrs.get("environment")}, []
     for a, b in combinations(known, 2):
-        changed = {k: (known[a].get(k), known[b].get(k)) for k in sorted(known[a] | known[b]) if k not in _NOT_TOLD and known[a].get(k) != known[b].get(k)}
-        if changed: found.append(Finding('environment_change', 'info', None, evidence={'names': [a, b], 'changed': ', '.join(f'{k} {old} and {new}' for k, (old, new) in list(changed.items())[:10]), 'keys': list(changed)}))
+        changed = {
+            k: (known[a].get(k), known[b].get(k))
+            for k in sorted(known[a] | known[b])
+            if k not in _NOT_TOLD and known[a].get(k) != known[b].get(k)
+        }
+        if changed:
+            found.append(
+                Finding(
+                    "environment_change",
+                    "info",
+                    None,
+                    evidence={
+                        "names": [a, b],
+                        "changed": ", ".join(
+                            f"{k} {old} and {new}" for k, (old, new) in list(changed.items())[:10]
+                        ),
+                        "keys": list(changed),
+                    },
+                )
+            )
     return found

@@ -22,70 +22,99 @@ from ..names.findings import FINDING_KINDS, SEVERITIES
 @dataclass(frozen=True)
 class Finding:
     "One thing that happened to a run, with its evidence."
-    kind: str # one of FINDING_KINDS
-    severity: str = 'info' # one of SEVERITIES: a fact worth knowing, a problem, a run that is lost
-    onset: int | None = None # first step of it, in the log's own count; None: it has no step
-    end: int | None = None # last step of it; None: as `onset`
-    modules: tuple[str, ...] = () # modules or parameters it concerns; () for the whole run
-    evidence: dict = field(default_factory=dict) # numbers, words and lists that JSON can hold
-    explanation: str = '' # plain words, made last by `detect.phrase`
-    series: str = '' # the series it was seen in; '' where it comes from events
-    remedies: tuple[dict, ...] = () # each with name, source, reported, note; from `knowledge.remedies`
+
+    kind: str  # one of FINDING_KINDS
+    severity: str = "info"  # one of SEVERITIES: a fact worth knowing, a problem, a run that is lost
+    onset: int | None = None  # first step of it, in the log's own count; None: it has no step
+    end: int | None = None  # last step of it; None: as `onset`
+    modules: tuple[str, ...] = ()  # modules or parameters it concerns; () for the whole run
+    evidence: dict = field(default_factory=dict)  # numbers, words and lists that JSON can hold
+    explanation: str = ""  # plain words, made last by `detect.phrase`
+    series: str = ""  # the series it was seen in; '' where it comes from events
+    remedies: tuple[dict, ...] = ()  # each with name, source, reported, note; from `knowledge.remedies`
 
     def __post_init__(self):
-        if self.kind not in FINDING_KINDS: raise bad_input('kind', self.kind, 'a kind of names.findings.FINDING_KINDS')
-        if self.severity not in SEVERITIES: raise bad_input('severity', self.severity, ', '.join(SEVERITIES))
-        for name in ('onset', 'end'): object.__setattr__(self, name, None if (v := getattr(self, name)) is None else int(v))
-        if self.end is None: object.__setattr__(self, 'end', self.onset)
-        object.__setattr__(self, 'evidence', plain(self.evidence))
+        if self.kind not in FINDING_KINDS:
+            raise bad_input("kind", self.kind, "a kind of names.findings.FINDING_KINDS")
+        if self.severity not in SEVERITIES:
+            raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
+        for name in ("onset", "end"):
+            object.__setattr__(self, name, None if (v := getattr(self, name)) is None else int(v))
+        if self.end is None:
+            object.__setattr__(self, "end", self.onset)
+        object.__setattr__(self, "evidence", plain(self.evidence))
 
-    def with_(self, **changes): # fields to change
+    def with_(self, **changes):  # fields to change
         "The same finding with some fields changed."
         return replace(self, **changes)
 
     def to_dict(self):
         "The finding as the command's JSON has it: the series stands among the evidence."
         d = asdict(self)
-        evidence = ({'series': self.series} if self.series else {}) | d['evidence']
-        return {k: d[k] for k in ('kind', 'severity', 'onset', 'end')} | {'modules': list(self.modules), 'evidence': evidence, 'explanation': self.explanation,
-            'remedies': [{k: r[k] for k in ('name', 'source', 'reported')} for r in self.remedies]}
+        evidence = ({"series": self.series} if self.series else {}) | d["evidence"]
+        return {k: d[k] for k in ("kind", "severity", "onset", "end")} | {
+            "modules": list(self.modules),
+            "evidence": evidence,
+            "explanation": self.explanation,
+            "remedies": [{k: r[k] for k in ("name", "source", "reported")} for r in self.remedies],
+        }
 
 # %% ../../nbs/api/detect/00_findings.ipynb #58144436
 def plain(
-    value: object, # numbers of numpy, arrays, tuples, dicts, nested
-) -> object: # the same as Python numbers, lists and dicts; numbers that are not finite as "nan", "inf", "-inf"
+    value: object,  # numbers of numpy, arrays, tuples, dicts, nested
+) -> (
+    object
+):  # the same as Python numbers, lists and dicts; numbers that are not finite as "nan", "inf", "-inf"
     "A value that strict JSON can hold."
-    if isinstance(value, dict): return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray): return plain(value.tolist())
-    if isinstance(value, (list, tuple, set)): return [plain(v) for v in value]
-    if isinstance(value, np.generic): value = value.item()
-    if isinstance(value, float) and not math.isfinite(value): return 'nan' if math.isnan(value) else 'inf' if value > 0 else '-inf'
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple, set)):
+        return [plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #7d446e68
-_COLUMNS = ('kind', 'severity', 'onset', 'end', 'series', 'explanation')
+_COLUMNS = ("kind", "severity", "onset", "end", "series", "explanation")
+
 
 class Findings(Sequence):
     "The findings of one run, ranked by severity and step."
-    def __init__(self,
-        findings: Iterable[Finding] = (), # in any order
-        attrs: dict | None = None, # where they come from: source, format, number of steps
+
+    def __init__(
+        self,
+        findings: Iterable[Finding] = (),  # in any order
+        attrs: dict | None = None,  # where they come from: source, format, number of steps
     ):
         rank = lambda f: (-SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind)
         self._all, self.attrs = tuple(sorted(findings, key=rank)), dict(attrs or {})
-    def __len__(self): return len(self._all)
-    def __getitem__(self, i): return Findings(self._all[i], self.attrs) if isinstance(i, slice) else self._all[i]
-    def __eq__(self, other): return isinstance(other, Findings) and self._all == other._all
+
+    def __len__(self):
+        return len(self._all)
+
+    def __getitem__(self, i):
+        return Findings(self._all[i], self.attrs) if isinstance(i, slice) else self._all[i]
+
+    def __eq__(self, other):
+        return isinstance(other, Findings) and self._all == other._all
+
     __hash__ = None
 
-    def of(self, *kinds): # names of kinds
+    def of(self, *kinds):  # names of kinds
         "The findings of these kinds."
         return Findings((f for f in self if f.kind in kinds), self.attrs)
 
-    def at_least(self, severity): # one of SEVERITIES
+    def at_least(self, severity):  # one of SEVERITIES
         "The findings of this severity and above."
-        if severity not in SEVERITIES: raise bad_input('severity', severity, ', '.join(SEVERITIES))
-        return Findings((f for f in self if SEVERITIES.index(f.severity) >= SEVERITIES.index(severity)), self.attrs)
+        if severity not in SEVERITIES:
+            raise bad_input("severity", severity, ", ".join(SEVERITIES))
+        return Findings(
+            (f for f in self if SEVERITIES.index(f.severity) >= SEVERITIES.index(severity)), self.attrs
+        )
 
     @property
     def kinds(self):
@@ -96,31 +125,50 @@ class Findings(Sequence):
         "One JSON-ready dict a finding."
         return [f.to_dict() for f in self]
 
-    def to_json(self, **options): # options of json.dumps, such as `indent`
+    def to_json(self, **options):  # options of json.dumps, such as `indent`
         "The findings as a JSON array."
         return json.dumps(self.to_dicts(), allow_nan=False, **options)
 
     def to_pandas(self):
         "A table with one row a finding and its evidence in columns named after it."
-        rows = [{c: getattr(f, c) for c in _COLUMNS} | {f'evidence.{k}': v for k, v in f.evidence.items()} for f in self]
+        rows = [
+            {c: getattr(f, c) for c in _COLUMNS} | {f"evidence.{k}": v for k, v in f.evidence.items()}
+            for f in self
+        ]
         table = pd.DataFrame(rows, columns=None if rows else list(_COLUMNS))
-        return table.astype({'onset': 'Int64', 'end': 'Int64'}) if rows else table
+        return table.astype({"onset": "Int64", "end": "Int64"}) if rows else table
 
-    def __repr__(self): return _text(self)
-    def _repr_html_(self): return _html(self)
+    def __repr__(self):
+        return _text(self)
+
+    def _repr_html_(self):
+        return _html(self)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #551ec415
-def _steps(f): return '' if f.onset is None else f'{f.onset:,}' if f.end == f.onset else f'{f.onset:,}–{f.end:,}'
+def _steps(f):
+    return "" if f.onset is None else f"{f.onset:,}" if f.end == f.onset else f"{f.onset:,}–{f.end:,}"
+
 
 def _text(findings):
     "The table as plain text."
-    if not len(findings): return 'No findings.'
+    if not len(findings):
+        return "No findings."
     rows = [(f.severity, f.kind, _steps(f), f.explanation) for f in findings]
     width = [max(len(r[i]) for r in rows) for i in range(3)]
-    return '\n'.join('  '.join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]).rstrip() for r in rows)
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]).rstrip() for r in rows)
+
 
 def _html(findings):
     "The table as HTML; every word in it is escaped."
-    if not len(findings): return '<p>No findings.</p>'
-    body = ''.join('<tr>' + ''.join(f'<td style="text-align:left">{html.escape(str(c))}</td>' for c in (f.severity, f.kind, _steps(f), f.explanation)) + '</tr>' for f in findings)
-    return f'<table><thead><tr><th>severity</th><th>kind</th><th>steps</th><th>what happened</th></tr></thead><tbody>{body}</tbody></table>'
+    if not len(findings):
+        return "<p>No findings.</p>"
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="text-align:left">{html.escape(str(c))}</td>'
+            for c in (f.severity, f.kind, _steps(f), f.explanation)
+        )
+        + "</tr>"
+        for f in findings
+    )
+    return f"<table><thead><tr><th>severity</th><th>kind</th><th>steps</th><th>what happened</th></tr></thead><tbody>{body}</tbody></table>"

@@ -15,59 +15,103 @@ from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/02_health.ipynb #7695ed58
 def find_non_finite(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # one finding a series that holds NaN or infinity
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # one finding a series that holds NaN or infinity
     "The series that hold NaN or infinity, and from which step on."
     scalars, found = scalars_of(run), []
     for name in series_names(scalars):
-        if name.endswith(('_z', 'zscore')): continue # a log's own z-scores are NaN until it has a history
+        if name.endswith(("_z", "zscore")):
+            continue  # a log's own z-scores are NaN until it has a history
         da = series(scalars, name)
         bad = np.flatnonzero(~np.isfinite(da.values))
-        if not len(bad): continue
+        if not len(bad):
+            continue
         onset, end = int(da.step.values[bad[0]]), int(da.step.values[bad[-1]])
-        stays = bool((~np.isfinite(da.values[bad[0]:])).all())
-        lost = 'loss' in name and name != 'loss_scale' and (stays or len(bad) > 0.5*len(da))
-        evidence = {'count': len(bad), 'of': len(da), 'stays': stays, 'nan': int(np.isnan(da.values).sum()), 'inf': int(np.isinf(da.values).sum())}
-        found.append(Finding('non_finite', 'error' if lost else 'warning', onset, end, evidence=evidence, series=name))
+        stays = bool((~np.isfinite(da.values[bad[0] :])).all())
+        lost = "loss" in name and name != "loss_scale" and (stays or len(bad) > 0.5 * len(da))
+        evidence = {
+            "count": len(bad),
+            "of": len(da),
+            "stays": stays,
+            "nan": int(np.isnan(da.values).sum()),
+            "inf": int(np.isinf(da.values).sum()),
+        }
+        found.append(
+            Finding("non_finite", "error" if lost else "warning", onset, end, evidence=evidence, series=name)
+        )
     return found
 
 # %% ../../nbs/api/detect/02_health.ipynb #c331e18b
 def find_restarts(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # one finding a restart, from the steps that repeat and from the log's own words
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # one finding a restart, from the steps that repeat and from the log's own words
     "Where the run was resumed or rolled back."
     scalars, found = scalars_of(run), []
-    if 'segment' in scalars.coords and scalars.sizes['step']:
+    if "segment" in scalars.coords and scalars.sizes["step"]:
         step, segment = scalars.step.values, scalars.segment.values
         for at in np.flatnonzero(np.diff(segment) > 0) + 1:
-            found.append(Finding('restart', 'info', step[at], evidence={'before': int(step[at-1]), 'steps_repeated': int(step[at-1] - step[at])}))
+            found.append(
+                Finding(
+                    "restart",
+                    "info",
+                    step[at],
+                    evidence={"before": int(step[at - 1]), "steps_repeated": int(step[at - 1] - step[at])},
+                )
+            )
     return found
 
 # %% ../../nbs/api/detect/02_health.ipynb #38a0ebea
-_SETTINGS = ('lr', 'batch_size', 'tokens_per_step', 'weight_decay', 'momentum', 'seq_len') # series that the user sets
+_SETTINGS = (
+    "lr",
+    "batch_size",
+    "tokens_per_step",
+    "weight_decay",
+    "momentum",
+    "seq_len",
+)  # series that the user sets
+
 
 def _changed(before, after):
     "(old, new) where a setting is another one after a restart; steps that both passes have are compared, else the two ends."
-    a, at, after_at = before.step.values, *np.intersect1d(before.step.values, after.step.values, return_indices=True)[1:]
-    if len(at): old, new = before.values[at[-1]], after.values[after_at[-1]]
-    elif len(before.values) > 1 and after.step.values[0] - a[-1] <= 3*np.median(np.diff(a)): old, new = before.values[-1], after.values[0]
-    else: return None
-    apart = abs(new - old) > (0.01 if len(at) else 0.25)*max(abs(old), abs(new))
+    a, at, after_at = (
+        before.step.values,
+        *np.intersect1d(before.step.values, after.step.values, return_indices=True)[1:],
+    )
+    if len(at):
+        old, new = before.values[at[-1]], after.values[after_at[-1]]
+    elif len(before.values) > 1 and after.step.values[0] - a[-1] <= 3 * np.median(np.diff(a)):
+        old, new = before.values[-1], after.values[0]
+    else:
+        return None
+    apart = abs(new - old) > (0.01 if len(at) else 0.25) * max(abs(old), abs(new))
     return (float(old), float(new)) if apart else None
 
+
 def find_changed_settings(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a restart at which the learning rate, the batch size or another logged setting is another one
+    run: xr.DataTree,  # a record
+) -> list[
+    Finding
+]:  # a finding a restart at which the learning rate, the batch size or another logged setting is another one
     "Restarts that went on with other settings."
     scalars, found = scalars_of(run), []
-    if 'segment' not in scalars.coords or not scalars.sizes['step']: return found
+    if "segment" not in scalars.coords or not scalars.sizes["step"]:
+        return found
     for number in np.unique(scalars.segment.values)[1:]:
         changed = {}
         for name in set(_SETTINGS) & set(series_names(scalars)):
             da = series(scalars, name)
-            parts = [da.isel(step=np.flatnonzero(da.segment.values == k)) for k in (number-1, number)]
-            if all(p.size for p in parts) and (pair := _changed(*parts)): changed[name] = pair
+            parts = [da.isel(step=np.flatnonzero(da.segment.values == k)) for k in (number - 1, number)]
+            if all(p.size for p in parts) and (pair := _changed(*parts)):
+                changed[name] = pair
         if changed:
-            words = ', '.join(f'{n} {old:.4g} to {new:.4g}' for n, (old, new) in sorted(changed.items()))
-            found.append(Finding('environment_change', 'info', scalars.step.values[scalars.segment.values == number][0], evidence={'changed': words, 'settings': sorted(changed)}, series=sorted(changed)[0]))
+            words = ", ".join(f"{n} {old:.4g} to {new:.4g}" for n, (old, new) in sorted(changed.items()))
+            found.append(
+                Finding(
+                    "environment_change",
+                    "info",
+                    scalars.step.values[scalars.segment.values == number][0],
+                    evidence={"changed": words, "settings": sorted(changed)},
+                    series=sorted(changed)[0],
+                )
+            )
     return found

@@ -15,135 +15,266 @@ import numpy as np
 from .findings import Finding
 
 # %% ../../nbs/api/detect/60_layers.ipynb #40a2a702
-EXPLOSION = 10.   # times the largest of the first values: Megatron-LM's `is_unexpectedly_large`
-BACKWARD = 3.     # times the largest early gradient of all modules: our convention, as attention's gradients grow from nearly nothing in healthy runs
-FIRST = 100       # how many first values: the same; a quarter of a shorter run
+EXPLOSION = 10.0  # times the largest of the first values: Megatron-LM's `is_unexpectedly_large`
+BACKWARD = 3.0  # times the largest early gradient of all modules: our convention, as attention's gradients grow from nearly nothing in healthy runs
+FIRST = 100  # how many first values: the same; a quarter of a shorter run
 UPDATE_RMS = 2.3  # RMS_t: Wortsman et al., 2304.13013
-BIG = 4096        # entries below which RMS_t crosses by chance: our convention
-BELOW_EPS = .5    # share of gradient entries below epsilon: our convention
-WIDE_INIT = 2.    # times sqrt(2/(5H)): our convention; BLOOM-104B failed at 3.4
+BIG = 4096  # entries below which RMS_t crosses by chance: our convention
+BELOW_EPS = 0.5  # share of gradient entries below epsilon: our convention
+WIDE_INIT = 2.0  # times sqrt(2/(5H)): our convention; BLOOM-104B failed at 3.4
 _SAY = {
-    'activation_explosion': '{what} of {module} ({kind}, layer {layer}) passed {ratio:.1f} times its early largest value, the first of {n} modules.',
-    'grad_norm_explosion': 'The gradient of {module} passed {ratio:.1f} times its early largest norm, the first of {n} parameters.',
-    'update_rms_excess': 'RMS_t of {module} reached {peak:.2f} at a ceiling of {ceiling:.2f}; in any 8 steps it passes 2.3 by chance with probability {chance:.2f}.',
-    'grad_below_epsilon': "In {n} parameters most gradient entries are below the optimizer's epsilon, in {module} {share:.0%} of them.",
-    'no_gradient': '{n} parameters that should train get no gradient, such as {module}.',
-    'misaligned_shape': '{n} matrices have a side that 8 does not divide, such as {module} {shape}.',
-    'init_std_too_large': 'Initial weights of {module} have std {std:.3g}, {ratio:.1f} times sqrt(2/(5H)) = {allowed:.3g} at H = {H}.',
+    "activation_explosion": "{what} of {module} ({kind}, layer {layer}) passed {ratio:.1f} times its early largest value, the first of {n} modules.",
+    "grad_norm_explosion": "The gradient of {module} passed {ratio:.1f} times its early largest norm, the first of {n} parameters.",
+    "update_rms_excess": "RMS_t of {module} reached {peak:.2f} at a ceiling of {ceiling:.2f}; in any 8 steps it passes 2.3 by chance with probability {chance:.2f}.",
+    "grad_below_epsilon": "In {n} parameters most gradient entries are below the optimizer's epsilon, in {module} {share:.0%} of them.",
+    "no_gradient": "{n} parameters that should train get no gradient, such as {module}.",
+    "misaligned_shape": "{n} matrices have a side that 8 does not divide, such as {module} {shape}.",
+    "init_std_too_large": "Initial weights of {module} have std {std:.3g}, {ratio:.1f} times sqrt(2/(5H)) = {allowed:.3g} at H = {H}.",
 }
+
 
 def _finding(kind, severity, onset, modules, /, **evidence):
     "A finding with its words from the table."
-    return Finding(kind, severity, onset=onset, modules=tuple(modules), evidence=evidence, explanation=re.sub(', the first of 1 (?:modules|parameters)', '', _SAY[kind].format(module=modules[0], **evidence)))
+    return Finding(
+        kind,
+        severity,
+        onset=onset,
+        modules=tuple(modules),
+        evidence=evidence,
+        explanation=re.sub(
+            ", the first of 1 (?:modules|parameters)", "", _SAY[kind].format(module=modules[0], **evidence)
+        ),
+    )
 
-def _group(run, name): return run[name].to_dataset() if name in run.children else None
+
+def _group(run, name):
+    return run[name].to_dataset() if name in run.children else None
 
 # %% ../../nbs/api/detect/60_layers.ipynb #ea08c54b
 def first_crossings(
-    values: np.ndarray, # (step, module) largest magnitude or norm, >= 0; NaN where there is none
-    beyond: float = 0., # a crossing is also at least this many times the largest early value of all columns
-) -> tuple[np.ndarray, np.ndarray]: # row of the first crossing of each module, -1 where none; ratio to its early largest value there
+    values: np.ndarray,  # (step, module) largest magnitude or norm, >= 0; NaN where there is none
+    beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
+) -> tuple[
+    np.ndarray, np.ndarray
+]:  # row of the first crossing of each module, -1 where none; ratio to its early largest value there
     "Where each column first passes ten times the largest of its first values; infinity counts as a crossing, NaN does not."
-    n = min(FIRST, max(5, len(values)//4))
-    with np.errstate(all='ignore'):
-        early = np.nanmax(np.where(np.isfinite(values[:n]), values[:n], 0), axis=0, initial=0) if len(values) else np.zeros(values.shape[1])
-        ratio = values/early
-        over = (ratio >= EXPLOSION) & (early > 0) & (values >= beyond*early.max(initial=0))
+    n = min(FIRST, max(5, len(values) // 4))
+    with np.errstate(all="ignore"):
+        early = (
+            np.nanmax(np.where(np.isfinite(values[:n]), values[:n], 0), axis=0, initial=0)
+            if len(values)
+            else np.zeros(values.shape[1])
+        )
+        ratio = values / early
+        over = (ratio >= EXPLOSION) & (early > 0) & (values >= beyond * early.max(initial=0))
     over[:n] = False
     at = np.where(over.any(0), over.argmax(0), -1)
-    return at, np.where(at >= 0, ratio[at, np.arange(values.shape[1])], np.nan) if len(values) else (at, ratio)
+    return at, np.where(at >= 0, ratio[at, np.arange(values.shape[1])], np.nan) if len(values) else (
+        at,
+        ratio,
+    )
+
 
 def find_activation_explosion(
-    run, # a record
-) -> list[Finding]: # at most one, with the module that moved first
+    run,  # a record
+) -> list[Finding]:  # at most one, with the module that moved first
     "Activations, forward or backward, that grew far beyond their early range."
-    ds = _group(run, 'activations')
-    if ds is None or ds.sizes['step'] < 8: return []
+    ds = _group(run, "activations")
+    if ds is None or ds.sizes["step"] < 8:
+        return []
     best = None
-    for name, what, beyond in (('absmax', 'The output', 0.), ('grad_absmax', 'The gradient at the output', BACKWARD)):
-        if name not in ds: continue
+    for name, what, beyond in (
+        ("absmax", "The output", 0.0),
+        ("grad_absmax", "The gradient at the output", BACKWARD),
+    ):
+        if name not in ds:
+            continue
         at, ratio = first_crossings(ds[name].values, beyond)
         hit = np.flatnonzero(at >= 0)
-        if not len(hit): continue
+        if not len(hit):
+            continue
         order = hit[np.lexsort((-ratio[hit], at[hit]))]
-        if best is None or at[order[0]] < best[0]: best = at[order[0]], order, ratio, what, at
-    if best is None: return []
-    row, order, ratio, what, at = best; first = int(order[0])
-    return [_finding('activation_explosion', 'error' if ratio[first] > 100 else 'warning', int(ds.step.values[row]), [str(ds.module.values[i]) for i in order[:8]], what=what, kind=str(ds.kind.values[first]), layer=int(ds.layer.values[first]), ratio=float(ratio[first]),
-        n=len(order))]
+        if best is None or at[order[0]] < best[0]:
+            best = at[order[0]], order, ratio, what, at
+    if best is None:
+        return []
+    row, order, ratio, what, at = best
+    first = int(order[0])
+    return [
+        _finding(
+            "activation_explosion",
+            "error" if ratio[first] > 100 else "warning",
+            int(ds.step.values[row]),
+            [str(ds.module.values[i]) for i in order[:8]],
+            what=what,
+            kind=str(ds.kind.values[first]),
+            layer=int(ds.layer.values[first]),
+            ratio=float(ratio[first]),
+            n=len(order),
+        )
+    ]
+
 
 def find_param_grad_explosion(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Parameters whose gradient norm grew far beyond its early range."
-    ds = _group(run, 'gradients')
-    if ds is None or ds.sizes['step'] < 8: return []
-    at, ratio = first_crossings(ds.grad_norm.values); hit = np.flatnonzero(at >= 0)
-    if not len(hit): return []
+    ds = _group(run, "gradients")
+    if ds is None or ds.sizes["step"] < 8:
+        return []
+    at, ratio = first_crossings(ds.grad_norm.values)
+    hit = np.flatnonzero(at >= 0)
+    if not len(hit):
+        return []
     order = hit[np.lexsort((-ratio[hit], at[hit]))]
-    return [_finding('grad_norm_explosion', 'warning', int(ds.step.values[at[order[0]]]), [str(ds.param.values[i]) for i in order[:8]], ratio=float(ratio[order[0]]), n=len(order))]
+    return [
+        _finding(
+            "grad_norm_explosion",
+            "warning",
+            int(ds.step.values[at[order[0]]]),
+            [str(ds.param.values[i]) for i in order[:8]],
+            ratio=float(ratio[order[0]]),
+            n=len(order),
+        )
+    ]
 
 # %% ../../nbs/api/detect/60_layers.ipynb #06311183
 def rms_ceiling(
-    step, # steps taken, from 1
-    beta2: float, # second-moment decay, in [0, 1)
-): # the largest possible RMS_t
+    step,  # steps taken, from 1
+    beta2: float,  # second-moment decay, in [0, 1)
+):  # the largest possible RMS_t
     "The exact ceiling of RMS_t."
-    return np.sqrt((1 - beta2**np.asarray(step, float))/(1 - beta2))
+    return np.sqrt((1 - beta2 ** np.asarray(step, float)) / (1 - beta2))
+
 
 def find_update_rms_excess(
-    run, # a record
-) -> list[Finding]: # at most one, for the parameter with the highest RMS_t; an info, until `relate.layer_leads` sees the loss follow
+    run,  # a record
+) -> list[
+    Finding
+]:  # at most one, for the parameter with the highest RMS_t; an info, until `relate.layer_leads` sees the loss follow
     "Large parameters whose gradient outran its second moment."
-    ds, shapes, betas = _group(run, 'optimizer'), run.attrs.get('shapes', {}), run.attrs.get('betas') or ()
-    if ds is None or 'update_rms' not in ds or len(betas) != 2: return []
+    ds, shapes, betas = _group(run, "optimizer"), run.attrs.get("shapes", {}), run.attrs.get("betas") or ()
+    if ds is None or "update_rms" not in ds or len(betas) != 2:
+        return []
     keep = [i for i, p in enumerate(ds.param.values) if np.prod(shapes.get(str(p), [0])) >= BIG]
     x = ds.update_rms.values[:, keep]
     over = x >= UPDATE_RMS
-    if not len(keep) or not over.any(): return []
-    row, col = np.unravel_index(np.nanargmax(x), x.shape); rate = over[:, col].mean()
+    if not len(keep) or not over.any():
+        return []
+    row, col = np.unravel_index(np.nanargmax(x), x.shape)
+    rate = over[:, col].mean()
     order = np.array(keep)[np.argsort(-np.nan_to_num(x).max(0))][:8]
     steps = ds.step.values[np.flatnonzero(over[:, col])]
-    return [_finding('update_rms_excess', 'info', int(steps[0]), [str(ds.param.values[i]) for i in order if over[:, keep.index(i)].any()], peak=float(x[row, col]), ceiling=float(rms_ceiling(row + 1, betas[1])), chance=float(1 - (1 - rate)**8), steps=steps[:1000].tolist())]
+    return [
+        _finding(
+            "update_rms_excess",
+            "info",
+            int(steps[0]),
+            [str(ds.param.values[i]) for i in order if over[:, keep.index(i)].any()],
+            peak=float(x[row, col]),
+            ceiling=float(rms_ceiling(row + 1, betas[1])),
+            chance=float(1 - (1 - rate) ** 8),
+            steps=steps[:1000].tolist(),
+        )
+    ]
+
 
 def find_grad_below_epsilon(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Parameters whose gradients are mostly below the optimizer's epsilon."
-    ds = _group(run, 'optimizer')
-    if ds is None or 'below_eps_frac' not in ds or not ds.sizes['step']: return []
-    with np.errstate(all='ignore'): share = np.array([np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else 0 for c in ds.below_eps_frac.values.T])
-    share[[str(k) in ('embed', 'pos_embed') for k in ds.kind.values]] = 0 # rows of absent tokens have no gradient at all
-    hit = np.argsort(-share)[:int((share > BELOW_EPS).sum())]
-    return [_finding('grad_below_epsilon', 'warning', int(ds.step.values[0]), [str(ds.param.values[i]) for i in hit[:8]], n=len(hit), share=float(share[hit[0]]))] if len(hit) else []
+    ds = _group(run, "optimizer")
+    if ds is None or "below_eps_frac" not in ds or not ds.sizes["step"]:
+        return []
+    with np.errstate(all="ignore"):
+        share = np.array(
+            [np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else 0 for c in ds.below_eps_frac.values.T]
+        )
+    share[[str(k) in ("embed", "pos_embed") for k in ds.kind.values]] = (
+        0  # rows of absent tokens have no gradient at all
+    )
+    hit = np.argsort(-share)[: int((share > BELOW_EPS).sum())]
+    return (
+        [
+            _finding(
+                "grad_below_epsilon",
+                "warning",
+                int(ds.step.values[0]),
+                [str(ds.param.values[i]) for i in hit[:8]],
+                n=len(hit),
+                share=float(share[hit[0]]),
+            )
+        ]
+        if len(hit)
+        else []
+    )
 
 # %% ../../nbs/api/detect/60_layers.ipynb #50e289f6
 def find_no_gradient(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Trainable parameters that got no gradient in the whole run."
-    ds, trainable = _group(run, 'gradients'), run.attrs.get('trainable')
-    if ds is None or not trainable or not ds.sizes['step']: return []
-    dead = [str(p) for p, c in zip(ds.param.values, ds.grad_norm.values.T) if str(p) in set(trainable) and not np.nan_to_num(c, nan=0., posinf=1.).any() and not ds.nonfinite_count.sel(param=p).fillna(0).any()]
-    return [_finding('no_gradient', 'warning', int(ds.step.values[0]), dead, n=len(dead))] if dead else []
+    ds, trainable = _group(run, "gradients"), run.attrs.get("trainable")
+    if ds is None or not trainable or not ds.sizes["step"]:
+        return []
+    dead = [
+        str(p)
+        for p, c in zip(ds.param.values, ds.grad_norm.values.T)
+        if str(p) in set(trainable)
+        and not np.nan_to_num(c, nan=0.0, posinf=1.0).any()
+        and not ds.nonfinite_count.sel(param=p).fillna(0).any()
+    ]
+    return [_finding("no_gradient", "warning", int(ds.step.values[0]), dead, n=len(dead))] if dead else []
+
 
 def find_misaligned_shape(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Matrices with a side that 8 does not divide, which slow down tensor cores (NVIDIA's mixed-precision guide)."
-    bad = {n: s for n, s in run.attrs.get('shapes', {}).items() if len(s) == 2 and any(d % 8 for d in s)}
-    return [_finding('misaligned_shape', 'info', None, list(bad)[:8], n=len(bad), shape='×'.join(map(str, next(iter(bad.values())))))] if bad else []
+    bad = {n: s for n, s in run.attrs.get("shapes", {}).items() if len(s) == 2 and any(d % 8 for d in s)}
+    return (
+        [
+            _finding(
+                "misaligned_shape",
+                "info",
+                None,
+                list(bad)[:8],
+                n=len(bad),
+                shape="×".join(map(str, next(iter(bad.values())))),
+            )
+        ]
+        if bad
+        else []
+    )
+
 
 def find_wide_init(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Matrices whose first weights are far wider than sqrt(2/(5H)) (Nguyen and Salazar, 1910.05895)."
-    ds, shapes = _group(run, 'weights'), run.attrs.get('shapes', {})
-    if ds is None or 'weight_norm' not in ds or not ds.sizes['step'] or int(ds.step.values[0]) != 0: return []
+    ds, shapes = _group(run, "weights"), run.attrs.get("shapes", {})
+    if ds is None or "weight_norm" not in ds or not ds.sizes["step"] or int(ds.step.values[0]) != 0:
+        return []
     rows = []
     for i, (p, kind) in enumerate(zip(ds.param.values, ds.kind.values)):
         s = shapes.get(str(p), [])
-        if len(s) == 2 and str(kind).startswith(('attn.', 'mlp.')):
-            H, std = min(s), float(ds.weight_norm.values[0, i])/np.sqrt(np.prod(s)); rows.append((std/np.sqrt(2/(5*H)), str(p), std, H))
+        if len(s) == 2 and str(kind).startswith(("attn.", "mlp.")):
+            H, std = min(s), float(ds.weight_norm.values[0, i]) / np.sqrt(np.prod(s))
+            rows.append((std / np.sqrt(2 / (5 * H)), str(p), std, H))
     rows = sorted((r for r in rows if r[0] >= WIDE_INIT), reverse=True)
-    return [_finding('init_std_too_large', 'warning', 0, [r[1] for r in rows[:8]], std=rows[0][2], ratio=float(rows[0][0]), allowed=float(np.sqrt(2/(5*rows[0][3]))), H=int(rows[0][3]))] if rows else []
+    return (
+        [
+            _finding(
+                "init_std_too_large",
+                "warning",
+                0,
+                [r[1] for r in rows[:8]],
+                std=rows[0][2],
+                ratio=float(rows[0][0]),
+                allowed=float(np.sqrt(2 / (5 * rows[0][3]))),
+                H=int(rows[0][3]),
+            )
+        ]
+        if rows
+        else []
+    )

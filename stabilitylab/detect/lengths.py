@@ -16,17 +16,38 @@ from ..measure.rolling import before
 
 # %% ../../nbs/api/detect/14_lengths.ipynb #bba4c24a
 def find_length_bias(
-    run: xr.DataTree, # a record with a loss and tokens_per_step
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record with a loss and tokens_per_step
+) -> list[Finding]:  # at most one
     "A logged loss whose movements follow the number of tokens of the step."
-    loss, tokens = curve(run, loss_name(run)) if loss_name(run) else None, curve(run, 'tokens_per_step')
-    if loss is None or tokens is None: return []
+    loss, tokens = curve(run, loss_name(run)) if loss_name(run) else None, curve(run, "tokens_per_step")
+    if loss is None or tokens is None:
+        return []
     step, a, b = np.intersect1d(loss.step, tokens.step, return_indices=True)
-    if len(step) < 200 or np.ptp(tokens.value[b]) < 0.05*np.median(tokens.value[b]): return []
+    if len(step) < 200 or np.ptp(tokens.value[b]) < 0.05 * np.median(tokens.value[b]):
+        return []
     rest = loss.value[a] - before(loss.value[a], 32, 8)
     ok = np.isfinite(rest)
-    x, y = np.argsort(np.argsort(tokens.value[b][ok])).astype(float), np.argsort(np.argsort(rest[ok])).astype(float)
+    x, y = (
+        np.argsort(np.argsort(tokens.value[b][ok])).astype(float),
+        np.argsort(np.argsort(rest[ok])).astype(float),
+    )
     r = float(np.corrcoef(x, y)[0, 1])
-    z = abs(np.arctanh(np.clip(r, -.999999, .999999)))*np.sqrt(max(ok.sum() - 3, 1))
-    if abs(r) < limit('length_correlation') or z < 6: return []
-    return [Finding('length_bias', 'info', step[0], step[-1], evidence={'rank_correlation': r, 'records': int(ok.sum()), 'z': float(z), 'shortest': float(tokens.value[b].min()), 'longest': float(tokens.value[b].max())}, series=loss.name)]
+    z = abs(np.arctanh(np.clip(r, -0.999999, 0.999999))) * np.sqrt(max(ok.sum() - 3, 1))
+    if abs(r) < limit("length_correlation") or z < 6:
+        return []
+    return [
+        Finding(
+            "length_bias",
+            "info",
+            step[0],
+            step[-1],
+            evidence={
+                "rank_correlation": r,
+                "records": int(ok.sum()),
+                "z": float(z),
+                "shortest": float(tokens.value[b].min()),
+                "longest": float(tokens.value[b].max()),
+            },
+            series=loss.name,
+        )
+    ]

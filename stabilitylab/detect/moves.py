@@ -16,18 +16,36 @@ from .relate import loss_events
 from .spikes import find_loss_spikes
 
 # %% ../../nbs/api/detect/62_moves.ipynb #7c90ed2b
-_COLUMNS = ['module', 'kind', 'layer', 'what', 'step', 'ratio']
+_COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
+
 
 def first_moves(
-    run, # a record
-) -> pd.DataFrame: # module, kind, layer, what ('output' or 'gradient'), step, ratio to its early largest value; the earliest first, attrs['loss_onset'] a step or None
+    run,  # a record
+) -> pd.DataFrame:  # module, kind, layer, what ('output' or 'gradient'), step, ratio to its early largest value; the earliest first, attrs['loss_onset'] a step or None
     "Every module that left its early range, in the order in which they did."
-    rows, ds = [], run['activations'].to_dataset() if 'activations' in run.children else {}
-    for name, what, beyond in (('absmax', 'output', 0.), ('grad_absmax', 'gradient', BACKWARD)):
-        if name not in ds or ds.sizes['step'] < 8: continue
+    rows, ds = [], run["activations"].to_dataset() if "activations" in run.children else {}
+    for name, what, beyond in (("absmax", "output", 0.0), ("grad_absmax", "gradient", BACKWARD)):
+        if name not in ds or ds.sizes["step"] < 8:
+            continue
         at, ratio = first_crossings(ds[name].values, beyond)
-        rows += [(str(ds.module.values[i]), str(ds.kind.values[i]), int(ds.layer.values[i]), what, int(ds.step.values[at[i]]), float(ratio[i])) for i in np.flatnonzero(at >= 0)]
-    table = pd.DataFrame(rows, columns=_COLUMNS).sort_values(['step', 'ratio'], ascending=[True, False], kind='stable', ignore_index=True)
-    events = loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)]) if 'scalars' in run.children else []
-    table.attrs['loss_onset'] = next((e for e in events if not len(table) or e >= table.step.min()), None)
+        rows += [
+            (
+                str(ds.module.values[i]),
+                str(ds.kind.values[i]),
+                int(ds.layer.values[i]),
+                what,
+                int(ds.step.values[at[i]]),
+                float(ratio[i]),
+            )
+            for i in np.flatnonzero(at >= 0)
+        ]
+    table = pd.DataFrame(rows, columns=_COLUMNS).sort_values(
+        ["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True
+    )
+    events = (
+        loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)])
+        if "scalars" in run.children
+        else []
+    )
+    table.attrs["loss_onset"] = next((e for e in events if not len(table) or e >= table.step.min()), None)
     return table

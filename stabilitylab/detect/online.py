@@ -14,28 +14,49 @@ from .rules import RULES
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/detect/22_online.ipynb #4e1cf551
-LOOK_BACK = {'default': 320, 'skipstep': 130, 'olmo2': 1002, 'kill_loss_spike': 112, 'lightning': 12, 'mad': 260} # records that a rule needs; rules that count from the start of the run are not on line
+LOOK_BACK = {
+    "default": 320,
+    "skipstep": 130,
+    "olmo2": 1002,
+    "kill_loss_spike": 112,
+    "lightning": 12,
+    "mad": 260,
+}  # records that a rule needs; rules that count from the start of the run are not on line
+
 
 class OnlineRule:
     "A spike rule that is shown one step after the other."
-    def __init__(self,
-        rule: str = 'default', # one of `LOOK_BACK`
-        series: str = 'loss', # scalar that it watches
-        gap: int = 20, # steps after it fired in which it is silent
-    ):
-        if rule not in LOOK_BACK: raise bad_input('rule', rule, ', '.join(LOOK_BACK))
-        self.rule, self.series, self.gap, self.values, self.fired = rule, series, gap, deque(maxlen=LOOK_BACK[rule]), None
 
-    def __call__(self,
-        step: int, # optimizer step
-        scalars: dict, # name -> number of this step
-    ) -> bool: # whether this step is the first of an event
+    def __init__(
+        self,
+        rule: str = "default",  # one of `LOOK_BACK`
+        series: str = "loss",  # scalar that it watches
+        gap: int = 20,  # steps after it fired in which it is silent
+    ):
+        if rule not in LOOK_BACK:
+            raise bad_input("rule", rule, ", ".join(LOOK_BACK))
+        self.rule, self.series, self.gap, self.values, self.fired = (
+            rule,
+            series,
+            gap,
+            deque(maxlen=LOOK_BACK[rule]),
+            None,
+        )
+
+    def __call__(
+        self,
+        step: int,  # optimizer step
+        scalars: dict,  # name -> number of this step
+    ) -> bool:  # whether this step is the first of an event
         "Whether the rule calls this step a spike; a value that is not finite always is one."
         value = scalars.get(self.series)
-        if value is None: return False
+        if value is None:
+            return False
         finite = bool(np.isfinite(value))
-        if finite: self.values.append(float(value))
+        if finite:
+            self.values.append(float(value))
         high = not finite or bool(RULES[self.rule].flags(np.array(self.values))[-1])
         new = high and (self.fired is None or step - self.fired > self.gap)
-        if high: self.fired = step
+        if high:
+            self.fired = step
         return new

@@ -11,63 +11,146 @@ import string
 from .findings import Finding
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #57049b52
-PHRASES = { # kind -> pieces; a piece is used when all its fields are in the evidence and are not None, False or empty
-    'loss_spike': ('The loss jumped from {baseline:.4g} to {peak:.4g}', ' ({z:.0f} times its usual noise)', ' at step {peak_step}', '; {outcome}', '. The gradient norm left its range {grad_norm_lead_steps} steps earlier', '. {note}', ' ({count} of them)'),
-    'divergence': ('The loss left its course at {baseline:.4g}', ' (best at step {best_step})', ' and ended at {final:.4g}', '; it began with a spike to {peak:.4g} at step {began_with_spike_at}', '. The gradient norm left its range {grad_norm_lead_steps} steps earlier', '. {note}'),
-    'non_finite': ('{count} of {of} values of {series} are NaN or infinite, from step {onset} on', '. {note}'),
-    'restart': ('The step counter went back from {before} to {onset}', '{words}', '. {note}'),
-    'resume_spike': ('After the restart at step {resumed_at} the loss rose from {baseline:.4g} to {peak:.4g}', '; {outcome}'),
-    'plateau': ('The loss stayed at about {level:.4g} for {share_of_run:.0%} of the run', ' and fell to {later:.4g} later'),
-    'not_learning': ('The loss began at {first:.4g} and never got below {best:.4g}',),
-    'overfitting': ('Validation loss was best here ({best_val:.4g}) and rose to {final_val:.4g}', ' while training loss fell from {train_at_best_val:.4g} to {final_train:.4g}'),
-    'leak_suspected': ('The training loss fell to {loss:.2g} (perplexity {perplexity:.4g}) after {records_until} records', '; validation loss is {val_loss:.2g}', ': check whether the answer is part of the input'),
-    'level_shift': ('The training loss moved from {before:.4g} to {after:.4g} and stayed there', ' while validation went from {val_before:.4g} to {val_after:.4g}', ': look for repeated or different data'),
-    'grad_norm_explosion': ('The gradient norm reached {peak:.4g}, {factor:.0f} times its usual {baseline:.3g}, at step {peak_step}', '; {count} places in all', '. The loss followed at step {loss_event}', ', {lead_steps} steps later'),
-    'loss_scale_collapse': ('The fp16 loss scale went from {first:.6g} to {last:.6g} with {halvings} halvings', ', lowest {lowest:.6g}', '; {overflow_events} overflows are in the log', '{skipped_words}'),
-    'throughput_drop': ('A step took {slow_step_time:.3g} s instead of {usual_step_time:.3g} s ({factor:.1f} times as long)',),
-    'z_loss_collapse': ('The z-loss fell from {baseline:.3g} to {lowest:.3g} at once',),
-    'quantized_loss': ('The logged loss takes {distinct} different values in {values} records, all on the {format} grid with a spacing of {spacing:.4g}', ': at its present slope an improvement needs {steps_to_show:.0f} steps to show', '; likely: {likely_cast}'),
-    'length_bias': ('The loss follows the number of tokens of the step (rank correlation {rank_correlation:.2f} over {records} records)', ': a mean of means over micro-batches of {shortest:.0f} to {longest:.0f} tokens does that, and so can texts that are harder when short; stabilitylab audit-accumulation tells which'),
-    'lr_too_high': ('The loss went up with the learning rate at {lr_at_onset:.3g}', ' (highest {highest_lr:.3g})'),
-    'hardware_error': ('The log holds a hardware message: {message}', '; near the {near} at step {near_step}'),
-    'data_driven_spike': ('{count} spikes lie at the same steps in {runs} runs', ' (chance of so many: {p_value:.2g})', ': the data at these steps causes them'),
-    'environment_change': ('These settings differ: {changed}',),
+PHRASES = {  # kind -> pieces; a piece is used when all its fields are in the evidence and are not None, False or empty
+    "loss_spike": (
+        "The loss jumped from {baseline:.4g} to {peak:.4g}",
+        " ({z:.0f} times its usual noise)",
+        " at step {peak_step}",
+        "; {outcome}",
+        ". The gradient norm left its range {grad_norm_lead_steps} steps earlier",
+        ". {note}",
+        " ({count} of them)",
+    ),
+    "divergence": (
+        "The loss left its course at {baseline:.4g}",
+        " (best at step {best_step})",
+        " and ended at {final:.4g}",
+        "; it began with a spike to {peak:.4g} at step {began_with_spike_at}",
+        ". The gradient norm left its range {grad_norm_lead_steps} steps earlier",
+        ". {note}",
+    ),
+    "non_finite": (
+        "{count} of {of} values of {series} are NaN or infinite, from step {onset} on",
+        ". {note}",
+    ),
+    "restart": ("The step counter went back from {before} to {onset}", "{words}", ". {note}"),
+    "resume_spike": (
+        "After the restart at step {resumed_at} the loss rose from {baseline:.4g} to {peak:.4g}",
+        "; {outcome}",
+    ),
+    "plateau": (
+        "The loss stayed at about {level:.4g} for {share_of_run:.0%} of the run",
+        " and fell to {later:.4g} later",
+    ),
+    "not_learning": ("The loss began at {first:.4g} and never got below {best:.4g}",),
+    "overfitting": (
+        "Validation loss was best here ({best_val:.4g}) and rose to {final_val:.4g}",
+        " while training loss fell from {train_at_best_val:.4g} to {final_train:.4g}",
+    ),
+    "leak_suspected": (
+        "The training loss fell to {loss:.2g} (perplexity {perplexity:.4g}) after {records_until} records",
+        "; validation loss is {val_loss:.2g}",
+        ": check whether the answer is part of the input",
+    ),
+    "level_shift": (
+        "The training loss moved from {before:.4g} to {after:.4g} and stayed there",
+        " while validation went from {val_before:.4g} to {val_after:.4g}",
+        ": look for repeated or different data",
+    ),
+    "grad_norm_explosion": (
+        "The gradient norm reached {peak:.4g}, {factor:.0f} times its usual {baseline:.3g}, at step {peak_step}",
+        "; {count} places in all",
+        ". The loss followed at step {loss_event}",
+        ", {lead_steps} steps later",
+    ),
+    "loss_scale_collapse": (
+        "The fp16 loss scale went from {first:.6g} to {last:.6g} with {halvings} halvings",
+        ", lowest {lowest:.6g}",
+        "; {overflow_events} overflows are in the log",
+        "{skipped_words}",
+    ),
+    "throughput_drop": (
+        "A step took {slow_step_time:.3g} s instead of {usual_step_time:.3g} s ({factor:.1f} times as long)",
+    ),
+    "z_loss_collapse": ("The z-loss fell from {baseline:.3g} to {lowest:.3g} at once",),
+    "quantized_loss": (
+        "The logged loss takes {distinct} different values in {values} records, all on the {format} grid with a spacing of {spacing:.4g}",
+        ": at its present slope an improvement needs {steps_to_show:.0f} steps to show",
+        "; likely: {likely_cast}",
+    ),
+    "length_bias": (
+        "The loss follows the number of tokens of the step (rank correlation {rank_correlation:.2f} over {records} records)",
+        ": a mean of means over micro-batches of {shortest:.0f} to {longest:.0f} tokens does that, and so can texts that are harder when short; stabilitylab audit-accumulation tells which",
+    ),
+    "lr_too_high": (
+        "The loss went up with the learning rate at {lr_at_onset:.3g}",
+        " (highest {highest_lr:.3g})",
+    ),
+    "hardware_error": (
+        "The log holds a hardware message: {message}",
+        "; near the {near} at step {near_step}",
+    ),
+    "data_driven_spike": (
+        "{count} spikes lie at the same steps in {runs} runs",
+        " (chance of so many: {p_value:.2g})",
+        ": the data at these steps causes them",
+    ),
+    "environment_change": ("These settings differ: {changed}",),
 }
 _WORDS = {
-    'all_steps_skipped': ('skipped_words', {True: '; every logged step was skipped'}), # field of the evidence -> value -> words that other pieces can use
-    'recovery': ('outcome', {'fast': 'it was back after {recovery_steps} steps', 'slow': 'it needed {recovery_steps} steps to come back',
-        'partial': 'it came back only in part, {offset:.3g} above its course', 'none': 'it did not come back'}),
+    "all_steps_skipped": (
+        "skipped_words",
+        {True: "; every logged step was skipped"},
+    ),  # field of the evidence -> value -> words that other pieces can use
+    "recovery": (
+        "outcome",
+        {
+            "fast": "it was back after {recovery_steps} steps",
+            "slow": "it needed {recovery_steps} steps to come back",
+            "partial": "it came back only in part, {offset:.3g} above its course",
+            "none": "it did not come back",
+        },
+    ),
 }
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
 class _Fields(string.Formatter):
-    "Formatter that takes a number written as the string \"nan\" or \"inf\" for what it is."
+    'Formatter that takes a number written as the string "nan" or "inf" for what it is.'
+
     def format_field(self, value, spec):
-        if isinstance(value, str) and spec: return value
-        return super().format_field(value, spec if not isinstance(value, (list, tuple, dict)) else '')
+        if isinstance(value, str) and spec:
+            return value
+        return super().format_field(value, spec if not isinstance(value, (list, tuple, dict)) else "")
+
 
 _FORMAT = _Fields()
 
+
 def _fill(piece, fields):
     "The piece with its holes filled, or '' where the evidence lacks one of them."
-    names = [n.split('[')[0].split('.')[0] for _, n, _, _ in string.Formatter().parse(piece) if n]
-    if any(fields.get(n) is None or fields[n] is False or fields[n] == '' or fields[n] == [] for n in names): return ''
+    names = [n.split("[")[0].split(".")[0] for _, n, _, _ in string.Formatter().parse(piece) if n]
+    if any(fields.get(n) is None or fields[n] is False or fields[n] == "" or fields[n] == [] for n in names):
+        return ""
     return _FORMAT.format(piece, **fields)
+
 
 def _fields(finding):
     "What the pieces may name: the evidence, the steps, the series and the words for coded values."
-    fields = {'series': finding.series, 'kind': finding.kind.replace('_', ' ')} | finding.evidence
-    fields |= {k: v for k, v in (('onset', finding.onset), ('end', finding.end)) if v is not None}
+    fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
+    fields |= {k: v for k, v in (("onset", finding.onset), ("end", finding.end)) if v is not None}
     for name, (target, words) in _WORDS.items():
-        if fields.get(name) in words: fields.setdefault(target, _fill(words[fields[name]], fields))
+        if fields.get(name) in words:
+            fields.setdefault(target, _fill(words[fields[name]], fields))
     return fields
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
 def explain(
-    finding: Finding, # a finding without words
-) -> str: # one to three sentences, ending in a full stop
+    finding: Finding,  # a finding without words
+) -> str:  # one to three sentences, ending in a full stop
     "The plain words of a finding."
     fields = _fields(finding)
-    text = ''.join(_fill(p, fields) for p in PHRASES.get(finding.kind, ())) or finding.kind.replace('_', ' ') + ''.join(_fill(p, fields) for p in (' in {series}', ' at step {onset}'))
-    text = text.strip(' ;.')
-    return text[:1].upper() + text[1:] + '.'
+    text = "".join(_fill(p, fields) for p in PHRASES.get(finding.kind, ())) or finding.kind.replace(
+        "_", " "
+    ) + "".join(_fill(p, fields) for p in (" in {series}", " at step {onset}"))
+    text = text.strip(" ;.")
+    return text[:1].upper() + text[1:] + "."

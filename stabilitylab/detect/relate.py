@@ -20,102 +20,199 @@ def _interval(run):
     c = curve(run, loss_name(run)) if loss_name(run) else None
     return 1 if c is None or len(c.step) < 2 else max(1, int(np.median(np.abs(np.diff(c.step)))))
 
+
 def _resumes(run, found):
     "Steps at which the program was started again."
-    steps = [f.onset for f in found if f.kind == 'restart']
-    if 'events' in run.children: steps += [int(s) for k, s in zip(run['events'].event_kind.values, run['events'].event_step.values) if k == 'checkpoint_load' and s >= 0]
+    steps = [f.onset for f in found if f.kind == "restart"]
+    if "events" in run.children:
+        steps += [
+            int(s)
+            for k, s in zip(run["events"].event_kind.values, run["events"].event_step.values)
+            if k == "checkpoint_load" and s >= 0
+        ]
     return steps
 
 # %% ../../nbs/api/detect/13_relate.ipynb #ecf57e83
 def resume_spikes(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with spikes that begin right after a restart called `resume_spike`
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes within a few records of a restart that heal fast."
-    near, resumes = 5*_interval(run), _resumes(run, found)
-    return [f.with_(kind='resume_spike', evidence=f.evidence | {'resumed_at': r[0]}) if f.kind == 'loss_spike' and f.evidence.get('recovery') == 'fast' and f.severity != 'info' and (r := [s for s in resumes if 0 <= f.onset - s <= near]) else f for f in found]
+    near, resumes = 5 * _interval(run), _resumes(run, found)
+    return [
+        f.with_(kind="resume_spike", evidence=f.evidence | {"resumed_at": r[0]})
+        if f.kind == "loss_spike"
+        and f.evidence.get("recovery") == "fast"
+        and f.severity != "info"
+        and (r := [s for s in resumes if 0 <= f.onset - s <= near])
+        else f
+        for f in found
+    ]
 
 # %% ../../nbs/api/detect/13_relate.ipynb #db9f25b7
 def spikes_that_diverge(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with a spike that never came back told as the divergence it began
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with a spike that never came back told as the divergence it began
     "A divergence keeps the onset of the spike it began with; spikes inside it are not told again."
-    if any(f.kind == 'divergence' for f in found): found = [f for f in found if f.kind not in ('not_learning', 'plateau')]
-    for d in [f for f in found if f.kind == 'divergence']:
-        first = [f for f in found if f.kind == 'loss_spike' and f.evidence.get('recovery') in ('none', 'partial') and f.end >= d.end]
+    if any(f.kind == "divergence" for f in found):
+        found = [f for f in found if f.kind not in ("not_learning", "plateau")]
+    for d in [f for f in found if f.kind == "divergence"]:
+        first = [
+            f
+            for f in found
+            if f.kind == "loss_spike" and f.evidence.get("recovery") in ("none", "partial") and f.end >= d.end
+        ]
         onset = min([d.onset, *[f.onset for f in first]])
         spike = min(first, key=lambda f: f.onset) if first else None
-        extra = {'began_with_spike_at': spike.onset, 'peak': spike.evidence['peak']} | {k: spike.evidence[k] for k in ('grad_norm_lead_steps',) if k in spike.evidence} if spike else {}
+        extra = (
+            {"began_with_spike_at": spike.onset, "peak": spike.evidence["peak"]}
+            | {k: spike.evidence[k] for k in ("grad_norm_lead_steps",) if k in spike.evidence}
+            if spike
+            else {}
+        )
         found = [f.with_(onset=onset, evidence=f.evidence | extra) if f is d else f for f in found]
     return found
 
 # %% ../../nbs/api/detect/13_relate.ipynb #4413117b
 def grad_norm_and_loss(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with gradient-norm explosions raised to warnings where the loss followed
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with gradient-norm explosions raised to warnings where the loss followed
     "A gradient norm that exploded shortly before or at a loss event is part of it."
-    near = limit('near_records')*_interval(run)
-    events = [f for f in found if f.kind in ('loss_spike', 'divergence', 'resume_spike') and f.severity != 'info']
+    near = limit("near_records") * _interval(run)
+    events = [
+        f for f in found if f.kind in ("loss_spike", "divergence", "resume_spike") and f.severity != "info"
+    ]
+
     def raised(g):
-        hits = [(s, f.onset) for s in g.evidence.get('steps', []) for f in events if -1*_interval(run) <= f.onset - s <= near]
-        return g if not hits else g.with_(severity='warning', evidence=g.evidence | {'lead_steps': max(0, hits[0][1] - hits[0][0]), 'loss_event': hits[0][1]})
-    return [raised(f) if f.kind == 'grad_norm_explosion' else f for f in found]
+        hits = [
+            (s, f.onset)
+            for s in g.evidence.get("steps", [])
+            for f in events
+            if -1 * _interval(run) <= f.onset - s <= near
+        ]
+        return (
+            g
+            if not hits
+            else g.with_(
+                severity="warning",
+                evidence=g.evidence
+                | {"lead_steps": max(0, hits[0][1] - hits[0][0]), "loss_event": hits[0][1]},
+            )
+        )
+
+    return [raised(f) if f.kind == "grad_norm_explosion" else f for f in found]
 
 # %% ../../nbs/api/detect/13_relate.ipynb #f6c5647f
 def high_learning_rate(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with one `lr_too_high` more, where it fits
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with one `lr_too_high` more, where it fits
     "The loss went up while the learning rate was rising or near its highest."
-    lr = curve(run, 'lr')
-    if lr is None or len(lr.value) < 10 or lr.value.max() <= 0: return found
+    lr = curve(run, "lr")
+    if lr is None or len(lr.value) < 10 or lr.value.max() <= 0:
+        return found
     for f in sorted(found, key=lambda f: f.onset or 0):
-        if f.kind not in ('divergence', 'loss_spike') or f.severity != 'error' or f.onset is None: continue
-        i = int(np.clip(np.searchsorted(lr.step, f.onset), 1, len(lr.value)-1))
-        back = max(0, i - max(5, len(lr.value)//50))
-        rising, near_peak = lr.value[i] > 1.02*lr.value[back], lr.value[i] >= 0.8*lr.value.max() and lr.value.max() > 1.02*lr.value.min()
+        if f.kind not in ("divergence", "loss_spike") or f.severity != "error" or f.onset is None:
+            continue
+        i = int(np.clip(np.searchsorted(lr.step, f.onset), 1, len(lr.value) - 1))
+        back = max(0, i - max(5, len(lr.value) // 50))
+        rising, near_peak = (
+            lr.value[i] > 1.02 * lr.value[back],
+            lr.value[i] >= 0.8 * lr.value.max() and lr.value.max() > 1.02 * lr.value.min(),
+        )
         if rising or near_peak:
-            return [*found, Finding('lr_too_high', 'warning', f.onset, f.end, evidence={'lr_at_onset': float(lr.value[i]), 'highest_lr': float(lr.value.max()), 'rising': bool(rising), 'explains': f.kind}, series='lr')]
+            return [
+                *found,
+                Finding(
+                    "lr_too_high",
+                    "warning",
+                    f.onset,
+                    f.end,
+                    evidence={
+                        "lr_at_onset": float(lr.value[i]),
+                        "highest_lr": float(lr.value.max()),
+                        "rising": bool(rising),
+                        "explains": f.kind,
+                    },
+                    series="lr",
+                ),
+            ]
     return found
 
 # %% ../../nbs/api/detect/13_relate.ipynb #da2279c9
 def hardware_and_spikes(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with hardware errors that say which spike they are near
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with hardware errors that say which spike they are near
     "A hardware message near a loss event is worth a rerun of that step."
-    near = 10*limit('near_records')*_interval(run)
-    events = [f for f in found if f.kind in ('loss_spike', 'divergence', 'non_finite') and f.severity != 'info']
+    near = 10 * limit("near_records") * _interval(run)
+    events = [
+        f for f in found if f.kind in ("loss_spike", "divergence", "non_finite") and f.severity != "info"
+    ]
+
     def marked(h):
-        hits = [f for f in events if h.onset is not None and f.onset is not None and abs(f.onset - h.onset) <= near]
-        return h.with_(evidence=h.evidence | {'near': hits[0].kind, 'near_step': hits[0].onset}) if hits else h
-    return [marked(f) if f.kind == 'hardware_error' else f for f in found]
+        hits = [
+            f
+            for f in events
+            if h.onset is not None and f.onset is not None and abs(f.onset - h.onset) <= near
+        ]
+        return (
+            h.with_(evidence=h.evidence | {"near": hits[0].kind, "near_step": hits[0].onset}) if hits else h
+        )
+
+    return [marked(f) if f.kind == "hardware_error" else f for f in found]
 
 # %% ../../nbs/api/detect/13_relate.ipynb #d08fc7b3
 def loss_events(
-    found: list[Finding], # so far
-) -> list[int]: # ascending steps
+    found: list[Finding],  # so far
+) -> list[int]:  # ascending steps
     "The steps at which the loss itself went wrong."
-    return sorted({f.onset for f in found if f.kind in ('loss_spike', 'resume_spike', 'divergence', 'non_finite') and f.severity != 'info' and f.onset is not None})
+    return sorted(
+        {
+            f.onset
+            for f in found
+            if f.kind in ("loss_spike", "resume_spike", "divergence", "non_finite")
+            and f.severity != "info"
+            and f.onset is not None
+        }
+    )
 
-SIGNS = ('activation_explosion', 'grad_norm_explosion', 'update_rms_excess', 'overflow', 'massive_activation')
+
+SIGNS = ("activation_explosion", "grad_norm_explosion", "update_rms_excess", "overflow", "massive_activation")
+
 
 def layer_leads(
-    run: xr.DataTree, # a record
-    found: list[Finding], # so far
-) -> list[Finding]: # with the lead of every sign inside the model on the next loss event
+    run: xr.DataTree,  # a record
+    found: list[Finding],  # so far
+) -> list[Finding]:  # with the lead of every sign inside the model on the next loss event
     "How many steps a sign in a layer came before the loss."
     events = loss_events(found)
+
     def led(f):
-        if f.kind not in SIGNS or not f.modules or f.onset is None: return f
-        if f.kind == 'update_rms_excess': # it comes and goes: the crossing shortly before the loss counts, where that is no chance
-            pairs = [(s, e) for e in events for s in f.evidence.get('steps', []) if 0 <= e - s <= limit('rms_lead')*_interval(run)]
-            if not pairs or f.evidence['chance'] > limit('rms_chance'): return f
-            f, (first, event) = f.with_(severity='warning'), pairs[0]
-        elif not (later := [e for e in events if e >= f.onset]): return f
-        else: first, event = f.onset, later[0]
+        if f.kind not in SIGNS or not f.modules or f.onset is None:
+            return f
+        if (
+            f.kind == "update_rms_excess"
+        ):  # it comes and goes: the crossing shortly before the loss counts, where that is no chance
+            pairs = [
+                (s, e)
+                for e in events
+                for s in f.evidence.get("steps", [])
+                if 0 <= e - s <= limit("rms_lead") * _interval(run)
+            ]
+            if not pairs or f.evidence["chance"] > limit("rms_chance"):
+                return f
+            f, (first, event) = f.with_(severity="warning"), pairs[0]
+        elif not (later := [e for e in events if e >= f.onset]):
+            return f
+        else:
+            first, event = f.onset, later[0]
         lead = event - first
-        return f.with_(evidence=f.evidence | {'lead_steps': lead, 'loss_event': event}, explanation=f"{f.explanation} {f'The loss followed {lead:,} steps later.' if lead else 'The loss went at the same step.'}")
+        return f.with_(
+            evidence=f.evidence | {"lead_steps": lead, "loss_event": event},
+            explanation=f"{f.explanation} {f'The loss followed {lead:,} steps later.' if lead else 'The loss went at the same step.'}",
+        )
+
     return [led(f) for f in found]

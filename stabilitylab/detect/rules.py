@@ -20,86 +20,136 @@ from ..names.errors import InputError
 # %% ../../nbs/api/detect/21_rules.ipynb #e48ebb0d
 class Rule(NamedTuple):
     "A way to call a record a spike."
-    flags: Callable[[np.ndarray], np.ndarray] # loss (n,) -> bool (n,)
-    source: str # who published it
-    words: str # the definition
+
+    flags: Callable[[np.ndarray], np.ndarray]  # loss (n,) -> bool (n,)
+    source: str  # who published it
+    words: str  # the definition
 
 # %% ../../nbs/api/detect/21_rules.ipynb #cc461d74
 def _sigma(k, window, least, unbiased):
     "Mean and standard deviation of the records before."
+
     def flags(x):
-        mean, sd = before(x, window, least, 'mean'), before(x, window, least, 'std')
+        mean, sd = before(x, window, least, "mean"), before(x, window, least, "std")
         n = np.minimum(np.arange(len(x)), window)
-        if unbiased: sd = sd*np.sqrt(n/np.maximum(n-1, 1))
-        with np.errstate(invalid='ignore'): return x > mean + k*sd
+        if unbiased:
+            sd = sd * np.sqrt(n / np.maximum(n - 1, 1))
+        with np.errstate(invalid="ignore"):
+            return x > mean + k * sd
+
     return flags
+
 
 def _mad(x):
     "Median and median distance of the 128 records before."
     med = before(x, 128, 32)
-    mad = 1.4826*before(np.abs(x - med), 128, 32)
-    with np.errstate(invalid='ignore'): return x > med + 7*mad
+    mad = 1.4826 * before(np.abs(x - med), 128, 32)
+    with np.errstate(invalid="ignore"):
+        return x > med + 7 * mad
+
 
 def _megatron(x):
     "Ten times the largest magnitude of the first 100 records."
     out = np.zeros(len(x), bool)
-    if len(x) > 100: out[100:] = np.abs(x[100:]) >= 10*np.abs(x[:100]).max()
+    if len(x) > 100:
+        out[100:] = np.abs(x[100:]) >= 10 * np.abs(x[:100]).max()
     return out
+
 
 def _wortsman(x):
     "Running mean plus 3.2 running standard deviations, the first 1000 records left out."
-    mean, sd = before(x, 1000, 64, 'mean'), before(x, 1000, 64, 'std')
-    with np.errstate(invalid='ignore'): out = x > mean + 3.2*sd
+    mean, sd = before(x, 1000, 64, "mean"), before(x, 1000, 64, "std")
+    with np.errstate(invalid="ignore"):
+        out = x > mean + 3.2 * sd
     out[:1000] = False
     return out
 
+
 def _kill_loss_spike(x):
     "Five records in a row above twice the mean of the 100 before."
-    with np.errstate(invalid='ignore'): high = x > 2*before(x, 100, 100, 'mean')
-    return high & (np.convolve(high, np.ones(5, int))[:len(x)] >= 5)
+    with np.errstate(invalid="ignore"):
+        high = x > 2 * before(x, 100, 100, "mean")
+    return high & (np.convolve(high, np.ones(5, int))[: len(x)] >= 5)
+
 
 def _lightning(x):
     "Higher than the record before, and away from the mean of the 10 before by twice that mean."
-    mean = before(x, 10, 1, 'mean')
-    with np.errstate(invalid='ignore'): return np.r_[False, np.diff(x) > 0][:len(x)] & (np.abs(x - mean) >= 2*np.abs(mean))
+    mean = before(x, 10, 1, "mean")
+    with np.errstate(invalid="ignore"):
+        return np.r_[False, np.diff(x) > 0][: len(x)] & (np.abs(x - mean) >= 2 * np.abs(mean))
+
 
 def _ours(x):
     "Our default."
-    out = np.zeros(len(x), bool); out[out_of_range(x)[0]] = True
+    out = np.zeros(len(x), bool)
+    out[out_of_range(x)[0]] = True
     return out
 
+
 RULES = {
-    'default': Rule(_ours, 'ours', '7 noise deviations above the median of the 16 records before; noise is the median distance over 128'),
-    'skipstep': Rule(_sigma(6, 128, 64, True), 'OLMo-core SkipStep', '6 sd above the mean of the 128 records before, after 64'),
-    'olmo2': Rule(_sigma(7, 1000, 64, False), 'OLMo 2 spike score (2501.00656)', '7 sd above the mean of the 1000 records before'),
-    'wortsman': Rule(_wortsman, 'Wortsman et al. 2023, from memory', '3.2 sd above the running mean, after 1000 records'),
-    'megatron': Rule(_megatron, 'Megatron-LM rerun machine', '10 times the largest of the first 100'),
-    'kill_loss_spike': Rule(_kill_loss_spike, 'LLM Foundry KillLossSpike', '5 records in a row above twice the mean of the 100 before'),
-    'lightning': Rule(_lightning, 'Lightning Fabric SpikeDetection', 'rising, and away from the mean of the 10 records before by twice that mean'),
-    'mad': Rule(_mad, 'textbook median and MAD', '7 MAD deviations above the median of the 128 records before'),
+    "default": Rule(
+        _ours,
+        "ours",
+        "7 noise deviations above the median of the 16 records before; noise is the median distance over 128",
+    ),
+    "skipstep": Rule(
+        _sigma(6, 128, 64, True),
+        "OLMo-core SkipStep",
+        "6 sd above the mean of the 128 records before, after 64",
+    ),
+    "olmo2": Rule(
+        _sigma(7, 1000, 64, False),
+        "OLMo 2 spike score (2501.00656)",
+        "7 sd above the mean of the 1000 records before",
+    ),
+    "wortsman": Rule(
+        _wortsman, "Wortsman et al. 2023, from memory", "3.2 sd above the running mean, after 1000 records"
+    ),
+    "megatron": Rule(_megatron, "Megatron-LM rerun machine", "10 times the largest of the first 100"),
+    "kill_loss_spike": Rule(
+        _kill_loss_spike,
+        "LLM Foundry KillLossSpike",
+        "5 records in a row above twice the mean of the 100 before",
+    ),
+    "lightning": Rule(
+        _lightning,
+        "Lightning Fabric SpikeDetection",
+        "rising, and away from the mean of the 10 records before by twice that mean",
+    ),
+    "mad": Rule(
+        _mad, "textbook median and MAD", "7 MAD deviations above the median of the 128 records before"
+    ),
 }
 
 # %% ../../nbs/api/detect/21_rules.ipynb #ec1449c8
 def events_of(
-    flags: np.ndarray, # (n,) bool
-    gap: int = 20, # flagged records this near are one event
-) -> np.ndarray: # indices of the first record of each event
+    flags: np.ndarray,  # (n,) bool
+    gap: int = 20,  # flagged records this near are one event
+) -> np.ndarray:  # indices of the first record of each event
     "The events of a rule: flagged records that lie together count once."
     at = np.flatnonzero(flags)
     return at[np.r_[True, np.diff(at) > gap]] if len(at) else at
 
 # %% ../../nbs/api/detect/21_rules.ipynb #a73fbba9
 def compare_rules(
-    run: xr.DataTree, # a record with a loss
-) -> pd.DataFrame: # one row a rule: events, first_step, agree (share of its events that the default has too), source
+    run: xr.DataTree,  # a record with a loss
+) -> (
+    pd.DataFrame
+):  # one row a rule: events, first_step, agree (share of its events that the default has too), source
     "What each rule finds in a log of yours."
     name = loss_name(run)
-    if name is None: raise InputError("`run` has no training loss; allowed: a record with one")
+    if name is None:
+        raise InputError("`run` has no training loss; allowed: a record with one")
     c = curve(run, name)
-    ours = events_of(RULES['default'].flags(c.value))
+    ours = events_of(RULES["default"].flags(c.value))
     rows = {}
     for key, rule in RULES.items():
         at = events_of(rule.flags(c.value))
         near = [bool(len(ours)) and np.abs(ours - i).min() <= 20 for i in at]
-        rows[key] = {'events': len(at), 'first_step': int(c.step[at[0]]) if len(at) else None, 'agree': float(np.mean(near)) if near else np.nan, 'source': rule.source}
-    return pd.DataFrame.from_dict(rows, orient='index')
+        rows[key] = {
+            "events": len(at),
+            "first_step": int(c.step[at[0]]) if len(at) else None,
+            "agree": float(np.mean(near)) if near else np.nan,
+            "source": rule.source,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")

@@ -11,112 +11,214 @@ import numpy as np
 
 from .findings import Finding
 from .thresholds import limit
-from ..numerics.formats import FORMATS
 from ..names.errors import bad_input
+from ..numerics.formats import FORMATS
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5fd1050e
 _SAY = {
-    'overflow': 'The output of {module} reached {peak:.3g}, {share:.0%} of the largest {format} value, {largest:.5g}.',
-    'underflow': "In {n} modules most of the output's gradient lies below the normal range of {format}, in {module} {share:.0%} of it: the loss scale is too small.",
-    'massive_activation': 'A value of {peak:.3g} in the output of {module} is {ratio:,.0f} times the median magnitude there{channel}.',
-    'dead_units': '{share:.1%} of the output of {module} is exactly zero through the second half of the samples.',
-    'update_lost_to_rounding': 'Rounding to bf16 swallows {share:.0%} of the updates of {module}; in {n} of {of} bf16 parameters it swallows most.',
+    "overflow": "The output of {module} reached {peak:.3g}, {share:.0%} of the largest {format} value, {largest:.5g}.",
+    "underflow": "In {n} modules most of the output's gradient lies below the normal range of {format}, in {module} {share:.0%} of it: the loss scale is too small.",
+    "massive_activation": "A value of {peak:.3g} in the output of {module} is {ratio:,.0f} times the median magnitude there{channel}.",
+    "dead_units": "{share:.1%} of the output of {module} is exactly zero through the second half of the samples.",
+    "update_lost_to_rounding": "Rounding to bf16 swallows {share:.0%} of the updates of {module}; in {n} of {of} bf16 parameters it swallows most.",
 }
+
 
 def _finding(kind, severity, onset, modules, /, **evidence):
     "A finding with its words from the table."
-    return Finding(kind, severity, onset=onset, modules=tuple(modules), evidence=evidence, explanation=_SAY[kind].format(module=modules[0], **evidence))
+    return Finding(
+        kind,
+        severity,
+        onset=onset,
+        modules=tuple(modules),
+        evidence=evidence,
+        explanation=_SAY[kind].format(module=modules[0], **evidence),
+    )
 
-def _group(run, name): return run[name].to_dataset() if name in run.children else None
+
+def _group(run, name):
+    return run[name].to_dataset() if name in run.children else None
+
 
 def _median(x):
     "Median of the finite values of each column; NaN where there is none."
-    return np.array([np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else np.nan for c in np.asarray(x, float).T])
+    return np.array(
+        [np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else np.nan for c in np.asarray(x, float).T]
+    )
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #8be013d5
 def run_format(
-    run, # a record
-) -> str: # 'fp16' where it has a loss scale, else 'bf16', whose range is that of float32
+    run,  # a record
+) -> str:  # 'fp16' where it has a loss scale, else 'bf16', whose range is that of float32
     "The narrowest range that the run's activations must fit."
-    return 'fp16' if 'scalars' in run.children and 'loss_scale' in run['scalars'].data_vars else 'bf16'
+    return "fp16" if "scalars" in run.children and "loss_scale" in run["scalars"].data_vars else "bf16"
+
 
 def find_overflow(
-    run, # a record
-    format: str | None = None, # 'bf16', 'fp16', 'fp8_e4m3' or 'fp8_e5m2': the format asked about; None: that of the run
-) -> list[Finding]: # at most one, with the module that came near first
+    run,  # a record
+    format: str
+    | None = None,  # 'bf16', 'fp16', 'fp8_e4m3' or 'fp8_e5m2': the format asked about; None: that of the run
+) -> list[Finding]:  # at most one, with the module that came near first
     "Activations within one bit of the largest value of their format."
-    ds, name = _group(run, 'activations'), format or run_format(run)
-    if name not in FORMATS: raise bad_input('format', name, ', '.join(FORMATS))
-    if ds is None or 'absmax' not in ds or not ds.sizes['step']: return []
-    largest, x = float(FORMATS[name].max), np.nan_to_num(ds.absmax.values.astype(float), nan=0.)
-    near = x >= largest*limit('overflow_share')
-    if not near.any(): return []
-    first = np.where(near.any(0), near.argmax(0), len(x)); order = np.lexsort((-x.max(0), first))[:int(near.any(0).sum())]
+    ds, name = _group(run, "activations"), format or run_format(run)
+    if name not in FORMATS:
+        raise bad_input("format", name, ", ".join(FORMATS))
+    if ds is None or "absmax" not in ds or not ds.sizes["step"]:
+        return []
+    largest, x = float(FORMATS[name].max), np.nan_to_num(ds.absmax.values.astype(float), nan=0.0)
+    near = x >= largest * limit("overflow_share")
+    if not near.any():
+        return []
+    first = np.where(near.any(0), near.argmax(0), len(x))
+    order = np.lexsort((-x.max(0), first))[: int(near.any(0).sum())]
     peak = float(x[:, order[0]].max())
-    return [_finding('overflow', 'error' if peak > largest else 'warning', int(ds.step.values[first[order[0]]]), [str(ds.module.values[i]) for i in order[:8]], peak=peak, share=peak/largest, format=name, largest=largest)]
+    return [
+        _finding(
+            "overflow",
+            "error" if peak > largest else "warning",
+            int(ds.step.values[first[order[0]]]),
+            [str(ds.module.values[i]) for i in order[:8]],
+            peak=peak,
+            share=peak / largest,
+            format=name,
+            largest=largest,
+        )
+    ]
+
 
 def find_underflow(
-    run, # a record
-    format: str | None = None, # as `find_overflow`
-) -> list[Finding]: # at most one
+    run,  # a record
+    format: str | None = None,  # as `find_overflow`
+) -> list[Finding]:  # at most one
     "Gradients at module outputs that lie mostly below the normal range of their format."
-    ds, name = _group(run, 'sampled_activations'), format or run_format(run)
-    if name not in FORMATS: raise bad_input('format', name, ', '.join(FORMATS))
-    if ds is None or 'grad_exponents' not in ds or not ds.sizes['step']: return []
+    ds, name = _group(run, "sampled_activations"), format or run_format(run)
+    if name not in FORMATS:
+        raise bad_input("format", name, ", ".join(FORMATS))
+    if ds is None or "grad_exponents" not in ds or not ds.sizes["step"]:
+        return []
     e, least = ds.grad_exponents, int(np.log2(float(FORMATS[name].min_normal)))
-    live = e.sel(exponent=slice(-126, 127)).sum('exponent')
-    low = (e.sel(exponent=slice(-126, least - 1)).sum('exponent')/live.where(live > 0)).values
-    share = np.nan_to_num(_median(low)); hit = np.argsort(-share)[:int((share > limit('underflow_share')).sum())]
-    return [_finding('underflow', 'warning', int(ds.step.values[0]), [str(ds.module.values[i]) for i in hit[:8]], n=len(hit), share=float(share[hit[0]]), format=name)] if len(hit) else []
+    live = e.sel(exponent=slice(-126, 127)).sum("exponent")
+    low = (e.sel(exponent=slice(-126, least - 1)).sum("exponent") / live.where(live > 0)).values
+    share = np.nan_to_num(_median(low))
+    hit = np.argsort(-share)[: int((share > limit("underflow_share")).sum())]
+    return (
+        [
+            _finding(
+                "underflow",
+                "warning",
+                int(ds.step.values[0]),
+                [str(ds.module.values[i]) for i in hit[:8]],
+                n=len(hit),
+                share=float(share[hit[0]]),
+                format=name,
+            )
+        ]
+        if len(hit)
+        else []
+    )
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5819943a
 def typical_magnitude(
-    exponents, # DataArray (…, exponent): shares of the entries by floor(log2|x|)
-): # DataArray (…): the middle of the binade that holds the median of the entries that are not zero; NaN where there is none
+    exponents,  # DataArray (…, exponent): shares of the entries by floor(log2|x|)
+):  # DataArray (…): the middle of the binade that holds the median of the entries that are not zero; NaN where there is none
     "The median magnitude, to a factor of the square root of two."
     e = exponents.sel(exponent=slice(-126, 127)).fillna(0)
-    total = e.cumsum('exponent')
-    at = (total >= total.isel(exponent=-1)/2).argmax('exponent')
-    return (2.**(e.exponent.values[0] + at + .5)).where(total.isel(exponent=-1) > 0)
+    total = e.cumsum("exponent")
+    at = (total >= total.isel(exponent=-1) / 2).argmax("exponent")
+    return (2.0 ** (e.exponent.values[0] + at + 0.5)).where(total.isel(exponent=-1) > 0)
+
 
 def find_massive_activation(
-    run, # a record
-) -> list[Finding]: # at most one, with the blocks in the order in which it appeared
+    run,  # a record
+) -> list[Finding]:  # at most one, with the blocks in the order in which it appeared
     "Values of the residual stream far above the median of their layer."
-    ds, every = _group(run, 'sampled_activations'), _group(run, 'activations')
-    if ds is None or every is None or 'exponents' not in ds or 'absmax' not in every: return []
-    ds = ds.isel(module=np.flatnonzero([str(k) == 'block' for k in ds.kind.values]))
+    ds, every = _group(run, "sampled_activations"), _group(run, "activations")
+    if ds is None or every is None or "exponents" not in ds or "absmax" not in every:
+        return []
+    ds = ds.isel(module=np.flatnonzero([str(k) == "block" for k in ds.kind.values]))
     rows = [i for i, s in enumerate(ds.step.values) if s in every.step.values]
-    if not rows or not ds.sizes['module']: return []
+    if not rows or not ds.sizes["module"]:
+        return []
     ds, row = ds.isel(step=rows), {int(s): i for i, s in enumerate(every.step.values)}
-    top = every.absmax.sel(module=ds.module.values).values[[row[int(s)] for s in ds.step.values]].astype(float)
-    ratio = top/typical_magnitude(ds.exponents).values
-    hit = (top > limit('massive_value')) & (ratio > limit('massive_ratio'))
-    if not hit.any(): return []
-    first = np.where(hit.any(0), hit.argmax(0), len(hit)); order = np.argsort(first, kind='stable')[:int(hit.any(0).sum())]; m = order[0]
-    channel = f', in channel {int(ds.top_channel.values[first[m], m])}' if 'top_channel' in ds and np.isfinite(ds.top_channel.values[first[m], m]) else ''
-    return [_finding('massive_activation', 'info', int(ds.step.values[first[m]]), [str(ds.module.values[i]) for i in order[:8]], peak=float(top[first[m], m]), ratio=float(ratio[first[m], m]), channel=channel)]
+    top = (
+        every.absmax.sel(module=ds.module.values).values[[row[int(s)] for s in ds.step.values]].astype(float)
+    )
+    ratio = top / typical_magnitude(ds.exponents).values
+    hit = (top > limit("massive_value")) & (ratio > limit("massive_ratio"))
+    if not hit.any():
+        return []
+    first = np.where(hit.any(0), hit.argmax(0), len(hit))
+    order = np.argsort(first, kind="stable")[: int(hit.any(0).sum())]
+    m = order[0]
+    channel = (
+        f", in channel {int(ds.top_channel.values[first[m], m])}"
+        if "top_channel" in ds and np.isfinite(ds.top_channel.values[first[m], m])
+        else ""
+    )
+    return [
+        _finding(
+            "massive_activation",
+            "info",
+            int(ds.step.values[first[m]]),
+            [str(ds.module.values[i]) for i in order[:8]],
+            peak=float(top[first[m], m]),
+            ratio=float(ratio[first[m], m]),
+            channel=channel,
+        )
+    ]
+
 
 def find_dead_units(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
-    ds = _group(run, 'sampled_activations')
-    if ds is None or 'zero_frac' not in ds or ds.sizes['step'] < 2: return []
-    late = ds.zero_frac.values[ds.sizes['step']//2:]
-    share = np.nan_to_num(_median(late)); hit = np.argsort(-share, kind='stable')[:int((share >= limit('dead_share')).sum())]
-    return [_finding('dead_units', 'warning', int(ds.step.values[np.argmax(np.nan_to_num(ds.zero_frac.values[:, hit[0]]) >= limit('dead_share'))]), [str(ds.module.values[i]) for i in hit[:8]], share=float(share[hit[0]]))] if len(hit) else []
+    ds = _group(run, "sampled_activations")
+    if ds is None or "zero_frac" not in ds or ds.sizes["step"] < 2:
+        return []
+    late = ds.zero_frac.values[ds.sizes["step"] // 2 :]
+    share = np.nan_to_num(_median(late))
+    hit = np.argsort(-share, kind="stable")[: int((share >= limit("dead_share")).sum())]
+    return (
+        [
+            _finding(
+                "dead_units",
+                "warning",
+                int(
+                    ds.step.values[
+                        np.argmax(np.nan_to_num(ds.zero_frac.values[:, hit[0]]) >= limit("dead_share"))
+                    ]
+                ),
+                [str(ds.module.values[i]) for i in hit[:8]],
+                share=float(share[hit[0]]),
+            )
+        ]
+        if len(hit)
+        else []
+    )
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5193025b
 def find_lost_updates(
-    run, # a record
-) -> list[Finding]: # at most one
+    run,  # a record
+) -> list[Finding]:  # at most one
     "Parameters kept in bf16 whose updates mostly vanish in rounding."
-    ds, dtypes = _group(run, 'sampled_updates'), run.attrs.get('dtypes', {})
-    if ds is None or 'lost_frac' not in ds or not ds.sizes['step']: return []
-    low = np.array([dtypes.get(str(p)) == 'bfloat16' for p in ds.param.values])
-    x = np.where(low, np.nan_to_num(ds.lost_frac.values.astype(float)), 0.)
-    share = np.median(x, axis=0); hit = np.argsort(-share, kind='stable')[:int((share > limit('lost_share')).sum())]
-    if not len(hit): return []
-    onset = int(ds.step.values[np.argmax(x[:, hit[0]] > limit('lost_share'))])
-    return [_finding('update_lost_to_rounding', 'warning', onset, [str(ds.param.values[i]) for i in hit[:8]], share=float(share[hit[0]]), n=len(hit), of=int(low.sum()))]
+    ds, dtypes = _group(run, "sampled_updates"), run.attrs.get("dtypes", {})
+    if ds is None or "lost_frac" not in ds or not ds.sizes["step"]:
+        return []
+    low = np.array([dtypes.get(str(p)) == "bfloat16" for p in ds.param.values])
+    x = np.where(low, np.nan_to_num(ds.lost_frac.values.astype(float)), 0.0)
+    share = np.median(x, axis=0)
+    hit = np.argsort(-share, kind="stable")[: int((share > limit("lost_share")).sum())]
+    if not len(hit):
+        return []
+    onset = int(ds.step.values[np.argmax(x[:, hit[0]] > limit("lost_share"))])
+    return [
+        _finding(
+            "update_lost_to_rounding",
+            "warning",
+            onset,
+            [str(ds.param.values[i]) for i in hit[:8]],
+            share=float(share[hit[0]]),
+            n=len(hit),
+            of=int(low.sum()),
+        )
+    ]

@@ -20,126 +20,263 @@ from ..run.scalars import series_names
 # %% ../../nbs/api/detect/12_signals.ipynb #1192e50e
 def _groups(at, gap):
     "Indices that lie within `gap` of each other, as (first, last) pairs."
-    if not len(at): return []
+    if not len(at):
+        return []
     cut = np.flatnonzero(np.diff(at) > gap)
-    return list(zip(at[np.r_[0, cut+1]].tolist(), at[np.r_[cut, len(at)-1]].tolist()))
+    return list(zip(at[np.r_[0, cut + 1]].tolist(), at[np.r_[cut, len(at) - 1]].tolist()))
+
 
 def find_grad_norm(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one, with every place where the norm left its range
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one, with every place where the norm left its range
     "Where the gradient norm explodes; an info until `relate` finds that the loss followed."
-    c = curve(run, 'grad_norm')
-    if c is None or len(c.value) < 3 or (c.value <= 0).all(): return []
+    c = curve(run, "grad_norm")
+    if c is None or len(c.value) < 3 or (c.value <= 0).all():
+        return []
     log = np.log(np.maximum(c.value, 1e-30))
-    high, level, noise = out_of_range(log, limit('grad_sigma'))
-    high = high[(log[high] - level[high] > np.log(limit('grad_factor'))) & (c.value[high] > 0)]
-    groups = _groups(high, int(limit('near_records')))
-    if not groups: return []
-    peaks = [a + int(np.argmax(c.value[a:b+1])) for a, b in groups]
+    high, level, noise = out_of_range(log, limit("grad_sigma"))
+    high = high[(log[high] - level[high] > np.log(limit("grad_factor"))) & (c.value[high] > 0)]
+    groups = _groups(high, int(limit("near_records")))
+    if not groups:
+        return []
+    peaks = [a + int(np.argmax(c.value[a : b + 1])) for a, b in groups]
     worst = max(peaks, key=lambda p: log[p] - level[p])
-    evidence = {'count': len(groups), 'steps': [int(c.step[a]) for a, _ in groups][:50], 'peak': float(c.value[worst]), 'peak_step': int(c.step[worst]), 'baseline': float(np.exp(level[worst])), 'factor': float(np.exp(log[worst]-level[worst]))}
-    return [Finding('grad_norm_explosion', 'info', c.step[groups[0][0]], c.step[groups[-1][1]], evidence=evidence, series=c.name)]
+    evidence = {
+        "count": len(groups),
+        "steps": [int(c.step[a]) for a, _ in groups][:50],
+        "peak": float(c.value[worst]),
+        "peak_step": int(c.step[worst]),
+        "baseline": float(np.exp(level[worst])),
+        "factor": float(np.exp(log[worst] - level[worst])),
+    }
+    return [
+        Finding(
+            "grad_norm_explosion",
+            "info",
+            c.step[groups[0][0]],
+            c.step[groups[-1][1]],
+            evidence=evidence,
+            series=c.name,
+        )
+    ]
 
 # %% ../../nbs/api/detect/12_signals.ipynb #5c2cfe0c
 def find_loss_scale(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
     "Repeated halvings of the fp16 loss scale, and steps that were skipped for overflow."
-    c, skipped, loss = curve(run, 'loss_scale'), curve(run, 'skipped'), curve(run, loss_name(run)) if loss_name(run) else None
-    n_events = int((run['events'].event_kind.values == 'overflow').sum()) if 'events' in run.children else 0
-    if c is None or len(c.value) < 2 or (c.value <= 0).any(): return []
+    c, skipped, loss = (
+        curve(run, "loss_scale"),
+        curve(run, "skipped"),
+        curve(run, loss_name(run)) if loss_name(run) else None,
+    )
+    n_events = int((run["events"].event_kind.values == "overflow").sum()) if "events" in run.children else 0
+    if c is None or len(c.value) < 2 or (c.value <= 0).any():
+        return []
     down = np.flatnonzero(np.diff(np.log2(c.value)) < -0.5) + 1
-    if not len(down): return []
-    halvings = np.round(-np.diff(np.log2(c.value))[down-1])
-    window = limit('halving_steps')
+    if not len(down):
+        return []
+    halvings = np.round(-np.diff(np.log2(c.value))[down - 1])
+    window = limit("halving_steps")
     rate = max(halvings[(c.step[down] >= s) & (c.step[down] <= s + window)].sum() for s in c.step[down])
     all_skipped = loss is None and skipped is not None and len(skipped.value) and (skipped.value > 0).all()
-    searching = c.step[down[-1]] <= c.step[0] + 0.1*(c.step[-1]-c.step[0]) and not all_skipped
+    searching = c.step[down[-1]] <= c.step[0] + 0.1 * (c.step[-1] - c.step[0]) and not all_skipped
     low = c.value[-1] <= 1
-    collapsed = all_skipped or (not searching and (rate >= limit('halvings') or low) and c.value[-1] < c.value.max()/2**limit('halvings') and down[-1] > len(c.value)//10)
-    evidence = {'first': float(c.value[0]), 'last': float(c.value[-1]), 'lowest': float(c.value.min()), 'halvings': int(halvings.sum()), 'most_in_window': int(rate), 'overflow_events': n_events, 'all_steps_skipped': bool(all_skipped)}
-    return [Finding('loss_scale_collapse', 'error' if collapsed else 'info', c.step[down[0]], c.step[down[-1]], evidence=evidence, series=c.name)]
+    collapsed = all_skipped or (
+        not searching
+        and (rate >= limit("halvings") or low)
+        and c.value[-1] < c.value.max() / 2 ** limit("halvings")
+        and down[-1] > len(c.value) // 10
+    )
+    evidence = {
+        "first": float(c.value[0]),
+        "last": float(c.value[-1]),
+        "lowest": float(c.value.min()),
+        "halvings": int(halvings.sum()),
+        "most_in_window": int(rate),
+        "overflow_events": n_events,
+        "all_steps_skipped": bool(all_skipped),
+    }
+    return [
+        Finding(
+            "loss_scale_collapse",
+            "error" if collapsed else "info",
+            c.step[down[0]],
+            c.step[down[-1]],
+            evidence=evidence,
+            series=c.name,
+        )
+    ]
 
 # %% ../../nbs/api/detect/12_signals.ipynb #99090af9
 def find_throughput(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a lasting drop
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # a finding a lasting drop
     "Stretches in which steps took much longer than before."
-    c, inverse = curve(run, 'step_time'), False
-    if c is None: c, inverse = curve(run, 'throughput'), True
-    if c is None or len(c.value) < 3*limit('slow_records') or (c.value <= 0).any(): return []
-    x = 1/c.value if inverse else c.value
-    n = int(limit('slow_records'))
+    c, inverse = curve(run, "step_time"), False
+    if c is None:
+        c, inverse = curve(run, "throughput"), True
+    if c is None or len(c.value) < 3 * limit("slow_records") or (c.value <= 0).any():
+        return []
+    x = 1 / c.value if inverse else c.value
+    n = int(limit("slow_records"))
     usual, now = before(x, 200, n), before(np.r_[x[1:], x[-1:]], n, n)
-    ahead = np.r_[now[n-1:], np.full(n-1, np.nan)]
-    slow = np.flatnonzero(ahead > limit('slow_factor')*usual)
+    ahead = np.r_[now[n - 1 :], np.full(n - 1, np.nan)]
+    slow = np.flatnonzero(ahead > limit("slow_factor") * usual)
     found = []
-    for a, b in _groups(slow, 5*n):
-        found.append(Finding('throughput_drop', 'warning' if np.nanmax(ahead[a:b+1]) > 2*usual[a] else 'info', c.step[a], c.step[min(b+n, len(c.step)-1)], evidence={'usual_step_time': float(usual[a]), 'slow_step_time': float(np.nanmax(ahead[a:b+1])), 'factor': float(np.nanmax(ahead[a:b+1])/usual[a])}, series=c.name))
+    for a, b in _groups(slow, 5 * n):
+        found.append(
+            Finding(
+                "throughput_drop",
+                "warning" if np.nanmax(ahead[a : b + 1]) > 2 * usual[a] else "info",
+                c.step[a],
+                c.step[min(b + n, len(c.step) - 1)],
+                evidence={
+                    "usual_step_time": float(usual[a]),
+                    "slow_step_time": float(np.nanmax(ahead[a : b + 1])),
+                    "factor": float(np.nanmax(ahead[a : b + 1]) / usual[a]),
+                },
+                series=c.name,
+            )
+        )
     return found
 
 # %% ../../nbs/api/detect/12_signals.ipynb #151c1441
 def find_z_loss(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a sudden fall
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # a finding a sudden fall
     "Sudden falls of the z-loss: the output logits collapsed."
-    c = curve(run, 'z_loss')
-    if c is None or len(c.value) < 40: return []
+    c = curve(run, "z_loss")
+    if c is None or len(c.value) < 40:
+        return []
     level = before(c.value, 64, 32)
-    low = np.flatnonzero(c.value < limit('z_drop')*level)
-    low = low[[before(c.value[max(0, i-8):i+1], 8, 1)[-1] > 0.8*level[i] for i in low]] if len(low) else low
-    return [Finding('z_loss_collapse', 'warning', c.step[a], c.step[b], evidence={'baseline': float(level[a]), 'lowest': float(c.value[a:b+1].min())}, series=c.name) for a, b in _groups(low, int(limit('near_records')))]
+    low = np.flatnonzero(c.value < limit("z_drop") * level)
+    low = (
+        low[[before(c.value[max(0, i - 8) : i + 1], 8, 1)[-1] > 0.8 * level[i] for i in low]]
+        if len(low)
+        else low
+    )
+    return [
+        Finding(
+            "z_loss_collapse",
+            "warning",
+            c.step[a],
+            c.step[b],
+            evidence={"baseline": float(level[a]), "lowest": float(c.value[a : b + 1].min())},
+            series=c.name,
+        )
+        for a, b in _groups(low, int(limit("near_records")))
+    ]
 
 # %% ../../nbs/api/detect/12_signals.ipynb #3ae2944f
 def _slope(c):
     "Change of a curve per step over its later half, between the medians of its ends."
-    half = slice(len(c.value)//2, None)
-    step, value, n = c.step[half], c.value[half], max(1, len(c.value)//8)
+    half = slice(len(c.value) // 2, None)
+    step, value, n = c.step[half], c.value[half], max(1, len(c.value) // 8)
     run = np.median(step[-n:]) - np.median(step[:n])
-    return float((value[-n:].mean() - value[:n].mean())/run) if run > 0 else 0.
+    return float((value[-n:].mean() - value[:n].mean()) / run) if run > 0 else 0.0
+
 
 _CASTS = {
-    'logging': 'the logger casts what it is given, as {others} lies on the same grid',
-    'head': 'the loss itself, by logits or a mean in this format, as {full} is logged in full precision',
-    'open': 'the logits, the mean, or the value given to the logger: the loss of single tokens would not stay on the grid after a mean in fp32',
+    "logging": "the logger casts what it is given, as {others} lies on the same grid",
+    "head": "the loss itself, by logits or a mean in this format, as {full} is logged in full precision",
+    "open": "the logits, the mean, or the value given to the logger: the loss of single tokens would not stay on the grid after a mean in fp32",
 }
+
 
 def _cast_place(run, name, fmt):
     "Where the cast likely is, judged by the other series of the log; loss-like ones share the head and say nothing."
-    curves = [c for n in series_names(scalars_of(run)) if n != name and 'loss' not in n and n in ('grad_norm', 'weight_norm', 'update_norm', 'num_zeros', 'lr') and (c := curve(run, n)) is not None and len(c.value) >= 50]
+    curves = [
+        c
+        for n in series_names(scalars_of(run))
+        if n != name
+        and "loss" not in n
+        and n in ("grad_norm", "weight_norm", "update_norm", "num_zeros", "lr")
+        and (c := curve(run, n)) is not None
+        and len(c.value) >= 50
+    ]
     grids = {c.name: lattice(c.value) for c in curves}
     same = [n for n, g in grids.items() if g.fmt == fmt and g.n_distinct > 10]
-    full = [n for n, g in grids.items() if g.fmt is None and g.n_distinct > 50 and n != 'lr']
-    return _CASTS['logging'].format(others=same[0]) if same else _CASTS['head'].format(full=full[0]) if full else _CASTS['open']
+    full = [n for n, g in grids.items() if g.fmt is None and g.n_distinct > 50 and n != "lr"]
+    return (
+        _CASTS["logging"].format(others=same[0])
+        if same
+        else _CASTS["head"].format(full=full[0])
+        if full
+        else _CASTS["open"]
+    )
+
 
 def find_quantized(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # at most one
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
     "A logged loss that takes only the values of bf16 or fp16."
     c = curve(run, loss_name(run)) if loss_name(run) else None
-    if c is None or len(c.value) < 50: return []
+    if c is None or len(c.value) < 50:
+        return []
     grid = lattice(c.value)
-    if grid.fmt is None or grid.n_distinct < 2: return []
+    if grid.fmt is None or grid.n_distinct < 2:
+        return []
     slope = _slope(c)
-    steps = grid.spacing/abs(slope) if abs(slope) > 1e-12 else None
-    evidence = {'format': grid.fmt, 'distinct': grid.n_distinct, 'values': grid.n_values, 'spacing': grid.spacing, 'decimals': grid.decimals, 'chance': grid.chance, 'share_of_steps_without_change': grid.below_spacing,
-        'steps_to_show': steps, 'likely_cast': _cast_place(run, c.name, grid.fmt)}
-    return [Finding('quantized_loss', 'warning', c.step[0], c.step[-1], evidence={k: v for k, v in evidence.items() if v is not None}, series=c.name)]
+    steps = grid.spacing / abs(slope) if abs(slope) > 1e-12 else None
+    evidence = {
+        "format": grid.fmt,
+        "distinct": grid.n_distinct,
+        "values": grid.n_values,
+        "spacing": grid.spacing,
+        "decimals": grid.decimals,
+        "chance": grid.chance,
+        "share_of_steps_without_change": grid.below_spacing,
+        "steps_to_show": steps,
+        "likely_cast": _cast_place(run, c.name, grid.fmt),
+    }
+    return [
+        Finding(
+            "quantized_loss",
+            "warning",
+            c.step[0],
+            c.step[-1],
+            evidence={k: v for k, v in evidence.items() if v is not None},
+            series=c.name,
+        )
+    ]
 
 # %% ../../nbs/api/detect/12_signals.ipynb #36dfb8c0
 def find_hardware(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a kind of message
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # a finding a kind of message
     "Hardware messages, signals and errors in the log."
-    if 'events' not in run.children: return []
-    e = run['events']
+    if "events" not in run.children:
+        return []
+    e = run["events"]
     kind, step, text = e.event_kind.values, e.event_step.values, e.event_text.values
     found = []
-    for k, severity in (('xid', 'warning'), ('error', 'info'), ('signal', 'info')):
+    for k, severity in (("xid", "warning"), ("error", "info"), ("signal", "info")):
         at = np.flatnonzero(kind == k)
-        if len(at) and k == 'xid': found += [Finding('hardware_error', severity, None if step[i] < 0 else step[i], evidence={'message': str(text[i])[:300], 'count': len(at)}) for i in at[:20]]
+        if len(at) and k == "xid":
+            found += [
+                Finding(
+                    "hardware_error",
+                    severity,
+                    None if step[i] < 0 else step[i],
+                    evidence={"message": str(text[i])[:300], "count": len(at)},
+                )
+                for i in at[:20]
+            ]
         elif len(at):
             known = step[at][step[at] >= 0]
-            hard = [i for i in at if any(w in str(text[i]) for w in ('CUDA error', 'NCCL', 'out of memory', 'ECC', 'Xid'))]
-            if hard: found.append(Finding('hardware_error', 'warning', None if step[hard[0]] < 0 else step[hard[0]], evidence={'message': str(text[hard[0]])[:300], 'count': len(hard)}))
+            hard = [
+                i
+                for i in at
+                if any(w in str(text[i]) for w in ("CUDA error", "NCCL", "out of memory", "ECC", "Xid"))
+            ]
+            if hard:
+                found.append(
+                    Finding(
+                        "hardware_error",
+                        "warning",
+                        None if step[hard[0]] < 0 else step[hard[0]],
+                        evidence={"message": str(text[hard[0]])[:300], "count": len(hard)},
+                    )
+                )
     return found

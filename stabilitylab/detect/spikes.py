@@ -17,97 +17,186 @@ from ..measure.rolling import level_and_noise
 # %% ../../nbs/api/detect/10_spikes.ipynb #f03fe904
 def _print_step(value):
     "The last printed decimal of values that were printed with three to six of them, else 0: a change of one is no signal."
-    return next((10.0**-d for d in range(3, 7) if len(value) and np.allclose(np.round(value, d), value, rtol=0, atol=1e-12)), 0.)
+    return next(
+        (
+            10.0**-d
+            for d in range(3, 7)
+            if len(value) and np.allclose(np.round(value, d), value, rtol=0, atol=1e-12)
+        ),
+        0.0,
+    )
+
 
 def out_of_range(
-    value: np.ndarray, # (n,) float64, finite
-    sigma: float | None = None, # how many noise deviations; None: `spike_sigma`
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # indices of such records, level (n,), noise (n,)
+    value: np.ndarray,  # (n,) float64, finite
+    sigma: float | None = None,  # how many noise deviations; None: `spike_sigma`
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # indices of such records, level (n,), noise (n,)
     "The records that lie above the level before them by more than noise can explain."
-    window = int(limit('history'))
-    level, noise = level_and_noise(value, window, int(limit('least_history')))
-    noise = np.maximum(noise, np.maximum(limit('noise_floor')*np.abs(level), _print_step(value)/2))
-    with np.errstate(invalid='ignore'): high = value > level + (limit('spike_sigma') if sigma is None else sigma)*noise
+    window = int(limit("history"))
+    level, noise = level_and_noise(value, window, int(limit("least_history")))
+    noise = np.maximum(noise, np.maximum(limit("noise_floor") * np.abs(level), _print_step(value) / 2))
+    with np.errstate(invalid="ignore"):
+        high = value > level + (limit("spike_sigma") if sigma is None else sigma) * noise
     early = np.isnan(level) | np.isnan(noise)
     if early.any() and len(value) > 2:
         low = np.fmin.accumulate(value)
-        high |= early & (value > limit('early_ratio')*np.fmax(np.r_[value[0], low[:-1]], value[0])) & (value > 0)
-        level, noise = np.where(np.isnan(level), np.r_[value[0], low[:-1]], level), np.where(np.isnan(noise), limit('noise_floor')*np.abs(low), noise)
+        high |= (
+            early
+            & (value > limit("early_ratio") * np.fmax(np.r_[value[0], low[:-1]], value[0]))
+            & (value > 0)
+        )
+        level, noise = (
+            np.where(np.isnan(level), np.r_[value[0], low[:-1]], level),
+            np.where(np.isnan(noise), limit("noise_floor") * np.abs(low), noise),
+        )
     return np.flatnonzero(high), level, noise
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #07b221b7
 def _back(value, start, level, noise, confirm):
     "Index of the first record from which `confirm` records in a row have a median at the old level again; None if there is none."
     ahead = value[start:]
-    if len(ahead) < confirm: return None
+    if len(ahead) < confirm:
+        return None
     window = np.lib.stride_tricks.sliding_window_view(ahead, confirm)
     size = 4096
     for k in range(0, len(window), size):
-        ok = np.flatnonzero(np.median(window[k:k+size], axis=1) <= level + limit('back_sigma')*noise)
-        if len(ok): return start + k + int(ok[0])
+        ok = np.flatnonzero(np.median(window[k : k + size], axis=1) <= level + limit("back_sigma") * noise)
+        if len(ok):
+            return start + k + int(ok[0])
     return None
+
 
 def _recovery(steps, offset):
     "The word for a recovery after `steps` steps; None steps means it never came back."
-    if steps is None: return 'partial' if offset is not None and offset < 0.5 else 'none'
-    return 'fast' if steps <= limit('fast_steps') else 'slow' if steps <= limit('slow_steps') else 'partial'
+    if steps is None:
+        return "partial" if offset is not None and offset < 0.5 else "none"
+    return "fast" if steps <= limit("fast_steps") else "slow" if steps <= limit("slow_steps") else "partial"
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #cd65a983
 def spike_events(
-    c: Curve, # the loss as arrays
-) -> list[dict]: # one dict a spike: i, j (first and last record), baseline, noise, peak, peak_step, z, recovery, recovery_steps
+    c: Curve,  # the loss as arrays
+) -> list[
+    dict
+]:  # one dict a spike: i, j (first and last record), baseline, noise, peak, peak_step, z, recovery, recovery_steps
     "The spikes of one series, each once."
-    if len(c.value) < 3: return []
+    if len(c.value) < 3:
+        return []
     high, level, noise = out_of_range(c.value)
-    events, done, confirm = [], -1, int(limit('back_records'))
+    events, done, confirm = [], -1, int(limit("back_records"))
     for i in high:
-        if i <= done: continue
+        if i <= done:
+            continue
         b, s = float(level[i]), float(noise[i])
-        back = _back(c.value, i+1, b, s, min(confirm, max(1, len(c.value)-i-1))) if i+1 < len(c.value) else None
-        j = len(c.value)-1 if back is None else max(i, back-1)
-        p = i + int(np.argmax(c.value[i:j+1]))
-        peak, tail = float(c.value[p]), float(np.median(c.value[max(p+1, len(c.value)-confirm):])) if p+1 < len(c.value) else float(c.value[p])
-        steps = None if back is None else int(abs(c.step[min(back, len(c.step)-1)] - c.step[i]))
-        offset = (tail-b)/(peak-b) if back is None and peak > b else None
-        events.append({'i': int(i), 'j': int(j), 'baseline': b, 'noise': s, 'peak': peak, 'peak_step': int(c.step[p]), 'z': (peak-b)/s if s > 0 else float('inf'), 'records': int(j-i+1), 'recovery': _recovery(steps, offset), 'recovery_steps': steps, 'offset': None if back is not None else tail-b})
+        back = (
+            _back(c.value, i + 1, b, s, min(confirm, max(1, len(c.value) - i - 1)))
+            if i + 1 < len(c.value)
+            else None
+        )
+        j = len(c.value) - 1 if back is None else max(i, back - 1)
+        p = i + int(np.argmax(c.value[i : j + 1]))
+        peak, tail = (
+            float(c.value[p]),
+            float(np.median(c.value[max(p + 1, len(c.value) - confirm) :]))
+            if p + 1 < len(c.value)
+            else float(c.value[p]),
+        )
+        steps = None if back is None else int(abs(c.step[min(back, len(c.step) - 1)] - c.step[i]))
+        offset = (tail - b) / (peak - b) if back is None and peak > b else None
+        events.append(
+            {
+                "i": int(i),
+                "j": int(j),
+                "baseline": b,
+                "noise": s,
+                "peak": peak,
+                "peak_step": int(c.step[p]),
+                "z": (peak - b) / s if s > 0 else float("inf"),
+                "records": int(j - i + 1),
+                "recovery": _recovery(steps, offset),
+                "recovery_steps": steps,
+                "offset": None if back is not None else tail - b,
+            }
+        )
         done = j
     return events
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #e3389d03
 def _lead(grad, step, span):
     "How many steps before `step` the gradient norm left its range, within `span` steps; None where it did not."
-    if grad is None or len(grad.value) < 3 or (grad.value <= 0).all(): return None
-    high, *_ = out_of_range(np.log(np.maximum(grad.value, 1e-30)), limit('grad_sigma'))
+    if grad is None or len(grad.value) < 3 or (grad.value <= 0).all():
+        return None
+    high, *_ = out_of_range(np.log(np.maximum(grad.value, 1e-30)), limit("grad_sigma"))
     near = grad.step[high][(grad.step[high] <= step) & (grad.step[high] >= step - span)]
     return int(step - near.min()) if len(near) else None
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #fa40810c
 def find_loss_spikes(
-    run: xr.DataTree, # a record
-) -> list[Finding]: # a finding a spike; isolated bad batches are one finding together
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # a finding a spike; isolated bad batches are one finding together
     "The spikes of the training loss."
     name = loss_name(run)
     c = curve(run, name) if name else None
-    if c is None or len(c.value) < 3: return []
-    grad, interval = curve(run, 'grad_norm'), max(1, int(np.median(np.abs(np.diff(c.step))) if len(c.step) > 1 else 1))
+    if c is None or len(c.value) < 3:
+        return []
+    grad, interval = (
+        curve(run, "grad_norm"),
+        max(1, int(np.median(np.abs(np.diff(c.step))) if len(c.step) > 1 else 1)),
+    )
     found, single = [], []
     for e in spike_events(c):
-        height = (e['peak']-e['baseline'])/max(abs(e['baseline']), 1e-12)
-        if e['records'] <= 2 and e['recovery'] == 'fast' and height < limit('outlier_height'): single.append(e); continue
-        lead = _lead(grad, int(c.step[e['i']]), 10*interval)
-        severity = 'error' if e['recovery'] == 'none' and height > 0.05 else 'warning'
-        evidence = {k: e[k] for k in ('baseline', 'peak', 'peak_step', 'z', 'recovery', 'recovery_steps', 'offset') if e[k] is not None} | ({'grad_norm_lead_steps': lead} if lead is not None else {})
-        found.append(Finding('loss_spike', severity, c.step[e['i']], c.step[e['j']], evidence=evidence, series=c.name))
-    most = int(limit('most_spikes'))
+        height = (e["peak"] - e["baseline"]) / max(abs(e["baseline"]), 1e-12)
+        if e["records"] <= 2 and e["recovery"] == "fast" and height < limit("outlier_height"):
+            single.append(e)
+            continue
+        lead = _lead(grad, int(c.step[e["i"]]), 10 * interval)
+        severity = "error" if e["recovery"] == "none" and height > 0.05 else "warning"
+        evidence = {
+            k: e[k]
+            for k in ("baseline", "peak", "peak_step", "z", "recovery", "recovery_steps", "offset")
+            if e[k] is not None
+        } | ({"grad_norm_lead_steps": lead} if lead is not None else {})
+        found.append(
+            Finding("loss_spike", severity, c.step[e["i"]], c.step[e["j"]], evidence=evidence, series=c.name)
+        )
+    most = int(limit("most_spikes"))
     if len(found) > most:
-        tall = sorted(found, key=lambda f: f.evidence['peak']-f.evidence['baseline'])
+        tall = sorted(found, key=lambda f: f.evidence["peak"] - f.evidence["baseline"])
         found, rest = tall[-most:], sorted(tall[:-most], key=lambda f: f.onset)
-        found.append(rest[0].with_(end=rest[-1].end, evidence={'count': len(rest), 'steps': [f.onset for f in rest], 'baseline': tall[-most-1].evidence['baseline'], 'peak': tall[-most-1].evidence['peak'], 'peak_step': tall[-most-1].evidence['peak_step'], 'note': 'These are the lower ones, told together'}))
+        found.append(
+            rest[0].with_(
+                end=rest[-1].end,
+                evidence={
+                    "count": len(rest),
+                    "steps": [f.onset for f in rest],
+                    "baseline": tall[-most - 1].evidence["baseline"],
+                    "peak": tall[-most - 1].evidence["peak"],
+                    "peak_step": tall[-most - 1].evidence["peak_step"],
+                    "note": "These are the lower ones, told together",
+                },
+            )
+        )
     return found + ([_outliers(c, single)] if single else [])
+
 
 def _outliers(c, single):
     "All isolated bad batches as one finding."
-    worst = max(single, key=lambda e: e['z'])
-    evidence = {'count': len(single), 'steps': [int(c.step[e['i']]) for e in single][:50], 'baseline': worst['baseline'], 'peak': worst['peak'], 'peak_step': worst['peak_step'], 'z': worst['z'], 'recovery': 'fast', 'recovery_steps': worst['recovery_steps'],
-        'note': 'Single records out of range that were back at once: bad batches rather than instability'}
-    return Finding('loss_spike', 'info', c.step[single[0]['i']], c.step[single[-1]['j']], evidence=evidence, series=c.name)
+    worst = max(single, key=lambda e: e["z"])
+    evidence = {
+        "count": len(single),
+        "steps": [int(c.step[e["i"]]) for e in single][:50],
+        "baseline": worst["baseline"],
+        "peak": worst["peak"],
+        "peak_step": worst["peak_step"],
+        "z": worst["z"],
+        "recovery": "fast",
+        "recovery_steps": worst["recovery_steps"],
+        "note": "Single records out of range that were back at once: bad batches rather than instability",
+    }
+    return Finding(
+        "loss_spike",
+        "info",
+        c.step[single[0]["i"]],
+        c.step[single[-1]["j"]],
+        evidence=evidence,
+        series=c.name,
+    )

@@ -18,40 +18,63 @@ from ..names.findings import FINDING_KINDS
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #bdca1441
 @cache
 def load_rows(
-    table: str, # 'phenomena', 'remedies' or 'contradictions'
-) -> tuple[dict, ...]: # the rows of that table, in the order in which they matter
+    table: str,  # 'phenomena', 'remedies' or 'contradictions'
+) -> tuple[dict, ...]:  # the rows of that table, in the order in which they matter
     "The rows of one of the tables that come with the package."
-    return tuple(json.loads(files('stabilitylab.knowledge').joinpath(f'{table}.json').read_text(encoding='utf-8')))
+    return tuple(
+        json.loads(files("stabilitylab.knowledge").joinpath(f"{table}.json").read_text(encoding="utf-8"))
+    )
+
 
 def check_kind(
-    kind: str, # name of a finding kind
-) -> str: # the same name, if there is such a kind
+    kind: str,  # name of a finding kind
+) -> str:  # the same name, if there is such a kind
     "The finding kind itself, or an error that lists all of them."
-    if kind not in FINDING_KINDS: raise bad_input('kind', kind, ', '.join(FINDING_KINDS))
+    if kind not in FINDING_KINDS:
+        raise bad_input("kind", kind, ", ".join(FINDING_KINDS))
     return kind
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #177b2f91
 def phenomena(
-    kind: str | None = None, # a finding kind; None: all
-) -> pd.DataFrame: # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, evidence
+    kind: str | None = None,  # a finding kind; None: all
+) -> pd.DataFrame:  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, evidence
     "What teams observed, one row each."
-    if kind is not None: check_kind(kind)
-    return pd.DataFrame([r for r in load_rows('phenomena') if kind is None or kind in r['kinds']], columns=list(load_rows('phenomena')[0]))
+    if kind is not None:
+        check_kind(kind)
+    return pd.DataFrame(
+        [r for r in load_rows("phenomena") if kind is None or kind in r["kinds"]],
+        columns=list(load_rows("phenomena")[0]),
+    )
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #50b5f8b9
-def contradictions() -> pd.DataFrame: # columns: topic, sides (list of claims), resolution, evidence
+def contradictions() -> pd.DataFrame:  # columns: topic, sides (list of claims), resolution, evidence
     "Claims that contradict each other, side by side."
-    return pd.DataFrame(load_rows('contradictions'))
+    return pd.DataFrame(load_rows("contradictions"))
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #db3bb640
 def search(
-    words: str, # one or more words; all must occur, in any case
-) -> pd.DataFrame: # columns: table, name, source, reported, note; a row of any table whose text holds every word
+    words: str,  # one or more words; all must occur, in any case
+) -> (
+    pd.DataFrame
+):  # columns: table, name, source, reported, note; a row of any table whose text holds every word
     "Everything the tables say about these words."
     wanted, found = words.lower().split(), []
-    for table in ('phenomena', 'remedies', 'contradictions'):
+    for table in ("phenomena", "remedies", "contradictions"):
         for r in load_rows(table):
-            if not all(w in json.dumps(r, ensure_ascii=False).lower() for w in wanted): continue
-            name, note = (r['topic'], ' / '.join(r['sides']) + ' -> ' + r['resolution']) if 'sides' in r else (r['name'], r['note'])
-            found.append({'table': table, 'name': name, 'source': r.get('source', ''), 'reported': r.get('reported', ''), 'note': note})
-    return pd.DataFrame(found, columns=['table', 'name', 'source', 'reported', 'note'])
+            if not all(w in json.dumps(r, ensure_ascii=False).lower() for w in wanted):
+                continue
+            name, note = (
+                (r["topic"], " / ".join(r["sides"]) + " -> " + r["resolution"])
+                if "sides" in r
+                else (r["name"], r["note"])
+            )
+            found.append(
+                {
+                    "table": table,
+                    "name": name,
+                    "source": r.get("source", ""),
+                    "reported": r.get("reported", ""),
+                    "note": note,
+                }
+            )
+    return pd.DataFrame(found, columns=["table", "name", "source", "reported", "note"])

@@ -16,46 +16,51 @@ from ..run.scalars import Samples, make_scalars, series, series_names
 # %% ../../nbs/api/measure/00_curves.ipynb #ab8f66cf
 class Curve(NamedTuple):
     "The finite values of one series, one a step, in the order of the log."
-    name: str            # name of the series
-    step: np.ndarray     # (n,) int64, the log's own steps
-    value: np.ndarray    # (n,) float64, finite
+
+    name: str  # name of the series
+    step: np.ndarray  # (n,) int64, the log's own steps
+    value: np.ndarray  # (n,) float64, finite
     segment: np.ndarray  # (n,) int32, pass of the program
-    time: np.ndarray | None # (n,) datetime64[ns], None where the log has no clock
-    repeated: int        # records left out because the next one has the same step and segment
-    nonfinite: int       # records left out because they are NaN or infinite
+    time: np.ndarray | None  # (n,) datetime64[ns], None where the log has no clock
+    repeated: int  # records left out because the next one has the same step and segment
+    nonfinite: int  # records left out because they are NaN or infinite
 
 # %% ../../nbs/api/measure/00_curves.ipynb #ea7bfcc8
 def scalars_of(
-    run: xr.DataTree | xr.Dataset, # a record, or its `/scalars` group
-) -> xr.Dataset: # the group; empty where the record has none
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+) -> xr.Dataset:  # the group; empty where the record has none
     "The `/scalars` group of a record."
-    if isinstance(run, xr.Dataset): return run
-    return run['scalars'].to_dataset() if 'scalars' in run.children else make_scalars({})
+    if isinstance(run, xr.Dataset):
+        return run
+    return run["scalars"].to_dataset() if "scalars" in run.children else make_scalars({})
 
 # %% ../../nbs/api/measure/00_curves.ipynb #4f27b107
 def curve(
-    run: xr.DataTree | xr.Dataset, # a record, or its `/scalars` group
-    name: str, # name of the series
-) -> Curve | None: # None where the run has no such series
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+    name: str,  # name of the series
+) -> Curve | None:  # None where the run has no such series
     "One series as arrays, without NaN, infinities and steps that were printed more than once."
     scalars = scalars_of(run)
-    if name not in scalars.data_vars or scalars[name].dims != ('step',): return None
+    if name not in scalars.data_vars or scalars[name].dims != ("step",):
+        return None
     da = series(scalars, name)
     step, value, segment = da.step.values.astype(np.int64), da.values.astype(np.float64), da.segment.values
     last = np.r_[(np.diff(step) != 0) | (np.diff(segment) != 0), True] if len(step) else np.zeros(0, bool)
     finite = np.isfinite(value)
     keep = np.flatnonzero(last & finite)
-    time = da.time.values[keep] if 'time' in da.coords else None
+    time = da.time.values[keep] if "time" in da.coords else None
     return Curve(name, step[keep], value[keep], segment[keep], time, int((~last).sum()), int((~finite).sum()))
 
 # %% ../../nbs/api/measure/00_curves.ipynb #0e3aecd8
-_NOT_LOSS = ('val_', 'z_loss', 'aux_loss', 'loss_scale', 'loss_zscore', 'event_')
+_NOT_LOSS = ("val_", "z_loss", "aux_loss", "loss_scale", "loss_zscore", "event_")
+
 
 def loss_name(
-    run: xr.DataTree | xr.Dataset, # a record, or its `/scalars` group
-) -> str | None: # name of the training loss; None where nothing looks like one
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+) -> str | None:  # name of the training loss; None where nothing looks like one
     "The series that stands for the training loss."
     names = series_names(scalars_of(run))
-    if 'loss' in names: return 'loss'
-    like = [n for n in names if 'loss' in n and not n.startswith(_NOT_LOSS)]
-    return like[0] if like else 'perplexity' if 'perplexity' in names else None
+    if "loss" in names:
+        return "loss"
+    like = [n for n in names if "loss" in n and not n.startswith(_NOT_LOSS)]
+    return like[0] if like else "perplexity" if "perplexity" in names else None

@@ -11,32 +11,36 @@ import pandas as pd
 
 # %% ../../nbs/api/measure/01_rolling.ipynb #7b6a43b1
 def before(
-    x: np.ndarray, # (n,) float64, finite
-    window: int, # records before the point, > 0
-    least: int = 8, # with fewer records before it a point has NaN
-    statistic: str = 'median', # a rolling statistic of pandas: median, mean, std, max, min
-) -> np.ndarray: # (n,) float64; the statistic of the `window` records before each, NaN where there are fewer than `least`
+    x: np.ndarray,  # (n,) float64, finite
+    window: int,  # records before the point, > 0
+    least: int = 8,  # with fewer records before it a point has NaN
+    statistic: str = "median",  # a rolling statistic of pandas: median, mean, std, max, min
+) -> (
+    np.ndarray
+):  # (n,) float64; the statistic of the `window` records before each, NaN where there are fewer than `least`
     "A rolling statistic that leaves out the current point."
     rolling = pd.Series(x).shift(1).rolling(window, min_periods=least)
-    return (rolling.std(ddof=0) if statistic == 'std' else getattr(rolling, statistic)()).to_numpy()
+    return (rolling.std(ddof=0) if statistic == "std" else getattr(rolling, statistic)()).to_numpy()
 
 # %% ../../nbs/api/measure/01_rolling.ipynb #f39d49d2
 def level_and_noise(
-    x: np.ndarray, # (n,) float64, finite
-    window: int = 128, # records before each point
-    least: int = 32, # fewer records before a point: NaN
-) -> tuple[np.ndarray, np.ndarray]: # level (n,) and noise (n,) as a standard deviation; NaN at the start
+    x: np.ndarray,  # (n,) float64, finite
+    window: int = 128,  # records before each point
+    least: int = 32,  # fewer records before a point: NaN
+) -> tuple[np.ndarray, np.ndarray]:  # level (n,) and noise (n,) as a standard deviation; NaN at the start
     "Rolling median of the last eighth of the window, and 1.4826 times the rolling median distance from it over the whole window."
-    level = before(x, window//8, min(8, window))
+    level = before(x, window // 8, min(8, window))
     distance = np.abs(x - level)
-    noise = 1.4826*before(distance, window, max(8, least//2))
-    jump = 1.4826/np.sqrt(2)*before(np.abs(np.diff(x, prepend=x[:1])), window, max(8, least//2)) # noise without the trend, where the level moves fast
+    noise = 1.4826 * before(distance, window, max(8, least // 2))
+    jump = (
+        1.4826 / np.sqrt(2) * before(np.abs(np.diff(x, prepend=x[:1])), window, max(8, least // 2))
+    )  # noise without the trend, where the level moves fast
     return level, np.fmax(noise, jump)
 
 # %% ../../nbs/api/measure/01_rolling.ipynb #35eae65a
 def smooth(
-    x: np.ndarray, # (n,) float64, finite
-    k: int, # records in the centred window; made odd
-) -> np.ndarray: # (n,) float64
+    x: np.ndarray,  # (n,) float64, finite
+    k: int,  # records in the centred window; made odd
+) -> np.ndarray:  # (n,) float64
     "Centred rolling median; the window is cut at the ends."
-    return pd.Series(x).rolling(k | 1, center=True, min_periods=max(1, k//4)).median().to_numpy()
+    return pd.Series(x).rolling(k | 1, center=True, min_periods=max(1, k // 4)).median().to_numpy()

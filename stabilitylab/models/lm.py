@@ -18,51 +18,77 @@ from ..names.errors import bad_input
 @dataclass(frozen=True)
 class LMConfig:
     "The shape and the switches of a `DecoderLM`."
-    vocab: int = 128       # tokens, > 0
-    seq: int = 128         # longest sequence
-    d_model: int = 128     # width; a multiple of `n_head`
-    n_layer: int = 4       # blocks
-    n_head: int = 4        # attention heads
+
+    vocab: int = 128  # tokens, > 0
+    seq: int = 128  # longest sequence
+    d_model: int = 128  # width; a multiple of `n_head`
+    n_layer: int = 4  # blocks
+    n_head: int = 4  # attention heads
     qk_norm: bool = False  # normalise queries and keys a head (Dehghani et al., 2302.05442)
-    dropout: float = 0.0   # of attention and MLP outputs, in [0, 1)
-    init_std: float = 0.02 # of every matrix
-    tied: bool = False     # the head shares the embedding's weights
+    dropout: float = 0.0  # of attention and MLP outputs, in [0, 1)
+    init_std: float = 0.02  # of every matrix
+    tied: bool = False  # the head shares the embedding's weights
 
 # %% ../../nbs/api/models/01_lm.ipynb #d50670df
 class Attention(nn.Module):
     "Causal self-attention with separate projections, so that each has its own statistics."
-    def __init__(self,
-        config: LMConfig, # shape and switches
+
+    def __init__(
+        self,
+        config: LMConfig,  # shape and switches
     ):
         super().__init__()
         d = config.d_model
         self.n_head, self.dropout = config.n_head, config.dropout
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(d, d, bias=False) for _ in range(4))
-        self.q_norm, self.k_norm = (nn.LayerNorm(d//config.n_head, bias=False) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (
+            nn.LayerNorm(d // config.n_head, bias=False) if config.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
 
-    def forward(self,
-        x: torch.Tensor, # (batch, seq, d_model)
-    ) -> torch.Tensor: # same shape
+    def forward(
+        self,
+        x: torch.Tensor,  # (batch, seq, d_model)
+    ) -> torch.Tensor:  # same shape
         "The attended values, projected back."
         b, t, d = x.shape
-        q, k, v = (p(x).view(b, t, self.n_head, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True, dropout_p=self.dropout if self.training else 0.)
+        q, k, v = (
+            p(x).view(b, t, self.n_head, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(
+            self.q_norm(q),
+            self.k_norm(k),
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
         return self.out_proj(y.transpose(1, 2).reshape(b, t, d))
 
 # %% ../../nbs/api/models/01_lm.ipynb #1f23d169
 class Block(nn.Module):
     "One pre-norm block: attention and a GELU MLP, each added to the residual stream."
-    def __init__(self,
-        config: LMConfig, # shape and switches
+
+    def __init__(
+        self,
+        config: LMConfig,  # shape and switches
     ):
         super().__init__()
         d = config.d_model
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(d, bias=False), Attention(config), nn.LayerNorm(d, bias=False)
-        self.fc1, self.fc2, self.drop = nn.Linear(d, 4*d, bias=False), nn.Linear(4*d, d, bias=False), nn.Dropout(config.dropout)
+        self.norm1, self.attn, self.norm2 = (
+            nn.LayerNorm(d, bias=False),
+            Attention(config),
+            nn.LayerNorm(d, bias=False),
+        )
+        self.fc1, self.fc2, self.drop = (
+            nn.Linear(d, 4 * d, bias=False),
+            nn.Linear(4 * d, d, bias=False),
+            nn.Dropout(config.dropout),
+        )
 
-    def forward(self,
-        x: torch.Tensor, # (batch, seq, d_model)
-    ) -> torch.Tensor: # same shape
+    def forward(
+        self,
+        x: torch.Tensor,  # (batch, seq, d_model)
+    ) -> torch.Tensor:  # same shape
         "The residual stream after this block."
         x = x + self.drop(self.attn(self.norm1(x)))
         return x + self.drop(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
@@ -70,26 +96,40 @@ class Block(nn.Module):
 # %% ../../nbs/api/models/01_lm.ipynb #6df2f4ab
 class DecoderLM(nn.Module):
     "A decoder-only language model; called with targets it returns the loss as well."
-    def __init__(self,
-        config: LMConfig = LMConfig(), # shape and switches
+
+    def __init__(
+        self,
+        config: LMConfig = LMConfig(),  # shape and switches
     ):
         super().__init__()
-        if config.d_model % config.n_head: raise bad_input('d_model', config.d_model, f'a multiple of n_head={config.n_head}')
+        if config.d_model % config.n_head:
+            raise bad_input("d_model", config.d_model, f"a multiple of n_head={config.n_head}")
         self.config = config
-        self.embed, self.pos_embed = nn.Embedding(config.vocab, config.d_model), nn.Embedding(config.seq, config.d_model)
+        self.embed, self.pos_embed = (
+            nn.Embedding(config.vocab, config.d_model),
+            nn.Embedding(config.seq, config.d_model),
+        )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm, self.lm_head = nn.LayerNorm(config.d_model, bias=False), nn.Linear(config.d_model, config.vocab, bias=False)
+        self.norm, self.lm_head = (
+            nn.LayerNorm(config.d_model, bias=False),
+            nn.Linear(config.d_model, config.vocab, bias=False),
+        )
         for m in self.modules():
-            if isinstance(m, (nn.Linear, nn.Embedding)): nn.init.normal_(m.weight, std=config.init_std)
-        if config.tied: self.lm_head.weight = self.embed.weight
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(m.weight, std=config.init_std)
+        if config.tied:
+            self.lm_head.weight = self.embed.weight
 
-    def forward(self,
-        tokens: torch.Tensor, # (batch, seq) int64 in [0, vocab)
-        targets: torch.Tensor | None = None, # same shape; -100 marks positions that do not count
-    ): # logits (batch, seq, vocab), or with targets the mean loss in nats, a scalar
+    def forward(
+        self,
+        tokens: torch.Tensor,  # (batch, seq) int64 in [0, vocab)
+        targets: torch.Tensor | None = None,  # same shape; -100 marks positions that do not count
+    ):  # logits (batch, seq, vocab), or with targets the mean loss in nats, a scalar
         "The logits of every next token, or the mean cross-entropy against `targets`."
-        if tokens.shape[1] > self.config.seq: raise bad_input('tokens', tuple(tokens.shape), f'at most seq={self.config.seq} columns')
+        if tokens.shape[1] > self.config.seq:
+            raise bad_input("tokens", tuple(tokens.shape), f"at most seq={self.config.seq} columns")
         x = self.embed(tokens) + self.pos_embed(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks: x = block(x)
+        for block in self.blocks:
+            x = block(x)
         logits = self.lm_head(self.norm(x))
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

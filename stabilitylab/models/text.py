@@ -15,30 +15,35 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/00_text.ipynb #4f28f22d
 def stdlib_bytes(
-    n: int = 2_000_000, # how many bytes, > 0
-) -> np.ndarray: # (n,) uint8, each below 128; files in alphabetical order
+    n: int = 2_000_000,  # how many bytes, > 0
+) -> np.ndarray:  # (n,) uint8, each below 128; files in alphabetical order
     "The first `n` ASCII bytes of the standard library's top-level sources."
-    if n < 1: raise bad_input('n', n, 'at least 1')
+    if n < 1:
+        raise bad_input("n", n, "at least 1")
     parts, have = [], 0
-    for path in sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py')):
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         raw = np.frombuffer(path.read_bytes(), np.uint8)
-        parts.append(raw[raw < 128]); have += parts[-1].size
-        if have >= n: return np.concatenate(parts)[:n]
-    raise bad_input('n', n, f'at most {have}, the size of the standard library here')
+        parts.append(raw[raw < 128])
+        have += parts[-1].size
+        if have >= n:
+            return np.concatenate(parts)[:n]
+    raise bad_input("n", n, f"at most {have}, the size of the standard library here")
 
 # %% ../../nbs/api/models/00_text.ipynb #5fb86547
 def byte_batches(
-    text: np.ndarray, # (n,) uint8
-    n_steps: int, # how many batches, > 0
-    batch: int = 16, # sequences a batch
-    seq: int = 128, # targets a sequence
-    seed: int = 0, # of the positions; the same seed gives the same batches
-): # yields `n_steps` pairs of int64 tensors (batch, seq): inputs and the bytes that follow them
+    text: np.ndarray,  # (n,) uint8
+    n_steps: int,  # how many batches, > 0
+    batch: int = 16,  # sequences a batch
+    seq: int = 128,  # targets a sequence
+    seed: int = 0,  # of the positions; the same seed gives the same batches
+):  # yields `n_steps` pairs of int64 tensors (batch, seq): inputs and the bytes that follow them
     "Batches of random windows of the text."
     import torch
-    if len(text) <= seq: raise bad_input('text', f'{len(text)} bytes', f'more than seq={seq} bytes')
+
+    if len(text) <= seq:
+        raise bad_input("text", f"{len(text)} bytes", f"more than seq={seq} bytes")
     data, rng = torch.from_numpy(text.astype(np.int64)), np.random.default_rng(seed)
     for _ in range(n_steps):
-        at = torch.from_numpy(rng.integers(0, len(text)-seq, batch))[:, None] + torch.arange(seq+1)
+        at = torch.from_numpy(rng.integers(0, len(text) - seq, batch))[:, None] + torch.arange(seq + 1)
         window = data[at]
         yield window[:, :-1], window[:, 1:]

@@ -9,59 +9,139 @@ __all__ = ['GROUPS', 'MODULE_KINDS', 'SCALARS', 'scalar_attrs', 'canonical_name'
 import re
 
 # %% ../../nbs/api/names/01_core.ipynb #3afae748
-GROUPS = { # group of the record -> its dims, in order; `step` is a row: a step that repeats after a restart has several rows
-    'scalars': ('step',), 'activations': ('step', 'module'), 'gradients': ('step', 'param'), 'weights': ('step', 'param'), 'updates': ('step', 'param'),
-    'optimizer': ('step', 'param'), 'sampled_activations': ('step', 'module'), 'sampled_gradients': ('step', 'param'), 'sampled_weights': ('step', 'param'),
-    'sampled_updates': ('step', 'param'), 'sampled_optimizer': ('step', 'param'), 'rank_activations': ('step', 'module', 'rank'), 'attention': ('step', 'layer', 'head'), 'batches': (), 'snapshots': (), 'events': ('event',),
+GROUPS = {  # group of the record -> its dims, in order; `step` is a row: a step that repeats after a restart has several rows
+    "scalars": ("step",),
+    "activations": ("step", "module"),
+    "gradients": ("step", "param"),
+    "weights": ("step", "param"),
+    "updates": ("step", "param"),
+    "optimizer": ("step", "param"),
+    "sampled_activations": ("step", "module"),
+    "sampled_gradients": ("step", "param"),
+    "sampled_weights": ("step", "param"),
+    "sampled_updates": ("step", "param"),
+    "sampled_optimizer": ("step", "param"),
+    "rank_activations": ("step", "module", "rank"),
+    "attention": ("step", "layer", "head"),
+    "batches": (),
+    "snapshots": (),
+    "events": ("event",),
 }
-MODULE_KINDS = ('embed', 'pos_embed', 'norm', 'attn', 'attn.q', 'attn.k', 'attn.v', 'attn.qkv', 'attn.out', 'cross_attn', 'cross_attn.q', 'cross_attn.k', 'cross_attn.v',
-    'cross_attn.out', 'mlp', 'mlp.fc1', 'mlp.fc2', 'mlp.gate', 'act', 'conv', 'block', 'lm_head', 'other')
+MODULE_KINDS = (
+    "embed",
+    "pos_embed",
+    "norm",
+    "attn",
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.qkv",
+    "attn.out",
+    "cross_attn",
+    "cross_attn.q",
+    "cross_attn.k",
+    "cross_attn.v",
+    "cross_attn.out",
+    "mlp",
+    "mlp.fc1",
+    "mlp.fc2",
+    "mlp.gate",
+    "act",
+    "conv",
+    "block",
+    "lm_head",
+    "other",
+)
 
 # %% ../../nbs/api/names/01_core.ipynb #be5231c0
-SCALARS = { # variable of /scalars -> (long_name, units); validation series have the same names behind `val_`
-    'loss': ('training loss', 'nats'), 'val_loss': ('validation loss', 'nats'), 'grad_norm': ('L2 norm of the gradient before clipping', '1'),
-    'clipped_grad_norm': ('L2 norm of the gradient after clipping', '1'), 'lr': ('learning rate', '1'), 'loss_scale': ('fp16 loss scale', '1'),
-    'z_loss': ('z-loss', '1'), 'aux_loss': ('auxiliary loss', '1'), 'perplexity': ('perplexity', '1'), 'val_perplexity': ('validation perplexity', '1'),
-    'accuracy': ('training accuracy', '1'), 'val_accuracy': ('validation accuracy', '1'), 'tokens': ('tokens seen so far', 'token'), 'tokens_per_step': ('tokens in this step', 'token'),
-    'samples': ('samples seen so far', 'sample'), 'batch_size': ('sequences in this step', 'sample'), 'epoch': ('epoch', 'epoch'), 'step_time': ('time of one step', 's'),
-    'throughput': ('tokens per second', 'token/s'), 'samples_per_second': ('samples per second', 'sample/s'), 'tflops': ('achieved TFLOP/s', 'TFLOP/s'), 'mfu': ('model FLOP utilisation', '%'),
-    'skipped': ('steps skipped', 'step'), 'nan_steps': ('steps with a NaN', 'step'), 'num_zeros': ('zeros in the gradient', '1'), 'weight_norm': ('L2 norm of the parameters', '1'),
-    'update_norm': ('L2 norm of the update', '1'), 'memory': ('memory in use', 'GiB'), 'loss_zscore': ("the log's own z-score of the loss", '1'), 'grad_norm_zscore': ("the log's own z-score of the gradient norm", '1'),
+SCALARS = {  # variable of /scalars -> (long_name, units); validation series have the same names behind `val_`
+    "loss": ("training loss", "nats"),
+    "val_loss": ("validation loss", "nats"),
+    "grad_norm": ("L2 norm of the gradient before clipping", "1"),
+    "clipped_grad_norm": ("L2 norm of the gradient after clipping", "1"),
+    "lr": ("learning rate", "1"),
+    "loss_scale": ("fp16 loss scale", "1"),
+    "z_loss": ("z-loss", "1"),
+    "aux_loss": ("auxiliary loss", "1"),
+    "perplexity": ("perplexity", "1"),
+    "val_perplexity": ("validation perplexity", "1"),
+    "accuracy": ("training accuracy", "1"),
+    "val_accuracy": ("validation accuracy", "1"),
+    "tokens": ("tokens seen so far", "token"),
+    "tokens_per_step": ("tokens in this step", "token"),
+    "samples": ("samples seen so far", "sample"),
+    "batch_size": ("sequences in this step", "sample"),
+    "epoch": ("epoch", "epoch"),
+    "step_time": ("time of one step", "s"),
+    "throughput": ("tokens per second", "token/s"),
+    "samples_per_second": ("samples per second", "sample/s"),
+    "tflops": ("achieved TFLOP/s", "TFLOP/s"),
+    "mfu": ("model FLOP utilisation", "%"),
+    "skipped": ("steps skipped", "step"),
+    "nan_steps": ("steps with a NaN", "step"),
+    "num_zeros": ("zeros in the gradient", "1"),
+    "weight_norm": ("L2 norm of the parameters", "1"),
+    "update_norm": ("L2 norm of the update", "1"),
+    "memory": ("memory in use", "GiB"),
+    "loss_zscore": ("the log's own z-score of the loss", "1"),
+    "grad_norm_zscore": ("the log's own z-score of the gradient norm", "1"),
 }
 
 # %% ../../nbs/api/names/01_core.ipynb #ea59e718
 def scalar_attrs(
-    name: str, # variable of /scalars, one of ours or the log's own
-) -> dict: # `long_name` and `units`; a name we do not know is its own `long_name`, with units '1'
+    name: str,  # variable of /scalars, one of ours or the log's own
+) -> dict:  # `long_name` and `units`; a name we do not know is its own `long_name`, with units '1'
     "The `long_name` and `units` that a scalar of this name carries."
-    long_name, units = SCALARS.get(name, (name.replace('_', ' '), '1'))
-    return {'long_name': long_name, 'units': units}
+    long_name, units = SCALARS.get(name, (name.replace("_", " "), "1"))
+    return {"long_name": long_name, "units": units}
 
 # %% ../../nbs/api/names/01_core.ipynb #8e7ce333
-_ALIASES = { # our name -> what logs call it, after `_squash`; training first, evaluation words are handled apart
-    'loss': 'loss lm_loss train_loss training_loss train_loss_total loss_train_total trl running_loss per_token_loss total_loss nll_loss ce_loss mlm_loss loss_train train_lm_loss losses lm_losses batch_loss train_batch_loss epoch_loss train_epoch_loss loss_total train_loss_step loss_step',
-    'grad_norm': 'grad_norm gnorm norm gradient_norm global_grad_norm train_grad_norm grad_norm_total optim_grad_norm l2_norm_grad_global optim_total_grad_norm gradnorm',
-    'lr': 'lr learning_rate train_learning_rate train_lr lr_group0 lr_adamw lr_default lr_decoupledadamw_group0 optim_learning_rate_group0 lr_adam',
-    'loss_scale': 'loss_scale grad_scale scale train_loss_scale', 'z_loss': 'z_loss zloss train_z_loss router_z_loss', 'perplexity': 'ppl perplexity train_ppl train_perplexity',
-    'accuracy': 'acc accuracy train_acc train_accuracy batch_acc epoch_acc', 'tokens': 'tokens consumed_tokens total_tokens num_tokens tokens_seen consumed_train_tokens throughput_total_tokens time_token',
-    'tokens_per_step': 'wpb tokens_per_step ntokens', 'samples': 'consumed_samples samples consumed_train_samples', 'batch_size': 'global_batch_size bsz batch_size', 'epoch': 'epoch train_epoch',
-    'throughput': 'tok_sec tok_s tokens_per_second tps wps tokens_sec tokens_per_sec throughput_tokens_per_sec train_tokens_per_second throughput', 'mfu': 'mfu mfu_pct',
-    'samples_per_second': 'samples_per_second samples_per_sec train_samples_per_second sample_sec samplespersec', 'tflops': 'tflops tflops_gpu', 'skipped': 'number_of_skipped_iterations skipped',
-    'nan_steps': 'number_of_nan_iterations', 'num_zeros': 'num_zeros', 'weight_norm': 'params_norm weight_norm param_norm', 'update_norm': 'update_norm', 'memory': 'memory mem', 'step_time': 'step_time iteration_time elapsed_time_per_iteration time_per_iteration dt step_avg',
+_ALIASES = {  # our name -> what logs call it, after `_squash`; training first, evaluation words are handled apart
+    "loss": "loss lm_loss train_loss training_loss train_loss_total loss_train_total trl running_loss per_token_loss total_loss nll_loss ce_loss mlm_loss loss_train train_lm_loss losses lm_losses batch_loss train_batch_loss epoch_loss train_epoch_loss loss_total train_loss_step loss_step",
+    "grad_norm": "grad_norm gnorm norm gradient_norm global_grad_norm train_grad_norm grad_norm_total optim_grad_norm l2_norm_grad_global optim_total_grad_norm gradnorm",
+    "lr": "lr learning_rate train_learning_rate train_lr lr_group0 lr_adamw lr_default lr_decoupledadamw_group0 optim_learning_rate_group0 lr_adam",
+    "loss_scale": "loss_scale grad_scale scale train_loss_scale",
+    "z_loss": "z_loss zloss train_z_loss router_z_loss",
+    "perplexity": "ppl perplexity train_ppl train_perplexity",
+    "accuracy": "acc accuracy train_acc train_accuracy batch_acc epoch_acc",
+    "tokens": "tokens consumed_tokens total_tokens num_tokens tokens_seen consumed_train_tokens throughput_total_tokens time_token",
+    "tokens_per_step": "wpb tokens_per_step ntokens",
+    "samples": "consumed_samples samples consumed_train_samples",
+    "batch_size": "global_batch_size bsz batch_size",
+    "epoch": "epoch train_epoch",
+    "throughput": "tok_sec tok_s tokens_per_second tps wps tokens_sec tokens_per_sec throughput_tokens_per_sec train_tokens_per_second throughput",
+    "mfu": "mfu mfu_pct",
+    "samples_per_second": "samples_per_second samples_per_sec train_samples_per_second sample_sec samplespersec",
+    "tflops": "tflops tflops_gpu",
+    "skipped": "number_of_skipped_iterations skipped",
+    "nan_steps": "number_of_nan_iterations",
+    "num_zeros": "num_zeros",
+    "weight_norm": "params_norm weight_norm param_norm",
+    "update_norm": "update_norm",
+    "memory": "memory mem",
+    "step_time": "step_time iteration_time elapsed_time_per_iteration time_per_iteration dt step_avg",
 }
 _CANONICAL = {alias: ours for ours, aliases in _ALIASES.items() for alias in aliases.split()}
-_EVAL = re.compile(r'^(?:val|valid|validation|eval|test|dev|tel)(?:_|$)|_(?:val|valid|validation|eval|test)(?:_|$)')
+_EVAL = re.compile(
+    r"^(?:val|valid|validation|eval|test|dev|tel)(?:_|$)|_(?:val|valid|validation|eval|test)(?:_|$)"
+)
 
-def _squash(name): return re.sub(r'[^a-z0-9]+', '_', name.strip().lower()).strip('_')
+
+def _squash(name):
+    return re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_")
 
 # %% ../../nbs/api/names/01_core.ipynb #1c66d70a
 def canonical_name(
-    name: str, # what the log calls the series, e.g. "lm loss", "train/loss", "eval_loss"
-) -> str: # our name, with `val_` in front for evaluation series; an unknown name comes back in lower case with `_`
+    name: str,  # what the log calls the series, e.g. "lm loss", "train/loss", "eval_loss"
+) -> (
+    str
+):  # our name, with `val_` in front for evaluation series; an unknown name comes back in lower case with `_`
     "The one name that this package uses for a series that a log calls `name`."
     plain = _squash(name)
-    if plain == 'tel': return 'val_loss'
-    if not _EVAL.search(plain): return _CANONICAL.get(plain, plain)
-    inner = re.sub(r'^(epoch_)?(val|valid|validation|eval|test|dev)_', '', plain)
-    inner = re.sub(r'_(val|valid|validation|eval|test)(?=_|$)', '', inner)
-    return 'val_' + _CANONICAL.get(inner, inner)
+    if plain == "tel":
+        return "val_loss"
+    if not _EVAL.search(plain):
+        return _CANONICAL.get(plain, plain)
+    inner = re.sub(r"^(epoch_)?(val|valid|validation|eval|test|dev)_", "", plain)
+    inner = re.sub(r"_(val|valid|validation|eval|test)(?=_|$)", "", inner)
+    return "val_" + _CANONICAL.get(inner, inner)

@@ -15,23 +15,30 @@ class MissingExtra(ImportError):
 
 # %% ../../nbs/api/names/00_errors.ipynb #04b8cc95
 def bad_input(
-    argument: str, # name of the argument, or of the thing that was read
-    got: object, # the value that was given; shown by `repr`, cut at 200 characters
-    allowed: str, # what would have been accepted, in words or as a range
-    fix: str = '', # what to do about it; '' where there is nothing to add
-) -> InputError: # the error, to be raised by the caller
+    argument: str,  # name of the argument, or of the thing that was read
+    got: object,  # the value that was given; shown by `repr`, cut at 200 characters
+    allowed: str,  # what would have been accepted, in words or as a range
+    fix: str = "",  # what to do about it; '' where there is nothing to add
+) -> InputError:  # the error, to be raised by the caller
     "An `InputError` in the one form that every message of the package has."
     shown = repr(got) if not isinstance(got, str) or len(got) < 60 else repr(got[:200])
-    return InputError(f"`{argument}`={shown[:200]} is not accepted; allowed: {allowed}" + (f"; {fix}" if fix else ''))
+    return InputError(
+        f"`{argument}`={shown[:200]} is not accepted; allowed: {allowed}" + (f"; {fix}" if fix else "")
+    )
 
 # %% ../../nbs/api/names/00_errors.ipynb #907af9c6
 def require(
-    module: str, # import name of the optional package, e.g. "transformers"
-    extra: str, # the extra of stabilitylab that installs it, e.g. "hf"
-): # the imported module
+    module: str,  # import name of the optional package, e.g. "transformers"
+    extra: str,  # the extra of stabilitylab that installs it, e.g. "hf"
+):  # the imported module
     "The optional package `module`, or a `MissingExtra` that says how to get it."
     from importlib import import_module
-    try: return import_module(module)
+
+    try:
+        return import_module(module)
     except ImportError as e:
-        if (e.name or '').split('.')[0] != module.split('.')[0]: raise
-        raise MissingExtra(f"this needs the optional package `{module}`; install it with: pip install 'stabilitylab[{extra}]'") from e
+        if (e.name or "").split(".")[0] != module.split(".")[0]:
+            raise
+        raise MissingExtra(
+            f"this needs the optional package `{module}`; install it with: pip install 'stabilitylab[{extra}]'"
+        ) from e

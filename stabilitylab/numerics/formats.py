@@ -18,86 +18,117 @@ from ..names.errors import bad_input
 @dataclass(frozen=True)
 class NumberFormat:
     "One binary floating-point format."
-    name: str          # our name, such as 'bf16'
-    exponent_bits: int # bits of the exponent
-    mantissa_bits: int # stored bits of the mantissa, without the leading one
-    max: float         # largest finite value
-    has_inf: bool = True # False: what is too large becomes NaN
+
+    name: str  # our name, such as 'bf16'
+    exponent_bits: int  # bits of the exponent
+    mantissa_bits: int  # stored bits of the mantissa, without the leading one
+    max: float  # largest finite value
+    has_inf: bool = True  # False: what is too large becomes NaN
 
     @property
-    def min_exponent(self) -> int: # exponent of the smallest normal number
+    def min_exponent(self) -> int:  # exponent of the smallest normal number
         "Exponent of the smallest normal number."
-        return 2 - 2**(self.exponent_bits-1)
-    @property
-    def min_normal(self) -> float: # smallest positive normal number
-        "Smallest positive number that has the full precision."
-        return 2.**self.min_exponent
-    @property
-    def min_subnormal(self) -> float: # smallest positive number
-        "Smallest positive number."
-        return 2.**(self.min_exponent-self.mantissa_bits)
-    @property
-    def eps(self) -> float: # spacing at 1
-        "Distance from 1 to the next larger number."
-        return 2.**-self.mantissa_bits
+        return 2 - 2 ** (self.exponent_bits - 1)
 
-FORMATS = {f.name: f for f in [
-    NumberFormat('bf16', 8, 7, (2 - 2**-7)*2.**127), NumberFormat('fp16', 5, 10, 65504.), NumberFormat('tf32', 8, 10, (2 - 2**-10)*2.**127),
-    NumberFormat('fp8_e4m3', 4, 3, 448., has_inf=False), NumberFormat('fp8_e5m2', 5, 2, 57344.)]}
+    @property
+    def min_normal(self) -> float:  # smallest positive normal number
+        "Smallest positive number that has the full precision."
+        return 2.0**self.min_exponent
+
+    @property
+    def min_subnormal(self) -> float:  # smallest positive number
+        "Smallest positive number."
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:  # spacing at 1
+        "Distance from 1 to the next larger number."
+        return 2.0**-self.mantissa_bits
+
+
+FORMATS = {
+    f.name: f
+    for f in [
+        NumberFormat("bf16", 8, 7, (2 - 2**-7) * 2.0**127),
+        NumberFormat("fp16", 5, 10, 65504.0),
+        NumberFormat("tf32", 8, 10, (2 - 2**-10) * 2.0**127),
+        NumberFormat("fp8_e4m3", 4, 3, 448.0, has_inf=False),
+        NumberFormat("fp8_e5m2", 5, 2, 57344.0),
+    ]
+}
+
 
 def number_format(
-    name: str | NumberFormat, # 'bf16', 'fp16', 'tf32', 'fp8_e4m3', 'fp8_e5m2', or a format itself
-) -> NumberFormat: # the format
+    name: str | NumberFormat,  # 'bf16', 'fp16', 'tf32', 'fp8_e4m3', 'fp8_e5m2', or a format itself
+) -> NumberFormat:  # the format
     "The format called `name`."
-    if isinstance(name, NumberFormat): return name
-    if name not in FORMATS: raise bad_input('name', name, ', '.join(FORMATS), 'use one of these names')
+    if isinstance(name, NumberFormat):
+        return name
+    if name not in FORMATS:
+        raise bad_input("name", name, ", ".join(FORMATS), "use one of these names")
     return FORMATS[name]
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #007a1309
 def _is_tensor(x):
     "Whether `x` is a torch tensor; does not import torch."
-    torch = sys.modules.get('torch')
+    torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
 
 def _library(x):
     "The module whose functions act on `x`: torch or numpy."
-    return sys.modules['torch'] if _is_tensor(x) else np
+    return sys.modules["torch"] if _is_tensor(x) else np
+
 
 def _as_float(x):
     "`x` as a float32 or float64 array or tensor; narrower types are widened, which is exact."
-    if not _is_tensor(x): x = np.asarray(x)
+    if not _is_tensor(x):
+        x = np.asarray(x)
     lib = _library(x)
-    return x if x.dtype in (lib.float32, lib.float64) else x.to(lib.float32) if _is_tensor(x) else x.astype(np.float64 if x.dtype.kind in 'iu' else np.float32)
+    return (
+        x
+        if x.dtype in (lib.float32, lib.float64)
+        else x.to(lib.float32)
+        if _is_tensor(x)
+        else x.astype(np.float64 if x.dtype.kind in "iu" else np.float32)
+    )
+
 
 def spacing(
-    x, # array or tensor of any shape
-    fmt: str | NumberFormat, # the format
-): # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range of the format
+    x,  # array or tensor of any shape
+    fmt: str | NumberFormat,  # the format
+):  # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range of the format
     "Distance between neighbouring numbers of `fmt` in the binade of each value of `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
-    return lib.where(abs(x) <= fmt.max, _unit(x, fmt), float('nan'))
+    return lib.where(abs(x) <= fmt.max, _unit(x, fmt), float("nan"))
+
 
 def _unit(x, fmt):
     "Spacing at `x` (float32 or float64), with the exponent held inside the range of `fmt`."
     lib = _library(x)
     ints, mantissa, bias = (lib.int32, 23, 127) if x.dtype == lib.float32 else (lib.int64, 52, 1023)
     low, high = ((e + bias) << mantissa for e in (fmt.min_exponent, int(np.log2(fmt.max))))
-    bits = x.view(ints) & (((2*bias + 1) << mantissa))
-    return bits.clip(low, high).view(x.dtype)*fmt.eps
+    bits = x.view(ints) & ((2 * bias + 1) << mantissa)
+    return bits.clip(low, high).view(x.dtype) * fmt.eps
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #1b3c5709
-_BLOCK = 1 << 15 # elements rounded at a time, so that the passes stay in the cache
+_BLOCK = 1 << 15  # elements rounded at a time, so that the passes stay in the cache
+
 
 def _overflowed(y, fmt):
     "`y` with what is beyond the range of `fmt` replaced, the sign kept."
     lib = _library(y)
-    return lib.where(abs(y) > fmt.max, lib.copysign(lib.full_like(y, np.inf if fmt.has_inf else np.nan), y), y)
+    return lib.where(
+        abs(y) > fmt.max, lib.copysign(lib.full_like(y, np.inf if fmt.has_inf else np.nan), y), y
+    )
+
 
 def _rounded(x, fmt):
     "Nearest numbers of `fmt` for float32 or float64 `x`, by whole multiples of the spacing."
     lib, unit = _library(x), _unit(x, fmt)
-    return _overflowed((lib.round if lib is not np else np.rint)(x/unit)*unit, fmt)
+    return _overflowed((lib.round if lib is not np else np.rint)(x / unit) * unit, fmt)
+
 
 def _rounded_bits(x, fmt):
     "Nearest numbers of a format with float32's exponent for float32 `x`: the mantissa bits are rounded as integers."
@@ -105,11 +136,12 @@ def _rounded_bits(x, fmt):
     bits = x.view(lib.int32)
     y = bits >> drop
     y &= 1
-    y += (1 << (drop-1)) - 1
+    y += (1 << (drop - 1)) - 1
     y += bits
     y &= -(1 << drop)
     y, bad = y.view(lib.float32), x != x
     return lib.where(bad, x, y) if bad.any() else y
+
 
 def _rounded_sum(x, fmt):
     "Nearest numbers of `fmt` for a float32 array: adding and taking off a number whose spacing is the wanted one rounds."
@@ -124,43 +156,53 @@ def _rounded_sum(x, fmt):
     np.copysign(y, x, out=y)
     return y if y.max() <= fmt.max and y.min() >= -fmt.max else _overflowed(y, fmt)
 
+
 def _quantise_block(x, fmt):
     "Nearest numbers of `fmt` for a block of an array, by the fastest exact way."
-    if x.dtype != np.float32: return _rounded(x, fmt)
+    if x.dtype != np.float32:
+        return _rounded(x, fmt)
     return _rounded_bits(x, fmt) if fmt.exponent_bits == 8 else _rounded_sum(x, fmt)
+
 
 def _quantise_tensor(x, fmt):
     "Nearest numbers of `fmt` for a tensor: torch's cast where it follows the same rule, else our own passes."
     lib = _library(x)
-    cast = {'bf16': lib.bfloat16, 'fp16': lib.float16, 'fp8_e5m2': lib.float8_e5m2}.get(fmt.name)
-    if x.dtype != lib.float32: return _rounded(x, fmt)
-    if cast is not None: return x.to(cast).to(x.dtype)
-    if x.device.type == 'cpu': return lib.from_numpy(quantise(x.numpy(), fmt))
+    cast = {"bf16": lib.bfloat16, "fp16": lib.float16, "fp8_e5m2": lib.float8_e5m2}.get(fmt.name)
+    if x.dtype != lib.float32:
+        return _rounded(x, fmt)
+    if cast is not None:
+        return x.to(cast).to(x.dtype)
+    if x.device.type == "cpu":
+        return lib.from_numpy(quantise(x.numpy(), fmt))
     return _rounded_bits(x, fmt) if fmt.exponent_bits == 8 else _rounded(x, fmt)
 
+
 def quantise(
-    x, # array or tensor of any shape
-    fmt: str | NumberFormat, # the format
-): # same shape as `x`, float32 (float64 for float64 and integers); every value is a number of `fmt`
+    x,  # array or tensor of any shape
+    fmt: str | NumberFormat,  # the format
+):  # same shape as `x`, float32 (float64 for float64 and integers); every value is a number of `fmt`
     "Each value of `x` rounded to the nearest number of `fmt`, ties to even."
     x, fmt = _as_float(x), number_format(fmt)
-    if _is_tensor(x): return _quantise_tensor(x.detach(), fmt)
+    if _is_tensor(x):
+        return _quantise_tensor(x.detach(), fmt)
     flat, out = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype)
-    with np.errstate(over='ignore', invalid='ignore', under='ignore'):
-        for i in range(0, len(flat), _BLOCK): out[i:i+_BLOCK] = _quantise_block(flat[i:i+_BLOCK], fmt)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for i in range(0, len(flat), _BLOCK):
+            out[i : i + _BLOCK] = _quantise_block(flat[i : i + _BLOCK], fmt)
     return out.reshape(x.shape)
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #99ceeb63
 def ulp_distance(
-    a, # array or tensor; rounded to `fmt` first
-    b, # same shape as `a`
-    fmt: str | NumberFormat, # the format
-): # int64, same shape: how many steps of `fmt` lie between `a` and `b`, >= 0; -1 where either is not finite after rounding
+    a,  # array or tensor; rounded to `fmt` first
+    b,  # same shape as `a`
+    fmt: str | NumberFormat,  # the format
+):  # int64, same shape: how many steps of `fmt` lie between `a` and `b`, >= 0; -1 where either is not finite after rounding
     "Number of steps from `a` to `b` on the grid of `fmt`."
     fmt = number_format(fmt)
     place = [_place(quantise(v, fmt), fmt) for v in (a, b)]
-    known = (place[0] >= -2**61) & (place[1] >= -2**61)
-    return _library(known).where(known, abs(place[0]-place[1]), -1)
+    known = (place[0] >= -(2**61)) & (place[1] >= -(2**61))
+    return _library(known).where(known, abs(place[0] - place[1]), -1)
+
 
 def _place(y, fmt):
     "Index of each number of `fmt` counted from zero; -2**62 where not finite."
@@ -169,9 +211,9 @@ def _place(y, fmt):
     low, high = fmt.min_exponent + 1023, int(np.log2(fmt.max)) + 1023
     binade = ((y.view(lib.int64) >> 52) & 2047).clip(low, high) - low
     good = abs(y) <= fmt.max
-    steps = abs(lib.where(good, y, 0.))/_unit(y, fmt)
-    index = (steps.to(lib.int64) if _is_tensor(y) else steps.astype(np.int64)) + binade*2**fmt.mantissa_bits
-    return lib.where(good, lib.where(y < 0, -index, index), -2**62)
+    steps = abs(lib.where(good, y, 0.0)) / _unit(y, fmt)
+    index = (steps.to(lib.int64) if _is_tensor(y) else steps.astype(np.int64)) + binade * 2**fmt.mantissa_bits
+    return lib.where(good, lib.where(y < 0, -index, index), -(2**62))
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #9d6de078
 def _bf16_at_random(x, rng):
@@ -183,37 +225,55 @@ def _bf16_at_random(x, rng):
     out &= np.uint32(0xFFFF0000)
     return out.view(np.float32).reshape(x.shape), (flat & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
 
+
 def stochastic_round(
-    x, # array or tensor of any shape
-    fmt: str | NumberFormat, # the format
-    rng=None, # numpy `Generator` for arrays, torch `Generator` for tensors; None: a fresh one, seeded 0, for arrays, torch's own for tensors
-): # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
+    x,  # array or tensor of any shape
+    fmt: str | NumberFormat,  # the format
+    rng=None,  # numpy `Generator` for arrays, torch `Generator` for tensors; None: a fresh one, seeded 0, for arrays, torch's own for tensors
+):  # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
     "Each value of `x` rounded up or down at random, so that the expectation is `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
-    if fmt.name == 'bf16' and x.dtype == lib.float32 and 0 not in x.shape and (not _is_tensor(x) or x.device.type == 'cpu'):
-        if not _is_tensor(x): fast, rest = _bf16_at_random(x, rng or np.random.default_rng(0))
-        else: fast, rest = _bf16_at_random(x.detach().numpy(), np.random.Generator(np.random.SFC64(int(lib.randint(2**62, (), generator=rng)))))
-        if not rest.any(): return lib.from_numpy(fast) if _is_tensor(x) else fast
-    if _is_tensor(x): x, u = x.detach(), lib.rand(x.shape, dtype=x.dtype, device=x.device, generator=rng)
-    else: u = (rng or np.random.default_rng(0)).random(x.shape, dtype=x.dtype)
-    with np.errstate(over='ignore', invalid='ignore', under='ignore'):
+    if (
+        fmt.name == "bf16"
+        and x.dtype == lib.float32
+        and 0 not in x.shape
+        and (not _is_tensor(x) or x.device.type == "cpu")
+    ):
+        if not _is_tensor(x):
+            fast, rest = _bf16_at_random(x, rng or np.random.default_rng(0))
+        else:
+            fast, rest = _bf16_at_random(
+                x.detach().numpy(),
+                np.random.Generator(np.random.SFC64(int(lib.randint(2**62, (), generator=rng)))),
+            )
+        if not rest.any():
+            return lib.from_numpy(fast) if _is_tensor(x) else fast
+    if _is_tensor(x):
+        x, u = x.detach(), lib.rand(x.shape, dtype=x.dtype, device=x.device, generator=rng)
+    else:
+        u = (rng or np.random.default_rng(0)).random(x.shape, dtype=x.dtype)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         unit = _unit(x, fmt)
-        steps = x/unit
+        steps = x / unit
         down = lib.floor(steps)
         up = u < steps - down
-        return lib.copysign(_overflowed((down + up)*unit, fmt), x)
+        return lib.copysign(_overflowed((down + up) * unit, fmt), x)
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #cfdf1813
 def exponent_histogram(
-    x, # array or tensor of any shape, taken as float32
-): # int64, shape (256,): entry `i` counts exponent `i - 127`; entry 0 holds zeros and float32's subnormals, entry 255 what is not finite
+    x,  # array or tensor of any shape, taken as float32
+):  # int64, shape (256,): entry `i` counts exponent `i - 127`; entry 0 holds zeros and float32's subnormals, entry 255 what is not finite
     "How many values of `x` lie in each binade."
     x = _as_float(x)
     lib = _library(x)
-    if _is_tensor(x) and x.device.type == 'cpu': return lib.from_numpy(exponent_histogram(x.detach().numpy()))
-    if _is_tensor(x): return lib.bincount((x.detach().float().view(lib.int32).reshape(-1) >> 23) & 255, minlength=256)
-    with np.errstate(over='ignore', under='ignore'): top = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
+    if _is_tensor(x) and x.device.type == "cpu":
+        return lib.from_numpy(exponent_histogram(x.detach().numpy()))
+    if _is_tensor(x):
+        return lib.bincount((x.detach().float().view(lib.int32).reshape(-1) >> 23) & 255, minlength=256)
+    with np.errstate(over="ignore", under="ignore"):
+        top = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
     counts = np.zeros(512, np.int64)
-    for i in range(0, len(top), _BLOCK): counts += np.bincount(top[i:i+_BLOCK] >> 23, minlength=512)
+    for i in range(0, len(top), _BLOCK):
+        counts += np.bincount(top[i : i + _BLOCK] >> 23, minlength=512)
     return counts[:256] + counts[256:]

@@ -15,69 +15,83 @@ from ..names.errors import bad_input
 from .formats import number_format, quantise, spacing
 
 # %% ../../nbs/api/numerics/01_lattice.ipynb #c3344675
-_CHANCE = 1e-9 # our convention: the grid is named when full-precision values would all hit it less often than this
+_CHANCE = (
+    1e-9  # our convention: the grid is named when full-precision values would all hit it less often than this
+)
+
 
 @dataclass(frozen=True)
 class Lattice:
     "The verdict on the grid of one series."
-    fmt: str | None      # 'bf16' or 'fp16'; None: no format's grid is shown
-    decimals: int | None # decimals with which the values were printed, 0 to 8; None: more
-    n_distinct: int      # distinct finite values
-    n_values: int        # finite values
-    spacing: float       # spacing of `fmt` at the last value; NaN without a format
-    chance: float        # upper bound of the chance that full-precision values hit the grid this way, in [0, 1]
-    below_spacing: float # share of steps between successive values in which nothing moved, in [0, 1]; NaN below 2 values
+
+    fmt: str | None  # 'bf16' or 'fp16'; None: no format's grid is shown
+    decimals: int | None  # decimals with which the values were printed, 0 to 8; None: more
+    n_distinct: int  # distinct finite values
+    n_values: int  # finite values
+    spacing: float  # spacing of `fmt` at the last value; NaN without a format
+    chance: float  # upper bound of the chance that full-precision values hit the grid this way, in [0, 1]
+    below_spacing: float  # share of steps between successive values in which nothing moved, in [0, 1]; NaN below 2 values
+
 
 def _decimals(x):
     "Fewest decimals, 0 to 8, that hold every value; None where 8 do not."
     return next((d for d in range(9) if np.allclose(np.round(x, d), x, rtol=1e-12, atol=1e-12)), None)
 
+
 def _grid_chance(x, fmt, decimals):
     "Chance that distinct values `x` all lie on the grid of `fmt` as printed; 1 where one does not."
     near = quantise(x, fmt)
-    tick = 0. if decimals is None else 10.**-decimals
-    if (abs(x - near) > tick*0.501 + 1e-12*abs(x)).any(): return 1.
-    width = np.maximum(tick*1.002, abs(x)*2.**-23) # float32 itself has a grid
-    return float(np.exp(np.log(np.minimum(width/spacing(x, fmt), 1.)).sum()))
+    tick = 0.0 if decimals is None else 10.0**-decimals
+    if (abs(x - near) > tick * 0.501 + 1e-12 * abs(x)).any():
+        return 1.0
+    width = np.maximum(tick * 1.002, abs(x) * 2.0**-23)  # float32 itself has a grid
+    return float(np.exp(np.log(np.minimum(width / spacing(x, fmt), 1.0)).sum()))
+
 
 def lattice(
-    values: np.ndarray, # (n,) a series as it was logged; non-finite values are left out
-) -> Lattice: # the grid, with its evidence
+    values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
+) -> Lattice:  # the grid, with its evidence
     "Which format's grid a series lies on, if any."
     x = np.asarray(values, np.float64)
-    if x.ndim != 1: raise bad_input('values', f'shape {x.shape}', 'one 1-D series')
+    if x.ndim != 1:
+        raise bad_input("values", f"shape {x.shape}", "one 1-D series")
     x = x[np.isfinite(x)]
     distinct, decimals = np.unique(abs(x[x != 0])), _decimals(x)
-    chance = {f: _grid_chance(distinct, f, decimals) for f in ('bf16', 'fp16')}
-    counts = decimals == 0 # token counts and loss scales lie on such grids without having been rounded
-    fmt = None if counts else next((f for f in ('bf16', 'fp16') if chance[f] < _CHANCE), None)
-    still = float((np.diff(x) == 0).mean()) if len(x) > 1 else float('nan')
-    tick = float(spacing(x[-1:], fmt)[0]) if fmt else float('nan')
-    return Lattice(fmt, decimals, len(np.unique(x)), len(x), tick, chance[fmt] if fmt else min(chance.values()), still)
+    chance = {f: _grid_chance(distinct, f, decimals) for f in ("bf16", "fp16")}
+    counts = decimals == 0  # token counts and loss scales lie on such grids without having been rounded
+    fmt = None if counts else next((f for f in ("bf16", "fp16") if chance[f] < _CHANCE), None)
+    still = float((np.diff(x) == 0).mean()) if len(x) > 1 else float("nan")
+    tick = float(spacing(x[-1:], fmt)[0]) if fmt else float("nan")
+    return Lattice(
+        fmt, decimals, len(np.unique(x)), len(x), tick, chance[fmt] if fmt else min(chance.values()), still
+    )
 
 # %% ../../nbs/api/numerics/01_lattice.ipynb #86751717
 class Debiased(NamedTuple):
     "The expected loss in windows of a rounded series."
-    start: np.ndarray # (window,) index of the first record of each window
+
+    start: np.ndarray  # (window,) index of the first record of each window
     mean: np.ndarray  # (window,) expected value, in the units of the series
-    sd: np.ndarray    # (window,) standard error of the mean, rounding included; NaN for a window of 1
+    sd: np.ndarray  # (window,) standard error of the mean, rounding included; NaN for a window of 1
     bias: np.ndarray  # (window,) bound of what rounding may still shift the mean by, >= 0
 
+
 def debias(
-    values: np.ndarray, # (n,) a series as it was logged; non-finite values are left out
-    window: int, # records a window, >= 1; a shorter rest at the end is left out
-    fmt: str | None = None, # format of its grid; None: what `lattice` finds
-) -> Debiased: # mean, standard error and bound of the bias, a window each
+    values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
+    window: int,  # records a window, >= 1; a shorter rest at the end is left out
+    fmt: str | None = None,  # format of its grid; None: what `lattice` finds
+) -> Debiased:  # mean, standard error and bound of the bias, a window each
     "The expected value of a rounded series, with its uncertainty."
     x = np.asarray(values, np.float64)
-    if x.ndim != 1 or window < 1: raise bad_input('window', window, 'at least 1, for a 1-D series')
+    if x.ndim != 1 or window < 1:
+        raise bad_input("window", window, "at least 1, for a 1-D series")
     index = np.flatnonzero(np.isfinite(x))
-    index = index[:len(index)//window*window].reshape(-1, window)
+    index = index[: len(index) // window * window].reshape(-1, window)
     fmt = fmt or lattice(x).fmt
     w = x[index]
-    unit = spacing(w, fmt).max(1, initial=0.) if fmt else np.zeros(len(w))
+    unit = spacing(w, fmt).max(1, initial=0.0) if fmt else np.zeros(len(w))
     variance = w.var(1, ddof=1) if window > 1 else np.full(len(w), np.nan)
-    true = np.maximum(np.nan_to_num(variance) - unit**2/12, 0)
-    tick = np.where(unit > 0, unit, 1.) # without a grid there is nothing to shift by
-    bound = np.where(true > 0, unit/np.pi*np.exp(-2*np.pi**2*true/tick**2), unit/2)
-    return Debiased(index[:, 0], w.mean(1), np.sqrt(variance/window), bound)
+    true = np.maximum(np.nan_to_num(variance) - unit**2 / 12, 0)
+    tick = np.where(unit > 0, unit, 1.0)  # without a grid there is nothing to shift by
+    bound = np.where(true > 0, unit / np.pi * np.exp(-2 * np.pi**2 * true / tick**2), unit / 2)
+    return Debiased(index[:, 0], w.mean(1), np.sqrt(variance / window), bound)

@@ -15,33 +15,55 @@ import tempfile
 from pathlib import Path
 
 # %% ../../nbs/api/numerics/02_native.ipynb #23a182f5
-_FLAGS = ('-O3', '-march=native', '-mprefer-vector-width=512', '-w', '-fPIC')
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-w", "-fPIC")
+
 
 def compiled(
-    source: str, # C
-    name: str, # of the file in the cache
-    flags: tuple = (), # for the compiler, beside the usual ones
-    tries: tuple = ((),), # further flags, the first that build are taken
-) -> ctypes.CDLL | None: # the loaded library; None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
+    source: str,  # C
+    name: str,  # of the file in the cache
+    flags: tuple = (),  # for the compiler, beside the usual ones
+    tries: tuple = ((),),  # further flags, the first that build are taken
+) -> (
+    ctypes.CDLL | None
+):  # the loaded library; None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "A library made of C source."
-    cc = next((c for c in ('cc', 'gcc', 'clang') if shutil.which(c)), None)
-    if cc is None or os.environ.get('STABILITYLAB_KERNEL') == '0': return None
-    cpu = Path('/proc/cpuinfo').read_text(errors='replace').split('\n\n')[0] if Path('/proc/cpuinfo').exists() else ''
-    cpu = [line for line in cpu.splitlines() if line.startswith(('model name', 'flags', 'Features'))]
+    cc = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if cc is None or os.environ.get("STABILITYLAB_KERNEL") == "0":
+        return None
+    cpu = (
+        Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
+        if Path("/proc/cpuinfo").exists()
+        else ""
+    )
+    cpu = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features"))]
     for extra in tries:
         key = hashlib.sha256(repr((source, flags, extra, cpu)).encode()).hexdigest()[:16]
-        so = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'stabilitylab'/f'{name}-{key}.so'
+        so = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "stabilitylab"
+            / f"{name}-{key}.so"
+        )
         try:
-            if not so.exists(): _build(cc, source, (*_FLAGS, *flags, *extra), so)
+            if not so.exists():
+                _build(cc, source, (*_FLAGS, *flags, *extra), so)
             return ctypes.CDLL(str(so))
-        except (OSError, subprocess.SubprocessError): continue
+        except (OSError, subprocess.SubprocessError):
+            continue
     return None
+
 
 def _build(cc, source, flags, so):
     "Compile beside its place and move it there whole; linked without libgomp, so that PyTorch's threads are used."
     so.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=so.parent) as d:
-        Path(d, 'k.c').write_text(source)
-        subprocess.run([cc, *flags, '-c', f'{d}/k.c', '-o', f'{d}/k.o'], check=True, capture_output=True, timeout=120)
-        subprocess.run([cc, '-shared', f'{d}/k.o', '-o', f'{d}/k.so', '-lm'], check=True, capture_output=True, timeout=120)
-        os.replace(f'{d}/k.so', so)
+        Path(d, "k.c").write_text(source)
+        subprocess.run(
+            [cc, *flags, "-c", f"{d}/k.c", "-o", f"{d}/k.o"], check=True, capture_output=True, timeout=120
+        )
+        subprocess.run(
+            [cc, "-shared", f"{d}/k.o", "-o", f"{d}/k.so", "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        os.replace(f"{d}/k.so", so)

@@ -13,14 +13,16 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #7f2b7a44
 def keep_extremes(
-    x: np.ndarray, # (n,) ascending
-    y: np.ndarray, # (n,) finite
-    bins: int = 1200, # parts of the x-axis, about one a pixel; >= 1
-) -> np.ndarray: # indices to draw, ascending; at most 4 a part; all of them where there are few
+    x: np.ndarray,  # (n,) ascending
+    y: np.ndarray,  # (n,) finite
+    bins: int = 1200,  # parts of the x-axis, about one a pixel; >= 1
+) -> np.ndarray:  # indices to draw, ascending; at most 4 a part; all of them where there are few
     "The points that a picture of this width can show."
-    if bins < 1: raise bad_input('bins', bins, '1 or more')
-    if len(x) <= 4*bins: return np.arange(len(x))
-    place = np.minimum(((x - x[0])*(bins/max(x[-1] - x[0], 1e-300))).astype(np.int64), bins - 1)
+    if bins < 1:
+        raise bad_input("bins", bins, "1 or more")
+    if len(x) <= 4 * bins:
+        return np.arange(len(x))
+    place = np.minimum(((x - x[0]) * (bins / max(x[-1] - x[0], 1e-300))).astype(np.int64), bins - 1)
     start = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
     size = np.diff(np.r_[start, len(x)])
     kept = [start, start + size - 1]
@@ -31,21 +33,28 @@ def keep_extremes(
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #ef458294
 def line_pieces(
-    da: xr.DataArray, # one series from `run.series`; dims `(step,)`, with coord `segment` where known
-    bins: int = 1200, # parts of the x-axis
-    gap: float = 0.02, # a stretch without finite values longer than this share of the x-axis cuts the line
-) -> list[tuple[np.ndarray, np.ndarray, bool]]: # (step, value, whether a later pass repeats these steps); repeated ones first
+    da: xr.DataArray,  # one series from `run.series`; dims `(step,)`, with coord `segment` where known
+    bins: int = 1200,  # parts of the x-axis
+    gap: float = 0.02,  # a stretch without finite values longer than this share of the x-axis cuts the line
+) -> list[
+    tuple[np.ndarray, np.ndarray, bool]
+]:  # (step, value, whether a later pass repeats these steps); repeated ones first
     "The lines that draw a series: the passes that were repeated, and the course that was kept."
     step, value = da.step.values, da.values.astype(float)
-    segment = da.segment.values if 'segment' in da.coords else np.zeros(len(step), int)
-    if not len(step) or (segment == segment[0]).all(): return [(x, y, False) for x, y in _cut(step, value, bins, max(1, gap*np.ptp(step) if len(step) else 1))]
+    segment = da.segment.values if "segment" in da.coords else np.zeros(len(step), int)
+    if not len(step) or (segment == segment[0]).all():
+        return [
+            (x, y, False) for x, y in _cut(step, value, bins, max(1, gap * np.ptp(step) if len(step) else 1))
+        ]
     width = int(step.max() - step.min())
     passes, redone = np.unique(segment), np.zeros(len(step), bool)
-    for s in passes[:-1]: redone |= (segment == s) & (step >= step[segment > s].min())
+    for s in passes[:-1]:
+        redone |= (segment == s) & (step >= step[segment > s].min())
     pieces = []
     for part, pale in [*((redone & (segment == s), True) for s in passes), (~redone, False)]:
-        pieces += [(x, y, pale) for x, y in _cut(step[part], value[part], bins, max(1, gap*width))]
+        pieces += [(x, y, pale) for x, y in _cut(step[part], value[part], bins, max(1, gap * width))]
     return pieces
+
 
 def _cut(step, value, bins, longest):
     "The finite points of one pass, thinned, cut where more than `longest` steps hold broken values only."
@@ -54,18 +63,20 @@ def _cut(step, value, bins, longest):
         broken = np.cumsum(~ok)[ok]
         step, value = step[ok], value[ok]
         cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(broken) > 0)) + 1
-    if not len(step): return
+    if not len(step):
+        return
     for x, y in zip(np.split(step, cuts), np.split(value, cuts)):
         at = keep_extremes(x, y, bins)
         yield x[at], y[at]
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #c7977c1b
 def broken_points(
-    da: xr.DataArray, # one series from `run.series`
-    positive: bool = False, # the y-axis is logarithmic: zero and negative values have no place either
-) -> dict[str, np.ndarray]: # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
+    da: xr.DataArray,  # one series from `run.series`
+    positive: bool = False,  # the y-axis is logarithmic: zero and negative values have no place either
+) -> dict[str, np.ndarray]:  # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
     "The steps at which a series has a value that no axis can show."
     v, step = da.values.astype(float), da.step.values
-    kinds = {'NaN': np.isnan(v), 'inf': v == np.inf, '-inf': v == -np.inf}
-    if positive: kinds['≤ 0'] = np.isfinite(v) & (v <= 0)
+    kinds = {"NaN": np.isnan(v), "inf": v == np.inf, "-inf": v == -np.inf}
+    if positive:
+        kinds["≤ 0"] = np.isfinite(v) & (v <= 0)
     return {k: step[at] for k, at in kinds.items() if at.any()}

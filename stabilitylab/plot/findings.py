@@ -17,82 +17,165 @@ from .theme import colour, label
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/plot/03_findings.ipynb #ae24b62d
-PLAIN = ('restart', 'not_learning', 'quantized_loss', 'environment_change', 'leak_suspected') # kinds of the whole run or of one moment: no band
+PLAIN = (
+    "restart",
+    "not_learning",
+    "quantized_loss",
+    "environment_change",
+    "leak_suspected",
+)  # kinds of the whole run or of one moment: no band
+
 
 def mark_findings(
-    findings: Findings, # of one run
-    ax: Axes, # with the x-axis in steps, its range already set
-    flags: bool = True, # numbers above the axes
-    least: float = 0.022, # smallest distance of two numbers, as a share of the width
-) -> Axes: # the axes
+    findings: Findings,  # of one run
+    ax: Axes,  # with the x-axis in steps, its range already set
+    flags: bool = True,  # numbers above the axes
+    least: float = 0.022,  # smallest distance of two numbers, as a share of the width
+) -> Axes:  # the axes
     "Findings as bands and numbered flags, in the colour of their severity."
     lo, hi = ax.set_xlim(ax.get_xlim())
     taken, bands = [], set()
     for number, f in enumerate(findings, 1):
-        if f.onset is None or not lo <= f.onset <= hi: continue
-        c, wide = colour(f.severity, ax), (min(f.end, hi) - f.onset)/(hi - lo)
+        if f.onset is None or not lo <= f.onset <= hi:
+            continue
+        c, wide = colour(f.severity, ax), (min(f.end, hi) - f.onset) / (hi - lo)
         if 0.004 < wide < 0.75 and f.kind not in PLAIN and (f.onset, f.end) not in bands and len(bands) < 40:
-            ax.axvspan(f.onset, min(f.end, hi), color=c, alpha=0.1, linewidth=0, zorder=0); bands.add((f.onset, f.end))
-        if f.kind != 'restart': ax.axvline(f.onset, color=c, linewidth=0.9, alpha=0.8, zorder=1)
-        if flags: _flag(ax, number, f.onset, c, (f.onset - lo)/(hi - lo), taken, least)
+            ax.axvspan(f.onset, min(f.end, hi), color=c, alpha=0.1, linewidth=0, zorder=0)
+            bands.add((f.onset, f.end))
+        if f.kind != "restart":
+            ax.axvline(f.onset, color=c, linewidth=0.9, alpha=0.8, zorder=1)
+        if flags:
+            _flag(ax, number, f.onset, c, (f.onset - lo) / (hi - lo), taken, least)
     return ax
+
 
 def _flag(ax, number, step, c, at, taken, least):
     "A numbered flag above the axes, or a small triangle where another number stands too close."
     free = all(abs(at - t) >= least for t in taken)
-    ax.plot([step], [1], 's' if free else 'v', color=c, markersize=1 if free else 3, clip_on=False, transform=ax.get_xaxis_transform(), zorder=6, label='_flag')
-    if not free: return
+    ax.plot(
+        [step],
+        [1],
+        "s" if free else "v",
+        color=c,
+        markersize=1 if free else 3,
+        clip_on=False,
+        transform=ax.get_xaxis_transform(),
+        zorder=6,
+        label="_flag",
+    )
+    if not free:
+        return
     taken.append(at)
-    ax.annotate(str(number), (step, 1), xycoords=ax.get_xaxis_transform(), xytext=(0, 5), textcoords='offset points', ha='center', va='bottom', fontsize=7.5, fontweight='bold', color=colour('ground', ax),
-        bbox={'boxstyle': 'round,pad=0.25', 'facecolor': c, 'edgecolor': 'none'}, annotation_clip=False, zorder=7)
+    ax.annotate(
+        str(number),
+        (step, 1),
+        xycoords=ax.get_xaxis_transform(),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7.5,
+        fontweight="bold",
+        color=colour("ground", ax),
+        bbox={"boxstyle": "round,pad=0.25", "facecolor": c, "edgecolor": "none"},
+        annotation_clip=False,
+        zorder=7,
+    )
 
 # %% ../../nbs/api/plot/03_findings.ipynb #1ff53660
-PANELS = ('grad_norm', 'lr', 'loss_scale', 'z_loss', 'aux_loss', 'update_norm', 'accuracy', 'perplexity', 'throughput') # series drawn below the loss, in this order
+PANELS = (
+    "grad_norm",
+    "lr",
+    "loss_scale",
+    "z_loss",
+    "aux_loss",
+    "update_norm",
+    "accuracy",
+    "perplexity",
+    "throughput",
+)  # series drawn below the loss, in this order
+
 
 def panels_of(
-    run: xr.DataTree, # a record
-    findings: Findings | None = None, # series that findings name come in too
-    most: int = 3, # panels below the loss
-) -> list[str]: # names of series, the loss first
+    run: xr.DataTree,  # a record
+    findings: Findings | None = None,  # series that findings name come in too
+    most: int = 3,  # panels below the loss
+) -> list[str]:  # names of series, the loss first
     "The series that a figure of this run shows."
-    names = series_names(run['scalars'].to_dataset())
+    names = series_names(run["scalars"].to_dataset())
     loss = loss_name(run) or next(iter(names), None)
-    named = [f.series for f in findings or [] if f.series in names and f.severity != 'info']
-    wanted = [n for n in dict.fromkeys([*[p for p in PANELS[:2] if p in names], *named, *[p for p in PANELS if p in names]]) if n not in (loss, 'val_loss')]
+    named = [f.series for f in findings or [] if f.series in names and f.severity != "info"]
+    wanted = [
+        n
+        for n in dict.fromkeys(
+            [*[p for p in PANELS[:2] if p in names], *named, *[p for p in PANELS if p in names]]
+        )
+        if n not in (loss, "val_loss")
+    ]
     return ([loss] if loss else []) + wanted[:most]
 
+
 def plot_findings(
-    run: xr.DataTree, # a record
-    findings: Findings, # what `diagnose` found in it
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what `diagnose` found in it
     *,
-    axes: list[Axes] | None = None, # one for each panel; None: a new figure
-    names: list[str] | None = None, # series to draw, the first one large; None: those of `panels_of`
-    log: bool | None = None, # logarithmic y-axis of the first; None: where it spans a factor of 20
-    width: float = 9, # of a new figure, inches
-    most: int = 3, # panels below the loss
-    bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
-) -> list[Axes]: # the loss first
+    axes: list[Axes] | None = None,  # one for each panel; None: a new figure
+    names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
+    log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
+    width: float = 9,  # of a new figure, inches
+    most: int = 3,  # panels below the loss
+    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+) -> list[Axes]:  # the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
     names = panels_of(run, findings, most) if names is None else names
-    scalars = run['scalars'].to_dataset()
-    if not names: return []
+    scalars = run["scalars"].to_dataset()
+    if not names:
+        return []
     if axes is None:
-        size = (width, 0.35*width + 1.0 + 1.15*(len(names) - 1))
-        axes = list(plt.subplots(len(names), 1, sharex=True, figsize=size, squeeze=False, height_ratios=[3] + [1]*(len(names) - 1))[1][:, 0])
-    val = series(scalars, 'val_loss') if 'val_loss' in scalars and names[0] == 'loss' else None
+        size = (width, 0.35 * width + 1.0 + 1.15 * (len(names) - 1))
+        axes = list(
+            plt.subplots(
+                len(names),
+                1,
+                sharex=True,
+                figsize=size,
+                squeeze=False,
+                height_ratios=[3] + [1] * (len(names) - 1),
+            )[1][:, 0]
+        )
+    val = series(scalars, "val_loss") if "val_loss" in scalars and names[0] == "loss" else None
     plot_loss(series(scalars, names[0]), val, ax=axes[0], log=log, bins=bins)
-    for name, ax in zip(names[1:], axes[1:]): plot_series(series(scalars, name), ax=ax, bins=bins)
-    for ax in reversed(axes): mark_findings(findings, ax, flags=ax is axes[0])
-    for i, (name, ax) in enumerate(zip(names, axes)): _head(ax, scalars[name], last=ax is axes[-1], room=20 if i == 0 else 4)
+    for name, ax in zip(names[1:], axes[1:]):
+        plot_series(series(scalars, name), ax=ax, bins=bins)
+    for ax in reversed(axes):
+        mark_findings(findings, ax, flags=ax is axes[0])
+    for i, (name, ax) in enumerate(zip(names, axes)):
+        _head(ax, scalars[name], last=ax is axes[-1], room=20 if i == 0 else 4)
     return axes
+
 
 def _head(ax, da, last, room):
     "A heading above the axes in place of a label beside them; the log's own name where it is another."
-    words, own = da.attrs.get('long_name', da.name), da.attrs.get('log_name', da.name)
-    units = da.attrs.get('units', '1')
-    ax.set_title(label(words + (f' [{units}]' if units not in ('1', '') else '') + (f'  “{own}”' if own not in (words, da.name) else ''), 70), fontsize='small', color=colour('faint', ax), pad=room, y=1)
-    ax.set_ylabel('')
-    if not last: ax.set_xlabel('')
-    if room < 10: few_ticks(ax)
-    if ax.get_legend() and len(ax.get_legend().get_texts()) < 2: ax.get_legend().remove()
-    elif ax.get_legend(): ax.legend(loc='lower right', bbox_to_anchor=(1, 1), borderaxespad=1.7, ncols=5, handlelength=1.4)
+    words, own = da.attrs.get("long_name", da.name), da.attrs.get("log_name", da.name)
+    units = da.attrs.get("units", "1")
+    ax.set_title(
+        label(
+            words
+            + (f" [{units}]" if units not in ("1", "") else "")
+            + (f"  “{own}”" if own not in (words, da.name) else ""),
+            70,
+        ),
+        fontsize="small",
+        color=colour("faint", ax),
+        pad=room,
+        y=1,
+    )
+    ax.set_ylabel("")
+    if not last:
+        ax.set_xlabel("")
+    if room < 10:
+        few_ticks(ax)
+    if ax.get_legend() and len(ax.get_legend().get_texts()) < 2:
+        ax.get_legend().remove()
+    elif ax.get_legend():
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=1.7, ncols=5, handlelength=1.4)

@@ -17,109 +17,182 @@ from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/31_layermap.ipynb #077f6155
 def largest_in_pixels(
-    values: np.ndarray, # (rows, n)
-    columns: int, # at the most
-) -> np.ndarray: # (rows, <= columns): the largest value of each stretch; NaN where it has no number, inf where one is infinite
+    values: np.ndarray,  # (rows, n)
+    columns: int,  # at the most
+) -> np.ndarray:  # (rows, <= columns): the largest value of each stretch; NaN where it has no number, inf where one is infinite
     "The extremes of a table, thinned to the columns that a picture has."
     n = values.shape[1]
-    if n <= columns: return values
+    if n <= columns:
+        return values
     return np.fmax.reduceat(values, np.linspace(0, n, columns, endpoint=False).astype(int), axis=1)
 
+
 def heat_colours(
-    values: np.ndarray, # (rows, columns) >= 0
-    dark: bool = False, # ground of values that are absent or zero
-) -> np.ndarray: # (rows, columns, 3) uint8: logarithmic viridis; red where infinite
+    values: np.ndarray,  # (rows, columns) >= 0
+    dark: bool = False,  # ground of values that are absent or zero
+) -> np.ndarray:  # (rows, columns, 3) uint8: logarithmic viridis; red where infinite
     "Values as colours, from the 2nd percentile to the largest."
     good = np.isfinite(values) & (values > 0)
     out = np.full((*values.shape, 3), 60 if dark else 225, np.uint8)
     if good.any():
         log = np.log10(values, where=good, out=np.zeros(values.shape))
         low, high = np.percentile(log[good], 2), log[good].max()
-        table = (mpl.colormaps['viridis'](np.linspace(0, 1, 256))[:, :3]*255).astype(np.uint8)
-        out[good] = table[np.clip((log[good] - low)/max(high - low, 1e-9)*255, 0, 255).astype(int)]
+        table = (mpl.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).astype(np.uint8)
+        out[good] = table[np.clip((log[good] - low) / max(high - low, 1e-9) * 255, 0, 255).astype(int)]
     out[np.isinf(values)] = (214, 39, 40)
     return out
 
+
 class LayerMap:
     "Draws heat maps of a record again and again on the same axes."
-    def __init__(self,
-        width: float = 7.5, # inches
-        dpi: int = 120, # dots an inch
-    ): self.width, self.dpi, self._kind, self._ax, self._table = width, dpi, None, None, (None, None)
+
+    def __init__(
+        self,
+        width: float = 7.5,  # inches
+        dpi: int = 120,  # dots an inch
+    ):
+        self.width, self.dpi, self._kind, self._ax, self._table = width, dpi, None, None, (None, None)
 
     def _axes(self, rows, dark):
         "Axes for that many rows, the same as before where they fit."
         if self._kind != (rows, dark):
-            height = min(6.5, max(1.8, 0.9 + 0.11*rows))
-            figure = Figure((self.width, height), dpi=self.dpi, layout='none')
-            self._ax = figure.add_axes([0.2, 0.45/height, 0.78, 1 - 0.8/height]); self._ax.grid(False)
+            height = min(6.5, max(1.8, 0.9 + 0.11 * rows))
+            figure = Figure((self.width, height), dpi=self.dpi, layout="none")
+            self._ax = figure.add_axes([0.2, 0.45 / height, 0.78, 1 - 0.8 / height])
+            self._ax.grid(False)
             self._kind = rows, dark
-        for artist in (*self._ax.images, *self._ax.lines): artist.remove()
+        for artist in (*self._ax.images, *self._ax.lines):
+            artist.remove()
         return self._ax
 
     def _rows(self, da, row):
         "Magnitudes with a row a module, kept from call to call: turning a long record over takes longer than drawing it."
-        if self._table[0] is not da.values: self._table = da.values, np.ascontiguousarray(np.abs(da.transpose(row, 'step').values))
+        if self._table[0] is not da.values:
+            self._table = da.values, np.ascontiguousarray(np.abs(da.transpose(row, "step").values))
         return self._table[1]
 
-    def __call__(self,
-        da: xr.DataArray, # a statistic, >= 0; dims (step, module) or (step, param)
-        x_range: tuple | None = None, # (first, last) step; None: all
-        dark: bool = False, # for a dark page
-        marked: int | None = None, # row that is marked
-    ) -> tuple[bytes, list[dict]]: # PNG, and where the panel lies, as `run_picture`; y counts rows from the top
+    def __call__(
+        self,
+        da: xr.DataArray,  # a statistic, >= 0; dims (step, module) or (step, param)
+        x_range: tuple | None = None,  # (first, last) step; None: all
+        dark: bool = False,  # for a dark page
+        marked: int | None = None,  # row that is marked
+    ) -> tuple[
+        bytes, list[dict]
+    ]:  # PNG, and where the panel lies, as `run_picture`; y counts rows from the top
         "The heat map as a picture."
-        row = next(d for d in da.dims if d != 'step')
+        row = next(d for d in da.dims if d != "step")
         step, values = da.step.values, self._rows(da, row)
         if x_range:
-            keep = slice(*np.searchsorted(step, [x_range[0], x_range[1] + 1])) if (np.diff(step) > 0).all() else np.flatnonzero((step >= x_range[0]) & (step <= x_range[1]))
+            keep = (
+                slice(*np.searchsorted(step, [x_range[0], x_range[1] + 1]))
+                if (np.diff(step) > 0).all()
+                else np.flatnonzero((step >= x_range[0]) & (step <= x_range[1]))
+            )
             values, step = values[:, keep], step[keep]
-        if not values.size: return b'', []
+        if not values.size:
+            return b"", []
         with theme(dark, 9):
             ax = self._axes(len(values), dark)
-            gap = int(step[-1] - step[0])/max(len(step) - 1, 1) or 1
-            shown = heat_colours(largest_in_pixels(values, int(self.width*self.dpi*.78)), dark)
-            ax.imshow(shown, aspect='auto', interpolation='nearest', extent=(step[0], step[-1] + gap, len(values), 0))
-            every = max(1, -(-len(values)//28))
-            ax.set_yticks(np.arange(0, len(values), every) + .5, [label(str(m)[-24:], 24) for m in da[row].values[::every]], fontsize=7)
-            ax.set_xlabel('step'); ax.set_title(label(f"{da.attrs.get('long_name', da.name)}", 80), fontsize='small', color=colour('faint', ax))
-            if marked is not None and 0 <= marked < len(values): ax.plot([step[0], step[-1] + gap], [marked + .5]*2, color=colour('error', ax), linewidth=.8)
+            gap = int(step[-1] - step[0]) / max(len(step) - 1, 1) or 1
+            shown = heat_colours(largest_in_pixels(values, int(self.width * self.dpi * 0.78)), dark)
+            ax.imshow(
+                shown,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(step[0], step[-1] + gap, len(values), 0),
+            )
+            every = max(1, -(-len(values) // 28))
+            ax.set_yticks(
+                np.arange(0, len(values), every) + 0.5,
+                [label(str(m)[-24:], 24) for m in da[row].values[::every]],
+                fontsize=7,
+            )
+            ax.set_xlabel("step")
+            ax.set_title(
+                label(f"{da.attrs.get('long_name', da.name)}", 80),
+                fontsize="small",
+                color=colour("faint", ax),
+            )
+            if marked is not None and 0 <= marked < len(values):
+                ax.plot(
+                    [step[0], step[-1] + gap], [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.8
+                )
             data, box = figure_png(ax.figure), ax.get_position()
-        return data, [{'left': float(box.x0), 'top': float(1 - box.y1), 'width': float(box.width), 'height': float(box.height), 'x0': float(step[0]), 'x1': float(step[-1] + gap), 'y0': float(len(values)), 'y1': 0., 'log': False}]
+        return data, [
+            {
+                "left": float(box.x0),
+                "top": float(1 - box.y1),
+                "width": float(box.width),
+                "height": float(box.height),
+                "x0": float(step[0]),
+                "x1": float(step[-1] + gap),
+                "y0": float(len(values)),
+                "y1": 0.0,
+                "log": False,
+            }
+        ]
 
 # %% ../../nbs/api/plot/31_layermap.ipynb #3de7d3c5
-_LIMITS = {'fp16': (-24, 15), 'bf16': (-133, 127), 'e4m3': (-9, 8), 'e5m2': (-16, 15)} # smallest subnormal and largest exponent
+_LIMITS = {
+    "fp16": (-24, 15),
+    "bf16": (-133, 127),
+    "e4m3": (-9, 8),
+    "e5m2": (-16, 15),
+}  # smallest subnormal and largest exponent
+
 
 def plot_exponents(
-    counts: np.ndarray, # (256,) values in each binade, entry i for exponent i - 127
+    counts: np.ndarray,  # (256,) values in each binade, entry i for exponent i - 127
     *,
-    ax: Axes, # where to draw
-) -> Axes: # the axes
+    ax: Axes,  # where to draw
+) -> Axes:  # the axes
     "In which binades the values of a tensor lie, with the ranges of the formats."
     counts = np.asarray(counts, float)
     at = np.flatnonzero(counts[1:255]) + 1
     low, high = (at[0] - 127, at[-1] - 127) if len(at) else (-1, 1)
-    ax.bar(np.arange(1, 255) - 127, counts[1:255]/max(counts.sum(), 1), width=1, color=colour('loss', ax))
+    ax.bar(np.arange(1, 255) - 127, counts[1:255] / max(counts.sum(), 1), width=1, color=colour("loss", ax))
     for name, (a, b) in _LIMITS.items():
         for e in (a, b):
-            if low - 8 <= e <= high + 8: ax.axvline(e + (.5 if e == b else -.5), color=colour('warning', ax), linewidth=.9); ax.text(e, 1, f'{name} ', rotation=90, va='top', ha='right', fontsize=6.5, color=colour('warning', ax), transform=ax.get_xaxis_transform())
-    ax.set_xlim(low - 8, high + 8); ax.set_xlabel('exponent of 2'); ax.set_ylabel('share of values')
+            if low - 8 <= e <= high + 8:
+                ax.axvline(e + (0.5 if e == b else -0.5), color=colour("warning", ax), linewidth=0.9)
+                ax.text(
+                    e,
+                    1,
+                    f"{name} ",
+                    rotation=90,
+                    va="top",
+                    ha="right",
+                    fontsize=6.5,
+                    color=colour("warning", ax),
+                    transform=ax.get_xaxis_transform(),
+                )
+    ax.set_xlim(low - 8, high + 8)
+    ax.set_xlabel("exponent of 2")
+    ax.set_ylabel("share of values")
     return ax
 
+
 def module_picture(
-    history: xr.DataArray, # dims (step,): the statistic of one module
-    exponents: np.ndarray | None = None, # (256,), or None where none were recorded
-    at: float | None = None, # step that is marked
-    dark: bool = False, # for a dark page
-) -> bytes: # PNG
+    history: xr.DataArray,  # dims (step,): the statistic of one module
+    exponents: np.ndarray | None = None,  # (256,), or None where none were recorded
+    at: float | None = None,  # step that is marked
+    dark: bool = False,  # for a dark page
+) -> bytes:  # PNG
     "The history of a module beside the exponents of its values."
     with theme(dark, 8):
-        figure = Figure((9, 2.1), dpi=110, layout='constrained')
+        figure = Figure((9, 2.1), dpi=110, layout="constrained")
         axes = figure.subplots(1, 2 if exponents is not None else 1, squeeze=False)[0]
         v = np.where(np.isfinite(history.values) & (history.values > 0), history.values, np.nan)
-        axes[0].plot(history.step.values, v, color=colour('grad_norm', axes[0]))
-        if np.isfinite(v).any() and np.nanmax(v) > 20*np.nanmin(v): axes[0].set_yscale('log')
-        if at is not None: axes[0].axvline(at, color=colour('error', axes[0]), linewidth=.9)
-        axes[0].set_xlabel('step'); axes[0].set_title(label(f"{history.name} of {history.attrs.get('module', '')}", 70), fontsize='medium')
-        if exponents is not None: plot_exponents(exponents, ax=axes[1])
+        axes[0].plot(history.step.values, v, color=colour("grad_norm", axes[0]))
+        if np.isfinite(v).any() and np.nanmax(v) > 20 * np.nanmin(v):
+            axes[0].set_yscale("log")
+        if at is not None:
+            axes[0].axvline(at, color=colour("error", axes[0]), linewidth=0.9)
+        axes[0].set_xlabel("step")
+        axes[0].set_title(
+            label(f"{history.name} of {history.attrs.get('module', '')}", 70), fontsize="medium"
+        )
+        if exponents is not None:
+            plot_exponents(exponents, ax=axes[1])
         return figure_png(figure)

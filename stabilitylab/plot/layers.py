@@ -14,26 +14,44 @@ from matplotlib.colors import LogNorm
 
 # %% ../../nbs/api/plot/20_layers.ipynb #91e5c287
 def plot_layers(
-    da: xr.DataArray, # any statistic; dims `(step, module)` or `(step, param)`, >= 0
+    da: xr.DataArray,  # any statistic; dims `(step, module)` or `(step, param)`, >= 0
     *,
-    ax: Axes | None = None, # axes to draw on; None: the current ones
-    cmap: str = 'viridis', # colour map
-) -> Axes: # with one row a module and a colour bar
+    ax: Axes | None = None,  # axes to draw on; None: the current ones
+    cmap: str = "viridis",  # colour map
+) -> Axes:  # with one row a module and a colour bar
     "A heat map of a statistic, modules over steps."
     ax = ax or plt.gca()
-    row = next(d for d in da.dims if d != 'step')
-    z = da.transpose(row, 'step').values.astype(float)
+    row = next(d for d in da.dims if d != "step")
+    z = da.transpose(row, "step").values.astype(float)
     shown = np.where(np.isfinite(z) & (z > 0), z, np.nan)
     hidden = int(np.isnan(shown).sum())
-    ax.set_facecolor('0.8')
-    norm = LogNorm(np.nanmin(shown), np.nanmax(shown) if np.nanmax(shown) > np.nanmin(shown) else 10*np.nanmin(shown)) if hidden < shown.size else None
-    mesh = ax.pcolormesh(np.arange(z.shape[1] + 1), np.arange(z.shape[0] + 1), np.ma.masked_invalid(shown), norm=norm, cmap=cmap)
-    every = max(1, -(-z.shape[0]//12))
-    ax.set_yticks(np.arange(0, z.shape[0], every) + .5, [str(m) for m in da[row].values[::every]], fontsize=7)
+    ax.set_facecolor("0.8")
+    norm = (
+        LogNorm(
+            np.nanmin(shown),
+            np.nanmax(shown) if np.nanmax(shown) > np.nanmin(shown) else 10 * np.nanmin(shown),
+        )
+        if hidden < shown.size
+        else None
+    )
+    mesh = ax.pcolormesh(
+        np.arange(z.shape[1] + 1),
+        np.arange(z.shape[0] + 1),
+        np.ma.masked_invalid(shown),
+        norm=norm,
+        cmap=cmap,
+    )
+    every = max(1, -(-z.shape[0] // 12))
+    ax.set_yticks(
+        np.arange(0, z.shape[0], every) + 0.5, [str(m) for m in da[row].values[::every]], fontsize=7
+    )
     at = np.unique(np.linspace(0, z.shape[1] - 1, min(6, z.shape[1])).astype(int))
-    ax.set_xticks(at + .5, [str(s) for s in da.step.values[at]])
+    ax.set_xticks(at + 0.5, [str(s) for s in da.step.values[at]])
     ax.invert_yaxis()
-    ax.set_xlabel('step')
-    ax.set_title(f'{hidden} values not finite, zero or absent (grey)' if hidden else '', fontsize=8)
-    if hidden < shown.size: ax.figure.colorbar(mesh, ax=ax, label=f"{da.attrs.get('long_name', da.name)} [{da.attrs.get('units', '1')}]")
+    ax.set_xlabel("step")
+    ax.set_title(f"{hidden} values not finite, zero or absent (grey)" if hidden else "", fontsize=8)
+    if hidden < shown.size:
+        ax.figure.colorbar(
+            mesh, ax=ax, label=f"{da.attrs.get('long_name', da.name)} [{da.attrs.get('units', '1')}]"
+        )
     return ax

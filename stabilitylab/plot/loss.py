@@ -17,105 +17,173 @@ from .theme import colour, label
 
 # %% ../../nbs/api/plot/02_loss.ipynb #2fdb4153
 def wants_log(
-    da: xr.DataArray, # one series
-    ratio: float = 20, # largest over smallest value from which on a logarithmic axis reads better; our convention
-) -> bool: # False where any finite value is zero or negative, and for the learning rate, whose shape is known in linear form
+    da: xr.DataArray,  # one series
+    ratio: float = 20,  # largest over smallest value from which on a logarithmic axis reads better; our convention
+) -> bool:  # False where any finite value is zero or negative, and for the learning rate, whose shape is known in linear form
     "Whether a series spans so much that a logarithmic axis shows it better."
     v = da.values[np.isfinite(da.values)]
-    return bool(len(v) and v.min() > 0 and v.max()/v.min() >= ratio and da.name != 'lr')
+    return bool(len(v) and v.min() > 0 and v.max() / v.min() >= ratio and da.name != "lr")
+
 
 def short_number(
-    value: float, # any number
-    kilo: float = 1e4, # from here on thousands are written with a k
-) -> str: # at most about six letters: 1,500; 12k; 3.4M; 2.5e-5
+    value: float,  # any number
+    kilo: float = 1e4,  # from here on thousands are written with a k
+) -> str:  # at most about six letters: 1,500; 12k; 3.4M; 2.5e-5
     "A number as an axis writes it."
     size = abs(value)
-    if size >= 1e15 or 0 < size < 1e-3: return f'{value:.3g}'.replace('e-0', 'e-').replace('e+', 'e').replace('e0', 'e')
-    for unit, letter in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (kilo, 'k')):
-        if size >= unit: return f'{value/(1e3 if letter == "k" else unit):.4g}{letter}'
-    return f'{value:,.4g}' if size < 1000 else f'{value:,.0f}'
+    if size >= 1e15 or 0 < size < 1e-3:
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e").replace("e0", "e")
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (kilo, "k")):
+        if size >= unit:
+            return f"{value / (1e3 if letter == 'k' else unit):.4g}{letter}"
+    return f"{value:,.4g}" if size < 1000 else f"{value:,.0f}"
+
 
 def set_axes(
-    ax: Axes, # where the series is drawn
-    da: xr.DataArray, # the series
-    log: bool, # logarithmic y-axis
+    ax: Axes,  # where the series is drawn
+    da: xr.DataArray,  # the series
+    log: bool,  # logarithmic y-axis
 ) -> None:
     "Labels with units, and tick labels that are plain numbers."
-    units = da.attrs.get('units', '1')
-    name = label(da.attrs.get('long_name', da.name), 34)
-    ax.set_ylabel(name if units in ('1', '') else f'{name} [{units}]')
-    ax.set_xlabel('step')
+    units = da.attrs.get("units", "1")
+    name = label(da.attrs.get("long_name", da.name), 34)
+    ax.set_ylabel(name if units in ("1", "") else f"{name} [{units}]")
+    ax.set_xlabel("step")
     if log:
-        ax.set_yscale('log')
+        ax.set_yscale("log")
         lo, hi = ax.get_ylim()
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if hi/lo < 2e3 else (1,), numticks=8))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if hi / lo < 2e3 else (1,), numticks=8))
         ax.yaxis.set_minor_locator(NullLocator())
     if not np.isfinite(da.values).any():
         ax.set_yticks([])
-        if not ax.texts: ax.text(0.5, 0.5, 'no finite value' if da.size else 'no value', transform=ax.transAxes, ha='center', va='center', color=colour('faint', ax))
-    for axis in (ax.xaxis, ax.yaxis): axis.set_major_formatter(FuncFormatter(lambda v, _, axis=axis: short_number(v, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)))
+        if not ax.texts:
+            ax.text(
+                0.5,
+                0.5,
+                "no finite value" if da.size else "no value",
+                transform=ax.transAxes,
+                ha="center",
+                va="center",
+                color=colour("faint", ax),
+            )
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(
+            FuncFormatter(
+                lambda v, _, axis=axis: short_number(v, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)
+            )
+        )
+
 
 def few_ticks(
-    ax: Axes, # low axes with a series on them
+    ax: Axes,  # low axes with a series on them
 ) -> None:
     "At most four labels on the y-axis, for a panel that is low."
-    if not len(ax.get_yticks()): return
-    if ax.get_yscale() == 'log': ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if np.divide(*ax.get_ylim()[::-1]) < 30 else (1,), numticks=4))
-    else: ax.yaxis.set_major_locator(MaxNLocator(3))
+    if not len(ax.get_yticks()):
+        return
+    if ax.get_yscale() == "log":
+        ax.yaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5) if np.divide(*ax.get_ylim()[::-1]) < 30 else (1,), numticks=4)
+        )
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(3))
 
 # %% ../../nbs/api/plot/02_loss.ipynb #44136754
-RIM = {'NaN': ('x', 0.985), 'inf': ('^', 0.985), '-inf': ('v', 0.015), '≤ 0': ('v', 0.015)} # kind of broken value -> marker, height on the axes
+RIM = {
+    "NaN": ("x", 0.985),
+    "inf": ("^", 0.985),
+    "-inf": ("v", 0.015),
+    "≤ 0": ("v", 0.015),
+}  # kind of broken value -> marker, height on the axes
+
 
 def plot_series(
-    da: xr.DataArray, # one series from `run.series`; dims `(step,)`
+    da: xr.DataArray,  # one series from `run.series`; dims `(step,)`
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-    log: bool | None = None, # logarithmic y-axis; None: where the series spans a factor of 20
-    bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
-    name: str | None = None, # words for the legend; None: the log's own name
-    **line_kw, # options of `Axes.plot`
-) -> Axes: # the axes
+    ax: Axes | None = None,  # where to draw; None: new axes
+    log: bool | None = None,  # logarithmic y-axis; None: where the series spans a factor of 20
+    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+    name: str | None = None,  # words for the legend; None: the log's own name
+    **line_kw,  # options of `Axes.plot`
+) -> Axes:  # the axes
     "A series over its steps, with repeated steps pale and broken values marked on the rim."
     ax = ax or plt.subplots(figsize=(5, 3))[1]
     log = wants_log(da) if log is None else log
-    kw = {'color': colour(str(da.name), ax), 'label': label(name or da.attrs.get('log_name', da.name), 40)} | line_kw
-    if da.sizes['step'] <= 60: kw = {'marker': 'o', 'markersize': 3} | kw
+    kw = {
+        "color": colour(str(da.name), ax),
+        "label": label(name or da.attrs.get("log_name", da.name), 40),
+    } | line_kw
+    if da.sizes["step"] <= 60:
+        kw = {"marker": "o", "markersize": 3} | kw
     for x, y, pale in line_pieces(da, bins):
-        dot = {'marker': '.'} if len(x) == 1 else {}
-        ax.plot(x, np.where(y > 0, y, np.nan) if log else y, **(kw | dot | ({'alpha': 0.35, 'linewidth': 0.8, 'label': '_repeated'} if pale else {})))
-        if not pale: kw['label'] = '_more'
-    prefix = '' if da.name in (None, 'loss') else label(name or da.attrs.get('log_name', da.name), 24) + ' '
+        dot = {"marker": "."} if len(x) == 1 else {}
+        ax.plot(
+            x,
+            np.where(y > 0, y, np.nan) if log else y,
+            **(kw | dot | ({"alpha": 0.35, "linewidth": 0.8, "label": "_repeated"} if pale else {})),
+        )
+        if not pale:
+            kw["label"] = "_more"
+    prefix = "" if da.name in (None, "loss") else label(name or da.attrs.get("log_name", da.name), 24) + " "
     for kind, steps in broken_points(da, positive=log).items():
         marker, height = RIM[kind]
         shown = steps[keep_extremes(steps, np.zeros(len(steps)), 100)]
-        ax.plot(shown, np.full(len(shown), height), marker, color=colour('error', ax), markersize=5, markeredgewidth=1.3, fillstyle='none', clip_on=False, zorder=5,
-            transform=ax.get_xaxis_transform(), label=f'{prefix}{kind} ({len(steps):,})')
+        ax.plot(
+            shown,
+            np.full(len(shown), height),
+            marker,
+            color=colour("error", ax),
+            markersize=5,
+            markeredgewidth=1.3,
+            fillstyle="none",
+            clip_on=False,
+            zorder=5,
+            transform=ax.get_xaxis_transform(),
+            label=f"{prefix}{kind} ({len(steps):,})",
+        )
     set_axes(ax, da, log)
     return ax
 
 # %% ../../nbs/api/plot/02_loss.ipynb #c32dd0d7
 def plot_loss(
-    loss: xr.DataArray, # the training loss from `run.series`
-    val: xr.DataArray | None = None, # the validation loss, drawn over it
+    loss: xr.DataArray,  # the training loss from `run.series`
+    val: xr.DataArray | None = None,  # the validation loss, drawn over it
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-    log: bool | None = None, # logarithmic y-axis; None: where the loss spans a factor of 20
-    bins: int = 1200, # thinning: parts of the x-axis that keep their extremes
-    **line_kw, # options of `Axes.plot` for the training loss
-) -> Axes: # the axes, with a legend
+    ax: Axes | None = None,  # where to draw; None: new axes
+    log: bool | None = None,  # logarithmic y-axis; None: where the loss spans a factor of 20
+    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+    **line_kw,  # options of `Axes.plot` for the training loss
+) -> Axes:  # the axes, with a legend
     "The loss curve of a run: passes, restarts, spikes and broken values."
     ax = plot_series(loss, ax=ax, log=log, bins=bins, **line_kw)
-    if val is not None: plot_series(val, ax=ax, log=ax.get_yscale() == 'log', bins=bins, **({'linewidth': 1.3} if val.sizes['step'] < 1000 else {'zorder': 1.8, 'alpha': 0.8}))
-    if val is not None: set_axes(ax, loss, ax.get_yscale() == 'log')
+    if val is not None:
+        plot_series(
+            val,
+            ax=ax,
+            log=ax.get_yscale() == "log",
+            bins=bins,
+            **({"linewidth": 1.3} if val.sizes["step"] < 1000 else {"zorder": 1.8, "alpha": 0.8}),
+        )
+    if val is not None:
+        set_axes(ax, loss, ax.get_yscale() == "log")
     for i, step in enumerate(restart_steps(loss)):
-        ax.axvline(step, color=colour('restart', ax), linewidth=0.8, linestyle=(0, (1, 2)), zorder=1, label='_restart' if i else 'restart')
+        ax.axvline(
+            step,
+            color=colour("restart", ax),
+            linewidth=0.8,
+            linestyle=(0, (1, 2)),
+            zorder=1,
+            label="_restart" if i else "restart",
+        )
     ax.margins(x=0.01)
-    if names := ax.get_legend_handles_labels()[1]: ax.legend(loc='upper right', ncols=min(len(names), 4), bbox_to_anchor=(1, 0.97))
+    if names := ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="upper right", ncols=min(len(names), 4), bbox_to_anchor=(1, 0.97))
     return ax
 
+
 def restart_steps(
-    da: xr.DataArray, # one series from `run.series`
-) -> list[int]: # first step of every later segment
+    da: xr.DataArray,  # one series from `run.series`
+) -> list[int]:  # first step of every later segment
     "The steps at which a new pass of the program begins."
-    if 'segment' not in da.coords: return []
+    if "segment" not in da.coords:
+        return []
     return [int(s) for s in da.step.values[1:][np.diff(da.segment.values) > 0]]

@@ -21,87 +21,145 @@ from .theme import theme
 
 # %% ../../nbs/api/plot/06_picture.ipynb #06b61950
 def in_range(
-    run: xr.DataTree, # a record
-    x_range: tuple | None, # (first, last) step to keep; None: all
-) -> xr.DataTree: # a record of these steps
+    run: xr.DataTree,  # a record
+    x_range: tuple | None,  # (first, last) step to keep; None: all
+) -> xr.DataTree:  # a record of these steps
     "The part of a run between two steps, so that thinning keeps the extremes of what is seen."
-    if x_range is None or 'scalars' not in run.children: return run
-    scalars = run['scalars'].to_dataset()
+    if x_range is None or "scalars" not in run.children:
+        return run
+    scalars = run["scalars"].to_dataset()
     step = scalars.step.values
-    if not len(step): return run
-    if (step[1:] >= step[:-1]).all(): keep = slice(np.searchsorted(step, x_range[0]), np.searchsorted(step, x_range[1], 'right'))
-    else: keep = np.flatnonzero((step >= x_range[0]) & (step <= x_range[1]))
+    if not len(step):
+        return run
+    if (step[1:] >= step[:-1]).all():
+        keep = slice(np.searchsorted(step, x_range[0]), np.searchsorted(step, x_range[1], "right"))
+    else:
+        keep = np.flatnonzero((step >= x_range[0]) & (step <= x_range[1]))
     part = scalars.isel(step=keep)
-    return xr.DataTree.from_dict({'/scalars': part}) if part.sizes['step'] else run
+    return xr.DataTree.from_dict({"/scalars": part}) if part.sizes["step"] else run
 
 # %% ../../nbs/api/plot/06_picture.ipynb #11bf3f31
 def _panel(ax):
     "Where an axes lies in the picture and in data."
     box, (x0, x1), (y0, y1) = ax.get_position(), ax.get_xlim(), ax.get_ylim()
-    return {'left': float(box.x0), 'top': float(1-box.y1), 'width': float(box.width), 'height': float(box.height), 'x0': float(x0), 'x1': float(x1), 'y0': float(y0), 'y1': float(y1), 'log': ax.get_yscale() != 'linear'}
+    return {
+        "left": float(box.x0),
+        "top": float(1 - box.y1),
+        "width": float(box.width),
+        "height": float(box.height),
+        "x0": float(x0),
+        "x1": float(x1),
+        "y0": float(y0),
+        "y1": float(y1),
+        "log": ax.get_yscale() != "linear",
+    }
+
 
 def figure_png(
-    figure: Figure, # made without pyplot
-) -> bytes: # PNG, lightly compressed: time matters more than size between kernel and page
+    figure: Figure,  # made without pyplot
+) -> bytes:  # PNG, lightly compressed: time matters more than size between kernel and page
     "A figure, drawn once."
     canvas, data = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
-    Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3]).save(data, 'png', compress_level=1)
+    Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3]).save(data, "png", compress_level=1)
     return data.getvalue()
+
 
 class RunPicture:
     "Draws a run again and again on the same axes, which is twice as fast as on new ones."
-    def __init__(self,
-        width: float = 7.5, # inches
-        dpi: int = 120, # dots an inch
-    ): self.width, self.dpi, self._kind, self._axes = width, dpi, None, []
+
+    def __init__(
+        self,
+        width: float = 7.5,  # inches
+        dpi: int = 120,  # dots an inch
+    ):
+        self.width, self.dpi, self._kind, self._axes = width, dpi, None, []
 
     def _fresh(self, n):
         "A figure with n panels."
-        w, h = self.width, 0.35*self.width + 1.0 + 1.15*(n - 1)
-        figure = Figure((w, h), dpi=self.dpi, layout='none')
-        place = {'left': 0.55/w, 'right': 1 - 0.15/w, 'top': 1 - 0.5/h, 'bottom': 0.45/h, 'hspace': 0.3}
-        axes = list(figure.subplots(n, 1, sharex=True, squeeze=False, height_ratios=[3] + [1]*(n - 1), gridspec_kw=place)[:, 0])
-        for ax in axes: ax.tick_params(axis='x', bottom=ax is axes[-1])
-        for ax in axes[1:]: ax.locator_params(axis='y', nbins=3) # each tick costs a millisecond
+        w, h = self.width, 0.35 * self.width + 1.0 + 1.15 * (n - 1)
+        figure = Figure((w, h), dpi=self.dpi, layout="none")
+        place = {
+            "left": 0.55 / w,
+            "right": 1 - 0.15 / w,
+            "top": 1 - 0.5 / h,
+            "bottom": 0.45 / h,
+            "hspace": 0.3,
+        }
+        axes = list(
+            figure.subplots(
+                n, 1, sharex=True, squeeze=False, height_ratios=[3] + [1] * (n - 1), gridspec_kw=place
+            )[:, 0]
+        )
+        for ax in axes:
+            ax.tick_params(axis="x", bottom=ax is axes[-1])
+        for ax in axes[1:]:
+            ax.locator_params(axis="y", nbins=3)  # each tick costs a millisecond
         return axes
 
     def _emptied(self):
         "The same axes without what was drawn on them."
         for ax in self._axes:
-            for artist in (*ax.lines, *ax.patches, *ax.texts, *filter(None, [ax.get_legend()])): artist.remove()
-            ax.set_prop_cycle(None); ax.relim(); ax.autoscale(True)
+            for artist in (*ax.lines, *ax.patches, *ax.texts, *filter(None, [ax.get_legend()])):
+                artist.remove()
+            ax.set_prop_cycle(None)
+            ax.relim()
+            ax.autoscale(True)
         return self._axes
 
-    def __call__(self,
-        run: xr.DataTree, # a record
-        findings: Findings, # what to mark
-        x_range: tuple | None = None, # (first, last) step to show; None: all
-        names: list[str] | None = None, # series to draw, the first one large; None: those of `panels_of`
-        log: bool | None = None, # logarithmic y-axis of the first; None: where it spans a factor of 20
-        dark: bool = False, # for a dark page
-    ) -> tuple[bytes, list[dict]]: # as `run_picture`
+    def __call__(
+        self,
+        run: xr.DataTree,  # a record
+        findings: Findings,  # what to mark
+        x_range: tuple | None = None,  # (first, last) step to show; None: all
+        names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
+        log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
+        dark: bool = False,  # for a dark page
+    ) -> tuple[bytes, list[dict]]:  # as `run_picture`
         "The picture, and where each panel lies."
         part, names = in_range(run, x_range), panels_of(run, findings) if names is None else list(names)
-        if not names: return b'', []
-        shown = Findings([f for f in findings if f.onset is None or x_range is None or (f.end >= x_range[0] and f.onset <= x_range[1])], findings.attrs)
-        scales = tuple(wants_log(part['scalars'][n]) if log is None or i else log for i, n in enumerate(names))
+        if not names:
+            return b"", []
+        shown = Findings(
+            [
+                f
+                for f in findings
+                if f.onset is None or x_range is None or (f.end >= x_range[0] and f.onset <= x_range[1])
+            ],
+            findings.attrs,
+        )
+        scales = tuple(
+            wants_log(part["scalars"][n]) if log is None or i else log for i, n in enumerate(names)
+        )
         with theme(dark):
-            self._axes = self._emptied() if self._kind == (len(names), scales, dark) else self._fresh(len(names))
-            self._kind = None # an error while drawing leaves no half-drawn axes behind
-            plot_findings(part, shown, axes=self._axes, names=names, log=scales[0], bins=int(self.width*self.dpi*2/3))
-            if x_range is not None: self._axes[0].set_xlim(*x_range)
+            self._axes = (
+                self._emptied() if self._kind == (len(names), scales, dark) else self._fresh(len(names))
+            )
+            self._kind = None  # an error while drawing leaves no half-drawn axes behind
+            plot_findings(
+                part,
+                shown,
+                axes=self._axes,
+                names=names,
+                log=scales[0],
+                bins=int(self.width * self.dpi * 2 / 3),
+            )
+            if x_range is not None:
+                self._axes[0].set_xlim(*x_range)
             data = figure_png(self._axes[0].figure)
         self._kind = (len(names), scales, dark)
         return data, [_panel(ax) for ax in self._axes]
 
+
 def run_picture(
-    run: xr.DataTree, # a record
-    findings: Findings, # what to mark
-    x_range: tuple | None = None, # (first, last) step to show; None: all
-    width: float = 7.5, # inches
-    dpi: int = 120, # dots an inch
-    **options, # names, log, dark of `RunPicture`
-) -> tuple[bytes, list[dict]]: # PNG bytes, and a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what to mark
+    x_range: tuple | None = None,  # (first, last) step to show; None: all
+    width: float = 7.5,  # inches
+    dpi: int = 120,  # dots an inch
+    **options,  # names, log, dark of `RunPicture`
+) -> tuple[
+    bytes, list[dict]
+]:  # PNG bytes, and a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log
     "The findings plot as bytes, with the place of each panel."
     return RunPicture(width, dpi)(run, findings, x_range, **options)

@@ -15,62 +15,101 @@ from .theme import colour, label
 
 # %% ../../nbs/api/plot/32_precision.ipynb #260793ad
 def plot_lattice(
-    step: np.ndarray, # (n,) steps
-    values: np.ndarray, # (n,) the series as it was logged
-    spacing: float = float('nan'), # of the grid at the last value; NaN: none
-    debiased: tuple | None = None, # (start, mean, sd, bias), each (window,), from `debias`
+    step: np.ndarray,  # (n,) steps
+    values: np.ndarray,  # (n,) the series as it was logged
+    spacing: float = float("nan"),  # of the grid at the last value; NaN: none
+    debiased: tuple | None = None,  # (start, mean, sd, bias), each (window,), from `debias`
     *,
-    name: str = 'loss', # of the series
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    name: str = "loss",  # of the series
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "A logged series, the lines of the grid that it lies on, and the expected value behind it."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     v = np.where(np.isfinite(values), values, np.nan)
-    ax.plot(step, v, '.', markersize=2.5, color=colour(name, ax), label='as logged')
+    ax.plot(step, v, ".", markersize=2.5, color=colour(name, ax), label="as logged")
     if np.isfinite(spacing) and np.isfinite(v).any():
         low, high = np.nanmin(v), np.nanmax(v)
-        if (high - low)/spacing <= 60: ax.set_yticks(np.arange(low, high + spacing/2, spacing), minor=True); ax.grid(True, axis='y', which='minor')
+        if (high - low) / spacing <= 60:
+            ax.set_yticks(np.arange(low, high + spacing / 2, spacing), minor=True)
+            ax.grid(True, axis="y", which="minor")
     if debiased is not None and len(debiased[0]):
         start, mean, sd, bias = debiased
-        at, room = np.asarray(step)[start] + (np.asarray(step)[start[1]] - np.asarray(step)[start[0]])/2 if len(start) > 1 else np.asarray(step)[start], 2*np.nan_to_num(sd) + bias
-        ax.plot(at, mean, color=colour('error', ax), label='expected value')
-        ax.fill_between(at, mean - room, mean + room, color=colour('error', ax), alpha=.2, linewidth=0)
-    ax.set_xlabel('step'); ax.set_ylabel(label(name, 30)); ax.legend(ncols=2, loc='lower left', bbox_to_anchor=(0, 1))
+        at, room = (
+            np.asarray(step)[start] + (np.asarray(step)[start[1]] - np.asarray(step)[start[0]]) / 2
+            if len(start) > 1
+            else np.asarray(step)[start],
+            2 * np.nan_to_num(sd) + bias,
+        )
+        ax.plot(at, mean, color=colour("error", ax), label="expected value")
+        ax.fill_between(at, mean - room, mean + room, color=colour("error", ax), alpha=0.2, linewidth=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel(label(name, 30))
+    ax.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
+
 def plot_scaling(
-    layers: pd.DataFrame | None = None, # columns head_dim and product_max, one row a layer; None: no model
-    growth: float = 1., # factor on queries and keys, > 0
-    limit: float = 65504., # largest number of the format
+    layers: pd.DataFrame | None = None,  # columns head_dim and product_max, one row a layer; None: no model
+    growth: float = 1.0,  # factor on queries and keys, > 0
+    limit: float = 65504.0,  # largest number of the format
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "The largest |q·k| of every layer against the range, scaled after and before the product."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     d = np.array([8, 512])
-    ax.plot(d, [limit]*2, color=colour('error', ax)); ax.plot(d, limit*np.sqrt(d), color=colour('warning', ax))
-    ax.fill_between(d, limit, limit*np.sqrt(d), color=colour('warning', ax), alpha=.12, linewidth=0)
-    ax.annotate('overflows if scaled before too', (10, limit*np.sqrt(10)*2), fontsize='small', color=colour('text', ax)); ax.annotate('overflows only if scaled after', (24, limit*1.4), fontsize='small', color=colour('text', ax)); ax.annotate('fits', (24, limit/4), fontsize='small', color=colour('text', ax))
-    if layers is not None and len(layers): ax.plot(layers.head_dim, layers.product_max*growth**2, 'o', markersize=5, color=colour('loss', ax), label=f'layers, q and k × {growth:.3g}'); ax.legend(loc='lower left', bbox_to_anchor=(0, 1))
-    ax.set_xscale('log', base=2); ax.set_yscale('log'); ax.set_xlim(8, 512); ax.set_xticks([8, 16, 32, 64, 128, 256, 512]); ax.xaxis.set_major_formatter('{x:g}'); ax.minorticks_off()
-    ax.set_xlabel('head dimension'); ax.set_ylabel('largest |q·k|')
+    ax.plot(d, [limit] * 2, color=colour("error", ax))
+    ax.plot(d, limit * np.sqrt(d), color=colour("warning", ax))
+    ax.fill_between(d, limit, limit * np.sqrt(d), color=colour("warning", ax), alpha=0.12, linewidth=0)
+    ax.annotate(
+        "overflows if scaled before too",
+        (10, limit * np.sqrt(10) * 2),
+        fontsize="small",
+        color=colour("text", ax),
+    )
+    ax.annotate(
+        "overflows only if scaled after", (24, limit * 1.4), fontsize="small", color=colour("text", ax)
+    )
+    ax.annotate("fits", (24, limit / 4), fontsize="small", color=colour("text", ax))
+    if layers is not None and len(layers):
+        ax.plot(
+            layers.head_dim,
+            layers.product_max * growth**2,
+            "o",
+            markersize=5,
+            color=colour("loss", ax),
+            label=f"layers, q and k × {growth:.3g}",
+        )
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1))
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlim(8, 512)
+    ax.set_xticks([8, 16, 32, 64, 128, 256, 512])
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.set_xlabel("head dimension")
+    ax.set_ylabel("largest |q·k|")
     return ax
 
+
 def plot_token_weights(
-    tokens: np.ndarray, # (sequence,) target tokens of each
-    weights: np.ndarray, # (sequence,) weight of one of its tokens, from `token_weights`
-    true: np.ndarray, # (sequence,) weight under the token mean
+    tokens: np.ndarray,  # (sequence,) target tokens of each
+    weights: np.ndarray,  # (sequence,) weight of one of its tokens, from `token_weights`
+    true: np.ndarray,  # (sequence,) weight under the token mean
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "How much a token of each sequence counts, in multiples of what it should."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
-    ax.axhline(1, color=colour('faint', ax), linewidth=.9, linestyle=(0, (3, 3)))
+    ax.axhline(1, color=colour("faint", ax), linewidth=0.9, linestyle=(0, (3, 3)))
     ratio = np.divide(weights, true, out=np.full(len(true), np.nan), where=np.asarray(true) > 0)
-    ax.plot(tokens, ratio, 'o', markersize=4, color=colour('loss', ax), alpha=.8)
-    ax.set_xscale('log', base=2); ax.set_yscale('log', base=2)
+    ax.plot(tokens, ratio, "o", markersize=4, color=colour("loss", ax), alpha=0.8)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
     low, high = np.nanmin(ratio), np.nanmax(ratio)
-    ax.set_ylim(min(low, .5)/1.3, max(high, 2.)*1.3)
-    ax.xaxis.set_major_formatter('{x:g}'); ax.yaxis.set_major_formatter('{x:g}')
-    ax.set_xlabel('tokens of the sequence'); ax.set_ylabel('weight of a token')
+    ax.set_ylim(min(low, 0.5) / 1.3, max(high, 2.0) * 1.3)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel("tokens of the sequence")
+    ax.set_ylabel("weight of a token")
     return ax

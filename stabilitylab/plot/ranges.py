@@ -17,74 +17,132 @@ from .theme import colour, label
 
 # %% ../../nbs/api/plot/21_ranges.ipynb #cab54bf3
 def plot_exponent_history(
-    da: xr.DataArray, # shares of a module's entries; dims (step, exponent), >= 0
+    da: xr.DataArray,  # shares of a module's entries; dims (step, exponent), >= 0
     *,
-    ax: Axes | None = None, # axes to draw on; None: the current ones
-    formats: tuple = ('fp16', 'e4m3'), # of 'fp16', 'bf16', 'e4m3', 'e5m2': whose ends are drawn
-) -> Axes: # the axes
+    ax: Axes | None = None,  # axes to draw on; None: the current ones
+    formats: tuple = ("fp16", "e4m3"),  # of 'fp16', 'bf16', 'e4m3', 'e5m2': whose ends are drawn
+) -> Axes:  # the axes
     "The exponent histogram of one module, a column a sampled step."
     ax = ax or plt.gca()
-    z = da.transpose('exponent', 'step').sel(exponent=slice(-126, 127))
+    z = da.transpose("exponent", "step").sel(exponent=slice(-126, 127))
     rows = np.flatnonzero(np.nan_to_num(z.values).max(1) > 0)
     low, high = (int(z.exponent[rows[0]]) - 1, int(z.exponent[rows[-1]]) + 1) if len(rows) else (-2, 2)
     shown = np.log10(np.maximum(np.nan_to_num(z.sel(exponent=slice(low, high)).values), 1e-6))
-    x = np.append(da.step.values, da.step.values[-1] + (np.diff(da.step.values)[-1] if da.sizes['step'] > 1 else 1))
-    mesh = ax.pcolormesh(x, np.arange(low, high + 2) - .5, shown, cmap='cividis', vmin=-6, vmax=0)
+    x = np.append(
+        da.step.values, da.step.values[-1] + (np.diff(da.step.values)[-1] if da.sizes["step"] > 1 else 1)
+    )
+    mesh = ax.pcolormesh(x, np.arange(low, high + 2) - 0.5, shown, cmap="cividis", vmin=-6, vmax=0)
     for f in formats:
-        for e, side in zip(_LIMITS[f], ('smallest', 'largest')):
+        for e, side in zip(_LIMITS[f], ("smallest", "largest")):
             if low - 6 <= e <= high + 6:
-                ax.axhline(e + (.5 if side == 'largest' else -.5), color=colour('error', ax), linewidth=.9)
-                ax.annotate(f'{f} {side}', (1, e), xycoords=('axes fraction', 'data'), ha='right', va='center', fontsize='x-small', color=colour('error', ax), bbox={'facecolor': colour('ground', ax), 'edgecolor': 'none', 'pad': 1})
+                ax.axhline(e + (0.5 if side == "largest" else -0.5), color=colour("error", ax), linewidth=0.9)
+                ax.annotate(
+                    f"{f} {side}",
+                    (1, e),
+                    xycoords=("axes fraction", "data"),
+                    ha="right",
+                    va="center",
+                    fontsize="x-small",
+                    color=colour("error", ax),
+                    bbox={"facecolor": colour("ground", ax), "edgecolor": "none", "pad": 1},
+                )
                 low, high = min(low, e - 3), max(high, e + 3)
-    ax.set_ylim(low - .5, high + .5); ax.grid(False); ax.set_facecolor(mesh.cmap(0.))
-    ax.set_xlabel('step'); ax.set_ylabel('exponent of 2')
-    ax.figure.colorbar(mesh, ax=ax, label='log₁₀ share of values')
+    ax.set_ylim(low - 0.5, high + 0.5)
+    ax.grid(False)
+    ax.set_facecolor(mesh.cmap(0.0))
+    ax.set_xlabel("step")
+    ax.set_ylabel("exponent of 2")
+    ax.figure.colorbar(mesh, ax=ax, label="log₁₀ share of values")
     return ax
 
 # %% ../../nbs/api/plot/21_ranges.ipynb #4a379df6
 def plot_scales(
-    ds: xr.Dataset, # one step of /activations: absmax, rms, grad_absmax and grad_rms; dims (module,)
+    ds: xr.Dataset,  # one step of /activations: absmax, rms, grad_absmax and grad_rms; dims (module,)
     *,
-    ax: Axes | None = None, # axes to draw on; None: the current ones
-    formats: tuple = ('fp16', 'e4m3', 'e5m2'), # whose ends are drawn
-) -> Axes: # the axes
+    ax: Axes | None = None,  # axes to draw on; None: the current ones
+    formats: tuple = ("fp16", "e4m3", "e5m2"),  # whose ends are drawn
+) -> Axes:  # the axes
     "The scale of every module, forward and backward, with the ends of the formats."
     ax = ax or plt.gca()
-    n = ds.sizes['module']; at = np.arange(n)
-    for k, (prefix, words, name) in enumerate((('', 'output', 'loss'), ('grad_', 'gradient', 'grad_norm'))):
-        if prefix + 'rms' not in ds: continue
-        low, high = (np.where((v := ds[prefix + s].values.astype(float)) > 0, v, np.nan) for s in ('rms', 'absmax'))
-        inf = ~np.isfinite(ds[prefix + 'absmax'].values)
-        ax.vlines(at + .25*k, low, np.where(np.isfinite(high), high, np.nan), color=colour(name, ax), linewidth=2, label=f'{words}, rms to absmax')
-        if inf.any(): ax.plot(at[inf] + .25*k, np.full(inf.sum(), .98), 'x', color=colour('error', ax), transform=ax.get_xaxis_transform(), label=f'{words} not finite or absent: {inf.sum()}')
-    ax.set_yscale('log', base=2)
+    n = ds.sizes["module"]
+    at = np.arange(n)
+    for k, (prefix, words, name) in enumerate((("", "output", "loss"), ("grad_", "gradient", "grad_norm"))):
+        if prefix + "rms" not in ds:
+            continue
+        low, high = (
+            np.where((v := ds[prefix + s].values.astype(float)) > 0, v, np.nan) for s in ("rms", "absmax")
+        )
+        inf = ~np.isfinite(ds[prefix + "absmax"].values)
+        ax.vlines(
+            at + 0.25 * k,
+            low,
+            np.where(np.isfinite(high), high, np.nan),
+            color=colour(name, ax),
+            linewidth=2,
+            label=f"{words}, rms to absmax",
+        )
+        if inf.any():
+            ax.plot(
+                at[inf] + 0.25 * k,
+                np.full(inf.sum(), 0.98),
+                "x",
+                color=colour("error", ax),
+                transform=ax.get_xaxis_transform(),
+                label=f"{words} not finite or absent: {inf.sum()}",
+            )
+    ax.set_yscale("log", base=2)
     for f in formats:
-        for e, side in zip(_LIMITS[f], ('smallest', 'largest')):
-            if side == 'largest' and f == 'e5m2' and 'fp16' in formats: continue # fp16 ends in the same binade
-            ax.axhline(2.**(e + (side == 'largest')), color=colour('warning', ax), linewidth=.8, linestyle='--')
-            ax.annotate(f'{f} {side}', (1, 2.**(e + (side == 'largest'))), xycoords=('axes fraction', 'data'), ha='right', va='bottom', fontsize='x-small', color=colour('warning', ax))
-    every = max(1, -(-n//18))
-    ax.set_xticks(at[::every], [label(m, 26) for m in ds.module.values[::every]], rotation=90, fontsize='x-small')
-    ax.set_ylabel('magnitude'); ax.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=2, fontsize='x-small')
+        for e, side in zip(_LIMITS[f], ("smallest", "largest")):
+            if side == "largest" and f == "e5m2" and "fp16" in formats:
+                continue  # fp16 ends in the same binade
+            ax.axhline(
+                2.0 ** (e + (side == "largest")), color=colour("warning", ax), linewidth=0.8, linestyle="--"
+            )
+            ax.annotate(
+                f"{f} {side}",
+                (1, 2.0 ** (e + (side == "largest"))),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                fontsize="x-small",
+                color=colour("warning", ax),
+            )
+    every = max(1, -(-n // 18))
+    ax.set_xticks(
+        at[::every], [label(m, 26) for m in ds.module.values[::every]], rotation=90, fontsize="x-small"
+    )
+    ax.set_ylabel("magnitude")
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize="x-small")
     return ax
 
 # %% ../../nbs/api/plot/21_ranges.ipynb #5c674006
 def plot_first_moves(
-    moves: pd.DataFrame, # from `first_moves`: module, what, step and ratio, the earliest first; attrs['loss_onset']
+    moves: pd.DataFrame,  # from `first_moves`: module, what, step and ratio, the earliest first; attrs['loss_onset']
     *,
-    ax: Axes | None = None, # axes to draw on; None: the current ones
-    most: int = 20, # rows that are drawn
-) -> Axes: # the axes
+    ax: Axes | None = None,  # axes to draw on; None: the current ones
+    most: int = 20,  # rows that are drawn
+) -> Axes:  # the axes
     "The order in which modules left their range, and when the loss did."
     ax = ax or plt.gca()
     rows = moves.head(most)
-    for what, name in (('output', 'loss'), ('gradient', 'grad_norm')):
+    for what, name in (("output", "loss"), ("gradient", "grad_norm")):
         part = rows[rows.what == what]
-        if len(part): ax.plot(part.step, [rows.index.get_loc(i) for i in part.index], 'o', color=colour(name, ax), label=what)
-    ax.set_yticks(range(len(rows)), [label(m, 30) for m in rows.module], fontsize='x-small')
-    ax.set_ylim(len(rows) - .5, -.5); ax.set_xlabel('step')
-    onset = moves.attrs.get('loss_onset')
-    if onset is not None: ax.axvline(onset, color=colour('error', ax), linewidth=1, label='the loss')
-    if len(moves) > most: ax.set_title(f'{len(moves) - most} more follow', fontsize='small')
-    if len(rows) or onset is not None: ax.legend(fontsize='x-small')
+        if len(part):
+            ax.plot(
+                part.step,
+                [rows.index.get_loc(i) for i in part.index],
+                "o",
+                color=colour(name, ax),
+                label=what,
+            )
+    ax.set_yticks(range(len(rows)), [label(m, 30) for m in rows.module], fontsize="x-small")
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel("step")
+    onset = moves.attrs.get("loss_onset")
+    if onset is not None:
+        ax.axvline(onset, color=colour("error", ax), linewidth=1, label="the loss")
+    if len(moves) > most:
+        ax.set_title(f"{len(moves) - most} more follow", fontsize="small")
+    if len(rows) or onset is not None:
+        ax.legend(fontsize="x-small")
     return ax

@@ -19,79 +19,109 @@ from ..run.scalars import series
 
 # %% ../../nbs/api/plot/30_replay.ipynb #7f5735d0
 def plot_swap(
-    table: xr.Dataset, # from `swap_test`; dims (state, batch)
+    table: xr.Dataset,  # from `swap_test`; dims (state, batch)
     *,
-    name: str = 'grad_norm', # variable that is drawn
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    name: str = "grad_norm",  # variable that is drawn
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "States against batches: a column is a bad batch, a row a bad state, one cell the combination."
-    ax = ax or plt.subplots(figsize=(1.6 + table.sizes['batch'], 1.2 + 0.5*table.sizes['state']))[1]
+    ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
     v = np.where(table[name].values > 0, table[name].values, np.nan)
     good = v[np.isfinite(v)]
-    norm = LogNorm(good.min(), max(good.max(), good.min()*1.5)) if good.size else None
-    ax.imshow(v, cmap='YlOrBr', norm=norm, aspect='auto'); ax.grid(False)
+    norm = LogNorm(good.min(), max(good.max(), good.min() * 1.5)) if good.size else None
+    ax.imshow(v, cmap="YlOrBr", norm=norm, aspect="auto")
+    ax.grid(False)
     for (i, j), x in np.ndenumerate(table[name].values):
         dark = norm is not None and np.isfinite(x) and x > 0 and norm(x) > 0.55
-        ax.text(j, i, f'{x:.3g}', ha='center', va='center', color='#ffffff' if dark else '#1c1f23', fontsize='small')
-    ax.set_xticks(range(table.sizes['batch']), [label(b, 20) for b in table.batch.values]); ax.set_yticks(range(table.sizes['state']), [label(s, 20) for s in table.state.values])
-    ax.set_title(f"{name.replace('_', ' ')}: {table.attrs.get('verdict', '')}", loc='left', fontsize='medium')
+        ax.text(
+            j,
+            i,
+            f"{x:.3g}",
+            ha="center",
+            va="center",
+            color="#ffffff" if dark else "#1c1f23",
+            fontsize="small",
+        )
+    ax.set_xticks(range(table.sizes["batch"]), [label(b, 20) for b in table.batch.values])
+    ax.set_yticks(range(table.sizes["state"]), [label(s, 20) for s in table.state.values])
+    ax.set_title(f"{name.replace('_', ' ')}: {table.attrs.get('verdict', '')}", loc="left", fontsize="medium")
     return ax
+
 
 def plot_samples(
-    samples, # table from `blame`: a row a sample, with the column `share`
+    samples,  # table from `blame`: a row a sample, with the column `share`
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "What share of the batch gradient every sample has."
     ax = ax or plt.subplots(figsize=(5, 2))[1]
-    equal = 1/max(len(samples), 1)
-    ax.bar(samples.index, samples.share, color=[colour('error' if s > 4*equal else 'loss', ax) for s in samples.share])
-    ax.axhline(equal, color=colour('faint', ax), linewidth=0.9, linestyle=(0, (3, 3)))
-    ax.set_xlabel('sample'); ax.set_ylabel('share of the gradient')
+    equal = 1 / max(len(samples), 1)
+    ax.bar(
+        samples.index,
+        samples.share,
+        color=[colour("error" if s > 4 * equal else "loss", ax) for s in samples.share],
+    )
+    ax.axhline(equal, color=colour("faint", ax), linewidth=0.9, linestyle=(0, (3, 3)))
+    ax.set_xlabel("sample")
+    ax.set_ylabel("share of the gradient")
     return ax
 
+
 def plot_precision(
-    table: xr.Dataset, # from `compare_precision`; dims (precision, module)
+    table: xr.Dataset,  # from `compare_precision`; dims (precision, module)
     *,
-    ax: Axes | None = None, # where to draw; None: new axes
-) -> Axes: # the axes
+    ax: Axes | None = None,  # where to draw; None: new axes
+) -> Axes:  # the axes
     "The relative error of every module's output in each precision, in the order of the forward pass."
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
     for i, p in enumerate(table.precision.values):
         e = table.error.values[i]
-        ax.plot(np.arange(len(e)), np.where(e > 0, e, np.nan), marker='.', markersize=3, label=str(p), color=colour(('loss', 'grad_norm', 'val_loss', 'loss_scale', 'z_loss')[i % 5], ax))
-    ax.set_yscale('log'); ax.set_xlabel('module, in forward order'); ax.set_ylabel('relative error'); ax.legend(ncols=3, loc='upper left')
+        ax.plot(
+            np.arange(len(e)),
+            np.where(e > 0, e, np.nan),
+            marker=".",
+            markersize=3,
+            label=str(p),
+            color=colour(("loss", "grad_norm", "val_loss", "loss_scale", "z_loss")[i % 5], ax),
+        )
+    ax.set_yscale("log")
+    ax.set_xlabel("module, in forward order")
+    ax.set_ylabel("relative error")
+    ax.legend(ncols=3, loc="upper left")
     return ax
 
 # %% ../../nbs/api/plot/30_replay.ipynb #62209ef8
 def step_picture(
-    run: xr.DataTree, # a record
-    steps: list[int], # steps that can be chosen
-    step: int, # the chosen one
-    dark: bool = False, # for a dark page
-    width: float = 7.5, # inches
-) -> tuple[bytes, list[dict]]: # PNG bytes and the panel, as `run_picture` gives them
+    run: xr.DataTree,  # a record
+    steps: list[int],  # steps that can be chosen
+    step: int,  # the chosen one
+    dark: bool = False,  # for a dark page
+    width: float = 7.5,  # inches
+) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `run_picture` gives them
     "The loss over the steps that can be replayed, with the chosen one marked."
-    loss = series(run, 'loss') if 'loss' in run['scalars'] else None
+    loss = series(run, "loss") if "loss" in run["scalars"] else None
     with theme(dark, 8):
-        figure = Figure((width, 1.9), dpi=120, layout='none')
-        ax = figure.add_axes((.55/width, .2, 1 - .7/width, .72))
+        figure = Figure((width, 1.9), dpi=120, layout="none")
+        ax = figure.add_axes((0.55 / width, 0.2, 1 - 0.7 / width, 0.72))
         if loss is not None:
             near = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
-            ax.plot(near.step, near, color=colour('loss', ax), marker='.', markersize=4)
-        ax.axvline(step, color=colour('error', ax), linewidth=1.4)
-        ax.set_xlim(steps[0] - .5, steps[-1] + .5); ax.set_xlabel('step'); ax.set_ylabel('loss')
+            ax.plot(near.step, near, color=colour("loss", ax), marker=".", markersize=4)
+        ax.axvline(step, color=colour("error", ax), linewidth=1.4)
+        ax.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+        ax.set_xlabel("step")
+        ax.set_ylabel("loss")
         return figure_png(figure), [_panel(ax)]
 
+
 def replay_png(
-    plot, # plot_swap, plot_samples or plot_precision
-    table, # what it draws
-    dark: bool = False, # for a dark page
-    size: tuple = (6, 2.4), # inches
-    **options, # of the plot
-) -> bytes: # PNG
+    plot,  # plot_swap, plot_samples or plot_precision
+    table,  # what it draws
+    dark: bool = False,  # for a dark page
+    size: tuple = (6, 2.4),  # inches
+    **options,  # of the plot
+) -> bytes:  # PNG
     "One of these plots as a picture for a page."
     with theme(dark, 8):
-        figure = Figure(size, dpi=110, layout='constrained')
+        figure = Figure(size, dpi=110, layout="constrained")
         plot(table, ax=figure.add_subplot(), **options)
         return figure_png(figure)

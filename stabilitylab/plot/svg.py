@@ -18,34 +18,42 @@ from .theme import COLOURS, theme
 
 # %% ../../nbs/api/plot/04_svg.ipynb #a2f9d872
 def css_colours(
-    dark: bool = False, # for dark ground
-) -> str: # declarations `--c-loss: #...;` for a rule of the page
+    dark: bool = False,  # for dark ground
+) -> str:  # declarations `--c-loss: #...;` for a rule of the page
     "The colours of the theme as CSS variables."
-    return ' '.join(f'--c-{name.replace("_", "-")}: {pair[dark]};' for name, pair in COLOURS.items())
+    return " ".join(f"--c-{name.replace('_', '-')}: {pair[dark]};" for name, pair in COLOURS.items())
 
-_VARIABLE = {pair[0]: f'var(--c-{name.replace("_", "-")})' for name, pair in COLOURS.items()}
+
+_VARIABLE = {pair[0]: f"var(--c-{name.replace('_', '-')})" for name, pair in COLOURS.items()}
+
 
 def _for_page(svg, words):
     "An SVG file as an element of a page: no header, no ids that could clash, colours and fonts of the page."
-    svg = svg[svg.index('<svg'):]
-    svg = re.sub(r'<metadata>.*?</metadata>\s*', '', svg, flags=re.S)
-    svg = re.sub(r' id="(?!p|m|h)[^"]*"', '', svg)
-    svg = re.sub(r'(?<=: )#[0-9a-f]{6}', lambda m: _VARIABLE.get(m[0], m[0]), svg)
-    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r'\1 var(--font)', svg)
-    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">', svg, count=1)
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
+    svg = re.sub(r' id="(?!p|m|h)[^"]*"', "", svg)
+    svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda m: _VARIABLE.get(m[0], m[0]), svg)
+    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r"\1 var(--font)", svg)
+    return re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        rf'<svg \1 role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">',
+        svg,
+        count=1,
+    )
 
 # %% ../../nbs/api/plot/04_svg.ipynb #7553b879
 def findings_svg(
-    run: xr.DataTree, # a record
-    findings: Findings, # what was found in it
-    width: float = 9, # inches at 72 points: the size at which the text reads well
-    most: int = 3, # panels below the loss
-) -> str: # an `<svg>` element; '' for a run without series
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what was found in it
+    width: float = 9,  # inches at 72 points: the size at which the text reads well
+    most: int = 3,  # panels below the loss
+) -> str:  # an `<svg>` element; '' for a run without series
     "The figure of `plot_findings` as an element of an HTML page."
-    with theme(size=8.5), plt.rc_context({'svg.hashsalt': f'stabilitylab {width}'}):
-        axes = plot_findings(run, findings, width=width, most=most, bins=max(60, int(60*width)))
-        if not axes: return ''
+    with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab {width}"}):
+        axes = plot_findings(run, findings, width=width, most=most, bins=max(60, int(60 * width)))
+        if not axes:
+            return ""
         out = io.StringIO()
-        axes[0].figure.savefig(out, format='svg', metadata={'Date': None, 'Creator': None})
+        axes[0].figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(axes[0].figure)
-    return _for_page(out.getvalue(), f'training loss over steps with {len(findings)} findings marked')
+    return _for_page(out.getvalue(), f"training loss over steps with {len(findings)} findings marked")

@@ -15,45 +15,85 @@ from matplotlib.colors import to_rgb
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/plot/00_theme.ipynb #98f3fe27
-COLOURS = { # meaning -> (on light ground, on dark ground)
-    'loss': ('#0072b2', '#56b4e9'), 'val_loss': ('#00805d', '#2fd1a3'), 'grad_norm': ('#a8518a', '#e39cc8'), 'lr': ('#6b6f76', '#a9adb5'),
-    'loss_scale': ('#8a6d00', '#e0c341'), 'z_loss': ('#5b4bb7', '#a99cff'), 'other': ('#3f6f7f', '#8fc6d8'),
-    'error': ('#c8420a', '#ff8a57'), 'warning': ('#b97a00', '#ffb938'), 'info': ('#5d6672', '#98a1ae'),
-    'restart': ('#7d848d', '#7e8691'), 'text': ('#1c1f23', '#e6e8eb'), 'faint': ('#646b74', '#9aa2ad'), 'grid': ('#e3e6ea', '#343a42'), 'ground': ('#ffffff', '#16191d'),
+COLOURS = {  # meaning -> (on light ground, on dark ground)
+    "loss": ("#0072b2", "#56b4e9"),
+    "val_loss": ("#00805d", "#2fd1a3"),
+    "grad_norm": ("#a8518a", "#e39cc8"),
+    "lr": ("#6b6f76", "#a9adb5"),
+    "loss_scale": ("#8a6d00", "#e0c341"),
+    "z_loss": ("#5b4bb7", "#a99cff"),
+    "other": ("#3f6f7f", "#8fc6d8"),
+    "error": ("#c8420a", "#ff8a57"),
+    "warning": ("#b97a00", "#ffb938"),
+    "info": ("#5d6672", "#98a1ae"),
+    "restart": ("#7d848d", "#7e8691"),
+    "text": ("#1c1f23", "#e6e8eb"),
+    "faint": ("#646b74", "#9aa2ad"),
+    "grid": ("#e3e6ea", "#343a42"),
+    "ground": ("#ffffff", "#16191d"),
 }
 
 # %% ../../nbs/api/plot/00_theme.ipynb #4110cb3e
 def colour(
-    meaning: str, # a key of COLOURS, or the name of a series
-    ax: Axes | None = None, # where it will be drawn: its ground decides between the two; None: light
-) -> str: # hex colour
+    meaning: str,  # a key of COLOURS, or the name of a series
+    ax: Axes | None = None,  # where it will be drawn: its ground decides between the two; None: light
+) -> str:  # hex colour
     "The colour that stands for a meaning on this ground; series without one of their own share a colour."
-    light, dark = COLOURS.get(meaning, COLOURS['other'])
+    light, dark = COLOURS.get(meaning, COLOURS["other"])
     return dark if ax is not None and _luminance(ax.get_facecolor()) < 0.4 else light
 
-def _luminance(rgb): return sum(w*c for w, c in zip((0.2126, 0.7152, 0.0722), to_rgb(rgb)))
+
+def _luminance(rgb):
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), to_rgb(rgb)))
 
 # %% ../../nbs/api/plot/00_theme.ipynb #cd7e59bc
 @contextmanager
 def theme(
-    dark: bool = False, # dark ground
-    size: float = 9, # size of the text, points
-): # inside the `with` block figures have this look
+    dark: bool = False,  # dark ground
+    size: float = 9,  # size of the text, points
+):  # inside the `with` block figures have this look
     "A look for figures: quiet axes, a light grid, readable on its ground."
-    text, faint, grid, ground = (COLOURS[k][dark] for k in ('text', 'faint', 'grid', 'ground'))
-    if not 4 <= size <= 40: raise bad_input('size', size, '4..40 points')
-    rules = {'figure.facecolor': ground, 'axes.facecolor': ground, 'savefig.facecolor': ground, 'text.color': text, 'axes.labelcolor': text, 'axes.edgecolor': faint,
-        'xtick.color': faint, 'ytick.color': faint, 'xtick.labelcolor': text, 'ytick.labelcolor': text, 'grid.color': grid, 'grid.linewidth': 0.7, 'axes.grid': True, 'axes.axisbelow': True,
-        'axes.spines.top': False, 'axes.spines.right': False, 'axes.linewidth': 0.7, 'font.size': size, 'axes.titlesize': size + 1, 'axes.titlelocation': 'left',
-        'legend.frameon': False, 'legend.fontsize': size - 1, 'lines.linewidth': 1.1, 'svg.fonttype': 'none', 'svg.hashsalt': 'stabilitylab', 'figure.constrained_layout.use': True, 'path.simplify_threshold': 1.0}
-    with mpl.rc_context(rules): yield
+    text, faint, grid, ground = (COLOURS[k][dark] for k in ("text", "faint", "grid", "ground"))
+    if not 4 <= size <= 40:
+        raise bad_input("size", size, "4..40 points")
+    rules = {
+        "figure.facecolor": ground,
+        "axes.facecolor": ground,
+        "savefig.facecolor": ground,
+        "text.color": text,
+        "axes.labelcolor": text,
+        "axes.edgecolor": faint,
+        "xtick.color": faint,
+        "ytick.color": faint,
+        "xtick.labelcolor": text,
+        "ytick.labelcolor": text,
+        "grid.color": grid,
+        "grid.linewidth": 0.7,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.linewidth": 0.7,
+        "font.size": size,
+        "axes.titlesize": size + 1,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "legend.fontsize": size - 1,
+        "lines.linewidth": 1.1,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "stabilitylab",
+        "figure.constrained_layout.use": True,
+        "path.simplify_threshold": 1.0,
+    }
+    with mpl.rc_context(rules):
+        yield
 
 # %% ../../nbs/api/plot/00_theme.ipynb #15b033b1
 def label(
-    text: str, # words from a log, of any kind
-    longest: int = 60, # letters that are kept
-) -> str: # the words in one line, safe for matplotlib
+    text: str,  # words from a log, of any kind
+    longest: int = 60,  # letters that are kept
+) -> str:  # the words in one line, safe for matplotlib
     "Words from a log as a figure can show them: no mathematics, no line breaks, not too long."
-    words = ' '.join(str(text).split())
-    words = words if len(words) <= longest else words[:longest-1] + '…'
-    return words.replace('$', r'\$')
+    words = " ".join(str(text).split())
+    words = words if len(words) <= longest else words[: longest - 1] + "…"
+    return words.replace("$", r"\$")

@@ -21,90 +21,150 @@ from ..numerics.formats import number_format, quantise
 # %% ../../nbs/api/precision/01_attention.ipynb #ca1c2134
 class ScaleOverflow(NamedTuple):
     "Attention logits against the range of a format."
-    fmt: str            # the format
-    head_dim: int       # d
+
+    fmt: str  # the format
+    head_dim: int  # d
     product_max: float  # largest |q·k|
-    logit_max: float    # largest |q·k|/√d
-    outside: float      # share of products beyond the range when scaled afterwards, in [0, 1]
-    inside: float       # share beyond it when q and k are scaled before
-    headroom: float     # growth of q and k together that is left when scaled afterwards: range/product_max
-    gain: float         # how many times more room scaling before gives: √d
+    logit_max: float  # largest |q·k|/√d
+    outside: float  # share of products beyond the range when scaled afterwards, in [0, 1]
+    inside: float  # share beyond it when q and k are scaled before
+    headroom: float  # growth of q and k together that is left when scaled afterwards: range/product_max
+    gain: float  # how many times more room scaling before gives: √d
+
 
 def attention_scale_overflow(
-    q: torch.Tensor, # (..., query, d), any float dtype
-    k: torch.Tensor, # (..., key, d)
-    fmt: str = 'fp16', # format that holds the product
-) -> ScaleOverflow: # shares and room
+    q: torch.Tensor,  # (..., query, d), any float dtype
+    k: torch.Tensor,  # (..., key, d)
+    fmt: str = "fp16",  # format that holds the product
+) -> ScaleOverflow:  # shares and room
     "Whether QKᵀ fits the format when it is scaled after or before the product."
-    if q.shape[-1] != k.shape[-1]: raise bad_input('k', tuple(k.shape), f'a last dimension of {q.shape[-1]} as in `q`')
+    if q.shape[-1] != k.shape[-1]:
+        raise bad_input("k", tuple(k.shape), f"a last dimension of {q.shape[-1]} as in `q`")
     f, d = number_format(fmt), q.shape[-1]
     product = (q.detach().double() @ k.detach().double().transpose(-1, -2)).abs()
-    limit = f.max*(1 + f.eps/4) # what lies below half a spacing above the largest number is rounded to it
+    limit = f.max * (
+        1 + f.eps / 4
+    )  # what lies below half a spacing above the largest number is rounded to it
     top = product.max().item()
-    return ScaleOverflow(f.name, d, top, top/d**0.5, (product >= limit).double().mean().item(), (product/d**0.5 >= limit).double().mean().item(), f.max/top if top else float('inf'), d**0.5)
+    return ScaleOverflow(
+        f.name,
+        d,
+        top,
+        top / d**0.5,
+        (product >= limit).double().mean().item(),
+        (product / d**0.5 >= limit).double().mean().item(),
+        f.max / top if top else float("inf"),
+        d**0.5,
+    )
 
 # %% ../../nbs/api/precision/01_attention.ipynb #407efee0
 class _Calls(TorchFunctionMode):
     "Keeps query and key of every attention call and the module it was made in."
+
     def __init__(self, model):
         super().__init__()
         self.calls, self.inside, self.hooks = [], [], []
-        for n, m in model.named_modules(): self.hooks += [m.register_forward_pre_hook(lambda m, a, n=n: self.inside.append(n)), m.register_forward_hook(lambda m, a, y: self.inside.pop() and None, always_call=True)]
+        for n, m in model.named_modules():
+            self.hooks += [
+                m.register_forward_pre_hook(lambda m, a, n=n: self.inside.append(n)),
+                m.register_forward_hook(lambda m, a, y: self.inside.pop() and None, always_call=True),
+            ]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            q, k = args[0] if args else kwargs['query'], args[1] if len(args) > 1 else kwargs['key']
-            self.calls.append((self.inside[-1] if self.inside else '', q.detach(), k.detach()))
+            q, k = args[0] if args else kwargs["query"], args[1] if len(args) > 1 else kwargs["key"]
+            self.calls.append((self.inside[-1] if self.inside else "", q.detach(), k.detach()))
         return func(*args, **kwargs)
 
+
 def attention_inputs(
-    model: torch.nn.Module, # any that calls `scaled_dot_product_attention`
-    run: Callable, # () -> anything: a forward pass of the model
-) -> list[tuple]: # (module name, q (batch, head, query, d), k (batch, head, key, d)), in order
+    model: torch.nn.Module,  # any that calls `scaled_dot_product_attention`
+    run: Callable,  # () -> anything: a forward pass of the model
+) -> list[tuple]:  # (module name, q (batch, head, query, d), k (batch, head, key, d)), in order
     "What every attention of a forward pass multiplies."
     calls = _Calls(model)
     try:
-        with torch.no_grad(), calls: run()
+        with torch.no_grad(), calls:
+            run()
     finally:
-        for h in calls.hooks: h.remove()
-    if not calls.calls: raise bad_input('model', type(model).__name__, 'a model that calls torch.nn.functional.scaled_dot_product_attention', "with transformers: attn_implementation='sdpa'")
+        for h in calls.hooks:
+            h.remove()
+    if not calls.calls:
+        raise bad_input(
+            "model",
+            type(model).__name__,
+            "a model that calls torch.nn.functional.scaled_dot_product_attention",
+            "with transformers: attn_implementation='sdpa'",
+        )
     return calls.calls
 
+
 def scale_overflows(
-    inputs: list, # from `attention_inputs`
-    fmt: str = 'fp16', # format that holds the product
-) -> pd.DataFrame: # one row a module: head_dim, product_max, logit_max, outside, inside, headroom, gain, as `ScaleOverflow`
+    inputs: list,  # from `attention_inputs`
+    fmt: str = "fp16",  # format that holds the product
+) -> (
+    pd.DataFrame
+):  # one row a module: head_dim, product_max, logit_max, outside, inside, headroom, gain, as `ScaleOverflow`
     "Whether QKᵀ of every layer fits the format when it is scaled after or before the product."
     rows = []
     for name, q, k in inputs:
-        if q.ndim == 4 and k.shape[1] != q.shape[1]: k = k.repeat_interleave(q.shape[1]//k.shape[1], 1)
-        parts = [attention_scale_overflow(a, b, fmt) for a, b in zip(q, k)] # a sequence at a time: the product is large
+        if q.ndim == 4 and k.shape[1] != q.shape[1]:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        parts = [
+            attention_scale_overflow(a, b, fmt) for a, b in zip(q, k)
+        ]  # a sequence at a time: the product is large
         worst = max(parts, key=lambda s: s.product_max)
-        rows.append((name, *worst._replace(outside=float(np.mean([s.outside for s in parts])), inside=float(np.mean([s.inside for s in parts])))[1:]))
-    return pd.DataFrame(rows, columns=['module', *ScaleOverflow._fields[1:]]).set_index('module')
+        rows.append(
+            (
+                name,
+                *worst._replace(
+                    outside=float(np.mean([s.outside for s in parts])),
+                    inside=float(np.mean([s.inside for s in parts])),
+                )[1:],
+            )
+        )
+    return pd.DataFrame(rows, columns=["module", *ScaleOverflow._fields[1:]]).set_index("module")
 
 # %% ../../nbs/api/precision/01_attention.ipynb #855f0694
 def loss_rounding(
-    logits: torch.Tensor, # (token, vocab)
-    targets: torch.Tensor, # (token,) int64
-    fmt: str = 'bf16', # format of every intermediate result
-) -> pd.DataFrame: # rows: cross-entropy, logsumexp, z statistic (logsumexp²), softmax sum; columns: exact, rounded, mean_error (mean |difference| a token)
+    logits: torch.Tensor,  # (token, vocab)
+    targets: torch.Tensor,  # (token,) int64
+    fmt: str = "bf16",  # format of every intermediate result
+) -> pd.DataFrame:  # rows: cross-entropy, logsumexp, z statistic (logsumexp²), softmax sum; columns: exact, rounded, mean_error (mean |difference| a token)
     "What a loss computed in 16 bits is worth."
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]: raise bad_input('targets', tuple(targets.shape), f'one target for each row of logits {tuple(logits.shape)}')
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise bad_input(
+            "targets", tuple(targets.shape), f"one target for each row of logits {tuple(logits.shape)}"
+        )
     x = logits.detach().double().cpu()
     at, r = targets.cpu()[:, None], lambda t: torch.from_numpy(np.asarray(quantise(t.numpy(), fmt)))
     z, low = torch.logsumexp(x, 1), r(x)
     z16 = r(torch.logsumexp(low, 1))
     soft = torch.softmax(low, 1)
-    pairs = {'cross-entropy': (z - x.gather(1, at)[:, 0], r(z16 - low.gather(1, at)[:, 0])), 'logsumexp': (z, z16), 'z statistic': (z*z, r(z16*z16)), 'softmax sum': (torch.ones_like(z), r(soft).sum(1))}
-    return pd.DataFrame({n: {'exact': a.mean().item(), 'rounded': b.mean().item(), 'mean_error': (a - b).abs().mean().item()} for n, (a, b) in pairs.items()}).T
+    pairs = {
+        "cross-entropy": (z - x.gather(1, at)[:, 0], r(z16 - low.gather(1, at)[:, 0])),
+        "logsumexp": (z, z16),
+        "z statistic": (z * z, r(z16 * z16)),
+        "softmax sum": (torch.ones_like(z), r(soft).sum(1)),
+    }
+    return pd.DataFrame(
+        {
+            n: {
+                "exact": a.mean().item(),
+                "rounded": b.mean().item(),
+                "mean_error": (a - b).abs().mean().item(),
+            }
+            for n, (a, b) in pairs.items()
+        }
+    ).T
 
 # %% ../../nbs/api/precision/01_attention.ipynb #32e361fa
 def distinct_positions(
-    length: int, # positions 0..length-1
-    fmt: str = 'bf16', # format of the positions
-) -> int: # how many differ after rounding
+    length: int,  # positions 0..length-1
+    fmt: str = "bf16",  # format of the positions
+) -> int:  # how many differ after rounding
     "How many positions of a sequence a format can tell apart."
-    if length < 1: raise bad_input('length', length, 'at least 1')
+    if length < 1:
+        raise bad_input("length", length, "at least 1")
     return len(np.unique(quantise(np.arange(length, dtype=np.float64), fmt)))

@@ -18,18 +18,30 @@ from ..names.errors import bad_input
 from ..numerics.formats import quantise
 
 # %% ../../nbs/api/precision/02_loss_cast.ipynb #c25ccab4
-_LOW = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}
+_LOW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 def _wide(x):
     "16-bit tensors and dtypes as float32."
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in _LOW else torch.float32 if isinstance(x, torch.dtype) and x in _LOW else x
+    return (
+        x.float()
+        if isinstance(x, torch.Tensor) and x.dtype in _LOW
+        else torch.float32
+        if isinstance(x, torch.dtype) and x in _LOW
+        else x
+    )
+
 
 class _Twice(TorchDispatchMode):
     "Runs every operation as it is and on fp32 shadows; keeps name, result, shadow and inputs."
-    def __init__(self): super().__init__(); self.rows, self.shadows, self.made = [], {}, {}
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.shadows, self.made = [], {}, {}
 
     def _shadow(self, x):
-        if not isinstance(x, torch.Tensor): return _wide(x)
+        if not isinstance(x, torch.Tensor):
+            return _wide(x)
         return self.shadows.get(id(x), _wide(x))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -41,78 +53,135 @@ class _Twice(TorchDispatchMode):
         out = func(*args, **kwargs)
         after = torch.get_rng_state()
         torch.set_rng_state(rng)
-        try: wide = func(*a, **k)
-        except (RuntimeError, NotImplementedError): wide = tree_map(_wide, out)
+        try:
+            wide = func(*a, **k)
+        except (RuntimeError, NotImplementedError):
+            wide = tree_map(_wide, out)
         torch.set_rng_state(after)
-        for o, w in zip(out if isinstance(out, (tuple, list)) else [out], wide if isinstance(wide, (tuple, list)) else [wide]):
-            if not isinstance(o, torch.Tensor) or not o.is_floating_point(): continue
+        for o, w in zip(
+            out if isinstance(out, (tuple, list)) else [out],
+            wide if isinstance(wide, (tuple, list)) else [wide],
+        ):
+            if not isinstance(o, torch.Tensor) or not o.is_floating_point():
+                continue
             self.shadows[id(o)], self.made[id(o)] = w, len(self.rows)
-            self.rows.append((func.overloadpacket.__name__, o, w, inputs)) # holding the tensors keeps their ids apart
+            self.rows.append(
+                (func.overloadpacket.__name__, o, w, inputs)
+            )  # holding the tensors keeps their ids apart
         return out
+
 
 def _grid(x):
     "Name of the 16-bit format on whose grid all values lie, or ''."
-    if x.dtype in _LOW: return _LOW[x.dtype]
+    if x.dtype in _LOW:
+        return _LOW[x.dtype]
     v = x.detach().float()
     v = v[v.isfinite() & (v != 0)]
-    return next((f for f in ('bf16', 'fp16') if v.numel() and bool((quantise(v, f) == v).all())), '')
+    return next((f for f in ("bf16", "fp16") if v.numel() and bool((quantise(v, f) == v).all())), "")
 
 # %% ../../nbs/api/precision/02_loss_cast.ipynb #0c75e35e
-_PRODUCTS = ('mm', 'addmm', 'bmm', 'baddbmm', 'linear', 'convolution', 'matmul')
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "matmul")
+
 
 @dataclass(frozen=True)
 class LossCast:
     "Where a loss becomes a number of a 16-bit format."
-    place: str           # 'logits', 'per-token loss', 'reduction', 'logging' or 'none'
-    operation: str       # the operation, such as '_to_copy'; '' without one
-    fmt: str             # 'bf16' or 'fp16'; '' without one
-    loss: float          # as computed, nats
-    exact_loss: float    # with every operation in fp32, nats
-    logits_fmt: str      # grid on which the logits lie, '' for none: they are rounded even where the loss is not
+
+    place: str  # 'logits', 'per-token loss', 'reduction', 'logging' or 'none'
+    operation: str  # the operation, such as '_to_copy'; '' without one
+    fmt: str  # 'bf16' or 'fp16'; '' without one
+    loss: float  # as computed, nats
+    exact_loss: float  # with every operation in fp32, nats
+    logits_fmt: str  # grid on which the logits lie, '' for none: they are rounded even where the loss is not
     steps: pd.DataFrame  # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
 
-_FIX = {'logits': 'make the logits float32 before the loss: logits.float()', 'per-token loss': 'keep the loss of each token in float32 until it is averaged', 'reduction': 'average in float32 and leave the mean there',
-    'logging': 'give the logger loss.float().item() and print more digits', 'none': 'the loss is not rounded'}
+
+_FIX = {
+    "logits": "make the logits float32 before the loss: logits.float()",
+    "per-token loss": "keep the loss of each token in float32 until it is averaged",
+    "reduction": "average in float32 and leave the mean there",
+    "logging": "give the logger loss.float().item() and print more digits",
+    "none": "the loss is not rounded",
+}
+
 
 def fix_of(
-    cast: LossCast, # from `find_loss_cast`
-) -> str: # one sentence
+    cast: LossCast,  # from `find_loss_cast`
+) -> str:  # one sentence
     "What mends the cast."
     return _FIX[cast.place]
+
 
 def _path(mode, loss):
     "Rows from the last matrix product to the loss."
     rows, at = [], mode.made.get(id(loss))
     while at is not None:
         rows.append(mode.rows[at])
-        if rows[-1][0] in _PRODUCTS: break
-        before = [(x.numel(), mode.made[id(x)]) for x in rows[-1][3] if id(x) in mode.made and mode.made[id(x)] < at]
+        if rows[-1][0] in _PRODUCTS:
+            break
+        before = [
+            (x.numel(), mode.made[id(x)]) for x in rows[-1][3] if id(x) in mode.made and mode.made[id(x)] < at
+        ]
         at = max(before)[1] if before else None
     return rows[::-1]
 
+
 def find_loss_cast(
-    model, # a module, or a snapshot with `build()`
-    batch: object, # what `loss` takes
-    loss: Callable | None = None, # (model, batch) -> scalar; None: the snapshot's own
-    logged: float | None = None, # what the log shows for this batch, to find a cast after the loss
-) -> LossCast: # place, operation and cost
+    model,  # a module, or a snapshot with `build()`
+    batch: object,  # what `loss` takes
+    loss: Callable | None = None,  # (model, batch) -> scalar; None: the snapshot's own
+    logged: float | None = None,  # what the log shows for this batch, to find a cast after the loss
+) -> LossCast:  # place, operation and cost
     "The operation where a loss falls on a 16-bit grid."
-    if hasattr(model, 'build'): loss, model = loss or model.setup.loss, model.build()[0]
-    if loss is None: raise bad_input('loss', None, 'a function (model, batch) -> scalar loss')
-    with torch.no_grad(), _Twice() as mode: value = loss(model, batch)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1: raise bad_input('loss', type(value).__name__, 'a function that returns a scalar tensor')
+    if hasattr(model, "build"):
+        loss, model = loss or model.setup.loss, model.build()[0]
+    if loss is None:
+        raise bad_input("loss", None, "a function (model, batch) -> scalar loss")
+    with torch.no_grad(), _Twice() as mode:
+        value = loss(model, batch)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise bad_input("loss", type(value).__name__, "a function that returns a scalar tensor")
     path = _path(mode, value)
-    if not path: raise bad_input('loss', 'a value that no operation made', 'a loss computed from the model')
-    steps = pd.DataFrame([{'operation': n, 'dtype': str(o.dtype).removeprefix('torch.'), 'shape': tuple(o.shape), 'grid': _grid(o), 'error': (o.float() - w.float()).abs().mean().item()} for n, o, w, _ in path])
+    if not path:
+        raise bad_input("loss", "a value that no operation made", "a loss computed from the model")
+    steps = pd.DataFrame(
+        [
+            {
+                "operation": n,
+                "dtype": str(o.dtype).removeprefix("torch."),
+                "shape": tuple(o.shape),
+                "grid": _grid(o),
+                "error": (o.float() - w.float()).abs().mean().item(),
+            }
+            for n, o, w, _ in path
+        ]
+    )
     first = len(steps)
-    while first and steps.grid[first-1]: first -= 1
+    while first and steps.grid[first - 1]:
+        first -= 1
     place = _place(steps, first)
-    if place == 'none' and logged is not None and (f := _grid(torch.tensor([float(logged)], dtype=torch.float32))): return LossCast('logging', 'item', f, value.item(), path[-1][2].item(), steps.grid[0], steps)
-    return LossCast(place, steps.operation[first] if place != 'none' else '', steps.grid[first] if place != 'none' else '', value.item(), path[-1][2].item(), steps.grid[0], steps)
+    if (
+        place == "none"
+        and logged is not None
+        and (f := _grid(torch.tensor([float(logged)], dtype=torch.float32)))
+    ):
+        return LossCast("logging", "item", f, value.item(), path[-1][2].item(), steps.grid[0], steps)
+    return LossCast(
+        place,
+        steps.operation[first] if place != "none" else "",
+        steps.grid[first] if place != "none" else "",
+        value.item(),
+        path[-1][2].item(),
+        steps.grid[0],
+        steps,
+    )
+
 
 def _place(steps, first):
     "The part of the loss head in which row `first` lies."
-    if first == len(steps): return 'none'
-    size = [max(1, int(torch.Size(s).numel())) for s in steps['shape']]
-    if size[first] == 1: return 'reduction'
-    return 'logits' if first == 0 or size[first] == size[0] else 'per-token loss'
+    if first == len(steps):
+        return "none"
+    size = [max(1, int(torch.Size(s).numel())) for s in steps["shape"]]
+    if size[first] == 1:
+        return "reduction"
+    return "logits" if first == 0 or size[first] == size[0] else "per-token loss"

@@ -18,99 +18,157 @@ from ..numerics.formats import FORMATS
 @dataclass(frozen=True)
 class Scaler:
     "How a dynamic loss scale moves."
-    start: float         # first scale
-    window: int          # clean steps before it doubles
-    least: float = 0.    # floor
+
+    start: float  # first scale
+    window: int  # clean steps before it doubles
+    least: float = 0.0  # floor
     hysteresis: int = 1  # overflows before it halves
 
-SCALERS = {'torch': Scaler(2.**16, 2000), 'megatron': Scaler(2.**32, 1000, 1., 2), 'metaseq': Scaler(2.**7, 256, 2.**-5)}
+
+SCALERS = {
+    "torch": Scaler(2.0**16, 2000),
+    "megatron": Scaler(2.0**32, 1000, 1.0, 2),
+    "metaseq": Scaler(2.0**7, 256, 2.0**-5),
+}
+
 
 def simulate_loss_scale(
-    grad_max: np.ndarray, # (step,) largest |gradient| without scale; inf or NaN: overflows at any scale
-    scaler: str | Scaler = 'torch', # a name in `SCALERS`, or settings
-) -> tuple: # (scale (step,) used in each step, skipped (step,) bool)
+    grad_max: np.ndarray,  # (step,) largest |gradient| without scale; inf or NaN: overflows at any scale
+    scaler: str | Scaler = "torch",  # a name in `SCALERS`, or settings
+) -> tuple:  # (scale (step,) used in each step, skipped (step,) bool)
     "The loss scale and the skipped steps that these gradients give."
-    if isinstance(scaler, str) and scaler not in SCALERS: raise bad_input('scaler', scaler, ', '.join(SCALERS))
+    if isinstance(scaler, str) and scaler not in SCALERS:
+        raise bad_input("scaler", scaler, ", ".join(SCALERS))
     s = SCALERS[scaler] if isinstance(scaler, str) else scaler
-    scale, clean, left, top = s.start, 0, s.hysteresis, FORMATS['fp16'].max
+    scale, clean, left, top = s.start, 0, s.hysteresis, FORMATS["fp16"].max
     scales, skipped = [], []
     for g in np.asarray(grad_max, float):
-        bad = not g*scale <= top
-        scales.append(scale); skipped.append(bad)
+        bad = not g * scale <= top
+        scales.append(scale)
+        skipped.append(bad)
         clean = 0 if bad else clean + 1
         if bad:
             left -= 1
-            if left <= 0: scale = max(scale/2, s.least)
-        elif clean == s.window: scale, clean, left = scale*2, 0, s.hysteresis
+            if left <= 0:
+                scale = max(scale / 2, s.least)
+        elif clean == s.window:
+            scale, clean, left = scale * 2, 0, s.hysteresis
     return np.array(scales), np.array(skipped)
 
 # %% ../../nbs/api/precision/03_loss_scale.ipynb #16f56a1b
 def read_loss_scale(
-    scale: np.ndarray, # (step,) loss scale as logged, > 0
-    grad_max: np.ndarray | None = None, # (step,) largest unscaled |gradient|, where recorded; inf or NaN: the step broke at any scale
-    dense: int = 4, # halvings within `within` steps that make a collapse
-    within: int = 50, # steps
-) -> dict: # verdict ('steady', 'sawtooth', 'search', 'collapse'), cause ('activations', 'gradients', 'unknown' or ''), onset (index or None), halvings, most_within
+    scale: np.ndarray,  # (step,) loss scale as logged, > 0
+    grad_max: np.ndarray
+    | None = None,  # (step,) largest unscaled |gradient|, where recorded; inf or NaN: the step broke at any scale
+    dense: int = 4,  # halvings within `within` steps that make a collapse
+    within: int = 50,  # steps
+) -> dict:  # verdict ('steady', 'sawtooth', 'search', 'collapse'), cause ('activations', 'gradients', 'unknown' or ''), onset (index or None), halvings, most_within
     "What the history of a loss scale says."
     s = np.asarray(scale, np.float64)
-    if s.ndim != 1 or len(s) < 2 or not (s > 0).all(): raise bad_input('scale', f'{s.size} values', 'two or more values > 0')
-    moves = np.round(np.log2(s[1:]/s[:-1]))
+    if s.ndim != 1 or len(s) < 2 or not (s > 0).all():
+        raise bad_input("scale", f"{s.size} values", "two or more values > 0")
+    moves = np.round(np.log2(s[1:] / s[:-1]))
     down = np.flatnonzero(moves < 0)
-    halvings = np.zeros(len(s)); halvings[down + 1] = -moves[down]
+    halvings = np.zeros(len(s))
+    halvings[down + 1] = -moves[down]
     total = np.r_[0, halvings.cumsum()]
     inside = total[1:] - total[np.maximum(np.arange(1, len(s) + 1) - within, 0)]
-    told = {'verdict': 'steady', 'cause': '', 'onset': None, 'halvings': int(halvings.sum()), 'most_within': int(inside.max())}
-    if not len(down): return told
+    told = {
+        "verdict": "steady",
+        "cause": "",
+        "onset": None,
+        "halvings": int(halvings.sum()),
+        "most_within": int(inside.max()),
+    }
+    if not len(down):
+        return told
     start = np.r_[0, np.flatnonzero(np.diff(down) > within) + 1]
-    later = down[start[1]:] if len(start) > 1 and down[0] < within else down if down[0] >= within else down[:0]
-    if inside.max() < dense: return told | {'verdict': 'sawtooth'}
-    if down[0] < within and (not len(later) or inside[later + 1].max() < dense) and down[start[1]-1 if len(start) > 1 else -1] < max(within, len(s)//10): return told | {'verdict': 'search'}
+    later = (
+        down[start[1] :] if len(start) > 1 and down[0] < within else down if down[0] >= within else down[:0]
+    )
+    if inside.max() < dense:
+        return told | {"verdict": "sawtooth"}
+    if (
+        down[0] < within
+        and (not len(later) or inside[later + 1].max() < dense)
+        and down[start[1] - 1 if len(start) > 1 else -1] < max(within, len(s) // 10)
+    ):
+        return told | {"verdict": "search"}
     first = int(np.flatnonzero(inside >= dense)[0])
     onset = int(down[(down + 1 > first - within) & (down < first + 1)][0]) + 1
-    return told | {'verdict': 'collapse', 'onset': onset, 'cause': 'unknown' if grad_max is None else _broken(s, np.asarray(grad_max, float), down[down + 1 >= onset])}
+    return told | {
+        "verdict": "collapse",
+        "onset": onset,
+        "cause": "unknown"
+        if grad_max is None
+        else _broken(s, np.asarray(grad_max, float), down[down + 1 >= onset]),
+    }
+
 
 def _broken(scale, grad_max, at):
     "Whether the steps before the halvings broke at any scale, or grew past it."
-    if len(grad_max) != len(scale): raise bad_input('grad_max', len(grad_max), f'{len(scale)} values, one for each scale')
-    return 'activations' if (~np.isfinite(grad_max[at])).mean() > 0.5 else 'gradients'
+    if len(grad_max) != len(scale):
+        raise bad_input("grad_max", len(grad_max), f"{len(scale)} values, one for each scale")
+    return "activations" if (~np.isfinite(grad_max[at])).mean() > 0.5 else "gradients"
 
 # %% ../../nbs/api/precision/03_loss_scale.ipynb #6ae29bf4
 @dataclass(frozen=True)
 class ScaleCause:
     "Why an fp16 step overflows."
-    cause: str          # 'activations', 'gradients' or 'none'
-    module: str         # first module, in the order of execution, whose output or output gradient overflows; '' without one
-    scale_that_fits: float # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
-    absmax: float       # largest finite |value| that was met in the cause, without the scale
+
+    cause: str  # 'activations', 'gradients' or 'none'
+    module: str  # first module, in the order of execution, whose output or output gradient overflows; '' without one
+    scale_that_fits: float  # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
+    absmax: float  # largest finite |value| that was met in the cause, without the scale
+
 
 def find_scale_cause(
-    model: torch.nn.Module, # any; run in its own precision
-    loss, # (model) -> scalar loss of one batch
-    scale: float = 65536., # the loss scale in use, > 0
-) -> ScaleCause: # cause, place and the scale that fits
+    model: torch.nn.Module,  # any; run in its own precision
+    loss,  # (model) -> scalar loss of one batch
+    scale: float = 65536.0,  # the loss scale in use, > 0
+) -> ScaleCause:  # cause, place and the scale that fits
     "Whether the loss scale falls because activations or gradients leave fp16."
-    if not scale > 0: raise bad_input('scale', scale, 'a number > 0')
-    top, forward, backward, hooks = FORMATS['fp16'].max, [], [], []
+    if not scale > 0:
+        raise bad_input("scale", scale, "a number > 0")
+    top, forward, backward, hooks = FORMATS["fp16"].max, [], [], []
+
     def seen(name):
         def after(module, args, out):
             for t in out if isinstance(out, (tuple, list)) else [out]:
-                if not isinstance(t, torch.Tensor) or not t.is_floating_point(): continue
+                if not isinstance(t, torch.Tensor) or not t.is_floating_point():
+                    continue
                 forward.append((name, t.detach().float().abs().max()))
-                if t.requires_grad: t.register_hook(lambda g: backward.append((name, g.detach().float().abs().max())))
+                if t.requires_grad:
+                    t.register_hook(lambda g: backward.append((name, g.detach().float().abs().max())))
+
         return after
+
     before = [p.grad for p in model.parameters()]
     try:
-        hooks = [m.register_forward_hook(seen(n or 'model')) for n, m in model.named_modules()]
-        for p in model.parameters(): p.grad = None
+        hooks = [m.register_forward_hook(seen(n or "model")) for n, m in model.named_modules()]
+        for p in model.parameters():
+            p.grad = None
         loss(model).backward()
-        backward += [(n, p.grad.detach().float().abs().max()) for n, p in model.named_parameters() if p.grad is not None]
+        backward += [
+            (n, p.grad.detach().float().abs().max())
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        ]
     finally:
-        for h in hooks: h.remove()
-        for p, g in zip(model.parameters(), before): p.grad = g
+        for h in hooks:
+            h.remove()
+        for p, g in zip(model.parameters(), before):
+            p.grad = g
     out = [(n, v) for n, v in ((n, v.item()) for n, v in forward) if not v <= top]
-    if out: return ScaleCause('activations', out[0][0], 0., max((v.item() for _, v in forward if v.isfinite()), default=float('nan')))
+    if out:
+        return ScaleCause(
+            "activations",
+            out[0][0],
+            0.0,
+            max((v.item() for _, v in forward if v.isfinite()), default=float("nan")),
+        )
     values = [(n, v.item()) for n, v in backward]
-    most = max((v for _, v in values), default=0.)
-    over = [n for n, v in values if not v*scale <= top]
-    fits = 2.**np.floor(np.log2(top/most)) if 0 < most < np.inf else 0. if most else float('inf')
-    return ScaleCause('gradients' if over else 'none', over[0] if over else '', float(fits), float(most))
+    most = max((v for _, v in values), default=0.0)
+    over = [n for n, v in values if not v * scale <= top]
+    fits = 2.0 ** np.floor(np.log2(top / most)) if 0 < most < np.inf else 0.0 if most else float("inf")
+    return ScaleCause("gradients" if over else "none", over[0] if over else "", float(fits), float(most))

@@ -17,63 +17,94 @@ from ..numerics.formats import number_format, quantise, spacing, stochastic_roun
 
 # %% ../../nbs/api/precision/00_lost.ipynb #12ac30bd
 def lost_updates(
-    weights: dict, # param -> tensor before the step, any float dtype
-    updates: dict, # param -> tensor that would be added in full precision, same names and shapes
-    fmt: str = 'bf16', # format in which the weights are kept
-    seed: int = 0, # of the stochastic rounding
-) -> pd.DataFrame: # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms, spacing_median
+    weights: dict,  # param -> tensor before the step, any float dtype
+    updates: dict,  # param -> tensor that would be added in full precision, same names and shapes
+    fmt: str = "bf16",  # format in which the weights are kept
+    seed: int = 0,  # of the stochastic rounding
+) -> pd.DataFrame:  # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms, spacing_median
     "What is left of the updates after the weights are rounded."
-    if set(weights) != set(updates): raise bad_input('updates', sorted(updates)[:5], 'the same names as `weights`')
+    if set(weights) != set(updates):
+        raise bad_input("updates", sorted(updates)[:5], "the same names as `weights`")
     rows = {}
     for i, (name, w) in enumerate(weights.items()):
-        w, u = quantise(w.detach().float().cpu().numpy().ravel(), fmt), updates[name].detach().float().cpu().numpy().ravel()
-        if w.shape != u.shape: raise bad_input('updates', f'{name}: {u.shape}', f'shape {w.shape}')
+        w, u = (
+            quantise(w.detach().float().cpu().numpy().ravel(), fmt),
+            updates[name].detach().float().cpu().numpy().ravel(),
+        )
+        if w.shape != u.shape:
+            raise bad_input("updates", f"{name}: {u.shape}", f"shape {w.shape}")
         asked, unit, wanted = u != 0, spacing(w, fmt), float(u.astype(float) @ u)
-        near, drawn = quantise(w + u, fmt) - w, stochastic_round(w + u, fmt, np.random.default_rng(seed + i)) - w
-        share = lambda m: float(m[asked].mean()) if asked.any() else float('nan')
-        rows[name] = (share(near == 0), share(abs(u) < unit/2), *((float(m.astype(float) @ u)/wanted if wanted else float('nan')) for m in (near, drawn)), float(np.sqrt(wanted/len(u))), float(np.median(unit)))
-    return pd.DataFrame.from_dict(rows, orient='index', columns=['lost', 'below_half', 'kept', 'kept_stochastic', 'update_rms', 'spacing_median']).rename_axis('param')
+        near, drawn = (
+            quantise(w + u, fmt) - w,
+            stochastic_round(w + u, fmt, np.random.default_rng(seed + i)) - w,
+        )
+        share = lambda m: float(m[asked].mean()) if asked.any() else float("nan")
+        rows[name] = (
+            share(near == 0),
+            share(abs(u) < unit / 2),
+            *((float(m.astype(float) @ u) / wanted if wanted else float("nan")) for m in (near, drawn)),
+            float(np.sqrt(wanted / len(u))),
+            float(np.median(unit)),
+        )
+    return pd.DataFrame.from_dict(
+        rows,
+        orient="index",
+        columns=["lost", "below_half", "kept", "kept_stochastic", "update_rms", "spacing_median"],
+    ).rename_axis("param")
 
 # %% ../../nbs/api/precision/00_lost.ipynb #05e5d008
 def sum_limit(
-    increment: float, # added again and again, > 0
-    fmt: str, # format of the sum
-) -> float: # where the sum stops growing
+    increment: float,  # added again and again, > 0
+    fmt: str,  # format of the sum
+) -> float:  # where the sum stops growing
     "The value at which a sum of equal steps stalls under rounding to nearest."
     f = number_format(fmt)
-    if not increment > 0: raise bad_input('increment', increment, 'a number > 0')
-    x = 2.**(np.floor(np.log2(increment)))
-    while x < f.max/2 and float(quantise(np.float64(x + increment), f)) > x: x *= 2
+    if not increment > 0:
+        raise bad_input("increment", increment, "a number > 0")
+    x = 2.0 ** (np.floor(np.log2(increment)))
+    while x < f.max / 2 and float(quantise(np.float64(x + increment), f)) > x:
+        x *= 2
     return x
 
+
 def decay_holds(
-    beta: float, # factor of a running mean, in (0, 1)
-    fmt: str, # format in which the product is stored
-) -> float: # share of the mantissas for which the product is the old value, in [0, 1]
+    beta: float,  # factor of a running mean, in (0, 1)
+    fmt: str,  # format in which the product is stored
+) -> float:  # share of the mantissas for which the product is the old value, in [0, 1]
     "How many values a decay by `beta` leaves where they are."
     f = number_format(fmt)
-    x = 1 + np.arange(2**f.mantissa_bits)*f.eps
-    return float((quantise(x*beta, f) == x).mean())
+    x = 1 + np.arange(2**f.mantissa_bits) * f.eps
+    return float((quantise(x * beta, f) == x).mean())
 
 # %% ../../nbs/api/precision/00_lost.ipynb #3caa1882
 class EpsRegime(NamedTuple):
     "What epsilon does to one tensor."
-    ratio: float   # RMS(g)/eps, inf where eps is 0
-    eps: float     # epsilon as a number of the state's format
-    regime: str    # 'zero', 'dominates', 'shrinks' or 'no effect'
-    advice: str    # what follows
+
+    ratio: float  # RMS(g)/eps, inf where eps is 0
+    eps: float  # epsilon as a number of the state's format
+    regime: str  # 'zero', 'dominates', 'shrinks' or 'no effect'
+    advice: str  # what follows
+
 
 def adam_eps(
-    grad, # tensor or array: the gradient
-    eps: float = 1e-8, # as configured, >= 0
-    fmt: str | None = None, # format of the optimizer state; None: float32
-) -> EpsRegime: # the regime
+    grad,  # tensor or array: the gradient
+    eps: float = 1e-8,  # as configured, >= 0
+    fmt: str | None = None,  # format of the optimizer state; None: float32
+) -> EpsRegime:  # the regime
     "Whether epsilon is too large, too small or of no effect for a gradient."
     g = np.asarray(grad.detach().float().cpu() if isinstance(grad, torch.Tensor) else grad, np.float64)
-    if eps < 0 or not g.size: raise bad_input('eps', eps, 'a number >= 0 and a gradient that is not empty')
+    if eps < 0 or not g.size:
+        raise bad_input("eps", eps, "a number >= 0 and a gradient that is not empty")
     here = float(quantise(np.float64(eps), fmt)) if fmt else eps
-    ratio = float(np.sqrt((g*g).mean())/here) if here else float('inf')
-    if here == 0: return EpsRegime(ratio, here, 'zero', 'raise eps: rows without a gradient give 0/0 = NaN')
-    if ratio < 1: return EpsRegime(ratio, here, 'dominates', 'lower eps: the update is smaller than the learning rate means')
-    if ratio < 10: return EpsRegime(ratio, here, 'shrinks', 'lower eps if the gradient norm keeps falling (Wortsman 2023)')
-    return EpsRegime(ratio, here, 'no effect', 'leave eps as it is')
+    ratio = float(np.sqrt((g * g).mean()) / here) if here else float("inf")
+    if here == 0:
+        return EpsRegime(ratio, here, "zero", "raise eps: rows without a gradient give 0/0 = NaN")
+    if ratio < 1:
+        return EpsRegime(
+            ratio, here, "dominates", "lower eps: the update is smaller than the learning rate means"
+        )
+    if ratio < 10:
+        return EpsRegime(
+            ratio, here, "shrinks", "lower eps if the gradient norm keeps falling (Wortsman 2023)"
+        )
+    return EpsRegime(ratio, here, "no effect", "leave eps as it is")

@@ -20,139 +20,217 @@ import torch
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #6bb33756
-def rng_state() -> dict: # 'python', 'numpy', 'torch', 'cuda' (a list, one a device); tensors, numbers and tuples only
+def rng_state() -> (
+    dict
+):  # 'python', 'numpy', 'torch', 'cuda' (a list, one a device); tensors, numbers and tuples only
     "The states of every random generator that training draws from."
     version, words, gauss = random.getstate()
     name, keys, pos, has, cached = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return {'python': [version, torch.tensor(words, dtype=torch.int64), gauss], 'numpy': [name, torch.from_numpy(keys.astype(np.int64)), pos, has, cached], 'torch': torch.get_rng_state(), 'cuda': cuda}
+    return {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), pos, has, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
 
 def set_rng_state(
-    state: dict, # from `rng_state`
+    state: dict,  # from `rng_state`
 ) -> None:
     "Put every random generator back where it was."
-    version, words, gauss = state['python']
+    version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, pos, has, cached = state['numpy']
+    name, keys, pos, has, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), pos, has, cached))
-    torch.set_rng_state(state['torch'])
-    if state['cuda'] and torch.cuda.is_available(): torch.cuda.set_rng_state_all(state['cuda'])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #d188b7e6
 def _copied(x):
     "A nested batch with its tensors copied to the CPU."
-    if torch.is_tensor(x): return (x.to_local() if hasattr(x, 'to_local') else x).detach().to('cpu', copy=True)
-    if isinstance(x, np.ndarray): return torch.from_numpy(x.copy())
-    if hasattr(x, 'items'): return {k: _copied(v) for k, v in x.items()}
-    if isinstance(x, (tuple, list)): return type(x)(map(_copied, x)) if type(x) in (tuple, list) else tuple(map(_copied, x))
+    if torch.is_tensor(x):
+        return (x.to_local() if hasattr(x, "to_local") else x).detach().to("cpu", copy=True)
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(x.copy())
+    if hasattr(x, "items"):
+        return {k: _copied(v) for k, v in x.items()}
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_copied, x)) if type(x) in (tuple, list) else tuple(map(_copied, x))
     return x if isinstance(x, (int, float, str, bool, type(None))) else str(x)
+
 
 def _leaves(x):
     "Every tensor of a nested batch, in order."
-    if torch.is_tensor(x): yield x
+    if torch.is_tensor(x):
+        yield x
     elif isinstance(x, dict):
-        for k in x: yield from _leaves(x[k])
+        for k in x:
+            yield from _leaves(x[k])
     elif isinstance(x, (tuple, list)):
-        for v in x: yield from _leaves(v)
+        for v in x:
+            yield from _leaves(v)
+
 
 def batch_id(
-    batch, # nested tensors on the CPU
-) -> str: # 16 hexadecimal digits; the same for the same content, on every machine
+    batch,  # nested tensors on the CPU
+) -> str:  # 16 hexadecimal digits; the same for the same content, on every machine
     "A name for a batch that depends on its content alone."
     h = hashlib.blake2b(digest_size=8)
-    for t in _leaves(batch): h.update(f'{t.dtype}{tuple(t.shape)}'.encode()); h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for t in _leaves(batch):
+        h.update(f"{t.dtype}{tuple(t.shape)}".encode())
+        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
+
 
 class BlackBox:
     "The files from which a step can be replayed, written in the background."
-    def __init__(self,
-        path: str | Path, # folder of the record
-        model: torch.nn.Module, # the model
-        optimizers: list, # its optimizers
-        scaler=None, # GradScaler, or None
-        every: int = 100, # steps between snapshots, > 0
-        keep: int = 2, # snapshots that are kept beside the pinned ones, > 0
-        max_pinned: int = 4, # pinned snapshots, the oldest go first
-        max_bytes: int = 10*2**30, # of all its files; the oldest go first, the newest snapshot stays
-        on_error=None, # called with one line when a file cannot be written
-        rank: int = 0, # of this process; each other rank has a folder of its own
-    ):
-        if every < 1 or keep < 1: raise bad_input('every, keep', (every, keep), 'at least 1')
-        self.folder, self.model, self.optimizers, self.scaler, self.max_bytes = Path(path)/'blackbox'/(f'rank-{rank}' if rank else ''), model, optimizers, scaler, max_bytes
-        self.every, self.keep, self.max_pinned, self.on_error, self.broken, self.pin_from = every, keep, max_pinned, on_error, False, None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        old = self.folder/'index.json'
-        self.index = json.loads(old.read_text()) if old.exists() else {'snapshots': [], 'batches': []}
-        self.last, self.want, self.work = None, True, queue.Queue(maxsize=8)
-        self.thread = threading.Thread(target=self._write_all, daemon=True, name='stabilitylab-blackbox'); self.thread.start()
 
-    def batch(self,
-        batch, # what the model is about to be given; nested tensors
-        step: int, # optimizer step
-        microbatch: int, # number within the step
+    def __init__(
+        self,
+        path: str | Path,  # folder of the record
+        model: torch.nn.Module,  # the model
+        optimizers: list,  # its optimizers
+        scaler=None,  # GradScaler, or None
+        every: int = 100,  # steps between snapshots, > 0
+        keep: int = 2,  # snapshots that are kept beside the pinned ones, > 0
+        max_pinned: int = 4,  # pinned snapshots, the oldest go first
+        max_bytes: int = 10 * 2**30,  # of all its files; the oldest go first, the newest snapshot stays
+        on_error=None,  # called with one line when a file cannot be written
+        rank: int = 0,  # of this process; each other rank has a folder of its own
+    ):
+        if every < 1 or keep < 1:
+            raise bad_input("every, keep", (every, keep), "at least 1")
+        self.folder, self.model, self.optimizers, self.scaler, self.max_bytes = (
+            Path(path) / "blackbox" / (f"rank-{rank}" if rank else ""),
+            model,
+            optimizers,
+            scaler,
+            max_bytes,
+        )
+        self.every, self.keep, self.max_pinned, self.on_error, self.broken, self.pin_from = (
+            every,
+            keep,
+            max_pinned,
+            on_error,
+            False,
+            None,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        old = self.folder / "index.json"
+        self.index = json.loads(old.read_text()) if old.exists() else {"snapshots": [], "batches": []}
+        self.last, self.want, self.work = None, True, queue.Queue(maxsize=8)
+        self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
+        self.thread.start()
+
+    def batch(
+        self,
+        batch,  # what the model is about to be given; nested tensors
+        step: int,  # optimizer step
+        microbatch: int,  # number within the step
     ) -> None:
         "Keep one batch with the random state before it, and a snapshot where one is due."
-        if self.broken: return
+        if self.broken:
+            return
         rng, copy = rng_state(), _copied(batch)
         if microbatch == 0 and (self.want or self.last is None or step - self.last >= self.every):
             self.last, self.want = step, False
-            state = {'model': _copied(dict(self.model.state_dict())), 'optimizer': [_copied(o.state_dict()) for o in self.optimizers], 'scaler': self.scaler.state_dict() if self.scaler else None, 'rng': rng, 'step': step}
-            self.work.put(('snapshot', state | {'of': copy}))
-        self.work.put(('batch', {'batch': copy, 'rng': rng, 'step': step, 'microbatch': microbatch}))
+            state = {
+                "model": _copied(dict(self.model.state_dict())),
+                "optimizer": [_copied(o.state_dict()) for o in self.optimizers],
+                "scaler": self.scaler.state_dict() if self.scaler else None,
+                "rng": rng,
+                "step": step,
+            }
+            self.work.put(("snapshot", state | {"of": copy}))
+        self.work.put(("batch", {"batch": copy, "rng": rng, "step": step, "microbatch": microbatch}))
 
-    def trigger(self,
-        step: int, # the step that set it off
+    def trigger(
+        self,
+        step: int,  # the step that set it off
     ) -> None:
         "Pin the snapshot before `step` with the batches since, and take a new snapshot at the next step."
         self.want = True
-        self.work.put(('pin', step))
+        self.work.put(("pin", step))
 
     def close(self) -> None:
         "Write what is waiting and stop."
-        self.work.put((None, None)); self.thread.join(60)
+        self.work.put((None, None))
+        self.thread.join(60)
 
     def _write_all(self):
         "The background thread."
         while True:
             what, item = self.work.get()
-            if what is None: return
-            if self.broken: continue
-            try: self._pin(item) if what == 'pin' else self._save(what, item)
+            if what is None:
+                return
+            if self.broken:
+                continue
+            try:
+                self._pin(item) if what == "pin" else self._save(what, item)
             except Exception as e:
                 self.broken = True
-                if self.on_error: self.on_error(f'the black box stopped: {e}')
+                if self.on_error:
+                    self.on_error(f"the black box stopped: {e}")
 
     def _save(self, what, item):
         "Write one file and the index, then drop what is too old."
-        name = f"snapshot-{item['step']}.pt" if what == 'snapshot' else f"batch-{item['step']}-{item['microbatch']}.pt"
-        item['batch_id'] = batch_id(item.pop('of') if what == 'snapshot' else item['batch'])
-        torch.save(item, self.folder/('.' + name)); os.replace(self.folder/('.' + name), self.folder/name)
-        entry = {'file': name, 'step': item['step'], 'batch_id': item['batch_id'], 'bytes': (self.folder/name).stat().st_size} | ({'pinned': False} if what == 'snapshot' else {'microbatch': item['microbatch']})
-        rows = self.index['snapshots' if what == 'snapshot' else 'batches']
-        rows[:] = [r for r in rows if r['file'] != name] + [entry]
-        if what == 'snapshot' or sum(r['bytes'] for r in self.index['snapshots'] + self.index['batches']) > self.max_bytes: self._drop()
+        name = (
+            f"snapshot-{item['step']}.pt"
+            if what == "snapshot"
+            else f"batch-{item['step']}-{item['microbatch']}.pt"
+        )
+        item["batch_id"] = batch_id(item.pop("of") if what == "snapshot" else item["batch"])
+        torch.save(item, self.folder / ("." + name))
+        os.replace(self.folder / ("." + name), self.folder / name)
+        entry = {
+            "file": name,
+            "step": item["step"],
+            "batch_id": item["batch_id"],
+            "bytes": (self.folder / name).stat().st_size,
+        } | ({"pinned": False} if what == "snapshot" else {"microbatch": item["microbatch"]})
+        rows = self.index["snapshots" if what == "snapshot" else "batches"]
+        rows[:] = [r for r in rows if r["file"] != name] + [entry]
+        if (
+            what == "snapshot"
+            or sum(r["bytes"] for r in self.index["snapshots"] + self.index["batches"]) > self.max_bytes
+        ):
+            self._drop()
         self._put_index()
 
     def _pin(self, step):
         "Keep the newest snapshot that is not later than `step`."
-        before = [s for s in self.index['snapshots'] if s['step'] <= step]
-        if before: max(before, key=lambda s: s['step']).update(pinned=True, suspect=step); self._drop(); self._put_index()
+        before = [s for s in self.index["snapshots"] if s["step"] <= step]
+        if before:
+            max(before, key=lambda s: s["step"]).update(pinned=True, suspect=step)
+            self._drop()
+            self._put_index()
 
     def _drop(self):
         "Delete snapshots beyond the bounds, and batches that no snapshot needs; over `max_bytes` the oldest free snapshots go, then the oldest pinned."
-        shots = sorted(self.index['snapshots'], key=lambda s: s['step'])
-        pinned = [s for s in shots if s['pinned']][-self.max_pinned:]
-        free = [s for s in shots if not s['pinned']][-self.keep:]
+        shots = sorted(self.index["snapshots"], key=lambda s: s["step"])
+        pinned = [s for s in shots if s["pinned"]][-self.max_pinned :]
+        free = [s for s in shots if not s["pinned"]][-self.keep :]
         while True:
-            kept = sorted(pinned + free, key=lambda s: s['step'])
-            rows = [b for b in self.index['batches'] if any(s['step'] <= b['step'] <= s['suspect'] for s in pinned) or free and b['step'] >= free[0]['step']]
-            if len(kept) < 2 or sum(r['bytes'] for r in kept + rows) <= self.max_bytes: break
+            kept = sorted(pinned + free, key=lambda s: s["step"])
+            rows = [
+                b
+                for b in self.index["batches"]
+                if any(s["step"] <= b["step"] <= s["suspect"] for s in pinned)
+                or free
+                and b["step"] >= free[0]["step"]
+            ]
+            if len(kept) < 2 or sum(r["bytes"] for r in kept + rows) <= self.max_bytes:
+                break
             (free if len(free) > 1 or not pinned else pinned).pop(0)
-        gone = {r['file'] for r in shots + self.index['batches']} - {r['file'] for r in kept + rows}
-        self.index = {'snapshots': kept, 'batches': rows}
+        gone = {r["file"] for r in shots + self.index["batches"]} - {r["file"] for r in kept + rows}
+        self.index = {"snapshots": kept, "batches": rows}
         self._put_index()
-        for f in gone: (self.folder/f).unlink(missing_ok=True)
+        for f in gone:
+            (self.folder / f).unlink(missing_ok=True)
 
     def _put_index(self):
         "Write the index whole."
-        (self.folder/'.index.json').write_text(json.dumps(self.index)); os.replace(self.folder/'.index.json', self.folder/'index.json')
+        (self.folder / ".index.json").write_text(json.dumps(self.index))
+        os.replace(self.folder / ".index.json", self.folder / "index.json")

@@ -14,37 +14,56 @@ from ..numerics.formats import FORMATS, quantise
 from .stats import _layout, kernel
 
 # %% ../../nbs/api/probe/07_detail.ipynb #7c53146d
-RANGES = ('bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2') # formats under which range is judged
-EXPONENTS = list(range(-127, 129)) # floor(log2|x|); -127: zero and float32's subnormals, 128: not finite
-DETAIL = ('n', 'nonfinite', 'about', 's1', 's2', 's3', 's4', 'zeros', *(f'over_{f}' for f in RANGES), *(f'under_{f}' for f in RANGES)) # then the 256 bins
+RANGES = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")  # formats under which range is judged
+EXPONENTS = list(range(-127, 129))  # floor(log2|x|); -127: zero and float32's subnormals, 128: not finite
+DETAIL = (
+    "n",
+    "nonfinite",
+    "about",
+    "s1",
+    "s2",
+    "s3",
+    "s4",
+    "zeros",
+    *(f"over_{f}" for f in RANGES),
+    *(f"under_{f}" for f in RANGES),
+)  # then the 256 bins
 _N = len(DETAIL)
-_CHUNK = 1 << 22 # entries that the PyTorch form widens at a time
+_CHUNK = 1 << 22  # entries that the PyTorch form widens at a time
+
 
 def _limits():
     "Bits of the smallest float32 that overflows, and of the largest that underflows, in each of `RANGES`."
     over, under = [], []
     for f in map(FORMATS.get, RANGES):
-        edge = np.float32(f.max + 2.**(int(np.log2(f.max)) - f.mantissa_bits - 1))
+        edge = np.float32(f.max + 2.0 ** (int(np.log2(f.max)) - f.mantissa_bits - 1))
         over.append(int(edge.view(np.int32)) + int(np.isfinite(quantise(np.array([edge]), f)[0])))
-        under.append(int(np.float32(f.min_subnormal/2).view(np.int32)))
+        under.append(int(np.float32(f.min_subnormal / 2).view(np.int32)))
     return over, under
+
 
 OVER, UNDER = _limits()
 _LIMITS = np.array(OVER + UNDER, np.int32)
 
+
 def tensor_detail(
-    x: torch.Tensor, # any shape, floating point, any device
-) -> torch.Tensor: # (272,) float64 on the same device: `DETAIL`, then a count for each of `EXPONENTS`
+    x: torch.Tensor,  # any shape, floating point, any device
+) -> torch.Tensor:  # (272,) float64 on the same device: `DETAIL`, then a count for each of `EXPONENTS`
     "Counts and power sums around the mean of the finite entries of `x`; no host sync."
-    lib = kernel() if x.device.type == 'cpu' else None
+    lib = kernel() if x.device.type == "cpu" else None
     x = x.detach()
-    if lib is None: return _detail_torch(x)
-    if x.dtype not in (torch.float32, torch.bfloat16): x = x.float()
+    if lib is None:
+        return _detail_torch(x)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
     lay = _layout(x) if x.ndim else (1, 1, 1)
-    if lay is None: x = x.contiguous(); lay = 1, x.numel(), x.numel()
+    if lay is None:
+        x = x.contiguous()
+        lay = 1, x.numel(), x.numel()
     out = torch.zeros(_N + 256, dtype=torch.float64)
     lib.tensor_detail(x.data_ptr(), x.dtype == torch.bfloat16, *lay, _LIMITS.ctypes.data, out.data_ptr())
     return out
+
 
 @torch.no_grad()
 def _detail_torch(x):
@@ -53,69 +72,105 @@ def _detail_torch(x):
     parts = x.reshape(-1).split(_CHUNK) if x.numel() else ()
     for p in parts:
         ok = torch.isfinite(p := p.float())
-        out[0] += p.numel(); out[1] += p.numel() - ok.sum(); out[2] += torch.where(ok, p, 0).sum(dtype=torch.float64)
+        out[0] += p.numel()
+        out[1] += p.numel() - ok.sum()
+        out[2] += torch.where(ok, p, 0).sum(dtype=torch.float64)
     out[2] /= (out[0] - out[1]).clamp_min(1)
-    for p in parts: out[3:] += _detail_part(p.float(), out[2])
+    for p in parts:
+        out[3:] += _detail_part(p.float(), out[2])
     return out
+
 
 def _detail_part(p, about):
     "Everything after `about` for one piece (n,) float32."
-    ok, bits = torch.isfinite(p), p.view(torch.int32) & 0x7fffffff
-    d = torch.where(ok, p.double() - about, 0.); q = d*d
+    ok, bits = torch.isfinite(p), p.view(torch.int32) & 0x7FFFFFFF
+    d = torch.where(ok, p.double() - about, 0.0)
+    q = d * d
     at = bits >> 23
-    bins = torch.bincount(at, minlength=256) if p.device.type == 'cpu' else torch.histc(at.double(), 256, -.5, 255.5) # bincount waits for the device
-    counts = [d.sum(), q.sum(), (q*d).sum(), (q*q).sum(), (bits == 0).sum(), *((ok & (bits >= t)).sum() for t in OVER), *(((bits > 0) & (bits <= t)).sum() for t in UNDER)]
+    bins = (
+        torch.bincount(at, minlength=256)
+        if p.device.type == "cpu"
+        else torch.histc(at.double(), 256, -0.5, 255.5)
+    )  # bincount waits for the device
+    counts = [
+        d.sum(),
+        q.sum(),
+        (q * d).sum(),
+        (q * q).sum(),
+        (bits == 0).sum(),
+        *((ok & (bits >= t)).sum() for t in OVER),
+        *(((bits > 0) & (bits <= t)).sum() for t in UNDER),
+    ]
     return torch.cat([torch.stack([c.double() for c in counts]), bins.double()])
 
 # %% ../../nbs/api/probe/07_detail.ipynb #8ece8a41
 def merge_details(
-    rows: list[np.ndarray], # rows of `tensor_detail`, such as one a micro-batch
-) -> np.ndarray: # one row, as if the tensors had been one
+    rows: list[np.ndarray],  # rows of `tensor_detail`, such as one a micro-batch
+) -> np.ndarray:  # one row, as if the tensors had been one
     "The details of several tensors together (moments after Pébay, SAND2008-6212)."
-    r = np.stack(rows); n = r[:, 0] - r[:, 1]
-    out = r.sum(0); total = n.sum()
-    if not total: return out
-    out[2] = about = (n*r[:, 2]).sum()/total
+    r = np.stack(rows)
+    n = r[:, 0] - r[:, 1]
+    out = r.sum(0)
+    total = n.sum()
+    if not total:
+        return out
+    out[2] = about = (n * r[:, 2]).sum() / total
     d, (a, b, c) = r[:, 2] - about, r[:, 3:6].T
-    out[3:7] = (a + n*d).sum(), (b + 2*d*a + n*d**2).sum(), (c + 3*d*b + 3*d**2*a + n*d**3).sum(), (r[:, 6] + 4*d*c + 6*d**2*b + 4*d**3*a + n*d**4).sum()
+    out[3:7] = (
+        (a + n * d).sum(),
+        (b + 2 * d * a + n * d**2).sum(),
+        (c + 3 * d * b + 3 * d**2 * a + n * d**3).sum(),
+        (r[:, 6] + 4 * d * c + 6 * d**2 * b + 4 * d**3 * a + n * d**4).sum(),
+    )
     return out
 
+
 def detail_statistics(
-    row: np.ndarray, # (272,) from `tensor_detail` or `merge_details`
-) -> dict[str, np.ndarray]: # kurtosis (3 for a normal), zero_frac, exponents (256,) shares of all entries, overflow_frac and underflow_frac (4,) by `RANGES`; NaN where nothing is finite
+    row: np.ndarray,  # (272,) from `tensor_detail` or `merge_details`
+) -> dict[
+    str, np.ndarray
+]:  # kurtosis (3 for a normal), zero_frac, exponents (256,) shares of all entries, overflow_frac and underflow_frac (4,) by `RANGES`; NaN where nothing is finite
     "The statistics that one row stands for."
     n, bad, _, a, b, c, e, zeros = row[:8]
     k = n - bad
-    with np.errstate(all='ignore'):
-        m = a/k if k else np.nan
-        m2 = b/k - m*m; m4 = e/k - 4*m*c/k + 6*m*m*b/k - 3*m**4
+    with np.errstate(all="ignore"):
+        m = a / k if k else np.nan
+        m2 = b / k - m * m
+        m4 = e / k - 4 * m * c / k + 6 * m * m * b / k - 3 * m**4
         live = np.float64(k - zeros)
-        return {'kurtosis': np.float64(m4/m2**2 if k and m2 > 0 else np.nan), 'zero_frac': np.float64(zeros)/k if k else np.float64(np.nan), 'exponents': row[_N:]/n,
-            'overflow_frac': row[8:12]/k, 'underflow_frac': np.where(live > 0, row[12:16]/live, 0. if k else np.nan)}
+        return {
+            "kurtosis": np.float64(m4 / m2**2 if k and m2 > 0 else np.nan),
+            "zero_frac": np.float64(zeros) / k if k else np.float64(np.nan),
+            "exponents": row[_N:] / n,
+            "overflow_frac": row[8:12] / k,
+            "underflow_frac": np.where(live > 0, row[12:16] / live, 0.0 if k else np.nan),
+        }
 
 # %% ../../nbs/api/probe/07_detail.ipynb #4648fc20
 @torch.no_grad()
 def channel_maxima(
-    x: torch.Tensor, # (…, channel), or (batch, channel, …) with `dim=1`
-    dim: int = -1, # which dimension counts the channels
-) -> torch.Tensor: # (channel,) float32 largest finite magnitude of each, on the same device
+    x: torch.Tensor,  # (…, channel), or (batch, channel, …) with `dim=1`
+    dim: int = -1,  # which dimension counts the channels
+) -> torch.Tensor:  # (channel,) float32 largest finite magnitude of each, on the same device
     "The largest magnitude of each channel."
-    x = torch.nan_to_num(x.detach().float(), 0., 0., 0.).abs()
+    x = torch.nan_to_num(x.detach().float(), 0.0, 0.0, 0.0).abs()
     return x.movedim(dim, -1).reshape(-1, x.shape[dim]).amax(0) if x.numel() else x.new_zeros(x.shape[dim])
 
+
 def top_channel(
-    maxima: torch.Tensor, # (channel,) from `channel_maxima`, channel > 0
-) -> torch.Tensor: # (3,) float64: largest, median (the lower of two), channel of the largest
+    maxima: torch.Tensor,  # (channel,) from `channel_maxima`, channel > 0
+) -> torch.Tensor:  # (3,) float64: largest, median (the lower of two), channel of the largest
     "What the channel maxima say about one channel that stands out."
     return torch.stack([maxima.amax().double(), maxima.median().double(), maxima.argmax().double()])
 
 # %% ../../nbs/api/probe/07_detail.ipynb #27b67d3c
 @torch.no_grad()
 def lost_updates(
-    weight: torch.Tensor, # weight before the step, any floating type
-    update: torch.Tensor, # what the optimizer takes off, same shape
-) -> torch.Tensor: # (2,) float64 on the same device: entries whose update is not zero, and those of them that rounding to bf16 swallows
+    weight: torch.Tensor,  # weight before the step, any floating type
+    update: torch.Tensor,  # what the optimizer takes off, same shape
+) -> torch.Tensor:  # (2,) float64 on the same device: entries whose update is not zero, and those of them that rounding to bf16 swallows
     "How many updates a bf16 weight would not feel."
-    u = update.detach().float(); w = weight.detach().to(torch.bfloat16)
+    u = update.detach().float()
+    w = weight.detach().to(torch.bfloat16)
     moved = (u != 0) & torch.isfinite(u) & torch.isfinite(w)
     return torch.stack([moved.sum(), (moved & ((w.float() - u).to(torch.bfloat16) == w)).sum()]).double()

@@ -14,41 +14,80 @@ import sys
 from importlib import metadata
 
 # %% ../../nbs/api/probe/04_environment.ipynb #27bdcc14
-_SECRET = re.compile(r'(key|token|secret|passw|pwd|credential|auth)', re.I)
-_TOKENS = re.compile(r'\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)')
+_SECRET = re.compile(r"(key|token|secret|passw|pwd|credential|auth)", re.I)
+_TOKENS = re.compile(
+    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"
+)
+
 
 def masked(
-    command: list[str], # arguments of a program
-) -> list[str]: # the same with secrets as '***'
+    command: list[str],  # arguments of a program
+) -> list[str]:  # the same with secrets as '***'
     "A launch command that may be shown."
     out, hide = [], False
     for arg in command:
-        name, eq, value = arg.partition('=')
-        secret = bool(_SECRET.search(name)) and not re.search('tokenizer|max_tokens|num_tokens|tokens_per|keyword|n_tokens', name, re.I)
-        if hide: out.append('***'); hide = False
-        elif eq and secret: out.append(f'{name}=***')
-        else: out.append(_TOKENS.sub('***', arg)); hide = secret and arg.startswith('-') and not eq
+        name, eq, value = arg.partition("=")
+        secret = bool(_SECRET.search(name)) and not re.search(
+            "tokenizer|max_tokens|num_tokens|tokens_per|keyword|n_tokens", name, re.I
+        )
+        if hide:
+            out.append("***")
+            hide = False
+        elif eq and secret:
+            out.append(f"{name}=***")
+        else:
+            out.append(_TOKENS.sub("***", arg))
+            hide = secret and arg.startswith("-") and not eq
     return out
 
 # %% ../../nbs/api/probe/04_environment.ipynb #1154f1a5
-def environment() -> dict: # flat dict of JSON values
+def environment() -> dict:  # flat dict of JSON values
     "What this process runs on and how it was started."
     import torch
+
     def version(p):
-        try: return metadata.version(p)
-        except metadata.PackageNotFoundError: return None
-    env = {f'version_{p}': version(p) for p in ('torch', 'numpy', 'transformers', 'accelerate', 'deepspeed', 'triton', 'flash-attn')} | {'python': platform.python_version(), 'system': platform.platform(), 'threads': torch.get_num_threads(), 'cpu': torch.backends.cpu.get_cpu_capability(),
-        'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None, 'matmul_precision': torch.get_float32_matmul_precision(), 'deterministic': torch.are_deterministic_algorithms_enabled(),
-        'cudnn_benchmark': torch.backends.cudnn.benchmark, 'flush_denormal': None, 'command': masked(sys.argv), 'world_size': os.environ.get('WORLD_SIZE')}
-    if torch.cuda.is_available(): env |= {'device': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], 'tf32': torch.backends.cuda.matmul.allow_tf32}
-    try: env['git_commit'] = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, timeout=5).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError): env['git_commit'] = None
+        try:
+            return metadata.version(p)
+        except metadata.PackageNotFoundError:
+            return None
+
+    env = {
+        f"version_{p}": version(p)
+        for p in ("torch", "numpy", "transformers", "accelerate", "deepspeed", "triton", "flash-attn")
+    } | {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "flush_denormal": None,
+        "command": masked(sys.argv),
+        "world_size": os.environ.get("WORLD_SIZE"),
+    }
+    if torch.cuda.is_available():
+        env |= {
+            "device": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+        }
+    try:
+        env["git_commit"] = (
+            subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+            ).stdout.strip()
+            or None
+        )
+    except (OSError, subprocess.SubprocessError):
+        env["git_commit"] = None
     return {k: v for k, v in env.items() if v is not None}
 
 # %% ../../nbs/api/probe/04_environment.ipynb #e8ea14ba
 def environment_change(
-    before: dict, # from `environment`
-    after: dict, # from `environment` of another run or segment
-) -> dict[str, tuple]: # name -> (before, after) of everything that differs; None where it is absent
+    before: dict,  # from `environment`
+    after: dict,  # from `environment` of another run or segment
+) -> dict[str, tuple]:  # name -> (before, after) of everything that differs; None where it is absent
     "What differs between the environments of two runs or segments."
     return {k: (before.get(k), after.get(k)) for k in sorted(before | after) if before.get(k) != after.get(k)}

@@ -14,61 +14,76 @@ from ..names.errors import require
 from .hooks import _no_graph
 
 # %% ../../nbs/api/probe/08_hf.ipynb #12b2af00
-try: from transformers import TrainerCallback as _Base
-except ImportError: _Base = object
+try:
+    from transformers import TrainerCallback as _Base
+except ImportError:
+    _Base = object
 
 # %% ../../nbs/api/probe/08_hf.ipynb #cc6eed27
 class StepLoss:
     "Sum of a model's losses since the last step, each with its weight in the optimized loss."
-    def __init__(self,
-        model: torch.nn.Module, # returns an output with a `loss`
+
+    def __init__(
+        self,
+        model: torch.nn.Module,  # returns an output with a `loss`
     ):
         self.total, self.handle = None, model.register_forward_hook(self._look)
         self._look.__func__._torchdynamo_disable = True
 
     def _look(self, model, args, out):
         "Watch the gradient of the loss."
-        loss = getattr(out, 'loss', None) if not isinstance(out, dict) else out.get('loss')
-        if not torch.is_tensor(loss) or not loss.requires_grad or _no_graph() != -1: return
+        loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
+        if not torch.is_tensor(loss) or not loss.requires_grad or _no_graph() != -1:
+            return
         value = loss.detach()
-        def add(grad): self.total = value*grad if self.total is None else self.total + value*grad
+
+        def add(grad):
+            self.total = value * grad if self.total is None else self.total + value * grad
+
         loss.register_hook(add)
 
-    def take(self,
-        scale: torch.Tensor | None = None, # loss scale that the gradients carry
-    ): # scalar tensor, or None where no loss was seen; starts anew
+    def take(
+        self,
+        scale: torch.Tensor | None = None,  # loss scale that the gradients carry
+    ):  # scalar tensor, or None where no loss was seen; starts anew
         "The loss of the step."
         total, self.total = self.total, None
-        return total if total is None or scale is None else total/scale
+        return total if total is None or scale is None else total / scale
 
 # %% ../../nbs/api/probe/08_hf.ipynb #414417e5
 class RecorderCallback(_Base):
     "A callback that records the Trainer's run."
-    def __init__(self,
-        path: str | Path, # folder of the record
-        **options, # those of `Recorder`, such as `level`, `every_n` or `snapshot_every`
+
+    def __init__(
+        self,
+        path: str | Path,  # folder of the record
+        **options,  # those of `Recorder`, such as `level`, `every_n` or `snapshot_every`
     ):
-        require('transformers', 'hf')
+        require("transformers", "hf")
         self.path, self.options, self.recorder = path, options, None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         "Start to record at the Trainer's step."
         from stabilitylab.probe.recorder import Recorder
-        scaler, inner = getattr(optimizer, 'scaler', None), getattr(optimizer, 'optimizer', optimizer)
+
+        scaler, inner = getattr(optimizer, "scaler", None), getattr(optimizer, "optimizer", optimizer)
         self.close()
-        self.recorder = Recorder(model, inner, self.path, **{'scaler': scaler, 'first_step': state.global_step} | self.options)
+        self.recorder = Recorder(
+            model, inner, self.path, **{"scaler": scaler, "first_step": state.global_step} | self.options
+        )
         self.recorder.__enter__()
         self.loss, self.scaler = StepLoss(model), scaler
         self.before = model.register_forward_pre_hook(self._batch, with_kwargs=True)
 
     def _batch(self, model, args, kwargs):
         "Each micro-batch, before the model sees it."
-        if torch.is_grad_enabled() and _no_graph() == -1: self.recorder.batch(kwargs or args)
+        if torch.is_grad_enabled() and _no_graph() == -1:
+            self.recorder.batch(kwargs or args)
 
     def on_step_end(self, args, state, control, **kwargs):
         "Close a step."
         scale = self.recorder.scale
-        self.recorder.step(self.loss.take(scale), **({} if state.epoch is None else {'epoch': state.epoch}))
+        self.recorder.step(self.loss.take(scale), **({} if state.epoch is None else {"epoch": state.epoch}))
 
     def on_train_end(self, args, state, control, **kwargs):
         "Make the record an ordinary one."
@@ -76,7 +91,9 @@ class RecorderCallback(_Base):
 
     def close(self) -> None:
         "Take the hooks off; for a training that ended with an error, where the Trainer does not say so."
-        if self.recorder is None: return
-        self.loss.handle.remove(); self.before.remove()
+        if self.recorder is None:
+            return
+        self.loss.handle.remove()
+        self.before.remove()
         self.recorder.__exit__(None, None, None)
         self.recorder = None

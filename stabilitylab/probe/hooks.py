@@ -14,77 +14,142 @@ import torch
 from torch import nn
 
 from ..names.errors import bad_input
-from .kinds import fused_heads, module_kinds, param_kinds, split_qkv
 from .detail import channel_maxima, lost_updates, tensor_detail, top_channel
+from .kinds import fused_heads, module_kinds, param_kinds, split_qkv
 from .stats import adam_sums, add_sums
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #29b71775
-ROLES = ('out', 'in', 'grad') # what the three rows of a module hold
+ROLES = ("out", "in", "grad")  # what the three rows of a module hold
 _SILENT = (nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
-_no_graph = getattr(torch._C, '_current_graph_task_id', lambda: -1) # -1 outside the backward pass
+_no_graph = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outside the backward pass
+
 
 def first_tensor(x):
     "The first floating-point tensor in an output, however it is nested, or None."
-    if torch.is_tensor(x): return x if x.is_floating_point() and x.layout == torch.strided else None
-    if isinstance(x, dict): x = x.values()
-    elif not isinstance(x, (tuple, list)): return None
+    if torch.is_tensor(x):
+        return x if x.is_floating_point() and x.layout == torch.strided else None
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (tuple, list)):
+        return None
     return next((t for t in map(first_tensor, x) if t is not None), None)
+
 
 def local(t):
     "This rank's part of a distributed tensor, or the tensor itself."
-    return t.to_local() if hasattr(t, 'to_local') else t
+    return t.to_local() if hasattr(t, "to_local") else t
+
 
 def check_hookable(model):
     "Refuse, with the reason, a model whose hooks would never fire."
     for name, m in model.named_modules():
-        if hasattr(m, '_orig_mod') or getattr(m, '_compiled_call_impl', None) is not None: raise bad_input('model', f"{name or 'the model'} is already compiled", 'a model before torch.compile', 'hooks that are added after compilation never fire: make the Recorder first, then compile')
-        if isinstance(m, torch.jit.ScriptModule): raise bad_input('model', f"{name or 'the model'} is a TorchScript module", 'an eager model', 'scripted modules run no Python hooks')
+        if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None:
+            raise bad_input(
+                "model",
+                f"{name or 'the model'} is already compiled",
+                "a model before torch.compile",
+                "hooks that are added after compilation never fire: make the Recorder first, then compile",
+            )
+        if isinstance(m, torch.jit.ScriptModule):
+            raise bad_input(
+                "model",
+                f"{name or 'the model'} is a TorchScript module",
+                "an eager model",
+                "scripted modules run no Python hooks",
+            )
+
 
 class ModuleProbe:
     "The hooks on a model's modules and the rows of sums that they fill."
-    def __init__(self,
-        model: nn.Module, # an eager model, before torch.compile
-        select: str | None = None, # regular expression on module names; None: every module that computes something
-        overrides: dict | None = None, # kinds, as for `module_kinds`
-        inputs: bool = True, # also the inputs of linear layers
-        backward: bool = True, # also the gradients of outputs
+
+    def __init__(
+        self,
+        model: nn.Module,  # an eager model, before torch.compile
+        select: str
+        | None = None,  # regular expression on module names; None: every module that computes something
+        overrides: dict | None = None,  # kinds, as for `module_kinds`
+        inputs: bool = True,  # also the inputs of linear layers
+        backward: bool = True,  # also the gradients of outputs
     ):
         check_hookable(model)
         self.model, self.inputs, self.backward, self.after_backward = model, inputs, backward, None
-        kinds, self.names, self.kinds, self.layers, self.split, self.handles = module_kinds(model, overrides), [], [], [], {}, []
-        self.seen, self.hooked, self.uses, self.order, self.dtypes, self.pools, self.task, self.inside = {}, {}, {}, [], {}, {}, None, False
+        kinds, self.names, self.kinds, self.layers, self.split, self.handles = (
+            module_kinds(model, overrides),
+            [],
+            [],
+            [],
+            {},
+            [],
+        )
+        self.seen, self.hooked, self.uses, self.order, self.dtypes, self.pools, self.task, self.inside = (
+            {},
+            {},
+            {},
+            [],
+            {},
+            {},
+            None,
+            False,
+        )
         self.sampling, self.details, self.channels = False, {}, {}
         hooked = []
         for name, m in model.named_modules():
-            if not name or isinstance(m, _SILENT) or select and not re.search(select, name): continue
+            if not name or isinstance(m, _SILENT) or select and not re.search(select, name):
+                continue
             hooked.append((m, self._row(name, *kinds[name]), kinds[name][0]))
-            if kinds[name][0] == 'attn.qkv': self.split[hooked[-1][1]] = [self._row(f'{name}.{r}', f'attn.{r}', kinds[name][1]) for r in 'qkv'], fused_heads(name, m, model)
-        if not hooked and select is None: hooked.append((model, self._row(type(model).__name__.lower(), 'other', -1), 'other')) # a model that is one module
-        if not hooked: raise bad_input('select', select, 'a pattern that matches a module')
-        for m, i, kind in hooked: self.handles.append(m.register_forward_hook(self._forward_hook(i, inputs and getattr(getattr(m, 'weight', None), 'ndim', 0) == 2 and not isinstance(m, nn.Embedding))))
-        self.handles += [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
+            if kinds[name][0] == "attn.qkv":
+                self.split[hooked[-1][1]] = (
+                    [self._row(f"{name}.{r}", f"attn.{r}", kinds[name][1]) for r in "qkv"],
+                    fused_heads(name, m, model),
+                )
+        if not hooked and select is None:
+            hooked.append(
+                (model, self._row(type(model).__name__.lower(), "other", -1), "other")
+            )  # a model that is one module
+        if not hooked:
+            raise bad_input("select", select, "a pattern that matches a module")
+        for m, i, kind in hooked:
+            self.handles.append(
+                m.register_forward_hook(
+                    self._forward_hook(
+                        i,
+                        inputs
+                        and getattr(getattr(m, "weight", None), "ndim", 0) == 2
+                        and not isinstance(m, nn.Embedding),
+                    )
+                )
+            )
+        self.handles += [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave),
+        ]
 
     def _row(self, name, kind, layer):
         "A new module row; its number."
-        self.names.append(name); self.kinds.append(kind); self.layers.append(layer)
+        self.names.append(name)
+        self.kinds.append(kind)
+        self.layers.append(layer)
         return len(self.names) - 1
 
     def _new(self, device):
         "A row of sums of its own on a device: its key, and the row."
-        pool = self.pools.setdefault(device, {'chunks': [], 'rows': [], 'used': 0})
-        if pool['used'] == len(pool['rows']):
-            chunk = torch.zeros(3*len(self.names), 5, dtype=torch.float64, device=device)
-            pool['chunks'].append(chunk); pool['rows'] += chunk.unbind(0)
-        pool['used'] += 1
-        return (device, pool['used'] - 1), pool['rows'][pool['used'] - 1]
+        pool = self.pools.setdefault(device, {"chunks": [], "rows": [], "used": 0})
+        if pool["used"] == len(pool["rows"]):
+            chunk = torch.zeros(3 * len(self.names), 5, dtype=torch.float64, device=device)
+            pool["chunks"].append(chunk)
+            pool["rows"] += chunk.unbind(0)
+        pool["used"] += 1
+        return (device, pool["used"] - 1), pool["rows"][pool["used"] - 1]
 
-    def _enter(self, module, args): self.inside = torch.is_grad_enabled()
+    def _enter(self, module, args):
+        self.inside = torch.is_grad_enabled()
 
     def _leave(self, module, args, out):
         "At the model's output: the gradient that arrives here first marks the start of the backward pass."
         self.inside = False
         t = first_tensor(out)
-        if t is not None and t.requires_grad: t.register_hook(self._begin_backward)
+        if t is not None and t.requires_grad:
+            t.register_hook(self._begin_backward)
 
     def _begin_backward(self, grad):
         "Ask autograd for one call when the outermost backward pass is over."
@@ -94,7 +159,11 @@ class ModuleProbe:
 
     def _end_backward(self):
         "After every other callback (DDP's reduction, FSDP's reshard) of the same backward pass."
-        def last(): self.task = None; self.after_backward()
+
+        def last():
+            self.task = None
+            self.after_backward()
+
         torch.autograd.Variable._execution_engine.queue_callback(last)
 
     def measure(self, slots, t, fresh=False):
@@ -102,65 +171,104 @@ class ModuleProbe:
         hit = None if fresh else self.seen.get(id(t))
         whole, t = t, local(t)
         known = hit is not None and hit[0]() is whole and hit[1] == whole._version
-        if known: key = hit[2]
+        if known:
+            key = hit[2]
         else:
             key, row = self._new(t.device)
             add_sums(t.detach(), row)
-            if not fresh: self.seen[id(whole)] = weakref.ref(whole), whole._version, key
+            if not fresh:
+                self.seen[id(whole)] = weakref.ref(whole), whole._version, key
         for slot in slots:
-            if slot not in self.uses and not known: self.order.append(slot)
-            self.uses.setdefault(slot, []).append(key); self.dtypes[slot] = t.dtype
-        if self.sampling and slots[0] % 3 != 1: self._detail(slots[0], key, t)
+            if slot not in self.uses and not known:
+                self.order.append(slot)
+            self.uses.setdefault(slot, []).append(key)
+            self.dtypes[slot] = t.dtype
+        if self.sampling and slots[0] % 3 != 1:
+            self._detail(slots[0], key, t)
 
     def _detail(self, slot, key, t):
         "The costly statistics of a tensor, once."
-        if key not in self.details: self.details[key] = tensor_detail(t)
-        if slot % 3 == 0 and key not in self.channels and t.ndim and t.shape[-1]: self.channels[key] = channel_maxima(t, 1 if self.kinds[slot//3] == 'conv' and t.ndim > 2 else -1)
+        if key not in self.details:
+            self.details[key] = tensor_detail(t)
+        if slot % 3 == 0 and key not in self.channels and t.ndim and t.shape[-1]:
+            self.channels[key] = channel_maxima(
+                t, 1 if self.kinds[slot // 3] == "conv" and t.ndim > 2 else -1
+            )
 
     def _forward_hook(self, i, linear):
         "The hook of one module."
-        out_slot, in_slot, grad_slot = 3*i, 3*i + 1, 3*i + 2
+        out_slot, in_slot, grad_slot = 3 * i, 3 * i + 1, 3 * i + 2
+
         def hook(module, args, out):
             t = first_tensor(out)
-            if t is None: return
-            again = _no_graph() != -1 # an activation that is computed again for the backward pass
+            if t is None:
+                return
+            again = _no_graph() != -1  # an activation that is computed again for the backward pass
             if not again:
-                if not (self.inside or torch.is_grad_enabled()): return
+                if not (self.inside or torch.is_grad_enabled()):
+                    return
                 if linear and args:
                     x = first_tensor(args)
-                    if x is not None: self.measure([in_slot], x)
+                    if x is not None:
+                        self.measure([in_slot], x)
                 self.measure([out_slot], t)
                 self._split(i, t, 0)
-            if self.backward and t.requires_grad: self._watch_grad(i, grad_slot, t)
+            if self.backward and t.requires_grad:
+                self._watch_grad(i, grad_slot, t)
+
         hook._torchdynamo_disable = True
         return hook
 
     def _split(self, i, t, role):
         "Queries, keys and values of a fused projection, each in its own row."
-        if i not in self.split: return
+        if i not in self.split:
+            return
         rows, heads = self.split[i]
-        for row, part in zip(rows, split_qkv(t.detach(), heads).values() if t.shape[-1] % (3*(heads or 1)) == 0 else ()): self.measure([3*row + role], part, fresh=True)
+        for row, part in zip(
+            rows, split_qkv(t.detach(), heads).values() if t.shape[-1] % (3 * (heads or 1)) == 0 else ()
+        ):
+            self.measure([3 * row + role], part, fresh=True)
 
     def _watch_grad(self, i, slot, t):
         "One hook on the gradient of an output, for every module that returns it."
         hit = self.hooked.get(id(t))
-        if hit is not None and hit[0]() is t and hit[1] == t._version: hit[2].append((i, slot)); return
+        if hit is not None and hit[0]() is t and hit[1] == t._version:
+            hit[2].append((i, slot))
+            return
         targets = [(i, slot)]
         self.hooked[id(t)] = weakref.ref(t), t._version, targets
+
         def hook(grad):
-            if grad is None or grad.layout != torch.strided: return
+            if grad is None or grad.layout != torch.strided:
+                return
             self._begin_backward(grad)
             self.measure([s for _, s in targets], grad, fresh=True)
-            for j, _ in targets: self._split(j, grad, 2)
+            for j, _ in targets:
+                self._split(j, grad, 2)
+
         t.register_hook(hook)
 
     def take(self):
         "The sums since the last call: rows a device, the rows of each slot, the order in which slots were first filled. Starts anew."
-        got = {d: torch.cat(p['chunks'])[:p['used']] if len(p['chunks']) > 1 else p['chunks'][0][:p['used']].clone() for d, p in self.pools.items()}
+        got = {
+            d: torch.cat(p["chunks"])[: p["used"]]
+            if len(p["chunks"]) > 1
+            else p["chunks"][0][: p["used"]].clone()
+            for d, p in self.pools.items()
+        }
         for p in self.pools.values():
-            for c in p['chunks']: c.zero_()
-            p['used'] = 0
-        uses, order, self.uses, self.order, self.seen, self.hooked, self.task = self.uses, self.order, {}, [], {}, {}, None
+            for c in p["chunks"]:
+                c.zero_()
+            p["used"] = 0
+        uses, order, self.uses, self.order, self.seen, self.hooked, self.task = (
+            self.uses,
+            self.order,
+            {},
+            [],
+            {},
+            {},
+            None,
+        )
         return got, uses, order
 
     def take_details(self, uses):
@@ -168,123 +276,198 @@ class ModuleProbe:
         tops = {}
         for slot, keys in uses.items():
             found = [self.channels[k] for k in keys if k in self.channels] if slot % 3 == 0 else []
-            if found: tops[slot] = top_channel(torch.stack(found).amax(0) if len(found) > 1 and len({f.shape for f in found}) == 1 else found[0])
+            if found:
+                tops[slot] = top_channel(
+                    torch.stack(found).amax(0)
+                    if len(found) > 1 and len({f.shape for f in found}) == 1
+                    else found[0]
+                )
         got, self.details, self.channels = self.details, {}, {}
         return got, tops
 
     def remove(self):
         "Take every hook off the model."
-        for h in self.handles: h.remove()
+        for h in self.handles:
+            h.remove()
         self.handles, self.after_backward = [], None
+
 
 def fetch(parts, uses, n):
     "One array of sums (n, 5) from what `take` gave, on the CPU."
     sums, tops = np.zeros((n, 5)), np.zeros(n)
     slots = {d: ([], []) for d in parts}
     for slot, keys in uses.items():
-        for d, row in keys: slots[d][0].append(slot); slots[d][1].append(row)
+        for d, row in keys:
+            slots[d][0].append(slot)
+            slots[d][1].append(row)
     for d, (at, rows) in slots.items():
         p = parts[d].numpy()[rows]
-        np.add.at(sums, at, p); np.maximum.at(tops, at, p[:, 3])
+        np.add.at(sums, at, p)
+        np.maximum.at(tops, at, p[:, 3])
     sums[:, 3] = tops
     return sums
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #6f9abdf6
-def _adam_like(optimizer): return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+def _adam_like(optimizer):
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
 
 def adam_update(w, state, group, decay):
     "What the step took off the weight `w` that it left, decay included, as float32."
-    step, (b1, b2) = state['step'], group['betas']
+    step, (b1, b2) = state["step"], group["betas"]
     step = step.to(w.device) if torch.is_tensor(step) else step
-    v = local(state['max_exp_avg_sq' if group.get('amsgrad') else 'exp_avg_sq']).float()/(1 - b2**step)
-    u = group['lr']*(local(state['exp_avg']).float()/(1 - b1**step))/(v.sqrt() + group['eps'])
-    return u + group['lr']*decay/(1 - group['lr']*decay)*(w.float() + u) if decay else u
+    v = local(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]).float() / (1 - b2**step)
+    u = group["lr"] * (local(state["exp_avg"]).float() / (1 - b1**step)) / (v.sqrt() + group["eps"])
+    return u + group["lr"] * decay / (1 - group["lr"] * decay) * (w.float() + u) if decay else u
+
 
 def copies_of(params):
     "How many ranks hold the same part of each parameter, or None where no parameter is sharded."
-    if not any(hasattr(p, 'to_local') for p in params): return None
+    if not any(hasattr(p, "to_local") for p in params):
+        return None
     world = torch.distributed.get_world_size()
-    def of(p): return world//p.device_mesh.size()*int(np.prod([p.device_mesh.size(i) for i, x in enumerate(p.placements) if x.is_replicate()])) if hasattr(p, 'to_local') else world
+
+    def of(p):
+        return (
+            world
+            // p.device_mesh.size()
+            * int(np.prod([p.device_mesh.size(i) for i, x in enumerate(p.placements) if x.is_replicate()]))
+            if hasattr(p, "to_local")
+            else world
+        )
+
     return [of(p) for p in params]
+
 
 class ParamProbe:
     "The sums of every parameter: its gradient before clipping, and what the optimizer did with it."
-    def __init__(self,
-        model: nn.Module, # the model
-        optimizers: list, # its optimizers
-        overrides: dict | None = None, # kinds, as for `module_kinds`
-        updates: bool = True, # also updates, weights and optimizer state
+
+    def __init__(
+        self,
+        model: nn.Module,  # the model
+        optimizers: list,  # its optimizers
+        overrides: dict | None = None,  # kinds, as for `module_kinds`
+        updates: bool = True,  # also updates, weights and optimizer state
     ):
         named, kinds = dict(model.named_parameters()), param_kinds(model, overrides)
         self.names, self.params = list(named), list(named.values())
         self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
         self.at = {id(p): i for i, p in enumerate(self.params)}
         self.copies = copies_of(self.params)
-        self.optimizers, self.grads, self.made, self.old, self.stepped, self.handles = optimizers, {}, {}, {}, set(), []
+        self.optimizers, self.grads, self.made, self.old, self.stepped, self.handles = (
+            optimizers,
+            {},
+            {},
+            {},
+            set(),
+            [],
+        )
         self.sampling, self.details, self.lr = False, {}, None
-        known = {id(p) for o in optimizers for g in o.param_groups for p in g['params']}
+        known = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
         self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in known]
         for k, o in enumerate(optimizers):
-            if updates: self.handles.append(o.register_step_pre_hook(self._before))
+            if updates:
+                self.handles.append(o.register_step_pre_hook(self._before))
             self.handles.append(o.register_step_post_hook(self._after(k, updates)))
 
     def after_backward(self):
         "Read every gradient once; a later backward pass of the same step overwrites."
         for i, p in enumerate(self.params):
-            if p.grad is None: continue
-            g = local(p.grad); g = g.coalesce().values() if g.layout != torch.strided else g
+            if p.grad is None:
+                continue
+            g = local(p.grad)
+            g = g.coalesce().values() if g.layout != torch.strided else g
             row = torch.zeros(5, dtype=torch.float64, device=g.device)
             add_sums(g, row)
             self.grads[i] = row
-            if self.sampling: self._detail('gradients', i, g)
+            if self.sampling:
+                self._detail("gradients", i, g)
 
-    def _detail(self, what, i, t): self.details.setdefault(what, {})[i] = tensor_detail(t)
+    def _detail(self, what, i, t):
+        self.details.setdefault(what, {})[i] = tensor_detail(t)
 
     def _before(self, optimizer, args, kwargs):
         "Copies of the weights whose update does not follow from the optimizer's state."
-        if not self.grads: self.after_backward()
+        if not self.grads:
+            self.after_backward()
         for group in optimizer.param_groups:
-            for p in group['params']:
-                if p.grad is not None and id(p) in self.at and not (_adam_like(optimizer) and p.dtype in (torch.float32, torch.float64)): self.old[self.at[id(p)]] = local(p.detach()).clone()
+            for p in group["params"]:
+                if (
+                    p.grad is not None
+                    and id(p) in self.at
+                    and not (_adam_like(optimizer) and p.dtype in (torch.float32, torch.float64))
+                ):
+                    self.old[self.at[id(p)]] = local(p.detach()).clone()
 
     def _after(self, k, updates):
         "What the optimizer's step did to each of its parameters."
+
         def hook(optimizer, args, kwargs):
             self.stepped.add(k)
-            if k == 0: lr = optimizer.param_groups[0]['lr']; self.lr = lr.detach().clone() if torch.is_tensor(lr) else lr
-            if not updates: return
+            if k == 0:
+                lr = optimizer.param_groups[0]["lr"]
+                self.lr = lr.detach().clone() if torch.is_tensor(lr) else lr
+            if not updates:
+                return
             for group in optimizer.param_groups:
-                for p in group['params']:
-                    if p.grad is not None and id(p) in self.at: self._one(optimizer, group, p)
+                for p in group["params"]:
+                    if p.grad is not None and id(p) in self.at:
+                        self._one(optimizer, group, p)
+
         return hook
 
     @torch.no_grad()
     def _one(self, optimizer, group, p):
         "The sums of one parameter after the step."
         i, state, g, w = self.at[id(p)], optimizer.state.get(p, {}), local(p.grad), local(p.detach())
-        adam, old = _adam_like(optimizer) and 'exp_avg' in state, self.old.pop(i, None)
-        decay = group['weight_decay'] if isinstance(optimizer, torch.optim.AdamW) or group.get('decoupled_weight_decay') else 0.
-        if adam: self.made[i] = adam_sums(g, w, local(state['exp_avg']), local(state['exp_avg_sq']), local(state['max_exp_avg_sq']) if group.get('amsgrad') else None, state['step'], group['lr'], group['betas'], group['eps'], decay)
-        if self.sampling: self._details(i, w, old, state, adam and adam_update(w, state, group, decay))
-        if adam and old is None: return
-        out = self.made.setdefault(i, torch.full((12,), float('nan'), dtype=torch.float64, device=w.device))
+        adam, old = _adam_like(optimizer) and "exp_avg" in state, self.old.pop(i, None)
+        decay = (
+            group["weight_decay"]
+            if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+            else 0.0
+        )
+        if adam:
+            self.made[i] = adam_sums(
+                g,
+                w,
+                local(state["exp_avg"]),
+                local(state["exp_avg_sq"]),
+                local(state["max_exp_avg_sq"]) if group.get("amsgrad") else None,
+                state["step"],
+                group["lr"],
+                group["betas"],
+                group["eps"],
+                decay,
+            )
+        if self.sampling:
+            self._details(i, w, old, state, adam and adam_update(w, state, group, decay))
+        if adam and old is None:
+            return
+        out = self.made.setdefault(i, torch.full((12,), float("nan"), dtype=torch.float64, device=w.device))
         for column, t in ((4, w), (8, w.float() - old.float())):
-            row = torch.zeros(5, dtype=torch.float64, device=w.device); add_sums(t, row)
+            row = torch.zeros(5, dtype=torch.float64, device=w.device)
+            add_sums(t, row)
             out[column] = row[2]
-            if column == 4: out[0], out[5], out[6] = row[0], row[3], row[4]
-        tensors = [local(t) for t in state.values() if torch.is_tensor(t) and t.is_floating_point() and t.numel() > 1]
+            if column == 4:
+                out[0], out[5], out[6] = row[0], row[3], row[4]
+        tensors = [
+            local(t) for t in state.values() if torch.is_tensor(t) and t.is_floating_point() and t.numel() > 1
+        ]
         out[7] = sum((~torch.isfinite(t)).sum() for t in tensors) if tensors else 0
 
     def _details(self, i, w, old, state, update):
         "The costly statistics of one parameter, its optimizer state and its update."
-        self._detail('weights', i, w)
-        for name, keys in (('m', ('exp_avg', 'momentum_buffer')), ('v', ('exp_avg_sq', 'square_avg', 'sum'))):
+        self._detail("weights", i, w)
+        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
             t = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
-            if t is not None: self._detail(name, i, local(t))
+            if t is not None:
+                self._detail(name, i, local(t))
         intended, before = update is not False, old if old is not None else w.float() + update
-        if not intended: update = before.float() - w.float()
-        self._detail('updates', i, update)
-        if intended or w.dtype in (torch.float32, torch.float64): self.details.setdefault('lost', {})[i] = lost_updates(before, update)
+        if not intended:
+            update = before.float() - w.float()
+        self._detail("updates", i, update)
+        if intended or w.dtype in (torch.float32, torch.float64):
+            self.details.setdefault("lost", {})[i] = lost_updates(before, update)
 
     def take(self):
         "Gradient rows and step rows by parameter number since the last call, and the optimizers that stepped. Starts anew."
@@ -299,4 +482,5 @@ class ParamProbe:
 
     def remove(self):
         "Take every hook off the optimizers."
-        for h in self.handles: h.remove()
+        for h in self.handles:
+            h.remove()

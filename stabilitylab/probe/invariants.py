@@ -21,85 +21,139 @@ def _gradients(model, batch, loss):
     "Parameters without a sound gradient."
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
-    bad = {n: 'none' if p.grad is None else 'not finite' if not torch.isfinite(p.grad).all() else 'zero' for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not torch.isfinite(p.grad).all() or not p.grad.any())}
+    bad = {
+        n: "none" if p.grad is None else "not finite" if not torch.isfinite(p.grad).all() else "zero"
+        for n, p in model.named_parameters()
+        if p.requires_grad and (p.grad is None or not torch.isfinite(p.grad).all() or not p.grad.any())
+    }
     model.zero_grad(set_to_none=True)
     return bad
+
 
 def _groups(model, optimizer):
     "Trainable parameters that stand in no group or in several."
     count = {}
     for g in optimizer.param_groups:
-        for p in g['params']: count[id(p)] = count.get(id(p), 0) + 1
-    return {n: f'{count.get(id(p), 0)} groups' for n, p in model.named_parameters() if p.requires_grad and count.get(id(p), 0) != 1}
+        for p in g["params"]:
+            count[id(p)] = count.get(id(p), 0) + 1
+    return {
+        n: f"{count.get(id(p), 0)} groups"
+        for n, p in model.named_parameters()
+        if p.requires_grad and count.get(id(p), 0) != 1
+    }
+
 
 def _twins(model):
     "Pairs of parameters that hold the same numbers but are two tensors, so that they will drift apart."
     names = [(n, p) for n, p in model.named_parameters() if p.ndim > 1 and p.std(correction=0) > 0]
-    return {a: f'equal to {b}, not tied' for i, (a, p) in enumerate(names) for b, q in names[i+1:] if p.shape == q.shape and torch.equal(p, q)}
+    return {
+        a: f"equal to {b}, not tied"
+        for i, (a, p) in enumerate(names)
+        for b, q in names[i + 1 :]
+        if p.shape == q.shape and torch.equal(p, q)
+    }
+
 
 def _decay(model, optimizer):
     "Parameters whose decay in a step without gradient is not lr·weight_decay; for optimizers with decoupled decay."
-    if not isinstance(optimizer, torch.optim.AdamW): return None
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return None
     m = copy.deepcopy(model)
     other, by_name = dict(m.named_parameters()), {id(p): n for n, p in model.named_parameters()}
-    groups = [{k: v for k, v in g.items() if k != 'params'} | {'params': [other[by_name[id(p)]] for p in g['params'] if id(p) in by_name]} for g in optimizer.param_groups]
-    fresh, bad = torch.optim.AdamW([g for g in groups if g['params']]), {}
-    for p in other.values(): p.grad = torch.zeros_like(p)
+    groups = [
+        {k: v for k, v in g.items() if k != "params"}
+        | {"params": [other[by_name[id(p)]] for p in g["params"] if id(p) in by_name]}
+        for g in optimizer.param_groups
+    ]
+    fresh, bad = torch.optim.AdamW([g for g in groups if g["params"]]), {}
+    for p in other.values():
+        p.grad = torch.zeros_like(p)
     before = {n: p.detach().clone() for n, p in other.items()}
     fresh.step()
     for g in fresh.param_groups:
-        for p in g['params']:
+        for p in g["params"]:
             n = next(n for n, q in other.items() if q is p)
-            old, want, new = before[n].double(), g['lr']*g['weight_decay'], p.detach().double()
-            got = float((old*(old - new)).sum()/(old*old).sum()) if old.any() else want
-            if abs(got - want) > 0.1*want: bad[n] = f'loses {got:.2g} of itself a step instead of {want:.2g}; {str(p.dtype).removeprefix("torch.")} rounds the rest away'
+            old, want, new = before[n].double(), g["lr"] * g["weight_decay"], p.detach().double()
+            got = float((old * (old - new)).sum() / (old * old).sum()) if old.any() else want
+            if abs(got - want) > 0.1 * want:
+                bad[n] = (
+                    f"loses {got:.2g} of itself a step instead of {want:.2g}; {str(p.dtype).removeprefix('torch.')} rounds the rest away"
+                )
     return bad
 
+
 def check_training(
-    model: torch.nn.Module, # as the loop will train it; its weights and gradients are left as they were
-    optimizer, # its optimizer
-    batch, # a batch of the loop
-    loss: Callable, # (model, batch) -> scalar loss
-    logits: Callable | None = None, # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
-    tokens: torch.Tensor | None = None, # (batch, seq) int64
-) -> pd.DataFrame: # one row a check: ok (True, False, or None where it could not be made), found (what is wrong, by parameter)
+    model: torch.nn.Module,  # as the loop will train it; its weights and gradients are left as they were
+    optimizer,  # its optimizer
+    batch,  # a batch of the loop
+    loss: Callable,  # (model, batch) -> scalar loss
+    logits: Callable
+    | None = None,  # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
+    tokens: torch.Tensor | None = None,  # (batch, seq) int64
+) -> pd.DataFrame:  # one row a check: ok (True, False, or None where it could not be made), found (what is wrong, by parameter)
     "What a single batch shows to be wrong in a training loop."
     state, training, rng = {n: p.grad for n, p in model.named_parameters()}, model.training, rng_state()
     rows = {}
-    def add(name, found): rows[name] = (None if found is None else not found, '' if not found else '; '.join(f'{k}: {v}' for k, v in list(found.items())[:8]) + (f'; {len(found) - 8} more' if len(found) > 8 else ''))
+
+    def add(name, found):
+        rows[name] = (
+            None if found is None else not found,
+            ""
+            if not found
+            else "; ".join(f"{k}: {v}" for k, v in list(found.items())[:8])
+            + (f"; {len(found) - 8} more" if len(found) > 8 else ""),
+        )
+
     try:
-        add('every trainable gradient is finite and not zero', _gradients(model, batch, loss))
-        add('every parameter is in exactly one group', _groups(model, optimizer))
-        add('equal matrices are tied', _twins(model))
-        add('weight decay does what it says', _decay(model, optimizer))
+        add("every trainable gradient is finite and not zero", _gradients(model, batch, loss))
+        add("every parameter is in exactly one group", _groups(model, optimizer))
+        add("equal matrices are tied", _twins(model))
+        add("weight decay does what it says", _decay(model, optimizer))
         model.eval()
         with torch.no_grad():
             a, b = (float(loss(model, batch)) for _ in range(2))
-            add('evaluating twice gives the same loss', {} if a == b else {'loss': f'{a:.7g} and {b:.7g}'})
-            if logits is None or tokens is None: add('no token sees the future', None)
+            add("evaluating twice gives the same loss", {} if a == b else {"loss": f"{a:.7g} and {b:.7g}"})
+            if logits is None or tokens is None:
+                add("no token sees the future", None)
             else:
-                if tokens.ndim != 2 or tokens.shape[1] < 2: raise bad_input('tokens', tuple(tokens.shape), '(batch, seq) with seq >= 2')
+                if tokens.ndim != 2 or tokens.shape[1] < 2:
+                    raise bad_input("tokens", tuple(tokens.shape), "(batch, seq) with seq >= 2")
                 other, before = tokens.clone(), logits(model, tokens)
                 other[:, -1] = (other[:, -1] + 1) % before.shape[-1]
                 far = (logits(model, other) - before)[:, :-1].abs().max().item()
-                add('no token sees the future', {} if far <= 1e-5*before.abs().max().item() else {'logits': f'those before the last token move by {far:.3g} when only it changes'})
+                add(
+                    "no token sees the future",
+                    {}
+                    if far <= 1e-5 * before.abs().max().item()
+                    else {"logits": f"those before the last token move by {far:.3g} when only it changes"},
+                )
     finally:
-        for n, p in model.named_parameters(): p.grad = state[n]
-        model.train(training); set_rng_state(rng)
-    return pd.DataFrame.from_dict(rows, orient='index', columns=['ok', 'found']).rename_axis('check')
+        for n, p in model.named_parameters():
+            p.grad = state[n]
+        model.train(training)
+        set_rng_state(rng)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["ok", "found"]).rename_axis("check")
 
 # %% ../../nbs/api/probe/09_invariants.ipynb #428e7cd7
 def growth_exponents(
-    model: torch.nn.Module, # with its blocks in an nn.ModuleList
-    run: Callable, # () -> scalar loss of a forward pass
-) -> tuple[float, float]: # (activations from the first block's input to the last block's output, gradients the other way), both a block
+    model: torch.nn.Module,  # with its blocks in an nn.ModuleList
+    run: Callable,  # () -> scalar loss of a forward pass
+) -> tuple[
+    float, float
+]:  # (activations from the first block's input to the last block's output, gradients the other way), both a block
     "How fast activations and gradients grow from block to block."
     blocks = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1), None)
-    if blocks is None: raise bad_input('model', type(model).__name__, 'a model with two or more blocks in an nn.ModuleList')
+    if blocks is None:
+        raise bad_input("model", type(model).__name__, "a model with two or more blocks in an nn.ModuleList")
     seen = []
-    hooks = [blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0])), blocks[-1].register_forward_hook(lambda m, a, y: seen.append(y[0] if isinstance(y, tuple) else y))]
-    try: grads = torch.autograd.grad(run(), seen)
+    hooks = [
+        blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0])),
+        blocks[-1].register_forward_hook(lambda m, a, y: seen.append(y[0] if isinstance(y, tuple) else y)),
+    ]
+    try:
+        grads = torch.autograd.grad(run(), seen)
     finally:
-        for h in hooks: h.remove()
+        for h in hooks:
+            h.remove()
     (v0, v1), (g0, g1) = ([t.detach().double().norm().item() for t in pair] for pair in (seen, grads))
-    return float(np.log(v1/v0)/len(blocks)), float(np.log(g0/g1)/len(blocks))
+    return float(np.log(v1 / v0) / len(blocks)), float(np.log(g0 / g1) / len(blocks))

@@ -14,85 +14,145 @@ from ..names.core import MODULE_KINDS
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #2091e6d8
-_ATTN = {'q': 'q q_proj query wq q_lin to_q', 'k': 'k k_proj key wk k_lin to_k', 'v': 'v v_proj value wv v_lin to_v',
-    'qkv': 'c_attn qkv query_key_value in_proj wqkv qkv_proj att_proj', 'out': 'o o_proj out_proj out_lin to_out wo attn_out'}
-_MLP = {'mlp.fc1': 'fc1 c_fc up_proj wi wi_1 dense_h_to_4h linear1 lin1 fc_in w3 ff_proj up', 'mlp.gate': 'gate_proj wi_0 w1 gate',
-    'mlp.fc2': 'fc2 c_proj down_proj wo dense_4h_to_h linear2 lin2 fc_out w2 ff_out down'}
-_HEAD = 'lm_head embed_out head proj_out classifier score output_projection unembed'.split()
-_IS_ATTN, _IS_CROSS = re.compile(r'attn|attention|(^|\.)att(\.|$)', re.I), re.compile(r'cross|encdec|encoder_attn|multihead_attn', re.I)
-_IS_MLP, _IS_POS = re.compile(r'mlp|feed_?forward|ffn|densereludense|(^|\.)ff(\.|$)', re.I), re.compile(r'pos|wpe|relative', re.I)
-_ACTS = ('gelu', 'relu', 'silu', 'swish', 'sigmoid', 'tanh', 'activation', 'mish')
+_ATTN = {
+    "q": "q q_proj query wq q_lin to_q",
+    "k": "k k_proj key wk k_lin to_k",
+    "v": "v v_proj value wv v_lin to_v",
+    "qkv": "c_attn qkv query_key_value in_proj wqkv qkv_proj att_proj",
+    "out": "o o_proj out_proj out_lin to_out wo attn_out",
+}
+_MLP = {
+    "mlp.fc1": "fc1 c_fc up_proj wi wi_1 dense_h_to_4h linear1 lin1 fc_in w3 ff_proj up",
+    "mlp.gate": "gate_proj wi_0 w1 gate",
+    "mlp.fc2": "fc2 c_proj down_proj wo dense_4h_to_h linear2 lin2 fc_out w2 ff_out down",
+}
+_HEAD = "lm_head embed_out head proj_out classifier score output_projection unembed".split()
+_IS_ATTN, _IS_CROSS = (
+    re.compile(r"attn|attention|(^|\.)att(\.|$)", re.I),
+    re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I),
+)
+_IS_MLP, _IS_POS = (
+    re.compile(r"mlp|feed_?forward|ffn|densereludense|(^|\.)ff(\.|$)", re.I),
+    re.compile(r"pos|wpe|relative", re.I),
+)
+_ACTS = ("gelu", "relu", "silu", "swish", "sigmoid", "tanh", "activation", "mish")
+
 
 def _linear_kind(name, leaf, attn, cross):
     "Kind of a module that multiplies by a matrix."
-    low, before = leaf.lower(), name.rsplit('.', 1)[0] if '.' in name else ''
-    if low in _HEAD or name.endswith('predictions.decoder'): return 'lm_head'
+    low, before = leaf.lower(), name.rsplit(".", 1)[0] if "." in name else ""
+    if low in _HEAD or name.endswith("predictions.decoder"):
+        return "lm_head"
     if attn:
-        role = next((r for r, words in _ATTN.items() if low in words.split()), None) or ('out' if low in ('dense', 'c_proj', 'proj') else None)
-        if role == 'qkv' and cross: return 'cross_attn'
-        return f"{'cross_attn' if cross else 'attn'}.{role}" if role else 'other'
+        role = next((r for r, words in _ATTN.items() if low in words.split()), None) or (
+            "out" if low in ("dense", "c_proj", "proj") else None
+        )
+        if role == "qkv" and cross:
+            return "cross_attn"
+        return f"{'cross_attn' if cross else 'attn'}.{role}" if role else "other"
     found = next((k for k, words in _MLP.items() if low in words.split()), None)
-    if found: return found
-    if low == 'dense' and before.endswith('intermediate'): return 'mlp.fc1'
-    if low == 'dense' and before.endswith('output'): return 'mlp.fc2'
-    return next((f'attn.{r}' for r, words in _ATTN.items() if low in words.split()), 'other')
+    if found:
+        return found
+    if low == "dense" and before.endswith("intermediate"):
+        return "mlp.fc1"
+    if low == "dense" and before.endswith("output"):
+        return "mlp.fc2"
+    return next((f"attn.{r}" for r, words in _ATTN.items() if low in words.split()), "other")
+
 
 def _kind_of(name, module):
     "Kind of one module by name and class."
-    leaf, cls = name.rsplit('.', 1)[-1], type(module).__name__
+    leaf, cls = name.rsplit(".", 1)[-1], type(module).__name__
     attn, cross = bool(_IS_ATTN.search(name)), bool(_IS_CROSS.search(name))
-    if isinstance(module, nn.Embedding) or 'Embedding' in cls and isinstance(getattr(module, 'weight', None), nn.Parameter): return 'pos_embed' if _IS_POS.search(leaf + cls) else 'embed'
-    if 'norm' in cls.lower(): return 'norm'
-    if isinstance(module, nn.modules.conv._ConvNd): return 'conv'
-    weight = getattr(module, 'weight', None)
-    if weight is not None and getattr(weight, 'ndim', 0) == 2: return _linear_kind(name, leaf, attn, cross)
-    if any(a in cls.lower() for a in _ACTS): return 'act'
-    if isinstance(module, nn.MultiheadAttention) or _IS_ATTN.search(leaf): return 'cross_attn' if cross else 'attn'
-    if _IS_MLP.search(leaf) or leaf in ('intermediate',): return 'mlp'
-    return 'block' if leaf.isdigit() and any(True for _ in module.children()) and not isinstance(module, (nn.ModuleList, nn.Sequential)) else 'other'
+    if (
+        isinstance(module, nn.Embedding)
+        or "Embedding" in cls
+        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    ):
+        return "pos_embed" if _IS_POS.search(leaf + cls) else "embed"
+    if "norm" in cls.lower():
+        return "norm"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
+    weight = getattr(module, "weight", None)
+    if weight is not None and getattr(weight, "ndim", 0) == 2:
+        return _linear_kind(name, leaf, attn, cross)
+    if any(a in cls.lower() for a in _ACTS):
+        return "act"
+    if isinstance(module, nn.MultiheadAttention) or _IS_ATTN.search(leaf):
+        return "cross_attn" if cross else "attn"
+    if _IS_MLP.search(leaf) or leaf in ("intermediate",):
+        return "mlp"
+    return (
+        "block"
+        if leaf.isdigit()
+        and any(True for _ in module.children())
+        and not isinstance(module, (nn.ModuleList, nn.Sequential))
+        else "other"
+    )
+
 
 def _layer_of(name):
     "The first number in a module's name, -1 where it has none."
-    return next((int(part) for part in name.split('.') if part.isdigit()), -1)
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #29688718
 def module_kinds(
-    model: nn.Module, # any model
-    overrides: dict[str, str] | None = None, # regular expression on the full name -> kind; the first that matches wins over the rules
-) -> dict[str, tuple[str, int]]: # name of every module but the root -> (kind, layer); layer -1 outside the stack
+    model: nn.Module,  # any model
+    overrides: dict[str, str]
+    | None = None,  # regular expression on the full name -> kind; the first that matches wins over the rules
+) -> dict[
+    str, tuple[str, int]
+]:  # name of every module but the root -> (kind, layer); layer -1 outside the stack
     "What every module is and in which layer it stands."
     for pattern, kind in (overrides or {}).items():
-        if kind not in MODULE_KINDS: raise bad_input('overrides', kind, f"one of {', '.join(MODULE_KINDS)}")
-    def kind(name, m): return next((k for p, k in (overrides or {}).items() if re.search(p, name)), None) or _kind_of(name, m)
+        if kind not in MODULE_KINDS:
+            raise bad_input("overrides", kind, f"one of {', '.join(MODULE_KINDS)}")
+
+    def kind(name, m):
+        return next((k for p, k in (overrides or {}).items() if re.search(p, name)), None) or _kind_of(
+            name, m
+        )
+
     return {name: (kind(name, m), _layer_of(name)) for name, m in model.named_modules() if name}
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #31c42c22
 def param_kinds(
-    model: nn.Module, # any model
-    overrides: dict[str, str] | None = None, # as for `module_kinds`
-) -> dict[str, tuple[str, int]]: # name of every parameter -> (kind, layer) of the module that owns it; tied parameters once
+    model: nn.Module,  # any model
+    overrides: dict[str, str] | None = None,  # as for `module_kinds`
+) -> dict[
+    str, tuple[str, int]
+]:  # name of every parameter -> (kind, layer) of the module that owns it; tied parameters once
     "What every parameter belongs to."
     kinds = module_kinds(model, overrides)
+
     def of(name):
-        owner = name.rpartition('.')[0]
-        kind, layer = kinds.get(owner, ('other', -1))
-        if name.endswith(('in_proj_weight', 'in_proj_bias')) and kind == 'attn': kind = 'attn.qkv'
-        if '.' not in name.removeprefix('model.') and _IS_POS.search(name): kind = 'pos_embed'
+        owner = name.rpartition(".")[0]
+        kind, layer = kinds.get(owner, ("other", -1))
+        if name.endswith(("in_proj_weight", "in_proj_bias")) and kind == "attn":
+            kind = "attn.qkv"
+        if "." not in name.removeprefix("model.") and _IS_POS.search(name):
+            kind = "pos_embed"
         return kind, layer
+
     return {name: of(name) for name, _ in model.named_parameters()}
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #61b6662d
 def split_qkv(
-    out, # (…, 3*d) output of a fused projection
-    heads: int | None = None, # heads, where the layout is (head, 3, d_head) as in BLOOM and GPT-NeoX; None: q, k, v one after the other
-) -> dict: # 'q', 'k', 'v' -> a view of `out`, no copy
+    out,  # (…, 3*d) output of a fused projection
+    heads: int
+    | None = None,  # heads, where the layout is (head, 3, d_head) as in BLOOM and GPT-NeoX; None: q, k, v one after the other
+) -> dict:  # 'q', 'k', 'v' -> a view of `out`, no copy
     "Queries, keys and values of a fused projection."
-    if out.shape[-1] % (3*(heads or 1)): raise bad_input('out', tuple(out.shape), f'a last dimension divisible by {3*(heads or 1)}')
+    if out.shape[-1] % (3 * (heads or 1)):
+        raise bad_input("out", tuple(out.shape), f"a last dimension divisible by {3 * (heads or 1)}")
     parts = out.unflatten(-1, (heads, 3, -1)).unbind(-2) if heads else out.chunk(3, -1)
-    return dict(zip('qkv', parts))
+    return dict(zip("qkv", parts))
+
 
 def fused_heads(name, module, model):
     "Number of heads where the module's name says that its layout is interleaved, else None."
-    if not name.endswith('query_key_value'): return None
-    config = getattr(model, 'config', None)
-    return getattr(config, 'n_head', None) or getattr(config, 'num_attention_heads', None)
+    if not name.endswith("query_key_value"):
+        return None
+    config = getattr(model, "config", None)
+    return getattr(config, "n_head", None) or getattr(config, "num_attention_heads", None)

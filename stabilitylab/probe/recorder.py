@@ -17,55 +17,103 @@ from ..names.errors import InputError, bad_input
 from .hooks import ModuleProbe, ParamProbe
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
-LEVELS = {'light': dict(kinds=('block', 'embed', 'lm_head'), inputs=False, backward=False, updates=False), 'normal': dict(kinds=None, inputs=True, backward=True, updates=True)}
-LEVELS['full'] = LEVELS['normal'] # with the costly statistics every step
-ON_NONFINITE = ('go on', 'stop', 'skip')
+LEVELS = {
+    "light": dict(kinds=("block", "embed", "lm_head"), inputs=False, backward=False, updates=False),
+    "normal": dict(kinds=None, inputs=True, backward=True, updates=True),
+}
+LEVELS["full"] = LEVELS["normal"]  # with the costly statistics every step
+ON_NONFINITE = ("go on", "stop", "skip")
 
-def _listed(x): return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
+
+def _listed(x):
+    return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
+
 
 def _to_host(t):
     "The tensor on the CPU, copied without waiting for the device."
-    if t.device.type == 'cpu': return t
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == 'cuda').copy_(t, non_blocking=True)
+    if t.device.type == "cpu":
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda").copy_(t, non_blocking=True)
+
 
 class Recorder:
     "A recorder of one training run, to be used with `with`."
-    def __init__(self,
-        model: torch.nn.Module, # the model, before torch.compile
-        optimizer, # its optimizer, or a list of them
-        path: str | Path, # folder of the record; an older record there is continued as a new segment
-        level: str = 'normal', # 'light', 'normal' or 'full' (the costly statistics every step)
-        every_n: int = 50, # steps between the costly statistics, taken after a trigger too; 0: never
-        select: str | None = None, # regular expression on module names; None: all
-        kinds: dict | None = None, # regular expression on module names -> kind, where the rules are wrong
-        scaler=None, # the loop's GradScaler, or None
-        on_nonfinite: str = 'go on', # 'go on', 'stop' (raise FloatingPointError) or 'skip' the optimizer step; the last two look at one number a step
-        snapshot_every: int = 0, # steps between snapshots of the black box; 0: no black box
-        keep_snapshots: int = 2, # snapshots that are kept, beside four that triggers pinned
-        max_box_bytes: int = 10*2**30, # of the black box on disk; the oldest go first
-        triggers: tuple = (), # functions of (step, scalars) -> bool that pin the suspect step, such as `detect.online.OnlineRule()`; the loss is given as a float, which waits for the device
-        first_step: int = 0, # number of the first step, for a run that goes on from a checkpoint
-        flush_seconds: float = 5., # at most this much is lost when the process is killed
-        merge: bool = True, # make one Zarr record of the written parts at the end; False: leave the parts, which `open_run` reads too
+
+    def __init__(
+        self,
+        model: torch.nn.Module,  # the model, before torch.compile
+        optimizer,  # its optimizer, or a list of them
+        path: str | Path,  # folder of the record; an older record there is continued as a new segment
+        level: str = "normal",  # 'light', 'normal' or 'full' (the costly statistics every step)
+        every_n: int = 50,  # steps between the costly statistics, taken after a trigger too; 0: never
+        select: str | None = None,  # regular expression on module names; None: all
+        kinds: dict | None = None,  # regular expression on module names -> kind, where the rules are wrong
+        scaler=None,  # the loop's GradScaler, or None
+        on_nonfinite: str = "go on",  # 'go on', 'stop' (raise FloatingPointError) or 'skip' the optimizer step; the last two look at one number a step
+        snapshot_every: int = 0,  # steps between snapshots of the black box; 0: no black box
+        keep_snapshots: int = 2,  # snapshots that are kept, beside four that triggers pinned
+        max_box_bytes: int = 10 * 2**30,  # of the black box on disk; the oldest go first
+        triggers: tuple = (),  # functions of (step, scalars) -> bool that pin the suspect step, such as `detect.online.OnlineRule()`; the loss is given as a float, which waits for the device
+        first_step: int = 0,  # number of the first step, for a run that goes on from a checkpoint
+        flush_seconds: float = 5.0,  # at most this much is lost when the process is killed
+        merge: bool = True,  # make one Zarr record of the written parts at the end; False: leave the parts, which `open_run` reads too
     ):
-        if level not in LEVELS: raise bad_input('level', level, ', '.join(LEVELS))
-        if every_n < 0: raise bad_input('every_n', every_n, '0 or more')
-        if on_nonfinite not in ON_NONFINITE: raise bad_input('on_nonfinite', on_nonfinite, ', '.join(ON_NONFINITE))
-        self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = model, _listed(optimizer), Path(path), scaler, on_nonfinite, triggers
-        self.level, self.select, self.kinds, self.box_args, self.flush_seconds = LEVELS[level], select, kinds, (snapshot_every, keep_snapshots, max_box_bytes), flush_seconds
-        self.merge, self.every_n, self.sample_next = merge, 1 if level == 'full' else every_n, False
-        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = None, first_step, 0, None, None, None, [], False
+        if level not in LEVELS:
+            raise bad_input("level", level, ", ".join(LEVELS))
+        if every_n < 0:
+            raise bad_input("every_n", every_n, "0 or more")
+        if on_nonfinite not in ON_NONFINITE:
+            raise bad_input("on_nonfinite", on_nonfinite, ", ".join(ON_NONFINITE))
+        self.model, self.optimizers, self.path, self.scaler, self.on_nonfinite, self.triggers = (
+            model,
+            _listed(optimizer),
+            Path(path),
+            scaler,
+            on_nonfinite,
+            triggers,
+        )
+        self.level, self.select, self.kinds, self.box_args, self.flush_seconds = (
+            LEVELS[level],
+            select,
+            kinds,
+            (snapshot_every, keep_snapshots, max_box_bytes),
+            flush_seconds,
+        )
+        self.merge, self.every_n, self.sample_next = merge, 1 if level == "full" else every_n, False
+        self.off, self.n, self.micro, self.box, self.writer, self.scale, self.held, self.skipped = (
+            None,
+            first_step,
+            0,
+            None,
+            None,
+            None,
+            [],
+            False,
+        )
 
     def __enter__(self):
         "Put the hooks in place and open the record; where it cannot be written, warn once and record nothing."
-        inner = self.model.module if hasattr(self.model, 'module') and type(self.model).__name__ in ('DistributedDataParallel', 'DataParallel') else self.model
+        inner = (
+            self.model.module
+            if hasattr(self.model, "module")
+            and type(self.model).__name__ in ("DistributedDataParallel", "DataParallel")
+            else self.model
+        )
         self.modules = self._module_probe(inner)
-        self.params = ParamProbe(inner, self.optimizers, self.kinds, self.level['updates'])
+        self.params = ParamProbe(inner, self.optimizers, self.kinds, self.level["updates"])
         self.modules.after_backward = self._after_backward
-        if self.on_nonfinite == 'skip': self.guards = [h for o in self.optimizers for h in (o.register_step_pre_hook(self._hold), o.register_step_post_hook(self._release))]
-        try: self._open(inner)
-        except (OSError, InputError) as e: self._stop(f'nothing is recorded, training goes on: {e}')
-        except torch.distributed.DistStoreError: self._stop('nothing is recorded on this rank, training goes on: rank 0 has no Recorder')
+        if self.on_nonfinite == "skip":
+            self.guards = [
+                h
+                for o in self.optimizers
+                for h in (o.register_step_pre_hook(self._hold), o.register_step_post_hook(self._release))
+            ]
+        try:
+            self._open(inner)
+        except (OSError, InputError) as e:
+            self._stop(f"nothing is recorded, training goes on: {e}")
+        except torch.distributed.DistStoreError:
+            self._stop("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
         self._sample()
         self.begin = time.perf_counter()
         return self
@@ -78,71 +126,149 @@ class Recorder:
     def _module_probe(self, model):
         "The module hooks of the chosen level."
         from stabilitylab.probe.kinds import module_kinds
-        select, wanted = self.select, self.level['kinds']
+
+        select, wanted = self.select, self.level["kinds"]
         if wanted and select is None:
             names = [n for n, (k, _) in module_kinds(model, self.kinds).items() if k in wanted]
-            select = '^(' + '|'.join(n.replace('.', r'\.') for n in names) + ')$' if names else None
-        return ModuleProbe(model, select, self.kinds, self.level['inputs'], self.level['backward'])
+            select = "^(" + "|".join(n.replace(".", r"\.") for n in names) + ")$" if names else None
+        return ModuleProbe(model, select, self.kinds, self.level["inputs"], self.level["backward"])
 
     def _open(self, inner):
         "The store, its writer and the black box."
         from stabilitylab.probe.environment import environment, environment_change
-        from stabilitylab.probe.writer import MODULE_VARIABLES, PARAM_VARIABLES, SAMPLED_COORDS, SAMPLED_VARIABLES, Writer
+        from stabilitylab.probe.writer import (
+            MODULE_VARIABLES,
+            PARAM_VARIABLES,
+            SAMPLED_COORDS,
+            SAMPLED_VARIABLES,
+            Writer,
+        )
         from stabilitylab.run.live import LiveStore
-        of = lambda p, dim: {'dim': dim, 'names': p.names, 'kind': p.kinds, 'layer': p.layers}
-        tables = {'activations': of(self.modules, 'module') | {'variables': MODULE_VARIABLES}} | {g: of(self.params, 'param') | {'variables': v} for g, v in PARAM_VARIABLES.items()}
-        tables |= {g: of(self.modules, 'module') | {'variables': v, 'coords': SAMPLED_COORDS} if g == 'sampled_activations' else of(self.params, 'param') | {'variables': v, 'coords': SAMPLED_COORDS} for g, v in SAMPLED_VARIABLES.items()}
+
+        of = lambda p, dim: {"dim": dim, "names": p.names, "kind": p.kinds, "layer": p.layers}
+        tables = {"activations": of(self.modules, "module") | {"variables": MODULE_VARIABLES}} | {
+            g: of(self.params, "param") | {"variables": v} for g, v in PARAM_VARIABLES.items()
+        }
+        tables |= {
+            g: of(self.modules, "module") | {"variables": v, "coords": SAMPLED_COORDS}
+            if g == "sampled_activations"
+            else of(self.params, "param") | {"variables": v, "coords": SAMPLED_COORDS}
+            for g, v in SAMPLED_VARIABLES.items()
+        }
         first = self.optimizers[0].param_groups[0] if self.optimizers else {}
         spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.rank, self.world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if spread else (0, 1)
+        self.rank, self.world = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size()) if spread else (0, 1)
+        )
         only_modules = self.rank > 0 and self.params.copies is None
-        if only_modules: tables = {g: t for g, t in tables.items() if t['dim'] == 'module'}
-        attrs = {'environment': environment(), 'optimizer': [type(o).__name__ for o in self.optimizers], 'betas': list(first.get('betas', ())), 'eps': first.get('eps'), 'shapes': {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)}, 'trainable': [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad], 'world_size': self.world}
-        attrs['dtypes'] = {n: str(p.dtype).removeprefix('torch.') for n, p in zip(self.params.names, self.params.params)}
-        if self.params.copies is not None: attrs['copies'] = self.params.copies
+        if only_modules:
+            tables = {g: t for g, t in tables.items() if t["dim"] == "module"}
+        attrs = {
+            "environment": environment(),
+            "optimizer": [type(o).__name__ for o in self.optimizers],
+            "betas": list(first.get("betas", ())),
+            "eps": first.get("eps"),
+            "shapes": {n: list(p.shape) for n, p in zip(self.params.names, self.params.params)},
+            "trainable": [n for n, p in zip(self.params.names, self.params.params) if p.requires_grad],
+            "world_size": self.world,
+        }
+        attrs["dtypes"] = {
+            n: str(p.dtype).removeprefix("torch.") for n, p in zip(self.params.names, self.params.params)
+        }
+        if self.params.copies is not None:
+            attrs["copies"] = self.params.copies
         self.store = _shard(LiveStore, self.path, tables, attrs, self.rank, self.world)
-        self.writer = Writer(self.store, self.modules, self.params, self.flush_seconds, on_error=self._stop, on_bad=self._on_bad, counts=self.world > 1, only_modules=only_modules)
-        if self.store.segment and not self.rank: self.writer.put(('restart', self.n, 'the record is continued', time.time()))
-        changed = environment_change(self.store.previous['environment'], attrs['environment']) if self.store.previous.get('environment') else {}
-        changed.pop('command', None)
-        if changed and not self.rank: self.writer.put(('environment', self.n, ', '.join(f'{k} {a} to {b}' for k, (a, b) in changed.items())[:500], time.time()))
-        if self.params.unknown and not self.rank: self.writer.put(('note', 0, 'trainable but in no optimizer: ' + ', '.join(self.params.unknown[:20]), time.time()))
+        self.writer = Writer(
+            self.store,
+            self.modules,
+            self.params,
+            self.flush_seconds,
+            on_error=self._stop,
+            on_bad=self._on_bad,
+            counts=self.world > 1,
+            only_modules=only_modules,
+        )
+        if self.store.segment and not self.rank:
+            self.writer.put(("restart", self.n, "the record is continued", time.time()))
+        changed = (
+            environment_change(self.store.previous["environment"], attrs["environment"])
+            if self.store.previous.get("environment")
+            else {}
+        )
+        changed.pop("command", None)
+        if changed and not self.rank:
+            self.writer.put(
+                (
+                    "environment",
+                    self.n,
+                    ", ".join(f"{k} {a} to {b}" for k, (a, b) in changed.items())[:500],
+                    time.time(),
+                )
+            )
+        if self.params.unknown and not self.rank:
+            self.writer.put(
+                (
+                    "note",
+                    0,
+                    "trainable but in no optimizer: " + ", ".join(self.params.unknown[:20]),
+                    time.time(),
+                )
+            )
         if self.box_args[0]:
             from stabilitylab.probe.blackbox import BlackBox
-            self.box = BlackBox(self.path, inner, self.optimizers, self.scaler, self.box_args[0], self.box_args[1], max_bytes=self.box_args[2], on_error=lambda text: warnings.warn(text, stacklevel=2), rank=self.rank)
+
+            self.box = BlackBox(
+                self.path,
+                inner,
+                self.optimizers,
+                self.scaler,
+                self.box_args[0],
+                self.box_args[1],
+                max_bytes=self.box_args[2],
+                on_error=lambda text: warnings.warn(text, stacklevel=2),
+                rank=self.rank,
+            )
 
     def _on_bad(self, step, text):
         "At the first non-finite value."
         self.sample_next = True
-        if self.box is not None: self.box.trigger(step)
+        if self.box is not None:
+            self.box.trigger(step)
 
     def _stop(self, why):
         "Warn once and record nothing from here on."
-        if self.off is None: self.off = why; warnings.warn(f'Recorder({str(self.path)!r}): {why}', stacklevel=3)
+        if self.off is None:
+            self.off = why
+            warnings.warn(f"Recorder({str(self.path)!r}): {why}", stacklevel=3)
 
     def _after_backward(self):
         "At the end of each backward pass."
-        if self.off is not None: return
+        if self.off is not None:
+            return
         self.params.after_backward()
-        scale = getattr(self.scaler, '_scale', None)
+        scale = getattr(self.scaler, "_scale", None)
         self.scale = None if scale is None else scale.clone()
 
-    def batch(self,
-        batch, # what the model is about to be given; nested tensors
+    def batch(
+        self,
+        batch,  # what the model is about to be given; nested tensors
     ):
         "The same batch, kept for replay together with the random state; call it before each forward pass."
-        if self.box is not None: self.box.batch(batch, self.n, self.micro)
+        if self.box is not None:
+            self.box.batch(batch, self.n, self.micro)
         self.micro += 1
         return batch
 
-    def step(self,
-        loss=None, # the step's loss, a number or a scalar tensor
-        **scalars, # more scalars of this step, such as `tokens`
+    def step(
+        self,
+        loss=None,  # the step's loss, a number or a scalar tensor
+        **scalars,  # more scalars of this step, such as `tokens`
     ) -> None:
         "Close one optimizer step; call it after `optimizer.step()`."
         now, self.micro = time.perf_counter(), 0
         elapsed, self.begin = now - self.begin, now
-        if self.off is None: self._hand_over(elapsed, ({} if loss is None else {'loss': loss}) | scalars)
+        if self.off is None:
+            self._hand_over(elapsed, ({} if loss is None else {"loss": loss}) | scalars)
         self.n += 1
         self._sample()
 
@@ -151,79 +277,132 @@ class Recorder:
         parts, uses, order = self.modules.take()
         details, tops = self._take_details(uses)
         grads, made, stepped = self.params.take()
-        scalars = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()} | {'step_time': elapsed}
-        if self.optimizers: scalars['lr'] = self.params.lr if self.params.lr is not None else self.optimizers[0].param_groups[0]['lr']
-        if self.scale is not None: scalars['loss_scale'] = self.scale
-        if self.optimizers: scalars['skipped'] = float(self.skipped or bool(grads) and not stepped)
+        scalars = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()} | {
+            "step_time": elapsed
+        }
+        if self.optimizers:
+            scalars["lr"] = (
+                self.params.lr if self.params.lr is not None else self.optimizers[0].param_groups[0]["lr"]
+            )
+        if self.scale is not None:
+            scalars["loss_scale"] = self.scale
+        if self.optimizers:
+            scalars["skipped"] = float(self.skipped or bool(grads) and not stepped)
         groups = lambda rows: [(at, _to_host(torch.stack([rows[i] for i in at]))) for at in _by_device(rows)]
-        item = {'step': self.n, 'time': time.time(), 'modules': {d: _to_host(p) for d, p in parts.items()}, 'uses': uses, 'details': groups(details), 'tops': groups(tops), 'order': order, 'grads': groups(grads), 'made': groups(made), 'scale': None if self.scale is None else _to_host(self.scale.reshape(1)),
-            'scalars': {k: _to_host(v.reshape(1)) if torch.is_tensor(v) else v for k, v in scalars.items()}, 'ready': None}
-        if any(p.is_cuda for p in parts.values()): item['ready'] = torch.cuda.Event(); item['ready'].record()
+        item = {
+            "step": self.n,
+            "time": time.time(),
+            "modules": {d: _to_host(p) for d, p in parts.items()},
+            "uses": uses,
+            "details": groups(details),
+            "tops": groups(tops),
+            "order": order,
+            "grads": groups(grads),
+            "made": groups(made),
+            "scale": None if self.scale is None else _to_host(self.scale.reshape(1)),
+            "scalars": {k: _to_host(v.reshape(1)) if torch.is_tensor(v) else v for k, v in scalars.items()},
+            "ready": None,
+        }
+        if any(p.is_cuda for p in parts.values()):
+            item["ready"] = torch.cuda.Event()
+            item["ready"].record()
         self.writer.put(item)
         self.skipped = False
-        if self.triggers and any(t(self.n, {k: float(v) for k, v in scalars.items()}) for t in self.triggers): self._trigger()
-        if self.on_nonfinite == 'stop' and any(bool((p[:, 4] > 0).any()) for p in [*parts.values(), *(t for _, t in item['grads'])]): self._raise()
+        if self.triggers and any(t(self.n, {k: float(v) for k, v in scalars.items()}) for t in self.triggers):
+            self._trigger()
+        if self.on_nonfinite == "stop" and any(
+            bool((p[:, 4] > 0).any()) for p in [*parts.values(), *(t for _, t in item["grads"])]
+        ):
+            self._raise()
 
     def _take_details(self, uses):
         "The costly statistics of this step by what they are of, and the channels that stand out."
-        if not self.modules.sampling: return {}, {}
+        if not self.modules.sampling:
+            return {}, {}
         rows, tops = self.modules.take_details(uses)
-        return {('module', k): r for k, r in rows.items()} | {(what, i): r for what, of in self.params.take_details().items() for i, r in of.items()}, tops
+        return {("module", k): r for k, r in rows.items()} | {
+            (what, i): r for what, of in self.params.take_details().items() for i, r in of.items()
+        }, tops
 
     def _trigger(self):
         "Pin this step in the black box, note it, and look closer at the next one."
         self.sample_next = True
-        self.writer.put(('note', self.n, 'a trigger fired', time.time()))
-        if self.box is not None: self.box.trigger(self.n)
+        self.writer.put(("note", self.n, "a trigger fired", time.time()))
+        if self.box is not None:
+            self.box.trigger(self.n)
 
     def _raise(self):
         "Stop the run and say where it broke."
-        while self.writer.bad is None and self.writer.thread.is_alive() and not self.writer.broken: time.sleep(.01)
+        while self.writer.bad is None and self.writer.thread.is_alive() and not self.writer.broken:
+            time.sleep(0.01)
         b = self.writer.bad or {}
-        raise FloatingPointError(f"step {self.n}: first non-finite value is the {b.get('tensor')} of {b.get('module')} {b.get('dtype')}")
+        raise FloatingPointError(
+            f"step {self.n}: first non-finite value is the {b.get('tensor')} of {b.get('module')} {b.get('dtype')}"
+        )
 
     def _hold(self, optimizer, args, kwargs):
         "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
         if self.params.grads and any(bool(r[4] > 0) for r in self.params.grads.values()):
-            ps = [p for g in optimizer.param_groups for p in g['params'] if p.grad is not None]
+            ps = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
             self.held, self.skipped = [(p, p.grad) for p in ps], True
-            for p in ps: p.grad = None
+            for p in ps:
+                p.grad = None
 
     def _release(self, optimizer, args, kwargs):
         "Give the gradients back."
-        for p, g in self.held: p.grad = g
+        for p, g in self.held:
+            p.grad = g
         self.held = []
 
     def __exit__(self, kind, error, trace):
         "Take the hooks off and make the record an ordinary one."
-        self.modules.remove(); self.params.remove()
-        for h in getattr(self, 'guards', ()): h.remove()
-        if self.box is not None: self.box.close()
-        if self.writer is None: return
-        if kind is not None: self.writer.put(('error', self.n, f'{kind.__name__}: {error}'[:500], time.time()))
+        self.modules.remove()
+        self.params.remove()
+        for h in getattr(self, "guards", ()):
+            h.remove()
+        if self.box is not None:
+            self.box.close()
+        if self.writer is None:
+            return
+        if kind is not None:
+            self.writer.put(("error", self.n, f"{kind.__name__}: {error}"[:500], time.time()))
         self.writer.close()
-        try: self.store.close(self.merge)
-        except Exception as e: self._stop(f'the record stays in parts, open_run reads them: {e}')
+        try:
+            self.store.close(self.merge)
+        except Exception as e:
+            self._stop(f"the record stays in parts, open_run reads them: {e}")
 
-_started = [0] # recorders of this process under torch.distributed
+
+_started = [0]  # recorders of this process under torch.distributed
+
 
 def _shard(make, path, tables, attrs, rank, world):
     "The store of this rank: rank 0 opens the record and tells the others its segment."
-    if world == 1: return make(path, tables, attrs)
+    if world == 1:
+        return make(path, tables, attrs)
     _started[0] += 1
-    key, table = f'stabilitylab/recorder/{_started[0]}', torch.distributed.distributed_c10d._get_default_store()
+    key, table = (
+        f"stabilitylab/recorder/{_started[0]}",
+        torch.distributed.distributed_c10d._get_default_store(),
+    )
     if rank:
         table.wait([key], timedelta(seconds=60))
         segment = int(table.get(key))
-        if segment < 0: raise bad_input('path', str(path), 'a path that rank 0 can write')
+        if segment < 0:
+            raise bad_input("path", str(path), "a path that rank 0 can write")
         return make(path, tables, attrs, rank, world, segment)
-    try: store = make(path, tables, attrs, 0, world)
-    except Exception: table.set(key, '-1'); raise
+    try:
+        store = make(path, tables, attrs, 0, world)
+    except Exception:
+        table.set(key, "-1")
+        raise
     table.set(key, str(store.segment))
     return store
+
 
 def _by_device(rows):
     "The keys of rows of equal length, grouped by device."
     groups = {}
-    for i, r in rows.items(): groups.setdefault((r.device, len(r)), []).append(i)
+    for i, r in rows.items():
+        groups.setdefault((r.device, len(r)), []).append(i)
     return groups.values()

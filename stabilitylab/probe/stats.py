@@ -15,7 +15,7 @@ import torch
 from ..numerics.native import compiled
 
 # %% ../../nbs/api/probe/01_stats.ipynb #6ed9e24c
-_SOURCE = r'''
+_SOURCE = r"""
 #include <stdint.h>
 #include <string.h>
 #include <math.h>
@@ -91,13 +91,15 @@ void adam_sums(const float*restrict G,const float*restrict W,const float*restric
     gq+=q0;wq+=q1;uq+=q2;rq+=q3; gm=m0>gm?m0:gm; wm=m1>wm?m1:wm; gb+=b0;wb+=b1;sb+=b2;lo+=b3;ls+=b4; }
   double o[12]={N,gq*0x1p-60,gm,gb,wq,wm,wb,sb,uq*0x1p-60,rq,lo,ls}; memcpy(out,o,sizeof o);
 }
-'''
+"""
+
 
 @cache
-def kernel(): # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
+def kernel():  # the loaded library, or None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "The fused CPU kernel, built once a machine."
-    lib = compiled(_SOURCE, 'sums', ('-fno-math-errno', '-fno-trapping-math'), (('-fopenmp',), ()))
+    lib = compiled(_SOURCE, "sums", ("-fno-math-errno", "-fno-trapping-math"), (("-fopenmp",), ()))
     return None if lib is None else _declare(lib)
+
 
 def _declare(lib):
     "The library with the argument types of its functions."
@@ -108,92 +110,156 @@ def _declare(lib):
     return lib
 
 # %% ../../nbs/api/probe/01_stats.ipynb #c275daab
-SUMS = ('n', 'sum', 'sumsq', 'absmax', 'nonfinite_count') # columns of a row of sums
+SUMS = ("n", "sum", "sumsq", "absmax", "nonfinite_count")  # columns of a row of sums
+
 
 def _layout(x):
     "`x` as (rows, cols, stride) of evenly spaced rows, or None where it is not laid out so."
-    if x.is_contiguous(): return 1, x.numel(), x.numel()
-    if x.stride(-1) != 1: return None
+    if x.is_contiguous():
+        return 1, x.numel(), x.numel()
+    if x.stride(-1) != 1:
+        return None
     rows, step = 1, x.stride(-2) if x.ndim > 1 else 0
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1])):
-        if size > 1 and stride != rows*step: return None
+        if size > 1 and stride != rows * step:
+            return None
         rows *= size
     return rows, x.shape[-1], step
 
+
 def add_sums(
-    x: torch.Tensor, # any shape, floating point, any device
-    out: torch.Tensor, # (5,) float64 on the same device, columns `SUMS`; added to in place
+    x: torch.Tensor,  # any shape, floating point, any device
+    out: torch.Tensor,  # (5,) float64 on the same device, columns `SUMS`; added to in place
 ) -> None:
     "Add the sums of `x` to `out`: finite entries enter the sums, the others are counted; no host sync."
-    lib = kernel() if x.device.type == 'cpu' else None
-    if lib is None or x.dtype == torch.float64: return _add_torch(x, out)
-    if x.dtype not in (torch.float32, torch.bfloat16): x = x.float()
+    lib = kernel() if x.device.type == "cpu" else None
+    if lib is None or x.dtype == torch.float64:
+        return _add_torch(x, out)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
     lay = _layout(x)
-    if lay is None: x = x.contiguous(); lay = 1, x.numel(), x.numel()
+    if lay is None:
+        x = x.contiguous()
+        lay = 1, x.numel(), x.numel()
     lib.tensor_sums(x.data_ptr(), x.dtype == torch.bfloat16, *lay, out.data_ptr())
+
 
 def _add_torch(x, out):
     "`add_sums` in PyTorch's own operators, for every device."
-    if not x.numel(): return
+    if not x.numel():
+        return
     with torch.no_grad():
         x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
         ok = torch.isfinite(x)
         y = torch.where(ok, x, 0)
         low, high = torch.aminmax(y)
-        out[:3] += torch.stack([out.new_tensor(x.numel()) if x.device.type == 'cpu' else out.new_full((), x.numel()), y.sum(dtype=torch.float64), torch.linalg.vector_norm(y, dtype=torch.float64).square()])
+        out[:3] += torch.stack(
+            [
+                out.new_tensor(x.numel()) if x.device.type == "cpu" else out.new_full((), x.numel()),
+                y.sum(dtype=torch.float64),
+                torch.linalg.vector_norm(y, dtype=torch.float64).square(),
+            ]
+        )
         out[3] = torch.maximum(out[3], torch.maximum(high, -low).double())
         out[4] += x.numel() - ok.sum()
 
 # %% ../../nbs/api/probe/01_stats.ipynb #7b09759e
 def statistics(
-    sums: np.ndarray, # (…, 5) rows of sums; columns `SUMS`
-) -> dict[str, np.ndarray]: # absmax, rms, mean, std (population) of the finite entries, NaN where there are none; nonfinite_count
+    sums: np.ndarray,  # (…, 5) rows of sums; columns `SUMS`
+) -> dict[
+    str, np.ndarray
+]:  # absmax, rms, mean, std (population) of the finite entries, NaN where there are none; nonfinite_count
     "The statistics that rows of sums stand for."
     n, s, q, top, bad = np.moveaxis(np.asarray(sums, float), -1, 0)
     k = n - bad
-    with np.errstate(all='ignore'):
+    with np.errstate(all="ignore"):
         none = k <= 0
-        mean, square = np.where(none, np.nan, s/k), np.where(none, np.nan, q/k)
-        return {'absmax': np.where(none, np.nan, top), 'rms': np.sqrt(square), 'mean': mean, 'std': np.sqrt(np.maximum(square - mean**2, 0)), 'nonfinite_count': np.where(n > 0, bad, np.nan)}
+        mean, square = np.where(none, np.nan, s / k), np.where(none, np.nan, q / k)
+        return {
+            "absmax": np.where(none, np.nan, top),
+            "rms": np.sqrt(square),
+            "mean": mean,
+            "std": np.sqrt(np.maximum(square - mean**2, 0)),
+            "nonfinite_count": np.where(n > 0, bad, np.nan),
+        }
 
 # %% ../../nbs/api/probe/01_stats.ipynb #71a3b6e7
-PARAM_SUMS = ('n', 'g_sumsq', 'g_absmax', 'g_nonfinite', 'w_sumsq', 'w_absmax', 'w_nonfinite', 's_nonfinite', 'u_sumsq', 'rms_sum', 'g_below_eps', 'v_below_eps')
+PARAM_SUMS = (
+    "n",
+    "g_sumsq",
+    "g_absmax",
+    "g_nonfinite",
+    "w_sumsq",
+    "w_absmax",
+    "w_nonfinite",
+    "s_nonfinite",
+    "u_sumsq",
+    "rms_sum",
+    "g_below_eps",
+    "v_below_eps",
+)
+
 
 def adam_sums(
-    g: torch.Tensor, # gradient that the optimizer used
-    w: torch.Tensor, # weight after the step; same shape
-    m: torch.Tensor, # first moment after the step
-    v: torch.Tensor, # second moment after the step
-    vmax: torch.Tensor | None, # AMSGrad's largest second moment; None: `v`
-    step, # steps taken, number or tensor
-    lr, # learning rate
-    betas: tuple, # (beta1, beta2)
-    eps: float, # epsilon
-    decay: float, # decoupled weight decay; 0: none
-) -> torch.Tensor: # (12,) float64 on the tensors' device; columns `PARAM_SUMS`
+    g: torch.Tensor,  # gradient that the optimizer used
+    w: torch.Tensor,  # weight after the step; same shape
+    m: torch.Tensor,  # first moment after the step
+    v: torch.Tensor,  # second moment after the step
+    vmax: torch.Tensor | None,  # AMSGrad's largest second moment; None: `v`
+    step,  # steps taken, number or tensor
+    lr,  # learning rate
+    betas: tuple,  # (beta1, beta2)
+    eps: float,  # epsilon
+    decay: float,  # decoupled weight decay; 0: none
+) -> torch.Tensor:  # (12,) float64 on the tensors' device; columns `PARAM_SUMS`
     "What one Adam or AdamW step did to one parameter."
     vmax = v if vmax is None else vmax
-    lib, ts = kernel() if g.device.type == 'cpu' else None, (g, w, m, v, vmax)
-    if lib is None or any(t.dtype != torch.float32 or not t.is_contiguous() for t in ts): return _adam_torch(g, w, m, v, vmax, step, lr, betas, eps, decay)
+    lib, ts = kernel() if g.device.type == "cpu" else None, (g, w, m, v, vmax)
+    if lib is None or any(t.dtype != torch.float32 or not t.is_contiguous() for t in ts):
+        return _adam_torch(g, w, m, v, vmax, step, lr, betas, eps, decay)
     step, lr = float(step), float(lr)
-    a = np.array([1/(1 - betas[0]**step), 1/(1 - betas[1]**step), lr, eps, lr*decay/(1 - lr*decay)])
+    a = np.array(
+        [1 / (1 - betas[0] ** step), 1 / (1 - betas[1] ** step), lr, eps, lr * decay / (1 - lr * decay)]
+    )
     out = torch.empty(12, dtype=torch.float64)
     lib.adam_sums(*(t.data_ptr() for t in ts), g.numel(), a.ctypes.data, out.data_ptr())
     return out
+
 
 @torch.no_grad()
 def _adam_torch(g, w, m, v, vmax, step, lr, betas, eps, decay):
     "`adam_sums` in PyTorch's own operators, in float32 or wider, for every device."
     vmax = v if vmax is None else vmax
-    g, w, m, v, vmax = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (g, w, m, v, vmax))
-    c1, c2 = 1/(1 - betas[0]**step), 1/(1 - betas[1]**step)
-    if torch.is_tensor(c1): c1, c2 = c1.to(g.device), c2.to(g.device)
-    s = (vmax*c2).sqrt(); u = lr*(m*c1)/(s + eps); u = u + lr*decay/(1 - lr*decay)*(w + u)
+    g, w, m, v, vmax = (
+        t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (g, w, m, v, vmax)
+    )
+    c1, c2 = 1 / (1 - betas[0] ** step), 1 / (1 - betas[1] ** step)
+    if torch.is_tensor(c1):
+        c1, c2 = c1.to(g.device), c2.to(g.device)
+    s = (vmax * c2).sqrt()
+    u = lr * (m * c1) / (s + eps)
+    u = u + lr * decay / (1 - lr * decay) * (w + u)
     finite = [torch.isfinite(t) for t in (g, w)]
     gz, wz = (torch.where(f, t, 0) for f, t in zip(finite, (g, w)))
-    r = gz.square()/(v*c2).clamp_min(eps*eps)
-    sq = lambda t: torch.linalg.vector_norm(torch.nan_to_num(t, 0., 0., 0.), dtype=torch.float64).square()
-    top = lambda t: torch.linalg.vector_norm(t, float('inf')).double() if t.numel() else torch.zeros((), dtype=torch.float64, device=t.device)
-    parts = [torch.full((), g.numel(), device=g.device), sq(gz), top(gz), (~finite[0]).sum(), sq(wz), top(wz), (~finite[1]).sum(), (~(torch.isfinite(m) & torch.isfinite(v))).sum(),
-        sq(u), torch.nan_to_num(r, 0., 0., 0.).sum(dtype=torch.float64), (gz.abs() < eps).sum(), (s < eps).sum()]
+    r = gz.square() / (v * c2).clamp_min(eps * eps)
+    sq = lambda t: torch.linalg.vector_norm(torch.nan_to_num(t, 0.0, 0.0, 0.0), dtype=torch.float64).square()
+    top = lambda t: (
+        torch.linalg.vector_norm(t, float("inf")).double()
+        if t.numel()
+        else torch.zeros((), dtype=torch.float64, device=t.device)
+    )
+    parts = [
+        torch.full((), g.numel(), device=g.device),
+        sq(gz),
+        top(gz),
+        (~finite[0]).sum(),
+        sq(wz),
+        top(wz),
+        (~finite[1]).sum(),
+        (~(torch.isfinite(m) & torch.isfinite(v))).sum(),
+        sq(u),
+        torch.nan_to_num(r, 0.0, 0.0, 0.0).sum(dtype=torch.float64),
+        (gz.abs() < eps).sum(),
+        (s < eps).sum(),
+    ]
     return torch.stack([p.double() for p in parts])

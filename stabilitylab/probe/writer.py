@@ -19,175 +19,336 @@ from .hooks import ROLES, fetch
 from .stats import statistics
 
 # %% ../../nbs/api/probe/05_writer.ipynb #ccf0813a
-_STATS = {'absmax': ('largest magnitude', '1'), 'rms': ('root mean square', '1'), 'mean': ('mean', '1'), 'std': ('standard deviation', '1'), 'nonfinite_count': ('entries that are NaN or infinite', '1')}
-_OF = {'out': ('', 'of the output'), 'in': ('in_', 'of the input'), 'grad': ('grad_', "of the output's gradient")}
-MODULE_VARIABLES = {p + k: [f'{name} {of}', units] for p, of in _OF.values() for k, (name, units) in _STATS.items()}
+_STATS = {
+    "absmax": ("largest magnitude", "1"),
+    "rms": ("root mean square", "1"),
+    "mean": ("mean", "1"),
+    "std": ("standard deviation", "1"),
+    "nonfinite_count": ("entries that are NaN or infinite", "1"),
+}
+_OF = {
+    "out": ("", "of the output"),
+    "in": ("in_", "of the input"),
+    "grad": ("grad_", "of the output's gradient"),
+}
+MODULE_VARIABLES = {
+    p + k: [f"{name} {of}", units] for p, of in _OF.values() for k, (name, units) in _STATS.items()
+}
 PARAM_VARIABLES = {
-    'gradients': {'grad_norm': ['L2 norm of the gradient before clipping', '1']} | {k: [f'{name} of the gradient', units] for k, (name, units) in _STATS.items()},
-    'weights': {'weight_norm': ['L2 norm of the weight after the step', '1'], 'absmax': ['largest magnitude of the weight', '1'], 'nonfinite_count': ['weights that are NaN or infinite', '1']},
-    'updates': {'update_norm': ['L2 norm of the update', '1'], 'update_ratio': ['update-to-weight ratio', '1']},
-    'optimizer': {'update_rms': ['RMS_t, the gradient over the root of its second moment', '1'], 'below_eps_frac': ["gradient entries below the optimizer's epsilon", '1'], 'v_below_eps_frac': ['second-moment roots below epsilon', '1'], 'nonfinite_count': ['state entries that are NaN or infinite', '1']},
+    "gradients": {"grad_norm": ["L2 norm of the gradient before clipping", "1"]}
+    | {k: [f"{name} of the gradient", units] for k, (name, units) in _STATS.items()},
+    "weights": {
+        "weight_norm": ["L2 norm of the weight after the step", "1"],
+        "absmax": ["largest magnitude of the weight", "1"],
+        "nonfinite_count": ["weights that are NaN or infinite", "1"],
+    },
+    "updates": {
+        "update_norm": ["L2 norm of the update", "1"],
+        "update_ratio": ["update-to-weight ratio", "1"],
+    },
+    "optimizer": {
+        "update_rms": ["RMS_t, the gradient over the root of its second moment", "1"],
+        "below_eps_frac": ["gradient entries below the optimizer's epsilon", "1"],
+        "v_below_eps_frac": ["second-moment roots below epsilon", "1"],
+        "nonfinite_count": ["state entries that are NaN or infinite", "1"],
+    },
 }
 
-_DETAIL = {'kurtosis': ['kurtosis (3 for a normal)', '1'], 'zero_frac': ['share of zeros', '1'], 'exponents': ['share of entries by floor(log2|x|)', '1', 'exponent'], 'overflow_frac': ['share that overflows the format', '1', 'format'], 'underflow_frac': ['share of the non-zero that underflows the format', '1', 'format']}
-_TOP = {'channel_median': ['median over channels of the largest magnitude', '1'], 'channel_ratio': ['largest channel over the median channel', '1'], 'top_channel': ['channel of the largest magnitude', '1']}
-def _details_of(*parts): return {prefix + k: [f'{name} {of}', *more] for prefix, of in parts for k, (name, *more) in _DETAIL.items()}
-SAMPLED_VARIABLES = { # groups of the costly statistics; every group has its own `step`
-    'sampled_activations': _details_of(('', 'of the output'), ('grad_', "of the output's gradient")) | _TOP, 'sampled_gradients': _details_of(('', 'of the gradient')), 'sampled_weights': _details_of(('', 'of the weight')),
-    'sampled_updates': _details_of(('', 'of the update')) | {'lost_frac': ['share of the non-zero updates that rounding to bf16 swallows', '1']}, 'sampled_optimizer': _details_of(('m_', 'of the first moment'), ('v_', 'of the second moment')),
+_DETAIL = {
+    "kurtosis": ["kurtosis (3 for a normal)", "1"],
+    "zero_frac": ["share of zeros", "1"],
+    "exponents": ["share of entries by floor(log2|x|)", "1", "exponent"],
+    "overflow_frac": ["share that overflows the format", "1", "format"],
+    "underflow_frac": ["share of the non-zero that underflows the format", "1", "format"],
 }
-SAMPLED_COORDS = {'exponent': EXPONENTS, 'format': list(RANGES)}
+_TOP = {
+    "channel_median": ["median over channels of the largest magnitude", "1"],
+    "channel_ratio": ["largest channel over the median channel", "1"],
+    "top_channel": ["channel of the largest magnitude", "1"],
+}
+
+
+def _details_of(*parts):
+    return {
+        prefix + k: [f"{name} {of}", *more] for prefix, of in parts for k, (name, *more) in _DETAIL.items()
+    }
+
+
+SAMPLED_VARIABLES = {  # groups of the costly statistics; every group has its own `step`
+    "sampled_activations": _details_of(("", "of the output"), ("grad_", "of the output's gradient")) | _TOP,
+    "sampled_gradients": _details_of(("", "of the gradient")),
+    "sampled_weights": _details_of(("", "of the weight")),
+    "sampled_updates": _details_of(("", "of the update"))
+    | {"lost_frac": ["share of the non-zero updates that rounding to bf16 swallows", "1"]},
+    "sampled_optimizer": _details_of(("m_", "of the first moment"), ("v_", "of the second moment")),
+}
+SAMPLED_COORDS = {"exponent": EXPONENTS, "format": list(RANGES)}
 _SIZES = {d: len(v) for d, v in SAMPLED_COORDS.items()}
 
+
 def sampled_columns(
-    item: dict, # a step as the recorder hands it over, with `details`
-    n_modules: int, # modules
-    n_params: int, # parameters
-    counts: bool = False, # also how many entries each is of
-) -> dict[str, np.ndarray]: # 'group/variable' -> (modules or params, …) float32; NaN where nothing was seen
+    item: dict,  # a step as the recorder hands it over, with `details`
+    n_modules: int,  # modules
+    n_params: int,  # parameters
+    counts: bool = False,  # also how many entries each is of
+) -> dict[str, np.ndarray]:  # 'group/variable' -> (modules or params, …) float32; NaN where nothing was seen
     "One step's row of every costly statistic that was taken."
-    out, count = {}, {g: n_modules if g == 'sampled_activations' else n_params for g in SAMPLED_VARIABLES}
+    out, count = {}, {g: n_modules if g == "sampled_activations" else n_params for g in SAMPLED_VARIABLES}
+
     def put(group, name, i, value):
-        key = f'{group}/{name}'
-        if key not in out: out[key] = np.full((count[group], *(_SIZES[d] for d in SAMPLED_VARIABLES[group].get(name, ())[2:])), np.nan, np.float32)
+        key = f"{group}/{name}"
+        if key not in out:
+            out[key] = np.full(
+                (count[group], *(_SIZES[d] for d in SAMPLED_VARIABLES[group].get(name, ())[2:])),
+                np.nan,
+                np.float32,
+            )
         out[key][i] = value
+
     def put_all(group, prefix, i, row):
-        for k, v in detail_statistics(row).items(): put(group, prefix + k, i, v)
-        if counts: put(group, f'n:{prefix}', i, row[0] - row[1])
-    rows = {k: r for keys, t in item['details'] for k, r in zip(keys, t.numpy())}
-    for slot, keys in item['uses'].items():
-        if slot % 3 != 1 and all(('module', k) in rows for k in keys):
-            put_all('sampled_activations', _OF[ROLES[slot % 3]][0], slot//3, merge_details([rows['module', q] for q in keys]))
-    with np.errstate(all='ignore'):
-        for keys, t in item['tops']:
+        for k, v in detail_statistics(row).items():
+            put(group, prefix + k, i, v)
+        if counts:
+            put(group, f"n:{prefix}", i, row[0] - row[1])
+
+    rows = {k: r for keys, t in item["details"] for k, r in zip(keys, t.numpy())}
+    for slot, keys in item["uses"].items():
+        if slot % 3 != 1 and all(("module", k) in rows for k in keys):
+            put_all(
+                "sampled_activations",
+                _OF[ROLES[slot % 3]][0],
+                slot // 3,
+                merge_details([rows["module", q] for q in keys]),
+            )
+    with np.errstate(all="ignore"):
+        for keys, t in item["tops"]:
             for slot, (top, median, at) in zip(keys, t.numpy()):
-                for k, v in zip(_TOP, (median, np.float64(top)/median, at)): put('sampled_activations', k, slot//3, v)
+                for k, v in zip(_TOP, (median, np.float64(top) / median, at)):
+                    put("sampled_activations", k, slot // 3, v)
         for (what, i), r in rows.items():
-            if what == 'lost': put('sampled_updates', 'lost_frac', i, r[1]/r[0])
-            elif what != 'module':
+            if what == "lost":
+                put("sampled_updates", "lost_frac", i, r[1] / r[0])
+            elif what != "module":
                 group = f"sampled_{'optimizer' if what in 'mv' else what}"
-                put_all(group, f'{what}_' if what in 'mv' else '', i, r)
+                put_all(group, f"{what}_" if what in "mv" else "", i, r)
     return out
 
+
 def module_columns(
-    sums: np.ndarray, # (3*modules, 5) rows of sums
-    scale: float = 1., # loss scale that the gradients carry
-) -> dict[str, np.ndarray]: # variable of /activations -> (modules,) float32
+    sums: np.ndarray,  # (3*modules, 5) rows of sums
+    scale: float = 1.0,  # loss scale that the gradients carry
+) -> dict[str, np.ndarray]:  # variable of /activations -> (modules,) float32
     "One step's row of every module statistic."
     out = {}
     for r, role in enumerate(ROLES):
         for k, v in statistics(sums[r::3]).items():
-            out[f'activations/{_OF[role][0]}{k}'] = (v/scale if role == 'grad' and k != 'nonfinite_count' else v).astype(np.float32)
+            out[f"activations/{_OF[role][0]}{k}"] = (
+                v / scale if role == "grad" and k != "nonfinite_count" else v
+            ).astype(np.float32)
     return out
 
+
 def param_columns(
-    grads: np.ndarray, # (params, 5) sums of the gradients; zeros where there is none
-    made: np.ndarray, # (params, 12) sums of the step; NaN where there was none
-    scale: float = 1., # loss scale that the gradients carry
-) -> dict[str, np.ndarray]: # 'group/variable' -> (params,) float32
+    grads: np.ndarray,  # (params, 5) sums of the gradients; zeros where there is none
+    made: np.ndarray,  # (params, 12) sums of the step; NaN where there was none
+    scale: float = 1.0,  # loss scale that the gradients carry
+) -> dict[str, np.ndarray]:  # 'group/variable' -> (params,) float32
     "One step's row of every parameter statistic."
-    with np.errstate(all='ignore'):
+    with np.errstate(all="ignore"):
         none = grads[:, 0] == 0
-        g = {k: v if k == 'nonfinite_count' else v/scale for k, v in statistics(grads).items()} | {'grad_norm': np.where(none, np.nan, np.sqrt(grads[:, 2])/scale)}
+        g = {k: v if k == "nonfinite_count" else v / scale for k, v in statistics(grads).items()} | {
+            "grad_norm": np.where(none, np.nan, np.sqrt(grads[:, 2]) / scale)
+        }
         n, w, u = made[:, 0], np.sqrt(made[:, 4]), np.sqrt(made[:, 8])
-        out = {f'gradients/{k}': v for k, v in g.items()} | {'weights/weight_norm': w, 'weights/absmax': made[:, 5], 'weights/nonfinite_count': made[:, 6], 'updates/update_norm': u, 'updates/update_ratio': u/w,
-            'optimizer/update_rms': np.sqrt(made[:, 9]/n), 'optimizer/below_eps_frac': made[:, 10]/n, 'optimizer/v_below_eps_frac': made[:, 11]/n, 'optimizer/nonfinite_count': made[:, 7]}
+        out = {f"gradients/{k}": v for k, v in g.items()} | {
+            "weights/weight_norm": w,
+            "weights/absmax": made[:, 5],
+            "weights/nonfinite_count": made[:, 6],
+            "updates/update_norm": u,
+            "updates/update_ratio": u / w,
+            "optimizer/update_rms": np.sqrt(made[:, 9] / n),
+            "optimizer/below_eps_frac": made[:, 10] / n,
+            "optimizer/v_below_eps_frac": made[:, 11] / n,
+            "optimizer/nonfinite_count": made[:, 7],
+        }
     return {k: v.astype(np.float32) for k, v in out.items()}
 
 # %% ../../nbs/api/probe/05_writer.ipynb #aa5f0d8a
 def first_bad(
-    names: list[str], # module names
-    sums: np.ndarray, # (3*modules, 5)
-    order: list[int], # rows in the order in which they were first filled
-    dtypes: dict, # row -> dtype
-    params: list[str] = (), # parameter names
-    grads: np.ndarray | None = None, # (params, 5)
-    made: np.ndarray | None = None, # (params, 12)
-    frames: int = 5, # how many earlier rows are told
-) -> dict | None: # module, tensor, dtype, count, frames; None where all is finite
+    names: list[str],  # module names
+    sums: np.ndarray,  # (3*modules, 5)
+    order: list[int],  # rows in the order in which they were first filled
+    dtypes: dict,  # row -> dtype
+    params: list[str] = (),  # parameter names
+    grads: np.ndarray | None = None,  # (params, 5)
+    made: np.ndarray | None = None,  # (params, 12)
+    frames: int = 5,  # how many earlier rows are told
+) -> dict | None:  # module, tensor, dtype, count, frames; None where all is finite
     "Where NaN or Inf appeared first in a step: forward, then backward, then gradients, state and weights."
-    words = {'out': 'forward output', 'in': 'forward input', 'grad': 'gradient of the output'}
+    words = {"out": "forward output", "in": "forward input", "grad": "gradient of the output"}
     told = []
     for slot in order:
-        module, role = names[slot//3], ROLES[slot % 3]
-        if sums[slot, 4] > 0: return {'module': module, 'tensor': words[role], 'dtype': str(dtypes.get(slot, '')), 'count': int(sums[slot, 4]), 'frames': told[-frames:]}
-        told.append(f'{module} {role} absmax {sums[slot, 3]:.3g}')
-    for table, column, tensor in ((grads, 4, 'parameter gradient'), (made, 7, 'optimizer state'), (made, 6, 'weight after the step')):
+        module, role = names[slot // 3], ROLES[slot % 3]
+        if sums[slot, 4] > 0:
+            return {
+                "module": module,
+                "tensor": words[role],
+                "dtype": str(dtypes.get(slot, "")),
+                "count": int(sums[slot, 4]),
+                "frames": told[-frames:],
+            }
+        told.append(f"{module} {role} absmax {sums[slot, 3]:.3g}")
+    for table, column, tensor in (
+        (grads, 4, "parameter gradient"),
+        (made, 7, "optimizer state"),
+        (made, 6, "weight after the step"),
+    ):
         bad = np.flatnonzero(np.nan_to_num(table[:, column]) > 0) if table is not None and len(table) else []
-        if len(bad): return {'module': params[bad[0]], 'tensor': tensor, 'dtype': '', 'count': int(table[bad[0], column]), 'frames': told[-frames:]}
+        if len(bad):
+            return {
+                "module": params[bad[0]],
+                "tensor": tensor,
+                "dtype": "",
+                "count": int(table[bad[0], column]),
+                "frames": told[-frames:],
+            }
 
 # %% ../../nbs/api/probe/05_writer.ipynb #ab1c1802
 class Writer:
     "The thread that turns handed-over sums into parts of the record."
-    def __init__(self,
-        store, # a `LiveStore`
-        modules, # a `ModuleProbe`
-        params, # a `ParamProbe`
-        seconds: float = 5., # longest time before what is there is written, > 0
-        rows: int = 200, # or this many steps
-        on_error=None, # called with one line when writing fails
-        counts: bool = False, # also write how many entries each statistic is of, to put ranks together
-        only_modules: bool = False, # leave the parameters to another rank
-        on_bad=None, # called as `on_bad(step, text)` at the first non-finite value
+
+    def __init__(
+        self,
+        store,  # a `LiveStore`
+        modules,  # a `ModuleProbe`
+        params,  # a `ParamProbe`
+        seconds: float = 5.0,  # longest time before what is there is written, > 0
+        rows: int = 200,  # or this many steps
+        on_error=None,  # called with one line when writing fails
+        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
+        only_modules: bool = False,  # leave the parameters to another rank
+        on_bad=None,  # called as `on_bad(step, text)` at the first non-finite value
     ):
-        self.store, self.modules, self.params, self.seconds, self.limit, self.on_error, self.on_bad, self.counts, self.only_modules = store, modules, params, seconds, rows, on_error, on_bad, counts, only_modules
-        self.rows, self.sampled, self.events, self.broken, self.bad, self.flushed = [], [], [], False, None, time.monotonic()
+        (
+            self.store,
+            self.modules,
+            self.params,
+            self.seconds,
+            self.limit,
+            self.on_error,
+            self.on_bad,
+            self.counts,
+            self.only_modules,
+        ) = store, modules, params, seconds, rows, on_error, on_bad, counts, only_modules
+        self.rows, self.sampled, self.events, self.broken, self.bad, self.flushed = (
+            [],
+            [],
+            [],
+            False,
+            None,
+            time.monotonic(),
+        )
         self.work = queue.Queue(maxsize=64)
-        self.thread = threading.Thread(target=self._run, daemon=True, name='stabilitylab-writer'); self.thread.start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
+        self.thread.start()
 
     def put(self, item):
         "Hand over one step (a dict) or one event (a tuple)."
-        if not self.broken: self.work.put(item)
+        if not self.broken:
+            self.work.put(item)
 
     def close(self):
         "Write what is waiting and stop."
-        self.work.put(None); self.thread.join()
+        self.work.put(None)
+        self.thread.join()
 
     def _run(self):
         "Take, compute, write."
         while True:
-            try: item = self.work.get(timeout=self.seconds)
-            except queue.Empty: item = ()
             try:
-                if isinstance(item, dict): self._row(item)
-                elif item: self.events.append(item)
-                if (item is None or len(self.rows) >= self.limit or time.monotonic() - self.flushed > self.seconds) and (self.rows or self.events) and not self.broken: self._flush()
+                item = self.work.get(timeout=self.seconds)
+            except queue.Empty:
+                item = ()
+            try:
+                if isinstance(item, dict):
+                    self._row(item)
+                elif item:
+                    self.events.append(item)
+                if (
+                    (
+                        item is None
+                        or len(self.rows) >= self.limit
+                        or time.monotonic() - self.flushed > self.seconds
+                    )
+                    and (self.rows or self.events)
+                    and not self.broken
+                ):
+                    self._flush()
             except Exception as e:
                 self.broken = True
-                if self.on_error: self.on_error(f'recording stopped, training goes on: {type(e).__name__}: {e}')
-            if item is None: return
+                if self.on_error:
+                    self.on_error(f"recording stopped, training goes on: {type(e).__name__}: {e}")
+            if item is None:
+                return
 
     def _row(self, item):
         "One step as columns."
-        if item['ready'] is not None: item['ready'].synchronize()
-        scale = float(item['scale']) if item['scale'] is not None else 1.
-        sums = fetch(item['modules'], item['uses'], 3*len(self.modules.names))
+        if item["ready"] is not None:
+            item["ready"].synchronize()
+        scale = float(item["scale"]) if item["scale"] is not None else 1.0
+        sums = fetch(item["modules"], item["uses"], 3 * len(self.modules.names))
         grads, made = np.zeros((len(self.params.names), 5)), np.full((len(self.params.names), 12), np.nan)
-        for at, t in item['grads']: grads[at] = t.numpy()
-        for at, t in item['made']: made[at] = t.numpy()
+        for at, t in item["grads"]:
+            grads[at] = t.numpy()
+        for at, t in item["made"]:
+            made[at] = t.numpy()
         row = module_columns(sums, scale) | ({} if self.only_modules else param_columns(grads, made, scale))
-        if self.counts: row |= self._counts(sums, grads, made)
-        scalars = {k: float(v) for k, v in item['scalars'].items()}
-        if item['grads']: scalars['grad_norm'] = float('nan') if grads[:, 4].any() else float(np.sqrt(grads[:, 2].sum())/scale)
-        if item['made']: scalars |= {'weight_norm': float(np.sqrt(np.nansum(made[:, 4]))), 'update_norm': float(np.sqrt(np.nansum(made[:, 8])))}
-        self.rows.append((item['step'], item['time'], row, scalars))
-        if item['details']: self.sampled.append((item['step'], sampled_columns(item, len(self.modules.names), len(self.params.names), self.counts)))
-        if self.bad is None: self._look(item, sums, grads, made)
+        if self.counts:
+            row |= self._counts(sums, grads, made)
+        scalars = {k: float(v) for k, v in item["scalars"].items()}
+        if item["grads"]:
+            scalars["grad_norm"] = (
+                float("nan") if grads[:, 4].any() else float(np.sqrt(grads[:, 2].sum()) / scale)
+            )
+        if item["made"]:
+            scalars |= {
+                "weight_norm": float(np.sqrt(np.nansum(made[:, 4]))),
+                "update_norm": float(np.sqrt(np.nansum(made[:, 8]))),
+            }
+        self.rows.append((item["step"], item["time"], row, scalars))
+        if item["details"]:
+            self.sampled.append(
+                (
+                    item["step"],
+                    sampled_columns(item, len(self.modules.names), len(self.params.names), self.counts),
+                )
+            )
+        if self.bad is None:
+            self._look(item, sums, grads, made)
 
     def _counts(self, sums, grads, made):
         "How many finite entries each statistic is of."
-        out = {f'activations/n:{_OF[role][0]}': sums[r::3, 0] - sums[r::3, 4] for r, role in enumerate(ROLES)}
-        if not self.only_modules: out |= {'gradients/n:': grads[:, 0] - grads[:, 4], 'optimizer/n:': np.nan_to_num(made[:, 0]), 'weights/n:': np.nan_to_num(made[:, 0])}
+        out = {f"activations/n:{_OF[role][0]}": sums[r::3, 0] - sums[r::3, 4] for r, role in enumerate(ROLES)}
+        if not self.only_modules:
+            out |= {
+                "gradients/n:": grads[:, 0] - grads[:, 4],
+                "optimizer/n:": np.nan_to_num(made[:, 0]),
+                "weights/n:": np.nan_to_num(made[:, 0]),
+            }
         return out
 
     def _look(self, item, sums, grads, made):
         "Tell of the first non-finite value once."
-        bad = first_bad(self.modules.names, sums, item['order'], self.modules.dtypes, self.params.names, grads, made)
-        if bad is None: return
-        self.bad = bad | {'step': item['step']}
+        bad = first_bad(
+            self.modules.names, sums, item["order"], self.modules.dtypes, self.params.names, grads, made
+        )
+        if bad is None:
+            return
+        self.bad = bad | {"step": item["step"]}
         text = f"first non-finite value: {bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'}), {bad['count']} entries; before it: {'; '.join(bad['frames']) or 'nothing'}"
-        self.events.append(('error', item['step'], text, item['time']))
-        if self.on_bad: self.on_bad(item['step'], text)
+        self.events.append(("error", item["step"], text, item["time"]))
+        if self.on_bad:
+            self.on_bad(item["step"], text)
 
     def _flush(self):
         "Write the waiting rows as one part."
@@ -195,19 +356,30 @@ class Writer:
         if self.rows:
             steps = np.array([r[0] for r in self.rows])
             names = dict.fromkeys(k for r in self.rows for k in r[3])
-            arrays = {'scalars/step': steps, 'scalars/time': np.array([r[1] for r in self.rows])}
-            for k in names: arrays |= {f'scalars/{k}': np.array([r[3].get(k, np.nan) for r in self.rows]), f'scalars/has:{k}': np.array([k in r[3] for r in self.rows])}
+            arrays = {"scalars/step": steps, "scalars/time": np.array([r[1] for r in self.rows])}
+            for k in names:
+                arrays |= {
+                    f"scalars/{k}": np.array([r[3].get(k, np.nan) for r in self.rows]),
+                    f"scalars/has:{k}": np.array([k in r[3] for r in self.rows]),
+                }
             for key in self.rows[0][2]:
                 arrays[key] = np.stack([r[2][key] for r in self.rows])
-            for group in {k.split('/')[0] for k in self.rows[0][2]}: arrays[f'{group}/step'] = steps
+            for group in {k.split("/")[0] for k in self.rows[0][2]}:
+                arrays[f"{group}/step"] = steps
         arrays |= self._sampled_arrays()
         self.store.append(arrays, self.events)
         self.rows, self.sampled, self.events, self.flushed = [], [], [], time.monotonic()
 
     def _sampled_arrays(self):
         "The costly statistics that wait; a statistic that a step lacks is NaN there."
-        arrays, steps, shapes = {}, np.array([s for s, _ in self.sampled]), {k: v.shape for _, c in self.sampled for k, v in c.items()}
+        arrays, steps, shapes = (
+            {},
+            np.array([s for s, _ in self.sampled]),
+            {k: v.shape for _, c in self.sampled for k, v in c.items()},
+        )
         for key, shape in shapes.items():
-            arrays[key] = np.stack([c[key] if key in c else np.full(shape, np.nan, np.float32) for _, c in self.sampled])
+            arrays[key] = np.stack(
+                [c[key] if key in c else np.full(shape, np.nan, np.float32) for _, c in self.sampled]
+            )
             arrays[f"{key.split('/')[0]}/step"] = steps
         return arrays

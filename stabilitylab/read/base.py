@@ -17,51 +17,71 @@ from ..run.scalars import Samples
 @dataclass
 class LogData:
     "What one log holds: its series, its events, and what was skipped."
-    samples: dict[str, Samples] = field(default_factory=dict) # the log's own name of a series -> its values
-    events: list[tuple] = field(default_factory=list) # `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
-    skipped: dict[str, int] = field(default_factory=dict) # reason -> how many records, values or bytes were not read
-    attrs: dict = field(default_factory=dict) # settings that the log carries
+
+    samples: dict[str, Samples] = field(default_factory=dict)  # the log's own name of a series -> its values
+    events: list[tuple] = field(
+        default_factory=list
+    )  # `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
+    skipped: dict[str, int] = field(
+        default_factory=dict
+    )  # reason -> how many records, values or bytes were not read
+    attrs: dict = field(default_factory=dict)  # settings that the log carries
 
     def skip(self, reason, count=1):
         "Counts `count` more things that were not read for this reason."
-        if count: self.skipped[reason] = self.skipped.get(reason, 0) + int(count)
+        if count:
+            self.skipped[reason] = self.skipped.get(reason, 0) + int(count)
 
 # %% ../../nbs/api/read/00_base.ipynb #e963ec2c
 @dataclass(frozen=True)
 class Format:
     "One log format: how to know it, how to read it, and what a line of it looks like."
-    name: str # short name, as `--format` takes it
-    title: str # name for people
-    sniff: Callable[[bytes, Path], float] # (first bytes, path) -> confidence 0..1, judged by content
-    read: Callable[[Path], LogData] # path -> what the file holds
-    example: str # shape of one line or record
-    pieces: Callable | None = None # path -> several runs of one file, where the format can hold them
-    parse: Callable[[bytes], list] | None = None # text formats only: the reading of one line, which `follow` uses for lines that arrive later
+
+    name: str  # short name, as `--format` takes it
+    title: str  # name for people
+    sniff: Callable[[bytes, Path], float]  # (first bytes, path) -> confidence 0..1, judged by content
+    read: Callable[[Path], LogData]  # path -> what the file holds
+    example: str  # shape of one line or record
+    pieces: Callable | None = None  # path -> several runs of one file, where the format can hold them
+    parse: Callable[[bytes], list] | None = (
+        None  # text formats only: the reading of one line, which `follow` uses for lines that arrive later
+    )
 
 # %% ../../nbs/api/read/00_base.ipynb #4883ad8c
 def first_bytes(
-    path: str | Path, # the log file
-    n: int = 65536, # how many bytes, at most
-) -> bytes: # the beginning of the file; an empty file or a Git-LFS pointer is refused with the reason
+    path: str | Path,  # the log file
+    n: int = 65536,  # how many bytes, at most
+) -> bytes:  # the beginning of the file; an empty file or a Git-LFS pointer is refused with the reason
     "The beginning of a log that is really there."
     try:
-        with open(path, 'rb') as f: head = f.read(n)
-    except OSError as e: raise InputError(f'`path`={str(path)!r} cannot be read: {e.strerror}; allowed: a readable log file') from e
-    if not head: raise bad_input('path', str(path), 'a log with something in it', 'this file is empty')
-    if head.startswith(b'version https://git-lfs.github.com/spec/'):
-        raise bad_input('path', str(path), 'the log itself', 'this is a Git-LFS pointer that stands for the file; fetch the file with: git lfs pull')
+        with open(path, "rb") as f:
+            head = f.read(n)
+    except OSError as e:
+        raise InputError(
+            f"`path`={str(path)!r} cannot be read: {e.strerror}; allowed: a readable log file"
+        ) from e
+    if not head:
+        raise bad_input("path", str(path), "a log with something in it", "this file is empty")
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise bad_input(
+            "path",
+            str(path),
+            "the log itself",
+            "this is a Git-LFS pointer that stands for the file; fetch the file with: git lfs pull",
+        )
     return head
 
 # %% ../../nbs/api/read/00_base.ipynb #afe3575b
 def head_of(
-    path: str | Path, # a file that `first_bytes` accepts
-    first: int = 2**18, # bytes from the start
-    last: int = 2**16, # bytes from the end, where they are not in `first`
-) -> bytes: # at most `first + last` bytes
+    path: str | Path,  # a file that `first_bytes` accepts
+    first: int = 2**18,  # bytes from the start
+    last: int = 2**16,  # bytes from the end, where they are not in `first`
+) -> bytes:  # at most `first + last` bytes
     "The beginning and the end of a file: what a format is recognised by."
     head = first_bytes(path, first)
-    with open(path, 'rb') as f:
+    with open(path, "rb") as f:
         size = f.seek(0, 2)
-        if size <= first: return head
-        f.seek(max(first, size-last))
-        return head + b'\n' + f.read()
+        if size <= first:
+            return head
+        f.seek(max(first, size - last))
+        return head + b"\n" + f.read()

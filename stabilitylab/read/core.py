@@ -23,184 +23,317 @@ from ..run.scalars import make_events, make_scalars
 # %% ../../nbs/api/read/05_core.ipynb #48c3d57f
 _found: dict = {}
 
-def formats() -> list[Format]: # every format that can be read, by name
+
+def formats() -> list[Format]:  # every format that can be read, by name
     "The log formats, found among the modules of `read.logs`."
     if not _found:
         import stabilitylab.read.logs as package
+
         for m in pkgutil.iter_modules(package.__path__):
-            module = import_module(f'{package.__name__}.{m.name}')
-            for f in (*getattr(module, 'FORMATS', ()), *([module.FORMAT] if hasattr(module, 'FORMAT') else [])): _found[f.name] = f
+            module = import_module(f"{package.__name__}.{m.name}")
+            for f in (
+                *getattr(module, "FORMATS", ()),
+                *([module.FORMAT] if hasattr(module, "FORMAT") else []),
+            ):
+                _found[f.name] = f
     return [_found[n] for n in sorted(_found)]
 
 # %% ../../nbs/api/read/05_core.ipynb #210fcd77
 def recognise(
-    path: str | Path, # a file
-    format: str | None = None, # name of a format, to say it instead of finding out
-) -> Format: # the format that reads it
+    path: str | Path,  # a file
+    format: str | None = None,  # name of a format, to say it instead of finding out
+) -> Format:  # the format that reads it
     "The format of a log file, by its content."
     names = [f.name for f in formats()]
     if format is not None:
-        if format not in names: raise bad_input('format', format, ', '.join(names))
+        if format not in names:
+            raise bad_input("format", format, ", ".join(names))
         return next(f for f in formats() if f.name == format)
     path = Path(path)
     head = head_of(path)
     best = max(formats(), key=lambda f: f.sniff(head, path))
-    if best.sniff(head, path) <= 0: raise InputError(f"`{path.name}` is not a log that can be read: {_looks_like(head)}; accepted: {', '.join(names)}")
+    if best.sniff(head, path) <= 0:
+        raise InputError(
+            f"`{path.name}` is not a log that can be read: {_looks_like(head)}; accepted: {', '.join(names)}"
+        )
     return best
+
 
 def _looks_like(head):
     "What a file that no format claims seems to be."
-    if b'\0' in head[:4096]: return f'binary data beginning with {head[:8]!r}'
-    return f'text beginning with {head.strip()[:40].decode("utf-8", "replace")!r}, without numbers behind names'
+    if b"\0" in head[:4096]:
+        return f"binary data beginning with {head[:8]!r}"
+    return (
+        f"text beginning with {head.strip()[:40].decode('utf-8', 'replace')!r}, without numbers behind names"
+    )
 
 # %% ../../nbs/api/read/05_core.ipynb #9e0bd63a
 def _our_names(data):
     "The log's own names -> ours, each of ours once: the series with most values gets it, the others keep their own word."
     out, taken = {}, set()
     for name in sorted(data.samples, key=lambda n: (-len(data.samples[n].step), n)):
-        ours, own = canonical_name(name) or 'value', name.strip().replace('/', '_')
-        while ours in taken or ours in ('step', 'segment', 'time', 'series', 'logged_nan'): ours = own if ours != own and own not in taken | {'', 'step', 'segment', 'time', 'series'} else ours + '_2'
-        taken.add(ours); out[name] = ours
+        ours, own = canonical_name(name) or "value", name.strip().replace("/", "_")
+        while ours in taken or ours in ("step", "segment", "time", "series", "logged_nan"):
+            ours = (
+                own
+                if ours != own and own not in taken | {"", "step", "segment", "time", "series"}
+                else ours + "_2"
+            )
+        taken.add(ours)
+        out[name] = ours
     return {n: out[n] for n in data.samples}
 
 # %% ../../nbs/api/read/05_core.ipynb #92bd112b
-_UNITS = {'step_time': (('_ms', 1e-3), ('_s', 1.), ('_sec', 1.)), 'memory': (('_bytes', 2.**-30), ('_gib', 1.))} # our unit of a series is seconds or GiB; logs say theirs behind the name
+_UNITS = {
+    "step_time": (("_ms", 1e-3), ("_s", 1.0), ("_sec", 1.0)),
+    "memory": (("_bytes", 2.0**-30), ("_gib", 1.0)),
+}  # our unit of a series is seconds or GiB; logs say theirs behind the name
+
 
 def _in_our_units(name, ours, samples):
     "Name and values of a series whose log name ends in a unit, in our unit."
     for target, endings in _UNITS.items():
         for ending, factor in endings:
             stem = ours.removesuffix(ending)
-            if ours.endswith(ending) and (stem == target or canonical_name(stem) == target or stem == 'time' == target[5:]): return target, samples._replace(value=np.asarray(samples.value)*factor)
+            if ours.endswith(ending) and (
+                stem == target or canonical_name(stem) == target or stem == "time" == target[5:]
+            ):
+                return target, samples._replace(value=np.asarray(samples.value) * factor)
     return ours, samples
 
+
 def to_dataset(
-    data: LogData, # what one file or several files of one run hold
-    source: str, # where it came from
-    format: str, # name of the format
-) -> xr.Dataset: # scalars and events in one table
+    data: LogData,  # what one file or several files of one run hold
+    source: str,  # where it came from
+    format: str,  # name of the format
+) -> xr.Dataset:  # scalars and events in one table
     "The table of a log: series under our names, the log's own in `log_name`, events, and counts of what was skipped."
     ours, samples = _our_names(data), {}
     for n, s in data.samples.items():
         new, scaled = _in_our_units(n, ours[n], s)
-        if new != ours[n] and new not in ours.values(): ours[n], s = new, scaled
+        if new != ours[n] and new not in ours.values():
+            ours[n], s = new, scaled
         samples[n] = s
-    scalars = make_scalars({ours[n]: s for n, s in samples.items()}, {o: n for n, o in ours.items()}, source=source, format=format, skipped=data.skipped, **data.attrs)
-    return scalars.merge(make_events(data.events), combine_attrs='drop_conflicts')
+    scalars = make_scalars(
+        {ours[n]: s for n, s in samples.items()},
+        {o: n for n, o in ours.items()},
+        source=source,
+        format=format,
+        skipped=data.skipped,
+        **data.attrs,
+    )
+    return scalars.merge(make_events(data.events), combine_attrs="drop_conflicts")
 
 # %% ../../nbs/api/read/05_core.ipynb #11bd8ed7
 def read_log(
-    path: str | Path, # a log file, or a folder that holds one run
-    format: str | None = None, # name of a format; None: recognised by content
-) -> xr.Dataset: # dims `(step,)` and `(event,)`; attrs: source, format, skipped
+    path: str | Path,  # a log file, or a folder that holds one run
+    format: str | None = None,  # name of a format; None: recognised by content
+) -> xr.Dataset:  # dims `(step,)` and `(event,)`; attrs: source, format, skipped
     "The series and events of one log."
     runs = read_runs(path, format)
-    if len(runs) > 1: raise InputError(f"`{path}` holds {len(runs)} runs ({', '.join(list(runs)[:5])}{', …' if len(runs) > 5 else ''}); allowed: one; read_runs gives them all")
+    if len(runs) > 1:
+        raise InputError(
+            f"`{path}` holds {len(runs)} runs ({', '.join(list(runs)[:5])}{', …' if len(runs) > 5 else ''}); allowed: one; read_runs gives them all"
+        )
     run = next(iter(runs.values()))
-    table = run['scalars'].to_dataset() if 'scalars' in run.children else make_scalars({})
-    return table.merge(run['events'].to_dataset()) if 'events' in run.children else table
+    table = run["scalars"].to_dataset() if "scalars" in run.children else make_scalars({})
+    return table.merge(run["events"].to_dataset()) if "events" in run.children else table
 
 # %% ../../nbs/api/read/05_core.ipynb #f84b96f8
 def _read_file(path, format=None):
     "(name of the format, LogData) of one file."
     chosen = recognise(path, format)
-    try: return chosen.name, chosen.read(Path(path))
-    except (InputError, MemoryError, KeyboardInterrupt): raise
-    except Exception as e: raise InputError(f"`{Path(path).name}` looked like {chosen.title} but could not be read: {type(e).__name__}: {str(e)[:200]}; try --format with another name") from e
+    try:
+        return chosen.name, chosen.read(Path(path))
+    except (InputError, MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as e:
+        raise InputError(
+            f"`{Path(path).name}` looked like {chosen.title} but could not be read: {type(e).__name__}: {str(e)[:200]}; try --format with another name"
+        ) from e
+
 
 def _run_of(parts, source):
     "One record from the files of one run: [(path, format, LogData)]."
-    if len(parts) == 1: data = parts[0][2]
+    if len(parts) == 1:
+        data = parts[0][2]
     else:
         data = LogData()
         for path, _, d in parts:
-            for name, s in d.samples.items(): data.samples[name if name not in data.samples else f'{path.parent.name}/{name}' if f'{path.parent.name}/{name}' not in data.samples else f'{path.name}/{name}'] = s
+            for name, s in d.samples.items():
+                data.samples[
+                    name
+                    if name not in data.samples
+                    else f"{path.parent.name}/{name}"
+                    if f"{path.parent.name}/{name}" not in data.samples
+                    else f"{path.name}/{name}"
+                ] = s
             data.events += d.events
             data.skipped = dict(Counter(data.skipped) + Counter(d.skipped))
             data.attrs = d.attrs | data.attrs
-    table = to_dataset(data, source, ' + '.join(sorted({f for _, f, _ in parts})))
-    return new_run(table, {'source': source, 'format': table.attrs['format']} | {'skipped': table.attrs.get('skipped', {})})
+    table = to_dataset(data, source, " + ".join(sorted({f for _, f, _ in parts})))
+    return new_run(
+        table,
+        {"source": source, "format": table.attrs["format"]} | {"skipped": table.attrs.get("skipped", {})},
+    )
 
 # %% ../../nbs/api/read/05_core.ipynb #723679a9
-_TEXT_ONLY = ('.py', '.ipynb', '.md', '.sh', '.yaml', '.yml', '.toml', '.pyc', '.so', '.html', '.png', '.jpg', '.pdf', '.zip', '.gz', '.safetensors', '.distcp')
+_TEXT_ONLY = (
+    ".py",
+    ".ipynb",
+    ".md",
+    ".sh",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".pyc",
+    ".so",
+    ".html",
+    ".png",
+    ".jpg",
+    ".pdf",
+    ".zip",
+    ".gz",
+    ".safetensors",
+    ".distcp",
+)
+
 
 def _sourced(run, path):
     "The record, with the place it was read from."
-    run.attrs = {'source': str(path), 'format': 'record'} | run.attrs
+    run.attrs = {"source": str(path), "format": "record"} | run.attrs
     return run
 
+
 def read_runs(
-    path: str | Path, # a log file, a folder with logs, or a saved record
-    format: str | None = None, # name of a format; None: recognised by content
-) -> dict[str, xr.DataTree]: # name of each run -> its record
+    path: str | Path,  # a log file, a folder with logs, or a saved record
+    format: str | None = None,  # name of a format; None: recognised by content
+) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
     path = Path(path)
-    if not path.exists(): raise bad_input('path', str(path), 'a log file, a folder with logs, or a saved record', 'nothing is there: check the spelling')
-    if is_run(path): return {path.name: _sourced(open_run(path), path)}
+    if not path.exists():
+        raise bad_input(
+            "path",
+            str(path),
+            "a log file, a folder with logs, or a saved record",
+            "nothing is there: check the spelling",
+        )
+    if is_run(path):
+        return {path.name: _sourced(open_run(path), path)}
     if path.is_file():
         name, data = _read_file(path, format)
         return {path.name: _run_of([(path, name, data)], str(path))}
     return _read_folder(path, format)
 
+
 def _read_folder(folder, format):
     "The runs below a folder: records, and log files grouped by `_group`."
     runs, parts, refused = {}, {}, Counter()
-    stores = [p.parent for m in ('.zgroup', 'zarr.json') for p in folder.rglob(m) if is_run(p.parent)]
-    for s in stores: runs[str(s.relative_to(folder))] = _sourced(open_run(s), s)
-    for p in sorted(folder.rglob('*')):
-        if not p.is_file() or p.is_symlink() and not p.exists() or p.name.startswith('.') or any(s in p.parents for s in stores): continue
-        if p.suffix.lower() in _TEXT_ONLY: refused[p.suffix] += 1; continue
-        try: name, data = _read_file(p, format)
-        except (InputError, OSError) as e: refused[str(e)[:80]] += 1; continue
-        if name == 'generic' and p.suffix.lower() in ('.json', '.txt', '.cfg', '.ini') and not any('loss' in n.lower() for n in data.samples): refused['no loss in it'] += 1; continue
-        if name == 'torch_curves' and not any(w in n.lower() for n in data.samples for w in ('loss', 'acc')): refused['tensors, but no curve of a loss'] += 1; continue
+    stores = [p.parent for m in (".zgroup", "zarr.json") for p in folder.rglob(m) if is_run(p.parent)]
+    for s in stores:
+        runs[str(s.relative_to(folder))] = _sourced(open_run(s), s)
+    for p in sorted(folder.rglob("*")):
+        if (
+            not p.is_file()
+            or p.is_symlink()
+            and not p.exists()
+            or p.name.startswith(".")
+            or any(s in p.parents for s in stores)
+        ):
+            continue
+        if p.suffix.lower() in _TEXT_ONLY:
+            refused[p.suffix] += 1
+            continue
+        try:
+            name, data = _read_file(p, format)
+        except (InputError, OSError) as e:
+            refused[str(e)[:80]] += 1
+            continue
+        if (
+            name == "generic"
+            and p.suffix.lower() in (".json", ".txt", ".cfg", ".ini")
+            and not any("loss" in n.lower() for n in data.samples)
+        ):
+            refused["no loss in it"] += 1
+            continue
+        if name == "torch_curves" and not any(w in n.lower() for n in data.samples for w in ("loss", "acc")):
+            refused["tensors, but no curve of a loss"] += 1
+            continue
         parts.setdefault(_group(p, name, data, folder), []).append((p, name, data))
     for key, files in _join_accounts(parts).items():
-        if all(not d.samples and not d.events for _, _, d in files) and len(parts) > 1: continue
-        name = key if key not in runs else key + ' (log)'
-        runs[name] = _run_of(files, str(folder/key) if key != '.' else str(folder))
-    if not runs: raise InputError(f"`{folder}` holds no log that can be read: {sum(refused.values())} other files ({'; '.join(f'{n} × {r}' for r, n in refused.most_common(3)) or 'it is empty'}); accepted: {', '.join(f.name for f in formats())}")
+        if all(not d.samples and not d.events for _, _, d in files) and len(parts) > 1:
+            continue
+        name = key if key not in runs else key + " (log)"
+        runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
+    if not runs:
+        raise InputError(
+            f"`{folder}` holds no log that can be read: {sum(refused.values())} other files ({'; '.join(f'{n} × {r}' for r, n in refused.most_common(3)) or 'it is empty'}); accepted: {', '.join(f.name for f in formats())}"
+        )
     return runs
+
 
 def _group(path, format, data, folder):
     "Which run a file belongs to: event files by folder (sub-runs of add_scalars by their parent), one tag a file by what is left of the name, any other file by itself."
     here = path.parent.relative_to(folder)
-    if format == 'tensorboard': return str(here)
-    if format in ('tensorboard_csv', 'tensorboard_json'): return str(here/str(data.attrs.get('run') or 'export'))
-    return str(here/path.name)
+    if format == "tensorboard":
+        return str(here)
+    if format in ("tensorboard_csv", "tensorboard_json"):
+        return str(here / str(data.attrs.get("run") or "export"))
+    return str(here / path.name)
+
 
 def _without_copies(files):
     "The files of one run without those that hold the same series again (a CSV beside the JSON of one export)."
     out, seen = [], set()
     for path, name, data in files:
-        key = tuple((n, np.asarray(s.step).tobytes(), np.asarray(s.value, float).tobytes()) for n, s in data.samples.items())
-        if key not in seen or not data.samples: out.append((path, name, data))
+        key = tuple(
+            (n, np.asarray(s.step).tobytes(), np.asarray(s.value, float).tobytes())
+            for n, s in data.samples.items()
+        )
+        if key not in seen or not data.samples:
+            out.append((path, name, data))
         seen.add(key)
     return out
 
+
 def _loss_of(data):
     "Steps and values of what `data` holds as training loss, or None."
-    s = next((s for n, s in data.samples.items() if canonical_name(n) == 'loss'), None)
+    s = next((s for n, s in data.samples.items() if canonical_name(n) == "loss"), None)
     return None if s is None or len(s.step) < 10 else (np.asarray(s.step), np.asarray(s.value, float))
+
 
 def _same_run(a, b):
     "Whether two logs are two accounts of one run: the same steps with the same losses, up to the digits that were printed."
     a, b = _loss_of(a), _loss_of(b)
-    if a is None or b is None or len(a[0]) != len(b[0]) or not np.array_equal(a[0], b[0]): return False
+    if a is None or b is None or len(a[0]) != len(b[0]) or not np.array_equal(a[0], b[0]):
+        return False
     return bool(np.allclose(a[1], b[1], rtol=2e-3, atol=1e-3, equal_nan=True))
+
 
 def _join_accounts(parts):
     "Groups of files, those of one folder that tell of the same run put together; the one with most series leads, the others add what it lacks."
     groups = []
     for key, files in parts.items():
         files = _without_copies(files)
-        other = next((g for g in groups if len(files) == len(g[1]) == 1 and g[1][0][0].parent == files[0][0].parent and _same_run(g[1][0][2], files[0][2])), None)
-        if other is None: groups.append([key, files]); continue
+        other = next(
+            (
+                g
+                for g in groups
+                if len(files) == len(g[1]) == 1
+                and g[1][0][0].parent == files[0][0].parent
+                and _same_run(g[1][0][2], files[0][2])
+            ),
+            None,
+        )
+        if other is None:
+            groups.append([key, files])
+            continue
         (lead, extra) = sorted((other[1][0], files[0]), key=lambda f: -len(f[2].samples))
         known = {canonical_name(n) for n in lead[2].samples}
         for n, s in extra[2].samples.items():
-            if canonical_name(n) not in known: lead[2].samples[n] = s
+            if canonical_name(n) not in known:
+                lead[2].samples[n] = s
         lead[2].events += [e for e in extra[2].events if e not in lead[2].events]
-        lead[2].attrs['also_in'] = sorted({*lead[2].attrs.get('also_in', []), extra[0].name})
-        other[0], other[1] = str(lead[0].name if str(lead[0].parent) == '.' else key), [lead]
+        lead[2].attrs["also_in"] = sorted({*lead[2].attrs.get("also_in", []), extra[0].name})
+        other[0], other[1] = str(lead[0].name if str(lead[0].parent) == "." else key), [lead]
     return {key: files for key, files in groups}

@@ -26,93 +26,138 @@ from ..run.scalars import Samples
 def _joined(parts):
     "One series from the parts that arrived one after the other."
     time = None if any(p.time is None for p in parts) else np.concatenate([p.time for p in parts])
-    return Samples(*(np.concatenate([getattr(p, k) for p in parts]) for k in ('step', 'value', 'order')), time)
+    return Samples(
+        *(np.concatenate([getattr(p, k) for p in parts]) for k in ("step", "value", "order")), time
+    )
 
 # %% ../../nbs/api/read/06_follow.ipynb #44c94ca7
 class Follower:
     "How far a growing log has been read, and all that it held so far."
-    def __init__(self,
-        path: str | Path, # the log; it need not be there yet
-        format: str | None = None, # name of a format; None: recognised when there is enough to see
+
+    def __init__(
+        self,
+        path: str | Path,  # the log; it need not be there yet
+        format: str | None = None,  # name of a format; None: recognised when there is enough to see
     ):
         self.path, self.name, self.format = Path(path), format, None
         self.events, self.skipped = [], Counter()
         self._start_over()
 
-    def _start_over(self): self._at, self._rest, self._parts, self._seen, self._scan, self._mark = 0, b'', {}, {}, None, None
+    def _start_over(self):
+        self._at, self._rest, self._parts, self._seen, self._scan, self._mark = 0, b"", {}, {}, None, None
 
-    def poll(self) -> LogData: # what is new, under the log's own names; empty when nothing is
+    def poll(self) -> LogData:  # what is new, under the log's own names; empty when nothing is
         "Read what was appended since the last call."
-        try: size, mark = (s := self.path.stat()).st_size, s.st_ino
-        except FileNotFoundError: return LogData()
+        try:
+            size, mark = (s := self.path.stat()).st_size, s.st_ino
+        except FileNotFoundError:
+            return LogData()
         new = LogData()
         if size < self._at or self._mark not in (None, mark):
             self._start_over()
-            new.events.append(('note', -1, 'the log was cut or replaced; it is read again from its start', time.time()))
+            new.events.append(
+                ("note", -1, "the log was cut or replaced; it is read again from its start", time.time())
+            )
         self._mark = mark
-        if self.format is None and not self._know(size): return new
+        if self.format is None and not self._know(size):
+            return new
         data = self._appended() if self.format.parse else self._whole(size)
         new.samples, new.events = data.samples, new.events + data.events
-        for name, s in new.samples.items(): self._parts.setdefault(name, []).append(s)
+        for name, s in new.samples.items():
+            self._parts.setdefault(name, []).append(s)
         self.events += new.events
-        self.skipped = Counter(self.skipped) + Counter(data.skipped) if self.format.parse else Counter(data.skipped)
+        self.skipped = (
+            Counter(self.skipped) + Counter(data.skipped) if self.format.parse else Counter(data.skipped)
+        )
         return new
 
     def _know(self, size):
         "Recognise the format, once there is something to recognise."
-        if not size: return False
-        try: self.format = recognise(self.path, self.name)
+        if not size:
+            return False
+        try:
+            self.format = recognise(self.path, self.name)
         except InputError:
-            if self.name is not None: raise
+            if self.name is not None:
+                raise
         return self.format is not None
 
     def _appended(self, most=2**24):
         "New whole lines of a text log."
         parse = self.format.parse
-        if self._scan is None: self._scan = Scan(lambda line: parse(line) or message_events(line))
+        if self._scan is None:
+            self._scan = Scan(lambda line: parse(line) or message_events(line))
         scan = self._scan
         scan.columns, scan.events, unread = {}, [], scan.unread
-        with open(self.path, 'rb') as f:
+        with open(self.path, "rb") as f:
             f.seek(self._at)
             while block := f.read(most):
                 data = self._rest + block
-                cut = max(data.rfind(b'\n'), data.rfind(b'\r')) + 1
-                if cut: scan.feed(data[:cut], self._at - len(self._rest))
+                cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+                if cut:
+                    scan.feed(data[:cut], self._at - len(self._rest))
                 self._rest, self._at = data[cut:], self._at + len(block)
-        skipped = {'unreadable record': scan.unread - unread} if scan.unread > unread else {}
-        return LogData(scan.samples(), [(kind, step, text[:500], when) for _, kind, step, text, when in sorted(scan.events, key=lambda e: e[0])], skipped)
+        skipped = {"unreadable record": scan.unread - unread} if scan.unread > unread else {}
+        return LogData(
+            scan.samples(),
+            [
+                (kind, step, text[:500], when)
+                for _, kind, step, text, when in sorted(scan.events, key=lambda e: e[0])
+            ],
+            skipped,
+        )
 
     def _whole(self, size):
         "The rows of a log that must be read as a whole, without those already seen."
-        if size == self._at: return LogData(skipped=dict(self.skipped))
+        if size == self._at:
+            return LogData(skipped=dict(self.skipped))
         self._at = size
-        try: data = self.format.read(self.path)
-        except InputError: return LogData(skipped=dict(self.skipped))
+        try:
+            data = self.format.read(self.path)
+        except InputError:
+            return LogData(skipped=dict(self.skipped))
         samples = {}
         for name, s in data.samples.items():
             order = np.arange(len(s.step)) if s.order is None else s.order
-            k = self._seen.get(name, 0); self._seen[name] = len(s.step)
-            if len(s.step) > k: samples[name] = Samples(np.asarray(s.step)[k:], np.asarray(s.value)[k:], np.asarray(order)[k:], None if s.time is None else np.asarray(s.time)[k:])
-        k = self._seen.get('', 0); self._seen[''] = len(data.events)
+            k = self._seen.get(name, 0)
+            self._seen[name] = len(s.step)
+            if len(s.step) > k:
+                samples[name] = Samples(
+                    np.asarray(s.step)[k:],
+                    np.asarray(s.value)[k:],
+                    np.asarray(order)[k:],
+                    None if s.time is None else np.asarray(s.time)[k:],
+                )
+        k = self._seen.get("", 0)
+        self._seen[""] = len(data.events)
         return LogData(samples, data.events[k:], data.skipped)
 
-    def run(self) -> xr.DataTree: # a record
+    def run(self) -> xr.DataTree:  # a record
         "All that was read so far."
         data = LogData({n: _joined(p) for n, p in self._parts.items()}, list(self.events), dict(self.skipped))
-        return new_run(to_dataset(data, str(self.path), self.format.name if self.format else 'unknown'), {'source': str(self.path), 'format': self.format.name if self.format else 'unknown', 'skipped': dict(self.skipped)})
+        return new_run(
+            to_dataset(data, str(self.path), self.format.name if self.format else "unknown"),
+            {
+                "source": str(self.path),
+                "format": self.format.name if self.format else "unknown",
+                "skipped": dict(self.skipped),
+            },
+        )
 
 # %% ../../nbs/api/read/06_follow.ipynb #3abee2f4
 def follow(
-    path: str | Path, # the log; it need not be there yet
-    format: str | None = None, # name of a format; None: recognised by content
-    every: float = 0.5, # seconds between two looks, > 0
-    stop: Callable[[], bool] | None = None, # ends the iteration when it returns True; None: never
-) -> Iterator[LogData]: # what was appended, each time something was
+    path: str | Path,  # the log; it need not be there yet
+    format: str | None = None,  # name of a format; None: recognised by content
+    every: float = 0.5,  # seconds between two looks, > 0
+    stop: Callable[[], bool] | None = None,  # ends the iteration when it returns True; None: never
+) -> Iterator[LogData]:  # what was appended, each time something was
     "The new records of a growing log, for as long as `stop` allows."
     follower = Follower(path, format)
     while True:
         last = stop is not None and stop()
         new = follower.poll()
-        if new.samples or new.events: yield new
-        if last: return
+        if new.samples or new.events:
+            yield new
+        if last:
+            return
         time.sleep(every)

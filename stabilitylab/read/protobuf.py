@@ -7,25 +7,29 @@ __all__ = ['read_varint', 'fields']
 
 # %% ../../nbs/api/read/01_protobuf.ipynb #72c1c0b5
 def read_varint(
-    data: bytes, # the message
-    at: int, # where the number begins, in bytes
-    end: int, # where the message ends, in bytes
-) -> tuple[int, int]: # the number, >= 0, and where it ends; ValueError where it is cut
+    data: bytes,  # the message
+    at: int,  # where the number begins, in bytes
+    end: int,  # where the message ends, in bytes
+) -> tuple[int, int]:  # the number, >= 0, and where it ends; ValueError where it is cut
     "One variable-length integer."
     value = shift = 0
     while at < end and shift < 70:
-        byte = data[at]; at += 1
+        byte = data[at]
+        at += 1
         value |= (byte & 127) << shift
-        if byte < 128: return value & (2**64 - 1), at
+        if byte < 128:
+            return value & (2**64 - 1), at
         shift += 7
-    raise ValueError('cut varint')
+    raise ValueError("cut varint")
 
 # %% ../../nbs/api/read/01_protobuf.ipynb #74a5a302
 def fields(
-    data: bytes, # holds the message
-    at: int = 0, # where the message begins, in bytes
-    end: int | None = None, # where it ends; None: at the end of `data`
-) -> list[tuple]: # `(number, kind, begin, end)`; kind 0: `begin` is the integer itself; 1, 2, 5: the value is `data[begin:end]`
+    data: bytes,  # holds the message
+    at: int = 0,  # where the message begins, in bytes
+    end: int | None = None,  # where it ends; None: at the end of `data`
+) -> list[
+    tuple
+]:  # `(number, kind, begin, end)`; kind 0: `begin` is the integer itself; 1, 2, 5: the value is `data[begin:end]`
     "Every field of one message, in order; ValueError where the message is broken."
     end, found = len(data) if end is None else end, []
     while at < end:
@@ -33,10 +37,16 @@ def fields(
         kind = key & 7
         if kind == 0:
             value, at = read_varint(data, at, end)
-            found.append((key >> 3, 0, value, at)); continue
-        if kind == 2: size, at = read_varint(data, at, end)
-        elif kind in (1, 5): size = 8 if kind == 1 else 4
-        else: raise ValueError(f'wire type {kind}')
-        if at + size > end: raise ValueError('cut field')
-        found.append((key >> 3, kind, at, at + size)); at += size
+            found.append((key >> 3, 0, value, at))
+            continue
+        if kind == 2:
+            size, at = read_varint(data, at, end)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if at + size > end:
+            raise ValueError("cut field")
+        found.append((key >> 3, kind, at, at + size))
+        at += size
     return found

@@ -17,56 +17,68 @@ from ..run.scalars import Samples
 # %% ../../nbs/api/read/03_scan.ipynb #943923b0
 class Hit(NamedTuple):
     "One record or event that a format found in a line; all places are byte offsets in that line."
-    fields: tuple = ()             # (log's own name, start, end) of each value
-    step: tuple | None = None      # (start, end) of the step; None: the step of the record before it
-    event: str | None = None       # event kind, or None for a record
-    time: tuple | None = None      # (start, end) of a time stamp such as `2025-04-18 16:13:32`
-    step_shift: int = 0            # added to the step
-Parser = Callable[[bytes], list]   # a format's reading of one line: bytes -> list of Hit
+
+    fields: tuple = ()  # (log's own name, start, end) of each value
+    step: tuple | None = None  # (start, end) of the step; None: the step of the record before it
+    event: str | None = None  # event kind, or None for a record
+    time: tuple | None = None  # (start, end) of a time stamp such as `2025-04-18 16:13:32`
+    step_shift: int = 0  # added to the step
+
+
+Parser = Callable[[bytes], list]  # a format's reading of one line: bytes -> list of Hit
 
 # %% ../../nbs/api/read/03_scan.ipynb #59d06995
-NUMBER = rb'[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|NaN|NAN|inf|Inf|INF|[iI]nfinity)\b'
-TIME = re.compile(rb'(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d):(\d\d):(\d\d)')
-_LOSS = re.compile(rb'loss\W{1,4}[-+\d]')
-_PARTS = re.compile(rb'([-+]?)((?:\d[\d,]*)?)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?$')
+NUMBER = rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|NaN|NAN|inf|Inf|INF|[iI]nfinity)\b"
+TIME = re.compile(rb"(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d):(\d\d):(\d\d)")
+_LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
+_PARTS = re.compile(rb"([-+]?)((?:\d[\d,]*)?)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?$")
 
 # %% ../../nbs/api/read/03_scan.ipynb #e56bd4ed
 _PAD = 16
-_POW = 10.0**np.arange(23)
+_POW = 10.0 ** np.arange(23)
+
 
 def _eight(words, start, end, back):
     "The up to eight digits of each run that end `back` bytes before `end`, as uint64."
     have = np.clip(end - back - start, 0, 8).astype(np.uint64)
     shift = (np.uint64(8) - have) * np.uint64(8)
     v = words[end - back - 8] ^ np.uint64(0x3030303030303030)
-    v = np.where(have == 0, np.uint64(0), v >> np.minimum(shift, np.uint64(63)) << np.minimum(shift, np.uint64(63)))
-    v = (v*np.uint64(10) + (v >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-    v = (v*np.uint64(100) + (v >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-    return (v*np.uint64(10000) + (v >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
+    v = np.where(
+        have == 0, np.uint64(0), v >> np.minimum(shift, np.uint64(63)) << np.minimum(shift, np.uint64(63))
+    )
+    v = (v * np.uint64(10) + (v >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
+    v = (v * np.uint64(100) + (v >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
+    return (v * np.uint64(10000) + (v >> np.uint64(32))) & np.uint64(0xFFFFFFFF)
+
 
 def _integers(words, start, end):
     "Each run of up to 16 digits as int64; longer runs are wrong here and found by their length."
     low = _eight(words, start, end, 0)
-    if (end - start).max(initial=0) > 8: low = low + _eight(words, start, end, 8)*np.uint64(100_000_000)
+    if (end - start).max(initial=0) > 8:
+        low = low + _eight(words, start, end, 8) * np.uint64(100_000_000)
     return low.astype(np.int64)
 
 # %% ../../nbs/api/read/03_scan.ipynb #a20fe865
 class Piece:
     "Whole lines of a log, with the places of their line ends and digit runs."
-    def __init__(self,
-        data: bytes, # whole lines
-        offset: int = 0, # place of `data` in the file, in bytes
+
+    def __init__(
+        self,
+        data: bytes,  # whole lines
+        offset: int = 0,  # place of `data` in the file, in bytes
     ):
         self.offset = offset
-        self.buf = np.frombuffer(b'\n'*_PAD + data + b'\n'*_PAD, np.uint8)
-        self.words = np.ndarray(len(self.buf)-8, '<u8', self.buf, strides=(1,))
+        self.buf = np.frombuffer(b"\n" * _PAD + data + b"\n" * _PAD, np.uint8)
+        self.words = np.ndarray(len(self.buf) - 8, "<u8", self.buf, strides=(1,))
         ends = np.flatnonzero(self.buf[_PAD:] == 10) + _PAD
-        if b'\r' in data: ends = np.union1d(ends, np.flatnonzero(self.buf == 13))
+        if b"\r" in data:
+            ends = np.union1d(ends, np.flatnonzero(self.buf == 13))
         starts = np.r_[_PAD, ends[:-1] + 1]
         keep = (ends - starts > 1) & (starts < _PAD + len(data))
         self.start, self.end = starts[keep], ends[keep]
 
-    def line(self, i): return self.buf[self.start[i]:self.end[i]].tobytes()
+    def line(self, i):
+        return self.buf[self.start[i] : self.end[i]].tobytes()
 
     @cached_property
     def runs(self):
@@ -76,171 +88,270 @@ class Piece:
         return edge[::2], edge[1::2]
 
     @cached_property
-    def first(self): return np.searchsorted(self.runs[0], self.start)
+    def first(self):
+        return np.searchsorted(self.runs[0], self.start)
 
     @cached_property
-    def n_runs(self): return np.searchsorted(self.runs[0], self.end) - self.first
+    def n_runs(self):
+        return np.searchsorted(self.runs[0], self.end) - self.first
 
 # %% ../../nbs/api/read/03_scan.ipynb #3c48806a
 _ZEROS = np.uint64(0x3030303030303030)
 
+
 def _even(places):
     "Places as a range where they lie at one stride, so that words there are viewed, not gathered; else as they are."
-    if len(places) < 3: return places
+    if len(places) < 3:
+        return places
     stride = int(places[1] - places[0])
-    return range(int(places[0]), int(places[-1]) + 1, stride) if stride > 0 and (places[1:] - places[:-1] == stride).all() else places
+    return (
+        range(int(places[0]), int(places[-1]) + 1, stride)
+        if stride > 0 and (places[1:] - places[:-1] == stride).all()
+        else places
+    )
+
 
 def _word_at(words, places, off):
     "The word `off` bytes after each place."
-    return words[places.start + off:places.stop + off:places.step] if isinstance(places, range) else words[places + off]
+    return (
+        words[places.start + off : places.stop + off : places.step]
+        if isinstance(places, range)
+        else words[places + off]
+    )
+
 
 def _same_layout(piece, lines, i):
     "Those of `lines` that have the length of line `i` and differ from it only in which digit stands where it has one."
     a, size = piece.start[i], int(piece.end[i] - piece.start[i])
     lines = lines[piece.end[lines] - piece.start[lines] == size]
-    offs = np.array([*range(0, size-7, 8), size-8] if size >= 8 else [size-8])
-    text = piece.buf[a+offs[:, None]+np.arange(8)]
-    isdigit, inside = (text - np.uint8(48)) < 10, (offs[:, None]+np.arange(8)) >= 0
-    def words(digit, other): return np.where(inside, np.where(isdigit, digit, other), 0).astype(np.uint8).view('<u8').ravel()
-    like, six, mask = words(48, text), words(6, 0), words(0xF0, 0xFF) # a digit xor '0' is below 10, and with 6 added below 16; any other byte xor itself is 0
+    offs = np.array([*range(0, size - 7, 8), size - 8] if size >= 8 else [size - 8])
+    text = piece.buf[a + offs[:, None] + np.arange(8)]
+    isdigit, inside = (text - np.uint8(48)) < 10, (offs[:, None] + np.arange(8)) >= 0
+
+    def words(digit, other):
+        return np.where(inside, np.where(isdigit, digit, other), 0).astype(np.uint8).view("<u8").ravel()
+
+    like, six, mask = (
+        words(48, text),
+        words(6, 0),
+        words(0xF0, 0xFF),
+    )  # a digit xor '0' is below 10, and with 6 added below 16; any other byte xor itself is 0
     for k in range(0, len(offs), 6):
         places, bad = _even(piece.start[lines]), np.zeros(len(lines), np.uint64)
-        for j in range(k, min(k+6, len(offs))):
+        for j in range(k, min(k + 6, len(offs))):
             x = _word_at(piece.words, places, offs[j]) ^ like[j]
             y = x + six[j]
-            y |= x; y &= mask[j]; bad |= y
-        if bad.any(): lines = lines[bad == 0]
+            y |= x
+            y &= mask[j]
+            bad |= y
+        if bad.any():
+            lines = lines[bad == 0]
     return lines
+
 
 def _fixed_int(words, places, end, size):
     "The `size` <= 16 digits that end `end` bytes after each place, as int64."
-    shift = np.uint64(8*(8 - min(size, 8)))
+    shift = np.uint64(8 * (8 - min(size, 8)))
     v = _word_at(words, places, end - 8) ^ _ZEROS
-    v >>= shift; v <<= shift
-    for by, lane, mask in ((10, 8, 0x00FF00FF00FF00FF), (100, 16, 0x0000FFFF0000FFFF), (10000, 32, 0xFFFFFFFF)):
-        if size*8 <= lane: break
+    v >>= shift
+    v <<= shift
+    for by, lane, mask in (
+        (10, 8, 0x00FF00FF00FF00FF),
+        (100, 16, 0x0000FFFF0000FFFF),
+        (10000, 32, 0xFFFFFFFF),
+    ):
+        if size * 8 <= lane:
+            break
         w = v >> np.uint64(lane)
-        v *= np.uint64(by); v += w; v &= np.uint64(mask)
-    else: lane = 64
+        v *= np.uint64(by)
+        v += w
+        v &= np.uint64(mask)
+    else:
+        lane = 64
     v >>= np.uint64(64 - lane)
-    return v.view(np.int64) if size <= 8 else v.view(np.int64) + 100_000_000*_fixed_int(words, places, end-8, size-8)
+    return (
+        v.view(np.int64)
+        if size <= 8
+        else v.view(np.int64) + 100_000_000 * _fixed_int(words, places, end - 8, size - 8)
+    )
+
 
 def _layout_values(piece, lines, text, start, end):
     "The number at `start`:`end` of each of `lines`, whose layout is that of the line `text`; (n,) float64."
     word = text[start:end]
     m = _PARTS.match(word)
-    if not m or not any(48 <= c < 58 for c in word): return np.full(len(lines), float(word))
-    base, runs = _even(piece.start[lines]), [(r.start(), r.end()) for r in re.finditer(rb'\d+', word)]
-    exp, places = (runs.pop() if m[5] else None), len(m[3] or b'')
-    if sum(b-a for a, b in runs) > 16: return np.array([float(piece.buf[b+start:b+end].tobytes().replace(b',', b'')) for b in piece.start[lines]])
+    if not m or not any(48 <= c < 58 for c in word):
+        return np.full(len(lines), float(word))
+    base, runs = _even(piece.start[lines]), [(r.start(), r.end()) for r in re.finditer(rb"\d+", word)]
+    exp, places = (runs.pop() if m[5] else None), len(m[3] or b"")
+    if sum(b - a for a, b in runs) > 16:
+        return np.array(
+            [float(piece.buf[b + start : b + end].tobytes().replace(b",", b"")) for b in piece.start[lines]]
+        )
     mantissa = 0
-    for a, b in runs: mantissa = mantissa*10**(b-a) + _fixed_int(piece.words, base, start+b, b-a)
-    power = np.full(len(lines), -places) if exp is None else (-1 if m[4] == b'-' else 1)*_fixed_int(piece.words, base, start+exp[1], exp[1]-exp[0]) - places
-    value = np.where(power < 0, mantissa/_POW[np.minimum(-power, 22)*(power < 0)], mantissa*_POW[np.minimum(power, 22)*(power > 0)]) if exp is not None else mantissa/_POW[min(places, 22)]
+    for a, b in runs:
+        mantissa = mantissa * 10 ** (b - a) + _fixed_int(piece.words, base, start + b, b - a)
+    power = (
+        np.full(len(lines), -places)
+        if exp is None
+        else (-1 if m[4] == b"-" else 1) * _fixed_int(piece.words, base, start + exp[1], exp[1] - exp[0])
+        - places
+    )
+    value = (
+        np.where(
+            power < 0,
+            mantissa / _POW[np.minimum(-power, 22) * (power < 0)],
+            mantissa * _POW[np.minimum(power, 22) * (power > 0)],
+        )
+        if exp is not None
+        else mantissa / _POW[min(places, 22)]
+    )
     hard = (np.abs(power) > 22) | (mantissa >= 2**53)
-    if hard.any(): value[hard] = [abs(float(piece.buf[b+start:b+end].tobytes().replace(b',', b''))) for b in piece.start[lines][hard]]
-    return -value if m[1] == b'-' else value
+    if hard.any():
+        value[hard] = [
+            abs(float(piece.buf[b + start : b + end].tobytes().replace(b",", b"")))
+            for b in piece.start[lines][hard]
+        ]
+    return -value if m[1] == b"-" else value
 
 # %% ../../nbs/api/read/03_scan.ipynb #61ec3163
 def _same_shape(piece, lines, i):
     "Those of `lines` that differ from line `i` in nothing but their digits."
     lines = lines[piece.n_runs[lines] == piece.n_runs[i]]
     n, f = piece.n_runs[i], piece.first[i]
-    begin = [piece.start[i], *piece.runs[1][f:f+n]]
-    stop = [*piece.runs[0][f:f+n], piece.end[i]]
-    for k in range(n+1)[::-1]:
-        if not lines.size: break
-        mine = (piece.start[lines] if k == 0 else piece.runs[1][piece.first[lines]+k-1])
-        until = (piece.end[lines] if k == n else piece.runs[0][piece.first[lines]+k])
-        width, ok = stop[k]-begin[k], until - mine == stop[k]-begin[k]
+    begin = [piece.start[i], *piece.runs[1][f : f + n]]
+    stop = [*piece.runs[0][f : f + n], piece.end[i]]
+    for k in range(n + 1)[::-1]:
+        if not lines.size:
+            break
+        mine = piece.start[lines] if k == 0 else piece.runs[1][piece.first[lines] + k - 1]
+        until = piece.end[lines] if k == n else piece.runs[0][piece.first[lines] + k]
+        width, ok = stop[k] - begin[k], until - mine == stop[k] - begin[k]
         lines, mine = lines[ok], mine[ok]
         for j in range(0, width, 8):
-            at = min(j, max(width-8, 0))
-            mask = np.uint64(2**64-1 if width >= 8 else (1 << 8*width) - 1)
-            ok = (piece.words[mine+at] ^ piece.words[begin[k]+at]) & mask == 0
-            if not ok.all(): lines, mine = lines[ok], mine[ok]
+            at = min(j, max(width - 8, 0))
+            mask = np.uint64(2**64 - 1 if width >= 8 else (1 << 8 * width) - 1)
+            ok = (piece.words[mine + at] ^ piece.words[begin[k] + at]) & mask == 0
+            if not ok.all():
+                lines, mine = lines[ok], mine[ok]
     return lines
+
 
 def _run_index(piece, i, at):
     "Which digit run of line `i` begins at byte `at` of that line."
     return int(np.searchsorted(piece.runs[0], piece.start[i] + at) - piece.first[i])
+
 
 def _texts(piece, lines, i, start, end):
     "The value between `start` and `end` of line `i`, in each of `lines`, as text; slow, for what arrays cannot do."
     lead, tail = _run_index(piece, i, start), _run_index(piece, i, end)
     for r in lines:
         f = piece.first[r]
-        a = piece.runs[0][f+lead] - (piece.runs[0][piece.first[i]+lead] - piece.start[i] - start)
-        b = piece.runs[1][f+tail-1] + (piece.start[i] + end - piece.runs[1][piece.first[i]+tail-1])
+        a = piece.runs[0][f + lead] - (piece.runs[0][piece.first[i] + lead] - piece.start[i] - start)
+        b = piece.runs[1][f + tail - 1] + (piece.start[i] + end - piece.runs[1][piece.first[i] + tail - 1])
         yield piece.buf[a:b].tobytes()
+
 
 def _shape_values(piece, lines, i, start, end):
     "The number that stands at `start`:`end` of line `i`, in every one of `lines`; (n,) float64."
     text = piece.line(i)[start:end]
     m = _PARTS.match(text)
-    if not m or not any(48 <= c < 58 for c in text): return np.full(len(lines), float(text))
+    if not m or not any(48 <= c < 58 for c in text):
+        return np.full(len(lines), float(text))
     sign, whole, frac, esign, exp = m.groups()
     k, f = _run_index(piece, i, start), piece.first[lines]
     mantissa, length = np.zeros(len(lines), np.int64), np.zeros(len(lines), np.int64)
-    n_whole = len([w for w in whole.split(b',') if w]) if whole else 0
+    n_whole = len([w for w in whole.split(b",") if w]) if whole else 0
     for r in range(n_whole + bool(frac)):
-        a, b = piece.runs[0][f+k+r], piece.runs[1][f+k+r]
+        a, b = piece.runs[0][f + k + r], piece.runs[1][f + k + r]
         size = b - a
-        mantissa = mantissa*10**np.minimum(size, 18) + _integers(piece.words, a, b) if r else _integers(piece.words, a, b)
+        mantissa = (
+            mantissa * 10 ** np.minimum(size, 18) + _integers(piece.words, a, b)
+            if r
+            else _integers(piece.words, a, b)
+        )
         length = length + size
-        if r >= n_whole: places = size
-    if not frac: places = np.zeros(len(lines), np.int64)
+        if r >= n_whole:
+            places = size
+    if not frac:
+        places = np.zeros(len(lines), np.int64)
     k += n_whole + bool(frac)
     power = -places
-    if exp: power = power + (-1 if esign == b'-' else 1)*_integers(piece.words, piece.runs[0][f+k], piece.runs[1][f+k])
+    if exp:
+        power = power + (-1 if esign == b"-" else 1) * _integers(
+            piece.words, piece.runs[0][f + k], piece.runs[1][f + k]
+        )
     hard = (length > 16) | (mantissa >= 2**53) | (np.abs(power) > 22)
     small = np.minimum(np.abs(power), 22)
-    value = np.where(power < 0, mantissa/_POW[small], mantissa*_POW[small])
-    if hard.any(): value[hard] = [float(t.replace(b',', b'').lstrip(b'+-')) for t in _texts(piece, lines[hard], i, start, end)]
-    return -value if sign == b'-' else value
+    value = np.where(power < 0, mantissa / _POW[small], mantissa * _POW[small])
+    if hard.any():
+        value[hard] = [
+            float(t.replace(b",", b"").lstrip(b"+-")) for t in _texts(piece, lines[hard], i, start, end)
+        ]
+    return -value if sign == b"-" else value
 
 # %% ../../nbs/api/read/03_scan.ipynb #30a2504e
 def _time_of(hit, text):
     "The time stamp of one line as datetime64[s], or None."
     m = hit.time and TIME.match(text, hit.time[0])
-    try: return m and np.datetime64('%s-%s-%sT%s:%s:%s' % tuple(g.decode() for g in m.groups()), 's')
-    except ValueError: return None
+    try:
+        return m and np.datetime64("%s-%s-%sT%s:%s:%s" % tuple(g.decode() for g in m.groups()), "s")
+    except ValueError:
+        return None
+
 
 def _frame(parts):
     "What series of the same records share: (their order in the file, places, steps, times or None)."
     order, step = (np.concatenate([p[k] for p in parts]) for k in (0, 1))
-    time = None if all(p[3] is None for p in parts) else np.concatenate([np.full(len(p[0]), np.datetime64('NaT', 's')) if p[3] is None else p[3] for p in parts])
-    by = slice(None) if (order[1:] > order[:-1]).all() else np.argsort(order, kind='stable')
+    time = (
+        None
+        if all(p[3] is None for p in parts)
+        else np.concatenate(
+            [np.full(len(p[0]), np.datetime64("NaT", "s")) if p[3] is None else p[3] for p in parts]
+        )
+    )
+    by = slice(None) if (order[1:] > order[:-1]).all() else np.argsort(order, kind="stable")
     return by, order[by], np.maximum(step, 0)[by], None if time is None else time[by]
+
 
 class Scan:
     "What the scanner found in the lines given so far, in columns."
-    def __init__(self,
-        parse: Parser, # the format's reading of one line
-        max_shapes: int = 60, # shapes a piece; lines of still other shapes are parsed one by one
+
+    def __init__(
+        self,
+        parse: Parser,  # the format's reading of one line
+        max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
     ):
         self.parse, self.max_shapes = parse, max_shapes
         self.columns, self.events, self.unread, self.last_step, self.n_lines = {}, [], 0, None, 0
 
-    def feed(self,
-        data: bytes, # whole lines
-        offset: int = 0, # their place in the file, in bytes
-    ) -> 'Scan': # itself
+    def feed(
+        self,
+        data: bytes,  # whole lines
+        offset: int = 0,  # their place in the file, in bytes
+    ) -> "Scan":  # itself
         "Read more lines."
-        if b'\x1b' in data: data = re.sub(rb'\x1b\[[0-9;]*[A-Za-z]', b'', data)
+        if b"\x1b" in data:
+            data = re.sub(rb"\x1b\[[0-9;]*[A-Za-z]", b"", data)
         piece = Piece(data, offset)
         todo, found, shapes = np.arange(len(piece.start)), [], 0
         self.n_lines += len(todo)
         for same, read in ((_same_layout, _layout_values), (_same_shape, _shape_values)):
-            if same is _same_shape and todo.size < 64: break
+            if same is _same_shape and todo.size < 64:
+                break
             tries, later = self.max_shapes, []
             while todo.size and tries:
                 lines = same(piece, todo, todo[0])
                 tries -= 1
-                if lines.size > 1 or same is _same_shape: self._take(piece, lines, lines[0], found, read)
-                else: later.append(todo[0])
-                if lines.size == todo.size: todo = todo[:0]; break
-                left = np.ones(len(todo), bool); left[np.searchsorted(todo, lines)] = False
+                if lines.size > 1 or same is _same_shape:
+                    self._take(piece, lines, lines[0], found, read)
+                else:
+                    later.append(todo[0])
+                if lines.size == todo.size:
+                    todo = todo[:0]
+                    break
+                left = np.ones(len(todo), bool)
+                left[np.searchsorted(todo, lines)] = False
                 todo = todo[left]
             todo = np.union1d(todo, np.array(later, dtype=todo.dtype))
         self._store(found, [hit for i in todo for hit in self._take_one(piece, i)])
@@ -250,61 +361,126 @@ class Scan:
         "Read line `i` with the format and, by its places, all `lines` of its shape."
         text = piece.line(i)
         hits = self.parse(text)
-        if not hits and _LOSS.search(text): self.unread += len(lines)
+        if not hits and _LOSS.search(text):
+            self.unread += len(lines)
         for h in hits:
             order = piece.start[lines] + (piece.offset - _PAD + (h.fields[0][1] if h.fields else 0))
-            step = None if h.step is None else read(piece, lines, text if read is _layout_values else i, *h.step).astype(np.int64) + h.step_shift
+            step = (
+                None
+                if h.step is None
+                else read(piece, lines, text if read is _layout_values else i, *h.step).astype(np.int64)
+                + h.step_shift
+            )
             time = None if h.time is None else self._times(piece, lines, i, h.time[0], read)
-            found.append((h, order, step, time, [(n, read(piece, lines, text if read is _layout_values else i, a, b), a) for n, a, b in h.fields], [piece.line(j).decode('utf-8', 'replace') for j in lines] if h.event else None))
+            found.append(
+                (
+                    h,
+                    order,
+                    step,
+                    time,
+                    [
+                        (n, read(piece, lines, text if read is _layout_values else i, a, b), a)
+                        for n, a, b in h.fields
+                    ],
+                    [piece.line(j).decode("utf-8", "replace") for j in lines] if h.event else None,
+                )
+            )
 
     def _take_one(self, piece, i):
         "Read one line of a rare shape without arrays: (hit, place, step, values, text)."
         text, begin = piece.line(i), int(piece.start[i]) - _PAD + piece.offset
         hits = self.parse(text)
-        if not hits and _LOSS.search(text): self.unread += 1
+        if not hits and _LOSS.search(text):
+            self.unread += 1
         for h in hits:
-            step = None if h.step is None else int(text[slice(*h.step)].replace(b',', b'')) + h.step_shift
-            yield h, begin + (h.fields[0][1] if h.fields else 0), step, [float(text[a:b].replace(b',', b'')) for _, a, b in h.fields], text
+            step = None if h.step is None else int(text[slice(*h.step)].replace(b",", b"")) + h.step_shift
+            yield (
+                h,
+                begin + (h.fields[0][1] if h.fields else 0),
+                step,
+                [float(text[a:b].replace(b",", b"")) for _, a, b in h.fields],
+                text,
+            )
 
     def _times(self, piece, lines, i, at, read):
         "The time stamps at `at` as datetime64[s]; NaT where the text is no date."
         places = (4, 4), (7, 2), (10, 2), (13, 2), (16, 2), (19, 2)
-        base = _even(piece.start[lines] + at if read is _layout_values else piece.runs[0][piece.first[lines] + _run_index(piece, i, at)])
+        base = _even(
+            piece.start[lines] + at
+            if read is _layout_values
+            else piece.runs[0][piece.first[lines] + _run_index(piece, i, at)]
+        )
         y, mo, d, h, mi, s = (_fixed_int(piece.words, base, end, size) for end, size in places)
         ok = (mo >= 1) & (mo <= 12) & (d >= 1) & (d <= 31) & (y > 1900) & (y < 2200)
-        month = ((y-1970)*12 + mo-1).astype('M8[M]')
-        return np.where(ok, month.astype('M8[D]').astype('M8[s]') + (((d-1)*24 + h)*60 + mi)*60 + s, np.datetime64('NaT'))
+        month = ((y - 1970) * 12 + mo - 1).astype("M8[M]")
+        return np.where(
+            ok,
+            month.astype("M8[D]").astype("M8[s]") + (((d - 1) * 24 + h) * 60 + mi) * 60 + s,
+            np.datetime64("NaT"),
+        )
 
     def _store(self, found, rare):
         "Put steps on records that have none, and the values into the columns."
-        known = [(f[1], f[2]) for f in found if f[2] is not None] + [([r[1]], [r[2]]) for r in rare if r[2] is not None]
-        at, steps = (np.concatenate([k[j] for k in known]) if known else np.zeros(0, np.int64) for j in (0, 1))
-        by = np.argsort(at, kind='stable')
+        known = [(f[1], f[2]) for f in found if f[2] is not None] + [
+            ([r[1]], [r[2]]) for r in rare if r[2] is not None
+        ]
+        at, steps = (
+            np.concatenate([k[j] for k in known]) if known else np.zeros(0, np.int64) for j in (0, 1)
+        )
+        by = np.argsort(at, kind="stable")
         at, steps, before = at[by], steps[by], -1 if self.last_step is None else self.last_step
+
         def step_at(order):
-            place = np.searchsorted(at, order, side='right') - 1
-            return np.where(place >= 0, steps[np.maximum(place, 0)], before) if len(at) else np.full(np.shape(order), before)
+            place = np.searchsorted(at, order, side="right") - 1
+            return (
+                np.where(place >= 0, steps[np.maximum(place, 0)], before)
+                if len(at)
+                else np.full(np.shape(order), before)
+            )
+
         for h, order, step, time, fields, texts in found:
-            if step is None: step = step_at(order)
-            if h.event: self.events += zip(order.tolist(), [h.event]*len(order), step.tolist(), texts, [None]*len(order) if time is None else time.astype('M8[s]').astype(float).tolist())
-            for name, value, _ in fields: self.columns.setdefault(name, []).append((order, step, value, time))
+            if step is None:
+                step = step_at(order)
+            if h.event:
+                self.events += zip(
+                    order.tolist(),
+                    [h.event] * len(order),
+                    step.tolist(),
+                    texts,
+                    [None] * len(order) if time is None else time.astype("M8[s]").astype(float).tolist(),
+                )
+            for name, value, _ in fields:
+                self.columns.setdefault(name, []).append((order, step, value, time))
         groups = {}
         for h, order, step, values, text in rare:
-            if step is None: step = int(step_at(order))
-            if h.event: self.events.append((order, h.event, step, text.decode('utf-8', 'replace'), None))
-            for column, x in zip(groups.setdefault(tuple(n for n, _, _ in h.fields), ([], [], [], [])), (order, step, values, _time_of(h, text))): column.append(x)
+            if step is None:
+                step = int(step_at(order))
+            if h.event:
+                self.events.append((order, h.event, step, text.decode("utf-8", "replace"), None))
+            for column, x in zip(
+                groups.setdefault(tuple(n for n, _, _ in h.fields), ([], [], [], [])),
+                (order, step, values, _time_of(h, text)),
+            ):
+                column.append(x)
         for names, (order, step, values, time) in groups.items():
-            order, step, time = np.array(order), np.array(step), np.array(time, 'M8[s]') if any(time) else None
-            for name, value in zip(names, zip(*values)): self.columns.setdefault(name, []).append((order, step, np.array(value), time))
-        if len(steps): self.last_step = int(steps[-1])
+            order, step, time = (
+                np.array(order),
+                np.array(step),
+                np.array(time, "M8[s]") if any(time) else None,
+            )
+            for name, value in zip(names, zip(*values)):
+                self.columns.setdefault(name, []).append((order, step, np.array(value), time))
+        if len(steps):
+            self.last_step = int(steps[-1])
 
-    def samples(self) -> dict: # the log's own name -> `Samples` in file order
+    def samples(self) -> dict:  # the log's own name -> `Samples` in file order
         "The columns found so far as series; they are handed over, so that a long log is in memory once."
-        out, frames = {}, {} # series of the same records share their places, steps and times
+        out, frames = {}, {}  # series of the same records share their places, steps and times
         for name in list(self.columns):
             parts = self.columns.pop(name)
             key = tuple(id(p[0]) for p in parts)
-            if key not in frames: frames[key] = _frame(parts)
+            if key not in frames:
+                frames[key] = _frame(parts)
             by, order, step, time = frames[key]
             value = np.concatenate([p[2] for p in parts])
             out[name] = Samples(step, value[by], order, time)

@@ -20,171 +20,278 @@ from .base import LogData, first_bytes
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/02_tables.ipynb #b69dd124
-_MISSING = {'', 'none', 'null', 'n/a', '-'}
+_MISSING = {"", "none", "null", "n/a", "-"}
+
 
 def to_numbers(
-    values, # a column: numbers, text, None; any sequence
-) -> tuple[np.ndarray, np.ndarray, int]: # float64 values; where one was logged (bool); how many are no numbers
+    values,  # a column: numbers, text, None; any sequence
+) -> tuple[
+    np.ndarray, np.ndarray, int
+]:  # float64 values; where one was logged (bool); how many are no numbers
     "A column as numbers: empty is a gap, `nan` is a logged NaN, `1,234` is 1234."
     column = pd.Series(values)
-    if column.dtype.kind in 'fiub':
+    if column.dtype.kind in "fiub":
         value = column.to_numpy(dtype=np.float64)
         return value, ~np.isnan(value), 0
-    given = ~column.isna().to_numpy() | np.array([isinstance(v, float) for v in values], dtype=bool) if column.dtype == object else ~column.isna().to_numpy()
-    text = pd.Series(list(map(str, column)), dtype='str').str.strip().str.lower()
+    given = (
+        ~column.isna().to_numpy() | np.array([isinstance(v, float) for v in values], dtype=bool)
+        if column.dtype == object
+        else ~column.isna().to_numpy()
+    )
+    text = pd.Series(list(map(str, column)), dtype="str").str.strip().str.lower()
     given &= ~text.isin(_MISSING).to_numpy()
-    plain = text.str.replace(r'(?<=\d),(?=\d{3}(?:\D|$))', '', regex=True).replace({'true': '1', 'false': '0'})
-    value = pd.to_numeric(plain, errors='coerce').to_numpy(dtype=np.float64, na_value=np.nan)
-    bad = given & np.isnan(value) & ~text.isin(['nan', '+nan', '-nan']).to_numpy()
+    plain = text.str.replace(r"(?<=\d),(?=\d{3}(?:\D|$))", "", regex=True).replace(
+        {"true": "1", "false": "0"}
+    )
+    value = pd.to_numeric(plain, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    bad = given & np.isnan(value) & ~text.isin(["nan", "+nan", "-nan"]).to_numpy()
     return value, given & ~bad, int(bad.sum())
 
 # %% ../../nbs/api/read/02_tables.ipynb #cbb79a9c
-STEP_NAMES = ('step', 'steps', 'iter', 'iteration', 'iterations', 'it', 'its', 'global_step', 'trainer/global_step', 'train/global_step', 'train/step', 'train_step', 'current_steps', 'batch', '_step', 'num_steps', 'update', 'num_updates')
+STEP_NAMES = (
+    "step",
+    "steps",
+    "iter",
+    "iteration",
+    "iterations",
+    "it",
+    "its",
+    "global_step",
+    "trainer/global_step",
+    "train/global_step",
+    "train/step",
+    "train_step",
+    "current_steps",
+    "batch",
+    "_step",
+    "num_steps",
+    "update",
+    "num_updates",
+)
+
 
 def step_name(
-    names: list[str], # the columns
-    usable: set | None = None, # those that hold whole numbers in most rows; None: all
-) -> str | None: # the column that counts training steps; None where there is none
+    names: list[str],  # the columns
+    usable: set | None = None,  # those that hold whole numbers in most rows; None: all
+) -> str | None:  # the column that counts training steps; None where there is none
     "Which column counts the steps, the training step before a logger's own counter."
     plain = {str(n).strip().lower(): n for n in reversed(names) if usable is None or n in usable}
     return next((plain[s] for s in STEP_NAMES if s in plain), None)
 
 # %% ../../nbs/api/read/02_tables.ipynb #b57c951c
-_TIMES = {'_timestamp', 'timestamp', 'wall time', 'wall_time', 'time', 'created_at'}
+_TIMES = {"_timestamp", "timestamp", "wall time", "wall_time", "time", "created_at"}
 
-def _whole(value, given): return given.any() and given.mean() > .5 and bool((value[given] == np.round(value[given])).all()) and np.abs(value[given]).max() < 2**53
+
+def _whole(value, given):
+    return (
+        given.any()
+        and given.mean() > 0.5
+        and bool((value[given] == np.round(value[given])).all())
+        and np.abs(value[given]).max() < 2**53
+    )
+
 
 def _time(numbers):
     "Seconds since 1970 from the first column that is a clock, or None."
     for name, (value, given, _) in numbers.items():
-        if str(name).strip().lower() in _TIMES and given.any() and 9e8 < np.nanmedian(value[given]) < 9e9: return value, name
+        if str(name).strip().lower() in _TIMES and given.any() and 9e8 < np.nanmedian(value[given]) < 9e9:
+            return value, name
     return None, None
 
+
 def table_log(
-    columns: dict, # name -> its values, one a row
-    step: str | None = None, # name of the step column; None: found by `step_name`, or the row number
-) -> LogData: # one series a column that holds numbers; attrs `step_column`
+    columns: dict,  # name -> its values, one a row
+    step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
+) -> LogData:  # one series a column that holds numbers; attrs `step_column`
     "A table as a log."
     log, numbers = LogData(), {n: to_numbers(v) for n, v in columns.items()}
     n = max((len(v) for v, _, _ in numbers.values()), default=0)
-    if step is not None and step not in numbers and numbers: raise bad_input('step', step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
-    step = (step if numbers else None) or step_name(list(numbers), {k for k, (v, g, _) in numbers.items() if _whole(v, g)})
+    if step is not None and step not in numbers and numbers:
+        raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
+    step = (step if numbers else None) or step_name(
+        list(numbers), {k for k, (v, g, _) in numbers.items() if _whole(v, g)}
+    )
     time, clock = _time(numbers)
-    count, known = (numbers[step][0], numbers[step][1] & np.isfinite(numbers[step][0]) & (np.abs(np.nan_to_num(numbers[step][0])) < 2**62)) if step is not None else (np.arange(n, dtype=float), np.ones(n, bool))
-    log.attrs['step_column'] = '(row number)' if step is None else str(step)
-    log.skip('rows without a step', n - known.sum())
+    count, known = (
+        (
+            numbers[step][0],
+            numbers[step][1]
+            & np.isfinite(numbers[step][0])
+            & (np.abs(np.nan_to_num(numbers[step][0])) < 2**62),
+        )
+        if step is not None
+        else (np.arange(n, dtype=float), np.ones(n, bool))
+    )
+    log.attrs["step_column"] = "(row number)" if step is None else str(step)
+    log.skip("rows without a step", n - known.sum())
     for name, (value, given, bad) in numbers.items():
-        if name in (step, clock): continue
-        log.skip('values that are no numbers', bad)
+        if name in (step, clock):
+            continue
+        log.skip("values that are no numbers", bad)
         here = np.flatnonzero(given & known)
-        if len(here): log.samples[str(name)] = Samples(count[here].astype(np.int64), value[here], here, None if time is None else time[here])
+        if len(here):
+            log.samples[str(name)] = Samples(
+                count[here].astype(np.int64), value[here], here, None if time is None else time[here]
+            )
     return log
 
 # %% ../../nbs/api/read/02_tables.ipynb #d7662568
 def csv_shape(
-    head: bytes, # the first bytes of the file
-) -> tuple[str, list[str] | None]: # the delimiter, and the header's names or None where the first line holds numbers
+    head: bytes,  # the first bytes of the file
+) -> tuple[
+    str, list[str] | None
+]:  # the delimiter, and the header's names or None where the first line holds numbers
     "Delimiter and header of a delimited table, or ('', None) where the bytes are none."
-    if b'\0' in head: return '', None
-    lines = [s for s in head.decode('utf-8-sig', 'replace').splitlines()[:20] if s.strip()]
-    if not lines: return '', None
-    for mark in ',\t;|':
-        try: rows = list(csv.reader(lines if len(head) < 1000 or len(lines) < 3 else lines[:-1], delimiter=mark))
-        except csv.Error: continue  # a line longer than any table has
-        if len(rows[0]) < 2 or any(len(r) != len(rows[0]) for r in rows[1:-1]): continue
-        is_number = lambda c: bool(re.fullmatch(r'\s*([-+]?(\d[\d,]*\.?\d*|\.\d+)([eE][-+]?\d+)?|nan|inf)?\s*', c, re.I))
-        if len(rows) > 1 and not any(is_number(c) and c.strip() for r in rows[1:] for c in r): continue
+    if b"\0" in head:
+        return "", None
+    lines = [s for s in head.decode("utf-8-sig", "replace").splitlines()[:20] if s.strip()]
+    if not lines:
+        return "", None
+    for mark in ",\t;|":
+        try:
+            rows = list(
+                csv.reader(lines if len(head) < 1000 or len(lines) < 3 else lines[:-1], delimiter=mark)
+            )
+        except csv.Error:
+            continue  # a line longer than any table has
+        if len(rows[0]) < 2 or any(len(r) != len(rows[0]) for r in rows[1:-1]):
+            continue
+        is_number = lambda c: bool(
+            re.fullmatch(r"\s*([-+]?(\d[\d,]*\.?\d*|\.\d+)([eE][-+]?\d+)?|nan|inf)?\s*", c, re.I)
+        )
+        if len(rows) > 1 and not any(is_number(c) and c.strip() for r in rows[1:] for c in r):
+            continue
         return mark, None if all(map(is_number, rows[0])) else rows[0]
-    return '', None
+    return "", None
+
 
 def read_table(
-    path: str | Path, # a CSV or TSV file
-) -> tuple[pd.DataFrame, int]: # the table, and how many lines were dropped because they have too many cells
+    path: str | Path,  # a CSV or TSV file
+) -> tuple[pd.DataFrame, int]:  # the table, and how many lines were dropped because they have too many cells
     "A delimited file as a table; an empty cell is a gap."
     mark, names = csv_shape(first_bytes(path))
-    if not mark: raise bad_input('path', str(path), 'a table with at least two columns')
+    if not mark:
+        raise bad_input("path", str(path), "a table with at least two columns")
     dropped = []
-    kind = dict(sep=mark, header=0 if names else None, keep_default_na=False, na_values=[''], encoding='utf-8', encoding_errors='replace', skip_blank_lines=True, index_col=False)
-    try: table = pd.read_csv(path, engine='c', low_memory=False, on_bad_lines='error', **kind)
+    kind = dict(
+        sep=mark,
+        header=0 if names else None,
+        keep_default_na=False,
+        na_values=[""],
+        encoding="utf-8",
+        encoding_errors="replace",
+        skip_blank_lines=True,
+        index_col=False,
+    )
+    try:
+        table = pd.read_csv(path, engine="c", low_memory=False, on_bad_lines="error", **kind)
     except (pd.errors.ParserError, ValueError):
-        try: table = pd.read_csv(path, engine='python', on_bad_lines=lambda row: dropped.append(row), **kind)
-        except Exception as e: raise InputError(f'`path`={str(path)!r} is not a readable table: {e}; allowed: CSV or TSV') from e
-    table.columns = [str(c).strip().lstrip('\ufeff') if names else f'column {c}' for c in table.columns]
+        try:
+            table = pd.read_csv(path, engine="python", on_bad_lines=lambda row: dropped.append(row), **kind)
+        except Exception as e:
+            raise InputError(f"`path`={str(path)!r} is not a readable table: {e}; allowed: CSV or TSV") from e
+    table.columns = [str(c).strip().lstrip("\ufeff") if names else f"column {c}" for c in table.columns]
     return table, len(dropped)
 
 # %% ../../nbs/api/read/02_tables.ipynb #902e2fcc
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},]', re.S)
+
 
 def _mend(text):
     "A cut JSON text closed behind its last complete element, and how many characters that drops."
     stack, last = [], None
     for m in _TOKEN.finditer(text):
         c = m[0]
-        if c in '[{': stack.append(']' if c == '[' else '}')
-        elif c in ']}':
-            if not stack or stack.pop() != c: break
-            if not stack: return text[:m.end()], len(text) - m.end()
+        if c in "[{":
+            stack.append("]" if c == "[" else "}")
+        elif c in "]}":
+            if not stack or stack.pop() != c:
+                break
+            if not stack:
+                return text[: m.end()], len(text) - m.end()
             last = m.end(), tuple(stack)
-        elif c == ',': last = m.start(), tuple(stack)
-    if last is None: raise ValueError('no complete element')
-    return text[:last[0]] + ''.join(reversed(last[1])), len(text) - last[0]
+        elif c == ",":
+            last = m.start(), tuple(stack)
+    if last is None:
+        raise ValueError("no complete element")
+    return text[: last[0]] + "".join(reversed(last[1])), len(text) - last[0]
+
 
 def load_json(
-    path: str | Path, # one JSON document, perhaps cut
-) -> tuple[object, int]: # the value, and how many characters of a broken end were left out
+    path: str | Path,  # one JSON document, perhaps cut
+) -> tuple[object, int]:  # the value, and how many characters of a broken end were left out
     "A JSON file, read as far as it goes."
     first_bytes(path, 200)
-    text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
+    text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
     try:
-        try: return json.loads(text), 0
-        except json.JSONDecodeError: mended, lost = _mend(text)
+        try:
+            return json.loads(text), 0
+        except json.JSONDecodeError:
+            mended, lost = _mend(text)
         return json.loads(mended), lost
-    except (ValueError, RecursionError) as e: raise InputError(f'`path`={str(path)!r} is not readable JSON: {e}; allowed: one JSON document') from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"`path`={str(path)!r} is not readable JSON: {e}; allowed: one JSON document") from e
 
 # %% ../../nbs/api/read/02_tables.ipynb #544f4d74
-def _flat(record, prefix=''):
+def _flat(record, prefix=""):
     "Nested dicts as `a/b`; what holds no number is left out."
     for key, value in record.items():
-        if isinstance(value, dict): yield from _flat(value, f'{prefix}{key}/')
-        elif isinstance(value, (int, float, str)): yield prefix + str(key), value
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float, str)):
+            yield prefix + str(key), value
+
 
 def records_log(
-    records, # iterable of dicts, one a record
-    step: str | None = None, # name of the step column; None: found
-) -> LogData: # the records as series
+    records,  # iterable of dicts, one a record
+    step: str | None = None,  # name of the step column; None: found
+) -> LogData:  # the records as series
     "Records with differing keys as a log."
     columns, n = {}, 0
     for record in records:
-        for name, value in _flat(record): columns.setdefault(name, []).append((n, value))
+        for name, value in _flat(record):
+            columns.setdefault(name, []).append((n, value))
         n += 1
     table = {}
     for name, cells in columns.items():
         column = np.full(n, None, dtype=object)
         column[[i for i, _ in cells]] = [v for _, v in cells]
         kinds = {type(v) for _, v in cells}
-        table[name] = column if str in kinds or float in kinds and any(v != v for _, v in cells) or len(cells) < n else column.astype(np.float64)
+        table[name] = (
+            column
+            if str in kinds or float in kinds and any(v != v for _, v in cells) or len(cells) < n
+            else column.astype(np.float64)
+        )
     return table_log(table, step)
 
+
 def json_lines(
-    path: str | Path, # a file with one JSON object a line
-    log: LogData, # takes the counts of lines that could not be read
-): # yields one dict a line
+    path: str | Path,  # a file with one JSON object a line
+    log: LogData,  # takes the counts of lines that could not be read
+):  # yields one dict a line
     "The objects of a JSONL file, line by line."
     first_bytes(path, 200)
-    with open(path, encoding='utf-8-sig', errors='replace') as f:
+    with open(path, encoding="utf-8-sig", errors="replace") as f:
         for line in f:
-            if not line.strip(): continue
-            try: record = json.loads(line)
-            except (ValueError, RecursionError): record = None
-            if isinstance(record, dict): yield record
-            else: log.skip('lines that are no JSON object')
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                log.skip("lines that are no JSON object")
+
 
 def read_records(
-    path: str | Path, # a file with one JSON object a line
-    step: str | None = None, # name of the step column; None: found
-) -> LogData: # its series; lines that are no object are counted
+    path: str | Path,  # a file with one JSON object a line
+    step: str | None = None,  # name of the step column; None: found
+) -> LogData:  # its series; lines that are no object are counted
     "A JSONL file as a log."
     lost = LogData()
     log = records_log(json_lines(path, lost), step)
-    for reason, count in lost.skipped.items(): log.skip(reason, count)
+    for reason, count in lost.skipped.items():
+        log.skip(reason, count)
     return log

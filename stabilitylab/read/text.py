@@ -14,22 +14,47 @@ from .base import Format, LogData
 from .scan import NUMBER, TIME, Hit, Scan
 
 # %% ../../nbs/api/read/04_text.ipynb #67d391b7
-_EVENTS = [ # (event kind, a word that must stand in the line, what the message looks like; group 1, where there is one, is the step)
-    ('checkpoint_load', b'load', re.compile(rb'(?:successfully loaded|resum(?:ed|ing)|loaded|loading)\b.{0,200}?checkpoint.{0,200}?(?:iteration|step|at)\s+(\d+)', re.I)),
-    ('checkpoint_load', b'esum', re.compile(rb'resum(?:ed|ing)\b.{0,80}?(?:from|at|training).{0,80}?(?:iteration|step|iter)\s*[:=]?\s*(\d+)', re.I)),
-    ('checkpoint_save', b'sav', re.compile(rb'(?:successfully )?sav(?:ed|ing)\b.{0,40}?checkpoint.{0,40}?(?:iteration|step)\s+(\d+)', re.I)),
-    ('overflow', b'verflow', re.compile(rb'OVERFLOW!|overflow detected|gradient overflow', re.I)),
-    ('xid', b'Xid', re.compile(rb'NVRM: Xid')),
-    ('signal', b'ignal', re.compile(rb'got signal: ?\d+|received signal|SIGTERM|SIGKILL|Signal \d+', re.I)),
-    ('signal', b'slurm', re.compile(rb'slurmstepd: error|CANCELLED|DUE TO TIME LIMIT', re.I)),
-    ('error', b'rror', re.compile(rb'^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error|CUDA out of memory|Error: ')),
-    ('error', b'NCCL', re.compile(rb'NCCL (?:error|WARN)')),
-    ('error', b'KeyboardInterrupt', re.compile(rb'^KeyboardInterrupt')),
+_EVENTS = [  # (event kind, a word that must stand in the line, what the message looks like; group 1, where there is one, is the step)
+    (
+        "checkpoint_load",
+        b"load",
+        re.compile(
+            rb"(?:successfully loaded|resum(?:ed|ing)|loaded|loading)\b.{0,200}?checkpoint.{0,200}?(?:iteration|step|at)\s+(\d+)",
+            re.I,
+        ),
+    ),
+    (
+        "checkpoint_load",
+        b"esum",
+        re.compile(
+            rb"resum(?:ed|ing)\b.{0,80}?(?:from|at|training).{0,80}?(?:iteration|step|iter)\s*[:=]?\s*(\d+)",
+            re.I,
+        ),
+    ),
+    (
+        "checkpoint_save",
+        b"sav",
+        re.compile(
+            rb"(?:successfully )?sav(?:ed|ing)\b.{0,40}?checkpoint.{0,40}?(?:iteration|step)\s+(\d+)", re.I
+        ),
+    ),
+    ("overflow", b"verflow", re.compile(rb"OVERFLOW!|overflow detected|gradient overflow", re.I)),
+    ("xid", b"Xid", re.compile(rb"NVRM: Xid")),
+    ("signal", b"ignal", re.compile(rb"got signal: ?\d+|received signal|SIGTERM|SIGKILL|Signal \d+", re.I)),
+    ("signal", b"slurm", re.compile(rb"slurmstepd: error|CANCELLED|DUE TO TIME LIMIT", re.I)),
+    (
+        "error",
+        b"rror",
+        re.compile(rb"^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error|CUDA out of memory|Error: "),
+    ),
+    ("error", b"NCCL", re.compile(rb"NCCL (?:error|WARN)")),
+    ("error", b"KeyboardInterrupt", re.compile(rb"^KeyboardInterrupt")),
 ]
 
+
 def message_events(
-    line: bytes, # one line of a log
-) -> list[Hit]: # events it tells of; at most one of each kind
+    line: bytes,  # one line of a log
+) -> list[Hit]:  # events it tells of; at most one of each kind
     "The events that a line of free text tells of."
     hits, kinds = [], set()
     for kind, word, shape in _EVENTS:
@@ -40,89 +65,113 @@ def message_events(
 
 # %% ../../nbs/api/read/04_text.ipynb #5cc61823
 def line_parser(
-    record: bytes, # a regular expression for one record; group `step`, where there is one, is its step
-    pairs: bytes, # one name and value in it: groups `name` and `value`; NUMBER may be written as `%N`
-    rename: dict[str, str] | None = None, # names that need a clearer word, such as one that says the unit
-    only: tuple = (), # names to keep; empty: all
-    prefix = None, # (line, match of the record) -> text in front of the names, such as "val "
+    record: bytes,  # a regular expression for one record; group `step`, where there is one, is its step
+    pairs: bytes,  # one name and value in it: groups `name` and `value`; NUMBER may be written as `%N`
+    rename: dict[str, str] | None = None,  # names that need a clearer word, such as one that says the unit
+    only: tuple = (),  # names to keep; empty: all
+    prefix=None,  # (line, match of the record) -> text in front of the names, such as "val "
 ):  # the reading of one line -> list of Hit
     "A parser of lines that hold one or more records of names and values."
-    shape, pair = re.compile(record), re.compile(pairs.replace(b'%N', b'(?P<value>' + NUMBER + b')'))
+    shape, pair = re.compile(record), re.compile(pairs.replace(b"%N", b"(?P<value>" + NUMBER + b")"))
+
     def parse(line):
         found = list(shape.finditer(line))
         hits = []
         for m, after in zip(found, [*found[1:], None]):
-            front = prefix(line, m) if prefix else ''
+            front = prefix(line, m) if prefix else ""
             fields = []
-            for x in pair.finditer(line, m.end('step') if 'step' in m.groupdict() and m.end('step') <= m.end() else m.start(), len(line) if after is None else after.start()):
-                name = x['name'].decode('utf-8', 'replace').strip()
-                if only and name not in only: continue
-                fields.append((front + (rename or {}).get(name, name), *x.span('value')))
-            step = m.span('step') if m.groupdict().get('step') else None
-            if fields: hits.append(Hit(tuple(fields), step, time=(t := TIME.search(line)) and t.span()))
+            for x in pair.finditer(
+                line,
+                m.end("step") if "step" in m.groupdict() and m.end("step") <= m.end() else m.start(),
+                len(line) if after is None else after.start(),
+            ):
+                name = x["name"].decode("utf-8", "replace").strip()
+                if only and name not in only:
+                    continue
+                fields.append((front + (rename or {}).get(name, name), *x.span("value")))
+            step = m.span("step") if m.groupdict().get("step") else None
+            if fields:
+                hits.append(Hit(tuple(fields), step, time=(t := TIME.search(line)) and t.span()))
         return hits
+
     return parse
 
 # %% ../../nbs/api/read/04_text.ipynb #85f3f21c
 def pieces(
-    path: Path, # a text file
-    size: int = 2**20, # bytes a piece: what fits in a processor's cache reads fastest
-): # yields (place in the file, whole lines, whether the last line was cut)
+    path: Path,  # a text file
+    size: int = 2**20,  # bytes a piece: what fits in a processor's cache reads fastest
+):  # yields (place in the file, whole lines, whether the last line was cut)
     "The lines of a file in pieces, so that it need not fit in memory."
-    rest, at = b'', 0
-    with open(path, 'rb') as f:
+    rest, at = b"", 0
+    with open(path, "rb") as f:
         while block := f.read(size):
             block = rest + block
-            cut = max(block.rfind(b'\n'), block.rfind(b'\r')) + 1
-            if cut: yield at, block[:cut], False
+            cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+            if cut:
+                yield at, block[:cut], False
             rest, at = block[cut:], at + cut
-    if rest: yield at, rest, True
+    if rest:
+        yield at, rest, True
 
 # %% ../../nbs/api/read/04_text.ipynb #e74e583b
 def read_lines(
-    path: Path, # a text file
-    parse, # the format's reading of one line
-) -> LogData: # its series and events
+    path: Path,  # a text file
+    parse,  # the format's reading of one line
+) -> LogData:  # its series and events
     "A text log, read with `parse` and, for the lines it does not know, with `message_events`."
-    def both(line): return parse(line) or message_events(line)
+
+    def both(line):
+        return parse(line) or message_events(line)
+
     scan, skipped = Scan(both), Counter()
     for at, data, cut in pieces(path):
         if cut and not _complete(both, data, scan):
-            skipped['cut last line'] += 1
+            skipped["cut last line"] += 1
             data = _without_last_value(parse, data)
         scan.feed(data, at)
-    if scan.unread: skipped['unreadable record'] = scan.unread
-    events = [(kind, step, text[:500], time) for _, kind, step, text, time in sorted(scan.events, key=lambda e: e[0])]
+    if scan.unread:
+        skipped["unreadable record"] = scan.unread
+    events = [
+        (kind, step, text[:500], time)
+        for _, kind, step, text, time in sorted(scan.events, key=lambda e: e[0])
+    ]
     return LogData(scan.samples(), events, dict(skipped))
+
 
 def _complete(parse, line, scan):
     "Whether a last line without a line end has as many values as the records before it."
     hits = [h for h in parse(line) if h.event is None]
-    if not hits: return True
+    if not hits:
+        return True
     names = {n for h in hits for n, _, _ in h.fields}
     longest = max((len(p[0]) and p[0][-1] for parts in scan.columns.values() for p in parts[-1:]), default=0)
     last = {n for n, parts in scan.columns.items() if parts and longest - parts[-1][0][-1] < 400}
     return last <= names
 
+
 def _without_last_value(parse, line):
     "The line up to the value that was being written when the log ended."
     ends = [a for h in parse(line) for _, a, b in h.fields if b >= len(line) - 1]
-    return line[:min(ends)] if ends else line
+    return line[: min(ends)] if ends else line
 
 # %% ../../nbs/api/read/04_text.ipynb #04c6bb0f
 def text_format(
-    name: str, # what `--format` takes
-    title: str, # what people call it
-    signature: bytes, # a regular expression that only this format matches, once a record
-    parse, # the reading of one line -> list of Hit
-    example: str, # the shape of one record
-    confidence: float = 0.9, # of a file in which the signature is found twice; less for looser shapes
-) -> Format: # the format
+    name: str,  # what `--format` takes
+    title: str,  # what people call it
+    signature: bytes,  # a regular expression that only this format matches, once a record
+    parse,  # the reading of one line -> list of Hit
+    example: str,  # the shape of one record
+    confidence: float = 0.9,  # of a file in which the signature is found twice; less for looser shapes
+) -> Format:  # the format
     "A text format, recognised by how often its signature is found."
     shape = re.compile(signature, re.M)
+
     def sniff(head, path):
-        if b'\0' in head[:4096]: return 0.
-        if b'\x1b[' in head: head = re.sub(rb'\x1b\[[0-9;]*[A-Za-z]', b'', head)
-        n = sum(1 for _, m in zip(range(20), shape.finditer(head.replace(b'\r', b'\n'))))
-        return 0. if n == 0 else confidence*(0.8 if n == 1 else 1) + min(n, 20)/1000
+        if b"\0" in head[:4096]:
+            return 0.0
+        if b"\x1b[" in head:
+            head = re.sub(rb"\x1b\[[0-9;]*[A-Za-z]", b"", head)
+        n = sum(1 for _, m in zip(range(20), shape.finditer(head.replace(b"\r", b"\n"))))
+        return 0.0 if n == 0 else confidence * (0.8 if n == 1 else 1) + min(n, 20) / 1000
+
     return Format(name, title, sniff, lambda path: read_lines(path, parse), example, parse=parse)

@@ -19,141 +19,219 @@ from .step import norm_of
 # %% ../../nbs/api/replay/04_blame.ipynb #37a489b3
 def _rows(part):
     "How many samples a micro-batch has: the first dimension that all its tensors share."
-    tensors = [v for v in (part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else [part]) if torch.is_tensor(v) and v.ndim]
+    tensors = [
+        v
+        for v in (
+            part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else [part]
+        )
+        if torch.is_tensor(v) and v.ndim
+    ]
     sizes = {t.shape[0] for t in tensors}
-    if len(sizes) != 1: raise InputError(f'`batch` has tensors with first dimensions {sorted(sizes)}; allowed: one first dimension, the samples')
+    if len(sizes) != 1:
+        raise InputError(
+            f"`batch` has tensors with first dimensions {sorted(sizes)}; allowed: one first dimension, the samples"
+        )
     return sizes.pop()
+
 
 def _sample(part, i):
     "One sample as a micro-batch."
-    if torch.is_tensor(part): return part[i:i+1] if part.ndim else part
-    if isinstance(part, dict): return {k: _sample(v, i) for k, v in part.items()}
+    if torch.is_tensor(part):
+        return part[i : i + 1] if part.ndim else part
+    if isinstance(part, dict):
+        return {k: _sample(v, i) for k, v in part.items()}
     return type(part)(_sample(v, i) for v in part)
+
 
 def _tokens(setup, model, part):
     "(losses, mask) of every token, or None."
-    if setup.token_loss is None: return None
-    with torch.no_grad(): losses, mask = setup.token_loss(model, part)
+    if setup.token_loss is None:
+        return None
+    with torch.no_grad():
+        losses, mask = setup.token_loss(model, part)
     return losses.detach().double(), mask.detach().bool()
+
 
 def _frozen(model):
     "Dropout off and batch statistics frozen: a sample alone must do what it did in the batch."
     return model.eval()
 
+
 def _weights(setup, model, batch):
     "(micro-batch, sample, its tokens, its weight in the batch gradient) of every sample."
     for m, part in enumerate(batch.parts):
         told, n = _tokens(setup, model, part), _rows(part)
-        tokens = told[1].sum(1).tolist() if told else [1]*n
-        yield from ((m, i, int(t), t/max(sum(tokens), 1)/len(batch.parts)) for i, t in enumerate(tokens))
+        tokens = told[1].sum(1).tolist() if told else [1] * n
+        yield from ((m, i, int(t), t / max(sum(tokens), 1) / len(batch.parts)) for i, t in enumerate(tokens))
+
 
 def blame(
-    snapshot, # a Snapshot
-    batch, # a Batch
-    memory: float = 1e9, # bytes that the gradients of all samples may take; beyond it each is computed twice
-) -> pd.DataFrame: # one row a sample: loss, tokens, grad_norm, share (of the batch gradient, sums to 1), cosine (with it), microbatch where there are several; attrs: grad_norm of the batch
+    snapshot,  # a Snapshot
+    batch,  # a Batch
+    memory: float = 1e9,  # bytes that the gradients of all samples may take; beyond it each is computed twice
+) -> pd.DataFrame:  # one row a sample: loss, tokens, grad_norm, share (of the batch gradient, sums to 1), cosine (with it), microbatch where there are several; attrs: grad_norm of the batch
     "What every sample of a batch did to the gradient, dropout off."
     model, setup = _frozen(snapshot.build()[0]), snapshot.setup
     params, rows = [p for p in model.parameters() if p.requires_grad], list(_weights(setup, model, batch))
+
     def gradient(row):
         model.zero_grad(set_to_none=True)
-        if not row[2]: return float('nan'), torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
-        loss = setup.loss(model, _sample(batch.parts[row[0]], row[1])); loss.backward()
-        return float(loss.detach()), torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten().double() for p in params])
-    few = 8*len(rows)*sum(p.numel() for p in params) <= memory
-    whole, losses, kept = 0., [], []
+        if not row[2]:
+            return float("nan"), torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
+        loss = setup.loss(model, _sample(batch.parts[row[0]], row[1]))
+        loss.backward()
+        return float(loss.detach()), torch.cat(
+            [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten().double() for p in params]
+        )
+
+    few = 8 * len(rows) * sum(p.numel() for p in params) <= memory
+    whole, losses, kept = 0.0, [], []
     for row in rows:
         loss, g = gradient(row)
-        losses.append(loss); whole = whole + row[3]*g
+        losses.append(loss)
+        whole = whole + row[3] * g
         kept.append(g if few else None)
     square = float(whole @ whole)
+
     def share(row, g):
         g = gradient(row)[1] if g is None else g
         norm, dot = float(g.norm()), float(g @ whole)
-        return {'grad_norm': norm, 'share': row[3]*dot/max(square, 1e-300), 'cosine': dot/max(norm*square**0.5, 1e-300)}
-    table = pd.DataFrame([{'loss': l, 'tokens': r[2]} | share(r, g) for r, l, g in zip(rows, losses, kept)]).rename_axis('sample')
-    if len(batch.parts) > 1: table.insert(0, 'microbatch', [r[0] for r in rows])
-    table.attrs['grad_norm'] = square**0.5
+        return {
+            "grad_norm": norm,
+            "share": row[3] * dot / max(square, 1e-300),
+            "cosine": dot / max(norm * square**0.5, 1e-300),
+        }
+
+    table = pd.DataFrame(
+        [{"loss": l, "tokens": r[2]} | share(r, g) for r, l, g in zip(rows, losses, kept)]
+    ).rename_axis("sample")
+    if len(batch.parts) > 1:
+        table.insert(0, "microbatch", [r[0] for r in rows])
+    table.attrs["grad_norm"] = square**0.5
     return table
 
+
 def token_losses(
-    snapshot, # a Snapshot whose setup has `token_loss`
-    batch, # a Batch; its first micro-batch is used
-    targets: torch.Tensor, # (batch, seq) token ids that the losses are of
-) -> dict: # by_position, by_token, by_length: tables of the mean loss and the count
+    snapshot,  # a Snapshot whose setup has `token_loss`
+    batch,  # a Batch; its first micro-batch is used
+    targets: torch.Tensor,  # (batch, seq) token ids that the losses are of
+) -> dict:  # by_position, by_token, by_length: tables of the mean loss and the count
     "Where in the sequences the loss is, and on which tokens; dropout off."
-    if snapshot.setup.token_loss is None: raise bad_input('snapshot.setup.token_loss', None, 'a function (model, batch) -> (losses, mask)')
+    if snapshot.setup.token_loss is None:
+        raise bad_input("snapshot.setup.token_loss", None, "a function (model, batch) -> (losses, mask)")
     losses, mask = _tokens(snapshot.setup, _frozen(snapshot.build()[0]), batch.parts[0])
-    if losses.shape != targets.shape: raise bad_input('targets', tuple(targets.shape), f'the shape of the losses, {tuple(losses.shape)}')
+    if losses.shape != targets.shape:
+        raise bad_input("targets", tuple(targets.shape), f"the shape of the losses, {tuple(losses.shape)}")
     row, column = np.nonzero(mask.numpy())
-    flat = pd.DataFrame({'loss': losses.numpy()[row, column], 'position': column, 'token': targets.numpy()[row, column], 'length': mask.sum(1).numpy()[row]})
+    flat = pd.DataFrame(
+        {
+            "loss": losses.numpy()[row, column],
+            "position": column,
+            "token": targets.numpy()[row, column],
+            "length": mask.sum(1).numpy()[row],
+        }
+    )
     decode = snapshot.setup.decode
-    tables = {f'by_{k}': flat.groupby(k).loss.agg(['mean', 'count']) for k in ('position', 'token', 'length')}
-    if decode is not None: tables['by_token'].insert(0, 'text', [decode(int(t)) for t in tables['by_token'].index])
+    tables = {f"by_{k}": flat.groupby(k).loss.agg(["mean", "count"]) for k in ("position", "token", "length")}
+    if decode is not None:
+        tables["by_token"].insert(0, "text", [decode(int(t)) for t in tables["by_token"].index])
     return tables
+
 
 def _predicted(part, shape):
     "The token ids that losses of this shape are of: targets or labels, or the tokens shifted by one; None where neither fits."
-    if not isinstance(part, dict): part = dict(enumerate(part if isinstance(part, (list, tuple)) else [part]))
-    ids = {k: v for k, v in part.items() if torch.is_tensor(v) and v.ndim == 2 and not v.is_floating_point() and v.dtype != torch.bool}
-    first = next((ids[k] for k in ('tokens', 'input_ids') if k in ids), next(iter(ids.values()), None))
-    choices = [ids[k] for k in ('targets', 'labels') if k in ids] + ([] if first is None else [first[:, 1:]])
+    if not isinstance(part, dict):
+        part = dict(enumerate(part if isinstance(part, (list, tuple)) else [part]))
+    ids = {
+        k: v
+        for k, v in part.items()
+        if torch.is_tensor(v) and v.ndim == 2 and not v.is_floating_point() and v.dtype != torch.bool
+    }
+    first = next((ids[k] for k in ("tokens", "input_ids") if k in ids), next(iter(ids.values()), None))
+    choices = [ids[k] for k in ("targets", "labels") if k in ids] + ([] if first is None else [first[:, 1:]])
     return next((v for v in choices if v.shape == shape), None)
 
+
 def text_losses(
-    snapshot, # a Snapshot whose setup has `token_loss`
-    batch, # a Batch
-    samples: list, # numbers of samples, as in the table of `blame`
-) -> list[dict]: # sample, tokens (text, or the id where the setup has no `decode`), losses (nats, None where masked); [] where nothing says which tokens these are
+    snapshot,  # a Snapshot whose setup has `token_loss`
+    batch,  # a Batch
+    samples: list,  # numbers of samples, as in the table of `blame`
+) -> list[
+    dict
+]:  # sample, tokens (text, or the id where the setup has no `decode`), losses (nats, None where masked); [] where nothing says which tokens these are
     "Every token of some samples with its loss, dropout off."
-    if snapshot.setup.token_loss is None: return []
+    if snapshot.setup.token_loss is None:
+        return []
     model, decode, out, first = _frozen(snapshot.build()[0]), snapshot.setup.decode or str, [], 0
     for part in batch.parts:
         n = _rows(part)
         if any(first <= s < first + n for s in samples):
             losses, mask = _tokens(snapshot.setup, model, part)
             ids = _predicted(part, losses.shape)
-            if ids is None: return []
+            if ids is None:
+                return []
             for s in (s for s in samples if first <= s < first + n):
-                row = zip(ids[s-first].tolist(), losses[s-first].tolist(), mask[s-first].tolist())
+                row = zip(ids[s - first].tolist(), losses[s - first].tolist(), mask[s - first].tolist())
                 text, told = zip(*((decode(max(t, 0)), round(x, 4) if keep else None) for t, x, keep in row))
-                out.append({'sample': int(s), 'tokens': list(text), 'losses': list(told)})
+                out.append({"sample": int(s), "tokens": list(text), "losses": list(told)})
         first += n
-    return sorted(out, key=lambda o: list(samples).index(o['sample']))
+    return sorted(out, key=lambda o: list(samples).index(o["sample"]))
 
 # %% ../../nbs/api/replay/04_blame.ipynb #1ad1659e
 @contextmanager
 def without(
-    model: torch.nn.Module, # any
-    name: str, # of one of its modules
-    how: str = 'zero', # 'zero': its output is zero; 'identity': its output is its first input, where the shapes allow it
-): # inside the `with` block the module is out
+    model: torch.nn.Module,  # any
+    name: str,  # of one of its modules
+    how: str = "zero",  # 'zero': its output is zero; 'identity': its output is its first input, where the shapes allow it
+):  # inside the `with` block the module is out
     "Take one module out of a model."
-    def zero(y): return torch.zeros_like(y) if torch.is_tensor(y) else type(y)(map(zero, y)) if isinstance(y, (list, tuple)) else y
+
+    def zero(y):
+        return (
+            torch.zeros_like(y)
+            if torch.is_tensor(y)
+            else type(y)(map(zero, y))
+            if isinstance(y, (list, tuple))
+            else y
+        )
+
     def hook(m, args, y):
-        if how == 'zero': return zero(y)
-        if not torch.is_tensor(y) or args[0].shape != y.shape: raise InputError(f"`{name}` cannot be made the identity: input {tuple(args[0].shape)}, output {tuple(getattr(y, 'shape', ()))}; use how='zero'")
+        if how == "zero":
+            return zero(y)
+        if not torch.is_tensor(y) or args[0].shape != y.shape:
+            raise InputError(
+                f"`{name}` cannot be made the identity: input {tuple(args[0].shape)}, output {tuple(getattr(y, 'shape', ()))}; use how='zero'"
+            )
         return args[0]
+
     handle = dict(model.named_modules())[name].register_forward_hook(hook)
-    try: yield model
-    finally: handle.remove()
+    try:
+        yield model
+    finally:
+        handle.remove()
+
 
 def ablate(
-    snapshot, # a Snapshot
-    batch, # a Batch; its first micro-batch is used
-    modules: list, # names of modules
-    how: str = 'zero', # as in `without`
-) -> pd.DataFrame: # one row a module: loss without it, change; the smallest changes are the inputs that the model ignores
+    snapshot,  # a Snapshot
+    batch,  # a Batch; its first micro-batch is used
+    modules: list,  # names of modules
+    how: str = "zero",  # as in `without`
+) -> (
+    pd.DataFrame
+):  # one row a module: loss without it, change; the smallest changes are the inputs that the model ignores
     "What the loss says when a module is taken out, dropout off."
     model = _frozen(snapshot.build()[0])
     names = [n for n, _ in model.named_modules() if n]
-    if bad := [m for m in modules if m not in names]: raise bad_input('modules', bad[0], f"names of modules, such as {', '.join(names[:5])}")
-    if how not in ('zero', 'identity'): raise bad_input('how', how, 'zero or identity')
+    if bad := [m for m in modules if m not in names]:
+        raise bad_input("modules", bad[0], f"names of modules, such as {', '.join(names[:5])}")
+    if how not in ("zero", "identity"):
+        raise bad_input("how", how, "zero or identity")
     outside = rng_state()
     with torch.no_grad():
         usual, rows = float(snapshot.setup.loss(model, batch.parts[0])), {}
         for m in modules:
-            with without(model, m, how): loss = float(snapshot.setup.loss(model, batch.parts[0]))
-            rows[m] = {'loss': loss, 'change': loss - usual}
+            with without(model, m, how):
+                loss = float(snapshot.setup.loss(model, batch.parts[0]))
+            rows[m] = {"loss": loss, "change": loss - usual}
     set_rng_state(outside)
-    return pd.DataFrame.from_dict(rows, orient='index').rename_axis('module').sort_values('change')
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("module").sort_values("change")

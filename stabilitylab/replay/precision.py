@@ -21,144 +21,260 @@ from ..probe.blackbox import rng_state, set_rng_state
 from .step import moved, norm_of
 
 # %% ../../nbs/api/replay/03_precision.ipynb #964984ac
-PRECISIONS = { # name -> (type of the weights, autocast type, format to which inputs, weights and outputs of linear modules are rounded, unit roundoff)
-    'fp32': (torch.float32, None, None, 2.**-24), 'bf16_autocast': (torch.float32, torch.bfloat16, None, 2.**-9), 'bf16': (torch.bfloat16, None, None, 2.**-9),
-    'fp16_autocast': (torch.float32, torch.float16, None, 2.**-11), 'fp16': (torch.float16, None, None, 2.**-11),
-    'fp8_e4m3': (torch.float32, None, 'fp8_e4m3', 2.**-4), 'fp8_e5m2': (torch.float32, None, 'fp8_e5m2', 2.**-3)}
+PRECISIONS = {  # name -> (type of the weights, autocast type, format to which inputs, weights and outputs of linear modules are rounded, unit roundoff)
+    "fp32": (torch.float32, None, None, 2.0**-24),
+    "bf16_autocast": (torch.float32, torch.bfloat16, None, 2.0**-9),
+    "bf16": (torch.bfloat16, None, None, 2.0**-9),
+    "fp16_autocast": (torch.float32, torch.float16, None, 2.0**-11),
+    "fp16": (torch.float16, None, None, 2.0**-11),
+    "fp8_e4m3": (torch.float32, None, "fp8_e4m3", 2.0**-4),
+    "fp8_e5m2": (torch.float32, None, "fp8_e5m2", 2.0**-3),
+}
+
 
 def _as(batch, dtype):
     "A nested batch with its floating tensors in another type."
-    if torch.is_tensor(batch): return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict): return {k: _as(v, dtype) for k, v in batch.items()}
+    if torch.is_tensor(batch):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {k: _as(v, dtype) for k, v in batch.items()}
     return type(batch)(_as(v, dtype) for v in batch) if isinstance(batch, (list, tuple)) else batch
 
-def _leaves(model): return [(n, m) for n, m in model.named_modules() if n and not list(m.children())]
+
+def _leaves(model):
+    return [(n, m) for n, m in model.named_modules() if n and not list(m.children())]
+
 
 def _scaled(x, fmt):
     "Rounded to a format after scaling its largest magnitude to the format's largest number, as fp8 training does."
     top = x.detach().abs().max()
-    scale = number_format(fmt).max/top if torch.isfinite(top) and top > 0 else torch.ones(())
-    return x + (quantise((x.detach()*scale).float(), fmt).to(x.dtype)/scale - x.detach())
+    scale = number_format(fmt).max / top if torch.isfinite(top) and top > 0 else torch.ones(())
+    return x + (quantise((x.detach() * scale).float(), fmt).to(x.dtype) / scale - x.detach())
+
 
 @contextmanager
 def rounded_modules(
-    model: torch.nn.Module, # a model with float32 or float64 weights
-    names: list, # of leaf modules whose inputs, weights and outputs are rounded
-    fmt: str, # 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
-): # inside the `with` block the model computes that way, forward; the gradients flow as if nothing were rounded
+    model: torch.nn.Module,  # a model with float32 or float64 weights
+    names: list,  # of leaf modules whose inputs, weights and outputs are rounded
+    fmt: str,  # 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
+):  # inside the `with` block the model computes that way, forward; the gradients flow as if nothing were rounded
     "Run some modules of a model in a simulated number format."
-    round_to = _scaled if fmt.startswith('fp8') else lambda x, f: x + (quantise(x.detach().float(), f).to(x.dtype) - x.detach())
+    round_to = (
+        _scaled
+        if fmt.startswith("fp8")
+        else lambda x, f: x + (quantise(x.detach().float(), f).to(x.dtype) - x.detach())
+    )
     one = lambda x: round_to(x, fmt) if torch.is_tensor(x) and x.is_floating_point() else x
     modules, kept, hooks = dict(model.named_modules()), [], []
     for n in names:
         m = modules[n]
-        for p in m.parameters(recurse=False): kept.append((p, p.data)); p.data = one(p.data)
-        hooks += [m.register_forward_pre_hook(lambda m, a: tuple(one(x) for x in a)), m.register_forward_hook(lambda m, a, y: one(y) if torch.is_tensor(y) else y)]
-    try: yield model
+        for p in m.parameters(recurse=False):
+            kept.append((p, p.data))
+            p.data = one(p.data)
+        hooks += [
+            m.register_forward_pre_hook(lambda m, a: tuple(one(x) for x in a)),
+            m.register_forward_hook(lambda m, a, y: one(y) if torch.is_tensor(y) else y),
+        ]
+    try:
+        yield model
     finally:
-        for h in hooks: h.remove()
-        for p, data in kept: p.data = data
+        for h in hooks:
+            h.remove()
+        for p, data in kept:
+            p.data = data
 
-ATTENTION = {'math': 'MATH', 'flash': 'FLASH_ATTENTION', 'efficient': 'EFFICIENT_ATTENTION', 'cudnn': 'CUDNN_ATTENTION'} # name -> torch.nn.attention.SDPBackend
+
+ATTENTION = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}  # name -> torch.nn.attention.SDPBackend
+
 
 def _kernel(name):
     "The kernel that scaled_dot_product_attention must use; None leaves the choice to torch."
-    if name is None: return nullcontext()
-    if name not in ATTENTION: raise bad_input('attention', name, ', '.join(ATTENTION))
+    if name is None:
+        return nullcontext()
+    if name not in ATTENTION:
+        raise bad_input("attention", name, ", ".join(ATTENTION))
     return sdpa_kernel(getattr(SDPBackend, ATTENTION[name]))
 
-def _outputs(snapshot, batch, dtype, autocast=None, fmt=None, device='cpu', attention=None):
+
+def _outputs(snapshot, batch, dtype, autocast=None, fmt=None, device="cpu", attention=None):
     "(loss, gradient norm, module -> output) of the first micro-batch in a precision."
     model, _ = snapshot.build(device, dtype)
     part, outside, seen, hooks = moved(_as(batch.parts[0], dtype), device), rng_state(), {}, []
+
     def keep(name):
         def hook(m, a, y):
-            if torch.is_tensor(y): seen.setdefault(name, y.detach().double())
+            if torch.is_tensor(y):
+                seen.setdefault(name, y.detach().double())
+
         return hook
-    for n, m in _leaves(model): hooks.append(m.register_forward_hook(keep(n)))
-    if batch.rng: set_rng_state(batch.rng[0])
+
+    for n, m in _leaves(model):
+        hooks.append(m.register_forward_hook(keep(n)))
+    if batch.rng:
+        set_rng_state(batch.rng[0])
     try:
-        with rounded_modules(model, [n for n, m in _leaves(model) if isinstance(m, torch.nn.Linear)] if fmt else [], fmt or 'bf16'), _kernel(attention):
-            with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None): loss = snapshot.setup.loss(model, part)
+        with (
+            rounded_modules(
+                model,
+                [n for n, m in _leaves(model) if isinstance(m, torch.nn.Linear)] if fmt else [],
+                fmt or "bf16",
+            ),
+            _kernel(attention),
+        ):
+            with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
+                loss = snapshot.setup.loss(model, part)
             loss.backward()
     finally:
         set_rng_state(outside)
-        for h in hooks: h.remove()
+        for h in hooks:
+            h.remove()
     return float(loss.detach()), norm_of(p.grad for p in model.parameters() if p.grad is not None), seen
 
+
 def compare_precision(
-    snapshot, # a Snapshot
-    batch, # a Batch; its first micro-batch is used
-    precisions: list = ('fp32', 'bf16_autocast', 'bf16', 'fp16'), # keys of PRECISIONS
-    factor: float = 8., # times the format's unit roundoff that is still called its noise
-    attention: list = (None,), # keys of ATTENTION, each with each precision; None: the kernel that torch chooses
-    device: str = 'cpu', # where to run
-) -> xr.Dataset: # dims (precision, module): error (relative L2 to float64), overflow, underflow (counts); (precision,): loss, loss_error, grad_norm, first_module
+    snapshot,  # a Snapshot
+    batch,  # a Batch; its first micro-batch is used
+    precisions: list = ("fp32", "bf16_autocast", "bf16", "fp16"),  # keys of PRECISIONS
+    factor: float = 8.0,  # times the format's unit roundoff that is still called its noise
+    attention: list = (
+        None,
+    ),  # keys of ATTENTION, each with each precision; None: the kernel that torch chooses
+    device: str = "cpu",  # where to run
+) -> xr.Dataset:  # dims (precision, module): error (relative L2 to float64), overflow, underflow (counts); (precision,): loss, loss_error, grad_norm, first_module
     "How far every module of a step is from float64, in each precision."
-    if bad := [p for p in precisions if p not in PRECISIONS]: raise bad_input('precisions', bad[0], ', '.join(PRECISIONS))
-    loss64, norm64, exact = _outputs(snapshot, batch, torch.float64, device=device, attention='math')
+    if bad := [p for p in precisions if p not in PRECISIONS]:
+        raise bad_input("precisions", bad[0], ", ".join(PRECISIONS))
+    loss64, norm64, exact = _outputs(snapshot, batch, torch.float64, device=device, attention="math")
     arms = [(p, k) for p in precisions for k in attention]
     names, shape = list(exact), (len(arms), len(exact))
     error, over, under, rows = np.full(shape, np.nan), np.zeros(shape, int), np.zeros(shape, int), []
     for i, (p, kernel) in enumerate(arms):
         dtype, autocast, fmt, unit = PRECISIONS[p]
-        try: loss, norm, seen = _outputs(snapshot, batch, dtype, autocast, fmt, device, kernel)
-        except RuntimeError as e: # an operation that this machine's kernels do not have in that format
-            if isinstance(e, torch.OutOfMemoryError): raise
-            rows.append((np.nan, np.nan, np.nan, f'cannot run here: {str(e).splitlines()[0][:80]}')); continue
+        try:
+            loss, norm, seen = _outputs(snapshot, batch, dtype, autocast, fmt, device, kernel)
+        except RuntimeError as e:  # an operation that this machine's kernels do not have in that format
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            rows.append((np.nan, np.nan, np.nan, f"cannot run here: {str(e).splitlines()[0][:80]}"))
+            continue
         for j, n in enumerate(names):
             y, x = seen.get(n), exact[n]
-            if y is None: continue
-            error[i, j] = norm_of([y - x])/max(norm_of([x]), 1e-300)
-            over[i, j], under[i, j] = int((~torch.isfinite(y) & torch.isfinite(x)).sum()), int(((y == 0) & (x != 0)).sum())
-        past = [n for j, n in enumerate(names) if not error[i, j] <= factor*unit*np.sqrt(j + 1)]
-        rows.append((loss, abs(loss - loss64), norm, past[0] if past else ''))
+            if y is None:
+                continue
+            error[i, j] = norm_of([y - x]) / max(norm_of([x]), 1e-300)
+            over[i, j], under[i, j] = (
+                int((~torch.isfinite(y) & torch.isfinite(x)).sum()),
+                int(((y == 0) & (x != 0)).sum()),
+            )
+        past = [n for j, n in enumerate(names) if not error[i, j] <= factor * unit * np.sqrt(j + 1)]
+        rows.append((loss, abs(loss - loss64), norm, past[0] if past else ""))
     loss, gap, norm, first = (list(c) for c in zip(*rows))
-    table = {'error': (('precision', 'module'), error, {'long_name': 'relative error of the output', 'units': '1'}), 'overflow': (('precision', 'module'), over, {'units': '1'}), 'underflow': (('precision', 'module'), under, {'units': '1'}),
-        'loss': ('precision', loss, {'units': 'nats'}), 'loss_error': ('precision', gap, {'units': 'nats'}), 'grad_norm': ('precision', norm, {'units': '1'}), 'first_module': ('precision', np.array(first, dtype=object))}
-    return xr.Dataset(table, {'precision': [p if k is None else f'{p}, {k}' for p, k in arms], 'module': names}, {'loss_float64': loss64, 'grad_norm_float64': norm64, 'factor': factor})
+    table = {
+        "error": (
+            ("precision", "module"),
+            error,
+            {"long_name": "relative error of the output", "units": "1"},
+        ),
+        "overflow": (("precision", "module"), over, {"units": "1"}),
+        "underflow": (("precision", "module"), under, {"units": "1"}),
+        "loss": ("precision", loss, {"units": "nats"}),
+        "loss_error": ("precision", gap, {"units": "nats"}),
+        "grad_norm": ("precision", norm, {"units": "1"}),
+        "first_module": ("precision", np.array(first, dtype=object)),
+    }
+    return xr.Dataset(
+        table,
+        {"precision": [p if k is None else f"{p}, {k}" for p, k in arms], "module": names},
+        {"loss_float64": loss64, "grad_norm_float64": norm64, "factor": factor},
+    )
 
 # %% ../../nbs/api/replay/03_precision.ipynb #e9d3a0d8
-def _healthy(loss, norm, loss64, norm64): return bool(np.isfinite(loss) and np.isfinite(norm) and abs(loss - loss64) <= 0.02*max(abs(loss64), 1e-9) and abs(norm - norm64) <= 0.25*max(norm64, 1e-30))
+def _healthy(loss, norm, loss64, norm64):
+    return bool(
+        np.isfinite(loss)
+        and np.isfinite(norm)
+        and abs(loss - loss64) <= 0.02 * max(abs(loss64), 1e-9)
+        and abs(norm - norm64) <= 0.25 * max(norm64, 1e-30)
+    )
+
 
 def bisect_precision(
-    snapshot, # a Snapshot
-    batch, # a Batch; its first micro-batch is used
-    bad: str = 'bf16', # format in which the step goes wrong: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
-    good: str = 'fp32', # format of the modules that are kept: 'fp32', or one of those, finer than `bad`
-    healthy: Callable | None = None, # (loss, grad_norm, loss and grad_norm with all in `good`) -> bool; None: loss within 2 %, norm within 25 %
-    modules: list | None = None, # leaf modules to choose from; None: all that have weights
-    progress: bool = True, # show a bar
-) -> dict: # modules (the smallest set found that must stay in `good`), verdict, tries [(kept in `good`, loss, grad_norm, healthy)]
+    snapshot,  # a Snapshot
+    batch,  # a Batch; its first micro-batch is used
+    bad: str = "bf16",  # format in which the step goes wrong: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
+    good: str = "fp32",  # format of the modules that are kept: 'fp32', or one of those, finer than `bad`
+    healthy: Callable
+    | None = None,  # (loss, grad_norm, loss and grad_norm with all in `good`) -> bool; None: loss within 2 %, norm within 25 %
+    modules: list | None = None,  # leaf modules to choose from; None: all that have weights
+    progress: bool = True,  # show a bar
+) -> dict:  # modules (the smallest set found that must stay in `good`), verdict, tries [(kept in `good`, loss, grad_norm, healthy)]
     "The modules that must run in higher precision for the step to be healthy, by delta debugging."
     model, _ = snapshot.build(dtype=torch.float32)
-    all_of = [n for n, m in _leaves(model) if list(m.parameters(recurse=False))] if modules is None else list(modules)
-    fine = None if good in ('fp32', 'float32') else number_format(good).name
-    fmt, check, tries, bar = number_format(bad).name, healthy or _healthy, [], tqdm(desc='bisect', unit='try', disable=not progress, leave=False)
+    all_of = (
+        [n for n, m in _leaves(model) if list(m.parameters(recurse=False))]
+        if modules is None
+        else list(modules)
+    )
+    fine = None if good in ("fp32", "float32") else number_format(good).name
+    fmt, check, tries, bar = (
+        number_format(bad).name,
+        healthy or _healthy,
+        [],
+        tqdm(desc="bisect", unit="try", disable=not progress, leave=False),
+    )
+
     def run(kept):
         model.zero_grad(set_to_none=True)
         outside = rng_state()
-        if batch.rng: set_rng_state(batch.rng[0])
+        if batch.rng:
+            set_rng_state(batch.rng[0])
         try:
-            with rounded_modules(model, [n for n in all_of if n not in kept], fmt), rounded_modules(model, list(kept) if fine else [], fine or fmt): loss = snapshot.setup.loss(model, batch.parts[0]); loss.backward()
-        finally: set_rng_state(outside)
+            with (
+                rounded_modules(model, [n for n in all_of if n not in kept], fmt),
+                rounded_modules(model, list(kept) if fine else [], fine or fmt),
+            ):
+                loss = snapshot.setup.loss(model, batch.parts[0])
+                loss.backward()
+        finally:
+            set_rng_state(outside)
         return float(loss.detach()), norm_of(p.grad for p in model.parameters() if p.grad is not None)
+
     whole = run(all_of)
+
     def ok(kept):
-        bar.update(); result = run(kept)
+        bar.update()
+        result = run(kept)
         tries.append((list(kept), *result, check(*result, *whole)))
         return tries[-1][-1]
+
     with bar:
-        if not np.isfinite(whole[0]) or not check(*whole, *whole): return {'modules': [], 'verdict': f'the step is not healthy in {good} either', 'tries': tries}
-        if ok([]): return {'modules': [], 'verdict': f'the step is healthy with everything in {bad}', 'tries': tries}
+        if not np.isfinite(whole[0]) or not check(*whole, *whole):
+            return {"modules": [], "verdict": f"the step is not healthy in {good} either", "tries": tries}
+        if ok([]):
+            return {"modules": [], "verdict": f"the step is healthy with everything in {bad}", "tries": tries}
         kept, parts = all_of, 2
         while len(kept) > 1:
-            size = -(-len(kept)//parts)
-            chunks = [kept[i:i+size] for i in range(0, len(kept), size)]
+            size = -(-len(kept) // parts)
+            chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
             smaller = next((c for c in chunks if ok(c)), None)
-            if smaller is None and len(chunks) > 2: smaller = next((rest for c in chunks if ok(rest := [n for n in kept if n not in c])), None); parts = max(parts - 1, 2) if smaller else parts
-            elif smaller: parts = 2
-            if smaller: kept = smaller
-            elif size == 1: break
-            else: parts = min(len(kept), 2*parts)
-    return {'modules': kept, 'verdict': f"healthy in {bad} as soon as {', '.join(kept)} stay{'s' if len(kept) == 1 else ''} in {good}", 'tries': tries}
+            if smaller is None and len(chunks) > 2:
+                smaller = next((rest for c in chunks if ok(rest := [n for n in kept if n not in c])), None)
+                parts = max(parts - 1, 2) if smaller else parts
+            elif smaller:
+                parts = 2
+            if smaller:
+                kept = smaller
+            elif size == 1:
+                break
+            else:
+                parts = min(len(kept), 2 * parts)
+    return {
+        "modules": kept,
+        "verdict": f"healthy in {bad} as soon as {', '.join(kept)} stay{'s' if len(kept) == 1 else ''} in {good}",
+        "tries": tries,
+    }

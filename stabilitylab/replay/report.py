@@ -24,108 +24,227 @@ from ..run.scalars import series
 
 # %% ../../nbs/api/replay/06_report.ipynb #3e0374df
 def setup_of(
-    path: str | Path, # folder of a record
-    where: str | None = None, # as in `load_setup`; None: what the project's own sample runs name in settings.json
-) -> Setup: # how to build and run it
+    path: str | Path,  # folder of a record
+    where: str
+    | None = None,  # as in `load_setup`; None: what the project's own sample runs name in settings.json
+) -> Setup:  # how to build and run it
     "The setup of a run."
     if where is None:
-        file = Path(path)/'settings.json'
-        where = json.loads(file.read_text()).get('replay_setup') if file.is_file() else None
-        if where is None or not where.startswith('stabilitylab.'): raise InputError(f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a stabilitylab.Setup; the record holds weights and batches, but not how the model is built")
+        file = Path(path) / "settings.json"
+        where = json.loads(file.read_text()).get("replay_setup") if file.is_file() else None
+        if where is None or not where.startswith("stabilitylab."):
+            raise InputError(
+                f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a stabilitylab.Setup; the record holds weights and batches, but not how the model is built"
+            )
     return load_setup(where, path)
 
+
 def controls(
-    path: str | Path, # folder of a record
-    step: int, # the suspect step
-    n: int = 2, # how many
-) -> tuple[list[int], list[int]]: # steps of control states, steps of control batches, both before the suspect one
+    path: str | Path,  # folder of a record
+    step: int,  # the suspect step
+    n: int = 2,  # how many
+) -> tuple[
+    list[int], list[int]
+]:  # steps of control states, steps of control batches, both before the suspect one
     "Earlier steps to compare with: the earliest states at hand, and batches from before the suspect one."
     steps = [s for s in replayable_steps(path) if s < step]
-    if not steps: raise bad_input('step', step, f'later than {replayable_steps(path)[0]}', 'control states and batches come from before it')
-    apart = max(1, len(steps)//(6*n))
-    return steps[:n*apart:apart], sorted({steps[-1], steps[len(steps)//2], steps[0]})[-n:]
+    if not steps:
+        raise bad_input(
+            "step",
+            step,
+            f"later than {replayable_steps(path)[0]}",
+            "control states and batches come from before it",
+        )
+    apart = max(1, len(steps) // (6 * n))
+    return steps[: n * apart : apart], sorted({steps[-1], steps[len(steps) // 2], steps[0]})[-n:]
+
 
 def block_parts(
-    model: torch.nn.Module, # any
-    most: int = 24, # names, the first and last blocks before those between
-) -> list[str]: # names such as blocks.0.attn
+    model: torch.nn.Module,  # any
+    most: int = 24,  # names, the first and last blocks before those between
+) -> list[str]:  # names such as blocks.0.attn
     "The parts of every block of a model that are worth taking out: no norms, no dropout."
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)]
-    blocks = [[f'{n}.{i}.{c}' for c, part in b.named_children() if any(p.ndim > 1 for p in part.parameters())] for n, m in lists[:2] for i, b in enumerate(m)]
+    blocks = [
+        [f"{n}.{i}.{c}" for c, part in b.named_children() if any(p.ndim > 1 for p in part.parameters())]
+        for n, m in lists[:2]
+        for i, b in enumerate(m)
+    ]
     keep, near = [], sorted(range(len(blocks)), key=lambda i: min(i, len(blocks) - 1 - i))
     for i in near:
-        if len(keep) + len(blocks[i]) <= most: keep += blocks[i]
+        if len(keep) + len(blocks[i]) <= most:
+            keep += blocks[i]
     order = {n: i for i, n in enumerate(n for n, _ in model.named_modules())}
     return sorted(keep, key=order.get)
 
+
 def examine(
-    path: str | Path, # folder of a record with a black box
-    step: int, # a step of `replayable_steps`
-    setup: Setup | None = None, # how to build and run it; None: as in `setup_of`
-    swap: bool = True, # run the swap test
-    samples: bool = True, # run `blame`
-    precisions: list = (), # run `compare_precision` in these
-    say: Callable = lambda words: None, # called before each part
-    modules: list | bool = (), # run `ablate` on these; True: on the parts of every block
-    states: list | None = None, # steps of the control states of the swap test; None: as in `controls`
-    batches: list | None = None, # steps of its control batches; None: as in `controls`
-) -> dict: # step, loss, recorded_loss, exact, grad_norm, update_norm, replayed; swap (Dataset), samples (DataFrame), tokens (list), precision (Dataset), modules (DataFrame) where asked for
+    path: str | Path,  # folder of a record with a black box
+    step: int,  # a step of `replayable_steps`
+    setup: Setup | None = None,  # how to build and run it; None: as in `setup_of`
+    swap: bool = True,  # run the swap test
+    samples: bool = True,  # run `blame`
+    precisions: list = (),  # run `compare_precision` in these
+    say: Callable = lambda words: None,  # called before each part
+    modules: list | bool = (),  # run `ablate` on these; True: on the parts of every block
+    states: list | None = None,  # steps of the control states of the swap test; None: as in `controls`
+    batches: list | None = None,  # steps of its control batches; None: as in `controls`
+) -> dict:  # step, loss, recorded_loss, exact, grad_norm, update_norm, replayed; swap (Dataset), samples (DataFrame), tokens (list), precision (Dataset), modules (DataFrame) where asked for
     "Replay a step of a recorded run and everything that helps to say what caused it."
     setup = setup_of(path) if setup is None else setup
-    say('going back'); snapshot, batch = load_snapshot(path, step, setup), load_batch(path, step)
-    say('the step again'); again = replay(snapshot, batch)
-    loss = series(open_run(path), 'loss') if 'loss' in open_run(path)['scalars'] else None
-    recorded = float(loss.values[np.flatnonzero(loss.step.values == step)[-1]]) if loss is not None and (loss.step.values == step).any() else None
-    out = {'step': step, 'loss': again.loss, 'recorded_loss': recorded, 'exact': None if recorded is None else again.loss == recorded, 'grad_norm': again.grad_norm, 'update_norm': again.update_norm, 'batch_ids': batch.ids, 'replayed': again}
+    say("going back")
+    snapshot, batch = load_snapshot(path, step, setup), load_batch(path, step)
+    say("the step again")
+    again = replay(snapshot, batch)
+    loss = series(open_run(path), "loss") if "loss" in open_run(path)["scalars"] else None
+    recorded = (
+        float(loss.values[np.flatnonzero(loss.step.values == step)[-1]])
+        if loss is not None and (loss.step.values == step).any()
+        else None
+    )
+    out = {
+        "step": step,
+        "loss": again.loss,
+        "recorded_loss": recorded,
+        "exact": None if recorded is None else again.loss == recorded,
+        "grad_norm": again.grad_norm,
+        "update_norm": again.update_norm,
+        "batch_ids": batch.ids,
+        "replayed": again,
+    }
     if swap:
-        say('other states, other batches')
+        say("other states, other batches")
         found = controls(path, step) if states is None or batches is None else ((), ())
         states, batches = found[0] if states is None else states, found[1] if batches is None else batches
-        out['swap'] = swap_test([*(load_snapshot(path, s, setup) for s in states), snapshot], [*(load_batch(path, s) for s in batches), batch], progress=False)
-    if samples: say('every sample'); out['samples'] = blame(snapshot, batch); out['tokens'] = text_losses(snapshot, batch, out['samples'].share.nlargest(3).index)
-    if precisions: say('other precisions'); out['precision'] = compare_precision(snapshot, batch, list(precisions))
-    if modules is True: modules = block_parts(setup.model())
-    if modules: say('modules taken out'); out['modules'] = ablate(snapshot, batch, list(modules))
+        out["swap"] = swap_test(
+            [*(load_snapshot(path, s, setup) for s in states), snapshot],
+            [*(load_batch(path, s) for s in batches), batch],
+            progress=False,
+        )
+    if samples:
+        say("every sample")
+        out["samples"] = blame(snapshot, batch)
+        out["tokens"] = text_losses(snapshot, batch, out["samples"].share.nlargest(3).index)
+    if precisions:
+        say("other precisions")
+        out["precision"] = compare_precision(snapshot, batch, list(precisions))
+    if modules is True:
+        modules = block_parts(setup.model())
+    if modules:
+        say("modules taken out")
+        out["modules"] = ablate(snapshot, batch, list(modules))
     return out
+
 
 def replay_json(
-    told: dict, # from `examine`
-    run: str, # name or path of the run
-) -> dict: # plain numbers and lists
+    told: dict,  # from `examine`
+    run: str,  # name or path of the run
+) -> dict:  # plain numbers and lists
     "What `examine` found, for machines."
-    plain = {k: told[k] for k in ('step', 'loss', 'recorded_loss', 'exact', 'grad_norm', 'update_norm', 'batch_ids')}
-    def number(x): return x if not isinstance(x, (float, np.floating)) else float(x) if np.isfinite(x) else str(float(x))
-    def numbers(a): return [[number(x) for x in row] for row in np.atleast_2d(a)]
-    out = {'run': run} | {k: number(v) for k, v in plain.items()}
-    if 'swap' in told:
-        t = told['swap']
-        out['swap'] = {'verdict': t.verdict, 'words': t.words, 'states': t.state.values.tolist(), 'batches': t.batch.values.tolist(), 'loss': numbers(t.loss), 'grad_norm': numbers(t.grad_norm), 'update_norm': numbers(t.update_norm), 'decided_by': t.decided_by, 'evidence': {k: number(t.attrs[k]) for k in ('batch', 'state', 'suspect', 'limit') if k in t.attrs}}
-    if 'samples' in told: out['samples'] = [{'sample': int(i)} | {k: number(v) for k, v in r.items()} for i, r in told['samples'].iterrows()]
-    if told.get('tokens'): out['tokens'] = told['tokens']
-    if 'modules' in told: out['modules'] = [{'module': n, 'loss': number(r.loss), 'change': number(r.change)} for n, r in told['modules'].iterrows()]
-    if 'precision' in told:
-        p = told['precision']
-        out['precision'] = [{'precision': str(n), 'loss': number(float(p.loss[i])), 'grad_norm': number(float(p.grad_norm[i])), 'error': numbers(p.error.values[i])[0], 'modules': p.module.values.tolist(), 'first_module': str(p.first_module.values[i]), 'overflow': int(p.overflow[i].sum()), 'underflow': int(p.underflow[i].sum())} for i, n in enumerate(p.precision.values)]
+    plain = {
+        k: told[k]
+        for k in ("step", "loss", "recorded_loss", "exact", "grad_norm", "update_norm", "batch_ids")
+    }
+
+    def number(x):
+        return x if not isinstance(x, (float, np.floating)) else float(x) if np.isfinite(x) else str(float(x))
+
+    def numbers(a):
+        return [[number(x) for x in row] for row in np.atleast_2d(a)]
+
+    out = {"run": run} | {k: number(v) for k, v in plain.items()}
+    if "swap" in told:
+        t = told["swap"]
+        out["swap"] = {
+            "verdict": t.verdict,
+            "words": t.words,
+            "states": t.state.values.tolist(),
+            "batches": t.batch.values.tolist(),
+            "loss": numbers(t.loss),
+            "grad_norm": numbers(t.grad_norm),
+            "update_norm": numbers(t.update_norm),
+            "decided_by": t.decided_by,
+            "evidence": {
+                k: number(t.attrs[k]) for k in ("batch", "state", "suspect", "limit") if k in t.attrs
+            },
+        }
+    if "samples" in told:
+        out["samples"] = [
+            {"sample": int(i)} | {k: number(v) for k, v in r.items()} for i, r in told["samples"].iterrows()
+        ]
+    if told.get("tokens"):
+        out["tokens"] = told["tokens"]
+    if "modules" in told:
+        out["modules"] = [
+            {"module": n, "loss": number(r.loss), "change": number(r.change)}
+            for n, r in told["modules"].iterrows()
+        ]
+    if "precision" in told:
+        p = told["precision"]
+        out["precision"] = [
+            {
+                "precision": str(n),
+                "loss": number(float(p.loss[i])),
+                "grad_norm": number(float(p.grad_norm[i])),
+                "error": numbers(p.error.values[i])[0],
+                "modules": p.module.values.tolist(),
+                "first_module": str(p.first_module.values[i]),
+                "overflow": int(p.overflow[i].sum()),
+                "underflow": int(p.underflow[i].sum()),
+            }
+            for i, n in enumerate(p.precision.values)
+        ]
     return out
 
+
 def replay_text(
-    told: dict, # from `examine`
-    run: str, # name or path of the run
-) -> str: # lines
+    told: dict,  # from `examine`
+    run: str,  # name or path of the run
+) -> str:  # lines
     "What `examine` found, for people."
-    same = '' if told['recorded_loss'] is None else '; equal to the recorded one to the last bit' if told['exact'] else f"; recorded was {told['recorded_loss']:.6g}, {abs(told['loss'] - told['recorded_loss']):.1g} away (another processor or library sums in another order, and an unstable run magnifies it)"
-    lines = [f"{run}, step {told['step']}", f"  replayed   loss {told['loss']:.6g}{same}", f"             gradient norm {told['grad_norm']:.4g}, norm of the update {told['update_norm']:.4g}"]
-    if 'swap' in told:
-        t = told['swap']
-        lines += [f"  swap test  {t.verdict}: {t.words}", '             ' + ''.join(f'{b:>13}' for b in ('gradient norm', *t.batch.values))]
-        lines += ['             ' + f'{s:>13}' + ''.join(f'{float(v):13.4g}' for v in t.grad_norm[i]) for i, s in enumerate(t.state.values)]
-    if 'samples' in told:
-        top, median = told['samples'].nlargest(3, 'share'), told['samples'].share.median()
-        lines.append('  samples    ' + '; '.join(f'{i}: {r.share:.0%} of the gradient, loss {r.loss:.3g}' for i, r in top.iterrows()) + f' (median share {median:.1%} of {len(told["samples"])})')
-    if 'precision' in told:
-        p = told['precision']
+    same = (
+        ""
+        if told["recorded_loss"] is None
+        else "; equal to the recorded one to the last bit"
+        if told["exact"]
+        else f"; recorded was {told['recorded_loss']:.6g}, {abs(told['loss'] - told['recorded_loss']):.1g} away (another processor or library sums in another order, and an unstable run magnifies it)"
+    )
+    lines = [
+        f"{run}, step {told['step']}",
+        f"  replayed   loss {told['loss']:.6g}{same}",
+        f"             gradient norm {told['grad_norm']:.4g}, norm of the update {told['update_norm']:.4g}",
+    ]
+    if "swap" in told:
+        t = told["swap"]
+        lines += [
+            f"  swap test  {t.verdict}: {t.words}",
+            "             " + "".join(f"{b:>13}" for b in ("gradient norm", *t.batch.values)),
+        ]
+        lines += [
+            "             " + f"{s:>13}" + "".join(f"{float(v):13.4g}" for v in t.grad_norm[i])
+            for i, s in enumerate(t.state.values)
+        ]
+    if "samples" in told:
+        top, median = told["samples"].nlargest(3, "share"), told["samples"].share.median()
+        lines.append(
+            "  samples    "
+            + "; ".join(f"{i}: {r.share:.0%} of the gradient, loss {r.loss:.3g}" for i, r in top.iterrows())
+            + f" (median share {median:.1%} of {len(told['samples'])})"
+        )
+    if "precision" in told:
+        p = told["precision"]
         for i, n in enumerate(p.precision.values):
             first, over = str(p.first_module.values[i]), int(p.overflow[i].sum())
-            what = first if first.startswith('cannot run') else f"loss {float(p.loss[i]):.6g} (float64 {p.loss_float64:.6g}); " + (f'first module past its rounding: {first}' if first else 'every module within its rounding') + (f', {over} overflows' if over else '')
+            what = (
+                first
+                if first.startswith("cannot run")
+                else f"loss {float(p.loss[i]):.6g} (float64 {p.loss_float64:.6g}); "
+                + (
+                    f"first module past its rounding: {first}"
+                    if first
+                    else "every module within its rounding"
+                )
+                + (f", {over} overflows" if over else "")
+            )
             lines.append(f"  {'precision' if not i else '':10} {n:14} {what}")
-    return '\n'.join(lines)
+    return "\n".join(lines)

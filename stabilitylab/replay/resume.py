@@ -16,89 +16,184 @@ from .step import replay
 def _tied(model):
     "Groups of names that share one tensor."
     groups = {}
-    for n, p in model.named_parameters(remove_duplicate=False): groups.setdefault(id(p), []).append(n)
+    for n, p in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(p), []).append(n)
     return [g for g in groups.values() if len(g) > 1]
 
+
 def wrong_decay_groups(
-    model: torch.nn.Module, # any
-    optimizer, # its optimizer
-) -> pd.DataFrame: # param, weight_decay, expected: biases, norms and embeddings want none, matrices want some, wherever the optimizer has both kinds
+    model: torch.nn.Module,  # any
+    optimizer,  # its optimizer
+) -> pd.DataFrame:  # param, weight_decay, expected: biases, norms and embeddings want none, matrices want some, wherever the optimizer has both kinds
     "Parameters that stand in the wrong weight-decay group, judged by their names and shapes."
     name = {id(p): n for n, p in model.named_parameters()}
-    decay = {name[id(p)]: g.get('weight_decay', 0.) for g in optimizer.param_groups for p in g['params'] if id(p) in name}
+    decay = {
+        name[id(p)]: g.get("weight_decay", 0.0)
+        for g in optimizer.param_groups
+        for p in g["params"]
+        if id(p) in name
+    }
     rows = []
     if len({d > 0 for d in decay.values()}) == 2:
         for n, p in model.named_parameters():
-            free = p.ndim < 2 or any(w in n.lower() for w in ('norm', 'ln_', 'bias', 'embed', 'wte', 'wpe'))
-            if n in decay and (decay[n] > 0) == free: rows.append((n, decay[n], 'none' if free else 'some'))
-    rows += [(n, float('nan'), 'in no group') for n, p in model.named_parameters() if p.requires_grad and n not in decay]
-    return pd.DataFrame(rows, columns=['param', 'weight_decay', 'expected'])
+            free = p.ndim < 2 or any(w in n.lower() for w in ("norm", "ln_", "bias", "embed", "wte", "wpe"))
+            if n in decay and (decay[n] > 0) == free:
+                rows.append((n, decay[n], "none" if free else "some"))
+    rows += [
+        (n, float("nan"), "in no group")
+        for n, p in model.named_parameters()
+        if p.requires_grad and n not in decay
+    ]
+    return pd.DataFrame(rows, columns=["param", "weight_decay", "expected"])
 
-_SETTINGS = ('lr', 'betas', 'eps', 'weight_decay', 'momentum', 'amsgrad')
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad")
+
 
 def _optimizer_differences(a, b):
     "(what, value in a, value in b) of two optimizer state dicts."
-    if (a is None) != (b is None): return [('optimizer state', 'there' if a else 'missing', 'there' if b else 'missing')]
-    rows = [('parameter groups', *n)] if (n := tuple(len((x or {}).get('param_groups', [])) for x in (a, b)))[0] != n[1] else []
-    for i, (g, h) in enumerate(zip((a or {}).get('param_groups', []), (b or {}).get('param_groups', []))):
-        rows += [(f'group {i} {k}', g[k], h[k]) for k in _SETTINGS if k in g and k in h and g[k] != h[k]]
-    sa, sb = (a or {}).get('state', {}), (b or {}).get('state', {})
+    if (a is None) != (b is None):
+        return [("optimizer state", "there" if a else "missing", "there" if b else "missing")]
+    rows = (
+        [("parameter groups", *n)]
+        if (n := tuple(len((x or {}).get("param_groups", [])) for x in (a, b)))[0] != n[1]
+        else []
+    )
+    for i, (g, h) in enumerate(zip((a or {}).get("param_groups", []), (b or {}).get("param_groups", []))):
+        rows += [(f"group {i} {k}", g[k], h[k]) for k in _SETTINGS if k in g and k in h and g[k] != h[k]]
+    sa, sb = (a or {}).get("state", {}), (b or {}).get("state", {})
     for k in sorted(set(sa) | set(sb)):
-        if (k in sa) != (k in sb): rows.append((f'state of parameter {k}', 'there' if k in sa else 'missing', 'there' if k in sb else 'missing')); continue
+        if (k in sa) != (k in sb):
+            rows.append(
+                (
+                    f"state of parameter {k}",
+                    "there" if k in sa else "missing",
+                    "there" if k in sb else "missing",
+                )
+            )
+            continue
         for v in sa[k]:
             x, y = sa[k][v], sb[k].get(v)
             same = torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else x == y
-            if not same: rows.append((f'{v} of parameter {k}', *(float(t) if torch.is_tensor(t) and t.numel() == 1 else 'tensor' if torch.is_tensor(t) else t for t in (x, y))))
+            if not same:
+                rows.append(
+                    (
+                        f"{v} of parameter {k}",
+                        *(
+                            float(t)
+                            if torch.is_tensor(t) and t.numel() == 1
+                            else "tensor"
+                            if torch.is_tensor(t)
+                            else t
+                            for t in (x, y)
+                        ),
+                    )
+                )
     return rows
+
 
 def _same_rng(a, b):
     "Whether two sets of random states are equal."
-    if torch.is_tensor(a): return torch.is_tensor(b) and torch.equal(a, b)
-    if isinstance(a, dict): return isinstance(b, dict) and a.keys() == b.keys() and all(_same_rng(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(_same_rng(x, y) for x, y in zip(a, b))
+    if torch.is_tensor(a):
+        return torch.is_tensor(b) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same_rng(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_same_rng(x, y) for x, y in zip(a, b))
     return a == b
 
+
 def resume_check(
-    run_through, # Snapshot of the run that went on
-    saved, # Snapshot of the same step after save and load
-    batch=None, # a Batch; with it the next step is taken by both and compared bit for bit
-    earlier_ids: list = (), # ids of batches seen before the save, to find repeated data
-) -> pd.DataFrame: # what, run_through, saved; empty where nothing differs; attrs: next_step_equal (None without a batch)
+    run_through,  # Snapshot of the run that went on
+    saved,  # Snapshot of the same step after save and load
+    batch=None,  # a Batch; with it the next step is taken by both and compared bit for bit
+    earlier_ids: list = (),  # ids of batches seen before the save, to find repeated data
+) -> (
+    pd.DataFrame
+):  # what, run_through, saved; empty where nothing differs; attrs: next_step_equal (None without a batch)
     "Everything that differs between a run that went on and one that was saved and loaded."
-    rows = [(n, 'tensor', 'missing' if n not in saved.model else f'{(t.double() - saved.model[n].double()).abs().max():.3g} apart') for n, t in run_through.model.items() if n not in saved.model or t.shape != saved.model[n].shape or not torch.equal(t, saved.model[n])]
+    rows = [
+        (
+            n,
+            "tensor",
+            "missing"
+            if n not in saved.model
+            else f"{(t.double() - saved.model[n].double()).abs().max():.3g} apart",
+        )
+        for n, t in run_through.model.items()
+        if n not in saved.model or t.shape != saved.model[n].shape or not torch.equal(t, saved.model[n])
+    ]
     rows += _optimizer_differences(run_through.optimizer, saved.optimizer)
-    if run_through.scaler != saved.scaler: rows.append(('GradScaler', run_through.scaler, saved.scaler))
-    if not _same_rng(run_through.rng, saved.rng): rows.append(('random states', 'there' if run_through.rng else 'missing', 'others' if saved.rng else 'missing'))
-    if run_through.step != saved.step: rows.append(('step', run_through.step, saved.step))
+    if run_through.scaler != saved.scaler:
+        rows.append(("GradScaler", run_through.scaler, saved.scaler))
+    if not _same_rng(run_through.rng, saved.rng):
+        rows.append(
+            ("random states", "there" if run_through.rng else "missing", "others" if saved.rng else "missing")
+        )
+    if run_through.step != saved.step:
+        rows.append(("step", run_through.step, saved.step))
     for group in _tied(saved.setup.model()):
         values = [saved.model[n] for n in group if n in saved.model]
-        if any(not torch.equal(values[0], v) for v in values[1:]): rows.append((' = '.join(group), 'tied', 'drifted apart'))
+        if any(not torch.equal(values[0], v) for v in values[1:]):
+            rows.append((" = ".join(group), "tied", "drifted apart"))
     model, optimizer = saved.build()
-    if optimizer is not None: rows += [(f'weight decay of {r.param}', f'{r.expected} expected', r.weight_decay) for r in wrong_decay_groups(model, optimizer).itertuples() if not any(w in r.param.lower() for w in ('embed', 'wte', 'wpe')) or r.expected == 'in no group']
+    if optimizer is not None:
+        rows += [
+            (f"weight decay of {r.param}", f"{r.expected} expected", r.weight_decay)
+            for r in wrong_decay_groups(model, optimizer).itertuples()
+            if not any(w in r.param.lower() for w in ("embed", "wte", "wpe")) or r.expected == "in no group"
+        ]
     equal = None
     if batch is not None:
-        if repeated := [i for i in batch.ids if i in set(earlier_ids)]: rows.append(('batch ' + ', '.join(repeated), 'seen before', 'seen again'))
+        if repeated := [i for i in batch.ids if i in set(earlier_ids)]:
+            rows.append(("batch " + ", ".join(repeated), "seen before", "seen again"))
         a, b = (replay(s, batch, record=False) for s in (run_through, saved))
         equal = a.loss == b.loss and all(torch.equal(t, b.weights[n]) for n, t in a.weights.items())
-        if not equal: rows.append(('next step', a.loss, b.loss))
-    table = pd.DataFrame(rows, columns=['what', 'run_through', 'saved'])
-    table.attrs['next_step_equal'] = equal
+        if not equal:
+            rows.append(("next step", a.loss, b.loss))
+    table = pd.DataFrame(rows, columns=["what", "run_through", "saved"])
+    table.attrs["next_step_equal"] = equal
     return table
 
 # %% ../../nbs/api/replay/05_resume.ipynb #218cbc05
 def rerun_verdict(
-    first: float, # loss or norm that was suspicious when it was first seen
-    again: float, # the same step repeated on the same device
-    elsewhere: float | None = None, # the same step repeated on another device; None: not done
-    floor: float = 0., # largest difference of harmless repeats, from `noise_floor`
-    swap: str | None = None, # verdict of `swap_test`; None: not done
-) -> tuple[str, str]: # (short verdict, what to do)
+    first: float,  # loss or norm that was suspicious when it was first seen
+    again: float,  # the same step repeated on the same device
+    elsewhere: float | None = None,  # the same step repeated on another device; None: not done
+    floor: float = 0.0,  # largest difference of harmless repeats, from `noise_floor`
+    swap: str | None = None,  # verdict of `swap_test`; None: not done
+) -> tuple[str, str]:  # (short verdict, what to do)
     "What repeats of a step say, after the decision tree of Megatron's rerun machine, extended at its last leaf."
-    if floor < 0: raise bad_input('floor', floor, '0 or more')
-    def apart(a, b): return not (a == b or abs(a - b) <= floor or (a != a and b != b))
-    if apart(first, again): return 'transient fault', 'the repeat gave another result: a passing hardware or software fault. Go on from the last checkpoint, and watch this device.'
-    if elsewhere is None: return 'reproducible here', 'the same device gives the same result. Repeat the step on another device to tell a broken device from a correct result.'
-    if apart(again, elsewhere): return 'persistent fault of this device', 'another device gives another result: take this one out of service, and go back to a checkpoint from before its first wrong step.'
-    words = {'bad batch': 'skip or repair this batch; look at `blame`.', 'bad state': 'the cause lies before this step: test an earlier snapshot.', 'bad batch and bad state': 'go back to an earlier snapshot and leave this batch out.',
-        'combination': "PaLM's case: go back some steps and skip these batches; the same data may pass later.", 'neither': 'this step is like its neighbours; look at precision with `compare_precision`.'}
-    return f"reproducible everywhere{': ' + swap if swap else ''}", 'the numbers are right, so it is the application. ' + words.get(swap, 'Run `swap_test` to tell the batch from the state.')
+    if floor < 0:
+        raise bad_input("floor", floor, "0 or more")
+
+    def apart(a, b):
+        return not (a == b or abs(a - b) <= floor or (a != a and b != b))
+
+    if apart(first, again):
+        return (
+            "transient fault",
+            "the repeat gave another result: a passing hardware or software fault. Go on from the last checkpoint, and watch this device.",
+        )
+    if elsewhere is None:
+        return (
+            "reproducible here",
+            "the same device gives the same result. Repeat the step on another device to tell a broken device from a correct result.",
+        )
+    if apart(again, elsewhere):
+        return (
+            "persistent fault of this device",
+            "another device gives another result: take this one out of service, and go back to a checkpoint from before its first wrong step.",
+        )
+    words = {
+        "bad batch": "skip or repair this batch; look at `blame`.",
+        "bad state": "the cause lies before this step: test an earlier snapshot.",
+        "bad batch and bad state": "go back to an earlier snapshot and leave this batch out.",
+        "combination": "PaLM's case: go back some steps and skip these batches; the same data may pass later.",
+        "neither": "this step is like its neighbours; look at precision with `compare_precision`.",
+    }
+    return (
+        f"reproducible everywhere{': ' + swap if swap else ''}",
+        "the numbers are right, so it is the application. "
+        + words.get(swap, "Run `swap_test` to tell the batch from the state."),
+    )

@@ -26,193 +26,338 @@ from ..run.record import open_run
 @dataclass(frozen=True)
 class Setup:
     "What no file can say: how to build the model, and how a batch becomes a loss."
-    model: Callable                       # () -> torch.nn.Module, with the shape of the checkpoint
-    loss: Callable                        # (model, batch) -> scalar tensor, the mean loss in nats
-    optimizer: Callable | None = None     # (model) -> optimizer of the kind that was used; None: no update
-    schedule: Callable | None = None      # (optimizer, step), sets what the loop sets before a step, such as the learning rate
-    clip: float | None = None             # largest gradient norm; None: no clipping
-    token_loss: Callable | None = None    # (model, batch) -> (losses, mask), both (batch, seq): each token's loss and whether it counts
-    decode: Callable | None = None        # (token id) -> text, for reports
+
+    model: Callable  # () -> torch.nn.Module, with the shape of the checkpoint
+    loss: Callable  # (model, batch) -> scalar tensor, the mean loss in nats
+    optimizer: Callable | None = None  # (model) -> optimizer of the kind that was used; None: no update
+    schedule: Callable | None = (
+        None  # (optimizer, step), sets what the loop sets before a step, such as the learning rate
+    )
+    clip: float | None = None  # largest gradient norm; None: no clipping
+    token_loss: Callable | None = (
+        None  # (model, batch) -> (losses, mask), both (batch, seq): each token's loss and whether it counts
+    )
+    decode: Callable | None = None  # (token id) -> text, for reports
+
 
 @dataclass(frozen=True)
 class Snapshot:
     "A state to go back to."
-    setup: Setup                           # how to build and run it
-    model: dict                            # the model's state dict
-    optimizer: dict | None = None          # the optimizer's state dict
-    scaler: dict | None = None             # the GradScaler's state dict
-    rng: dict | None = None                # of `probe.blackbox.rng_state`
-    step: int = 0                          # the step that comes next
-    name: str = ''                         # for tables
-    threads: int | None = None             # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
 
-    def build(self,
-        device: str = 'cpu', # where to
-        dtype: torch.dtype | None = None, # of all floating weights; None: as they are
-    ) -> tuple: # (model in training mode, optimizer or None)
+    setup: Setup  # how to build and run it
+    model: dict  # the model's state dict
+    optimizer: dict | None = None  # the optimizer's state dict
+    scaler: dict | None = None  # the GradScaler's state dict
+    rng: dict | None = None  # of `probe.blackbox.rng_state`
+    step: int = 0  # the step that comes next
+    name: str = ""  # for tables
+    threads: int | None = (
+        None  # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
+    )
+
+    def build(
+        self,
+        device: str = "cpu",  # where to
+        dtype: torch.dtype | None = None,  # of all floating weights; None: as they are
+    ) -> tuple:  # (model in training mode, optimizer or None)
         "A fresh model and optimizer in this state; random states stay untouched."
         rng = rng_state()
         model = self.setup.model()
         set_rng_state(rng)
-        missing, extra = (lambda r: (r.missing_keys, r.unexpected_keys))(model.load_state_dict(self.model, strict=False))
-        if missing or extra: raise InputError(f"`setup.model` does not fit the checkpoint: {len(missing)} tensors are missing ({', '.join(missing[:3])}), {len(extra)} are unknown ({', '.join(extra[:3])}); allowed: the same names")
+        missing, extra = (lambda r: (r.missing_keys, r.unexpected_keys))(
+            model.load_state_dict(self.model, strict=False)
+        )
+        if missing or extra:
+            raise InputError(
+                f"`setup.model` does not fit the checkpoint: {len(missing)} tensors are missing ({', '.join(missing[:3])}), {len(extra)} are unknown ({', '.join(extra[:3])}); allowed: the same names"
+            )
         model.to(device=device, dtype=dtype).train()
-        if self.setup.optimizer is None: return model, None
+        if self.setup.optimizer is None:
+            return model, None
         optimizer = self.setup.optimizer(model)
-        if self.optimizer is not None: optimizer.load_state_dict(copy.deepcopy(self.optimizer)) # torch keeps the tensors it is given, and steps change them
+        if self.optimizer is not None:
+            optimizer.load_state_dict(
+                copy.deepcopy(self.optimizer)
+            )  # torch keeps the tensors it is given, and steps change them
         return model, optimizer
 
-    def grad_scaler(self,
-        device: str = 'cpu', # where the step runs
-    ): # torch.amp.GradScaler in its state, or None where the run had none
+    def grad_scaler(
+        self,
+        device: str = "cpu",  # where the step runs
+    ):  # torch.amp.GradScaler in its state, or None where the run had none
         "The loss scaler as it was."
-        if not self.scaler: return None
+        if not self.scaler:
+            return None
         scaler = torch.amp.GradScaler(torch.device(device).type)
         scaler.load_state_dict(self.scaler)
         return scaler
 
+
 @contextmanager
 def cpu_threads(
-    n: int | None, # how many, at least 1; None: as it is
-) -> Iterator[None]: # within which PyTorch uses them
+    n: int | None,  # how many, at least 1; None: as it is
+) -> Iterator[None]:  # within which PyTorch uses them
     "Run with as many CPU threads as the recorded loop had; the number of before comes back."
     before = torch.get_num_threads()
-    if n: torch.set_num_threads(n)
-    try: yield
-    finally: torch.set_num_threads(before)
+    if n:
+        torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 # %% ../../nbs/api/replay/00_snapshot.ipynb #5466b81c
 def _index(path):
     "The black box's list of files, or an error that says how to get one."
-    file = Path(path)/'blackbox'/'index.json'
-    if not file.is_file(): raise bad_input('path', str(path), 'a record with a black box', 'record the run with Recorder(..., snapshot_every=100), or make a Snapshot of a checkpoint of yours')
+    file = Path(path) / "blackbox" / "index.json"
+    if not file.is_file():
+        raise bad_input(
+            "path",
+            str(path),
+            "a record with a black box",
+            "record the run with Recorder(..., snapshot_every=100), or make a Snapshot of a checkpoint of yours",
+        )
     return json.loads(file.read_text())
+
 
 def _load(path, name):
     "One file of the black box."
-    return torch.load(Path(path)/'blackbox'/name, weights_only=True, map_location='cpu')
+    return torch.load(Path(path) / "blackbox" / name, weights_only=True, map_location="cpu")
+
 
 def replayable_steps(
-    path: str | Path, # folder of a record
-) -> list[int]: # ascending; each has its batch and an earlier snapshot, with every batch in between
+    path: str | Path,  # folder of a record
+) -> list[int]:  # ascending; each has its batch and an earlier snapshot, with every batch in between
     "The steps of a record that can be replayed."
     index = _index(path)
-    have, shots = {b['step'] for b in index['batches']}, sorted(s['step'] for s in index['snapshots'])
+    have, shots = {b["step"] for b in index["batches"]}, sorted(s["step"] for s in index["snapshots"])
     return [s for s in sorted(have) if any(a <= s and all(k in have for k in range(a, s)) for a in shots)]
+
 
 @dataclass(frozen=True)
 class Batch:
     "The micro-batches of one step."
-    parts: list                                   # what the model was given; nested tensors
-    rng: list = field(default_factory=list)       # the random states before each, or []
-    step: int = -1                                # the step it was seen at
-    name: str = ''                                # for tables
-    ids: list = field(default_factory=list)       # the same for the same content, on every machine
+
+    parts: list  # what the model was given; nested tensors
+    rng: list = field(default_factory=list)  # the random states before each, or []
+    step: int = -1  # the step it was seen at
+    name: str = ""  # for tables
+    ids: list = field(default_factory=list)  # the same for the same content, on every machine
+
 
 def load_batch(
-    path: str | Path, # folder of a record
-    step: int, # optimizer step
-) -> Batch: # its micro-batches
+    path: str | Path,  # folder of a record
+    step: int,  # optimizer step
+) -> Batch:  # its micro-batches
     "The batch of a recorded step."
-    rows = sorted((b for b in _index(path)['batches'] if b['step'] == step), key=lambda b: b['microbatch'])
-    if not rows: raise bad_input('step', step, f'one of {_ranges(replayable_steps(path))}', 'the black box keeps the batches after its snapshots')
-    files = [_load(path, r['file']) for r in rows]
-    return Batch([f['batch'] for f in files], [f['rng'] for f in files], step, f'batch {step}', [f['batch_id'] for f in files])
+    rows = sorted((b for b in _index(path)["batches"] if b["step"] == step), key=lambda b: b["microbatch"])
+    if not rows:
+        raise bad_input(
+            "step",
+            step,
+            f"one of {_ranges(replayable_steps(path))}",
+            "the black box keeps the batches after its snapshots",
+        )
+    files = [_load(path, r["file"]) for r in rows]
+    return Batch(
+        [f["batch"] for f in files],
+        [f["rng"] for f in files],
+        step,
+        f"batch {step}",
+        [f["batch_id"] for f in files],
+    )
+
 
 def _ranges(steps):
     "Steps as text: 320-339, 345."
     out = []
     for s in steps:
-        if out and s == out[-1][1] + 1: out[-1][1] = s
-        else: out.append([s, s])
-    return ', '.join(str(a) if a == b else f'{a}-{b}' for a, b in out) or 'none'
+        if out and s == out[-1][1] + 1:
+            out[-1][1] = s
+        else:
+            out.append([s, s])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out) or "none"
+
 
 def load_snapshot(
-    path: str | Path, # folder of a record
-    step: int, # the step to stand before
-    setup: Setup, # how to build and run it
-) -> Snapshot: # the state before `step`, reached by replaying the steps since the last saved one
+    path: str | Path,  # folder of a record
+    step: int,  # the step to stand before
+    setup: Setup,  # how to build and run it
+) -> Snapshot:  # the state before `step`, reached by replaying the steps since the last saved one
     "The state of a recorded run before a step."
     from stabilitylab.replay.step import run_step
-    if step not in replayable_steps(path): raise bad_input('step', step, f'one of {_ranges(replayable_steps(path))}', 'these steps have their batch and an earlier snapshot')
-    start = max((s for s in _index(path)['snapshots'] if s['step'] <= step), key=lambda s: s['step'])
-    saved = _load(path, start['file'])
-    snapshot = Snapshot(setup, saved['model'], saved['optimizer'][0] if saved['optimizer'] else None, saved['scaler'], saved['rng'], start['step'], f"state {start['step']}", open_run(path).attrs.get('environment', {}).get('threads'))
-    if start['step'] == step: return snapshot
+
+    if step not in replayable_steps(path):
+        raise bad_input(
+            "step",
+            step,
+            f"one of {_ranges(replayable_steps(path))}",
+            "these steps have their batch and an earlier snapshot",
+        )
+    start = max((s for s in _index(path)["snapshots"] if s["step"] <= step), key=lambda s: s["step"])
+    saved = _load(path, start["file"])
+    snapshot = Snapshot(
+        setup,
+        saved["model"],
+        saved["optimizer"][0] if saved["optimizer"] else None,
+        saved["scaler"],
+        saved["rng"],
+        start["step"],
+        f"state {start['step']}",
+        open_run(path).attrs.get("environment", {}).get("threads"),
+    )
+    if start["step"] == step:
+        return snapshot
     model, optimizer = snapshot.build()
     outside, scaler = rng_state(), snapshot.grad_scaler()
     with cpu_threads(snapshot.threads):
-        for s in range(start['step'], step): run_step(setup, model, optimizer, load_batch(path, s), s, scaler=scaler)
+        for s in range(start["step"], step):
+            run_step(setup, model, optimizer, load_batch(path, s), s, scaler=scaler)
     inside = rng_state()
     set_rng_state(outside)
-    return replace(snapshot, model={k: v.detach().clone() for k, v in model.state_dict().items()}, optimizer=optimizer.state_dict() if optimizer else None, scaler=scaler.state_dict() if scaler else None, rng=inside, step=step, name=f'state {step}')
+    return replace(
+        snapshot,
+        model={k: v.detach().clone() for k, v in model.state_dict().items()},
+        optimizer=optimizer.state_dict() if optimizer else None,
+        scaler=scaler.state_dict() if scaler else None,
+        rng=inside,
+        step=step,
+        name=f"state {step}",
+    )
 
 # %% ../../nbs/api/replay/00_snapshot.ipynb #55443bb9
 def function_at(
-    where: str, # 'package.module:function' or 'file.py:function'
-) -> Callable: # the function
+    where: str,  # 'package.module:function' or 'file.py:function'
+) -> Callable:  # the function
     "A function of a module or file of yours, which is run to get it."
-    place, _, name = where.rpartition(':')
-    if not place or not name.isidentifier(): raise bad_input('setup', where, "'package.module:function' or 'file.py:function'")
+    place, _, name = where.rpartition(":")
+    if not place or not name.isidentifier():
+        raise bad_input("setup", where, "'package.module:function' or 'file.py:function'")
     try:
-        if place.endswith('.py'):
+        if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-        else: module = importlib.import_module(place)
-    except Exception as e: raise bad_input('setup', where, 'a module or file that can be imported and runs', f'{type(e).__name__}: {str(e)[:200]}') from e # the code may raise anything
-    if not hasattr(module, name): raise bad_input('setup', where, f'a function of {place} that can be imported', f'{place} has no {name}')
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as e:
+        raise bad_input(
+            "setup",
+            where,
+            "a module or file that can be imported and runs",
+            f"{type(e).__name__}: {str(e)[:200]}",
+        ) from e  # the code may raise anything
+    if not hasattr(module, name):
+        raise bad_input(
+            "setup", where, f"a function of {place} that can be imported", f"{place} has no {name}"
+        )
     return getattr(module, name)
 
+
 def load_setup(
-    where: str, # 'package.module:function' or 'file.py:function'; called with the folder of the run
-    path: str | Path, # folder of the run
-) -> Setup: # what the function returns
+    where: str,  # 'package.module:function' or 'file.py:function'; called with the folder of the run
+    path: str | Path,  # folder of the run
+) -> Setup:  # what the function returns
     "The `Setup` that a piece of code of yours makes for a run."
     setup = function_at(where)(Path(path))
-    if not isinstance(setup, Setup): raise bad_input('setup', type(setup).__name__, 'a stabilitylab.replay.snapshot.Setup')
+    if not isinstance(setup, Setup):
+        raise bad_input("setup", type(setup).__name__, "a stabilitylab.replay.snapshot.Setup")
     return setup
 
 # %% ../../nbs/api/replay/00_snapshot.ipynb #13a9d7e3
 def _read_state(source):
     "The dict of tensors at `source`; pickles with `weights_only=True`."
-    if isinstance(source, dict): return source
-    if callable(source): return _read_state(source())
+    if isinstance(source, dict):
+        return source
+    if callable(source):
+        return _read_state(source())
     path = Path(source)
-    if not path.is_file(): raise bad_input('checkpoint', str(path), 'a .pt, .pth, .bin or .safetensors file, a state dict, or a function that returns one')
-    if path.suffix == '.safetensors':
+    if not path.is_file():
+        raise bad_input(
+            "checkpoint",
+            str(path),
+            "a .pt, .pth, .bin or .safetensors file, a state dict, or a function that returns one",
+        )
+    if path.suffix == ".safetensors":
         from safetensors.torch import load_file
-        return load_file(path)
-    try: return torch.load(path, weights_only=True, map_location='cpu')
-    except Exception as e: raise bad_input('checkpoint', str(path), 'a file that opens with weights_only=True', str(e).splitlines()[0]) from e
 
-_MODEL_KEYS, _STRIPPED = ('model', 'state_dict', 'model_state_dict', 'module'), ('module.', '_orig_mod.', '_fsdp_wrapped_module.')
+        return load_file(path)
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as e:
+        raise bad_input(
+            "checkpoint", str(path), "a file that opens with weights_only=True", str(e).splitlines()[0]
+        ) from e
+
+
+_MODEL_KEYS, _STRIPPED = (
+    ("model", "state_dict", "model_state_dict", "module"),
+    ("module.", "_orig_mod.", "_fsdp_wrapped_module."),
+)
+
 
 def snapshot_of(
-    setup: Setup, # how to build and run it
-    checkpoint, # path of a .pt, .pth, .bin or .safetensors file, a state dict, a dict that holds one, or a function that returns one
-    step: int | None = None, # the step that comes next; None: what the checkpoint says, or 0
-    name: str = '', # for tables
-) -> Snapshot: # with optimizer, scaler and random states where the checkpoint has them under their usual names
+    setup: Setup,  # how to build and run it
+    checkpoint,  # path of a .pt, .pth, .bin or .safetensors file, a state dict, a dict that holds one, or a function that returns one
+    step: int | None = None,  # the step that comes next; None: what the checkpoint says, or 0
+    name: str = "",  # for tables
+) -> (
+    Snapshot
+):  # with optimizer, scaler and random states where the checkpoint has them under their usual names
     "A state to go back to, from a checkpoint of yours."
     whole = _read_state(checkpoint)
     model = next((whole[k] for k in _MODEL_KEYS if isinstance(whole.get(k), dict)), whole)
     model = {k: v for k, v in model.items() if torch.is_tensor(v)}
     for prefix in _STRIPPED:
-        if model and all(k.startswith(prefix) for k in model): model = {k.removeprefix(prefix): v for k, v in model.items()}
-    if not model: raise bad_input('checkpoint', f"a dict with {', '.join(map(str, list(whole)[:5]))}", f"tensors by name, or such a dict under {', '.join(_MODEL_KEYS)}")
-    def other(*keys): return next((whole[k] for k in keys if isinstance(whole.get(k), dict)), None)
-    step = next((int(whole[k]) for k in ('step', 'iter_num', 'iteration', 'global_step') if isinstance(whole.get(k), (int, float))), 0) if step is None else step
-    return Snapshot(setup, model, other('optimizer', 'optimizer_state_dict'), other('scaler', 'grad_scaler'), other('rng'), step, name or f'state {step}')
+        if model and all(k.startswith(prefix) for k in model):
+            model = {k.removeprefix(prefix): v for k, v in model.items()}
+    if not model:
+        raise bad_input(
+            "checkpoint",
+            f"a dict with {', '.join(map(str, list(whole)[:5]))}",
+            f"tensors by name, or such a dict under {', '.join(_MODEL_KEYS)}",
+        )
+
+    def other(*keys):
+        return next((whole[k] for k in keys if isinstance(whole.get(k), dict)), None)
+
+    step = (
+        next(
+            (
+                int(whole[k])
+                for k in ("step", "iter_num", "iteration", "global_step")
+                if isinstance(whole.get(k), (int, float))
+            ),
+            0,
+        )
+        if step is None
+        else step
+    )
+    return Snapshot(
+        setup,
+        model,
+        other("optimizer", "optimizer_state_dict"),
+        other("scaler", "grad_scaler"),
+        other("rng"),
+        step,
+        name or f"state {step}",
+    )
+
 
 def batch_of(
-    *parts, # micro-batches: what `setup.loss` takes; or one (batch, seq + 1) tensor or list of equally long lists of token ids, which becomes tokens and targets
-    name: str = 'my batch', # for tables
-) -> Batch: # without random states
+    *parts,  # micro-batches: what `setup.loss` takes; or one (batch, seq + 1) tensor or list of equally long lists of token ids, which becomes tokens and targets
+    name: str = "my batch",  # for tables
+) -> Batch:  # without random states
     "A batch of yours."
+
     def one(x):
-        if isinstance(x, (list, tuple)) and x and isinstance(x[0], (list, tuple)): x = torch.tensor(x)
-        if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point(): return {'tokens': x[:, :-1], 'targets': x[:, 1:]}
+        if isinstance(x, (list, tuple)) and x and isinstance(x[0], (list, tuple)):
+            x = torch.tensor(x)
+        if torch.is_tensor(x) and x.ndim == 2 and not x.is_floating_point():
+            return {"tokens": x[:, :-1], "targets": x[:, 1:]}
         return x
-    if not parts: raise bad_input('parts', 'none', 'at least one micro-batch')
+
+    if not parts:
+        raise bad_input("parts", "none", "at least one micro-batch")
     parts = [one(p) for p in parts]
     return Batch(parts, name=name, ids=[batch_id(p) for p in parts])

@@ -16,102 +16,170 @@ import xarray as xr
 from ..names.errors import bad_input
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
-from ..run.record import open_run
 from .snapshot import cpu_threads
+from ..run.record import open_run
 
 # %% ../../nbs/api/replay/01_step.ipynb #943992ba
 def moved(
-    batch, # nested tensors
-    device: str, # where to
-): # the same, there
+    batch,  # nested tensors
+    device: str,  # where to
+):  # the same, there
     "A nested batch on another device."
-    if torch.is_tensor(batch): return batch.to(device)
-    if isinstance(batch, dict): return {k: moved(v, device) for k, v in batch.items()}
+    if torch.is_tensor(batch):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {k: moved(v, device) for k, v in batch.items()}
     return type(batch)(moved(v, device) for v in batch) if isinstance(batch, (list, tuple)) else batch
 
+
 def norm_of(
-    tensors, # any number of tensors
-) -> float: # the L2 norm over all their entries, in float64
+    tensors,  # any number of tensors
+) -> float:  # the L2 norm over all their entries, in float64
     "One norm of many tensors."
     parts = [torch.linalg.vector_norm(t.detach().double()) for t in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.
+    return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+
 
 def run_step(
-    setup, # a Setup
-    model: torch.nn.Module, # in the state before the step
-    optimizer, # its optimizer, or None
-    batch, # a Batch
-    step: int, # what `setup.schedule` is given
-    recorder: Recorder | None = None, # records it
-    autocast: torch.dtype | None = None, # run the forward pass under autocast to this type
-    scaler=None, # torch.amp.GradScaler of the loop
-) -> float: # the mean loss over the micro-batches
+    setup,  # a Setup
+    model: torch.nn.Module,  # in the state before the step
+    optimizer,  # its optimizer, or None
+    batch,  # a Batch
+    step: int,  # what `setup.schedule` is given
+    recorder: Recorder | None = None,  # records it
+    autocast: torch.dtype | None = None,  # run the forward pass under autocast to this type
+    scaler=None,  # torch.amp.GradScaler of the loop
+) -> float:  # the mean loss over the micro-batches
     "One optimizer step as the loop took it: gradients in place, the update made."
-    if optimizer is not None and setup.schedule is not None: setup.schedule(optimizer, step)
+    if optimizer is not None and setup.schedule is not None:
+        setup.schedule(optimizer, step)
     model.zero_grad(set_to_none=True)
-    device, total = next(model.parameters()).device, 0.
+    device, total = next(model.parameters()).device, 0.0
     for i, part in enumerate(batch.parts):
-        if i < len(batch.rng): set_rng_state(batch.rng[i])
+        if i < len(batch.rng):
+            set_rng_state(batch.rng[i])
         part = moved(part, str(device))
-        if recorder is not None: recorder.batch(part)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None): loss = setup.loss(model, part)/len(batch.parts)
+        if recorder is not None:
+            recorder.batch(part)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            loss = setup.loss(model, part) / len(batch.parts)
         (loss if scaler is None else scaler.scale(loss)).backward()
         total += float(loss.detach())
-    if scaler is not None and optimizer is not None: scaler.unscale_(optimizer)
-    if setup.clip is not None: torch.nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
-    if scaler is not None and optimizer is not None: scaler.step(optimizer); scaler.update()
-    elif optimizer is not None: optimizer.step()
-    if recorder is not None: recorder.step(total)
+    if scaler is not None and optimizer is not None:
+        scaler.unscale_(optimizer)
+    if setup.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+    if scaler is not None and optimizer is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    elif optimizer is not None:
+        optimizer.step()
+    if recorder is not None:
+        recorder.step(total)
     return total
+
 
 @dataclass(frozen=True)
 class Replayed:
     "What a replayed step did."
-    loss: float              # mean over the micro-batches, nats
-    grad_norm: float         # L2 norm of the gradient (after clipping, where the setup clips)
-    update_norm: float       # L2 norm of the change of the weights
-    gradients: dict          # parameter name -> gradient
-    weights: dict            # name -> tensor of the model's state after the step
+
+    loss: float  # mean over the micro-batches, nats
+    grad_norm: float  # L2 norm of the gradient (after clipping, where the setup clips)
+    update_norm: float  # L2 norm of the change of the weights
+    gradients: dict  # parameter name -> gradient
+    weights: dict  # name -> tensor of the model's state after the step
     run: xr.DataTree | None  # the record of the step, as the Recorder writes it
 
+
 def replay(
-    snapshot, # a Snapshot
-    batch, # a Batch
-    device: str = 'cpu', # where to run
-    record: bool = True, # record every layer as the Recorder does
-    sampled: bool = False, # also its costly statistics, such as exponents and kurtosis: nearly one more step
-    keep_rng: bool = True, # draw dropout as the batch drew it; False: with the random state of now
-    autocast: torch.dtype | None = None, # run the forward pass under autocast to this type
-    dtype: torch.dtype | None = None, # of the weights; None: as they were
-) -> Replayed: # loss, gradients, next weights and the record of the step
+    snapshot,  # a Snapshot
+    batch,  # a Batch
+    device: str = "cpu",  # where to run
+    record: bool = True,  # record every layer as the Recorder does
+    sampled: bool = False,  # also its costly statistics, such as exponents and kurtosis: nearly one more step
+    keep_rng: bool = True,  # draw dropout as the batch drew it; False: with the random state of now
+    autocast: torch.dtype | None = None,  # run the forward pass under autocast to this type
+    dtype: torch.dtype | None = None,  # of the weights; None: as they were
+) -> Replayed:  # loss, gradients, next weights and the record of the step
     "Run a step again; the caller's random states are left as they were."
-    if not batch.parts: raise bad_input('batch', 'no micro-batch', 'at least one')
+    if not batch.parts:
+        raise bad_input("batch", "no micro-batch", "at least one")
     model, optimizer = snapshot.build(device, dtype)
     before, outside = [p.detach().clone() for p in model.parameters()], rng_state()
     batch = batch if keep_rng else type(batch)(batch.parts, [], batch.step, batch.name, batch.ids)
     try:
         with cpu_threads(snapshot.threads):
-            if not record: loss, run = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, None, autocast, snapshot.grad_scaler(device)), None
+            if not record:
+                loss, run = (
+                    run_step(
+                        snapshot.setup,
+                        model,
+                        optimizer,
+                        batch,
+                        snapshot.step,
+                        None,
+                        autocast,
+                        snapshot.grad_scaler(device),
+                    ),
+                    None,
+                )
             else:
                 with tempfile.TemporaryDirectory() as d:
-                    with Recorder(model, optimizer or [], Path(d)/'step', every_n=int(sampled), merge=False) as recorder: loss = run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, snapshot.grad_scaler(device))
-                    run = open_run(Path(d)/'step').load()
-                    run['scalars'] = xr.DataTree(run['scalars'].to_dataset().assign_coords(step=[snapshot.step]))
-    finally: set_rng_state(outside)
+                    with Recorder(
+                        model, optimizer or [], Path(d) / "step", every_n=int(sampled), merge=False
+                    ) as recorder:
+                        loss = run_step(
+                            snapshot.setup,
+                            model,
+                            optimizer,
+                            batch,
+                            snapshot.step,
+                            recorder,
+                            autocast,
+                            snapshot.grad_scaler(device),
+                        )
+                    run = open_run(Path(d) / "step").load()
+                    run["scalars"] = xr.DataTree(
+                        run["scalars"].to_dataset().assign_coords(step=[snapshot.step])
+                    )
+    finally:
+        set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     change = norm_of(p.detach() - b for p, b in zip(model.parameters(), before))
-    return Replayed(loss, norm_of(grads.values()), change, grads, {k: v.detach().clone() for k, v in model.state_dict().items()}, run)
+    return Replayed(
+        loss,
+        norm_of(grads.values()),
+        change,
+        grads,
+        {k: v.detach().clone() for k, v in model.state_dict().items()},
+        run,
+    )
+
 
 def noise_floor(
-    snapshot, # a Snapshot
-    batch, # a Batch
-    times: int = 3, # repeats, >= 2
-    device: str = 'cpu', # where to run
-) -> dict: # exact (bool), and the largest differences between repeats: loss, grad (relative L2), weights (relative L2)
+    snapshot,  # a Snapshot
+    batch,  # a Batch
+    times: int = 3,  # repeats, >= 2
+    device: str = "cpu",  # where to run
+) -> dict:  # exact (bool), and the largest differences between repeats: loss, grad (relative L2), weights (relative L2)
     "By how much the same step differs from itself here."
-    if times < 2: raise bad_input('times', times, '2 or more')
+    if times < 2:
+        raise bad_input("times", times, "2 or more")
     runs = [replay(snapshot, batch, device, record=False) for _ in range(times)]
     first = runs[0]
-    def apart(a, b): return norm_of(a[k] - b[k] for k in a)/max(norm_of(a.values()), 1e-300)
-    out = {'loss': max(abs(r.loss - first.loss) for r in runs), 'grad': max(apart(first.gradients, r.gradients) for r in runs), 'weights': max(apart({k: v for k, v in first.weights.items() if v.is_floating_point()}, r.weights) for r in runs)}
-    return {'exact': all(torch.equal(first.weights[k], r.weights[k]) for r in runs for k in first.weights) and out['loss'] == 0, **out}
+
+    def apart(a, b):
+        return norm_of(a[k] - b[k] for k in a) / max(norm_of(a.values()), 1e-300)
+
+    out = {
+        "loss": max(abs(r.loss - first.loss) for r in runs),
+        "grad": max(apart(first.gradients, r.gradients) for r in runs),
+        "weights": max(
+            apart({k: v for k, v in first.weights.items() if v.is_floating_point()}, r.weights) for r in runs
+        ),
+    }
+    return {
+        "exact": all(torch.equal(first.weights[k], r.weights[k]) for r in runs for k in first.weights)
+        and out["loss"] == 0,
+        **out,
+    }

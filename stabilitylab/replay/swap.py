@@ -14,51 +14,89 @@ from ..names.errors import bad_input
 from .step import replay
 
 # %% ../../nbs/api/replay/02_swap.ipynb #10c82d85
-VERDICTS = {'bad batch': 'the batch is out of line from every state', 'bad state': 'the state is out of line with every batch', 'bad batch and bad state': 'both are out of line, each on its own',
-    'combination': 'only this batch in this state is out of line', 'neither': 'the suspect step is like the others', 'cannot tell': 'at least one control state and one control batch are needed, all with finite results'}
+VERDICTS = {
+    "bad batch": "the batch is out of line from every state",
+    "bad state": "the state is out of line with every batch",
+    "bad batch and bad state": "both are out of line, each on its own",
+    "combination": "only this batch in this state is out of line",
+    "neither": "the suspect step is like the others",
+    "cannot tell": "at least one control state and one control batch are needed, all with finite results",
+}
+
 
 def verdict_of(
-    values: np.ndarray, # (states, batches), the suspect state last and the suspect batch last
-    least: float = 2., # factor over the control cells that counts as out of line, > 1; more where the controls themselves spread
-) -> tuple[str, dict]: # a key of VERDICTS; evidence: factor of the batch, of the state, of the suspect cell, and the limit
+    values: np.ndarray,  # (states, batches), the suspect state last and the suspect batch last
+    least: float = 2.0,  # factor over the control cells that counts as out of line, > 1; more where the controls themselves spread
+) -> tuple[
+    str, dict
+]:  # a key of VERDICTS; evidence: factor of the batch, of the state, of the suspect cell, and the limit
     "What a table of gradient norms or losses says."
     v = np.asarray(values, float)
-    if v.ndim != 2 or min(v.shape) < 2: return 'cannot tell', {}
-    if not np.isfinite(v[:-1, :-1]).all() or (v[:-1, :-1] <= 0).any(): return 'cannot tell', {}
+    if v.ndim != 2 or min(v.shape) < 2:
+        return "cannot tell", {}
+    if not np.isfinite(v[:-1, :-1]).all() or (v[:-1, :-1] <= 0).any():
+        return "cannot tell", {}
     log = np.log(np.where(np.isfinite(v), np.maximum(v, 1e-300), np.inf))
     rows, cols = np.median(log[:-1, :-1], axis=1), np.median(log[:-1, :-1], axis=0)
     base = float(np.median(log[:-1, :-1]))
     rest = log[:-1, :-1] - rows[:, None] - cols + base
     spread = max(np.abs(rows - base).max(), np.abs(cols - base).max(), np.abs(rest).max())
-    limit = max(np.log(least), 2*spread)
+    limit = max(np.log(least), 2 * spread)
     batch, state = float(np.median(log[:-1, -1] - rows)), float(np.median(log[-1, :-1] - cols))
     cell = float(log[-1, -1] - base)
-    evidence = {'batch': float(np.exp(batch)), 'state': float(np.exp(state)), 'suspect': float(np.exp(cell)), 'limit': float(np.exp(limit))}
-    if batch > limit and state > limit: return 'bad batch and bad state', evidence
-    if batch > limit: return 'bad batch', evidence
-    if state > limit: return 'bad state', evidence
-    return ('combination' if cell - max(batch, 0) - max(state, 0) > limit else 'neither'), evidence
+    evidence = {
+        "batch": float(np.exp(batch)),
+        "state": float(np.exp(state)),
+        "suspect": float(np.exp(cell)),
+        "limit": float(np.exp(limit)),
+    }
+    if batch > limit and state > limit:
+        return "bad batch and bad state", evidence
+    if batch > limit:
+        return "bad batch", evidence
+    if state > limit:
+        return "bad state", evidence
+    return ("combination" if cell - max(batch, 0) - max(state, 0) > limit else "neither"), evidence
+
 
 def swap_test(
-    snapshots: list, # Snapshots, the suspect one last; at least two
-    batches: list, # Batches, the suspect one last; at least two
-    device: str = 'cpu', # where to run
-    least: float = 2., # as in `verdict_of`
-    progress: bool = True, # show a bar
-) -> xr.Dataset: # dims (state, batch): loss, grad_norm, update_norm; attrs: verdict, words, and the evidence
+    snapshots: list,  # Snapshots, the suspect one last; at least two
+    batches: list,  # Batches, the suspect one last; at least two
+    device: str = "cpu",  # where to run
+    least: float = 2.0,  # as in `verdict_of`
+    progress: bool = True,  # show a bar
+) -> xr.Dataset:  # dims (state, batch): loss, grad_norm, update_norm; attrs: verdict, words, and the evidence
     "Run every batch from every state, and say which of the two is to blame."
-    if len(snapshots) < 2 or len(batches) < 2: raise bad_input('snapshots, batches', f'{len(snapshots)}, {len(batches)}', 'two or more of each: the suspect last, controls before it')
-    out = {k: np.full((len(snapshots), len(batches)), np.nan) for k in ('loss', 'grad_norm', 'update_norm')}
-    with tqdm(total=len(snapshots)*len(batches), desc='swap test', disable=not progress, leave=False) as bar:
+    if len(snapshots) < 2 or len(batches) < 2:
+        raise bad_input(
+            "snapshots, batches",
+            f"{len(snapshots)}, {len(batches)}",
+            "two or more of each: the suspect last, controls before it",
+        )
+    out = {k: np.full((len(snapshots), len(batches)), np.nan) for k in ("loss", "grad_norm", "update_norm")}
+    with tqdm(
+        total=len(snapshots) * len(batches), desc="swap test", disable=not progress, leave=False
+    ) as bar:
         for i, s in enumerate(snapshots):
             for j, b in enumerate(batches):
                 r = replay(s, b, device, record=False)
-                for k in out: out[k][i, j] = getattr(r, k)
+                for k in out:
+                    out[k][i, j] = getattr(r, k)
                 bar.update()
-    verdict, evidence = verdict_of(out['grad_norm'], least)
-    loss_verdict, loss_evidence = verdict_of(out['loss'], least)
-    chosen = 'grad_norm'
-    if verdict == 'neither' and loss_verdict not in ('neither', 'cannot tell'): verdict, evidence, chosen = loss_verdict, loss_evidence, 'loss'
-    units = {'loss': 'nats', 'grad_norm': '1', 'update_norm': '1'}
-    return xr.Dataset({k: (('state', 'batch'), v, {'long_name': k.replace('_', ' '), 'units': units[k]}) for k, v in out.items()},
-        {'state': [s.name or f'state {i}' for i, s in enumerate(snapshots)], 'batch': [b.name or f'batch {j}' for j, b in enumerate(batches)]}, {'verdict': verdict, 'words': VERDICTS[verdict], 'decided_by': chosen, **evidence})
+    verdict, evidence = verdict_of(out["grad_norm"], least)
+    loss_verdict, loss_evidence = verdict_of(out["loss"], least)
+    chosen = "grad_norm"
+    if verdict == "neither" and loss_verdict not in ("neither", "cannot tell"):
+        verdict, evidence, chosen = loss_verdict, loss_evidence, "loss"
+    units = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}
+    return xr.Dataset(
+        {
+            k: (("state", "batch"), v, {"long_name": k.replace("_", " "), "units": units[k]})
+            for k, v in out.items()
+        },
+        {
+            "state": [s.name or f"state {i}" for i, s in enumerate(snapshots)],
+            "batch": [b.name or f"batch {j}" for j, b in enumerate(batches)],
+        },
+        {"verdict": verdict, "words": VERDICTS[verdict], "decided_by": chosen, **evidence},
+    )

@@ -21,126 +21,187 @@ from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/report/00_content.ipynb #3eceb1a7
 def number(
-    value: object, # anything that evidence may hold
-) -> str: # four significant digits, thousands separated; lists cut after eight
+    value: object,  # anything that evidence may hold
+) -> str:  # four significant digits, thousands separated; lists cut after eight
     "A value as a person wants to read it."
-    if isinstance(value, bool): return 'yes' if value else 'no'
-    if isinstance(value, dict): return ', '.join(f'{k}: {number(v)}' for k, v in value.items())
-    if isinstance(value, (list, tuple)): return ', '.join(map(number, value[:8])) + (f', … ({len(value)} in all)' if len(value) > 8 else '')
-    if isinstance(value, int): return f'{value:,}'
-    if not isinstance(value, float): return clean(value)
-    if not math.isfinite(value): return 'NaN' if math.isnan(value) else 'inf' if value > 0 else '-inf'
-    if value == int(value) and abs(value) < 1e15: return f'{int(value):,}'
-    return f'{value:.4g}' if abs(value) < 1000 else f'{value:,.1f}' if abs(value) < 1e7 else f'{value:.4g}'
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {number(v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(number, value[:8])) + (f", … ({len(value)} in all)" if len(value) > 8 else "")
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float):
+        return clean(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}" if abs(value) < 1e7 else f"{value:.4g}"
+
 
 def clean(
-    text: object, # words from a log
-    longest: int = 300, # letters that are kept
-) -> str: # one line without control characters and colour codes
+    text: object,  # words from a log
+    longest: int = 300,  # letters that are kept
+) -> str:  # one line without control characters and colour codes
     "Words from a log, fit for one line of a terminal."
-    words = re.sub(r'\x1b\[[0-9;?]*[ -/]*[@-~]', '', str(text))
-    words = ' '.join(re.sub(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]', ' ', words).split())
-    return words if len(words) <= longest else words[:longest-1] + '…'
+    words = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", str(text))
+    words = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", " ", words).split())
+    return words if len(words) <= longest else words[: longest - 1] + "…"
 
 # %% ../../nbs/api/report/00_content.ipynb #77715581
 class Facts(NamedTuple):
     "What heads the report of one run."
-    source: str           # file or folder
-    format: str           # name of the format
-    loss: str             # series that counts as the loss; '' where there is none
-    n_steps: int          # records of that series
-    first_step: int | None # its first step
-    last_step: int | None # its last step
-    first: float | None   # its first finite value
-    last: float | None    # its last finite value
+
+    source: str  # file or folder
+    format: str  # name of the format
+    loss: str  # series that counts as the loss; '' where there is none
+    n_steps: int  # records of that series
+    first_step: int | None  # its first step
+    last_step: int | None  # its last step
+    first: float | None  # its first finite value
+    last: float | None  # its last finite value
     lowest: float | None  # its lowest finite value
-    segments: int         # passes of the program
-    series: list[str]     # every series of the log
-    skipped: dict         # reason -> how many records were not read
-    events: int           # events beside the numbers
+    segments: int  # passes of the program
+    series: list[str]  # every series of the log
+    skipped: dict  # reason -> how many records were not read
+    events: int  # events beside the numbers
+
 
 def facts(
-    run: xr.DataTree, # a record
-    source: str | None = None, # where it came from; None: what the record says
-) -> Facts: # the facts
+    run: xr.DataTree,  # a record
+    source: str | None = None,  # where it came from; None: what the record says
+) -> Facts:  # the facts
     "The facts that head the report of a run."
-    scalars = run['scalars'].to_dataset() if 'scalars' in run.children else xr.Dataset()
+    scalars = run["scalars"].to_dataset() if "scalars" in run.children else xr.Dataset()
     names = series_names(scalars)
     loss = loss_name(run) if names else None
     da = series(scalars, loss or names[0]) if names else None
     finite = da.values[np.isfinite(da.values)] if names else ()
     step = da.step.values if names else ()
-    first, last, lowest = (float(finite[0]), float(finite[-1]), float(finite.min())) if len(finite) else (None,)*3
-    return Facts(clean(source or run.attrs.get('source', '')), str(run.attrs.get('format', 'record')), loss or '', len(step), int(step.min()) if len(step) else None, int(step[-1]) if len(step) else None,
-        first, last, lowest, int(scalars.segment.max()) + 1 if 'segment' in scalars.coords and scalars.sizes['step'] else 0, names, dict(run.attrs.get('skipped') or {}), run['events'].sizes.get('event', 0) if 'events' in run.children else 0)
+    first, last, lowest = (
+        (float(finite[0]), float(finite[-1]), float(finite.min())) if len(finite) else (None,) * 3
+    )
+    return Facts(
+        clean(source or run.attrs.get("source", "")),
+        str(run.attrs.get("format", "record")),
+        loss or "",
+        len(step),
+        int(step.min()) if len(step) else None,
+        int(step[-1]) if len(step) else None,
+        first,
+        last,
+        lowest,
+        int(scalars.segment.max()) + 1 if "segment" in scalars.coords and scalars.sizes["step"] else 0,
+        names,
+        dict(run.attrs.get("skipped") or {}),
+        run["events"].sizes.get("event", 0) if "events" in run.children else 0,
+    )
+
 
 def facts_line(
-    f: Facts, # of one run
-) -> str: # format, steps, the loss from where to where, passes
+    f: Facts,  # of one run
+) -> str:  # format, steps, the loss from where to where, passes
     "The facts as one line."
-    parts = [f.format, 'no series' if f.first_step is None else f'{f.n_steps:,} records, steps {f.first_step:,}–{f.last_step:,}']
-    if f.first is not None: parts.append(f'{clean(f.loss or f.series[0], 40)} {number(f.first)} → {number(f.last)} (lowest {number(f.lowest)})')
-    if f.segments > 1: parts.append(f'{f.segments} passes')
-    return ' · '.join(parts)
+    parts = [
+        f.format,
+        "no series"
+        if f.first_step is None
+        else f"{f.n_steps:,} records, steps {f.first_step:,}–{f.last_step:,}",
+    ]
+    if f.first is not None:
+        parts.append(
+            f"{clean(f.loss or f.series[0], 40)} {number(f.first)} → {number(f.last)} (lowest {number(f.lowest)})"
+        )
+    if f.segments > 1:
+        parts.append(f"{f.segments} passes")
+    return " · ".join(parts)
+
 
 def skipped_line(
-    f: Facts, # of one run
-) -> str: # '' where everything was read
+    f: Facts,  # of one run
+) -> str:  # '' where everything was read
     "What was not read, counted."
-    return 'not read: ' + ', '.join(f'{n:,} × {clean(reason, 80)}' for reason, n in f.skipped.items()) if f.skipped else ''
+    return (
+        "not read: " + ", ".join(f"{n:,} × {clean(reason, 80)}" for reason, n in f.skipped.items())
+        if f.skipped
+        else ""
+    )
 
 # %% ../../nbs/api/report/00_content.ipynb #87b83397
 def evidence_items(
-    finding: Finding, # one finding
-) -> list[tuple[str, str]]: # (what, how much), ready to be read
+    finding: Finding,  # one finding
+) -> list[tuple[str, str]]:  # (what, how much), ready to be read
     "The evidence of a finding in words and numbers."
-    shown = ({'series': finding.series} if finding.series else {}) | finding.evidence
-    return [(k.replace('_', ' '), number(v)) for k, v in shown.items() if v is not None and v != '' and v != []]
+    shown = ({"series": finding.series} if finding.series else {}) | finding.evidence
+    return [
+        (k.replace("_", " "), number(v)) for k, v in shown.items() if v is not None and v != "" and v != []
+    ]
+
 
 def remedies_by_verdict(
-    finding: Finding, # one finding
-    most: int | None = None, # of each verdict; None: all
-) -> dict[str, list[dict]]: # 'worked', 'did not work', 'unclear' -> remedies; only verdicts that occur
+    finding: Finding,  # one finding
+    most: int | None = None,  # of each verdict; None: all
+) -> dict[str, list[dict]]:  # 'worked', 'did not work', 'unclear' -> remedies; only verdicts that occur
     "What teams tried, grouped by what they said of it."
-    groups = {v: [r for r in finding.remedies if r['reported'] == v][:most] for v in REPORTED}
+    groups = {v: [r for r in finding.remedies if r["reported"] == v][:most] for v in REPORTED}
     return {v: rows for v, rows in groups.items() if rows}
 
+
 def steps_text(
-    finding: Finding, # one finding
-) -> str: # 'step 5', 'steps 5–90', or '' where it has none
+    finding: Finding,  # one finding
+) -> str:  # 'step 5', 'steps 5–90', or '' where it has none
     "The steps of a finding."
-    if finding.onset is None: return ''
-    return f'step {finding.onset:,}' if finding.end == finding.onset else f'steps {finding.onset:,}–{finding.end:,}'
+    if finding.onset is None:
+        return ""
+    return (
+        f"step {finding.onset:,}"
+        if finding.end == finding.onset
+        else f"steps {finding.onset:,}–{finding.end:,}"
+    )
+
 
 def count_text(
-    findings: Findings, # of one or several runs
-) -> str: # '1 error, 2 warnings, 1 note', or 'nothing found'
+    findings: Findings,  # of one or several runs
+) -> str:  # '1 error, 2 warnings, 1 note', or 'nothing found'
     "How many findings of each severity."
-    words = {'error': 'error', 'warning': 'warning', 'info': 'note'}
+    words = {"error": "error", "warning": "warning", "info": "note"}
     counts = [(sum(f.severity == s for f in findings), words[s]) for s in reversed(SEVERITIES)]
-    return ', '.join(f'{n} {w}{"s"*(n > 1)}' for n, w in counts if n) or 'nothing found'
+    return ", ".join(f"{n} {w}{'s' * (n > 1)}" for n, w in counts if n) or "nothing found"
+
 
 def verdict_line(
-    f: Facts, # of one run
-    findings: Findings, # what was found in it
-) -> str: # the counts, or why there are none
+    f: Facts,  # of one run
+    findings: Findings,  # what was found in it
+) -> str:  # the counts, or why there are none
     "What a report says first about a run."
-    if len(findings): return count_text(findings)
-    if not f.series and not f.events: return 'nothing to diagnose: no series and no events in it'
-    return 'nothing found: the log shows nothing out of the ordinary' if f.loss else 'nothing found; no series in it is a training loss'
+    if len(findings):
+        return count_text(findings)
+    if not f.series and not f.events:
+        return "nothing to diagnose: no series and no events in it"
+    return (
+        "nothing found: the log shows nothing out of the ordinary"
+        if f.loss
+        else "nothing found; no series in it is a training loss"
+    )
 
 # %% ../../nbs/api/report/00_content.ipynb #dc3ff6f0
 def told_and_listed(
-    findings: Findings, # of one run
-    each: int = 4, # findings of one kind and severity that are told in full
-) -> tuple[list[tuple[int, Finding]], dict[tuple[str, str], list[tuple[int, Finding]]]]: # (number, finding) told; (severity, kind) -> those only listed
+    findings: Findings,  # of one run
+    each: int = 4,  # findings of one kind and severity that are told in full
+) -> tuple[
+    list[tuple[int, Finding]], dict[tuple[str, str], list[tuple[int, Finding]]]
+]:  # (number, finding) told; (severity, kind) -> those only listed
     "Findings with their numbers: those to tell, and those to list."
     seen, told, listed = {}, [], {}
     for n, f in enumerate(findings, 1):
         key = (f.severity, f.kind)
         seen[key] = seen.get(key, 0) + 1
-        if seen[key] <= each: told.append((n, f))
-        else: listed.setdefault(key, []).append((n, f))
+        if seen[key] <= each:
+            told.append((n, f))
+        else:
+            listed.setdefault(key, []).append((n, f))
     alone = {k: rows for k, rows in listed.items() if len(rows) == 1}
     told += [rows[0] for rows in alone.values()]
     return sorted(told, key=lambda t: t[0]), {k: rows for k, rows in listed.items() if k not in alone}

@@ -15,126 +15,215 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..names.findings import FINDING_KINDS, REPORTED, SEVERITIES
 from ..plot.svg import css_colours, findings_svg
-from .content import clean, count_text, evidence_items, facts, facts_line, number, remedies_by_verdict, skipped_line, steps_text, told_and_listed, verdict_line
+from stabilitylab.report.content import (
+    clean,
+    count_text,
+    evidence_items,
+    facts,
+    facts_line,
+    number,
+    remedies_by_verdict,
+    skipped_line,
+    steps_text,
+    told_and_listed,
+    verdict_line,
+)
 from ..run.summary import summary
 
 # %% ../../nbs/api/report/03_html.ipynb #15643904
-def _e(text, longest=300): return escape(clean(text, longest))
+def _e(text, longest=300):
+    return escape(clean(text, longest))
 
-_WORDS = {'error': 'error', 'warning': 'warning', 'info': 'note'}
+
+_WORDS = {"error": "error", "warning": "warning", "info": "note"}
+
 
 def finding_html(
-    finding: Finding, # one finding
-    number: int, # its place in the table, as on the figure
-    remedies: bool = True, # with what teams tried
-    prefix: str = '', # of the element's id, where one page holds several runs
-) -> str: # a `<section>` element
+    finding: Finding,  # one finding
+    number: int,  # its place in the table, as on the figure
+    remedies: bool = True,  # with what teams tried
+    prefix: str = "",  # of the element's id, where one page holds several runs
+) -> str:  # a `<section>` element
     "One finding with its evidence and remedies."
-    where = ' · '.join(filter(None, (steps_text(finding), ', '.join(finding.modules))))
-    rows = ''.join(f'<div{" class=long" if len(v) > 48 else ""}><dt>{_e(k)}</dt><dd>{_e(v)}</dd></div>' for k, v in evidence_items(finding))
-    return (f'<section class="finding {finding.severity}" id="{prefix}f{number}"><div class="top"><span class="flag">{number}</span><h3 title="{_e(FINDING_KINDS[finding.kind])}">{_e(finding.kind.replace("_", " "))}</h3>'
+    where = " · ".join(filter(None, (steps_text(finding), ", ".join(finding.modules))))
+    rows = "".join(
+        f"<div{' class=long' if len(v) > 48 else ''}><dt>{_e(k)}</dt><dd>{_e(v)}</dd></div>"
+        for k, v in evidence_items(finding)
+    )
+    return (
+        f'<section class="finding {finding.severity}" id="{prefix}f{number}"><div class="top"><span class="flag">{number}</span><h3 title="{_e(FINDING_KINDS[finding.kind])}">{_e(finding.kind.replace("_", " "))}</h3>'
         f'<span class="sev">{_WORDS[finding.severity]}</span><span class="faint">{_e(where)}</span></div><p class="words">{_e(finding.explanation, 900)}</p>'
-        + (f'<dl>{rows}</dl>' if rows else '') + (_remedies(finding) if remedies else '') + '</section>')
+        + (f"<dl>{rows}</dl>" if rows else "")
+        + (_remedies(finding) if remedies else "")
+        + "</section>"
+    )
+
 
 def _remedies(finding, most=4):
     "What teams tried, by what they said of it; closed for notes."
     groups = remedies_by_verdict(finding)
-    if not groups: return ''
-    counts = ', '.join(f'{len(rows)} {verdict}' for verdict, rows in groups.items())
-    lists = ''.join(f'<div><p class="verdict v{REPORTED.index(verdict)}">{verdict}</p>{_list(rows[:most])}{_rest(rows[most:])}</div>' for verdict, rows in groups.items())
+    if not groups:
+        return ""
+    counts = ", ".join(f"{len(rows)} {verdict}" for verdict, rows in groups.items())
+    lists = "".join(
+        f'<div><p class="verdict v{REPORTED.index(verdict)}">{verdict}</p>{_list(rows[:most])}{_rest(rows[most:])}</div>'
+        for verdict, rows in groups.items()
+    )
     return f'<details{"" if finding.severity == "info" else " open"}><summary>What teams tried: {counts}</summary><div class="columns">{lists}</div></details>'
 
+
 def _list(rows):
-    items = (f'<li>{_e(r["name"])} <span class="faint">({_e(r["source"])})</span>' + (f'<br><span class="faint">{_e(r["note"])}</span>' if r.get('note') else '') + '</li>' for r in rows)
+    items = (
+        f'<li>{_e(r["name"])} <span class="faint">({_e(r["source"])})</span>'
+        + (f'<br><span class="faint">{_e(r["note"])}</span>' if r.get("note") else "")
+        + "</li>"
+        for r in rows
+    )
     return f'<ul class="remedies">{"".join(items)}</ul>'
 
-def _rest(rows): return f'<details><summary>{len(rows)} more</summary>{_list(rows)}</details>' if rows else ''
+
+def _rest(rows):
+    return f"<details><summary>{len(rows)} more</summary>{_list(rows)}</details>" if rows else ""
 
 # %% ../../nbs/api/report/03_html.ipynb #93d3783c
 def findings_html(
-    findings: Findings, # of one run, or shared by several
-    prefix: str = '', # of the ids of its elements
-) -> str: # sections; '' where there is nothing
+    findings: Findings,  # of one run, or shared by several
+    prefix: str = "",  # of the ids of its elements
+) -> str:  # sections; '' where there is nothing
     "All findings, the gravest first; remedies stand with the first of each kind."
     told, listed = told_and_listed(findings)
     kinds, out = set(), []
     for n, f in told:
-        out.append(finding_html(f, n, f.kind not in kinds, prefix)); kinds.add(f.kind)
+        out.append(finding_html(f, n, f.kind not in kinds, prefix))
+        kinds.add(f.kind)
     for (severity, kind), rows in listed.items():
-        body = ''.join(f'<tr><td>{n}</td><td>{_e(steps_text(f))}</td><td class="wordy">{_e(f.explanation)}</td></tr>' for n, f in rows[:500])
-        out.append(f'<details class="finding {severity}"><summary>{len(rows)} more: {_e(kind.replace("_", " "))} ({_WORDS[severity]})</summary><div class="scroll"><table>{body}</table></div></details>')
-    return ''.join(out)
+        body = "".join(
+            f'<tr><td>{n}</td><td>{_e(steps_text(f))}</td><td class="wordy">{_e(f.explanation)}</td></tr>'
+            for n, f in rows[:500]
+        )
+        out.append(
+            f'<details class="finding {severity}"><summary>{len(rows)} more: {_e(kind.replace("_", " "))} ({_WORDS[severity]})</summary><div class="scroll"><table>{body}</table></div></details>'
+        )
+    return "".join(out)
+
 
 def _series_html(run):
     "The table of all series."
     table = summary(run).table
-    if not len(table): return ''
-    columns = ['n', 'first', 'last', 'min', 'min_step', 'max', 'max_step', 'nan', 'inf']
-    head = ''.join(f'<th>{c.replace("_", " at ").replace("min at step", "at step").replace("max at step", "at step")}</th>' for c in columns)
+    if not len(table):
+        return ""
+    columns = ["n", "first", "last", "min", "min_step", "max", "max_step", "nan", "inf"]
+    head = "".join(
+        f"<th>{c.replace('_', ' at ').replace('min at step', 'at step').replace('max at step', 'at step')}</th>"
+        for c in columns
+    )
     shown = table.iloc[:60]
-    body = ''.join(f'<tr><td>{_e(name, 60)}{" <span class=faint>" + _e(row.log_name, 60) + "</span>" if row.log_name != name else ""}</td>' + ''.join(f'<td>{number(getattr(row[c], "item", lambda c=c: row[c])())}</td>' for c in columns) + '</tr>' for name, row in shown.iterrows())
-    more = f'<p class="faint">and {len(table) - len(shown)} more</p>' if len(table) > len(shown) else ''
+    body = "".join(
+        f"<tr><td>{_e(name, 60)}{' <span class=faint>' + _e(row.log_name, 60) + '</span>' if row.log_name != name else ''}</td>"
+        + "".join(f"<td>{number(getattr(row[c], 'item', lambda c=c: row[c])())}</td>" for c in columns)
+        + "</tr>"
+        for name, row in shown.iterrows()
+    )
+    more = f'<p class="faint">and {len(table) - len(shown)} more</p>' if len(table) > len(shown) else ""
     return f'<details><summary>All {len(table)} series</summary><div class="scroll"><table><tr><th>series</th>{head}</tr>{body}</table></div>{more}</details>'
+
 
 def _events_html(run, most=60):
     "What happened beside the numbers, in the log's own words."
-    if 'events' not in run.children or not run['events'].sizes.get('event'): return ''
-    events = run['events'].to_dataset()
+    if "events" not in run.children or not run["events"].sizes.get("event"):
+        return ""
+    events = run["events"].to_dataset()
     rows = list(zip(events.event_step.values, events.event_kind.values, events.event_text.values))
-    body = ''.join(f'<tr><td>{"" if s < 0 else f"{s:,}"}</td><td class="wordy">{_e(k)}</td><td class="wordy">{_e(t)}</td></tr>' for s, k, t in rows[:most])
-    more = f'<p class="faint">and {len(rows) - most:,} more</p>' if len(rows) > most else ''
+    body = "".join(
+        f'<tr><td>{"" if s < 0 else f"{s:,}"}</td><td class="wordy">{_e(k)}</td><td class="wordy">{_e(t)}</td></tr>'
+        for s, k, t in rows[:most]
+    )
+    more = f'<p class="faint">and {len(rows) - most:,} more</p>' if len(rows) > most else ""
     return f'<details><summary>{len(rows):,} events</summary><div class="scroll"><table><tr><th>step</th><th class="wordy">event</th><th class="wordy">words of the log</th></tr>{body}</table></div>{more}</details>'
 
+
 def run_html(
-    run: xr.DataTree, # a record
-    findings: Findings, # what `diagnose` found in it
-    prefix: str = '', # of the ids of its elements
-) -> str: # elements
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what `diagnose` found in it
+    prefix: str = "",  # of the ids of its elements
+) -> str:  # elements
     "The figure, the findings and the tables of one run."
     wide, narrow = findings_svg(run, findings, 9), findings_svg(run, findings, 4.6, most=2)
-    figure = f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>' if wide else '<p class="faint">No series to draw.</p>'
-    nothing = '' if len(findings) else f'<p>{_e(verdict_line(facts(run), findings).capitalize())}.</p>'
-    return figure + nothing + findings_html(findings, prefix) + '<h3 style="margin-top:2rem">In the log</h3>' + _series_html(run) + _events_html(run)
+    figure = (
+        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>'
+        if wide
+        else '<p class="faint">No series to draw.</p>'
+    )
+    nothing = "" if len(findings) else f"<p>{_e(verdict_line(facts(run), findings).capitalize())}.</p>"
+    return (
+        figure
+        + nothing
+        + findings_html(findings, prefix)
+        + '<h3 style="margin-top:2rem">In the log</h3>'
+        + _series_html(run)
+        + _events_html(run)
+    )
 
 # %% ../../nbs/api/report/03_html.ipynb #29431683
 def _chips(findings):
-    words = {'error': 'error', 'warning': 'warning', 'info': 'note'}
+    words = {"error": "error", "warning": "warning", "info": "note"}
     counts = {s: sum(f.severity == s for f in findings) for s in reversed(SEVERITIES)}
-    return ''.join(f'<li class="chip {s}">{n} {words[s]}{"s"*(n > 1)}</li>' for s, n in counts.items() if n) or '<li class="chip ok">nothing found</li>'
+    return (
+        "".join(f'<li class="chip {s}">{n} {words[s]}{"s" * (n > 1)}</li>' for s, n in counts.items() if n)
+        or '<li class="chip ok">nothing found</li>'
+    )
+
 
 def _head(run, findings, level):
     "Name, facts and counts of a run."
     f = facts(run)
-    skipped = f'<p class="faint">{_e(skipped_line(f), 600)}</p>' if f.skipped else ''
+    skipped = f'<p class="faint">{_e(skipped_line(f), 600)}</p>' if f.skipped else ""
     return f'<h{level}>{_e(Path(f.source).name or "run")}</h{level}><p class="faint">{_e(facts_line(f))}</p>{skipped}<ul class="chips">{_chips(findings)}</ul>'
 
+
 def report_html(
-    runs: dict[str, xr.DataTree], # name -> record
-    findings: dict[str, Findings], # name -> what `diagnose` found in it
-    shared: Findings = Findings(), # findings across the runs
-) -> str: # a whole HTML document
+    runs: dict[str, xr.DataTree],  # name -> record
+    findings: dict[str, Findings],  # name -> what `diagnose` found in it
+    shared: Findings = Findings(),  # findings across the runs
+) -> str:  # a whole HTML document
     "The report of one or several runs as one self-contained page."
     (name, run), *others = runs.items()
-    if not others: title, body = Path(facts(run).source).name or name, f'<header>{_head(run, findings[name], 1)}</header><main>{run_html(run, findings[name])}</main>'
+    if not others:
+        title, body = (
+            Path(facts(run).source).name or name,
+            f"<header>{_head(run, findings[name], 1)}</header><main>{run_html(run, findings[name])}</main>",
+        )
     else:
-        title = f'{len(runs)} runs'
-        rows = ''.join(f'<li><a href="#r{i}">{_e(n)}</a> <span class="faint">{_e(count_text(findings[n]))}</span></li>' for i, n in enumerate(runs))
-        common = f'<h2>Across the runs</h2>{findings_html(shared, "s")}' if len(shared) else ''
-        parts = ''.join(f'<article id="r{i}">{_head(r, findings[n], 2)}{run_html(r, findings[n], f"r{i}")}</article>' for i, (n, r) in enumerate(runs.items()))
+        title = f"{len(runs)} runs"
+        rows = "".join(
+            f'<li><a href="#r{i}">{_e(n)}</a> <span class="faint">{_e(count_text(findings[n]))}</span></li>'
+            for i, n in enumerate(runs)
+        )
+        common = f"<h2>Across the runs</h2>{findings_html(shared, 's')}" if len(shared) else ""
+        parts = "".join(
+            f'<article id="r{i}">{_head(r, findings[n], 2)}{run_html(r, findings[n], f"r{i}")}</article>'
+            for i, (n, r) in enumerate(runs.items())
+        )
         body = f'<header><h1>{title}</h1><nav><ul class="remedies">{rows}</ul></nav></header><main>{common}{parts}</main>'
-    css = f':root {{ {css_colours()} }} @media (prefers-color-scheme: dark) {{ :root {{ {css_colours(dark=True)} }} }}\n' + files('stabilitylab.report').joinpath('report.css').read_text(encoding='utf-8')
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
-        f'<title>{_e(title)}</title><style>{css}</style></head><body>{body}<footer>Written by stabilitylab. Remedies are reports of teams on their own runs, not rules; steps are those of the log.</footer></body></html>\n')
+    css = (
+        f":root {{ {css_colours()} }} @media (prefers-color-scheme: dark) {{ :root {{ {css_colours(dark=True)} }} }}\n"
+        + files("stabilitylab.report").joinpath("report.css").read_text(encoding="utf-8")
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
+        f"<title>{_e(title)}</title><style>{css}</style></head><body>{body}<footer>Written by stabilitylab. Remedies are reports of teams on their own runs, not rules; steps are those of the log.</footer></body></html>\n"
+    )
 
 # %% ../../nbs/api/report/03_html.ipynb #61e8bc96
 def write_html(
-    runs: xr.DataTree | dict[str, xr.DataTree], # a record, or several by name
-    findings: Findings | dict[str, Findings], # what `diagnose` found, in the same shape
-    path: str | Path, # file to write; an older one is replaced
-    shared: Findings = Findings(), # findings across the runs
-) -> Path: # the file
+    runs: xr.DataTree | dict[str, xr.DataTree],  # a record, or several by name
+    findings: Findings | dict[str, Findings],  # what `diagnose` found, in the same shape
+    path: str | Path,  # file to write; an older one is replaced
+    shared: Findings = Findings(),  # findings across the runs
+) -> Path:  # the file
     "The file that now holds the report."
-    if isinstance(runs, xr.DataTree): runs, findings = {'run': runs}, {'run': findings}
+    if isinstance(runs, xr.DataTree):
+        runs, findings = {"run": runs}, {"run": findings}
     path = Path(path)
-    path.write_text(report_html(runs, findings, shared), encoding='utf-8')
+    path.write_text(report_html(runs, findings, shared), encoding="utf-8")
     return path

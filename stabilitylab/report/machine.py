@@ -13,19 +13,36 @@ from .content import facts
 
 # %% ../../nbs/api/report/01_machine.ipynb #9dc99954
 def run_json(
-    run: xr.DataTree, # a record
-    findings: Findings, # what `diagnose` found in it
-    source: str | list[str] | None = None, # where it came from; None: what the record says
-) -> dict: # source, format, n_steps, first_step, last_step, findings; strict JSON
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what `diagnose` found in it
+    source: str | list[str] | None = None,  # where it came from; None: what the record says
+) -> dict:  # source, format, n_steps, first_step, last_step, findings; strict JSON
     "The findings of one run as the object that machines read."
-    names = [source] if isinstance(source, str) else list(source) if source else [str(run.attrs['source'])] if run.attrs.get('source') else []
+    names = (
+        [source]
+        if isinstance(source, str)
+        else list(source)
+        if source
+        else [str(run.attrs["source"])]
+        if run.attrs.get("source")
+        else []
+    )
     head = facts(run)
-    return plain({'source': names, 'format': head.format, 'n_steps': head.n_steps, 'first_step': head.first_step, 'last_step': head.last_step, 'findings': findings.to_dicts()})
+    return plain(
+        {
+            "source": names,
+            "format": head.format,
+            "n_steps": head.n_steps,
+            "first_step": head.first_step,
+            "last_step": head.last_step,
+            "findings": findings.to_dicts(),
+        }
+    )
 
 # %% ../../nbs/api/report/01_machine.ipynb #ff0f662e
 def runs_json(
-    runs: list[dict], # objects of `run_json`
-    shared: Findings = Findings(), # findings across the runs, from `compare_runs`
-) -> dict: # runs, shared
+    runs: list[dict],  # objects of `run_json`
+    shared: Findings = Findings(),  # findings across the runs, from `compare_runs`
+) -> dict:  # runs, shared
     "Several runs and what they share."
-    return {'runs': list(runs), 'shared': plain(shared.to_dicts())}
+    return {"runs": list(runs), "shared": plain(shared.to_dicts())}

@@ -11,25 +11,51 @@ import re
 import xarray as xr
 
 from ..detect.findings import Findings
-from .content import clean, evidence_items, facts, facts_line, remedies_by_verdict, skipped_line, steps_text, verdict_line
+from stabilitylab.report.content import (
+    clean,
+    evidence_items,
+    facts,
+    facts_line,
+    remedies_by_verdict,
+    skipped_line,
+    steps_text,
+    verdict_line,
+)
 
 # %% ../../nbs/api/report/04_markdown.ipynb #9be36580
-def _m(text): return re.sub(r'([\\`*_{}\[\]<>|#$~])', r'\\\1', clean(text, 600))
+def _m(text):
+    return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
+
 
 def run_markdown(
-    run: xr.DataTree, # a record
-    findings: Findings, # what `diagnose` found in it
-    source: str | None = None, # where it came from; None: what the record says
-    remedies: int | None = 5, # remedies of each verdict; None: all
-) -> str: # a heading, a table, one section a finding
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what `diagnose` found in it
+    source: str | None = None,  # where it came from; None: what the record says
+    remedies: int | None = 5,  # remedies of each verdict; None: all
+) -> str:  # a heading, a table, one section a finding
     "The findings of one run as markdown."
     f = facts(run, source)
-    out = [f'# {_m(f.source or "run")}', '', _m(facts_line(f)), *([ '', _m(skipped_line(f))] if f.skipped else []), '', f'**{verdict_line(f, findings)}**']
+    out = [
+        f"# {_m(f.source or 'run')}",
+        "",
+        _m(facts_line(f)),
+        *(["", _m(skipped_line(f))] if f.skipped else []),
+        "",
+        f"**{verdict_line(f, findings)}**",
+    ]
     known = set()
     for n, finding in enumerate(findings, 1):
-        out += ['', f'## {n}. {_m(finding.kind.replace("_", " "))} ({finding.severity}) {steps_text(finding)}'.rstrip(), '', _m(finding.explanation)]
-        if items := evidence_items(finding): out += ['', *(f'- {_m(k)}: {_m(v)}' for k, v in items)]
-        for verdict, rows in remedies_by_verdict(finding, remedies).items() if finding.kind not in known else ():
-            out += ['', f'**{verdict}:** ' + '; '.join(f'{_m(r["name"])} ({_m(r["source"])})' for r in rows)]
+        out += [
+            "",
+            f"## {n}. {_m(finding.kind.replace('_', ' '))} ({finding.severity}) {steps_text(finding)}".rstrip(),
+            "",
+            _m(finding.explanation),
+        ]
+        if items := evidence_items(finding):
+            out += ["", *(f"- {_m(k)}: {_m(v)}" for k, v in items)]
+        for verdict, rows in (
+            remedies_by_verdict(finding, remedies).items() if finding.kind not in known else ()
+        ):
+            out += ["", f"**{verdict}:** " + "; ".join(f"{_m(r['name'])} ({_m(r['source'])})" for r in rows)]
         known.add(finding.kind)
-    return '\n'.join(out) + '\n'
+    return "\n".join(out) + "\n"

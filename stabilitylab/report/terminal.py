@@ -11,67 +11,101 @@ import textwrap
 import xarray as xr
 
 from ..detect.findings import Findings
-from .content import clean, facts, facts_line, remedies_by_verdict, skipped_line, steps_text, told_and_listed, verdict_line
+from stabilitylab.report.content import (
+    clean,
+    facts,
+    facts_line,
+    remedies_by_verdict,
+    skipped_line,
+    steps_text,
+    told_and_listed,
+    verdict_line,
+)
 
 # %% ../../nbs/api/report/02_terminal.ipynb #e9c1347f
-_ANSI = {'error': '1;31', 'warning': '33', 'info': '2', 'head': '1', 'worked': '32', 'did not work': '31', 'unclear': '2'}
+_ANSI = {
+    "error": "1;31",
+    "warning": "33",
+    "info": "2",
+    "head": "1",
+    "worked": "32",
+    "did not work": "31",
+    "unclear": "2",
+}
 _INDENT = 13
 
+
 def paint(
-    text: str, # any text
-    meaning: str, # 'error', 'warning', 'info', 'head' or a verdict
-    colour: bool = True, # False: leave it as it is
-) -> str: # with ANSI codes around it
+    text: str,  # any text
+    meaning: str,  # 'error', 'warning', 'info', 'head' or a verdict
+    colour: bool = True,  # False: leave it as it is
+) -> str:  # with ANSI codes around it
     "The text in the colour of its meaning."
-    return f'\x1b[{_ANSI[meaning]}m{text}\x1b[0m' if colour else text
+    return f"\x1b[{_ANSI[meaning]}m{text}\x1b[0m" if colour else text
+
 
 def _wrapped(text, width, indent=_INDENT, hang=0):
-    return textwrap.fill(text, max(40, width), initial_indent=' '*indent, subsequent_indent=' '*(indent + hang), break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        max(40, width),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hang),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 # %% ../../nbs/api/report/02_terminal.ipynb #cb06347e
 def findings_text(
-    findings: Findings, # of one run, or shared by several
-    width: int = 100, # letters a line
-    colour: bool = False, # with ANSI colours
-    remedies: int = 3, # remedies of each verdict; 0: none
-    each: int = 4, # findings of one kind and severity that are told in full
-) -> str: # '' where there is none
+    findings: Findings,  # of one run, or shared by several
+    width: int = 100,  # letters a line
+    colour: bool = False,  # with ANSI colours
+    remedies: int = 3,  # remedies of each verdict; 0: none
+    each: int = 4,  # findings of one kind and severity that are told in full
+) -> str:  # '' where there is none
     "The findings as text, the gravest first."
     lines, known = [], set()
     told, listed = told_and_listed(findings, each)
     for n, f in told:
-        head = f'{n:>3} ' + paint(f'{f.severity:<8}', f.severity, colour) + ' ' + paint(f.kind, 'head', colour)
-        where = steps_text(f) + (f' · {clean(", ".join(f.modules), 60)}' if f.modules else '')
-        lines += [head + (f'  {where}' if where else ''), _wrapped(clean(f.explanation, 600), width)]
-        if f.kind not in known and f.severity != 'info' and remedies: lines += _remedy_lines(f, width, colour, remedies)
+        head = (
+            f"{n:>3} " + paint(f"{f.severity:<8}", f.severity, colour) + " " + paint(f.kind, "head", colour)
+        )
+        where = steps_text(f) + (f" · {clean(', '.join(f.modules), 60)}" if f.modules else "")
+        lines += [head + (f"  {where}" if where else ""), _wrapped(clean(f.explanation, 600), width)]
+        if f.kind not in known and f.severity != "info" and remedies:
+            lines += _remedy_lines(f, width, colour, remedies)
         known.add(f.kind)
     for (severity, kind), rows in listed.items():
-        steps = ', '.join(f'{f.onset:,}' for _, f in rows[:12] if f.onset is not None)
-        more = f' at steps {steps}{", …" if len(rows) > 12 else ""}' if steps else ''
-        lines += [' '*4 + paint(f'{severity:<8}', severity, colour) + f' {len(rows)} more {kind}' + more]
-    return '\n'.join(lines)
+        steps = ", ".join(f"{f.onset:,}" for _, f in rows[:12] if f.onset is not None)
+        more = f" at steps {steps}{', …' if len(rows) > 12 else ''}" if steps else ""
+        lines += [" " * 4 + paint(f"{severity:<8}", severity, colour) + f" {len(rows)} more {kind}" + more]
+    return "\n".join(lines)
+
 
 def _remedy_lines(f, width, colour, most):
     "One line a verdict: what teams tried, with their names; what is unclear only where nothing else is known."
     groups = remedies_by_verdict(f, most)
-    if len(groups) > 1: groups.pop('unclear', None)
+    if len(groups) > 1:
+        groups.pop("unclear", None)
     for verdict, rows in groups.items():
-        tried = '; '.join(f'{r["name"]} ({r["source"]})' for r in rows)
-        text = _wrapped(f'{verdict}: {tried}', width, hang=2)
-        yield text.replace(f'{verdict}:', paint(f'{verdict}:', verdict, colour), 1)
+        tried = "; ".join(f"{r['name']} ({r['source']})" for r in rows)
+        text = _wrapped(f"{verdict}: {tried}", width, hang=2)
+        yield text.replace(f"{verdict}:", paint(f"{verdict}:", verdict, colour), 1)
 
 # %% ../../nbs/api/report/02_terminal.ipynb #6d0fdda4
 def run_text(
-    run: xr.DataTree, # a record
-    findings: Findings, # what `diagnose` found in it
-    source: str | None = None, # where it came from; None: what the record says
-    width: int = 100, # letters a line
-    colour: bool = False, # with ANSI colours
-    remedies: int = 3, # remedies of each verdict; 0: none
-) -> str: # several lines
+    run: xr.DataTree,  # a record
+    findings: Findings,  # what `diagnose` found in it
+    source: str | None = None,  # where it came from; None: what the record says
+    width: int = 100,  # letters a line
+    colour: bool = False,  # with ANSI colours
+    remedies: int = 3,  # remedies of each verdict; 0: none
+) -> str:  # several lines
     "A run and its findings as a terminal shows them."
     head = facts(run, source)
-    lines = [paint(head.source or 'run', 'head', colour), _wrapped(facts_line(head), width, 2, 2)]
-    if head.skipped: lines.append(_wrapped(skipped_line(head), width, 2, 2))
+    lines = [paint(head.source or "run", "head", colour), _wrapped(facts_line(head), width, 2, 2)]
+    if head.skipped:
+        lines.append(_wrapped(skipped_line(head), width, 2, 2))
     lines += [_wrapped(verdict_line(head, findings), width, 2)]
-    return '\n'.join(lines + ([''] + [findings_text(findings, width, colour, remedies)] if len(findings) else []))
+    return "\n".join(
+        lines + ([""] + [findings_text(findings, width, colour, remedies)] if len(findings) else [])
+    )

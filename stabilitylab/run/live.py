@@ -24,196 +24,371 @@ from .scalars import Samples, make_events, make_scalars, series, series_names
 # %% ../../nbs/api/run/03_live.ipynb #a6431125
 class LiveStore:
     "The growing record at a path, held by one process at a time."
-    def __init__(self,
-        path: str | Path, # folder of the record; new, empty, or an older record that is continued
-        tables: dict, # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units, further dims]}, 'coords': {further dim: values}}
-        attrs: dict | None = None, # settings of the run; JSON values
-        rank: int = 0, # of this process
-        world: int = 1, # processes that write shards of this record
-        segment: int | None = None, # number of this start; None: the next, which is for rank 0 to say
-    ):
-        self.path, self.live, self.n, self.world = Path(path), Path(path)/'live', 0, world
-        name = str(rank or '')
-        known = ('live', 'blackbox', '.zgroup', '.lock' + name)
-        if self.path.is_dir() and any(self.path.iterdir()) and not any((self.path/k).exists() for k in known): raise bad_input('path', str(path), 'a new folder or an older record', 'the folder holds something else and is left alone')
-        self.live.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.path/f'.lock{name}', 'w')
-        try: fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: self.lock.close(); raise bad_input('path', str(path), 'a path that no other recorder writes', 'a second recorder is at work there; choose another path')
-        if not rank: _unclose(self.path)
-        self.segment = segment if segment is not None else 1 + max((int(p.stem.split('-')[1]) for p in self.live.glob('segment-*-0.json')), default=-1)
-        self.tag, self.previous = f'{self.segment}-{rank}', _last_attrs(self.live)
-        _put(self.live/f'segment-{self.tag}.json', json.dumps({'tables': tables, 'attrs': attrs or {}, 'world': world}).encode())
 
-    def append(self,
-        arrays: dict[str, np.ndarray], # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
-        events: list = (), # `(kind, step, text, time)`
+    def __init__(
+        self,
+        path: str | Path,  # folder of the record; new, empty, or an older record that is continued
+        tables: dict,  # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units, further dims]}, 'coords': {further dim: values}}
+        attrs: dict | None = None,  # settings of the run; JSON values
+        rank: int = 0,  # of this process
+        world: int = 1,  # processes that write shards of this record
+        segment: int | None = None,  # number of this start; None: the next, which is for rank 0 to say
+    ):
+        self.path, self.live, self.n, self.world = Path(path), Path(path) / "live", 0, world
+        name = str(rank or "")
+        known = ("live", "blackbox", ".zgroup", ".lock" + name)
+        if (
+            self.path.is_dir()
+            and any(self.path.iterdir())
+            and not any((self.path / k).exists() for k in known)
+        ):
+            raise bad_input(
+                "path",
+                str(path),
+                "a new folder or an older record",
+                "the folder holds something else and is left alone",
+            )
+        self.live.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.path / f".lock{name}", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.lock.close()
+            raise bad_input(
+                "path",
+                str(path),
+                "a path that no other recorder writes",
+                "a second recorder is at work there; choose another path",
+            )
+        if not rank:
+            _unclose(self.path)
+        self.segment = (
+            segment
+            if segment is not None
+            else 1 + max((int(p.stem.split("-")[1]) for p in self.live.glob("segment-*-0.json")), default=-1)
+        )
+        self.tag, self.previous = f"{self.segment}-{rank}", _last_attrs(self.live)
+        _put(
+            self.live / f"segment-{self.tag}.json",
+            json.dumps({"tables": tables, "attrs": attrs or {}, "world": world}).encode(),
+        )
+
+    def append(
+        self,
+        arrays: dict[
+            str, np.ndarray
+        ],  # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
+        events: list = (),  # `(kind, step, text, time)`
     ) -> None:
         "Add one part; it counts once it is whole."
         buffer = io.BytesIO()
         np.savez(buffer, events=np.frombuffer(json.dumps(list(events)).encode(), np.uint8), **arrays)
-        _put(self.live/f'part-{self.tag}-{self.n:07d}.npz', buffer.getbuffer())
+        _put(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer())
         self.n += 1
 
-    def close(self,
-        merge: bool = True, # turn the parts into Zarr groups
+    def close(
+        self,
+        merge: bool = True,  # turn the parts into Zarr groups
     ) -> None:
         "Let go of the path, and make the record an ordinary one."
         try:
-            _put(self.live/f'done-{self.tag}', b'')
-            if merge and all((self.live/f'done-{self.segment}-{r}').exists() for r in range(self.world)): self._merge()
-        finally: self.lock.close()
+            _put(self.live / f"done-{self.tag}", b"")
+            if merge and all((self.live / f"done-{self.segment}-{r}").exists() for r in range(self.world)):
+                self._merge()
+        finally:
+            self.lock.close()
 
     def _merge(self):
         "The last of the ranks does it."
-        with open(self.path/'.lock-closing', 'w') as lock:
-            try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError: return
-            if self.live.is_dir(): close_live(self.path)
-        (self.path/'.lock-closing').unlink(missing_ok=True)
+        with open(self.path / ".lock-closing", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return
+            if self.live.is_dir():
+                close_live(self.path)
+        (self.path / ".lock-closing").unlink(missing_ok=True)
+
 
 def _put(path, data):
     "Write a file that is there whole or not at all."
-    part = path.with_name('.' + path.name)
+    part = path.with_name("." + path.name)
     part.write_bytes(data)
     os.replace(part, path)
 
+
 def _last_attrs(live):
     "Settings of the start before this one, {} where there is none."
-    last = max(live.glob('segment-*-0.json'), key=lambda p: int(p.stem.split('-')[1]), default=None)
-    if last is not None: return json.loads(last.read_text())['attrs']
-    closed = live/'closed'/'.zattrs'
+    last = max(live.glob("segment-*-0.json"), key=lambda p: int(p.stem.split("-")[1]), default=None)
+    if last is not None:
+        return json.loads(last.read_text())["attrs"]
+    closed = live / "closed" / ".zattrs"
     return json.loads(closed.read_text()) if closed.exists() else {}
+
 
 def _unclose(path):
     "Move the Zarr groups of a closed record below `live`, to be continued."
-    if (path/'live').is_dir() and any((path/'live').glob('segment-*')) or not (path/'.zgroup').exists(): return
-    closed = path/'live'/'closed'
+    if (path / "live").is_dir() and any((path / "live").glob("segment-*")) or not (path / ".zgroup").exists():
+        return
+    closed = path / "live" / "closed"
     closed.mkdir(exist_ok=True)
     for p in path.iterdir():
-        if p.name in GROUPS or p.name.startswith('.z'): p.rename(closed/p.name)
+        if p.name in GROUPS or p.name.startswith(".z"):
+            p.rename(closed / p.name)
 
 # %% ../../nbs/api/run/03_live.ipynb #838c9549
 def _parts(live, tag):
     "The parts of one segment and rank in order, as one dict of arrays, and their events; a torn part is left out."
     parts, events = [], []
-    for p in sorted(live.glob(f'part-{tag}-*.npz')):
+    for p in sorted(live.glob(f"part-{tag}-*.npz")):
         with np.load(p) as z:
-            events += json.loads(bytes(z['events']).decode())
-            parts.append({k: z[k] for k in z.files if k != 'events'})
+            events += json.loads(bytes(z["events"]).decode())
+            parts.append({k: z[k] for k in z.files if k != "events"})
     found, names = {}, dict.fromkeys(k for part in parts for k in part)
     for k in names:
-        gap = lambda part: np.full(len(part['scalars/step']), False if 'has:' in k else np.nan)
-        found[k] = [part[k] if k in part else gap(part) for part in parts if k in part or k.startswith('scalars/') and 'scalars/step' in part]
+        gap = lambda part: np.full(len(part["scalars/step"]), False if "has:" in k else np.nan)
+        found[k] = [
+            part[k] if k in part else gap(part)
+            for part in parts
+            if k in part or k.startswith("scalars/") and "scalars/step" in part
+        ]
     return found, events
+
 
 def _stack(pieces):
     "Rows of several parts under each other."
     return np.concatenate(pieces)
 
+
 def _group(arrays, group, table, segment):
     "One group of one segment as a Dataset."
-    dim, data = table['dim'], {}
-    coords = {dim: (dim, np.array(table['names'], dtype=object)), 'kind': (dim, np.array(table['kind'], dtype=object)), 'layer': (dim, np.array(table['layer'], dtype=np.int64))}
-    counts = {k.removeprefix(f'{group}/'): ['entries', '1'] for k in arrays if k.startswith(f'{group}/n:')}
-    for name, (long_name, units, *more) in (table['variables'] | counts).items():
-        if f'{group}/{name}' not in arrays: continue
-        data[name] = (('step', dim, *more), _stack(arrays[f'{group}/{name}']), {'long_name': long_name, 'units': units})
-        for d in more: coords[d] = (d, np.array(table['coords'][d], dtype=object if isinstance(table['coords'][d][0], str) else None))
-    coords['step'] = ('step', _stack(arrays[f'{group}/step']).astype(np.int64), {'long_name': 'optimizer step', 'units': 'step'})
-    coords['segment'] = ('step', np.full(len(coords['step'][1]), segment, np.int32), {'long_name': 'pass of the program', 'units': '1'})
+    dim, data = table["dim"], {}
+    coords = {
+        dim: (dim, np.array(table["names"], dtype=object)),
+        "kind": (dim, np.array(table["kind"], dtype=object)),
+        "layer": (dim, np.array(table["layer"], dtype=np.int64)),
+    }
+    counts = {k.removeprefix(f"{group}/"): ["entries", "1"] for k in arrays if k.startswith(f"{group}/n:")}
+    for name, (long_name, units, *more) in (table["variables"] | counts).items():
+        if f"{group}/{name}" not in arrays:
+            continue
+        data[name] = (
+            ("step", dim, *more),
+            _stack(arrays[f"{group}/{name}"]),
+            {"long_name": long_name, "units": units},
+        )
+        for d in more:
+            coords[d] = (
+                d,
+                np.array(
+                    table["coords"][d], dtype=object if isinstance(table["coords"][d][0], str) else None
+                ),
+            )
+    coords["step"] = (
+        "step",
+        _stack(arrays[f"{group}/step"]).astype(np.int64),
+        {"long_name": "optimizer step", "units": "step"},
+    )
+    coords["segment"] = (
+        "step",
+        np.full(len(coords["step"][1]), segment, np.int32),
+        {"long_name": "pass of the program", "units": "1"},
+    )
     return xr.Dataset(data, coords)
+
 
 def _scalars(segments, closed):
     "The `/scalars` group of all segments."
     samples, starts, at = {}, [], 0
-    def add(name, step, value, order, time): samples.setdefault(name, []).append((step, value, order, time))
-    if closed is not None and 'scalars' in closed.children:
-        old = closed['scalars'].to_dataset()
-        starts, at = list(1 + np.flatnonzero(np.diff(old.segment.values))), old.sizes['step']
+
+    def add(name, step, value, order, time):
+        samples.setdefault(name, []).append((step, value, order, time))
+
+    if closed is not None and "scalars" in closed.children:
+        old = closed["scalars"].to_dataset()
+        starts, at = list(1 + np.flatnonzero(np.diff(old.segment.values))), old.sizes["step"]
         for name in series_names(old):
-            s = series(old, name); keep = np.flatnonzero(old.step.to_index().isin(s.step.values)) if s.size != at else np.arange(at)
-            time = s.time.values.astype('M8[ns]').astype(float)/1e9 if 'time' in s.coords else np.full(s.size, np.nan)
-            add(name, s.step.values, s.values, keep[:s.size] if len(keep) == s.size else np.arange(s.size), time)
+            s = series(old, name)
+            keep = np.flatnonzero(old.step.to_index().isin(s.step.values)) if s.size != at else np.arange(at)
+            time = (
+                s.time.values.astype("M8[ns]").astype(float) / 1e9
+                if "time" in s.coords
+                else np.full(s.size, np.nan)
+            )
+            add(
+                name,
+                s.step.values,
+                s.values,
+                keep[: s.size] if len(keep) == s.size else np.arange(s.size),
+                time,
+            )
     for arrays in segments:
-        if 'scalars/step' not in arrays: continue
-        step, time = _stack(arrays['scalars/step']), _stack(arrays['scalars/time'])
-        if at: starts.append(at)
+        if "scalars/step" not in arrays:
+            continue
+        step, time = _stack(arrays["scalars/step"]), _stack(arrays["scalars/time"])
+        if at:
+            starts.append(at)
         for key in arrays:
-            if not key.startswith('scalars/has:'): continue
-            name = key.removeprefix('scalars/has:')
-            has, value = _stack(arrays[key]).astype(bool), _stack(arrays[f'scalars/{name}'])
+            if not key.startswith("scalars/has:"):
+                continue
+            name = key.removeprefix("scalars/has:")
+            has, value = _stack(arrays[key]).astype(bool), _stack(arrays[f"scalars/{name}"])
             add(name, step[has], value[has], at + np.flatnonzero(has), time[has])
         at += len(step)
-    return make_scalars({n: Samples(*map(np.concatenate, zip(*rows))) for n, rows in samples.items()}, restarts=np.array(starts, dtype=np.int64), source='recorder')
+    return make_scalars(
+        {n: Samples(*map(np.concatenate, zip(*rows))) for n, rows in samples.items()},
+        restarts=np.array(starts, dtype=np.int64),
+        source="recorder",
+    )
 
 
 def _segment(live, segment, number):
     "One segment: settings, scalars, groups and events; shards of several ranks put together."
-    metas = {int(p.stem.split('-')[2]): json.loads(p.read_text()) for p in live.glob(f'segment-{segment}-*.json')}
+    metas = {
+        int(p.stem.split("-")[2]): json.loads(p.read_text()) for p in live.glob(f"segment-{segment}-*.json")
+    }
     ranks, meta = sorted(metas), metas[0]
-    parts = {r: _parts(live, f'{segment}-{r}') for r in ranks}
-    events = [(kind, step, text if not r else f'rank {r}: {text}', time) for r in ranks for kind, step, text, time in parts[r][1]]
-    groups = {g: {r: _group(parts[r][0], g, metas[r]['tables'][g], number) for r in ranks if g in metas[r]['tables'] and f'{g}/step' in parts[r][0]} for g in meta['tables']}
-    tables, copies = {}, meta['attrs'].get('copies', 1.)
+    parts = {r: _parts(live, f"{segment}-{r}") for r in ranks}
+    events = [
+        (kind, step, text if not r else f"rank {r}: {text}", time)
+        for r in ranks
+        for kind, step, text, time in parts[r][1]
+    ]
+    groups = {
+        g: {
+            r: _group(parts[r][0], g, metas[r]["tables"][g], number)
+            for r in ranks
+            if g in metas[r]["tables"] and f"{g}/step" in parts[r][0]
+        }
+        for g in meta["tables"]
+    }
+    tables, copies = {}, meta["attrs"].get("copies", 1.0)
     for g, shards in groups.items():
-        if not shards: continue
-        if meta.get('world', 1) == 1: tables[g] = shards[0]; continue
-        tables[g] = combine_shards(list(shards.values()), g, 1. if meta['tables'][g]['dim'] == 'module' else np.asarray(copies))
-        if g == 'activations': tables['rank_activations'] = stack_ranks(list(shards.values()), list(shards))
-    if {'updates', 'weights'} <= set(tables) and len(ranks) > 1 and (tables['updates'].step.values == tables['weights'].step.values).all():
-        with np.errstate(all='ignore'): tables['updates']['update_ratio'].values[:] = tables['updates'].update_norm.values/tables['weights'].weight_norm.values
-    return meta, _joint_scalars([parts[r][0] for r in ranks], tables) if len(ranks) > 1 else parts[0][0], tables, events
+        if not shards:
+            continue
+        if meta.get("world", 1) == 1:
+            tables[g] = shards[0]
+            continue
+        tables[g] = combine_shards(
+            list(shards.values()), g, 1.0 if meta["tables"][g]["dim"] == "module" else np.asarray(copies)
+        )
+        if g == "activations":
+            tables["rank_activations"] = stack_ranks(list(shards.values()), list(shards))
+    if (
+        {"updates", "weights"} <= set(tables)
+        and len(ranks) > 1
+        and (tables["updates"].step.values == tables["weights"].step.values).all()
+    ):
+        with np.errstate(all="ignore"):
+            tables["updates"]["update_ratio"].values[:] = (
+                tables["updates"].update_norm.values / tables["weights"].weight_norm.values
+            )
+    return (
+        meta,
+        _joint_scalars([parts[r][0] for r in ranks], tables) if len(ranks) > 1 else parts[0][0],
+        tables,
+        events,
+    )
+
 
 def _joint_scalars(arrays, tables):
     "Rank 0's scalars with the mean loss over ranks, and norms of whole tensors."
-    out, others = dict(arrays[0]), [a for a in arrays[1:] if 'scalars/step' in a]
-    if 'scalars/step' not in out: return out
-    step = _stack(out['scalars/step'])
-    def at(steps, values): return np.array([dict(zip(steps.tolist(), values.tolist())).get(s, np.nan) for s in step.tolist()])
-    if 'scalars/loss' in out and others:
-        losses = [_stack(out['scalars/loss'])] + [at(_stack(a['scalars/step']), _stack(a['scalars/loss'])) for a in others if 'scalars/loss' in a]
-        out['scalars/loss'] = [np.where(np.isnan(sum(losses)), losses[0], sum(losses)/len(losses))]
-    for name, group in (('grad_norm', 'gradients'), ('weight_norm', 'weights'), ('update_norm', 'updates')):
-        if f'scalars/{name}' in out and group in tables:
-            ds = tables[group]; bad = ds.nonfinite_count.fillna(0).sum('param').values > 0 if name == 'grad_norm' else False
-            out[f'scalars/{name}'] = [at(ds.step.values, np.where(bad, np.nan, np.sqrt(np.nansum(ds[name].values.astype(float)**2, 1))))]
+    out, others = dict(arrays[0]), [a for a in arrays[1:] if "scalars/step" in a]
+    if "scalars/step" not in out:
+        return out
+    step = _stack(out["scalars/step"])
+
+    def at(steps, values):
+        return np.array([dict(zip(steps.tolist(), values.tolist())).get(s, np.nan) for s in step.tolist()])
+
+    if "scalars/loss" in out and others:
+        losses = [_stack(out["scalars/loss"])] + [
+            at(_stack(a["scalars/step"]), _stack(a["scalars/loss"])) for a in others if "scalars/loss" in a
+        ]
+        out["scalars/loss"] = [np.where(np.isnan(sum(losses)), losses[0], sum(losses) / len(losses))]
+    for name, group in (("grad_norm", "gradients"), ("weight_norm", "weights"), ("update_norm", "updates")):
+        if f"scalars/{name}" in out and group in tables:
+            ds = tables[group]
+            bad = ds.nonfinite_count.fillna(0).sum("param").values > 0 if name == "grad_norm" else False
+            out[f"scalars/{name}"] = [
+                at(
+                    ds.step.values,
+                    np.where(bad, np.nan, np.sqrt(np.nansum(ds[name].values.astype(float) ** 2, 1))),
+                )
+            ]
     return out
 
+
 def read_live(
-    path: str | Path, # folder of a record that is being written, or that was killed
-) -> xr.DataTree: # the record, with everything that was flushed
+    path: str | Path,  # folder of a record that is being written, or that was killed
+) -> xr.DataTree:  # the record, with everything that was flushed
     "The growing record at `path` as it is now."
-    live = Path(path)/'live'
-    closed = xr.open_datatree(live/'closed', engine='zarr', chunks=None).load() if (live/'closed').is_dir() else None
-    base = 0 if closed is None else 1 + max((int(closed[g].segment.max()) for g in closed.children if 'segment' in closed[g].coords and closed[g].segment.size), default=-1)
-    metas = sorted(live.glob('segment-*-0.json'), key=lambda p: int(p.stem.split('-')[1]))
+    live = Path(path) / "live"
+    closed = (
+        xr.open_datatree(live / "closed", engine="zarr", chunks=None).load()
+        if (live / "closed").is_dir()
+        else None
+    )
+    base = (
+        0
+        if closed is None
+        else 1
+        + max(
+            (
+                int(closed[g].segment.max())
+                for g in closed.children
+                if "segment" in closed[g].coords and closed[g].segment.size
+            ),
+            default=-1,
+        )
+    )
+    metas = sorted(live.glob("segment-*-0.json"), key=lambda p: int(p.stem.split("-")[1]))
     groups, scalars, events, attrs = {}, [], [], {} if closed is None else dict(closed.attrs)
     for p in metas:
-        segment = p.stem.split('-')[1]
+        segment = p.stem.split("-")[1]
         meta, arrays, tables, more = _segment(live, segment, base + int(segment))
-        scalars.append(arrays); events += more; attrs |= meta['attrs']
-        for g, ds in tables.items(): groups.setdefault(g, []).append(ds)
+        scalars.append(arrays)
+        events += more
+        attrs |= meta["attrs"]
+        for g, ds in tables.items():
+            groups.setdefault(g, []).append(ds)
     for g in () if closed is None else closed.children:
-        if g == 'events': events = [(str(k), int(s), str(x), None) for k, s, x in zip(*(closed[g][f'event_{v}'].values for v in ('kind', 'step', 'text')))] + events
-        elif g != 'scalars': groups[g] = [closed[g].to_dataset().drop_encoding(), *groups.get(g, [])]
-    tree = {'/scalars': _scalars(scalars, closed)} | ({'/events': make_events(events)} if events else {}) | {f'/{g}': ds[0] if len(ds) == 1 else xr.concat(ds, 'step', join='outer', data_vars='minimal', coords='minimal', compat='override') for g, ds in groups.items()}
+        if g == "events":
+            events = [
+                (str(k), int(s), str(x), None)
+                for k, s, x in zip(*(closed[g][f"event_{v}"].values for v in ("kind", "step", "text")))
+            ] + events
+        elif g != "scalars":
+            groups[g] = [closed[g].to_dataset().drop_encoding(), *groups.get(g, [])]
+    tree = (
+        {"/scalars": _scalars(scalars, closed)}
+        | ({"/events": make_events(events)} if events else {})
+        | {
+            f"/{g}": ds[0]
+            if len(ds) == 1
+            else xr.concat(ds, "step", join="outer", data_vars="minimal", coords="minimal", compat="override")
+            for g, ds in groups.items()
+        }
+    )
     tree = xr.DataTree.from_dict(tree)
     tree.attrs = attrs
     return tree
 
 # %% ../../nbs/api/run/03_live.ipynb #18d4bda7
 def close_live(
-    path: str | Path, # folder of a growing record
+    path: str | Path,  # folder of a growing record
 ) -> None:
     "Turn the parts into Zarr groups; killed half-way, the parts still hold everything."
     from stabilitylab.run.record import save_run
-    path = Path(path); closing = path/'live'/'.closing'
+
+    path = Path(path)
+    closing = path / "live" / ".closing"
     shutil.rmtree(closing, ignore_errors=True)
     save_run(read_live(path), closing)
     for p in closing.iterdir():
-        old = path/p.name
-        if old.is_dir(): shutil.rmtree(old)
+        old = path / p.name
+        if old.is_dir():
+            shutil.rmtree(old)
         p.rename(old)
-    (path/'live').rename(path/'.live-done')
-    shutil.rmtree(path/'.live-done', ignore_errors=True)
+    (path / "live").rename(path / ".live-done")
+    shutil.rmtree(path / ".live-done", ignore_errors=True)

@@ -10,56 +10,95 @@ import numpy as np
 import xarray as xr
 
 # %% ../../nbs/api/run/04_ranks.ipynb #931b1522
-_LARGEST, _ADDED, _NORMS, _ROOTS = ('absmax', 'channel_ratio'), ('nonfinite_count',), ('grad_norm', 'weight_norm', 'update_norm'), ('rms', 'update_rms')
+_LARGEST, _ADDED, _NORMS, _ROOTS = (
+    ("absmax", "channel_ratio"),
+    ("nonfinite_count",),
+    ("grad_norm", "weight_norm", "update_norm"),
+    ("rms", "update_rms"),
+)
+
 
 def _parts_of(name, group):
     "Prefix and plain name of a statistic."
-    prefixes = ('in_', 'grad_') if group.endswith('activations') else ('m_', 'v_') if group == 'sampled_optimizer' else ()
-    prefix = next((p for p in prefixes if name.startswith(p)), '')
+    prefixes = (
+        ("in_", "grad_")
+        if group.endswith("activations")
+        else ("m_", "v_")
+        if group == "sampled_optimizer"
+        else ()
+    )
+    prefix = next((p for p in prefixes if name.startswith(p)), "")
     return prefix, name.removeprefix(prefix)
+
 
 def _mean(value, weight):
     "Weighted mean over the last axis of what is not NaN."
-    ok = ~np.isnan(value); weight = np.where(ok, weight, 0.)
+    ok = ~np.isnan(value)
+    weight = np.where(ok, weight, 0.0)
     total = weight.sum(-1)
-    return np.where(total > 0, (np.where(ok, value, 0.)*weight).sum(-1)/total, np.nan)
+    return np.where(total > 0, (np.where(ok, value, 0.0) * weight).sum(-1) / total, np.nan)
 
-def _sum(value): return np.where(np.isnan(value).all(-1), np.nan, np.nansum(value, -1))
+
+def _sum(value):
+    return np.where(np.isnan(value).all(-1), np.nan, np.nansum(value, -1))
+
 
 def combine_shards(
-    shards: list[xr.Dataset], # one group of one segment, a shard a rank; dims `(step, module or param)`
-    group: str, # name of the group
-    copies: np.ndarray | float = 1., # (param,) how many ranks hold the same part of each parameter
-) -> xr.Dataset: # the group of the whole run, at the steps that every shard has
+    shards: list[xr.Dataset],  # one group of one segment, a shard a rank; dims `(step, module or param)`
+    group: str,  # name of the group
+    copies: np.ndarray | float = 1.0,  # (param,) how many ranks hold the same part of each parameter
+) -> xr.Dataset:  # the group of the whole run, at the steps that every shard has
     "The statistics that one process would have had."
     shards = _same_steps(shards)
     x = {str(n): np.stack([s[n].values for s in shards], -1).astype(float) for n in shards[0].data_vars}
-    out = shards[0][[n for n in x if not n.startswith('n:')]].copy()
-    with np.errstate(all='ignore'):
+    out = shards[0][[n for n in x if not n.startswith("n:")]].copy()
+    with np.errstate(all="ignore"):
         for name in out.data_vars:
-            prefix, plain = _parts_of(name, group); v = x[name]
-            n = x.get(f'n:{prefix}', np.ones((1, 1, 1))); n = n.reshape(*n.shape[:2], *[1]*(v.ndim - 3), n.shape[-1])
-            if plain in _LARGEST: y = np.where(np.isnan(v).all(-1), np.nan, np.nanmax(np.where(np.isnan(v), -np.inf, v), -1))
-            elif plain in _ADDED: y = _sum(v)/copies
-            elif plain in _NORMS: y = np.sqrt(_sum(v*v)/copies)
-            elif plain in _ROOTS: y = np.sqrt(_mean(v*v, n))
-            elif plain == 'std': mean = x[prefix + 'mean']; y = np.sqrt(np.maximum(_mean(v*v + mean*mean, n) - _mean(mean, n)**2, 0))
-            elif plain == 'top_channel': y = np.take_along_axis(v, np.nan_to_num(x['channel_ratio'], nan=-1.).argmax(-1)[..., None], -1)[..., 0]
-            else: y = _mean(v, n)
+            prefix, plain = _parts_of(name, group)
+            v = x[name]
+            n = x.get(f"n:{prefix}", np.ones((1, 1, 1)))
+            n = n.reshape(*n.shape[:2], *[1] * (v.ndim - 3), n.shape[-1])
+            if plain in _LARGEST:
+                y = np.where(np.isnan(v).all(-1), np.nan, np.nanmax(np.where(np.isnan(v), -np.inf, v), -1))
+            elif plain in _ADDED:
+                y = _sum(v) / copies
+            elif plain in _NORMS:
+                y = np.sqrt(_sum(v * v) / copies)
+            elif plain in _ROOTS:
+                y = np.sqrt(_mean(v * v, n))
+            elif plain == "std":
+                mean = x[prefix + "mean"]
+                y = np.sqrt(np.maximum(_mean(v * v + mean * mean, n) - _mean(mean, n) ** 2, 0))
+            elif plain == "top_channel":
+                y = np.take_along_axis(
+                    v, np.nan_to_num(x["channel_ratio"], nan=-1.0).argmax(-1)[..., None], -1
+                )[..., 0]
+            else:
+                y = _mean(v, n)
             out[name] = (out[name].dims, y.astype(shards[0][name].dtype), out[name].attrs)
     return out
+
 
 def _same_steps(shards):
     "The shards at the steps that all have."
     steps = shards[0].step.values
-    for s in shards[1:]: steps = np.intersect1d(steps, s.step.values)
+    for s in shards[1:]:
+        steps = np.intersect1d(steps, s.step.values)
     return [s.isel(step=np.flatnonzero(np.isin(s.step.values, steps))) for s in shards]
 
+
 def stack_ranks(
-    shards: list[xr.Dataset], # as for `combine_shards`
-    ranks: list[int], # number of each
-) -> xr.Dataset: # dims `(step, module, …, rank)`
+    shards: list[xr.Dataset],  # as for `combine_shards`
+    ranks: list[int],  # number of each
+) -> xr.Dataset:  # dims `(step, module, …, rank)`
     "The shards beside each other."
-    shards = [s[[n for n in s.data_vars if not str(n).startswith('n:')]] for s in _same_steps(shards)]
-    out = xr.concat(shards, xr.DataArray(np.array(ranks), dims='rank', attrs={'long_name': 'rank', 'units': '1'}, name='rank'), data_vars='all', coords='minimal', compat='override', join='override')
-    return out.transpose('step', ..., 'rank')
+    shards = [s[[n for n in s.data_vars if not str(n).startswith("n:")]] for s in _same_steps(shards)]
+    out = xr.concat(
+        shards,
+        xr.DataArray(np.array(ranks), dims="rank", attrs={"long_name": "rank", "units": "1"}, name="rank"),
+        data_vars="all",
+        coords="minimal",
+        compat="override",
+        join="override",
+    )
+    return out.transpose("step", ..., "rank")

@@ -21,88 +21,135 @@ def _faults_of(group, ds):
     "Every fault of one group, as sentences."
     dims = GROUPS[group]
     for d in dims:
-        if d not in ds.dims and len(ds.data_vars): yield f"`/{group}` has dims {tuple(ds.dims)}; allowed: {dims} first"
-    if 'step' in dims and len(ds.data_vars):
-        if 'step' not in ds.coords: yield f"`/{group}` has no coordinate `step`"
-        elif ds.step.dtype.kind not in 'iu': yield f"`/{group}` has `step` of type {ds.step.dtype}; allowed: integers"
-        if group == 'scalars' and 'segment' not in ds.coords: yield "`/scalars` has no coordinate `segment`"
-        elif 'segment' in ds.coords and (np.diff(ds.segment.values) < 0).any(): yield f"`/{group}` has a `segment` that goes back; allowed: ascending"
+        if d not in ds.dims and len(ds.data_vars):
+            yield f"`/{group}` has dims {tuple(ds.dims)}; allowed: {dims} first"
+    if "step" in dims and len(ds.data_vars):
+        if "step" not in ds.coords:
+            yield f"`/{group}` has no coordinate `step`"
+        elif ds.step.dtype.kind not in "iu":
+            yield f"`/{group}` has `step` of type {ds.step.dtype}; allowed: integers"
+        if group == "scalars" and "segment" not in ds.coords:
+            yield "`/scalars` has no coordinate `segment`"
+        elif "segment" in ds.coords and (np.diff(ds.segment.values) < 0).any():
+            yield f"`/{group}` has a `segment` that goes back; allowed: ascending"
     if dims:
         for name, v in ds.data_vars.items():
-            if not v.attrs.get('long_name'): yield f"`/{group}/{name}` has no `long_name`"
-            if v.dtype.kind in 'fiu' and 'units' not in v.attrs: yield f"`/{group}/{name}` has no `units`"
+            if not v.attrs.get("long_name"):
+                yield f"`/{group}/{name}` has no `long_name`"
+            if v.dtype.kind in "fiu" and "units" not in v.attrs:
+                yield f"`/{group}/{name}` has no `units`"
 
 # %% ../../nbs/api/run/01_record.ipynb #44a534e6
 def validate_run(
-    run: xr.DataTree, # a record
-) -> xr.DataTree: # the same record, if it is sound
+    run: xr.DataTree,  # a record
+) -> xr.DataTree:  # the same record, if it is sound
     "The record itself, or one `InputError` that lists all its faults."
-    if not isinstance(run, xr.DataTree): raise bad_input('run', type(run).__name__, 'an xarray.DataTree', 'make one with new_run(...)')
-    faults = [f"`/{c}` is not a group of the record; allowed: {', '.join(GROUPS)}" for c in run.children if c not in GROUPS]
+    if not isinstance(run, xr.DataTree):
+        raise bad_input("run", type(run).__name__, "an xarray.DataTree", "make one with new_run(...)")
+    faults = [
+        f"`/{c}` is not a group of the record; allowed: {', '.join(GROUPS)}"
+        for c in run.children
+        if c not in GROUPS
+    ]
     for group in run.children:
-        if group in GROUPS: faults += list(_faults_of(group, run[group].to_dataset()))
+        if group in GROUPS:
+            faults += list(_faults_of(group, run[group].to_dataset()))
     for key, value in run.attrs.items():
-        try: json.dumps(value)
-        except TypeError: faults.append(f"attribute `{key}` is {type(value).__name__}; allowed: what JSON can hold")
-    if faults: raise InputError(f"the record has {len(faults)} fault{'s'*(len(faults)>1)}: " + '; '.join(faults))
+        try:
+            json.dumps(value)
+        except TypeError:
+            faults.append(f"attribute `{key}` is {type(value).__name__}; allowed: what JSON can hold")
+    if faults:
+        raise InputError(f"the record has {len(faults)} fault{'s' * (len(faults) > 1)}: " + "; ".join(faults))
     return run
 
 # %% ../../nbs/api/run/01_record.ipynb #7a25c2e0
 def new_run(
-    scalars: xr.Dataset | None = None, # the `/scalars` group, from `make_scalars` or a reader; a reader's events may be in it too
-    attrs: dict | None = None, # settings and origin of the run; JSON values
-    **groups: xr.Dataset, # further groups by name, such as `events` or `activations`
-) -> xr.DataTree: # a validated record
+    scalars: xr.Dataset
+    | None = None,  # the `/scalars` group, from `make_scalars` or a reader; a reader's events may be in it too
+    attrs: dict | None = None,  # settings and origin of the run; JSON values
+    **groups: xr.Dataset,  # further groups by name, such as `events` or `activations`
+) -> xr.DataTree:  # a validated record
     "A record made of these groups."
-    if scalars is not None and 'event' in scalars.dims:
-        groups.setdefault('events', scalars[[v for v in scalars.data_vars if 'event' in scalars[v].dims]].drop_attrs(deep=False))
-        scalars = scalars.drop_dims('event')
-    parts = ({} if scalars is None else {'scalars': scalars}) | groups
-    tree = xr.DataTree.from_dict({f'/{g}': ds for g, ds in parts.items()})
+    if scalars is not None and "event" in scalars.dims:
+        groups.setdefault(
+            "events",
+            scalars[[v for v in scalars.data_vars if "event" in scalars[v].dims]].drop_attrs(deep=False),
+        )
+        scalars = scalars.drop_dims("event")
+    parts = ({} if scalars is None else {"scalars": scalars}) | groups
+    tree = xr.DataTree.from_dict({f"/{g}": ds for g, ds in parts.items()})
     tree.attrs = dict(attrs or {})
     return validate_run(tree)
 
 # %% ../../nbs/api/run/01_record.ipynb #0cafa229
 def save_run(
-    run: xr.DataTree, # a record
-    path: str | Path, # folder of the store, by custom ending in `.zarr`
-    overwrite: bool = False, # replace a record that is already there
-) -> Path: # the folder
+    run: xr.DataTree,  # a record
+    path: str | Path,  # folder of the store, by custom ending in `.zarr`
+    overwrite: bool = False,  # replace a record that is already there
+) -> Path:  # the folder
     "The folder in which the record now lies as Zarr."
     path = Path(path)
-    if path.exists() and not overwrite: raise bad_input('path', str(path), 'a path where nothing is yet', 'pass overwrite=True to replace it')
-    if path.exists() and not is_run(path): raise bad_input('path', str(path), 'a new path or an older record', 'the folder holds something else and is left alone')
-    part, old = path.with_name(path.name + '.part'), path.with_name(path.name + '.old')
+    if path.exists() and not overwrite:
+        raise bad_input("path", str(path), "a path where nothing is yet", "pass overwrite=True to replace it")
+    if path.exists() and not is_run(path):
+        raise bad_input(
+            "path",
+            str(path),
+            "a new path or an older record",
+            "the folder holds something else and is left alone",
+        )
+    part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
     validate_run(run).to_zarr(part, zarr_format=2, encoding=_chunked(run))
-    if path.exists(): path.rename(old)
+    if path.exists():
+        path.rename(old)
     part.rename(path)
     shutil.rmtree(old, ignore_errors=True)
     return path
 
+
 def _chunked(run, rows=2**18):
     "Zarr encodings that keep a chunk of a long table at `rows` rows, so that a part of it can be read alone."
-    def of(ds): return {str(n): {'chunks': tuple(min(s, rows) if d == 'step' else s for d, s in v.sizes.items())} for n, v in ds.variables.items() if 'step' in v.dims and min(v.shape) > 0}
-    return {f'/{g}': of(run[g].to_dataset(inherit=False)) for g in run.children}
+
+    def of(ds):
+        return {
+            str(n): {"chunks": tuple(min(s, rows) if d == "step" else s for d, s in v.sizes.items())}
+            for n, v in ds.variables.items()
+            if "step" in v.dims and min(v.shape) > 0
+        }
+
+    return {f"/{g}": of(run[g].to_dataset(inherit=False)) for g in run.children}
 
 # %% ../../nbs/api/run/01_record.ipynb #d0abc7f9
 def is_run(
-    path: str | Path, # any path
-) -> bool: # whether a record of ours (or any Zarr tree with a group of ours) lies there
+    path: str | Path,  # any path
+) -> bool:  # whether a record of ours (or any Zarr tree with a group of ours) lies there
     "Whether `path` is a folder that `open_run` can open."
     path = Path(path)
-    if (path/'live').is_dir(): return any((path/'live').glob('segment-*.json'))
-    return any((path/m).is_file() for m in ('.zgroup', 'zarr.json')) and any((path/g).is_dir() for g in GROUPS)
+    if (path / "live").is_dir():
+        return any((path / "live").glob("segment-*.json"))
+    return any((path / m).is_file() for m in (".zgroup", "zarr.json")) and any(
+        (path / g).is_dir() for g in GROUPS
+    )
 
 # %% ../../nbs/api/run/01_record.ipynb #b0243281
 def open_run(
-    path: str | Path, # folder of a record
-) -> xr.DataTree: # the record; arrays are read when used
+    path: str | Path,  # folder of a record
+) -> xr.DataTree:  # the record; arrays are read when used
     "The record that lies at `path`."
     path = Path(path)
-    if not path.exists(): raise bad_input('path', str(path), 'the folder of a record', 'check the spelling')
-    if not is_run(path): raise bad_input('path', str(path), 'a Zarr folder with the group /scalars or one of its sisters', 'read_log opens logs of other frameworks')
-    if (path/'live').is_dir():
+    if not path.exists():
+        raise bad_input("path", str(path), "the folder of a record", "check the spelling")
+    if not is_run(path):
+        raise bad_input(
+            "path",
+            str(path),
+            "a Zarr folder with the group /scalars or one of its sisters",
+            "read_log opens logs of other frameworks",
+        )
+    if (path / "live").is_dir():
         from stabilitylab.run.live import read_live
+
         return validate_run(read_live(path))
-    return validate_run(xr.open_datatree(path, engine='zarr', chunks=None).copy())
+    return validate_run(xr.open_datatree(path, engine="zarr", chunks=None).copy())

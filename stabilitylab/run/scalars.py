@@ -18,127 +18,193 @@ from ..names.errors import InputError, bad_input
 # %% ../../nbs/api/run/00_scalars.ipynb #211919a5
 class Samples(NamedTuple):
     "The values of one series in the order in which they were logged."
-    step: np.ndarray               # (n,) int64, the log's own step
-    value: np.ndarray              # (n,) float64; NaN here is a logged NaN, never a gap
-    order: np.ndarray | None = None # (n,) place in the log (byte, line or event number), to order several series; None: 0..n-1
+
+    step: np.ndarray  # (n,) int64, the log's own step
+    value: np.ndarray  # (n,) float64; NaN here is a logged NaN, never a gap
+    order: np.ndarray | None = (
+        None  # (n,) place in the log (byte, line or event number), to order several series; None: 0..n-1
+    )
     time: np.ndarray | None = None  # (n,) datetime64[ns] or seconds since 1970 as float; None: unknown
 
 # %% ../../nbs/api/run/00_scalars.ipynb #25ed1a07
 def find_restarts(
-    samples: dict[str, Samples], # series of one log; each with `order`
-) -> np.ndarray: # (r,) the `order` of the first record of each later segment, ascending
+    samples: dict[str, Samples],  # series of one log; each with `order`
+) -> np.ndarray:  # (r,) the `order` of the first record of each later segment, ascending
     "Where the step counter of any series goes back."
     back = []
     for s in {(id(s.step), id(s.order)): s for s in samples.values()}.values():
         at = np.flatnonzero(np.diff(s.step) < 0) + 1
-        back += zip(s.order[at], s.order[at-1])
+        back += zip(s.order[at], s.order[at - 1])
     found = []
     for order, before in sorted(back):
-        if not found or before >= found[-1]: found.append(order)
+        if not found or before >= found[-1]:
+            found.append(order)
     return np.array(found, dtype=np.int64)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #139ba8cf
 def _complete(name, s):
     "`s` as arrays of the right types, with `order` filled in, or an error that names the series."
     step, value = np.asarray(s.step), np.asarray(s.value, dtype=np.float64)
-    if step.ndim != 1 or step.shape != value.shape: raise bad_input(name, f'step {step.shape}, value {value.shape}', 'two 1-D arrays of one length')
+    if step.ndim != 1 or step.shape != value.shape:
+        raise bad_input(name, f"step {step.shape}, value {value.shape}", "two 1-D arrays of one length")
     order = np.arange(len(step)) if s.order is None else np.asarray(s.order, dtype=np.int64)
     time = None if s.time is None else np.asarray(s.time)
-    if time is not None and time.dtype.kind != 'M': time = pd.to_datetime(np.where(np.isfinite(time.astype(float)), time, np.nan), unit='s').to_numpy()
-    return Samples(step.astype(np.int64, copy=False), value, order, None if time is None else time.astype('M8[s]' if time.dtype == 'M8[s]' else 'M8[ns]', copy=False))
+    if time is not None and time.dtype.kind != "M":
+        time = pd.to_datetime(np.where(np.isfinite(time.astype(float)), time, np.nan), unit="s").to_numpy()
+    return Samples(
+        step.astype(np.int64, copy=False),
+        value,
+        order,
+        None if time is None else time.astype("M8[s]" if time.dtype == "M8[s]" else "M8[ns]", copy=False),
+    )
+
 
 def _occurrence(step):
     "0 for the first row of a run of equal steps, 1 for its second, and so on."
     start = np.flatnonzero(np.r_[True, step[1:] != step[:-1]]) if len(step) else np.zeros(0, int)
     return np.arange(len(step)) - np.repeat(start, np.diff(np.r_[start, len(step)]))
 
+
 def _keys(samples, restarts):
     "One sortable int64 a sample, (segment, step, occurrence) packed, with what unpacks it: (keys, lowest step, steps, occurrences)."
-    name_of = {n: (id(s.step), id(s.order)) for n, s in samples.items()} # series of the same records need one key
+    name_of = {
+        n: (id(s.step), id(s.order)) for n, s in samples.items()
+    }  # series of the same records need one key
     samples = {name_of[n]: s for n, s in samples.items()}
-    segment = {n: np.searchsorted(restarts, s.order, side='right') for n, s in samples.items()}
+    segment = {n: np.searchsorted(restarts, s.order, side="right") for n, s in samples.items()}
     steps = [s.step for s in samples.values() if len(s.step)]
     low = min((int(s.min()) for s in steps), default=0)
     width = max((int(s.max()) for s in steps), default=0) - low + 1
     again = {}
     for n, s in samples.items():
-        place, again[n] = segment[n]*width + s.step - low, np.zeros(len(s.step), np.int64)
-        if (np.diff(place) > 0).all(): continue
+        place, again[n] = segment[n] * width + s.step - low, np.zeros(len(s.step), np.int64)
+        if (np.diff(place) > 0).all():
+            continue
         by = np.lexsort((s.order, place))
         again[n][by] = _occurrence(place[by])
     deep = max((int(a.max()) for a in again.values() if len(a)), default=0) + 1
-    if width*deep*(len(restarts)+1) >= 2**63: raise InputError(f"`step` spans {width} values in {len(restarts)+1} segments; allowed: a span below 2**63 in all")
-    keys = {n: ((segment[n]*width + s.step - low)*deep + again[n]) for n, s in samples.items()}
+    if width * deep * (len(restarts) + 1) >= 2**63:
+        raise InputError(
+            f"`step` spans {width} values in {len(restarts) + 1} segments; allowed: a span below 2**63 in all"
+        )
+    keys = {n: ((segment[n] * width + s.step - low) * deep + again[n]) for n, s in samples.items()}
     return {n: keys[k] for n, k in name_of.items()}, low, width, deep
+
 
 def _rows(samples, restarts):
     "Step and segment of every row of the joint table, ordered by segment, step, occurrence; and the row of every sample."
     keys, low, width, deep = _keys(samples, restarts)
     first = next(iter(keys.values()), np.zeros(0, np.int64))
-    if all(k is first or np.array_equal(k, first) for k in keys.values()) and (np.diff(first) > 0).all(): index, row = first, {n: slice(None) for n in keys}
+    if all(k is first or np.array_equal(k, first) for k in keys.values()) and (np.diff(first) > 0).all():
+        index, row = first, {n: slice(None) for n in keys}
     else:
         once = {id(k): k for k in keys.values()}
         index = np.sort(pd.unique(np.concatenate(list(once.values()))))
         place = {i: np.searchsorted(index, k) for i, k in once.items()}
         row = {n: place[id(k)] for n, k in keys.items()}
-    return index//deep % width + low, index//(deep*width), row
+    return index // deep % width + low, index // (deep * width), row
 
 # %% ../../nbs/api/run/00_scalars.ipynb #f7a7a2e2
 def make_scalars(
-    samples: dict[str, Samples], # our name of a series -> its values
-    log_names: dict[str, str] | None = None, # our name -> the log's own name; None: the same
-    restarts: np.ndarray | None = None, # `order` of the first record of each later segment; None: found by `find_restarts`
-    **attrs, # further attributes of the table, such as `source` and `format`
-) -> xr.Dataset: # dims `(step,)`; coords `step`, `segment`, `time` where known; a gap is NaN, a logged NaN is NaN and marked in `logged_nan`
+    samples: dict[str, Samples],  # our name of a series -> its values
+    log_names: dict[str, str] | None = None,  # our name -> the log's own name; None: the same
+    restarts: np.ndarray
+    | None = None,  # `order` of the first record of each later segment; None: found by `find_restarts`
+    **attrs,  # further attributes of the table, such as `source` and `format`
+) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, `time` where known; a gap is NaN, a logged NaN is NaN and marked in `logged_nan`
     "The `/scalars` group that holds all `samples`, every one of them."
     samples = {n: _complete(n, s) for n, s in samples.items()}
     restarts = find_restarts(samples) if restarts is None else np.asarray(restarts)
     step, segment, row = _rows(samples, restarts)
     n, data, time, nan, timed = len(step), {}, None, {}, set()
     for name, s in samples.items():
-        if isinstance(row[name], slice): column = s.value
-        else: column = np.full(n, np.nan); column[row[name]] = s.value
-        data[name] = ('step', column, scalar_attrs(name) | {'log_name': (log_names or {}).get(name, name)})
-        if np.isnan(s.value).any(): nan[name] = np.zeros(n, bool); nan[name][row[name]] = np.isnan(s.value)
+        if isinstance(row[name], slice):
+            column = s.value
+        else:
+            column = np.full(n, np.nan)
+            column[row[name]] = s.value
+        data[name] = ("step", column, scalar_attrs(name) | {"log_name": (log_names or {}).get(name, name)})
+        if np.isnan(s.value).any():
+            nan[name] = np.zeros(n, bool)
+            nan[name][row[name]] = np.isnan(s.value)
         if s.time is not None:
-            if time is None: time = np.full(n, np.datetime64('NaT', 'ns'))
-            if id(s.time) not in timed: time[row[name]] = np.where(np.isnat(time[row[name]]), s.time, time[row[name]])
+            if time is None:
+                time = np.full(n, np.datetime64("NaT", "ns"))
+            if id(s.time) not in timed:
+                time[row[name]] = np.where(np.isnat(time[row[name]]), s.time, time[row[name]])
             timed.add(id(s.time))
-    coords = {'step': ('step', step, {'long_name': 'optimizer step', 'units': 'step'}), 'segment': ('step', segment.astype(np.int32), {'long_name': 'pass of the program', 'units': '1'})}
-    if time is not None: coords['time'] = ('step', time, {'long_name': 'wall-clock time'})
+    coords = {
+        "step": ("step", step, {"long_name": "optimizer step", "units": "step"}),
+        "segment": ("step", segment.astype(np.int32), {"long_name": "pass of the program", "units": "1"}),
+    }
+    if time is not None:
+        coords["time"] = ("step", time, {"long_name": "wall-clock time"})
     if nan:
-        data['logged_nan'] = (('step', 'series'), np.stack(list(nan.values()), 1), {'long_name': 'the log holds a NaN here', 'units': '1'})
-        coords['series'] = ('series', np.array(list(nan), dtype=object), {'long_name': 'series with logged NaNs'})
+        data["logged_nan"] = (
+            ("step", "series"),
+            np.stack(list(nan.values()), 1),
+            {"long_name": "the log holds a NaN here", "units": "1"},
+        )
+        coords["series"] = (
+            "series",
+            np.array(list(nan), dtype=object),
+            {"long_name": "series with logged NaNs"},
+        )
     return xr.Dataset(data, coords, attrs=attrs)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #15bc5af9
 def series_names(
-    scalars: xr.Dataset, # the `/scalars` group
-) -> list[str]: # names of its series, without the bookkeeping variables
+    scalars: xr.Dataset,  # the `/scalars` group
+) -> list[str]:  # names of its series, without the bookkeeping variables
     "The series that a table of scalars holds."
-    return [str(v) for v in scalars.data_vars if scalars[v].dims == ('step',) and scalars[v].dtype.kind in 'fiub' and not str(v).startswith('event_')]
+    return [
+        str(v)
+        for v in scalars.data_vars
+        if scalars[v].dims == ("step",)
+        and scalars[v].dtype.kind in "fiub"
+        and not str(v).startswith("event_")
+    ]
 
 # %% ../../nbs/api/run/00_scalars.ipynb #a19d2d02
 def series(
-    run: xr.DataTree | xr.Dataset, # a record, or its `/scalars` group
-    name: str = 'loss', # name of the series
-) -> xr.DataArray: # its logged values; dims `(step,)`, with coords `step`, `segment` and, where known, `time`
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+    name: str = "loss",  # name of the series
+) -> (
+    xr.DataArray
+):  # its logged values; dims `(step,)`, with coords `step`, `segment` and, where known, `time`
     "One series of a run where it was logged: gaps are left out, logged NaNs stay."
-    scalars = run['scalars'].to_dataset() if isinstance(run, xr.DataTree) else run
-    if name not in scalars.data_vars: raise bad_input('name', name, f"one of {', '.join(series_names(scalars)) or 'no series at all'}")
+    scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
+    if name not in scalars.data_vars:
+        raise bad_input("name", name, f"one of {', '.join(series_names(scalars)) or 'no series at all'}")
     value = scalars[name].load()
     here = ~np.isnan(value.values)
-    if 'logged_nan' in scalars and name in scalars.series.values: here |= scalars.logged_nan.sel(series=name).values
-    return value.drop_vars('series', errors='ignore') if here.all() else value.isel(step=np.flatnonzero(here)).drop_vars('series', errors='ignore')
+    if "logged_nan" in scalars and name in scalars.series.values:
+        here |= scalars.logged_nan.sel(series=name).values
+    return (
+        value.drop_vars("series", errors="ignore")
+        if here.all()
+        else value.isel(step=np.flatnonzero(here)).drop_vars("series", errors="ignore")
+    )
 
 # %% ../../nbs/api/run/00_scalars.ipynb #2283b3ca
 def make_events(
-    events: list[tuple] = (), # `(kind, step, text)` or `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
-) -> xr.Dataset: # dims `(event,)`: event_kind, event_step, event_text, event_time
+    events: list[
+        tuple
+    ] = (),  # `(kind, step, text)` or `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
+) -> xr.Dataset:  # dims `(event,)`: event_kind, event_step, event_text, event_time
     "The `/events` group: what happened to the run beside its numbers."
     kind, step, text = (list(c) for c in zip(*[e[:3] for e in events])) if len(events) else ([], [], [])
     seconds = np.array([np.nan if len(e) < 4 or e[3] is None else float(e[3]) for e in events], dtype=float)
-    time = pd.to_datetime(seconds, unit='s').to_numpy().astype('M8[ns]')
-    return xr.Dataset({
-        'event_kind': ('event', np.array(kind, dtype=object), {'long_name': 'what happened'}), 'event_step': ('event', np.array(step, dtype=np.int64), {'long_name': 'step, -1 where unknown', 'units': 'step'}),
-        'event_text': ('event', np.array(text, dtype=object), {'long_name': "the log's own words"}), 'event_time': ('event', time, {'long_name': 'wall-clock time'})})
+    time = pd.to_datetime(seconds, unit="s").to_numpy().astype("M8[ns]")
+    return xr.Dataset(
+        {
+            "event_kind": ("event", np.array(kind, dtype=object), {"long_name": "what happened"}),
+            "event_step": (
+                "event",
+                np.array(step, dtype=np.int64),
+                {"long_name": "step, -1 where unknown", "units": "step"},
+            ),
+            "event_text": ("event", np.array(text, dtype=object), {"long_name": "the log's own words"}),
+            "event_time": ("event", time, {"long_name": "wall-clock time"}),
+        }
+    )

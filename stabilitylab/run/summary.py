@@ -17,32 +17,60 @@ from .scalars import series, series_names
 # %% ../../nbs/api/run/02_summary.ipynb #bf72e878
 class Summary:
     "The table of `summary`, as text in a terminal and as HTML in a notebook; the numbers are in `.table`."
-    def __init__(self,
-        table: pd.DataFrame, # one row a series
-        title: str = '', # where the run came from
-    ): self.table, self.title = table, title
 
-    def __repr__(self): return (f'{self.title}\n' if self.title else '') + self.table.to_string(float_format=lambda v: f'{v:.6g}')
+    def __init__(
+        self,
+        table: pd.DataFrame,  # one row a series
+        title: str = "",  # where the run came from
+    ):
+        self.table, self.title = table, title
+
+    def __repr__(self):
+        return (f"{self.title}\n" if self.title else "") + self.table.to_string(
+            float_format=lambda v: f"{v:.6g}"
+        )
 
     def _repr_html_(self):
-        return (f'<p><b>{escape(self.title)}</b></p>' if self.title else '') + self.table.to_html(float_format=lambda v: f'{v:.6g}', escape=True, border=0)
+        return (f"<p><b>{escape(self.title)}</b></p>" if self.title else "") + self.table.to_html(
+            float_format=lambda v: f"{v:.6g}", escape=True, border=0
+        )
 
 # %% ../../nbs/api/run/02_summary.ipynb #c3601916
 def summary(
-    run: xr.DataTree | xr.Dataset, # a record, or its `/scalars` group
-) -> Summary: # columns: n, first_step, last_step, first, last, min, min_step, max, max_step, nan, inf, log_name
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+) -> (
+    Summary
+):  # columns: n, first_step, last_step, first, last, min, min_step, max, max_step, nan, inf, log_name
     "One row for every series of the run."
-    scalars = run['scalars'].to_dataset() if isinstance(run, xr.DataTree) else run
+    scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     rows = {name: _describe(series(scalars, name)) for name in series_names(scalars)}
-    source = scalars.attrs.get('source', '')
-    segments = int(scalars.segment.max()) + 1 if scalars.sizes.get('step') else 0
-    title = f"{source} · {scalars.attrs.get('format', 'record')} · {scalars.sizes.get('step', 0)} rows · {segments} segment{'s'*(segments != 1)}".lstrip(' ·')
-    return Summary(pd.DataFrame.from_dict(rows, orient='index'), title)
+    source = scalars.attrs.get("source", "")
+    segments = int(scalars.segment.max()) + 1 if scalars.sizes.get("step") else 0
+    title = f"{source} · {scalars.attrs.get('format', 'record')} · {scalars.sizes.get('step', 0)} rows · {segments} segment{'s' * (segments != 1)}".lstrip(
+        " ·"
+    )
+    return Summary(pd.DataFrame.from_dict(rows, orient="index"), title)
+
 
 def _describe(v):
     "The numbers of one series; extremes are those of its finite values."
     x, step, ok = v.values.astype(float), v.step.values, np.isfinite(v.values)
-    out = {'n': x.size, 'first_step': step[0] if x.size else -1, 'last_step': step[-1] if x.size else -1, 'first': x[0] if x.size else np.nan, 'last': x[-1] if x.size else np.nan}
-    lo, hi = (np.flatnonzero(ok)[[x[ok].argmin(), x[ok].argmax()]] if ok.any() else (None, None))
-    out |= {'min': np.nan if lo is None else x[lo], 'min_step': -1 if lo is None else step[lo], 'max': np.nan if hi is None else x[hi], 'max_step': -1 if hi is None else step[hi]}
-    return out | {'nan': int(np.isnan(x).sum()), 'inf': int(np.isinf(x).sum()), 'log_name': v.attrs.get('log_name', v.name)}
+    out = {
+        "n": x.size,
+        "first_step": step[0] if x.size else -1,
+        "last_step": step[-1] if x.size else -1,
+        "first": x[0] if x.size else np.nan,
+        "last": x[-1] if x.size else np.nan,
+    }
+    lo, hi = np.flatnonzero(ok)[[x[ok].argmin(), x[ok].argmax()]] if ok.any() else (None, None)
+    out |= {
+        "min": np.nan if lo is None else x[lo],
+        "min_step": -1 if lo is None else step[lo],
+        "max": np.nan if hi is None else x[hi],
+        "max_step": -1 if hi is None else step[hi],
+    }
+    return out | {
+        "nan": int(np.isnan(x).sum()),
+        "inf": int(np.isinf(x).sum()),
+        "log_name": v.attrs.get("log_name", v.name),
+    }

@@ -14,55 +14,71 @@ from collections.abc import Callable
 import ipywidgets as widgets
 
 # %% ../../nbs/api/workbench/05_child.ipynb #d05bec91
-_CODE = 'import sys; from stabilitylab.cli.main import main; sys.exit(main())'
+_CODE = "import sys; from stabilitylab.cli.main import main; sys.exit(main())"
+
 
 class Child:
     "A button that runs a command of stabilitylab, a button that stops it, and what it says."
-    def __init__(self,
-        words: str, # on the button
-        arguments: Callable, # () -> list of arguments of `stabilitylab`
-        done: Callable, # (standard output) is called when it ended well
-        icon: str = 'play', # of the button
-        codes: tuple = (0,), # exit codes that mean it ended well
+
+    def __init__(
+        self,
+        words: str,  # on the button
+        arguments: Callable,  # () -> list of arguments of `stabilitylab`
+        done: Callable,  # (standard output) is called when it ended well
+        icon: str = "play",  # of the button
+        codes: tuple = (0,),  # exit codes that mean it ended well
     ):
         self.arguments, self.done, self.codes, self.process, self._task = arguments, done, codes, None, None
-        fit = widgets.Layout(width='auto', flex='0 0 auto')
-        self.go = widgets.Button(description=words, icon=icon, button_style='primary', layout=fit)
-        self.stop = widgets.Button(description='Cancel', icon='stop', disabled=True, layout=fit)
+        fit = widgets.Layout(width="auto", flex="0 0 auto")
+        self.go = widgets.Button(description=words, icon=icon, button_style="primary", layout=fit)
+        self.stop = widgets.Button(description="Cancel", icon="stop", disabled=True, layout=fit)
         self.says = widgets.HTML()
-        self.go.on_click(lambda _: self.start()); self.stop.on_click(lambda _: self.cancel())
+        self.go.on_click(lambda _: self.start())
+        self.stop.on_click(lambda _: self.cancel())
         self.widget = widgets.HBox([self.go, self.stop, self.says])
 
     def start(self) -> None:
         "Run the command: beside a running loop in the background, else at once."
-        try: loop = asyncio.get_running_loop()
-        except RuntimeError: loop = None
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
         self._busy(True)
         if loop is None:
             p = subprocess.run(self._command(), capture_output=True, text=True)
             self._ended(p.returncode, p.stdout, p.stderr)
-        else: self._task = loop.create_task(self._run())
+        else:
+            self._task = loop.create_task(self._run())
 
-    def _command(self): return [sys.executable, '-c', _CODE, *map(str, self.arguments())]
+    def _command(self):
+        return [sys.executable, "-c", _CODE, *map(str, self.arguments())]
 
     async def _run(self):
         try:
-            self.process = await asyncio.create_subprocess_exec(*self._command(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
             out, err = await self.process.communicate()
             self._ended(self.process.returncode, out.decode(), err.decode())
-        except Exception as e: self._ended(1, '', f'{type(e).__name__}: {e}')
+        except Exception as e:
+            self._ended(1, "", f"{type(e).__name__}: {e}")
 
     def cancel(self) -> None:
         "Stop it; what it had done so far is dropped."
-        if self.process is not None and self.process.returncode is None: self.process.terminate()
+        if self.process is not None and self.process.returncode is None:
+            self.process.terminate()
 
     def _busy(self, on):
         self.go.disabled, self.stop.disabled = on, not on
-        self.says.value = '<i>working …</i>' if on else ''
+        self.says.value = "<i>working …</i>" if on else ""
 
     def _ended(self, code, out, err):
         from html import escape
+
         self._busy(False)
-        if code in self.codes and out: self.done(out)
-        elif code < 0: self.says.value = 'cancelled'
-        else: self.says.value = f'<span style="color:var(--jp-error-color1,#c8420a)">{escape((err.strip().splitlines() or ["it ended without a word"])[-1][:400])}</span>'
+        if code in self.codes and out:
+            self.done(out)
+        elif code < 0:
+            self.says.value = "cancelled"
+        else:
+            self.says.value = f'<span style="color:var(--jp-error-color1,#c8420a)">{escape((err.strip().splitlines() or ["it ended without a word"])[-1][:400])}</span>'

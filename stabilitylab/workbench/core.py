@@ -19,20 +19,36 @@ from .views import build_view, views
 # %% ../../nbs/api/workbench/04_core.ipynb #8d747e74
 class Workbench:
     "The views of one or several runs, side by side in tabs."
-    def __init__(self,
-        source: str | Path | xr.DataTree | xr.Dataset, # a log, a folder, a saved record, or a record
-        every: float = 1.0, # seconds between two looks at a growing log
+
+    def __init__(
+        self,
+        source: str | Path | xr.DataTree | xr.Dataset,  # a log, a folder, a saved record, or a record
+        every: float = 1.0,  # seconds between two looks at a growing log
     ):
         self.state, self._follower = open_state(source)
         self.every, self._task = every, None
-        self.tabs, self._names = widgets.Tab([build_view(FIRST, self.state)], titles=[FIRST.title]), [FIRST.name]
-        self.tabs.observe(lambda c: self.state.set_trait('visible', self._names[c['new']]), names=['selected_index'])
-        try: asyncio.get_running_loop().call_soon(self._add_views) # the first picture does not wait for the others
-        except RuntimeError: self._add_views()
-        chooser = widgets.Dropdown(options=list(self.state.runs), value=self.state.name, description='Run')
-        chooser.observe(lambda c: self.state.show(c['new']), names=['value'])
-        live = widgets.ToggleButton(description='Follow', icon='refresh', tooltip='read what is appended to the log', disabled=self._follower is None)
-        live.observe(lambda c: self.follow(c['new']), names=['value'])
+        self.tabs, self._names = (
+            widgets.Tab([build_view(FIRST, self.state)], titles=[FIRST.title]),
+            [FIRST.name],
+        )
+        self.tabs.observe(
+            lambda c: self.state.set_trait("visible", self._names[c["new"]]), names=["selected_index"]
+        )
+        try:
+            asyncio.get_running_loop().call_soon(
+                self._add_views
+            )  # the first picture does not wait for the others
+        except RuntimeError:
+            self._add_views()
+        chooser = widgets.Dropdown(options=list(self.state.runs), value=self.state.name, description="Run")
+        chooser.observe(lambda c: self.state.show(c["new"]), names=["value"])
+        live = widgets.ToggleButton(
+            description="Follow",
+            icon="refresh",
+            tooltip="read what is appended to the log",
+            disabled=self._follower is None,
+        )
+        live.observe(lambda c: self.follow(c["new"]), names=["value"])
         self.widget = widgets.VBox([widgets.HBox([chooser, live]), self.tabs])
 
     def _add_views(self):
@@ -42,20 +58,26 @@ class Workbench:
         self.tabs.children = [*self.tabs.children, *(build_view(v, self.state) for v in more)]
         self.tabs.titles = [FIRST.title, *(v.title for v in more)]
 
-    def _repr_mimebundle_(self, **options): return self.widget._repr_mimebundle_(**options)
+    def _repr_mimebundle_(self, **options):
+        return self.widget._repr_mimebundle_(**options)
 
-    def poll(self) -> bool: # whether anything was new
+    def poll(self) -> bool:  # whether anything was new
         "Reads what was appended to the log and shows it."
         new = self._follower.poll()
-        if new.samples: self.state.update(self._follower.run())
+        if new.samples:
+            self.state.update(self._follower.run())
         return bool(new.samples)
 
-    def follow(self,
-        on: bool = True, # start, or stop
+    def follow(
+        self,
+        on: bool = True,  # start, or stop
     ):
         "Starts or stops following a growing log, without blocking the kernel."
-        if self._task is not None: self._task.cancel(); self._task = None
-        if on and self._follower is not None: self._task = asyncio.get_running_loop().create_task(self._watch())
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if on and self._follower is not None:
+            self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self):
         while True:

@@ -96,17 +96,25 @@ _CSS = """
 # %% ../../nbs/api/workbench/00_figure.ipynb #2a8f51c0
 class PictureWidget(anywidget.AnyWidget):
     "A picture that returns clicks, brushes and keys in data coordinates."
-    _esm, _css = _ESM, _CSS
-    png = traitlets.Bytes(b'', help='the picture').tag(sync=True)
-    panels = traitlets.List(help='a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log').tag(sync=True)
-    alt = traitlets.Unicode('', help='what the picture shows, for people who cannot see it').tag(sync=True)
-    clicked = traitlets.Dict(help='the last click: x, y in data and a count').tag(sync=True)
-    brushed = traitlets.Dict(help='the last brush: range, [first, last] in data or [] for everything, and a count').tag(sync=True)
-    dark = traitlets.Bool(False, help='whether the page has a dark theme; the page sets it').tag(sync=True)
-    cursor = traitlets.Float(None, allow_none=True, help='where the keyboard cursor stands, in data').tag(sync=True)
 
-    @traitlets.validate('brushed')
+    _esm, _css = _ESM, _CSS
+    png = traitlets.Bytes(b"", help="the picture").tag(sync=True)
+    panels = traitlets.List(
+        help="a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log"
+    ).tag(sync=True)
+    alt = traitlets.Unicode("", help="what the picture shows, for people who cannot see it").tag(sync=True)
+    clicked = traitlets.Dict(help="the last click: x, y in data and a count").tag(sync=True)
+    brushed = traitlets.Dict(
+        help="the last brush: range, [first, last] in data or [] for everything, and a count"
+    ).tag(sync=True)
+    dark = traitlets.Bool(False, help="whether the page has a dark theme; the page sets it").tag(sync=True)
+    cursor = traitlets.Float(None, allow_none=True, help="where the keyboard cursor stands, in data").tag(
+        sync=True
+    )
+
+    @traitlets.validate("brushed")
     def _check_brush(self, proposal):
-        v = proposal['value'].get('range', [])
-        if v and (len(v) != 2 or not v[0] < v[1]): raise bad_input('brushed', v, 'a range [first, last] with first < last, or an empty one')
-        return proposal['value']
+        v = proposal["value"].get("range", [])
+        if v and (len(v) != 2 or not v[0] < v[1]):
+            raise bad_input("brushed", v, "a range [first, last] with first < last, or an empty one")
+        return proposal["value"]

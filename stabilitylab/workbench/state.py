@@ -22,107 +22,145 @@ from ..read.follow import Follower
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/workbench/01_state.ipynb #8365a1f1
-LONG = 100_000 # steps from which on the diagnosis no longer holds up the first picture
+LONG = 100_000  # steps from which on the diagnosis no longer holds up the first picture
+
 
 class WorkbenchState(HasTraits):
     "The run, its findings, and what the user looks at."
-    runs = traitlets.Dict(help='name -> record')
-    name = traitlets.Unicode('', help='the run that is shown')
-    findings = traitlets.Instance(Findings, (), help='what `diagnose` found in it')
-    selected = traitlets.Int(-1, help='index of the selected finding; -1: none')
-    x_range = traitlets.Tuple(help='(first, last) step shown; (): all')
-    shown = traitlets.Tuple(help='names of the series drawn, the first one large; (): the usual ones')
-    log = traitlets.Bool(None, allow_none=True, help='logarithmic axis of the first series; None: where it spans a factor of 20')
-    dark = traitlets.Bool(False, help='whether the page has a dark theme')
-    drawing = traitlets.Instance(RunPicture, (), help='draws it')
-    visible = traitlets.Unicode('overview', help='name of the view that is seen; the others wait with drawing')
-    busy = traitlets.Bool(False, help='whether the findings are still being looked for')
-    error = traitlets.Unicode('', help='the last error, shown by the views')
+
+    runs = traitlets.Dict(help="name -> record")
+    name = traitlets.Unicode("", help="the run that is shown")
+    findings = traitlets.Instance(Findings, (), help="what `diagnose` found in it")
+    selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
+    x_range = traitlets.Tuple(help="(first, last) step shown; (): all")
+    shown = traitlets.Tuple(help="names of the series drawn, the first one large; (): the usual ones")
+    log = traitlets.Bool(
+        None,
+        allow_none=True,
+        help="logarithmic axis of the first series; None: where it spans a factor of 20",
+    )
+    dark = traitlets.Bool(False, help="whether the page has a dark theme")
+    drawing = traitlets.Instance(RunPicture, (), help="draws it")
+    visible = traitlets.Unicode(
+        "overview", help="name of the view that is seen; the others wait with drawing"
+    )
+    busy = traitlets.Bool(False, help="whether the findings are still being looked for")
+    error = traitlets.Unicode("", help="the last error, shown by the views")
 
     @property
     def run(self):
         "The record that is shown."
         return self.runs[self.name]
 
-    @traitlets.validate('selected')
+    @traitlets.validate("selected")
     def _check_selected(self, proposal):
-        if not -1 <= proposal['value'] < len(self.findings): raise bad_input('selected', proposal['value'], f'-1..{len(self.findings)-1}')
-        return proposal['value']
+        if not -1 <= proposal["value"] < len(self.findings):
+            raise bad_input("selected", proposal["value"], f"-1..{len(self.findings) - 1}")
+        return proposal["value"]
 
-    @traitlets.validate('x_range')
+    @traitlets.validate("x_range")
     def _check_range(self, proposal):
-        v = proposal['value']
-        if v and (len(v) != 2 or not v[0] < v[1]): raise bad_input('x_range', v, '(first, last) with first < last, or ()')
+        v = proposal["value"]
+        if v and (len(v) != 2 or not v[0] < v[1]):
+            raise bad_input("x_range", v, "(first, last) with first < last, or ()")
         return v
 
-    @traitlets.validate('shown')
+    @traitlets.validate("shown")
     def _check_shown(self, proposal):
-        names = series_names(self.run['scalars'].to_dataset()) if self.runs else []
-        if bad := [n for n in proposal['value'] if n not in names]: raise bad_input('shown', bad[0], ', '.join(names))
-        return proposal['value']
+        names = series_names(self.run["scalars"].to_dataset()) if self.runs else []
+        if bad := [n for n in proposal["value"] if n not in names]:
+            raise bad_input("shown", bad[0], ", ".join(names))
+        return proposal["value"]
 
-    def show(self, name): # one of `runs`
+    def show(self, name):  # one of `runs`
         "Shows another run."
-        if name not in self.runs: raise bad_input('name', name, ', '.join(self.runs))
-        self.set_trait('selected', -1)
+        if name not in self.runs:
+            raise bad_input("name", name, ", ".join(self.runs))
+        self.set_trait("selected", -1)
         self.name, self.x_range, self.shown = name, (), ()
         self._look()
 
-    def update(self, run): # the record, grown
+    def update(self, run):  # the record, grown
         "Takes the same run with more steps."
         self.runs = self.runs | {self.name: run}
         self._look()
 
     def _look(self):
         "Diagnoses the run: at once where it is short, beside the kernel's other work where it is long."
-        try: loop = asyncio.get_running_loop() if self.run['scalars'].sizes.get('step', 0) >= LONG else None
-        except RuntimeError: loop = None
-        if loop is None: return self._take(diagnose(self.run))
+        try:
+            loop = asyncio.get_running_loop() if self.run["scalars"].sizes.get("step", 0) >= LONG else None
+        except RuntimeError:
+            loop = None
+        if loop is None:
+            return self._take(diagnose(self.run))
         self._take(Findings([]))
         self.busy, self._task = True, loop.create_task(self._look_beside(self.run))
 
     async def _look_beside(self, run):
         found = await asyncio.get_running_loop().run_in_executor(None, diagnose, run)
-        if run is self.run: self.busy = False; self._take(found)
+        if run is self.run:
+            self.busy = False
+            self._take(found)
 
     def _take(self, found):
-        if self.selected >= len(found): self.selected = -1
+        if self.selected >= len(found):
+            self.selected = -1
         self.findings = found
 
 # %% ../../nbs/api/workbench/01_state.ipynb #3168fc47
 def open_state(
-    source: str | Path | xr.DataTree | xr.Dataset, # a log, a folder, a saved record, or a record
-) -> tuple[WorkbenchState, Follower | None]: # the state, and a follower where the source is one file that may grow
+    source: str | Path | xr.DataTree | xr.Dataset,  # a log, a folder, a saved record, or a record
+) -> tuple[
+    WorkbenchState, Follower | None
+]:  # the state, and a follower where the source is one file that may grow
     "The state of a workbench on what lies at `source`."
     path = Path(source) if isinstance(source, (str, Path)) else None
-    runs = read_runs(path) if path is not None else {str(getattr(source, 'attrs', {}).get('source', 'run')): as_run(source)}
+    runs = (
+        read_runs(path)
+        if path is not None
+        else {str(getattr(source, "attrs", {}).get("source", "run")): as_run(source)}
+    )
     state = WorkbenchState(runs=runs)
     state.show(next(iter(runs)))
     return state, Follower(path) if path is not None and path.is_file() else None
 
 # %% ../../nbs/api/workbench/01_state.ipynb #700b5a46
 def around(
-    state: WorkbenchState, # with a run
-    index: int, # of a finding
-) -> tuple: # (first, last) step: the finding and as much before and after it, at least 5 % of the run
+    state: WorkbenchState,  # with a run
+    index: int,  # of a finding
+) -> tuple:  # (first, last) step: the finding and as much before and after it, at least 5 % of the run
     "The steps to show for a finding."
-    f, step = state.findings[index], state.run['scalars'].step
+    f, step = state.findings[index], state.run["scalars"].step
     first, last = float(step.min()), float(step.max())
-    if f.onset is None: return ()
-    wide = max((last-first)*0.05, 1.0*(f.end - f.onset), 1)
+    if f.onset is None:
+        return ()
+    wide = max((last - first) * 0.05, 1.0 * (f.end - f.onset), 1)
     low, high = max(first, f.onset - wide), min(last, f.end + wide)
     return (low, high) if low < high else ()
 
+
 def nearest(
-    state: WorkbenchState, # with findings
-    x: float, # a step
-) -> int: # index of the finding that holds the step or begins nearest to it; -1 where there is none
+    state: WorkbenchState,  # with findings
+    x: float,  # a step
+) -> int:  # index of the finding that holds the step or begins nearest to it; -1 where there is none
     "The finding that a click at step `x` means."
-    at = [(0 if f.onset <= x <= f.end else abs(f.onset - x), abs(f.onset - x), i) for i, f in enumerate(state.findings) if f.onset is not None]
+    at = [
+        (0 if f.onset <= x <= f.end else abs(f.onset - x), abs(f.onset - x), i)
+        for i, f in enumerate(state.findings)
+        if f.onset is not None
+    ]
     return min(at)[2] if at else -1
 
+
 def picture_of(
-    state: WorkbenchState, # with a run
-) -> tuple[bytes, list]: # as `run_picture` gives them
+    state: WorkbenchState,  # with a run
+) -> tuple[bytes, list]:  # as `run_picture` gives them
     "The picture of what the state shows."
-    return state.drawing(state.run, state.findings, tuple(state.x_range) or None, list(state.shown) or None, state.log, state.dark)
+    return state.drawing(
+        state.run,
+        state.findings,
+        tuple(state.x_range) or None,
+        list(state.shown) or None,
+        state.log,
+        state.dark,
+    )

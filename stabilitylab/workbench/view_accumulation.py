@@ -28,111 +28,207 @@ from .views import View
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #2c1cd6b7
 N_SEQUENCES, MEDIAN, LONGEST = 64, 24, 128
 
+
 def text_lengths(
-    spread: float, # standard deviation of the logarithm, in nats, >= 0; 0: all equal
-    seed: int = 0, # of the draw
-) -> np.ndarray: # (64,) tokens of each text, 2..128, log-normal about 24
+    spread: float,  # standard deviation of the logarithm, in nats, >= 0; 0: all equal
+    seed: int = 0,  # of the draw
+) -> np.ndarray:  # (64,) tokens of each text, 2..128, log-normal about 24
     "Lengths of texts, from all equal to very mixed."
-    return np.clip(np.exp(np.log(MEDIAN) + spread*np.random.default_rng(seed).standard_normal(N_SEQUENCES)), 2, LONGEST).round().astype(int)
+    return (
+        np.clip(
+            np.exp(np.log(MEDIAN) + spread * np.random.default_rng(seed).standard_normal(N_SEQUENCES)),
+            2,
+            LONGEST,
+        )
+        .round()
+        .astype(int)
+    )
+
 
 def small_model(
-    steps: int = 60, # of training, so that the loss depends on the position in the text
-    seed: int = 0, # of the weights and the batches
-) -> DecoderLM: # 20 thousand parameters
+    steps: int = 60,  # of training, so that the loss depends on the position in the text
+    seed: int = 0,  # of the weights and the batches
+) -> DecoderLM:  # 20 thousand parameters
     "A small language model, briefly trained on the standard library."
     torch.manual_seed(seed)
     model = DecoderLM(LMConfig(seq=LONGEST, d_model=32, n_layer=1, n_head=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for x, y in byte_batches(stdlib_bytes(200_000), steps, 8, LONGEST, seed): model(x, y).backward(); optimizer.step(); optimizer.zero_grad()
+    for x, y in byte_batches(stdlib_bytes(200_000), steps, 8, LONGEST, seed):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return model
 
+
 def token_loss(
-    model: DecoderLM, # any that maps tokens (batch, seq) to logits
-    text: torch.Tensor, # (1, tokens + 1)
-) -> tuple[torch.Tensor, torch.Tensor]: # losses (1, tokens) in nats, mask of ones
+    model: DecoderLM,  # any that maps tokens (batch, seq) to logits
+    text: torch.Tensor,  # (1, tokens + 1)
+) -> tuple[torch.Tensor, torch.Tensor]:  # losses (1, tokens) in nats, mask of ones
     "The loss of every token of one text."
     y = text[:, 1:]
-    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), y.flatten(), reduction='none')[None], torch.ones_like(y, dtype=torch.bool)
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), y.flatten(), reduction="none")[
+        None
+    ], torch.ones_like(y, dtype=torch.bool)
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #579bb960
 class AccumulationView:
     "Sliders for lengths, micro-batches and ranks; an audit of a loop of yours."
-    def __init__(self,
-        state, # a WorkbenchState with a run
+
+    def __init__(
+        self,
+        state,  # a WorkbenchState with a run
     ):
         self.state, self.model, self.parts, self._task = state, None, None, None
-        wide, two = widgets.Layout(width='340px'), [1, 2, 4, 8, 16]
-        self.spread = widgets.FloatSlider(description='Spread', min=0, max=1.5, step=.1, value=1., continuous_update=False, layout=wide, tooltip='how much the lengths of texts differ')
-        self.micro = widgets.SelectionSlider(description='Micro-batch', options=two, value=1, layout=wide, tooltip='texts in a micro-batch')
-        self.ranks = widgets.SelectionSlider(description='Ranks', options=two[:4], value=1, layout=wide, tooltip='data-parallel ranks')
-        self.scheme = widgets.Dropdown(description='Mean', options=[(d.replace('_', ' '), d) for d in DENOMINATORS], value='microbatch_mean', layout=wide)
+        wide, two = widgets.Layout(width="340px"), [1, 2, 4, 8, 16]
+        self.spread = widgets.FloatSlider(
+            description="Spread",
+            min=0,
+            max=1.5,
+            step=0.1,
+            value=1.0,
+            continuous_update=False,
+            layout=wide,
+            tooltip="how much the lengths of texts differ",
+        )
+        self.micro = widgets.SelectionSlider(
+            description="Micro-batch", options=two, value=1, layout=wide, tooltip="texts in a micro-batch"
+        )
+        self.ranks = widgets.SelectionSlider(
+            description="Ranks", options=two[:4], value=1, layout=wide, tooltip="data-parallel ranks"
+        )
+        self.scheme = widgets.Dropdown(
+            description="Mean",
+            options=[(d.replace("_", " "), d) for d in DENOMINATORS],
+            value="microbatch_mean",
+            layout=wide,
+        )
         self.words, self.table, self.verdict = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.picture = widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content', min_height='270px'))
-        self.measure = widgets.Button(description='Measure gradients', icon='play', button_style='primary', tooltip='with a small model, here', layout=widgets.Layout(width='auto', align_self='flex-start'))
+        self.picture = widgets.Image(
+            format="png", layout=widgets.Layout(max_width="100%", width="fit-content", min_height="270px")
+        )
+        self.measure = widgets.Button(
+            description="Measure gradients",
+            icon="play",
+            button_style="primary",
+            tooltip="with a small model, here",
+            layout=widgets.Layout(width="auto", align_self="flex-start"),
+        )
         self.measure.on_click(lambda _: self.start())
-        self.script = widgets.Text(placeholder='FILE.py:FUNCTION', continuous_update=False, layout=wide)
-        self.child = Child('Audit your loop', lambda: ['audit-accumulation', self.script.value.strip(), '--json'], self.show, 'search', codes=(0, 1))
+        self.script = widgets.Text(placeholder="FILE.py:FUNCTION", continuous_update=False, layout=wide)
+        self.child = Child(
+            "Audit your loop",
+            lambda: ["audit-accumulation", self.script.value.strip(), "--json"],
+            self.show,
+            "search",
+            codes=(0, 1),
+        )
         self.finding = widgets.HTML()
         head = lambda t: widgets.HTML(f'<h3 style="margin:.6em 0 .2em">{t}</h3>')
-        left = widgets.VBox([self.spread, self.micro, self.ranks, self.scheme, self.measure], layout=widgets.Layout(flex='0 0 auto'))
-        self.widget = widgets.VBox([self.finding, head('What a token weighs'), widgets.HBox([left, widgets.VBox([self.picture, self.words])]), self.table, head('Your loop'),
-            widgets.HTML('<p style="margin:.2em 0">A function of yours returns model, microbatches, token_loss and step; the audit runs the step and names the mean that it takes.</p>'), widgets.HBox([self.script, self.child.widget]), self.verdict])
-        self.widget.add_class('stl-accumulation-view')
-        self.spread.observe(lambda _: self._lengths(), names=['value'])
-        for w in (self.micro, self.ranks, self.scheme): w.observe(lambda _: self.draw(), names=['value'])
-        state.observe(lambda _: self.draw(), names=['dark', 'visible'])
-        state.observe(lambda _: self._said(), names=['findings'])
-        self._said(); self._lengths()
+        left = widgets.VBox(
+            [self.spread, self.micro, self.ranks, self.scheme, self.measure],
+            layout=widgets.Layout(flex="0 0 auto"),
+        )
+        self.widget = widgets.VBox(
+            [
+                self.finding,
+                head("What a token weighs"),
+                widgets.HBox([left, widgets.VBox([self.picture, self.words])]),
+                self.table,
+                head("Your loop"),
+                widgets.HTML(
+                    '<p style="margin:.2em 0">A function of yours returns model, microbatches, token_loss and step; the audit runs the step and names the mean that it takes.</p>'
+                ),
+                widgets.HBox([self.script, self.child.widget]),
+                self.verdict,
+            ]
+        )
+        self.widget.add_class("stl-accumulation-view")
+        self.spread.observe(lambda _: self._lengths(), names=["value"])
+        for w in (self.micro, self.ranks, self.scheme):
+            w.observe(lambda _: self.draw(), names=["value"])
+        state.observe(lambda _: self.draw(), names=["dark", "visible"])
+        state.observe(lambda _: self._said(), names=["findings"])
+        self._said()
+        self._lengths()
 
     def _said(self):
         "What the log itself shows."
-        found = [f for f in self.state.findings if f.kind == 'length_bias']
-        self.finding.value = ''.join(f'<p>{escape(f.explanation)}</p>' for f in found)
+        found = [f for f in self.state.findings if f.kind == "length_bias"]
+        self.finding.value = "".join(f"<p>{escape(f.explanation)}</p>" for f in found)
 
     def _lengths(self):
         "Other lengths need other gradients."
         self.tokens, stale = text_lengths(self.spread.value), self.parts is not None
         self.parts = None
         self.draw()
-        if stale: self.start()
+        if stale:
+            self.start()
 
     def start(self):
         "Takes the gradients: in a thread beside a running loop, else at once."
-        try: loop = asyncio.get_running_loop()
-        except RuntimeError: self._done(self._gradients(self.tokens)); return
-        self.measure.disabled, self.measure.description = True, 'measuring …'
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._done(self._gradients(self.tokens))
+            return
+        self.measure.disabled, self.measure.description = True, "measuring …"
+
         async def wait(tokens):
-            try: parts = await asyncio.to_thread(self._gradients, tokens)
-            finally: self.measure.disabled, self.measure.description = False, 'Measure gradients'
-            if tokens is self.tokens: self._done(parts)
+            try:
+                parts = await asyncio.to_thread(self._gradients, tokens)
+            finally:
+                self.measure.disabled, self.measure.description = False, "Measure gradients"
+            if tokens is self.tokens:
+                self._done(parts)
+
         self._task = loop.create_task(wait(self.tokens))
 
     def _gradients(self, tokens):
         "The gradient of every text."
-        if self.model is None: self.model = small_model()
-        data, rng = torch.from_numpy(stdlib_bytes(400_000)[200_000:].astype(np.int64)), np.random.default_rng(1)
-        texts = [data[a:a + n + 1][None] for n, a in zip(tokens, rng.integers(0, len(data) - LONGEST - 1, len(tokens)))]
+        if self.model is None:
+            self.model = small_model()
+        data, rng = (
+            torch.from_numpy(stdlib_bytes(400_000)[200_000:].astype(np.int64)),
+            np.random.default_rng(1),
+        )
+        texts = [
+            data[a : a + n + 1][None]
+            for n, a in zip(tokens, rng.integers(0, len(data) - LONGEST - 1, len(tokens)))
+        ]
         return sequence_gradients(self.model, [texts], token_loss)
 
-    def _done(self, parts): self.parts = parts; self.draw()
+    def _done(self, parts):
+        self.parts = parts
+        self.draw()
 
     def draw(self):
         "The weights, and where gradients are there what the weights make of them."
-        if self.state.visible != 'accumulation': return
+        if self.state.visible != "accumulation":
+            return
         window, name = deal(self.tokens, self.micro.value, self.ranks.value), self.scheme.value
-        w, true = token_weights(window, name), token_weights(window, 'token_mean')
-        self.picture.value = replay_png(lambda t, ax: plot_token_weights(self.tokens, w, true, ax=ax), None, self.state.dark, (6, 2.5))
-        ratio = w[true > 0]/true[true > 0]
-        words = f'{len(self.tokens)} texts in {window.step.max() + 1} accumulation steps: {DENOMINATORS[name]}. A token weighs between {ratio.min():.2g} and {ratio.max():.2g} of what it should. '
-        self.words.value = f'<p style="max-width:640px;line-height:1.45;margin:.2em 0 .6em">{escape(words)}</p>'
-        if self.parts is None: self.table.value = ''; return
+        w, true = token_weights(window, name), token_weights(window, "token_mean")
+        self.picture.value = replay_png(
+            lambda t, ax: plot_token_weights(self.tokens, w, true, ax=ax), None, self.state.dark, (6, 2.5)
+        )
+        ratio = w[true > 0] / true[true > 0]
+        words = f"{len(self.tokens)} texts in {window.step.max() + 1} accumulation steps: {DENOMINATORS[name]}. A token weighs between {ratio.min():.2g} and {ratio.max():.2g} of what it should. "
+        self.words.value = (
+            f'<p style="max-width:640px;line-height:1.45;margin:.2em 0 .6em">{escape(words)}</p>'
+        )
+        if self.parts is None:
+            self.table.value = ""
+            return
         table = compare_denominators(self.parts, window)
-        rows = ''.join(f'<tr{" style=font-weight:bold" if d == name else ""}><td>{d.replace("_", " ")}</td><td>{r.cosine:.4f}</td><td>{r.norm_ratio:.3f}</td><td>{r.logged:.4f}</td><td>{r.error:+.4f}</td></tr>' for d, r in table.iterrows())
+        rows = "".join(
+            f"<tr{' style=font-weight:bold' if d == name else ''}><td>{d.replace('_', ' ')}</td><td>{r.cosine:.4f}</td><td>{r.norm_ratio:.3f}</td><td>{r.logged:.4f}</td><td>{r.error:+.4f}</td></tr>"
+            for d, r in table.iterrows()
+        )
         self.table.value = f'<style>.stl-means td, .stl-means th {{ padding: 1px 14px 1px 0; text-align: right }} .stl-means td:first-child, .stl-means th:first-child {{ text-align: left }}</style><table class="stl-means" style="border-collapse:collapse;line-height:1.45;font-variant-numeric:tabular-nums"><tr><th>mean</th><th>cosine with the token mean</th><th>norm ratio</th><th>logged loss</th><th>off by</th></tr>{rows}</table>'
 
-    def show(self, text): # the JSON of `stabilitylab audit-accumulation`
+    def show(self, text):  # the JSON of `stabilitylab audit-accumulation`
         "Shows what the audit found."
         told = json.loads(text)
         self.verdict.value = f'<p><b style="{"" if told["is_right"] else "color:#c8420a"}">{escape(told["denominator"].replace("_", " "))}</b>: {escape(told["words"])}</p><p>Logged loss {told["logged_loss"] if told["logged_loss"] is None else format(told["logged_loss"], ".6g")}, token mean {told["true_loss"]:.6g}.</p>'
 
-VIEW = View('accumulation', 'Accumulation', 50, lambda state: AccumulationView(state).widget)
+
+VIEW = View("accumulation", "Accumulation", 50, lambda state: AccumulationView(state).widget)

@@ -18,47 +18,80 @@ from .views import View
 
 # %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #08e0c51c
 def checkpoints_below(
-    path: str | Path, # folder of a run
-    most: int = 200, # how many at the most
-) -> list[str]: # paths below it, in order
+    path: str | Path,  # folder of a run
+    most: int = 200,  # how many at the most
+) -> list[str]:  # paths below it, in order
     "The files and folders below a run that look like checkpoints."
     path = Path(path)
-    if not path.is_dir(): return []
-    files = [p for p in path.rglob('*') if p.suffix in ('.pt', '.pth', '.bin', '.safetensors') and 'blackbox' not in p.parts and not p.name.startswith(('batch', '.'))]
-    folders = [p.parent for p in path.rglob('.metadata')]
+    if not path.is_dir():
+        return []
+    files = [
+        p
+        for p in path.rglob("*")
+        if p.suffix in (".pt", ".pth", ".bin", ".safetensors")
+        and "blackbox" not in p.parts
+        and not p.name.startswith(("batch", "."))
+    ]
+    folders = [p.parent for p in path.rglob(".metadata")]
     return [str(p.relative_to(path)) for p in sorted({*files, *folders})[:most]]
 
+
 def scan_html(
-    told: dict, # the JSON of `stabilitylab scan` or `diff`
-    most: int = 60, # rows shown
-) -> str: # a table
+    told: dict,  # the JSON of `stabilitylab scan` or `diff`
+    most: int = 60,  # rows shown
+) -> str:  # a table
     "A scan or a difference as a table; the tensors that moved most, or that have a note, first."
-    table = pd.DataFrame(told['tensors'])
-    if 'change' in table: table = table.sort_values('change', ascending=False)
-    else: table = table.drop(columns=['mean', 'zeros', 'init_bloom', 'near_dead_rows']).sort_values('note', key=lambda n: n == '', kind='stable')
-    head = ''.join(f'<p>{escape(str(what))}: {escape(str(a))} → {escape(str(b))}</p>' for what, a, b in told.get('settings', []))
-    body = table.head(most).to_html(index=False, border=0, float_format=lambda v: f'{v:.4g}', na_rep='')
-    return f'{head}<div style="max-height:420px;overflow:auto">{body}</div>' + (f'<p>{len(table) - most} more</p>' if len(table) > most else '')
+    table = pd.DataFrame(told["tensors"])
+    if "change" in table:
+        table = table.sort_values("change", ascending=False)
+    else:
+        table = table.drop(columns=["mean", "zeros", "init_bloom", "near_dead_rows"]).sort_values(
+            "note", key=lambda n: n == "", kind="stable"
+        )
+    head = "".join(
+        f"<p>{escape(str(what))}: {escape(str(a))} → {escape(str(b))}</p>"
+        for what, a, b in told.get("settings", [])
+    )
+    body = table.head(most).to_html(index=False, border=0, float_format=lambda v: f"{v:.4g}", na_rep="")
+    return f'{head}<div style="max-height:420px;overflow:auto">{body}</div>' + (
+        f"<p>{len(table) - most} more</p>" if len(table) > most else ""
+    )
+
 
 def build_checkpoints(
-    state, # a WorkbenchState with a run
-) -> widgets.Widget: # the view
+    state,  # a WorkbenchState with a run
+) -> widgets.Widget:  # the view
     "Choose one or two checkpoints; scan or compare them in a child process."
-    a, b = (widgets.Combobox(description=d, placeholder='a file or folder', layout=widgets.Layout(width='420px')) for d in ('A', 'B'))
+    a, b = (
+        widgets.Combobox(description=d, placeholder="a file or folder", layout=widgets.Layout(width="420px"))
+        for d in ("A", "B")
+    )
     out = widgets.HTML()
-    def here(): return Path(str(state.run.attrs.get('source', '.')))
-    def place(text): return str(here()/text) if (here()/text).exists() and text else text
-    def done(text): out.value = scan_html(json.loads(text))
-    scan = Child('Scan A', lambda: ['scan', place(a.value), '--json'], done, 'search')
-    diff = Child('Compare A with B', lambda: ['diff', place(a.value), place(b.value), '--json'], done, 'exchange')
+
+    def here():
+        return Path(str(state.run.attrs.get("source", ".")))
+
+    def place(text):
+        return str(here() / text) if (here() / text).exists() and text else text
+
+    def done(text):
+        out.value = scan_html(json.loads(text))
+
+    scan = Child("Scan A", lambda: ["scan", place(a.value), "--json"], done, "search")
+    diff = Child(
+        "Compare A with B", lambda: ["diff", place(a.value), place(b.value), "--json"], done, "exchange"
+    )
+
     def fill(_=None):
         names = checkpoints_below(here())
         a.options = b.options = names
-        a.value, b.value = (names[0], names[-1]) if names else ('', '')
-    state.observe(fill, names=['name'])
+        a.value, b.value = (names[0], names[-1]) if names else ("", "")
+
+    state.observe(fill, names=["name"])
     fill()
     view = widgets.VBox([widgets.HBox([a, b]), widgets.HBox([scan.widget, diff.widget]), out])
     view.scan, view.diff = scan, diff
     return view
 
-VIEW = View('checkpoints', 'Checkpoints', 30, build_checkpoints)
+
+VIEW = View("checkpoints", "Checkpoints", 30, build_checkpoints)

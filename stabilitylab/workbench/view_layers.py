@@ -16,79 +16,149 @@ from .figure import PictureWidget
 from .views import View
 
 # %% ../../nbs/api/workbench/10_view_layers.ipynb #37a0e0e4
-GROUPS = ('activations', 'gradients', 'weights', 'updates', 'optimizer', 'sampled_activations', 'sampled_gradients', 'sampled_weights', 'sampled_updates', 'sampled_optimizer')
-_HOW = '<p>This run has no layers: a log holds only scalars. Record the next one with<br><code>with Recorder(model, optimizer, path) as rec: … rec.step(loss)</code></p>'
+GROUPS = (
+    "activations",
+    "gradients",
+    "weights",
+    "updates",
+    "optimizer",
+    "sampled_activations",
+    "sampled_gradients",
+    "sampled_weights",
+    "sampled_updates",
+    "sampled_optimizer",
+)
+_HOW = "<p>This run has no layers: a log holds only scalars. Record the next one with<br><code>with Recorder(model, optimizer, path) as rec: … rec.step(loss)</code></p>"
+
 
 def layer_statistics(
-    run, # a record
-) -> list[tuple]: # (words, (group, variable)) of every statistic over steps and modules
+    run,  # a record
+) -> list[tuple]:  # (words, (group, variable)) of every statistic over steps and modules
     "What there is to look at."
     out = []
     for g in GROUPS:
-        if g not in run.children: continue
+        if g not in run.children:
+            continue
         for n, v in run[g].data_vars.items():
-            if len(v.dims) == 2 and v.dims[0] == 'step' and v.dtype.kind in 'fiu': out.append((f"{g.replace('_', ' ')}: {str(n).replace('_', ' ')}", (g, str(n))))
+            if len(v.dims) == 2 and v.dims[0] == "step" and v.dtype.kind in "fiu":
+                out.append((f"{g.replace('_', ' ')}: {str(n).replace('_', ' ')}", (g, str(n))))
     return out
 
+
 def exponents_at(
-    run, # a record
-    group: str, # of GROUPS
-    row: int, # of the module or parameter
-    step: float, # near which
-) -> np.ndarray | None: # (256,), or None where none were recorded
+    run,  # a record
+    group: str,  # of GROUPS
+    row: int,  # of the module or parameter
+    step: float,  # near which
+) -> np.ndarray | None:  # (256,), or None where none were recorded
     "The exponent histogram of a module at the nearest sampled step."
-    group = group if group.startswith('sampled_') else f'sampled_{group}'
-    if group not in run.children or 'exponents' not in run[group]: return None
-    e = run[group]['exponents']
-    return e.isel(step=int(np.argmin(np.abs(e.step.values - step)))).isel({next(d for d in e.dims if d not in ('step', 'exponent')): row}).values
+    group = group if group.startswith("sampled_") else f"sampled_{group}"
+    if group not in run.children or "exponents" not in run[group]:
+        return None
+    e = run[group]["exponents"]
+    return (
+        e.isel(step=int(np.argmin(np.abs(e.step.values - step))))
+        .isel({next(d for d in e.dims if d not in ("step", "exponent")): row})
+        .values
+    )
+
 
 def moved_first(
-    state, # a WorkbenchState
-) -> str: # HTML
+    state,  # a WorkbenchState
+) -> str:  # HTML
     "What the findings say of the first modules that moved."
-    rows = sorted((f.onset, f.kind, f.modules[0], len(f.modules)) for f in state.findings if f.modules and f.onset is not None)
-    return ''.join(f"<li>step {s:,}: {escape(k.replace('_', ' '))}, first <code>{escape(m)}</code>{f' of {n}' if n > 1 else ''}</li>" for s, k, m, n in rows[:6])
+    rows = sorted(
+        (f.onset, f.kind, f.modules[0], len(f.modules))
+        for f in state.findings
+        if f.modules and f.onset is not None
+    )
+    return "".join(
+        f"<li>step {s:,}: {escape(k.replace('_', ' '))}, first <code>{escape(m)}</code>{f' of {n}' if n > 1 else ''}</li>"
+        for s, k, m, n in rows[:6]
+    )
+
 
 def build_layers(
-    state, # a WorkbenchState with a run
-) -> widgets.Widget: # the view
+    state,  # a WorkbenchState with a run
+) -> widgets.Widget:  # the view
     "Choose a statistic, click a cell."
     frame, draw_map, drawn = widgets.VBox(), LayerMap(), []
+
     def fill(_=None):
         found = layer_statistics(state.run)
-        if not found: frame.children = [widgets.HTML(_HOW)]; return
-        default = next((v for _, v in found if v == ('activations', 'absmax')), found[0][1])
-        what = widgets.Dropdown(options=found, value=default, description='Statistic', layout=widgets.Layout(width='380px'))
-        picture, words, detail = PictureWidget(dark=state.dark, alt='Heat map, a row a module.'), widgets.HTML(), widgets.Image(format='png', layout=widgets.Layout(max_width='1000px', display='none'))
-        first = widgets.HTML(f"<b>What moved first</b><ul style='margin:.2em 0'>{moved_first(state) or '<li>nothing that a detector calls an event</li>'}</ul>")
-        chosen = {'row': None, 'step': None}
-        def data(): g, n = what.value; return state.run[g][n]
-        def draw(_=None): picture.png, picture.panels = draw_map(data(), tuple(state.x_range) or None, state.dark)
+        if not found:
+            frame.children = [widgets.HTML(_HOW)]
+            return
+        default = next((v for _, v in found if v == ("activations", "absmax")), found[0][1])
+        what = widgets.Dropdown(
+            options=found, value=default, description="Statistic", layout=widgets.Layout(width="380px")
+        )
+        picture, words, detail = (
+            PictureWidget(dark=state.dark, alt="Heat map, a row a module."),
+            widgets.HTML(),
+            widgets.Image(format="png", layout=widgets.Layout(max_width="1000px", display="none")),
+        )
+        first = widgets.HTML(
+            f"<b>What moved first</b><ul style='margin:.2em 0'>{moved_first(state) or '<li>nothing that a detector calls an event</li>'}</ul>"
+        )
+        chosen = {"row": None, "step": None}
+
+        def data():
+            g, n = what.value
+            return state.run[g][n]
+
+        def draw(_=None):
+            picture.png, picture.panels = draw_map(data(), tuple(state.x_range) or None, state.dark)
+
         def tell(_=None):
-            if chosen['row'] is None: return
-            da, row = data(), chosen['row']
-            dim = next(d for d in da.dims if d != 'step')
-            if row >= da.sizes[dim]: chosen['row'] = None; return
+            if chosen["row"] is None:
+                return
+            da, row = data(), chosen["row"]
+            dim = next(d for d in da.dims if d != "step")
+            if row >= da.sizes[dim]:
+                chosen["row"] = None
+                return
             history, name = da.isel({dim: row}), str(da[dim].values[row])
-            value = float(history.values[int(np.argmin(np.abs(da.step.values - chosen['step'])))])
-            kind = str(da['kind'].values[row]) if 'kind' in da.coords else ''
+            value = float(history.values[int(np.argmin(np.abs(da.step.values - chosen["step"])))])
+            kind = str(da["kind"].values[row]) if "kind" in da.coords else ""
             words.value = f"<p><code>{escape(name)}</code> {escape(kind)} · step {chosen['step']:,.0f}: {what.value[1].replace('_', ' ')} {value:.4g}</p>"
-            detail.value, detail.layout.display = module_picture(history.assign_attrs(module=name).rename(what.value[1]), exponents_at(state.run, what.value[0], row, chosen['step']), chosen['step'], state.dark), ''
+            detail.value, detail.layout.display = (
+                module_picture(
+                    history.assign_attrs(module=name).rename(what.value[1]),
+                    exponents_at(state.run, what.value[0], row, chosen["step"]),
+                    chosen["step"],
+                    state.dark,
+                ),
+                "",
+            )
+
         def click(c):
-            chosen.update(row=int(np.clip(c['new']['y'] or 0, 0, max(data().shape) - 1)), step=c['new']['x'])
+            chosen.update(row=int(np.clip(c["new"]["y"] or 0, 0, max(data().shape) - 1)), step=c["new"]["x"])
             tell()
-        picture.observe(click, names=['clicked'])
-        picture.observe(lambda c: state.set_trait('x_range', tuple(c['new']['range'])), names=['brushed'])
-        what.observe(lambda c: (tell(), draw()), names=['value'])
+
+        picture.observe(click, names=["clicked"])
+        picture.observe(lambda c: state.set_trait("x_range", tuple(c["new"]["range"])), names=["brushed"])
+        what.observe(lambda c: (tell(), draw()), names=["value"])
         frame.draw, frame.what, frame.picture, frame.words, frame.detail = draw, what, picture, words, detail
         frame.children = [what, picture, words, detail, first]
-        drawn.clear(); redraw()
+        drawn.clear()
+        redraw()
+
     def redraw(_=None):
         now = state.name, state.x_range, state.dark
-        if state.visible == 'layers' and drawn != [now] and hasattr(frame, 'draw') and len(frame.children) > 1: drawn[:] = [now]; frame.draw()
-    state.observe(redraw, names=['x_range', 'dark', 'visible'])
-    state.observe(fill, names=['name', 'findings'])
+        if (
+            state.visible == "layers"
+            and drawn != [now]
+            and hasattr(frame, "draw")
+            and len(frame.children) > 1
+        ):
+            drawn[:] = [now]
+            frame.draw()
+
+    state.observe(redraw, names=["x_range", "dark", "visible"])
+    state.observe(fill, names=["name", "findings"])
     fill()
     return frame
 
-VIEW = View('layers', 'Layers', 10, build_layers)
+
+VIEW = View("layers", "Layers", 10, build_layers)

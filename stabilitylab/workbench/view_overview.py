@@ -24,74 +24,126 @@ _STYLE = """<style>
 .stl-detail ul { margin: .2em 0 .6em; padding-left: 1.2em } .stl-detail .verdict { font-weight: bold } .stl-detail .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 0 1.6em } .stl-detail summary { cursor: pointer }
 </style>"""
 
+
 def finding_label(
-    number: int, # from 1, as on the figure
-    finding, # a Finding
-) -> str: # one line
+    number: int,  # from 1, as on the figure
+    finding,  # a Finding
+) -> str:  # one line
     "The line of a finding in the list."
-    where = '' if finding.onset is None else f' · {finding.onset:,}' + (f'–{finding.end:,}' if finding.end != finding.onset else '')
+    where = (
+        ""
+        if finding.onset is None
+        else f" · {finding.onset:,}" + (f"–{finding.end:,}" if finding.end != finding.onset else "")
+    )
     return f"{number}  {finding.severity}  {finding.kind.replace('_', ' ')}{where}"
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #0282cb81
 def detail_html(
-    state, # a WorkbenchState
-) -> str: # the selected finding with its evidence and remedies, or what to do
+    state,  # a WorkbenchState
+) -> str:  # the selected finding with its evidence and remedies, or what to do
     "The words below the picture."
     i, n = state.selected, len(state.findings)
-    if 0 <= i < n: body = finding_html(state.findings[i], i+1)
-    elif state.busy: body = '<p>Looking for what happened …</p>'
-    else: body = '<p>Click a finding, or brush steps to zoom.</p>' if n else '<p>No findings: nothing in this log is out of the ordinary.</p>'
+    if 0 <= i < n:
+        body = finding_html(state.findings[i], i + 1)
+    elif state.busy:
+        body = "<p>Looking for what happened …</p>"
+    else:
+        body = (
+            "<p>Click a finding, or brush steps to zoom.</p>"
+            if n
+            else "<p>No findings: nothing in this log is out of the ordinary.</p>"
+        )
     return f'{_STYLE}<div class="stl-detail">{body}</div>'
+
 
 def _controls(state):
     "Which series are drawn, and how; (widgets, a function that shows the run's series)."
-    names = widgets.SelectMultiple(rows=5, layout=widgets.Layout(width='100%'))
-    scale = widgets.ToggleButtons(options=[('auto', None), ('linear', False), ('log', True)], style={'button_width': '64px'}, tooltips=['logarithmic where the series spans a factor of 20', 'linear axis', 'logarithmic axis'])
-    whole = widgets.Button(description='Show all steps', tooltip='the whole run again', icon='expand', layout=widgets.Layout(width='100%'))
+    names = widgets.SelectMultiple(rows=5, layout=widgets.Layout(width="100%"))
+    scale = widgets.ToggleButtons(
+        options=[("auto", None), ("linear", False), ("log", True)],
+        style={"button_width": "64px"},
+        tooltips=["logarithmic where the series spans a factor of 20", "linear axis", "logarithmic axis"],
+    )
+    whole = widgets.Button(
+        description="Show all steps",
+        tooltip="the whole run again",
+        icon="expand",
+        layout=widgets.Layout(width="100%"),
+    )
+
     def refill():
-        have, now = series_names(state.run['scalars'].to_dataset()), list(state.shown) or panels_of(state.run, state.findings)
-        if tuple(have) != names.options: names.options = have
+        have, now = (
+            series_names(state.run["scalars"].to_dataset()),
+            list(state.shown) or panels_of(state.run, state.findings),
+        )
+        if tuple(have) != names.options:
+            names.options = have
         names.value = [n for n in have if n in now]
+
     def take(change):
-        order = [n for n in panels_of(state.run, state.findings, 99) if n in change['new']] + [n for n in change['new']]
-        if list(change['new']) != [n for n in names.options if n in (state.shown or panels_of(state.run, state.findings))]: state.shown = tuple(dict.fromkeys(order))
-    names.observe(take, names=['value'])
-    scale.observe(lambda c: state.set_trait('log', c['new']), names=['value'])
-    whole.on_click(lambda _: state.set_trait('x_range', ()))
+        order = [n for n in panels_of(state.run, state.findings, 99) if n in change["new"]] + [
+            n for n in change["new"]
+        ]
+        if list(change["new"]) != [
+            n for n in names.options if n in (state.shown or panels_of(state.run, state.findings))
+        ]:
+            state.shown = tuple(dict.fromkeys(order))
+
+    names.observe(take, names=["value"])
+    scale.observe(lambda c: state.set_trait("log", c["new"]), names=["value"])
+    whole.on_click(lambda _: state.set_trait("x_range", ()))
     words = lambda text: widgets.HTML(f'<span style="opacity:.7">{text}</span>')
-    return [whole, words('Series drawn (Ctrl-click for several)'), names, words('Axis of the first one'), scale], refill
+    return [
+        whole,
+        words("Series drawn (Ctrl-click for several)"),
+        names,
+        words("Axis of the first one"),
+        scale,
+    ], refill
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #29f6107b
 def build_overview(
-    state, # a WorkbenchState with a run
-) -> widgets.Widget: # the view
+    state,  # a WorkbenchState with a run
+) -> widgets.Widget:  # the view
     "The linked picture, list and details of a run."
     picture, detail = PictureWidget(dark=state.dark), widgets.HTML()
-    listing = widgets.Select(rows=8, layout=widgets.Layout(width='100%'))
+    listing = widgets.Select(rows=8, layout=widgets.Layout(width="100%"))
     controls, refill = _controls(state)
 
-    def draw(_=None): picture.png, picture.panels = picture_of(state)
-    def tell(_=None): detail.value = detail_html(state)
-    def fill(_=None):
-        picture.alt = f'Loss of {state.name} with {len(state.findings)} findings.'
-        listing.options = [(finding_label(i+1, f), i) for i, f in enumerate(state.findings)]
-        listing.value = state.selected if state.selected >= 0 else None
-        refill(); draw(); tell()
-    def choose(i):
-        if i is not None and i >= 0: state.selected, state.x_range = i, around(state, i)
+    def draw(_=None):
+        picture.png, picture.panels = picture_of(state)
 
-    listing.observe(lambda c: choose(c['new']), names=['value'])
-    picture.observe(lambda c: choose(nearest(state, c['new']['x'])), names=['clicked'])
-    picture.observe(lambda c: state.set_trait('x_range', tuple(c['new']['range'])), names=['brushed'])
-    picture.observe(lambda c: state.set_trait('dark', c['new']), names=['dark'])
-    state.observe(draw, names=['x_range', 'shown', 'log', 'dark'])
-    state.observe(lambda c: (setattr(listing, 'value', c['new'] if c['new'] >= 0 else None), tell()), names=['selected'])
-    state.observe(tell, names=['busy'])
-    state.observe(fill, names=['findings', 'runs', 'name'])
+    def tell(_=None):
+        detail.value = detail_html(state)
+
+    def fill(_=None):
+        picture.alt = f"Loss of {state.name} with {len(state.findings)} findings."
+        listing.options = [(finding_label(i + 1, f), i) for i, f in enumerate(state.findings)]
+        listing.value = state.selected if state.selected >= 0 else None
+        refill()
+        draw()
+        tell()
+
+    def choose(i):
+        if i is not None and i >= 0:
+            state.selected, state.x_range = i, around(state, i)
+
+    listing.observe(lambda c: choose(c["new"]), names=["value"])
+    picture.observe(lambda c: choose(nearest(state, c["new"]["x"])), names=["clicked"])
+    picture.observe(lambda c: state.set_trait("x_range", tuple(c["new"]["range"])), names=["brushed"])
+    picture.observe(lambda c: state.set_trait("dark", c["new"]), names=["dark"])
+    state.observe(draw, names=["x_range", "shown", "log", "dark"])
+    state.observe(
+        lambda c: (setattr(listing, "value", c["new"] if c["new"] >= 0 else None), tell()), names=["selected"]
+    )
+    state.observe(tell, names=["busy"])
+    state.observe(fill, names=["findings", "runs", "name"])
     fill()
-    side = widgets.VBox([listing, *controls], layout=widgets.Layout(width='300px', flex='0 0 auto'))
-    top = widgets.HBox([widgets.Box([picture], layout=widgets.Layout(flex='1 1 auto', min_width='320px')), side])
+    side = widgets.VBox([listing, *controls], layout=widgets.Layout(width="300px", flex="0 0 auto"))
+    top = widgets.HBox(
+        [widgets.Box([picture], layout=widgets.Layout(flex="1 1 auto", min_width="320px")), side]
+    )
     return widgets.VBox([top, detail])
 
 
-VIEW = View('overview', 'Overview', 0, build_overview)
+VIEW = View("overview", "Overview", 0, build_overview)

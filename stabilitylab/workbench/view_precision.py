@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from ..names.errors import InputError
-from ..numerics.lattice import Lattice, debias, lattice
 from ..numerics.formats import spacing
+from ..numerics.lattice import Lattice, debias, lattice
 from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
 from ..replay.snapshot import replayable_steps
@@ -24,91 +24,216 @@ from .child import Child
 from .views import View
 
 # %% ../../nbs/api/workbench/13_view_precision.ipynb #47c6f146
-_STYLE = '<style>.stl-precision { line-height: 1.45; max-width: 1000px } .stl-precision h3 { margin: .6em 0 .2em } .stl-precision p { margin: .2em 0 } .stl-precision table { border-collapse: collapse; font-variant-numeric: tabular-nums } .stl-precision td, .stl-precision th { padding: 1px 12px 1px 0; text-align: right } .stl-precision td:first-child, .stl-precision th:first-child { text-align: left } .stl-precision .bad { color: #c8420a; font-weight: bold }</style>'
+_STYLE = "<style>.stl-precision { line-height: 1.45; max-width: 1000px } .stl-precision h3 { margin: .6em 0 .2em } .stl-precision p { margin: .2em 0 } .stl-precision table { border-collapse: collapse; font-variant-numeric: tabular-nums } .stl-precision td, .stl-precision th { padding: 1px 12px 1px 0; text-align: right } .stl-precision td:first-child, .stl-precision th:first-child { text-align: left } .stl-precision .bad { color: #c8420a; font-weight: bold }</style>"
 
-def _page(html): return f'{_STYLE}<div class="stl-precision">{html}</div>'
+
+def _page(html):
+    return f'{_STYLE}<div class="stl-precision">{html}</div>'
+
 
 def lattice_html(
-    values: np.ndarray, # (n,) the series as it was logged
-    name: str = 'loss', # of the series
-    seen: Lattice | None = None, # its grid; None: it is looked for
-) -> str: # HTML
+    values: np.ndarray,  # (n,) the series as it was logged
+    name: str = "loss",  # of the series
+    seen: Lattice | None = None,  # its grid; None: it is looked for
+) -> str:  # HTML
     "Whether a series is rounded, and how long an improvement stays hidden."
-    x = np.asarray(values, float); x = x[np.isfinite(x)]
-    if len(x) < 2: return _page(f'<p>{escape(name)} has fewer than two finite values.</p>')
+    x = np.asarray(values, float)
+    x = x[np.isfinite(x)]
+    if len(x) < 2:
+        return _page(f"<p>{escape(name)} has fewer than two finite values.</p>")
     seen = lattice(x) if seen is None else seen
-    how = f'{seen.n_distinct:,} distinct of {seen.n_values:,} values' + (f', printed with {seen.decimals} decimals' if seen.decimals is not None else '')
-    if seen.fmt is None: return _page(f'<p><b>Not rounded to 16 bits.</b> {how}; full-precision values fit such a grid with a chance of {seen.chance:.2g}.</p>')
-    third = max(1, len(x)//3)
-    pace = abs(np.median(x[-third:]) - np.median(x[:third]))/max(len(x) - third, 1)
-    wait = f' At the mean pace of this run the {escape(name)} needs about {seen.spacing/pace:,.0f} records to move by one of them.' if pace > 0 else ''
-    return _page(f'<p class="bad">Rounded to {seen.fmt}.</p><p>{how}. The spacing at the last value is {seen.spacing:.4g}; {seen.below_spacing:.0%} of the steps show no movement.{wait} Full-precision values would lie like this with a chance of {seen.chance:.1g}.</p>')
+    how = f"{seen.n_distinct:,} distinct of {seen.n_values:,} values" + (
+        f", printed with {seen.decimals} decimals" if seen.decimals is not None else ""
+    )
+    if seen.fmt is None:
+        return _page(
+            f"<p><b>Not rounded to 16 bits.</b> {how}; full-precision values fit such a grid with a chance of {seen.chance:.2g}.</p>"
+        )
+    third = max(1, len(x) // 3)
+    pace = abs(np.median(x[-third:]) - np.median(x[:third])) / max(len(x) - third, 1)
+    wait = (
+        f" At the mean pace of this run the {escape(name)} needs about {seen.spacing / pace:,.0f} records to move by one of them."
+        if pace > 0
+        else ""
+    )
+    return _page(
+        f'<p class="bad">Rounded to {seen.fmt}.</p><p>{how}. The spacing at the last value is {seen.spacing:.4g}; {seen.below_spacing:.0%} of the steps show no movement.{wait} Full-precision values would lie like this with a chance of {seen.chance:.1g}.</p>'
+    )
+
 
 def _table(rows, columns):
     "Rows of dicts as a table; columns: name -> (head, format)."
-    def cell(v, f): return '' if v is None else escape(v) if isinstance(v, str) else format(v, f)
-    head = ''.join(f'<th>{h}</th>' for h, _ in columns.values())
-    return f'<table><tr>{head}</tr>' + ''.join('<tr>' + ''.join(f'<td>{cell(r[k], f)}</td>' for k, (_, f) in columns.items()) + '</tr>' for r in rows) + '</table>'
+
+    def cell(v, f):
+        return "" if v is None else escape(v) if isinstance(v, str) else format(v, f)
+
+    head = "".join(f"<th>{h}</th>" for h, _ in columns.values())
+    return (
+        f"<table><tr>{head}</tr>"
+        + "".join(
+            "<tr>" + "".join(f"<td>{cell(r[k], f)}</td>" for k, (_, f) in columns.items()) + "</tr>"
+            for r in rows
+        )
+        + "</table>"
+    )
+
 
 def step_html(
-    told: dict, # the JSON of `stabilitylab precision`
-    most: int = 8, # rows of each table
-) -> str: # HTML
+    told: dict,  # the JSON of `stabilitylab precision`
+    most: int = 8,  # rows of each table
+) -> str:  # HTML
     "What 16 bits take from a step."
-    fmt, out = told['format'], '<h3>Where the loss is rounded</h3>'
-    for words, c in told['casts'].items():
-        if c['place'] != 'none': out += f'<p><span class="bad">{escape(words)}: at the {escape(c["place"])}</span> (<code>{escape(c["operation"])}</code>, {c["fmt"]}): {c["loss"]:.6g} instead of {c["exact_loss"]:.6g}. {escape(c["fix"]).capitalize()}.</p>'
-        else: out += f'<p>{escape(words)}: not rounded' + (f', but its logits are {c["logits_fmt"]} numbers: {c["loss"]:.6g} instead of {c["exact_loss"]:.6g}' if c['logits_fmt'] else '') + '.</p>'
-    if told['updates']:
-        rows = sorted(told['updates'], key=lambda r: -(r['lost'] if isinstance(r['lost'], float) else -1))[:most]
-        out += f'<h3>Updates that {fmt} weights lose</h3>' + _table(rows, {'param': ('parameter', ''), 'lost': ('without effect', '.1%'), 'kept': ('movement kept, to nearest', '.1%'), 'kept_stochastic': ('kept, stochastically', '.1%'), 'update_rms': ('RMS of the update', '.2g'), 'spacing_median': ('spacing', '.2g')})
-    if told['eps']:
-        rows = sorted(told['eps'], key=lambda r: r['ratio'] if isinstance(r['ratio'], float) else np.inf)[:most//2]
-        out += "<h3>Adam's epsilon</h3>" + _table(rows, {'param': ('parameter', ''), 'ratio': ('RMS(g)/ε', '.3g'), 'regime': ('effect', ''), 'advice': ('so', '')})
-    if told['attention']: out += '<h3>Scaling inside QKᵀ</h3>' + _table(told['attention'][:most], {'module': ('module', ''), 'head_dim': ('head dimension', ''), 'product_max': ('largest |q·k|', '.4g'), 'logit_max': ('largest logit', '.4g'), 'outside': ('beyond fp16, scaled after', '.2%'), 'inside': ('scaled before', '.2%'), 'headroom': ('range left', '.3g')})
-    elif told['attention'] is None: out += '<h3>Scaling inside QKᵀ</h3><p>No call of <code>scaled_dot_product_attention</code> was seen.</p>'
+    fmt, out = told["format"], "<h3>Where the loss is rounded</h3>"
+    for words, c in told["casts"].items():
+        if c["place"] != "none":
+            out += f'<p><span class="bad">{escape(words)}: at the {escape(c["place"])}</span> (<code>{escape(c["operation"])}</code>, {c["fmt"]}): {c["loss"]:.6g} instead of {c["exact_loss"]:.6g}. {escape(c["fix"]).capitalize()}.</p>'
+        else:
+            out += (
+                f"<p>{escape(words)}: not rounded"
+                + (
+                    f", but its logits are {c['logits_fmt']} numbers: {c['loss']:.6g} instead of {c['exact_loss']:.6g}"
+                    if c["logits_fmt"]
+                    else ""
+                )
+                + ".</p>"
+            )
+    if told["updates"]:
+        rows = sorted(told["updates"], key=lambda r: -(r["lost"] if isinstance(r["lost"], float) else -1))[
+            :most
+        ]
+        out += f"<h3>Updates that {fmt} weights lose</h3>" + _table(
+            rows,
+            {
+                "param": ("parameter", ""),
+                "lost": ("without effect", ".1%"),
+                "kept": ("movement kept, to nearest", ".1%"),
+                "kept_stochastic": ("kept, stochastically", ".1%"),
+                "update_rms": ("RMS of the update", ".2g"),
+                "spacing_median": ("spacing", ".2g"),
+            },
+        )
+    if told["eps"]:
+        rows = sorted(told["eps"], key=lambda r: r["ratio"] if isinstance(r["ratio"], float) else np.inf)[
+            : most // 2
+        ]
+        out += "<h3>Adam's epsilon</h3>" + _table(
+            rows,
+            {
+                "param": ("parameter", ""),
+                "ratio": ("RMS(g)/ε", ".3g"),
+                "regime": ("effect", ""),
+                "advice": ("so", ""),
+            },
+        )
+    if told["attention"]:
+        out += "<h3>Scaling inside QKᵀ</h3>" + _table(
+            told["attention"][:most],
+            {
+                "module": ("module", ""),
+                "head_dim": ("head dimension", ""),
+                "product_max": ("largest |q·k|", ".4g"),
+                "logit_max": ("largest logit", ".4g"),
+                "outside": ("beyond fp16, scaled after", ".2%"),
+                "inside": ("scaled before", ".2%"),
+                "headroom": ("range left", ".3g"),
+            },
+        )
+    elif told["attention"] is None:
+        out += (
+            "<h3>Scaling inside QKᵀ</h3><p>No call of <code>scaled_dot_product_attention</code> was seen.</p>"
+        )
     return _page(out)
 
 # %% ../../nbs/api/workbench/13_view_precision.ipynb #294eaeb8
 class PrecisionView:
     "The grid of a series, a step in 16 bits, and the room of the attention products."
-    def __init__(self,
-        state, # a WorkbenchState with a run
+
+    def __init__(
+        self,
+        state,  # a WorkbenchState with a run
     ):
         self.state, self.told, self.steps, self._grid = state, None, [], (None, None)
-        wide = widgets.Layout(width='320px')
-        self.name = widgets.Dropdown(description='Series', layout=wide)
-        self.window = widgets.IntSlider(description='Window', min=5, max=500, value=50, continuous_update=False, layout=wide, tooltip='records that are averaged to see behind the grid')
+        wide = widgets.Layout(width="320px")
+        self.name = widgets.Dropdown(description="Series", layout=wide)
+        self.window = widgets.IntSlider(
+            description="Window",
+            min=5,
+            max=500,
+            value=50,
+            continuous_update=False,
+            layout=wide,
+            tooltip="records that are averaged to see behind the grid",
+        )
         self.words, self.tables, self.notice = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.picture, self.room = (widgets.Image(format='png', layout=widgets.Layout(max_width='100%', width='fit-content', min_height='250px')) for _ in range(2)) # nothing below moves when a picture comes
-        self.step = widgets.BoundedIntText(description='Step', min=0, max=0, layout=widgets.Layout(width='180px'))
-        self.setup = widgets.Text(placeholder='Setup: file.py:function, or empty for a sample run', continuous_update=False, layout=widgets.Layout(width='330px'))
-        self.fmt = widgets.Dropdown(options=('bf16', 'fp16'), layout=widgets.Layout(width='90px'))
-        self.child = Child('Measure the step', self._arguments, self.show)
-        self.growth = widgets.FloatLogSlider(description='q and k ×', min=-1, max=3, step=.05, value=1, continuous_update=False, layout=wide)
+        self.picture, self.room = (
+            widgets.Image(
+                format="png", layout=widgets.Layout(max_width="100%", width="fit-content", min_height="250px")
+            )
+            for _ in range(2)
+        )  # nothing below moves when a picture comes
+        self.step = widgets.BoundedIntText(
+            description="Step", min=0, max=0, layout=widgets.Layout(width="180px")
+        )
+        self.setup = widgets.Text(
+            placeholder="Setup: file.py:function, or empty for a sample run",
+            continuous_update=False,
+            layout=widgets.Layout(width="330px"),
+        )
+        self.fmt = widgets.Dropdown(options=("bf16", "fp16"), layout=widgets.Layout(width="90px"))
+        self.child = Child("Measure the step", self._arguments, self.show)
+        self.growth = widgets.FloatLogSlider(
+            description="q and k ×", min=-1, max=3, step=0.05, value=1, continuous_update=False, layout=wide
+        )
         self.body = widgets.HBox([self.step, self.fmt, self.setup, self.child.widget])
-        head = lambda t: widgets.HTML(_page(f'<h3>{t}</h3>'))
-        self.widget = widgets.VBox([head('Is the log rounded?'), widgets.HBox([self.name, self.window]), self.words, self.picture, head('What 16 bits take from a step'), self.notice, self.body, self.tables, head('Room inside QKᵀ for fp16'), self.growth, self.room])
-        self.widget.add_class('stl-precision-view')
-        for w in (self.name, self.window): w.observe(lambda _: self.state.visible == 'precision' and self.draw(), names=['value'])
-        self.growth.observe(lambda _: self.draw_room(), names=['value'])
-        state.observe(lambda _: self.open(), names=['name', 'runs'])
-        state.observe(lambda _: self.redraw(), names=['dark', 'x_range', 'visible'])
+        head = lambda t: widgets.HTML(_page(f"<h3>{t}</h3>"))
+        self.widget = widgets.VBox(
+            [
+                head("Is the log rounded?"),
+                widgets.HBox([self.name, self.window]),
+                self.words,
+                self.picture,
+                head("What 16 bits take from a step"),
+                self.notice,
+                self.body,
+                self.tables,
+                head("Room inside QKᵀ for fp16"),
+                self.growth,
+                self.room,
+            ]
+        )
+        self.widget.add_class("stl-precision-view")
+        for w in (self.name, self.window):
+            w.observe(lambda _: self.state.visible == "precision" and self.draw(), names=["value"])
+        self.growth.observe(lambda _: self.draw_room(), names=["value"])
+        state.observe(lambda _: self.open(), names=["name", "runs"])
+        state.observe(lambda _: self.redraw(), names=["dark", "x_range", "visible"])
         self.open()
 
     def open(self):
         "Shows the run of the state."
-        names = series_names(self.state.run['scalars'].to_dataset())
-        keep = self.name.value if self.name.value in names else next((n for n in ('loss', 'train_loss') if n in names), names[0] if names else None)
-        self.name.options = names; self.name.value = keep
-        self.path = str(self.state.run.attrs.get('source', ''))
-        try: self.steps = replayable_steps(self.path)
-        except InputError: self.steps = []
-        self.notice.value = '' if self.steps else '<p>This run has no black box, so its steps cannot be run again. Record the next one with <code>Recorder(model, optimizer, path, snapshot_every=100)</code>.</p>'
-        self.body.layout.display = '' if self.steps else 'none'
+        names = series_names(self.state.run["scalars"].to_dataset())
+        keep = (
+            self.name.value
+            if self.name.value in names
+            else next((n for n in ("loss", "train_loss") if n in names), names[0] if names else None)
+        )
+        self.name.options = names
+        self.name.value = keep
+        self.path = str(self.state.run.attrs.get("source", ""))
+        try:
+            self.steps = replayable_steps(self.path)
+        except InputError:
+            self.steps = []
+        self.notice.value = (
+            ""
+            if self.steps
+            else "<p>This run has no black box, so its steps cannot be run again. Record the next one with <code>Recorder(model, optimizer, path, snapshot_every=100)</code>.</p>"
+        )
+        self.body.layout.display = "" if self.steps else "none"
         if self.steps:
-            self.step.max = self.steps[-1]; self.step.min = self.steps[0]
-            onsets = [f.onset for f in self.state.findings if f.onset is not None and f.severity == 'error']
+            self.step.max = self.steps[-1]
+            self.step.min = self.steps[0]
+            onsets = [f.onset for f in self.state.findings if f.onset is not None and f.severity == "error"]
             self.step.value = min(self.steps, key=lambda s: abs(s - onsets[0])) if onsets else self.steps[-1]
         self._drawn = None
         self.redraw()
@@ -116,35 +241,67 @@ class PrecisionView:
     def redraw(self):
         "Draws what has changed, once the view is seen."
         now = self.state.name, self.state.dark, self.state.x_range
-        if self.state.visible == 'precision' and now != self._drawn: self._drawn = now; self.draw(); self.draw_room()
+        if self.state.visible == "precision" and now != self._drawn:
+            self._drawn = now
+            self.draw()
+            self.draw_room()
 
-    def _arguments(self): return ['precision', self.path, '--step', self.step.value, '--format', self.fmt.value, '--json', *(['--setup', self.setup.value.strip()] if self.setup.value.strip() else [])]
+    def _arguments(self):
+        return [
+            "precision",
+            self.path,
+            "--step",
+            self.step.value,
+            "--format",
+            self.fmt.value,
+            "--json",
+            *(["--setup", self.setup.value.strip()] if self.setup.value.strip() else []),
+        ]
 
     def draw(self):
         "The series on its grid."
-        if self.name.value is None: self.words.value, self.picture.layout.display = '<p>This run has no series.</p>', 'none'; return
+        if self.name.value is None:
+            self.words.value, self.picture.layout.display = "<p>This run has no series.</p>", "none"
+            return
         da = series(self.state.run, self.name.value)
-        if self._grid[0] != (self.state.name, self.name.value, da.size): self._grid = (self.state.name, self.name.value, da.size), lattice(da.values) # of the whole series: a zoom does not change it
+        if self._grid[0] != (self.state.name, self.name.value, da.size):
+            self._grid = (
+                (self.state.name, self.name.value, da.size),
+                lattice(da.values),
+            )  # of the whole series: a zoom does not change it
         self.words.value = lattice_html(da.values, self.name.value, self._grid[1])
         step, x = da.step.values, da.values.astype(float)
-        if self.state.x_range: keep = (step >= self.state.x_range[0]) & (step <= self.state.x_range[1]); step, x = step[keep], x[keep]
-        elif len(x) > 2000: step, x = step[-2000:], x[-2000:] # the grid is seen only near by
-        if not np.isfinite(x).any(): self.picture.layout.display = 'none'; return
+        if self.state.x_range:
+            keep = (step >= self.state.x_range[0]) & (step <= self.state.x_range[1])
+            step, x = step[keep], x[keep]
+        elif len(x) > 2000:
+            step, x = step[-2000:], x[-2000:]  # the grid is seen only near by
+        if not np.isfinite(x).any():
+            self.picture.layout.display = "none"
+            return
         fmt = self._grid[1].fmt
-        tick = float(spacing(x[np.isfinite(x)][-1:], fmt)[0]) if fmt else float('nan')
-        behind = debias(x, min(self.window.value, max(len(x)//2, 1)), fmt)
-        self.picture.layout.display = 'block'
-        self.picture.value = replay_png(lambda t, ax: plot_lattice(step, x, tick, behind, name=self.name.value, ax=ax), None, self.state.dark, (7.5, 2.3))
+        tick = float(spacing(x[np.isfinite(x)][-1:], fmt)[0]) if fmt else float("nan")
+        behind = debias(x, min(self.window.value, max(len(x) // 2, 1)), fmt)
+        self.picture.layout.display = "block"
+        self.picture.value = replay_png(
+            lambda t, ax: plot_lattice(step, x, tick, behind, name=self.name.value, ax=ax),
+            None,
+            self.state.dark,
+            (7.5, 2.3),
+        )
 
     def draw_room(self):
         "The attention products of the measured step, grown."
-        layers = pd.DataFrame(self.told['attention']) if self.told and self.told['attention'] else None
-        self.room.value = replay_png(lambda t, ax: plot_scaling(layers, self.growth.value, ax=ax), None, self.state.dark, (7.5, 2.6))
+        layers = pd.DataFrame(self.told["attention"]) if self.told and self.told["attention"] else None
+        self.room.value = replay_png(
+            lambda t, ax: plot_scaling(layers, self.growth.value, ax=ax), None, self.state.dark, (7.5, 2.6)
+        )
 
-    def show(self, text): # the JSON of `stabilitylab precision`
+    def show(self, text):  # the JSON of `stabilitylab precision`
         "Shows what the command found."
         self.told = json.loads(text)
         self.tables.value = step_html(self.told)
         self.draw_room()
 
-VIEW = View('precision', 'Precision', 40, lambda state: PrecisionView(state).widget)
+
+VIEW = View("precision", "Precision", 40, lambda state: PrecisionView(state).widget)

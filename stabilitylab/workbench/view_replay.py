@@ -28,174 +28,341 @@ _STYLE = """<style>.stl-replay { line-height: 1.45; max-width: 1000px } .stl-rep
 .stl-replay td, .stl-replay th { padding: 1px 10px 1px 0; text-align: right } .stl-replay td:first-child, .stl-replay th:first-child { text-align: left } .stl-replay .faint { opacity: .7 } .stl-replay .bad { color: #c8420a; font-weight: bold }
 .stl-replay .text { font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; margin: .2em 0 .6em }</style>"""
 
-def _number(x, digits=4): return x if isinstance(x, str) else f'{x:.{digits}g}'
+
+def _number(x, digits=4):
+    return x if isinstance(x, str) else f"{x:.{digits}g}"
+
 
 def head_html(
-    told: dict, # as `replay_json` gives it
-) -> str: # HTML
+    told: dict,  # as `replay_json` gives it
+) -> str:  # HTML
     "The verdict, and how the replayed step compares with the recorded one."
-    if 'error' in told: return f'{_STYLE}<div class="stl-replay"><p class="bad">{escape(told["error"])}</p></div>'
-    same = '' if told['recorded_loss'] is None else ', equal to the recorded one to the last bit' if told['exact'] else f", recorded was {_number(told['recorded_loss'], 6)}"
-    swap = told.get('swap')
-    verdict = f'<h3 class="bad">{escape(swap["verdict"])}</h3><p>{escape(swap["words"])}.</p>' if swap else ''
+    if "error" in told:
+        return f'{_STYLE}<div class="stl-replay"><p class="bad">{escape(told["error"])}</p></div>'
+    same = (
+        ""
+        if told["recorded_loss"] is None
+        else ", equal to the recorded one to the last bit"
+        if told["exact"]
+        else f", recorded was {_number(told['recorded_loss'], 6)}"
+    )
+    swap = told.get("swap")
+    verdict = f'<h3 class="bad">{escape(swap["verdict"])}</h3><p>{escape(swap["words"])}.</p>' if swap else ""
     return f'{_STYLE}<div class="stl-replay">{verdict}<p>Step {told["step"]} again: loss {_number(told["loss"], 6)}{same}; gradient norm {_number(told["grad_norm"])}, norm of the update {_number(told["update_norm"])}.</p></div>'
 
+
 def text_html(
-    row: dict, # sample, tokens, losses
-    share: float, # of the batch gradient
-) -> str: # HTML; the more a token is coloured, the higher its loss
+    row: dict,  # sample, tokens, losses
+    share: float,  # of the batch gradient
+) -> str:  # HTML; the more a token is coloured, the higher its loss
     "A sample with the loss of every token."
-    known = [x for x in row['losses'] if x is not None and x == x]
-    top = max(known, default=1.) or 1.
+    known = [x for x in row["losses"] if x is not None and x == x]
+    top = max(known, default=1.0) or 1.0
+
     def one(t, x):
-        if x is None: return f'<span class="faint">{escape(t)}</span>'
-        return f'<span style="background: rgba(200,66,10,{0.65*min(max(x/top, 0), 1):.2f})" title="{_number(x, 3)} nats">{escape(t)}</span>'
-    return f'<p>Sample {row["sample"]}: {share:.0%} of the gradient</p><div class="text">' + ''.join(map(one, row['tokens'], row['losses'])) + '</div>'
+        if x is None:
+            return f'<span class="faint">{escape(t)}</span>'
+        return f'<span style="background: rgba(200,66,10,{0.65 * min(max(x / top, 0), 1):.2f})" title="{_number(x, 3)} nats">{escape(t)}</span>'
+
+    return (
+        f'<p>Sample {row["sample"]}: {share:.0%} of the gradient</p><div class="text">'
+        + "".join(map(one, row["tokens"], row["losses"]))
+        + "</div>"
+    )
+
 
 def samples_html(
-    told: dict, # as `replay_json` gives it
-) -> str: # HTML; '' without samples
+    told: dict,  # as `replay_json` gives it
+) -> str:  # HTML; '' without samples
     "The heaviest samples, and the text of those whose tokens are known."
-    if 'samples' not in told: return ''
-    table = sorted(told['samples'], key=lambda s: -s['share'] if not isinstance(s['share'], str) else 0)
-    rows = ''.join(f"<tr><td>{s['sample']}</td><td>{s['share'] if isinstance(s['share'], str) else format(s['share'], '.0%')}</td><td>{_number(s['loss'])}</td><td>{_number(s['grad_norm'])}</td><td>{_number(s['cosine'], 2)}</td></tr>" for s in table[:5])
-    share = {s['sample']: s['share'] for s in table}
-    text = ''.join(text_html(t, share[t['sample']]) for t in told.get('tokens', []) if not isinstance(share[t['sample']], str))
+    if "samples" not in told:
+        return ""
+    table = sorted(told["samples"], key=lambda s: -s["share"] if not isinstance(s["share"], str) else 0)
+    rows = "".join(
+        f"<tr><td>{s['sample']}</td><td>{s['share'] if isinstance(s['share'], str) else format(s['share'], '.0%')}</td><td>{_number(s['loss'])}</td><td>{_number(s['grad_norm'])}</td><td>{_number(s['cosine'], 2)}</td></tr>"
+        for s in table[:5]
+    )
+    share = {s["sample"]: s["share"] for s in table}
+    text = "".join(
+        text_html(t, share[t["sample"]])
+        for t in told.get("tokens", [])
+        if not isinstance(share[t["sample"]], str)
+    )
     return f'{_STYLE}<div class="stl-replay"><h3>Samples</h3><table><tr><th>sample</th><th>of the gradient</th><th>loss</th><th>gradient norm</th><th>cosine</th></tr>{rows}</table>{text}</div>'
 
+
 def modules_html(
-    told: dict, # as `replay_json` gives it
-) -> str: # HTML; '' without
+    told: dict,  # as `replay_json` gives it
+) -> str:  # HTML; '' without
     "Precisions in words, and what each module is worth."
-    out = ''
-    if 'precision' in told: out += '<h3>Precision</h3><table><tr><th>precision</th><th>loss</th><th>first module past its rounding</th><th>overflows</th><th>underflows</th></tr>' + ''.join(f"<tr><td>{escape(p['precision'])}</td><td>{_number(p['loss'], 6)}</td><td>{escape(p['first_module']) or 'none'}</td><td>{p['overflow']}</td><td>{p['underflow']}</td></tr>" for p in told['precision']) + '</table>'
-    if 'modules' in told: out += '<h3>Modules taken out</h3><p class="faint">Smallest change first: what the model ignores, or what harms it.</p><table><tr><th>module</th><th>change of the loss</th></tr>' + ''.join(f"<tr><td>{escape(m['module'])}</td><td>{m['change'] if isinstance(m['change'], str) else format(m['change'], '+.4f')}</td></tr>" for m in told['modules']) + '</table>'
+    out = ""
+    if "precision" in told:
+        out += (
+            "<h3>Precision</h3><table><tr><th>precision</th><th>loss</th><th>first module past its rounding</th><th>overflows</th><th>underflows</th></tr>"
+            + "".join(
+                f"<tr><td>{escape(p['precision'])}</td><td>{_number(p['loss'], 6)}</td><td>{escape(p['first_module']) or 'none'}</td><td>{p['overflow']}</td><td>{p['underflow']}</td></tr>"
+                for p in told["precision"]
+            )
+            + "</table>"
+        )
+    if "modules" in told:
+        out += (
+            '<h3>Modules taken out</h3><p class="faint">Smallest change first: what the model ignores, or what harms it.</p><table><tr><th>module</th><th>change of the loss</th></tr>'
+            + "".join(
+                f"<tr><td>{escape(m['module'])}</td><td>{m['change'] if isinstance(m['change'], str) else format(m['change'], '+.4f')}</td></tr>"
+                for m in told["modules"]
+            )
+            + "</table>"
+        )
     return out and f'{_STYLE}<div class="stl-replay">{out}</div>'
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #03a48a40
 def pictures(
-    told: dict, # as `replay_json` gives it
-    dark: bool = False, # for a dark page
-) -> dict: # name -> PNG bytes: swap, samples, precision, those that there are
+    told: dict,  # as `replay_json` gives it
+    dark: bool = False,  # for a dark page
+) -> dict:  # name -> PNG bytes: swap, samples, precision, those that there are
     "The heat map, the shares and the errors."
     out, plain = {}, lambda rows: [[float(x) for x in r] for r in rows]
-    if 'swap' in told:
-        s = told['swap']
-        table = xr.Dataset({k: (('state', 'batch'), plain(s[k])) for k in ('grad_norm', 'loss')}, {'state': s['states'], 'batch': s['batches']}, {'verdict': s['verdict']})
-        out['swap'] = replay_png(plot_swap, table, dark, (1.8 + 1.1*len(s['batches']), 0.8 + 0.4*len(s['states'])), name=s['decided_by'])
-    if 'samples' in told: out['samples'] = replay_png(plot_samples, pd.DataFrame({'share': [float(s['share']) for s in told['samples']]}), dark, (6, 1.8))
-    if 'precision' in told:
-        p = told['precision']
-        out['precision'] = replay_png(plot_precision, xr.Dataset({'error': (('precision', 'module'), plain(r['error'] for r in p))}, {'precision': [r['precision'] for r in p], 'module': p[0]['modules']}), dark)
+    if "swap" in told:
+        s = told["swap"]
+        table = xr.Dataset(
+            {k: (("state", "batch"), plain(s[k])) for k in ("grad_norm", "loss")},
+            {"state": s["states"], "batch": s["batches"]},
+            {"verdict": s["verdict"]},
+        )
+        out["swap"] = replay_png(
+            plot_swap,
+            table,
+            dark,
+            (1.8 + 1.1 * len(s["batches"]), 0.8 + 0.4 * len(s["states"])),
+            name=s["decided_by"],
+        )
+    if "samples" in told:
+        out["samples"] = replay_png(
+            plot_samples,
+            pd.DataFrame({"share": [float(s["share"]) for s in told["samples"]]}),
+            dark,
+            (6, 1.8),
+        )
+    if "precision" in told:
+        p = told["precision"]
+        out["precision"] = replay_png(
+            plot_precision,
+            xr.Dataset(
+                {"error": (("precision", "module"), plain(r["error"] for r in p))},
+                {"precision": [r["precision"] for r in p], "module": p[0]["modules"]},
+            ),
+            dark,
+        )
     return out
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #d9568ab6
 class ReplayView:
     "The controls, the job and what it found."
-    def __init__(self,
-        state, # a WorkbenchState with a run
+
+    def __init__(
+        self,
+        state,  # a WorkbenchState with a run
     ):
         self.state, self.job, self.told, self._task, self.steps = state, None, None, None, []
-        wide, rows = widgets.Layout(width='100%'), widgets.Layout(width='100%', height='84px')
+        wide, rows = widgets.Layout(width="100%"), widgets.Layout(width="100%", height="84px")
         self.picture, self.notice = PictureWidget(), widgets.HTML()
-        self.step = widgets.BoundedIntText(description='Step', min=0, max=0, layout=wide)
-        self.setup = widgets.Text(placeholder='file.py:function, or empty for a sample run', continuous_update=False, layout=wide)
+        self.step = widgets.BoundedIntText(description="Step", min=0, max=0, layout=wide)
+        self.setup = widgets.Text(
+            placeholder="file.py:function, or empty for a sample run", continuous_update=False, layout=wide
+        )
         self.states, self.batches, self.precisions = (widgets.SelectMultiple(layout=rows) for _ in range(3))
         self.precisions.options = list(PRECISIONS)
-        self.swap, self.samples, self.ablate = (widgets.Checkbox(value=v, description=t, indent=False, layout=wide) for v, t in ((True, 'swap states and batches'), (True, 'every sample'), (False, 'modules taken out')))
-        self.start = widgets.Button(description='Replay', icon='play', button_style='primary', tooltip='run this step again in a child process')
-        self.stop = widgets.Button(description='Stop', icon='stop', disabled=True, tooltip='end the child process')
-        self.bar, self.words = widgets.FloatProgress(max=1, layout=widgets.Layout(width='140px')), widgets.HTML()
+        self.swap, self.samples, self.ablate = (
+            widgets.Checkbox(value=v, description=t, indent=False, layout=wide)
+            for v, t in (
+                (True, "swap states and batches"),
+                (True, "every sample"),
+                (False, "modules taken out"),
+            )
+        )
+        self.start = widgets.Button(
+            description="Replay",
+            icon="play",
+            button_style="primary",
+            tooltip="run this step again in a child process",
+        )
+        self.stop = widgets.Button(
+            description="Stop", icon="stop", disabled=True, tooltip="end the child process"
+        )
+        self.bar, self.words = (
+            widgets.FloatProgress(max=1, layout=widgets.Layout(width="140px")),
+            widgets.HTML(),
+        )
         self.head, self.rest, self.more = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.images = {k: widgets.Image(format='png', layout=widgets.Layout(display='none', max_width='100%')) for k in ('swap', 'samples', 'precision')}
+        self.images = {
+            k: widgets.Image(format="png", layout=widgets.Layout(display="none", max_width="100%"))
+            for k in ("swap", "samples", "precision")
+        }
         faint = lambda t: widgets.HTML(f'<span style="opacity:.7">{t}</span>')
-        side = widgets.VBox([self.step, faint('Setup: how the model is built'), self.setup, self.swap, faint('States before step (Ctrl-click)'), self.states, faint('Batches of step'), self.batches, self.samples, self.ablate, faint('Precisions beside float64'), self.precisions], layout=widgets.Layout(width='260px', flex='0 0 auto'))
-        main = widgets.VBox([self.picture, widgets.HBox([self.start, self.stop, self.bar, self.words]), self.head, self.images['swap'], self.images['samples'], self.rest, self.images['precision'], self.more], layout=widgets.Layout(flex='1 1 auto', min_width='320px'))
+        side = widgets.VBox(
+            [
+                self.step,
+                faint("Setup: how the model is built"),
+                self.setup,
+                self.swap,
+                faint("States before step (Ctrl-click)"),
+                self.states,
+                faint("Batches of step"),
+                self.batches,
+                self.samples,
+                self.ablate,
+                faint("Precisions beside float64"),
+                self.precisions,
+            ],
+            layout=widgets.Layout(width="260px", flex="0 0 auto"),
+        )
+        main = widgets.VBox(
+            [
+                self.picture,
+                widgets.HBox([self.start, self.stop, self.bar, self.words]),
+                self.head,
+                self.images["swap"],
+                self.images["samples"],
+                self.rest,
+                self.images["precision"],
+                self.more,
+            ],
+            layout=widgets.Layout(flex="1 1 auto", min_width="320px"),
+        )
         self.body = widgets.HBox([main, side])
         self.widget = widgets.VBox([self.notice, self.body])
-        self.widget.add_class('stl-replay-view')
-        self._link(); self.open()
+        self.widget.add_class("stl-replay-view")
+        self._link()
+        self.open()
 
     def _link(self):
         "Joins widgets and state."
-        self.picture.observe(lambda c: self.choose(c['new']['x']), names=['clicked'])
-        self.picture.observe(lambda c: (self._draw(), self._show_pictures()), names=['dark'])
-        self.step.observe(lambda c: (self._draw(), self._offer()), names=['value'])
-        self.state.observe(lambda c: self.open(), names=['name', 'runs'])
-        self.state.observe(lambda c: self._follow(), names=['selected'])
+        self.picture.observe(lambda c: self.choose(c["new"]["x"]), names=["clicked"])
+        self.picture.observe(lambda c: (self._draw(), self._show_pictures()), names=["dark"])
+        self.step.observe(lambda c: (self._draw(), self._offer()), names=["value"])
+        self.state.observe(lambda c: self.open(), names=["name", "runs"])
+        self.state.observe(lambda c: self._follow(), names=["selected"])
         self.start.on_click(lambda _: self.begin())
         self.stop.on_click(lambda _: self.end())
 
     def open(self):
         "Shows the run of the state."
-        try: self.path, self.steps = Path(self.state.run.attrs.get('source', '')), replayable_steps(self.state.run.attrs.get('source', ''))
-        except InputError: self.steps = []
-        self.notice.value = '' if self.steps else '<p>This run has no black box, so its steps cannot be run again. Record the next one with <code>Recorder(model, optimizer, path, snapshot_every=100)</code>, or make a <code>Snapshot</code> of a checkpoint of yours with <code>snapshot_of</code>.</p>'
-        self.body.layout.display = 'flex' if self.steps else 'none'
-        if not self.steps: return
+        try:
+            self.path, self.steps = (
+                Path(self.state.run.attrs.get("source", "")),
+                replayable_steps(self.state.run.attrs.get("source", "")),
+            )
+        except InputError:
+            self.steps = []
+        self.notice.value = (
+            ""
+            if self.steps
+            else "<p>This run has no black box, so its steps cannot be run again. Record the next one with <code>Recorder(model, optimizer, path, snapshot_every=100)</code>, or make a <code>Snapshot</code> of a checkpoint of yours with <code>snapshot_of</code>.</p>"
+        )
+        self.body.layout.display = "flex" if self.steps else "none"
+        if not self.steps:
+            return
         self.step.min, self.step.max = 0, self.steps[-1]
         self.step.min, self.step.value = self.steps[0], self.steps[-1]
-        self._follow(); self._draw(); self._offer()
+        self._follow()
+        self._draw()
+        self._offer()
 
     def _follow(self):
         "The step of the selected finding, or of the first error with an onset."
         found = [f for f in self.state.findings if f.onset is not None]
-        f = self.state.findings[self.state.selected] if self.state.selected >= 0 else next((f for f in found if f.severity == 'error'), None)
-        if f is not None and f.onset is not None: self.choose(f.onset)
+        f = (
+            self.state.findings[self.state.selected]
+            if self.state.selected >= 0
+            else next((f for f in found if f.severity == "error"), None)
+        )
+        if f is not None and f.onset is not None:
+            self.choose(f.onset)
 
-    def choose(self, x): # a step, or near one
+    def choose(self, x):  # a step, or near one
         "Takes the nearest step that can be replayed."
-        if self.steps: self.step.value = min(self.steps, key=lambda s: abs(s - x))
+        if self.steps:
+            self.step.value = min(self.steps, key=lambda s: abs(s - x))
 
     def _draw(self):
         if self.steps:
-            self.picture.alt = f'Loss over the steps that can be replayed; step {self.step.value} is chosen.'
-            self.picture.png, self.picture.panels = step_picture(self.state.run, self.steps, self.step.value, self.picture.dark)
+            self.picture.alt = f"Loss over the steps that can be replayed; step {self.step.value} is chosen."
+            self.picture.png, self.picture.panels = step_picture(
+                self.state.run, self.steps, self.step.value, self.picture.dark
+            )
 
     def _offer(self):
         "States and batches from before the step; those of `controls` chosen."
         earlier = [s for s in self.steps if s < self.step.value]
         self.start.disabled = self.step.value not in self.steps or self.job is not None
-        for w, chosen in zip((self.states, self.batches), controls(self.path, self.step.value) if earlier else ((), ())): w.options = earlier; w.value = tuple(chosen)
+        for w, chosen in zip(
+            (self.states, self.batches), controls(self.path, self.step.value) if earlier else ((), ())
+        ):
+            w.options = earlier
+            w.value = tuple(chosen)
 
     def begin(self):
         "Starts the job and looks after it."
         swap = self.swap.value and bool(self.states.value and self.batches.value)
-        self.job = ReplayJob(self.path, self.step.value, self.setup.value.strip() or None, swap=swap, samples=self.samples.value, precisions=list(self.precisions.value), modules=self.ablate.value, states=list(self.states.value), batches=list(self.batches.value))
+        self.job = ReplayJob(
+            self.path,
+            self.step.value,
+            self.setup.value.strip() or None,
+            swap=swap,
+            samples=self.samples.value,
+            precisions=list(self.precisions.value),
+            modules=self.ablate.value,
+            states=list(self.states.value),
+            batches=list(self.batches.value),
+        )
         self.start.disabled, self.stop.disabled = True, False
         self.poll()
-        try: self._task = asyncio.get_running_loop().create_task(self._watch())
-        except RuntimeError: pass
+        try:
+            self._task = asyncio.get_running_loop().create_task(self._watch())
+        except RuntimeError:
+            pass
 
     def end(self):
         "Ends the job."
-        if self.job is not None: self.job.cancel(); self.poll()
+        if self.job is not None:
+            self.job.cancel()
+            self.poll()
 
-    def poll(self) -> bool: # whether the job has ended
+    def poll(self) -> bool:  # whether the job has ended
         "Takes over how far the job is."
-        if self.job is None: return True
+        if self.job is None:
+            return True
         now = self.job.poll()
-        self.bar.value, self.words.value = now['share'], escape(now['words'])
-        if now['done']:
-            if self.job.cancel.alive: self.job.cancel()
-            self.job = None; self.start.disabled, self.stop.disabled = False, True
-            self.show(now['result'])
-        return now['done']
+        self.bar.value, self.words.value = now["share"], escape(now["words"])
+        if now["done"]:
+            if self.job.cancel.alive:
+                self.job.cancel()
+            self.job = None
+            self.start.disabled, self.stop.disabled = False, True
+            self.show(now["result"])
+        return now["done"]
 
     async def _watch(self):
-        while not self.poll(): await asyncio.sleep(0.2)
+        while not self.poll():
+            await asyncio.sleep(0.2)
 
-    def show(self, told): # as `replay_json` gives it
+    def show(self, told):  # as `replay_json` gives it
         "Shows what a replay found."
         self.told = told
-        self.head.value, self.rest.value, self.more.value = head_html(told), samples_html(told), modules_html(told)
+        self.head.value, self.rest.value, self.more.value = (
+            head_html(told),
+            samples_html(told),
+            modules_html(told),
+        )
         self._show_pictures()
 
     def _show_pictures(self):
         found = pictures(self.told, self.picture.dark) if self.told else {}
         for k, w in self.images.items():
-            w.layout.display = 'block' if k in found else 'none'
-            if k in found: w.value = found[k]
+            w.layout.display = "block" if k in found else "none"
+            if k in found:
+                w.value = found[k]
 
 
-VIEW = View('replay', 'Replay', 20, lambda state: ReplayView(state).widget)
+VIEW = View("replay", "Replay", 20, lambda state: ReplayView(state).widget)

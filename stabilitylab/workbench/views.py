@@ -16,23 +16,31 @@ import ipywidgets as widgets
 # %% ../../nbs/api/workbench/02_views.ipynb #d9798ee3
 class View(NamedTuple):
     "One page of the workbench."
-    name: str # short name
-    title: str # what the tab says
-    order: int # place among the tabs, ascending
-    build: Callable # (state) -> a widget
+
+    name: str  # short name
+    title: str  # what the tab says
+    order: int  # place among the tabs, ascending
+    build: Callable  # (state) -> a widget
 
 # %% ../../nbs/api/workbench/02_views.ipynb #620cd976
-def views() -> list[View]: # in the order of their tabs
+def views() -> list[View]:  # in the order of their tabs
     "Every view that is installed."
     import stabilitylab.workbench as package
-    modules = (import_module(f'{package.__name__}.{m.name}') for m in pkgutil.iter_modules(package.__path__) if m.name.startswith('view_'))
+
+    modules = (
+        import_module(f"{package.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(package.__path__)
+        if m.name.startswith("view_")
+    )
     return sorted((m.VIEW for m in modules), key=lambda v: v.order)
 
 # %% ../../nbs/api/workbench/02_views.ipynb #dc094b32
 def build_view(
-    view: View, # a view
-    state, # the shared state
-) -> widgets.Widget: # its widget, or what went wrong
+    view: View,  # a view
+    state,  # the shared state
+) -> widgets.Widget:  # its widget, or what went wrong
     "The widget of a view; an error is shown in its place."
-    try: return view.build(state)
-    except Exception as e: return widgets.HTML(f'<p><b>{escape(view.title)} cannot be shown:</b> {escape(str(e)[:500])}</p>')
+    try:
+        return view.build(state)
+    except Exception as e:
+        return widgets.HTML(f"<p><b>{escape(view.title)} cannot be shown:</b> {escape(str(e)[:500])}</p>")

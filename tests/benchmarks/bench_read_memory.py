@@ -1,4 +1,5 @@
 "Peak memory of reading a Megatron log of one gigabyte, in a process of its own."
+
 import re
 import subprocess
 import sys
@@ -18,10 +19,16 @@ print(run.sizes['step'], f'{wall:.1f}', resource.getrusage(resource.RUSAGE_SELF)
 
 
 def main(size=1e9, n=100_000):
-    text = lines('megatron', n, np.random.default_rng(0)).encode()
+    text = lines("megatron", n, np.random.default_rng(0)).encode()
     with tempfile.TemporaryDirectory() as d:
-        with open(path := Path(d)/'train.log', 'wb') as f:
+        with open(path := Path(d) / "train.log", "wb") as f:
             k = 0
-            while f.tell() < size: f.write(re.sub(rb'iteration +(\d+)', lambda m: b'iteration %8d' % (int(m[1]) + k*n), text)); k += 1
-        steps, wall, peak = subprocess.run([sys.executable, '-c', CHILD, str(path)], check=True, capture_output=True, text=True).stdout.split()
-        print(f'{path.stat().st_size/1e9:.2f} GB, {int(steps):,} records: {float(wall):.1f} s, peak memory {int(peak)/1e9:.2f} GB (goal 1)')
+            while f.tell() < size:
+                f.write(re.sub(rb"iteration +(\d+)", lambda m: b"iteration %8d" % (int(m[1]) + k * n), text))
+                k += 1
+        steps, wall, peak = subprocess.run(
+            [sys.executable, "-c", CHILD, str(path)], check=True, capture_output=True, text=True
+        ).stdout.split()
+        print(
+            f"{path.stat().st_size / 1e9:.2f} GB, {int(steps):,} records: {float(wall):.1f} s, peak memory {int(peak) / 1e9:.2f} GB (goal 1)"
+        )

@@ -1,4 +1,5 @@
 "What recording costs: step time with the recorder over the same loop without, step by step in turn, medians; peers beside it."
+
 import argparse
 import statistics
 import tempfile
@@ -6,87 +7,140 @@ import time
 
 import torch
 
-GOALS = {'light': 1.02, 'normal': 1.05, 'full': None} # full: what one step with the costly statistics costs
+GOALS = {"light": 1.02, "normal": 1.05, "full": None}  # full: what one step with the costly statistics costs
 
 
 def naive_hooks(model, out):
     "What people write first: the mean, std and largest value of every output, as Python numbers."
+
     def hook(m, a, o):
-        if torch.is_tensor(o): out.append((o.float().mean().item(), o.float().std().item(), o.abs().max().item()))
+        if torch.is_tensor(o):
+            out.append((o.float().mean().item(), o.float().std().item(), o.abs().max().item()))
+
     return [m.register_forward_hook(hook) for m in model.modules()]
 
 
 def debug_underflow_overflow(model):
     "HF's tool, where transformers is installed; None elsewhere."
-    try: from transformers.debug_utils import DebugUnderflowOverflow
-    except ImportError: return None
+    try:
+        from transformers.debug_utils import DebugUnderflowOverflow
+    except ImportError:
+        return None
     return DebugUnderflowOverflow(model, max_frames_to_save=3)
 
 
 class Arm:
     "One model with its optimizer and, maybe, something that watches it."
+
     def __init__(self, config, device, watch):
         from stabilitylab.models.lm import DecoderLM
+
         torch.manual_seed(0)
-        self.model = DecoderLM(config).to(device); self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.model = DecoderLM(config).to(device)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.rec, self.keep = None, []
         if watch in GOALS:
             from stabilitylab.probe.recorder import Recorder
-            self.folder = tempfile.TemporaryDirectory(); self.rec = Recorder(self.model, self.opt, f'{self.folder.name}/r', level=watch).__enter__()
-            if self.rec.off: self.rec = None; raise SystemExit('the record could not be opened')
-        elif watch == 'naive hook': naive_hooks(self.model, self.keep)
-        elif watch == 'HF DebugUnderflowOverflow' and debug_underflow_overflow(self.model) is None: raise ImportError
+
+            self.folder = tempfile.TemporaryDirectory()
+            self.rec = Recorder(self.model, self.opt, f"{self.folder.name}/r", level=watch).__enter__()
+            if self.rec.off:
+                self.rec = None
+                raise SystemExit("the record could not be opened")
+        elif watch == "naive hook":
+            naive_hooks(self.model, self.keep)
+        elif watch == "HF DebugUnderflowOverflow" and debug_underflow_overflow(self.model) is None:
+            raise ImportError
 
     def step(self, tokens):
-        loss = self.model(tokens, tokens); loss.backward(); torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.); self.opt.step(); self.opt.zero_grad()
-        if self.rec: self.rec.step(loss)
+        loss = self.model(tokens, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.opt.step()
+        self.opt.zero_grad()
+        if self.rec:
+            self.rec.step(loss)
         self.keep.clear()
 
 
 def bytes_read(model, tokens):
     "Bytes that the default level must read once: outputs and their gradients, linear inputs not met before, gradients twice, weights and two moments once."
     from stabilitylab.probe.hooks import ModuleProbe
-    probe = ModuleProbe(model); model(tokens, tokens).backward(); parts, uses, order = probe.take(); probe.remove()
+
+    probe = ModuleProbe(model)
+    model(tokens, tokens).backward()
+    parts, uses, order = probe.take()
+    probe.remove()
     entries = sum(float(p[:, 0].sum()) for p in parts.values())
-    return 4*entries, 5*4*sum(p.numel() for p in model.parameters())
+    return 4 * entries, 5 * 4 * sum(p.numel() for p in model.parameters())
 
 
 def main(argv=()):
     "Print the table."
-    a = argparse.ArgumentParser(); a.add_argument('--device', default='cpu'); a.add_argument('--steps', type=int, default=25); a.add_argument('--width', type=int, default=384); a.add_argument('--layers', type=int, default=6); a.add_argument('--batch', type=int, default=8); a.add_argument('--seq', type=int, default=256); a.add_argument('--peers', type=int, default=1); a.add_argument('--vocab', type=int, default=128); a.add_argument('--arms', nargs='*', default=['light', 'normal', 'full'])
+    a = argparse.ArgumentParser()
+    a.add_argument("--device", default="cpu")
+    a.add_argument("--steps", type=int, default=25)
+    a.add_argument("--width", type=int, default=384)
+    a.add_argument("--layers", type=int, default=6)
+    a.add_argument("--batch", type=int, default=8)
+    a.add_argument("--seq", type=int, default=256)
+    a.add_argument("--peers", type=int, default=1)
+    a.add_argument("--vocab", type=int, default=128)
+    a.add_argument("--arms", nargs="*", default=["light", "normal", "full"])
     o = a.parse_args(argv)
     from stabilitylab.models.lm import LMConfig
+
     torch.set_num_threads(2)
-    config = LMConfig(vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width//64)
+    config = LMConfig(vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width // 64)
     tokens = torch.randint(0, o.vocab, (o.batch, o.seq), device=o.device)
-    arms = {'without': Arm(config, o.device, None)}
-    for w in o.arms + ['naive hook', 'HF DebugUnderflowOverflow']*o.peers:
-        try: arms[w] = Arm(config, o.device, w)
-        except ImportError: print(f'{w}: not installed')
-    times, sync = {k: [] for k in arms}, torch.cuda.synchronize if o.device == 'cuda' else lambda: None
+    arms = {"without": Arm(config, o.device, None)}
+    for w in o.arms + ["naive hook", "HF DebugUnderflowOverflow"] * o.peers:
+        try:
+            arms[w] = Arm(config, o.device, w)
+        except ImportError:
+            print(f"{w}: not installed")
+    times, sync = {k: [] for k in arms}, torch.cuda.synchronize if o.device == "cuda" else lambda: None
     for i in range(o.steps + 3):
-        for k, arm in list(arms.items())[::1 if i % 2 else -1]:
-            sync(); begin = time.perf_counter(); arm.step(tokens); sync()
-            if i >= 3: times[k].append(time.perf_counter() - begin)
-    base = times['without']
-    n = sum(p.numel() for p in arms['without'].model.parameters())
-    print(f'{n/1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; without: median {1e3*statistics.median(base):.1f} ms, fastest {1e3*min(base):.1f} ms')
+        for k, arm in list(arms.items())[:: 1 if i % 2 else -1]:
+            sync()
+            begin = time.perf_counter()
+            arm.step(tokens)
+            sync()
+            if i >= 3:
+                times[k].append(time.perf_counter() - begin)
+    base = times["without"]
+    n = sum(p.numel() for p in arms["without"].model.parameters())
+    print(
+        f"{n / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; without: median {1e3 * statistics.median(base):.1f} ms, fastest {1e3 * min(base):.1f} ms"
+    )
     for k in list(arms)[1:]:
-        pair = statistics.median(t/b for t, b in zip(times[k], base))
-        print(f'{k:28s} ratio {statistics.median(times[k])/statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k])/min(base):.3f}' + (f'  goal <= {GOALS[k]}' if GOALS.get(k) else ''))
-    if o.device == 'cpu':
-        x = torch.empty(60_000_000); x.fill_(1.); best = min(_timed(lambda: torch.linalg.vector_norm(x)) for _ in range(5)); rate = x.numel()*4/best
-        act, par = bytes_read(arms['without'].model, tokens)
-        print(f'must read {act/1e6:.0f} MB of activations and {par/1e6:.0f} MB of parameters a step; at {rate/1e9:.1f} GB/s (vector_norm over 240 MB) that is {1e3*(act+par)/rate:.1f} ms = {100*(act+par)/rate/statistics.median(base):.1f} % of a step')
+        pair = statistics.median(t / b for t, b in zip(times[k], base))
+        print(
+            f"{k:28s} ratio {statistics.median(times[k]) / statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k]) / min(base):.3f}"
+            + (f"  goal <= {GOALS[k]}" if GOALS.get(k) else "")
+        )
+    if o.device == "cpu":
+        x = torch.empty(60_000_000)
+        x.fill_(1.0)
+        best = min(_timed(lambda: torch.linalg.vector_norm(x)) for _ in range(5))
+        rate = x.numel() * 4 / best
+        act, par = bytes_read(arms["without"].model, tokens)
+        print(
+            f"must read {act / 1e6:.0f} MB of activations and {par / 1e6:.0f} MB of parameters a step; at {rate / 1e9:.1f} GB/s (vector_norm over 240 MB) that is {1e3 * (act + par) / rate:.1f} ms = {100 * (act + par) / rate / statistics.median(base):.1f} % of a step"
+        )
     for arm in arms.values():
-        if arm.rec: arm.rec.__exit__(None, None, None)
+        if arm.rec:
+            arm.rec.__exit__(None, None, None)
 
 
 def _timed(f):
     "Seconds of one call."
-    begin = time.perf_counter(); f(); return time.perf_counter() - begin
+    begin = time.perf_counter()
+    f()
+    return time.perf_counter() - begin
 
 
-if __name__ == '__main__':
+if __name__ == "__main__":
     import sys
+
     main(sys.argv[1:])

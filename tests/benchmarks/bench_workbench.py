@@ -1,4 +1,5 @@
 "First picture and zoom of the workbench on a run of a million steps."
+
 import asyncio
 import time
 
@@ -11,8 +12,12 @@ from stabilitylab.workbench.core import Workbench
 
 def long_run(n=1_000_000):
     rng, step = np.random.default_rng(0), np.arange(n)
-    made = {'loss': 2 + 3*np.exp(-step/1e5) + 0.05*rng.standard_normal(n), 'grad_norm': np.exp(0.2*rng.standard_normal(n)), 'lr': 1e-3*np.cos(step/n)}
-    return xr.DataTree.from_dict({'/scalars': make_scalars({k: Samples(step, v) for k, v in made.items()})})
+    made = {
+        "loss": 2 + 3 * np.exp(-step / 1e5) + 0.05 * rng.standard_normal(n),
+        "grad_norm": np.exp(0.2 * rng.standard_normal(n)),
+        "lr": 1e-3 * np.cos(step / n),
+    }
+    return xr.DataTree.from_dict({"/scalars": make_scalars({k: Samples(step, v) for k, v in made.items()})})
 
 
 async def measure(run):
@@ -20,11 +25,12 @@ async def measure(run):
     start = time.perf_counter()
     bench = Workbench(run)
     first, zooms = time.perf_counter() - start, []
-    while bench.state.busy: await asyncio.sleep(0.05)
+    while bench.state.busy:
+        await asyncio.sleep(0.05)
     found = time.perf_counter() - start
     for i in range(15):
         start = time.perf_counter()
-        bench.state.x_range = (2e5 + 1e4*i, 6e5 + 1e4*i)
+        bench.state.x_range = (2e5 + 1e4 * i, 6e5 + 1e4 * i)
         zooms.append(time.perf_counter() - start)
     return first, found, zooms
 
@@ -32,9 +38,12 @@ async def measure(run):
 def main():
     run = long_run()
     first, found, zooms = asyncio.run(measure(run))
-    print('workbench, 1,000,000 steps x 3 series')
-    print(f'  first picture {first:.2f} s (goal <= 1.5); findings beside it after {found:.1f} s')
-    print(f'  zoom {1e3*np.median(zooms):.0f} ms median, {1e3*max(zooms):.0f} ms slowest of {len(zooms)} (goal <= 150)')
+    print("workbench, 1,000,000 steps x 3 series")
+    print(f"  first picture {first:.2f} s (goal <= 1.5); findings beside it after {found:.1f} s")
+    print(
+        f"  zoom {1e3 * np.median(zooms):.0f} ms median, {1e3 * max(zooms):.0f} ms slowest of {len(zooms)} (goal <= 150)"
+    )
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,5 @@
 "The view Layers in a real JupyterLab: click a cell, see its module, zoom both views."
+
 from pathlib import Path
 
 from test_view_overview import shot, shown
@@ -7,14 +8,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_click_a_cell(notebook):
-    page, errors = notebook('layers', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "1 + 1")
+    page, errors = notebook(
+        "layers",
+        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        "1 + 1",
+    )
     shown(page)
     page.click('.lm-TabBar-tabLabel:text-is("Layers")')
-    page.wait_for_function("[...document.querySelectorAll('.stl-figure img')].filter(i => i.offsetWidth > 300).length === 1", timeout=30_000)
+    page.wait_for_function(
+        "[...document.querySelectorAll('.stl-figure img')].filter(i => i.offsetWidth > 300).length === 1",
+        timeout=30_000,
+    )
     page.wait_for_timeout(500)
-    img = page.locator('.stl-figure img:visible').first
+    img = page.locator(".stl-figure img:visible").first
     box = img.bounding_box()
-    page.mouse.click(box['x'] + .8*box['width'], box['y'] + .3*box['height'])
+    page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 0.3 * box["height"])
     page.wait_for_selector('p:has-text("absmax") code', timeout=30_000)
-    page.wait_for_selector('img.widget-image[src^="blob:"]', timeout=30_000); page.wait_for_timeout(500); shot(page, 'layers')
+    page.wait_for_selector('img.widget-image[src^="blob:"]', timeout=30_000)
+    page.wait_for_timeout(500)
+    shot(page, "layers")
     assert not errors, errors

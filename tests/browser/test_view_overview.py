@@ -1,4 +1,5 @@
 "The workbench's first view in a real JupyterLab: click the divergence, brush, use the keyboard, choose series, follow a log, light and dark."
+
 import os
 from pathlib import Path
 
@@ -7,25 +8,29 @@ SRC = "document.querySelector('.stl-figure img').src"
 
 
 def shot(page, name):
-    if folder := os.environ.get('SHOTS'): page.screenshot(path=f'{folder}/{name}.png')
+    if folder := os.environ.get("SHOTS"):
+        page.screenshot(path=f"{folder}/{name}.png")
 
 
 def changes(page, act):
     "Does `act` and waits until the picture is another one."
     before = page.evaluate(SRC)
     act()
-    page.wait_for_function(f'{SRC} !== {before!r}', timeout=60_000)
+    page.wait_for_function(f"{SRC} !== {before!r}", timeout=60_000)
     page.wait_for_timeout(400)
 
 
 def place(page, x, y):
-    box = page.locator('.stl-figure img').first.bounding_box()
-    return box['x'] + x*box['width'], box['y'] + y*box['height']
+    box = page.locator(".stl-figure img").first.bounding_box()
+    return box["x"] + x * box["width"], box["y"] + y * box["height"]
 
 
 def drag(page, x0, x1, y=0.3):
-    page.mouse.move(*place(page, x0, y)); page.mouse.down()
-    page.mouse.move(*place(page, (x0+x1)/2, y), steps=4); page.mouse.move(*place(page, x1, y), steps=4); page.mouse.up()
+    page.mouse.move(*place(page, x0, y))
+    page.mouse.down()
+    page.mouse.move(*place(page, (x0 + x1) / 2, y), steps=4)
+    page.mouse.move(*place(page, x1, y), steps=4)
+    page.mouse.up()
 
 
 def shown(page):
@@ -37,37 +42,54 @@ def shown(page):
 
 
 def test_click_brush_and_keys(notebook):
-    page, errors = notebook('overview', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "print('ready')")
-    shown(page); shot(page, 'light')
+    page, errors = notebook(
+        "overview",
+        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        "print('ready')",
+    )
+    shown(page)
+    shot(page, "light")
     changes(page, lambda: page.mouse.click(*place(page, 0.86, 0.3)))
     page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
-    assert 'left its course' in page.inner_text('.stl-detail')
-    shot(page, 'clicked')
-    changes(page, lambda: page.keyboard.press('Escape'))
-    changes(page, lambda: drag(page, 0.3, 0.6)); shot(page, 'brushed')
-    changes(page, lambda: page.keyboard.press('+'))
+    assert "left its course" in page.inner_text(".stl-detail")
+    shot(page, "clicked")
+    changes(page, lambda: page.keyboard.press("Escape"))
+    changes(page, lambda: drag(page, 0.3, 0.6))
+    shot(page, "brushed")
+    changes(page, lambda: page.keyboard.press("+"))
     changes(page, lambda: page.click('button:has-text("Show all steps")'))
     changes(page, lambda: page.click('button:text-is("log")'))
-    changes(page, lambda: page.locator('.widget-select-multiple select').first.select_option(['loss', 'lr']))
-    found = page.locator('.widget-select:not(.widget-select-multiple) select').first
+    changes(page, lambda: page.locator(".widget-select-multiple select").first.select_option(["loss", "lr"]))
+    found = page.locator(".widget-select:not(.widget-select-multiple) select").first
     at = found.evaluate("s => [...s.options].findIndex(o => /lr.too.high/.test(o.text))")
     changes(page, lambda: found.select_option(index=at))
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
     changes(page, lambda: page.evaluate("(() => { document.body.dataset.jpThemeLight = 'false' })()"))
-    page.click('text="Settings"'); page.click('.lm-Menu-itemLabel:text-is("Theme")'); page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
-    page.wait_for_function("document.body.dataset.jpThemeName === 'JupyterLab Dark'"); page.wait_for_timeout(1500); shot(page, 'dark')
+    page.click('text="Settings"')
+    page.click('.lm-Menu-itemLabel:text-is("Theme")')
+    page.click('.lm-Menu-itemLabel:text-is("JupyterLab Dark")')
+    page.wait_for_function("document.body.dataset.jpThemeName === 'JupyterLab Dark'")
+    page.wait_for_timeout(1500)
+    shot(page, "dark")
     assert not errors, errors
 
 
 def test_a_growing_log_is_followed(notebook, tmp_path):
-    log = tmp_path/'train.log'
-    line = 'step {}: loss {:.4f} lr 1.0e-3\n'
-    log.write_text(''.join(line.format(i, 4 - i/100) for i in range(100)))
-    page, errors = notebook('follow', f"from stabilitylab import Workbench\nbench = Workbench({str(log)!r}, every=0.3)\nbench", "1 + 1")
+    log = tmp_path / "train.log"
+    line = "step {}: loss {:.4f} lr 1.0e-3\n"
+    log.write_text("".join(line.format(i, 4 - i / 100) for i in range(100)))
+    page, errors = notebook(
+        "follow",
+        f"from stabilitylab import Workbench\nbench = Workbench({str(log)!r}, every=0.3)\nbench",
+        "1 + 1",
+    )
     shown(page)
     page.click('button:has-text("Follow")')
+
     def grow():
-        with open(log, 'a') as f: f.write(''.join(line.format(i, 3 + i/50) for i in range(100, 200)))
+        with open(log, "a") as f:
+            f.write("".join(line.format(i, 3 + i / 50) for i in range(100, 200)))
+
     changes(page, grow)
-    page.wait_for_selector('.widget-select option:has-text("divergence")', state='attached', timeout=30_000)
+    page.wait_for_selector('.widget-select option:has-text("divergence")', state="attached", timeout=30_000)
     assert not errors, errors

@@ -1,32 +1,54 @@
 "The views Replay and Checkpoints in a real JupyterLab: click the spike, replay its batch, see the culprit, stop a job; compare two checkpoints."
+
 from pathlib import Path
 
 from test_view_overview import place, shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
-VIEW = '.stl-replay-view'
+VIEW = ".stl-replay-view"
 
 
 def test_click_the_spike_and_see_the_culprit(notebook):
-    page, errors = notebook('replay', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "print('ready')")
+    page, errors = notebook(
+        "replay",
+        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        "print('ready')",
+    )
     shown(page)
     page.mouse.click(*place(page, 0.86, 0.3))
     page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Replay")')
-    page.wait_for_function(f"(document.querySelector('{VIEW} .stl-figure img') || {{}}).naturalWidth > 500", timeout=60_000)
-    page.wait_for_function(f"document.querySelector('{VIEW} input[type=number]').value === '337'", timeout=30_000)  # the onset of the finding
-    page.wait_for_timeout(500); shot(page, 'replay-open')
-    box = page.locator(f'{VIEW} .stl-figure img').bounding_box()
-    left, right = 0.55/7.5, 1 - 0.15/7.5  # the panel in the picture: steps 299.5 to 399.5
-    page.mouse.click(box['x'] + box['width']*(left + (right - left)*(351 - 299.5)/100), box['y'] + box['height']*0.4)
-    page.wait_for_function(f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000)
+    page.wait_for_function(
+        f"(document.querySelector('{VIEW} .stl-figure img') || {{}}).naturalWidth > 500", timeout=60_000
+    )
+    page.wait_for_function(
+        f"document.querySelector('{VIEW} input[type=number]').value === '337'", timeout=30_000
+    )  # the onset of the finding
+    page.wait_for_timeout(500)
+    shot(page, "replay-open")
+    box = page.locator(f"{VIEW} .stl-figure img").bounding_box()
+    left, right = 0.55 / 7.5, 1 - 0.15 / 7.5  # the panel in the picture: steps 299.5 to 399.5
+    page.mouse.click(
+        box["x"] + box["width"] * (left + (right - left) * (351 - 299.5) / 100),
+        box["y"] + box["height"] * 0.4,
+    )
+    page.wait_for_function(
+        f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000
+    )
     page.click(f'{VIEW} button:has-text("Replay")')
     page.wait_for_selector(f'{VIEW} h3:text("bad state")', timeout=180_000)
     page.wait_for_selector(f'{VIEW} h3:text("Samples")')
     words = page.inner_text(VIEW)
-    assert 'Step 351 again: loss 2.' in words and 'of the gradient' in words and page.locator(f'{VIEW} .text span').count() >= 64
-    page.wait_for_timeout(500); shot(page, 'replay-done')
-    heights = page.evaluate(f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth).map(i => i.getBoundingClientRect().height)")
+    assert (
+        "Step 351 again: loss 2." in words
+        and "of the gradient" in words
+        and page.locator(f"{VIEW} .text span").count() >= 64
+    )
+    page.wait_for_timeout(500)
+    shot(page, "replay-done")
+    heights = page.evaluate(
+        f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth).map(i => i.getBoundingClientRect().height)"
+    )
     assert len(heights) == 3 and min(heights) > 60, heights  # the loss, the matrix, the samples
     page.click(f'{VIEW} button:has-text("Replay")')
     page.click(f'{VIEW} button:has-text("Stop"):not([disabled])')
@@ -35,9 +57,14 @@ def test_click_the_spike_and_see_the_culprit(notebook):
 
 
 def test_two_checkpoints_are_compared(notebook):
-    page, errors = notebook('checkpoints', f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT/'data_samples'/'lm_high_lr')!r})\nbench", "1 + 1")
+    page, errors = notebook(
+        "checkpoints",
+        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        "1 + 1",
+    )
     shown(page)
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Checkpoints")')
     page.click('button:has-text("Compare A with B")')
-    page.wait_for_selector('td:text("blocks.0.norm1.weight")', timeout=120_000); shot(page, 'checkpoints')
+    page.wait_for_selector('td:text("blocks.0.norm1.weight")', timeout=120_000)
+    shot(page, "checkpoints")
     assert not errors, errors

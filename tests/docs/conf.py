@@ -1,19 +1,30 @@
 "Sphinx settings of the site; metadata come from settings.ini."
+
 from configparser import ConfigParser
 from pathlib import Path
 
 _ini = ConfigParser()
-_ini.read(Path(__file__).resolve().parent.parent.parent/'settings.ini', encoding='utf-8')
-project, version, author = _ini['DEFAULT']['lib_name'], _ini['DEFAULT']['version'], _ini['DEFAULT']['author']
-copyright, release = _ini['DEFAULT']['copyright'], version
-extensions = ['myst_nb']
-nb_execution_mode = 'off'
-myst_enable_extensions = ['dollarmath', 'deflist', 'colon_fence']
+_ini.read(Path(__file__).resolve().parent.parent.parent / "settings.ini", encoding="utf-8")
+project, version, author = _ini["DEFAULT"]["lib_name"], _ini["DEFAULT"]["version"], _ini["DEFAULT"]["author"]
+copyright, release = _ini["DEFAULT"]["copyright"], version
+extensions = ["myst_nb"]
+nb_execution_mode = "off"
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings = ['mystnb.unknown_mime_type', 'misc.highlighting_failure']
-html_theme, html_title = 'pydata_sphinx_theme', 'stabilitylab'
-html_static_path, html_css_files = ['static'], ['site.css']
+suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]
+html_theme, html_title = "pydata_sphinx_theme", "stabilitylab"
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_show_sourcelink, html_copy_source = False, False
-html_theme_options = {'logo': {'text': 'stabilitylab'}, 'show_prev_next': True, 'navbar_align': 'left', 'navbar_end': ['theme-switcher'], 'secondary_sidebar_items': ['page-toc'], 'navigation_with_keys': False,
-    'footer_start': ['copyright'], 'footer_end': [], 'show_nav_level': 1, 'navigation_depth': 3}
-pygments_style = 'default'
+html_theme_options = {
+    "logo": {"text": "stabilitylab"},
+    "show_prev_next": True,
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "secondary_sidebar_items": ["page-toc"],
+    "navigation_with_keys": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "show_nav_level": 1,
+    "navigation_depth": 3,
+}
+pygments_style = "default"

@@ -9,15 +9,28 @@ __all__ = ['FORMAT', 'parse_build_nanogpt']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/build_nanogpt.ipynb #7275fb8c
-_console = line_parser(rb'^step +(?P<step>\d+) \| (?=loss:)', rb'(?P<name>loss|lr|norm|dt|tok/sec):? ?%N', rename={'dt': 'dt_ms'})
-_val = line_parser(rb'^(?=validation loss:)', rb'(?P<name>validation loss): %N')
-_file = line_parser(rb'^(?P<step>\d+) (?=(?:train|val|hella) \S+$)', rb'(?P<name>train|val|hella) %N$', rename={'train': 'train loss', 'val': 'val loss'})
+_console = line_parser(
+    rb"^step +(?P<step>\d+) \| (?=loss:)", rb"(?P<name>loss|lr|norm|dt|tok/sec):? ?%N", rename={"dt": "dt_ms"}
+)
+_val = line_parser(rb"^(?=validation loss:)", rb"(?P<name>validation loss): %N")
+_file = line_parser(
+    rb"^(?P<step>\d+) (?=(?:train|val|hella) \S+$)",
+    rb"(?P<name>train|val|hella) %N$",
+    rename={"train": "train loss", "val": "val loss"},
+)
+
 
 def parse_build_nanogpt(
-    line: bytes, # one line
-) -> list: # records
+    line: bytes,  # one line
+) -> list:  # records
     "The record of one line of the console or of the log file."
     return _console(line) or _file(line) or _val(line)
 
 # %% ../../../nbs/api/read/logs/build_nanogpt.ipynb #4d3edb8b
-FORMAT = text_format('build_nanogpt', 'build-nanogpt', rb'^step +\d+ \| loss: |^\d+ (?:train|val|hella) [\d.]+$', parse_build_nanogpt, 'step 10 | loss: 9.5 | lr 6.0e-04 | norm: 2.1 | dt: 300.00ms | tok/sec: 1700')
+FORMAT = text_format(
+    "build_nanogpt",
+    "build-nanogpt",
+    rb"^step +\d+ \| loss: |^\d+ (?:train|val|hella) [\d.]+$",
+    parse_build_nanogpt,
+    "step 10 | loss: 9.5 | lr 6.0e-04 | norm: 2.1 | dt: 300.00ms | tok/sec: 1700",
+)

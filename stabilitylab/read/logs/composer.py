@@ -12,15 +12,29 @@ from ..scan import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/composer.ipynb #9a30b9ac
-_HEAD = re.compile(rb'\[(?:epoch=\d+[^\]]*\]\[)?batch=(\d+)/\d+\]:?\s*$')
-_metric = line_parser(rb'^\s+(?=(?:Train|Eval) )', rb'(?P<name>(?:Train|Eval) \S+): %N\s*$')
+_HEAD = re.compile(rb"\[(?:epoch=\d+[^\]]*\]\[)?batch=(\d+)/\d+\]:?\s*$")
+_metric = line_parser(rb"^\s+(?=(?:Train|Eval) )", rb"(?P<name>(?:Train|Eval) \S+): %N\s*$")
+
 
 def parse_composer(
-    line: bytes, # one line
-) -> list: # the step of a header, or the value of a metric
+    line: bytes,  # one line
+) -> list:  # the step of a header, or the value of a metric
     "A header, which only sets the step, or a metric."
     m = _HEAD.search(line)
-    return [Hit(step=m.span(1))] if m else [h._replace(fields=tuple((n.replace('Train ', '', 1), a, b) for n, a, b in h.fields)) for h in _metric(line)]
+    return (
+        [Hit(step=m.span(1))]
+        if m
+        else [
+            h._replace(fields=tuple((n.replace("Train ", "", 1), a, b) for n, a, b in h.fields))
+            for h in _metric(line)
+        ]
+    )
 
 # %% ../../../nbs/api/read/logs/composer.ipynb #775ea857
-FORMAT = text_format('composer', 'Composer console', rb'^\s*\[(?:epoch=[^\]]*\]\[)?batch=\d+/\d+\]', parse_composer, '[batch=1/10]: / Train loss/train/total: 10.9736')
+FORMAT = text_format(
+    "composer",
+    "Composer console",
+    rb"^\s*\[(?:epoch=[^\]]*\]\[)?batch=\d+/\d+\]",
+    parse_composer,
+    "[batch=1/10]: / Train loss/train/total: 10.9736",
+)

@@ -13,18 +13,20 @@ from ..tables import csv_shape, read_table, step_name, table_log
 
 # %% ../../../nbs/api/read/logs/csv_table.ipynb #1de04351
 def read_csv_table(
-    path: Path, # CSV or TSV
-) -> LogData: # one series a column of numbers; attrs `step_column`
+    path: Path,  # CSV or TSV
+) -> LogData:  # one series a column of numbers; attrs `step_column`
     "The columns of any delimited table."
     table, dropped = read_table(path)
     log = table_log({c: table[c] for c in table})
-    log.skip('lines with too many cells', dropped)
+    log.skip("lines with too many cells", dropped)
     return log
 
 # %% ../../../nbs/api/read/logs/csv_table.ipynb #c97ef71c
 def _sniff(head, path):
     mark, names = csv_shape(head)
-    if not mark or head.lstrip()[:1] in (b'{', b'['): return 0.
-    return .5 if names and step_name(names) else .3
+    if not mark or head.lstrip()[:1] in (b"{", b"["):
+        return 0.0
+    return 0.5 if names and step_name(names) else 0.3
 
-FORMAT = Format('csv_table', 'any CSV or TSV', _sniff, read_csv_table, 'step,loss,lr')
+
+FORMAT = Format("csv_table", "any CSV or TSV", _sniff, read_csv_table, "step,loss,lr")

@@ -10,19 +10,38 @@ from ..scan import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #58284ca0
-_engine = line_parser(rb'\[Rank 0\] step=(?P<step>\d+), ', rb'(?P<name>skipped|lr)=\[?%N')
-_ppo = line_parser(rb'epoch: \d+\|step: (?P<step>\d+)\|', rb'(?P<name>[a-z_]+loss): ?%N')
-_speed = line_parser(rb'global_step=(?P<step>\d+), ', rb'(?P<name>CurrSamplesPerSec)=%N')
-_scale = line_parser(rb'OVERFLOW! Rank 0 .*(?=reducing to)|\[Rank 0\] Overflow detected.*(?=reducing to)|(?=Attempted loss scale: \S+, reducing to)', rb'(?P<name>reducing to) %N', rename={'reducing to': 'loss scale'})
-_quality = line_parser(rb'^(?:ppl: |average reward score: |chosen: )|.*Validation Epoch.*', rb'(?P<name>ppl|average reward score|loss|chosen|rejected): *%N', rename={'loss': 'eval loss'})
+_engine = line_parser(rb"\[Rank 0\] step=(?P<step>\d+), ", rb"(?P<name>skipped|lr)=\[?%N")
+_ppo = line_parser(rb"epoch: \d+\|step: (?P<step>\d+)\|", rb"(?P<name>[a-z_]+loss): ?%N")
+_speed = line_parser(rb"global_step=(?P<step>\d+), ", rb"(?P<name>CurrSamplesPerSec)=%N")
+_scale = line_parser(
+    rb"OVERFLOW! Rank 0 .*(?=reducing to)|\[Rank 0\] Overflow detected.*(?=reducing to)|(?=Attempted loss scale: \S+, reducing to)",
+    rb"(?P<name>reducing to) %N",
+    rename={"reducing to": "loss scale"},
+)
+_quality = line_parser(
+    rb"^(?:ppl: |average reward score: |chosen: )|.*Validation Epoch.*",
+    rb"(?P<name>ppl|average reward score|loss|chosen|rejected): *%N",
+    rename={"loss": "eval loss"},
+)
+
 
 def parse_deepspeed(
-    line: bytes, # one line
-) -> list: # records, and the event of an overflow
+    line: bytes,  # one line
+) -> list:  # records, and the event of an overflow
     "What one line tells of the engine, the losses or the loss scale."
-    if b'verflow' in line or b'OVERFLOW' in line:
-        return [h for h in _scale(line)][:1] + [Hit(event='overflow')] if b'Rank 0' in line or b'rank 0' in line or b'[0]' in line else []
+    if b"verflow" in line or b"OVERFLOW" in line:
+        return (
+            [h for h in _scale(line)][:1] + [Hit(event="overflow")]
+            if b"Rank 0" in line or b"rank 0" in line or b"[0]" in line
+            else []
+        )
     return _engine(line) or _ppo(line) or _speed(line) or _quality(line)
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #ee3c6372
-FORMAT = text_format('deepspeed_chat', 'DeepSpeed-Chat', rb'\[Rank 0\] step=\d+, skipped=\d+, lr=|epoch: \d+\|step: \d+\|ppo_ep:', parse_deepspeed, '[Rank 0] step=470, skipped=6, lr=[9.6e-06], mom=[(0.9, 0.95)]')
+FORMAT = text_format(
+    "deepspeed_chat",
+    "DeepSpeed-Chat",
+    rb"\[Rank 0\] step=\d+, skipped=\d+, lr=|epoch: \d+\|step: \d+\|ppo_ep:",
+    parse_deepspeed,
+    "[Rank 0] step=470, skipped=6, lr=[9.6e-06], mom=[(0.9, 0.95)]",
+)

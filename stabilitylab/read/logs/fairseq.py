@@ -11,15 +11,39 @@ import re
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #f91127a5
-_front = lambda line, m: 'valid_' if b'| valid' in line or b'][valid' in line else 'epoch_summary_' if re.search(rb'\| train \||\]\[train\]', line) else ''
-_simple = line_parser(rb'(?:train_inner|\| train \||\| valid)(?=.*num_updates[= ](?P<step>\d+))', rb'(?:[ ,|]|^)(?P<name>[a-z_]+)[= ]%N(?=[,\s]|$)', prefix=_front)
-_json = line_parser(rb'\[(?:train_inner|train|valid)\S*\](?=.*"(?:train_|valid_)?num_updates": "?(?P<step>\d+))', rb'"(?:train_|valid_)?(?P<name>[a-z_]+)": "?%N(?=[",}])', prefix=_front)
+_front = lambda line, m: (
+    "valid_"
+    if b"| valid" in line or b"][valid" in line
+    else "epoch_summary_"
+    if re.search(rb"\| train \||\]\[train\]", line)
+    else ""
+)
+_simple = line_parser(
+    rb"(?:train_inner|\| train \||\| valid)(?=.*num_updates[= ](?P<step>\d+))",
+    rb"(?:[ ,|]|^)(?P<name>[a-z_]+)[= ]%N(?=[,\s]|$)",
+    prefix=_front,
+)
+_json = line_parser(
+    rb'\[(?:train_inner|train|valid)\S*\](?=.*"(?:train_|valid_)?num_updates": "?(?P<step>\d+))',
+    rb'"(?:train_|valid_)?(?P<name>[a-z_]+)": "?%N(?=[",}])',
+    prefix=_front,
+)
+
 
 def parse_fairseq(
-    line: bytes, # one line
-) -> list: # records
+    line: bytes,  # one line
+) -> list:  # records
     "The records of one line of either log format."
-    return [h._replace(fields=tuple(f for f in h.fields if not f[0].endswith('num_updates'))) for h in (_json(line) if b'{"' in line else _simple(line))]
+    return [
+        h._replace(fields=tuple(f for f in h.fields if not f[0].endswith("num_updates")))
+        for h in (_json(line) if b'{"' in line else _simple(line))
+    ]
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #85b31f64
-FORMAT = text_format('fairseq', 'fairseq / metaseq', rb'\| train_inner \||\]\[train_inner\]', parse_fairseq, '… | INFO | train_inner | epoch 001: 10 / 99 loss=8.1, num_updates=200, gnorm=1.2')
+FORMAT = text_format(
+    "fairseq",
+    "fairseq / metaseq",
+    rb"\| train_inner \||\]\[train_inner\]",
+    parse_fairseq,
+    "… | INFO | train_inner | epoch 001: 10 / 99 loss=8.1, num_updates=200, gnorm=1.2",
+)

@@ -16,41 +16,67 @@ from ..scan import NUMBER, TIME, Hit
 from ..text import read_lines
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #f5ff262e
-_PAIR = re.compile(rb'(?P<name>[A-Za-z_][\w/.\-]*(?: [a-z_]\w*)?)[\'"]?\s*[:=]\s*(?P<value>' + NUMBER + rb')')
-_STEP = re.compile(rb'(?:^|[\s\[({,|])[\'"]?(?:global[_ ]?step|train[_ ]?step|step|iteration|iter|update|num_updates|it|batch)s?[\'"]?\s*(?:[:=#\[(]|\s)\s*(?P<step>\d+)', re.I)
-_LOSS = re.compile(rb'loss|perplexity|\bppl\b|nll', re.I)
-_NO = ('step', 'iter', 'iteration', 'global_step', 'it', 'update')
+_PAIR = re.compile(rb'(?P<name>[A-Za-z_][\w/.\-]*(?: [a-z_]\w*)?)[\'"]?\s*[:=]\s*(?P<value>' + NUMBER + rb")")
+_STEP = re.compile(
+    rb'(?:^|[\s\[({,|])[\'"]?(?:global[_ ]?step|train[_ ]?step|step|iteration|iter|update|num_updates|it|batch)s?[\'"]?\s*(?:[:=#\[(]|\s)\s*(?P<step>\d+)',
+    re.I,
+)
+_LOSS = re.compile(rb"loss|perplexity|\bppl\b|nll", re.I)
+_NO = ("step", "iter", "iteration", "global_step", "it", "update")
+
 
 def parse_generic(
-    line: bytes, # one line
-) -> list: # at most one record
+    line: bytes,  # one line
+) -> list:  # at most one record
     "The names and numbers of a line that speaks of a loss."
-    if not _LOSS.search(line): return []
+    if not _LOSS.search(line):
+        return []
     m, fields = _STEP.search(line), []
     for x in [*_PAIR.finditer(line)] or [*_WORDS.finditer(line)]:
-        name = x['name'].decode('utf-8', 'replace').strip().strip('\'"')
-        if name.lower().split(' ')[-1] not in _NO and not (m and x.start('value') == m.start('step')): fields.append((name, *x.span('value')))
-    if not any(_LOSS.search(f[0].encode()) for f in fields): return []
-    return [Hit(tuple(fields), m and m.span('step'), time=(t := TIME.search(line)) and t.span())]
+        name = x["name"].decode("utf-8", "replace").strip().strip("'\"")
+        if name.lower().split(" ")[-1] not in _NO and not (m and x.start("value") == m.start("step")):
+            fields.append((name, *x.span("value")))
+    if not any(_LOSS.search(f[0].encode()) for f in fields):
+        return []
+    return [Hit(tuple(fields), m and m.span("step"), time=(t := TIME.search(line)) and t.span())]
 
-_WORDS = re.compile(rb'(?P<name>(?:train |val |valid |eval |test )?(?:loss|lr|grad_norm|norm|ppl))\s+(?P<value>' + NUMBER + rb')', re.I)
+
+_WORDS = re.compile(
+    rb"(?P<name>(?:train |val |valid |eval |test )?(?:loss|lr|grad_norm|norm|ppl))\s+(?P<value>"
+    + NUMBER
+    + rb")",
+    re.I,
+)
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #ecb40748
 def read_generic(
-    path: Path, # a text file
-) -> LogData: # series; records are numbered where the text has no steps
+    path: Path,  # a text file
+) -> LogData:  # series; records are numbered where the text has no steps
     "Every line with a loss."
     data = read_lines(path, parse_generic)
     if data.samples and all((s.step <= 0).all() for s in data.samples.values()):
         orders = np.unique(np.concatenate([s.order for s in data.samples.values()]))
         longest = max(data.samples.values(), key=lambda s: len(s.step))
-        data.samples = {n: s._replace(step=np.searchsorted(np.sort(longest.order), s.order, side='right').clip(0)) for n, s in data.samples.items()}
-        data.attrs['step_is'] = 'number of the record: the log has no steps'
+        data.samples = {
+            n: s._replace(step=np.searchsorted(np.sort(longest.order), s.order, side="right").clip(0))
+            for n, s in data.samples.items()
+        }
+        data.attrs["step_is"] = "number of the record: the log has no steps"
     return data
+
 
 def _sniff(head, path):
     "A low confidence when at least two lines have a loss."
-    if b'\0' in head[:4096]: return 0.
-    return 0.2 if sum(bool(parse_generic(line)) for line in re.split(rb'[\r\n]+', head)[:5000]) >= 2 else 0.
+    if b"\0" in head[:4096]:
+        return 0.0
+    return 0.2 if sum(bool(parse_generic(line)) for line in re.split(rb"[\r\n]+", head)[:5000]) >= 2 else 0.0
 
-FORMAT = Format('generic', 'Any text with name: value', _sniff, read_generic, 'step 10: loss=3.2 lr=1e-4', parse=parse_generic)
+
+FORMAT = Format(
+    "generic",
+    "Any text with name: value",
+    _sniff,
+    read_generic,
+    "step 10: loss=3.2 lr=1e-4",
+    parse=parse_generic,
+)

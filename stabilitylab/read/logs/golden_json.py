@@ -19,26 +19,45 @@ from ...run.scalars import Samples
 # %% ../../../nbs/api/read/logs/golden_json.ipynb #befaeff0
 def _steps(metric, n):
     "Steps of a metric whose values are a list."
-    return [metric.get('start_step', 0) + i*metric.get('step_interval', 1) for i in range(n)]
+    return [metric.get("start_step", 0) + i * metric.get("step_interval", 1) for i in range(n)]
+
 
 def read_golden_json(
-    path: Path, # golden values file
-) -> LogData: # one series a metric; attrs `steps_declared`
+    path: Path,  # golden values file
+) -> LogData:  # one series a metric; attrs `steps_declared`
     "The curves of a golden-value file."
     data, lost = load_json(path)
-    log = LogData(); log.skip('characters of a broken end', lost)
+    log = LogData()
+    log.skip("characters of a broken end", lost)
     for name, metric in data.items() if isinstance(data, dict) else ():
-        values = metric.get('values') if isinstance(metric, dict) else None
-        if not isinstance(values, (dict, list)): log.skip('entries without values'); continue
-        steps, cells = (list(values), list(values.values())) if isinstance(values, dict) else (_steps(metric, len(values)), values)
+        values = metric.get("values") if isinstance(metric, dict) else None
+        if not isinstance(values, (dict, list)):
+            log.skip("entries without values")
+            continue
+        steps, cells = (
+            (list(values), list(values.values()))
+            if isinstance(values, dict)
+            else (_steps(metric, len(values)), values)
+        )
         (step, known, _), (value, given, bad) = to_numbers(steps), to_numbers(cells)
         here = np.flatnonzero(given & known & np.isfinite(step) & ~np.isnan(value))
-        log.skip('values that are no numbers', bad); log.skip('"nan" strings that mean missing', np.isnan(value).sum() - bad)
-        if len(here): log.samples[name] = Samples(step[here].astype(np.int64), value[here], here)
-    if not log.samples: raise bad_input('path', str(path), 'a JSON object of metrics with `values`')
+        log.skip("values that are no numbers", bad)
+        log.skip('"nan" strings that mean missing', np.isnan(value).sum() - bad)
+        if len(here):
+            log.samples[name] = Samples(step[here].astype(np.int64), value[here], here)
+    if not log.samples:
+        raise bad_input("path", str(path), "a JSON object of metrics with `values`")
     return log
 
 # %% ../../../nbs/api/read/logs/golden_json.ipynb #f7434228
-def _sniff(head, path): return .95 if re.match(rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"start_step"', head) else 0.
+def _sniff(head, path):
+    return 0.95 if re.match(rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"start_step"', head) else 0.0
 
-FORMAT = Format('golden_json', 'Megatron golden values', _sniff, read_golden_json, '{"lm loss": {"start_step": 1, "end_step": 100, "step_interval": 5, "values": {"1": 10.5, "5": "nan"}}}')
+
+FORMAT = Format(
+    "golden_json",
+    "Megatron golden values",
+    _sniff,
+    read_golden_json,
+    '{"lm loss": {"start_step": 1, "end_step": 100, "step_interval": 5, "values": {"1": 10.5, "5": "nan"}}}',
+)

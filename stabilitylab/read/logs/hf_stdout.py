@@ -16,27 +16,44 @@ from ..scan import Hit
 from ..text import line_parser, read_lines, text_format
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #0f882425
-_BAR = re.compile(rb'\| (\d+)/\d+ \[')
-_dict = line_parser(rb"\{(?='[a-z_]*(?:loss|runtime|learning_rate)|'[a-z_]+': )", rb"'(?P<name>[\w/]+)': '?%N(?=['\",}\s])")
+_BAR = re.compile(rb"\| (\d+)/\d+ \[")
+_dict = line_parser(
+    rb"\{(?='[a-z_]*(?:loss|runtime|learning_rate)|'[a-z_]+': )", rb"'(?P<name>[\w/]+)': '?%N(?=['\",}\s])"
+)
+
 
 def parse_hf(
-    line: bytes, # one line, or what stands between two carriage returns
-) -> list: # the step of a bar, records of dicts
+    line: bytes,  # one line, or what stands between two carriage returns
+) -> list:  # the step of a bar, records of dicts
     "The step that a progress bar shows, and the record that a dict holds."
     bars = [*_BAR.finditer(line)]
-    return ([Hit(step=bars[-1].span(1))] if bars else []) + (_dict(line) if b"'loss'" in line or b'_loss' in line or b"'train_runtime'" in line else [])
+    return ([Hit(step=bars[-1].span(1))] if bars else []) + (
+        _dict(line) if b"'loss'" in line or b"_loss" in line or b"'train_runtime'" in line else []
+    )
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #7d0aaedf
 def read_hf(
-    path: Path, # the captured console
-) -> LogData: # series; steps are those of the bars, or record numbers where there are no bars
+    path: Path,  # the captured console
+) -> LogData:  # series; steps are those of the bars, or record numbers where there are no bars
     "The records of a captured console."
     data = read_lines(path, parse_hf)
     if all((s.step <= 0).all() for s in data.samples.values()):
-        orders = np.unique(np.concatenate([s.order for n, s in data.samples.items() if n == 'loss'] or [np.zeros(0, int)]))
-        data.samples = {n: s._replace(step=np.searchsorted(orders, s.order, side='right').clip(1)) for n, s in data.samples.items()}
-        data.attrs['step_is'] = 'number of the record: the log has no steps'
+        orders = np.unique(
+            np.concatenate([s.order for n, s in data.samples.items() if n == "loss"] or [np.zeros(0, int)])
+        )
+        data.samples = {
+            n: s._replace(step=np.searchsorted(orders, s.order, side="right").clip(1))
+            for n, s in data.samples.items()
+        }
+        data.attrs["step_is"] = "number of the record: the log has no steps"
     return data
 
-_text = text_format('hf_stdout', 'Hugging Face Trainer console', rb"\{'(?:loss|eval_loss)': '?[-\dni]", parse_hf, "{'loss': 3.1642, 'grad_norm': 4.03, 'learning_rate': 5.7e-05, 'epoch': 0.06}")
+
+_text = text_format(
+    "hf_stdout",
+    "Hugging Face Trainer console",
+    rb"\{'(?:loss|eval_loss)': '?[-\dni]",
+    parse_hf,
+    "{'loss': 3.1642, 'grad_norm': 4.03, 'learning_rate': 5.7e-05, 'epoch': 0.06}",
+)
 FORMAT = Format(_text.name, _text.title, _text.sniff, read_hf, _text.example, parse=parse_hf)

@@ -9,7 +9,15 @@ __all__ = ['parse_bars', 'FORMAT']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/idefics.ipynb #12415186
-parse_bars = line_parser(rb'iteration:\s+(?P<step>\d+)/\d+', rb'\|\s*(?P<name>[A-Za-z_][^|:]*?):\s*%N(?=\s*(?:\||$))')
+parse_bars = line_parser(
+    rb"iteration:\s+(?P<step>\d+)/\d+", rb"\|\s*(?P<name>[A-Za-z_][^|:]*?):\s*%N(?=\s*(?:\||$))"
+)
 
 # %% ../../../nbs/api/read/logs/idefics.ipynb #761738d1
-FORMAT = text_format('idefics', 'Bars of key: value (IDEFICS)', rb'iteration:\s+\d+/\d+.{0,80}\| *elapsed time:', parse_bars, 'iteration: 4875/500000 0% | elapsed time: 01:02:03 | per_token_loss: 3.3900 | lr: 1.0E-05 |')
+FORMAT = text_format(
+    "idefics",
+    "Bars of key: value (IDEFICS)",
+    rb"iteration:\s+\d+/\d+.{0,80}\| *elapsed time:",
+    parse_bars,
+    "iteration: 4875/500000 0% | elapsed time: 01:02:03 | per_token_loss: 3.3900 | lr: 1.0E-05 |",
+)

@@ -16,33 +16,55 @@ from ..tables import load_json, read_records, records_log, table_log
 # %% ../../../nbs/api/read/logs/json_table.ipynb #b631bb99
 def _is_lines(head):
     "Whether these bytes are one object a line."
-    return bool(re.match(rb'(\xef\xbb\xbf)?\s*\{[^\n]*\}[ \t\r]*(\n|$)', head))
+    return bool(re.match(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}[ \t\r]*(\n|$)", head))
+
 
 def _columns(data):
     "A dict of lists as columns; NaNs are logged ones."
-    return {k: ['nan' if isinstance(x, float) and x != x else x for x in v] for k, v in data.items() if isinstance(v, list) and not any(isinstance(x, (dict, list)) for x in v)}
+    return {
+        k: ["nan" if isinstance(x, float) and x != x else x for x in v]
+        for k, v in data.items()
+        if isinstance(v, list) and not any(isinstance(x, (dict, list)) for x in v)
+    }
+
 
 def read_json_table(
-    path: Path, # JSON or JSONL
-) -> LogData: # one series a key; attrs `step_column`
+    path: Path,  # JSON or JSONL
+) -> LogData:  # one series a key; attrs `step_column`
     "The series of any JSON with records or columns."
     if _is_lines(first_bytes(path)):
         log = read_records(path)
-        if log.samples: return log
+        if log.samples:
+            return log
     data, lost = load_json(path)
-    if isinstance(data, dict) and len(data) == 1 and isinstance(inner := next(iter(data.values())), (list, dict)): data = inner
+    if (
+        isinstance(data, dict)
+        and len(data) == 1
+        and isinstance(inner := next(iter(data.values())), (list, dict))
+    ):
+        data = inner
     if isinstance(data, list) and any(isinstance(r, dict) for r in data):
         log = records_log(r for r in data if isinstance(r, dict))
-        log.skip('entries that are no record', sum(not isinstance(r, dict) for r in data))
-    elif isinstance(data, dict) and _columns(data): log = table_log(_columns(data))
-    else: raise bad_input('path', str(path), 'a list of records, a dict of lists, or one JSON object a line')
-    log.skip('characters of a broken end', lost)
+        log.skip("entries that are no record", sum(not isinstance(r, dict) for r in data))
+    elif isinstance(data, dict) and _columns(data):
+        log = table_log(_columns(data))
+    else:
+        raise bad_input("path", str(path), "a list of records, a dict of lists, or one JSON object a line")
+    log.skip("characters of a broken end", lost)
     return log
 
 # %% ../../../nbs/api/read/logs/json_table.ipynb #61b7008b
 def _sniff(head, path):
-    start = head.lstrip(b'\xef\xbb\xbf \t\r\n')
-    if re.match(rb'\[\s*\{\s*"|\{\s*"[^"]*"\s*:\s*\[', start): return .4
-    return (.6 if b'"_step"' in start else .45) if start[:1] == b'{' and _is_lines(head) else .1 if start[:1] in (b'{', b'[') else 0.
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if re.match(rb'\[\s*\{\s*"|\{\s*"[^"]*"\s*:\s*\[', start):
+        return 0.4
+    return (
+        (0.6 if b'"_step"' in start else 0.45)
+        if start[:1] == b"{" and _is_lines(head)
+        else 0.1
+        if start[:1] in (b"{", b"[")
+        else 0.0
+    )
 
-FORMAT = Format('json_table', 'any JSON or JSONL', _sniff, read_json_table, '{"step": 1, "loss": 2.5}')
+
+FORMAT = Format("json_table", "any JSON or JSONL", _sniff, read_json_table, '{"step": 1, "loss": 2.5}')

@@ -13,27 +13,62 @@ from pathlib import Path
 from ..base import Format, LogData
 
 # %% ../../../nbs/api/read/logs/kernel.ipynb #37ea2280
-XIDS = { # number -> meaning, after NVIDIA's list of Xid errors
-    13: 'graphics engine exception', 31: 'GPU memory page fault', 43: 'GPU stopped processing', 45: 'preemptive cleanup after earlier errors', 48: 'double-bit ECC error', 61: 'internal micro-controller halt',
-    62: 'internal micro-controller halt', 63: 'ECC page retirement or row remapping recorded', 64: 'ECC page retirement or row remapping failed', 74: 'NVLink error', 79: 'GPU has fallen off the bus',
-    92: 'high single-bit ECC error rate', 94: 'contained ECC error', 95: 'uncontained ECC error', 119: 'GSP RPC timeout', 120: 'GSP error'}
-_XID = re.compile(r'NVRM: Xid \(([^)]*)\): (\d+)')
+XIDS = {  # number -> meaning, after NVIDIA's list of Xid errors
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup after earlier errors",
+    48: "double-bit ECC error",
+    61: "internal micro-controller halt",
+    62: "internal micro-controller halt",
+    63: "ECC page retirement or row remapping recorded",
+    64: "ECC page retirement or row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high single-bit ECC error rate",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+}
+_XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 
 # %% ../../../nbs/api/read/logs/kernel.ipynb #64e4d292
 def read_kernel(
-    path: Path, # the output of dmesg or journalctl
-) -> LogData: # events of kind `xid`; seconds since 1970 where the line has a date
+    path: Path,  # the output of dmesg or journalctl
+) -> LogData:  # events of kind `xid`; seconds since 1970 where the line has a date
     "The Xid messages of a kernel log."
     events = []
-    for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if m := _XID.search(line):
-            events.append(('xid', -1, f"Xid {m[2]} ({XIDS.get(int(m[2]), 'see the driver manual')}) on {m[1]}: {line[m.end():].strip(' ,')[:200]}", _time_of(line)))
+            events.append(
+                (
+                    "xid",
+                    -1,
+                    f"Xid {m[2]} ({XIDS.get(int(m[2]), 'see the driver manual')}) on {m[1]}: {line[m.end() :].strip(' ,')[:200]}",
+                    _time_of(line),
+                )
+            )
     return LogData(events=events)
+
 
 def _time_of(line):
     "Seconds since 1970 of a line with an ISO date or the date of `dmesg -T`, else None."
-    if m := re.search(r'\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d', line): return datetime.fromisoformat(m[0].replace(' ', 'T')).replace(tzinfo=timezone.utc).timestamp()
-    if m := re.search(r'\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})', line): return datetime.strptime(' '.join(m[1].split()), '%b %d %H:%M:%S %Y').replace(tzinfo=timezone.utc).timestamp()
+    if m := re.search(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d", line):
+        return datetime.fromisoformat(m[0].replace(" ", "T")).replace(tzinfo=timezone.utc).timestamp()
+    if m := re.search(r"\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})", line):
+        return (
+            datetime.strptime(" ".join(m[1].split()), "%b %d %H:%M:%S %Y")
+            .replace(tzinfo=timezone.utc)
+            .timestamp()
+        )
     return None
 
-FORMAT = Format('kernel', 'Kernel log with NVRM: Xid', lambda head, path: 0.8 if b'NVRM: Xid' in head else 0., read_kernel, 'NVRM: Xid (PCI:0000:3b:00): 63, pid=1234, Row Remapper')
+
+FORMAT = Format(
+    "kernel",
+    "Kernel log with NVRM: Xid",
+    lambda head, path: 0.8 if b"NVRM: Xid" in head else 0.0,
+    read_kernel,
+    "NVRM: Xid (PCI:0000:3b:00): 63, pid=1234, Row Remapper",
+)

@@ -13,17 +13,20 @@ from ..tables import csv_shape, read_table, table_log
 
 # %% ../../../nbs/api/read/logs/lightning_csv.ipynb #f02aa100
 def read_lightning_csv(
-    path: Path, # metrics.csv
-) -> LogData: # one series a column; empty cells are gaps
+    path: Path,  # metrics.csv
+) -> LogData:  # one series a column; empty cells are gaps
     "The metrics of a Lightning CSV logger."
     table, dropped = read_table(path)
-    log = table_log({c: table[c] for c in table}, 'step' if 'step' in table else None)
-    log.skip('lines with too many cells', dropped)
+    log = table_log({c: table[c] for c in table}, "step" if "step" in table else None)
+    log.skip("lines with too many cells", dropped)
     return log
 
 # %% ../../../nbs/api/read/logs/lightning_csv.ipynb #4387d315
 def _sniff(head, path):
     mark, names = csv_shape(head)
-    return .85 if mark == ',' and names and {'epoch', 'step'} <= set(names) else 0.
+    return 0.85 if mark == "," and names and {"epoch", "step"} <= set(names) else 0.0
 
-FORMAT = Format('lightning_csv', 'Lightning metrics.csv', _sniff, read_lightning_csv, 'epoch,step,train_loss,val_loss')
+
+FORMAT = Format(
+    "lightning_csv", "Lightning metrics.csv", _sniff, read_lightning_csv, "epoch,step,train_loss,val_loss"
+)

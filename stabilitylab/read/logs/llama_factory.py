@@ -13,12 +13,24 @@ from ..tables import read_records
 
 # %% ../../../nbs/api/read/logs/llama_factory.ipynb #53c5d81d
 def read_llama_factory(
-    path: Path, # trainer_log.jsonl
-) -> LogData: # one series a key
+    path: Path,  # trainer_log.jsonl
+) -> LogData:  # one series a key
     "The log that LLaMA-Factory keeps beside its checkpoints."
-    return read_records(path, 'current_steps')
+    return read_records(path, "current_steps")
 
 # %% ../../../nbs/api/read/logs/llama_factory.ipynb #c08152bf
-def _sniff(head, path): return .95 if head.lstrip().startswith(b'{') and b'"current_steps"' in head and b'"total_steps"' in head else 0.
+def _sniff(head, path):
+    return (
+        0.95
+        if head.lstrip().startswith(b"{") and b'"current_steps"' in head and b'"total_steps"' in head
+        else 0.0
+    )
 
-FORMAT = Format('llama_factory', 'LLaMA-Factory trainer_log.jsonl', _sniff, read_llama_factory, '{"current_steps": 10, "total_steps": 100, "loss": 1.2, "lr": 1e-5}')
+
+FORMAT = Format(
+    "llama_factory",
+    "LLaMA-Factory trainer_log.jsonl",
+    _sniff,
+    read_llama_factory,
+    '{"current_steps": 10, "total_steps": 100, "loss": 1.2, "lr": 1e-5}',
+)

@@ -12,16 +12,25 @@ from ..scan import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/llmc.ipynb #4905a84e
-_SHAPE = re.compile(rb'step\s+(\d+)/\d+ \| loss +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| norm +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| lr (\S+) \| (\S+) ms \| +(\S+?)% (?:bf16 )?MFU \| (\d+) tok/s')
-_NAMES = ('loss', 'loss z', 'norm', 'norm z', 'lr', 'time_ms', 'MFU %', 'tok/s')
-_val = line_parser(rb'^(?=val loss )', rb'(?P<name>val loss) %N')
+_SHAPE = re.compile(
+    rb"step\s+(\d+)/\d+ \| loss +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| norm +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| lr (\S+) \| (\S+) ms \| +(\S+?)% (?:bf16 )?MFU \| (\d+) tok/s"
+)
+_NAMES = ("loss", "loss z", "norm", "norm z", "lr", "time_ms", "MFU %", "tok/s")
+_val = line_parser(rb"^(?=val loss )", rb"(?P<name>val loss) %N")
+
 
 def parse_llmc(
-    line: bytes, # one line
-) -> list: # records
+    line: bytes,  # one line
+) -> list:  # records
     "The step or the validation loss of one line."
     m = _SHAPE.search(line)
     return [Hit(tuple((n, *m.span(k)) for k, n in enumerate(_NAMES, 2)), m.span(1))] if m else _val(line)
 
 # %% ../../../nbs/api/read/logs/llmc.ipynb #d99d383a
-FORMAT = text_format('llmc', 'llm.c console', rb'^step\s+\d+/\d+ \| loss +\S+ \(', parse_llmc, 'step 95/19560 | loss 7.2 (+nanz)| norm 0.8 (+nanz)| lr 8.14e-05 | 4180.55 ms | 32.3% bf16 MFU | 125516 tok/s')
+FORMAT = text_format(
+    "llmc",
+    "llm.c console",
+    rb"^step\s+\d+/\d+ \| loss +\S+ \(",
+    parse_llmc,
+    "step 95/19560 | loss 7.2 (+nanz)| norm 0.8 (+nanz)| lr 8.14e-05 | 4180.55 ms | 32.3% bf16 MFU | 125516 tok/s",
+)

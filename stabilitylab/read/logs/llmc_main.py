@@ -9,7 +9,15 @@ __all__ = ['parse_main_log', 'FORMAT']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/llmc_main.ipynb #2a21963c
-parse_main_log = line_parser(rb'^s:(?P<step>\d+) ', rb'(?:^| )(?P<name>trl|tel|lr|norm|eval):%N', rename={'eval': 'hellaswag'})
+parse_main_log = line_parser(
+    rb"^s:(?P<step>\d+) ", rb"(?:^| )(?P<name>trl|tel|lr|norm|eval):%N", rename={"eval": "hellaswag"}
+)
 
 # %% ../../../nbs/api/read/logs/llmc_main.ipynb #b58093f0
-FORMAT = text_format('llmc_main', 'llm.c main.log', rb'^s:\d+ (?:trl|tel|eval):', parse_main_log, 's:10 trl:9.5 lr:0.000600 norm:2.1')
+FORMAT = text_format(
+    "llmc_main",
+    "llm.c main.log",
+    rb"^s:\d+ (?:trl|tel|eval):",
+    parse_main_log,
+    "s:10 trl:9.5 lr:0.000600 norm:2.1",
+)

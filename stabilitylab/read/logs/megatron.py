@@ -9,7 +9,16 @@ __all__ = ['parse_megatron', 'FORMAT']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/megatron.ipynb #572645e3
-parse_megatron = line_parser(rb'iteration\s+(?P<step>\d+)\s*/\s*\d+ *\|', rb'\|\s*(?P<name>[A-Za-z][^|:]*?):\s*%N(?=\s*(?:\||$|[A-Za-z]))')
+parse_megatron = line_parser(
+    rb"iteration\s+(?P<step>\d+)\s*/\s*\d+ *\|",
+    rb"\|\s*(?P<name>[A-Za-z][^|:]*?):\s*%N(?=\s*(?:\||$|[A-Za-z]))",
+)
 
 # %% ../../../nbs/api/read/logs/megatron.ipynb #14e0ffe5
-FORMAT = text_format('megatron', 'Megatron-LM / DeepSpeed text', rb'iteration\s+\d+\s*/\s*\d+ *\| ', parse_megatron, ' iteration 10/ 100 | lm loss: 3.2E+00 | loss scale: 1.0 | grad norm: 0.2 |')
+FORMAT = text_format(
+    "megatron",
+    "Megatron-LM / DeepSpeed text",
+    rb"iteration\s+\d+\s*/\s*\d+ *\| ",
+    parse_megatron,
+    " iteration 10/ 100 | lm loss: 3.2E+00 | loss scale: 1.0 | grad norm: 0.2 |",
+)

@@ -9,7 +9,17 @@ __all__ = ['parse_step_pairs', 'FORMAT']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/modded_nanogpt.ipynb #54c925be
-parse_step_pairs = line_parser(rb'(?:^|\s)step:(?P<step>\d+)/\d+ ', rb'(?:^|\s)(?P<name>[a-z_]\w*):%N', rename={'train_time': 'train_time_total', 'step_avg': 'step_avg_ms'})
+parse_step_pairs = line_parser(
+    rb"(?:^|\s)step:(?P<step>\d+)/\d+ ",
+    rb"(?:^|\s)(?P<name>[a-z_]\w*):%N",
+    rename={"train_time": "train_time_total", "step_avg": "step_avg_ms"},
+)
 
 # %% ../../../nbs/api/read/logs/modded_nanogpt.ipynb #ffafb25d
-FORMAT = text_format('modded_nanogpt', 'modded-nanogpt / parameter-golf', rb'^\s*step:\d+/\d+ (?:train_|val_)?loss:', parse_step_pairs, 'step:125/1000 val_loss:4.3 train_time:30ms step_avg:28ms')
+FORMAT = text_format(
+    "modded_nanogpt",
+    "modded-nanogpt / parameter-golf",
+    rb"^\s*step:\d+/\d+ (?:train_|val_)?loss:",
+    parse_step_pairs,
+    "step:125/1000 val_loss:4.3 train_time:30ms step_avg:28ms",
+)

@@ -9,14 +9,27 @@ __all__ = ['FORMAT', 'parse_nanogpt']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/nanogpt.ipynb #88a9485d
-_train = line_parser(rb'iter (?P<step>\d+): (?=loss)', rb'(?P<name>loss|time|mfu) %N', rename={'time': 'time_ms'})
-_eval = line_parser(rb'^step (?P<step>\d+): (?=train loss)', rb'(?P<name>train loss|val loss) %N', rename={'train loss': 'mean train loss'})
+_train = line_parser(
+    rb"iter (?P<step>\d+): (?=loss)", rb"(?P<name>loss|time|mfu) %N", rename={"time": "time_ms"}
+)
+_eval = line_parser(
+    rb"^step (?P<step>\d+): (?=train loss)",
+    rb"(?P<name>train loss|val loss) %N",
+    rename={"train loss": "mean train loss"},
+)
+
 
 def parse_nanogpt(
-    line: bytes, # one line
-) -> list: # records
+    line: bytes,  # one line
+) -> list:  # records
     "The training or evaluation record of one line."
     return _train(line) or _eval(line)
 
 # %% ../../../nbs/api/read/logs/nanogpt.ipynb #36c27e7c
-FORMAT = text_format('nanogpt', 'nanoGPT', rb'^iter \d+: loss |^step \d+: train loss ', parse_nanogpt, 'iter 10: loss 3.2437, time 1092.59ms, mfu 0.34%')
+FORMAT = text_format(
+    "nanogpt",
+    "nanoGPT",
+    rb"^iter \d+: loss |^step \d+: train loss ",
+    parse_nanogpt,
+    "iter 10: loss 3.2437, time 1092.59ms, mfu 0.34%",
+)

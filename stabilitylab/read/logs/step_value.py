@@ -12,13 +12,25 @@ from ..base import Format
 from ..text import line_parser, read_lines
 
 # %% ../../../nbs/api/read/logs/step_value.ipynb #b307e56c
-parse_two_columns = line_parser(rb'^(?P<step>\d+)(?=[ \t]+\S+\s*$)', rb'(?P<name>)[ \t]%N\s*$', rename={'': 'loss'})
+parse_two_columns = line_parser(
+    rb"^(?P<step>\d+)(?=[ \t]+\S+\s*$)", rb"(?P<name>)[ \t]%N\s*$", rename={"": "loss"}
+)
 
 # %% ../../../nbs/api/read/logs/step_value.ipynb #2a05f310
 def _sniff(head, path):
     "Nearly all lines are a whole number and a number."
     lines = head.splitlines()[:2000]
-    good = sum(bool(re.match(rb'^\d+[ \t]+[-+]?(?:\d+\.\d+(?:[eE][-+]?\d+)?|nan|inf)\s*$', line)) for line in lines)
-    return 0.6 if good >= 3 and good > 0.9*len(lines) else 0.
+    good = sum(
+        bool(re.match(rb"^\d+[ \t]+[-+]?(?:\d+\.\d+(?:[eE][-+]?\d+)?|nan|inf)\s*$", line)) for line in lines
+    )
+    return 0.6 if good >= 3 and good > 0.9 * len(lines) else 0.0
 
-FORMAT = Format('step_value', 'Step and loss in two columns', _sniff, lambda path: read_lines(path, parse_two_columns), '10 8.0491', parse=parse_two_columns)
+
+FORMAT = Format(
+    "step_value",
+    "Step and loss in two columns",
+    _sniff,
+    lambda path: read_lines(path, parse_two_columns),
+    "10 8.0491",
+    parse=parse_two_columns,
+)

@@ -17,125 +17,186 @@ from ..protobuf import fields, read_varint
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #d7eac3cc
-_LOOK, _PERIOD = 256, 64 # records read one by one between two looks for a pattern, and its most records
+_LOOK, _PERIOD = 256, 64  # records read one by one between two looks for a pattern, and its most records
+
 
 def _repeats(data, at, last):
     "(start, length) of the records after `at` for as long as the pattern of the `last` lengths goes on; (m, 2)."
     nothing = np.empty((0, 2), np.int64)
-    period = next((p for p in range(1, len(last)//2 + 1) if (last[-p:] == last[-2*p:-p]).all()), None)
-    if period is None: return nothing
+    period = next((p for p in range(1, len(last) // 2 + 1) if (last[-p:] == last[-2 * p : -p]).all()), None)
+    if period is None:
+        return nothing
     length = last[-period:]
     stride = int((length + 16).sum())
-    many, offset = (len(data) - at)//stride, np.r_[0, np.cumsum(length + 16)[:-1]]
-    if many < 2: return nothing
-    for o, n in zip(offset, length): # how many times the header at this place of the pattern says the same length
-        said = np.ndarray(many, '<u8', data, int(at + o), (stride,))
+    many, offset = (len(data) - at) // stride, np.r_[0, np.cumsum(length + 16)[:-1]]
+    if many < 2:
+        return nothing
+    for o, n in zip(
+        offset, length
+    ):  # how many times the header at this place of the pattern says the same length
+        said = np.ndarray(many, "<u8", data, int(at + o), (stride,))
         wrong = np.flatnonzero(said != n)
         many = int(wrong[0]) if len(wrong) else many
-        if not many: return nothing
-    start = at + 12 + np.arange(many)[:, None]*stride + offset
+        if not many:
+            return nothing
+    start = at + 12 + np.arange(many)[:, None] * stride + offset
     return np.stack([start.ravel(), np.tile(length, many)], 1)
 
+
 def record_places(
-    data: bytes, # an event file, or a memory map of one
-) -> tuple[np.ndarray, np.ndarray, int]: # start (n,) and length (n,) of each message in bytes, and how many bytes at the end are no record
+    data: bytes,  # an event file, or a memory map of one
+) -> tuple[
+    np.ndarray, np.ndarray, int
+]:  # start (n,) and length (n,) of each message in bytes, and how many bytes at the end are no record
     "Where the messages of an event file lie."
-    at, size, unpack, out, parts, wait = 0, len(data), struct.Struct('<Q').unpack_from, [], [], _LOOK
+    at, size, unpack, out, parts, wait = 0, len(data), struct.Struct("<Q").unpack_from, [], [], _LOOK
     while at + 12 <= size:
         n = unpack(data, at)[0]
-        if at + 16 + n > size: break
-        out.append((at + 12, n)); at += n + 16
-        if len(out) < wait: continue
-        more = _repeats(data, at, np.array([length for _, length in out[-2*_PERIOD:]], np.int64))
-        if len(more): at = int(more[-1].sum()) + 4; parts += [np.array(out, np.int64), more]; out = []
+        if at + 16 + n > size:
+            break
+        out.append((at + 12, n))
+        at += n + 16
+        if len(out) < wait:
+            continue
+        more = _repeats(data, at, np.array([length for _, length in out[-2 * _PERIOD :]], np.int64))
+        if len(more):
+            at = int(more[-1].sum()) + 4
+            parts += [np.array(out, np.int64), more]
+            out = []
         wait = len(out) + _LOOK
     places = np.concatenate([*parts, np.array(out, np.int64).reshape(-1, 2)])
     return places[:, 0], places[:, 1], size - at
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #9bef7010
-_DTYPES = {1: '<f4', 2: '<f8', 3: '<i4', 9: '<i8', 19: '<f2'}
+_DTYPES = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8", 19: "<f2"}
+
 
 def _tensor(data, a, b):
     "(place of the number in the file, numpy type) of a tensor of one number; None for anything else."
     parts = fields(data, a, b)
     dtype = _DTYPES.get(next((v for n, k, v, _ in parts if n == 1 and k == 0), 0))
     for n, k, x, y in parts:
-        if k == 2 and n == 4 and dtype and y - x == np.dtype(dtype).itemsize: return x, dtype
-        if n in (5, 6) and k == 2 and y - x == (4, 8)[n - 5]: return x, ('<f4', '<f8')[n - 5]
-        if n in (5, 6) and k == (5, 1)[n - 5]: return x, ('<f4', '<f8')[n - 5]
+        if k == 2 and n == 4 and dtype and y - x == np.dtype(dtype).itemsize:
+            return x, dtype
+        if n in (5, 6) and k == 2 and y - x == (4, 8)[n - 5]:
+            return x, ("<f4", "<f8")[n - 5]
+        if n in (5, 6) and k == (5, 1)[n - 5]:
+            return x, ("<f4", "<f8")[n - 5]
     return None
+
 
 def _event(data, a, b):
     "(place of the wall time, place and size of the step, [(tag, its place, place of the number, type)], other summaries) of one message."
     time = step = None
     values, other, at = [], 0, a
     for n, k, x, y in fields(data, a, b):
-        if n == 1 and k == 1: time = x
+        if n == 1 and k == 1:
+            time = x
         elif n == 2 and k == 0:
             size = 1
-            while data[y - size - 1] & 128: size += 1
+            while data[y - size - 1] & 128:
+                size += 1
             step = (y - size, size)
         elif n == 5 and k == 2:
             for vn, vk, vx, vy in fields(data, x, y):
-                if vn != 1 or vk != 2: continue
+                if vn != 1 or vk != 2:
+                    continue
                 parts = fields(data, vx, vy)
                 tag = next(((p, q) for m, kk, p, q in parts if m == 1 and kk == 2), None)
-                number = next(((p, '<f4') for m, kk, p, q in parts if m == 2 and kk == 5), None) or next((t for m, kk, p, q in parts if m == 8 and kk == 2 and (t := _tensor(data, p, q))), None)
-                if tag and number: values.append((tag, *number))
-                else: other += 1
+                number = next(((p, "<f4") for m, kk, p, q in parts if m == 2 and kk == 5), None) or next(
+                    (t for m, kk, p, q in parts if m == 8 and kk == 2 and (t := _tensor(data, p, q))), None
+                )
+                if tag and number:
+                    values.append((tag, *number))
+                else:
+                    other += 1
     return time, step, values, other
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #8c3384b1
 def _same(rows, first, free):
     "Which rows equal the first outside the `free` columns."
     fixed = np.ones(rows.shape[1], bool)
-    for a, n in free: fixed[a:a+n] = False
+    for a, n in free:
+        fixed[a : a + n] = False
     return (rows[:, fixed] == first[fixed]).all(1)
+
 
 def _take(data, buf, start, length, log, columns):
     "Read the messages of one length: the first by its fields, those of its shape by their places, until none is left."
     rows, todo = None, np.arange(len(start))
     while todo.size:
         a = int(start[todo[0]])
-        try: time, step, values, other = _event(data, a, a + length)
-        except (ValueError, IndexError): log.skip('damaged event'); todo = todo[1:]; continue
-        free = ([(time - a, 8)] if time is not None else []) + ([(step[0] - a, step[1])] if step else []) + [(x - a, np.dtype(t).itemsize) for _, x, t in values]
-        if rows is None: rows = buf[start[:, None] + np.arange(length)]
+        try:
+            time, step, values, other = _event(data, a, a + length)
+        except (ValueError, IndexError):
+            log.skip("damaged event")
+            todo = todo[1:]
+            continue
+        free = (
+            ([(time - a, 8)] if time is not None else [])
+            + ([(step[0] - a, step[1])] if step else [])
+            + [(x - a, np.dtype(t).itemsize) for _, x, t in values]
+        )
+        if rows is None:
+            rows = buf[start[:, None] + np.arange(length)]
         mine = rows[todo]
         same = _same(mine, mine[0], free)
-        if step: same &= ((mine[:, step[0]-a:step[0]-a+step[1]] & 128) == (mine[0, step[0]-a:step[0]-a+step[1]] & 128)).all(1)
+        if step:
+            same &= (
+                (mine[:, step[0] - a : step[0] - a + step[1]] & 128)
+                == (mine[0, step[0] - a : step[0] - a + step[1]] & 128)
+            ).all(1)
         hit = todo[same]
         got = rows[hit]
         steps = np.zeros(len(hit), np.int64)
         if step:
-            for j in range(step[1]): steps |= (got[:, step[0]-a+j].astype(np.int64) & 127) << (7*j)
-        times = got[:, time-a:time-a+8].copy().view('<f8').ravel() if time is not None else np.full(len(hit), np.nan)
+            for j in range(step[1]):
+                steps |= (got[:, step[0] - a + j].astype(np.int64) & 127) << (7 * j)
+        times = (
+            got[:, time - a : time - a + 8].copy().view("<f8").ravel()
+            if time is not None
+            else np.full(len(hit), np.nan)
+        )
         for (p, q), x, t in values:
-            value = np.ascontiguousarray(got[:, x-a:x-a+np.dtype(t).itemsize]).view(t).ravel().astype(float)
-            columns.setdefault(bytes(data[p:q]).decode('utf-8', 'replace'), []).append((start[hit] + x - a, steps, value, times))
-        if other: log.skip('summary that is no scalar', other*len(hit))
+            value = (
+                np.ascontiguousarray(got[:, x - a : x - a + np.dtype(t).itemsize])
+                .view(t)
+                .ravel()
+                .astype(float)
+            )
+            columns.setdefault(bytes(data[p:q]).decode("utf-8", "replace"), []).append(
+                (start[hit] + x - a, steps, value, times)
+            )
+        if other:
+            log.skip("summary that is no scalar", other * len(hit))
         todo = todo[~same]
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #1655eb69
 def read_events(
-    path: Path, # an event file
-) -> LogData: # a series a tag, with wall times
+    path: Path,  # an event file
+) -> LogData:  # a series a tag, with wall times
     "Every scalar of an event file."
     log, columns = LogData(), {}
-    with open(path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start, length, rest = record_places(data)
-        if rest: log.skip('bytes at the end that are no record', rest)
+        if rest:
+            log.skip("bytes at the end that are no record", rest)
         buf = np.frombuffer(data, np.uint8)
-        for n in np.unique(length): _take(data, buf, start[length == n], int(n), log, columns)
+        for n in np.unique(length):
+            _take(data, buf, start[length == n], int(n), log, columns)
         del buf
     for tag, parts in columns.items():
         order, step, value, time = (np.concatenate([p[k] for p in parts]) for k in range(4))
-        by = np.argsort(order, kind='stable')
+        by = np.argsort(order, kind="stable")
         log.samples[tag] = Samples(step[by], value[by], order[by], time[by])
     return log
 
+
 def _sniff(head, path):
     "The first record names the version of the file."
-    return 0.95 if len(head) > 24 and b'brain.Event:' in head[:64] else 0.
+    return 0.95 if len(head) > 24 and b"brain.Event:" in head[:64] else 0.0
 
-FORMAT = Format('tensorboard', 'TensorBoard event file', _sniff, read_events, 'events.out.tfevents.… (binary)')
+
+FORMAT = Format(
+    "tensorboard", "TensorBoard event file", _sniff, read_events, "events.out.tfevents.… (binary)"
+)

@@ -14,26 +14,32 @@ from ..tables import read_table, table_log
 
 # %% ../../../nbs/api/read/logs/tensorboard_csv.ipynb #f7ca6806
 def export_tag(
-    path: Path, # file saved by the browser: "run-<run>-tag-<tag>.csv", perhaps with " (1)"
-) -> tuple[str, str]: # run and tag; ('', the plain name) where the name does not say
+    path: Path,  # file saved by the browser: "run-<run>-tag-<tag>.csv", perhaps with " (1)"
+) -> tuple[str, str]:  # run and tag; ('', the plain name) where the name does not say
     "The run and the tag that a TensorBoard download has in its name."
-    plain = re.sub(r' ?\(\d+\)$', '', Path(path).name.rsplit('.', 1)[0])
-    found = re.search(r'run-(.*?)-tag-(.+)$', plain)
-    return (found[1], found[2]) if found else ('', plain)
+    plain = re.sub(r" ?\(\d+\)$", "", Path(path).name.rsplit(".", 1)[0])
+    found = re.search(r"run-(.*?)-tag-(.+)$", plain)
+    return (found[1], found[2]) if found else ("", plain)
 
 # %% ../../../nbs/api/read/logs/tensorboard_csv.ipynb #8bf36319
 def read_tensorboard_csv(
-    path: Path, # the downloaded file
-) -> LogData: # one series, named after its tag; attrs `run`
+    path: Path,  # the downloaded file
+) -> LogData:  # one series, named after its tag; attrs `run`
     "The series of a TensorBoard CSV download."
     (run, tag), (table, dropped) = export_tag(path), read_table(path)
-    log = table_log({c: table[c] for c in table}, 'Step')
+    log = table_log({c: table[c] for c in table}, "Step")
     log.samples = {tag: s for s in log.samples.values()}
-    log.attrs['run'] = run
-    log.skip('lines with too many cells', dropped)
+    log.attrs["run"] = run
+    log.skip("lines with too many cells", dropped)
     return log
 
 # %% ../../../nbs/api/read/logs/tensorboard_csv.ipynb #a7ed19c7
-def _sniff(head, path): return .95 if head.lstrip(b'\xef\xbb\xbf').replace(b'"', b'').startswith(b'Wall time,Step,Value') else 0.
+def _sniff(head, path):
+    return (
+        0.95 if head.lstrip(b"\xef\xbb\xbf").replace(b'"', b"").startswith(b"Wall time,Step,Value") else 0.0
+    )
 
-FORMAT = Format('tensorboard_csv', 'TensorBoard CSV download', _sniff, read_tensorboard_csv, 'Wall time,Step,Value')
+
+FORMAT = Format(
+    "tensorboard_csv", "TensorBoard CSV download", _sniff, read_tensorboard_csv, "Wall time,Step,Value"
+)

@@ -16,19 +16,42 @@ from ..tables import load_json, table_log
 
 # %% ../../../nbs/api/read/logs/tensorboard_json.ipynb #0b91541d
 def read_tensorboard_json(
-    path: Path, # the downloaded file
-) -> LogData: # one series, named after its tag; attrs `run`
+    path: Path,  # the downloaded file
+) -> LogData:  # one series, named after its tag; attrs `run`
     "The series of a TensorBoard JSON download."
     data, lost = load_json(path)
-    if not isinstance(data, list): raise bad_input('path', str(path), 'a list of [wall time, step, value]')
+    if not isinstance(data, list):
+        raise bad_input("path", str(path), "a list of [wall time, step, value]")
     rows = [r for r in data if isinstance(r, list) and len(r) == 3]
     run, tag = export_tag(path)
-    log = table_log({'wall time': [r[0] for r in rows], 'step': [r[1] for r in rows], tag: [r[2] if r[2] == r[2] else 'nan' for r in rows]}, 'step')
-    log.attrs['run'] = run
-    log.skip('rows that are no [wall time, step, value]', len(data) - len(rows)); log.skip('characters of a broken end', lost)
+    log = table_log(
+        {
+            "wall time": [r[0] for r in rows],
+            "step": [r[1] for r in rows],
+            tag: [r[2] if r[2] == r[2] else "nan" for r in rows],
+        },
+        "step",
+    )
+    log.attrs["run"] = run
+    log.skip("rows that are no [wall time, step, value]", len(data) - len(rows))
+    log.skip("characters of a broken end", lost)
     return log
 
 # %% ../../../nbs/api/read/logs/tensorboard_json.ipynb #deac2ec6
-def _sniff(head, path): return .95 if re.match(rb'\s*\[\s*\[\s*\d+(\.\d+)?(e\+?\d+)?\s*,\s*-?\d+\s*,\s*("?-?[\d.]|NaN|"?-?Infinity|"NaN)', head) else 0.
+def _sniff(head, path):
+    return (
+        0.95
+        if re.match(
+            rb'\s*\[\s*\[\s*\d+(\.\d+)?(e\+?\d+)?\s*,\s*-?\d+\s*,\s*("?-?[\d.]|NaN|"?-?Infinity|"NaN)', head
+        )
+        else 0.0
+    )
 
-FORMAT = Format('tensorboard_json', 'TensorBoard JSON download', _sniff, read_tensorboard_json, '[[wall time, step, value], ...]')
+
+FORMAT = Format(
+    "tensorboard_json",
+    "TensorBoard JSON download",
+    _sniff,
+    read_tensorboard_json,
+    "[[wall time, step, value], ...]",
+)

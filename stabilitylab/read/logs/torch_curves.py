@@ -17,32 +17,58 @@ from ..tables import table_log
 # %% ../../../nbs/api/read/logs/torch_curves.ipynb #2c82b568
 def _column(value):
     "A list of numbers or a 1-D tensor as float64, None for anything else; NaNs are logged ones."
-    if hasattr(value, 'detach'): value = value.detach().double().cpu().numpy() if not value.is_complex() and value.ndim <= 1 else None
-    elif not isinstance(value, (list, tuple)) or not all(isinstance(v, (int, float)) or getattr(v, 'ndim', 1) == 0 for v in value): return None
-    if value is None or np.ndim(value) != 1 or not len(value): return None
+    if hasattr(value, "detach"):
+        value = value.detach().double().cpu().numpy() if not value.is_complex() and value.ndim <= 1 else None
+    elif not isinstance(value, (list, tuple)) or not all(
+        isinstance(v, (int, float)) or getattr(v, "ndim", 1) == 0 for v in value
+    ):
+        return None
+    if value is None or np.ndim(value) != 1 or not len(value):
+        return None
     column = np.array([float(v) for v in value])
     return column if not np.isnan(column).any() else column.astype(object)
 
+
 def read_torch_curves(
-    path: Path, # file written by torch.save
-) -> LogData: # one series an entry; NaNs in it are logged NaNs
+    path: Path,  # file written by torch.save
+) -> LogData:  # one series an entry; NaNs in it are logged NaNs
     "The curves of a `torch.save` file, read without running anything in it."
     first_bytes(path, 200)
     import torch
-    try: data = torch.load(path, weights_only=True, map_location='cpu')
-    except Exception as e: raise InputError(f'`path`={str(path)!r} is not read: {str(e).splitlines()[0][:160] if str(e) else type(e).__name__}; allowed: a dict of lists or tensors, without other pickled objects') from e
-    if not isinstance(data, dict): raise bad_input('path', type(data).__name__, 'a dict of lists or 1-D tensors')
+
+    try:
+        data = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as e:
+        raise InputError(
+            f"`path`={str(path)!r} is not read: {str(e).splitlines()[0][:160] if str(e) else type(e).__name__}; allowed: a dict of lists or tensors, without other pickled objects"
+        ) from e
+    if not isinstance(data, dict):
+        raise bad_input("path", type(data).__name__, "a dict of lists or 1-D tensors")
     columns = {str(k): _column(v) for k, v in data.items()}
     lengths = {k: len(c) for k, c in columns.items() if c is not None}
-    if not lengths or any(hasattr(v, 'ndim') and v.ndim > 1 for v in data.values()): raise bad_input('path', ', '.join(map(str, data))[:150], 'a dict of lists or 1-D tensors', 'this looks like weights, not like curves')
+    if not lengths or any(hasattr(v, "ndim") and v.ndim > 1 for v in data.values()):
+        raise bad_input(
+            "path",
+            ", ".join(map(str, data))[:150],
+            "a dict of lists or 1-D tensors",
+            "this looks like weights, not like curves",
+        )
     rows = max(set(lengths.values()), key=list(lengths.values()).count)
     log = table_log({k: c for k, c in columns.items() if lengths.get(k) == rows})
-    log.skip('entries that are no curve', len(columns) - sum(v == rows for v in lengths.values()))
+    log.skip("entries that are no curve", len(columns) - sum(v == rows for v in lengths.values()))
     return log
 
 # %% ../../../nbs/api/read/logs/torch_curves.ipynb #1d178650
 def _sniff(head, path):
-    if head[:4] == b'PK\x03\x04': return .7 if b'data.pkl' in head[:200] else 0.
-    return .5 if head[:2] == b'\x80\x02' and b'\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.' in head[:64] else 0.
+    if head[:4] == b"PK\x03\x04":
+        return 0.7 if b"data.pkl" in head[:200] else 0.0
+    return 0.5 if head[:2] == b"\x80\x02" and b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." in head[:64] else 0.0
 
-FORMAT = Format('torch_curves', 'curves saved with torch.save', _sniff, read_torch_curves, "{'steps': [...], 'lm_losses': [...]}")
+
+FORMAT = Format(
+    "torch_curves",
+    "curves saved with torch.save",
+    _sniff,
+    read_torch_curves,
+    "{'steps': [...], 'lm_losses': [...]}",
+)

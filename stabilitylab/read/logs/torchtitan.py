@@ -9,7 +9,13 @@ __all__ = ['parse_titan', 'FORMAT']
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/torchtitan.ipynb #fc1e2213
-parse_titan = line_parser(rb'step:\s+(?P<step>\d+)\s+(?=(?:loss|grad_norm):)', rb'(?P<name>[a-z_]+): +%N')
+parse_titan = line_parser(rb"step:\s+(?P<step>\d+)\s+(?=(?:loss|grad_norm):)", rb"(?P<name>[a-z_]+): +%N")
 
 # %% ../../../nbs/api/read/logs/torchtitan.ipynb #ae4840b8
-FORMAT = text_format('torchtitan', 'torchtitan console', rb'step:\s+\d+\s+(?:loss|grad_norm): +\S+ .*(?:memory|tps):', parse_titan, '[rank0]:[titan] … step: 10  loss: 10.7069  memory: 30.99GiB(32.62%)  tps: 7,034  mfu: 41.19%')
+FORMAT = text_format(
+    "torchtitan",
+    "torchtitan console",
+    rb"step:\s+\d+\s+(?:loss|grad_norm): +\S+ .*(?:memory|tps):",
+    parse_titan,
+    "[rank0]:[titan] … step: 10  loss: 10.7069  memory: 30.99GiB(32.62%)  tps: 7,034  mfu: 41.19%",
+)

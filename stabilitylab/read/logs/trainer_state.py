@@ -15,20 +15,36 @@ from ..tables import load_json, records_log
 
 # %% ../../../nbs/api/read/logs/trainer_state.ipynb #c0d94c3e
 def read_trainer_state(
-    path: Path, # trainer_state.json
-) -> LogData: # one series a key of `log_history`; attrs: the settings beside it
+    path: Path,  # trainer_state.json
+) -> LogData:  # one series a key of `log_history`; attrs: the settings beside it
     "The history that the Hugging Face Trainer keeps."
     data, lost = load_json(path)
-    if not isinstance(data, dict) or not isinstance(data.get('log_history'), list): raise bad_input('path', str(path), 'a JSON object with `log_history`')
-    records = [r for r in data['log_history'] if isinstance(r, dict)]
-    log = records_log(records, 'step' if any('step' in r for r in records) else None)
+    if not isinstance(data, dict) or not isinstance(data.get("log_history"), list):
+        raise bad_input("path", str(path), "a JSON object with `log_history`")
+    records = [r for r in data["log_history"] if isinstance(r, dict)]
+    log = records_log(records, "step" if any("step" in r for r in records) else None)
     log.attrs |= {k: v for k, v in data.items() if isinstance(v, (int, float, str, bool))}
-    log.skip('entries that are no record', len(data['log_history']) - len(records)); log.skip('characters of a broken end', lost)
+    log.skip("entries that are no record", len(data["log_history"]) - len(records))
+    log.skip("characters of a broken end", lost)
     return log
 
 # %% ../../../nbs/api/read/logs/trainer_state.ipynb #0605dedc
 def _sniff(head, path):
-    if not head.lstrip().startswith(b'{'): return 0.
-    return .97 if b'"log_history"' in head else .9 if re.search(rb'"best_model_checkpoint"|"is_world_process_zero"', head) else 0.
+    if not head.lstrip().startswith(b"{"):
+        return 0.0
+    return (
+        0.97
+        if b'"log_history"' in head
+        else 0.9
+        if re.search(rb'"best_model_checkpoint"|"is_world_process_zero"', head)
+        else 0.0
+    )
 
-FORMAT = Format('trainer_state', 'Hugging Face trainer_state.json', _sniff, read_trainer_state, '{"log_history": [{"loss": 2.9, "learning_rate": 1e-5, "step": 50}, ...]}')
+
+FORMAT = Format(
+    "trainer_state",
+    "Hugging Face trainer_state.json",
+    _sniff,
+    read_trainer_state,
+    '{"log_history": [{"loss": 2.9, "learning_rate": 1e-5, "step": 50}, ...]}',
+)

@@ -15,39 +15,60 @@ from ..tables import csv_shape, read_table, table_log
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #d7a8082b
 def _split(column):
     "`<run> - <metric>` as (run, metric); ('', column) for the rest."
-    run, dash, metric = str(column).rpartition(' - ')
-    return (run, metric) if dash else ('', str(column))
+    run, dash, metric = str(column).rpartition(" - ")
+    return (run, metric) if dash else ("", str(column))
+
 
 def wandb_csv_pieces(
-    path: Path, # the exported CSV
-) -> dict[str, LogData]: # run -> its metrics; attrs `run`; MIN and MAX only where they differ from the value
+    path: Path,  # the exported CSV
+) -> dict[str, LogData]:  # run -> its metrics; attrs `run`; MIN and MAX only where they differ from the value
     "The runs of an exported chart."
     table, dropped = read_table(path)
     step, runs = table.columns[0], {}
     for column in table.columns[1:]:
         run, metric = _split(column)
-        base = re.sub('__(MIN|MAX)$', '', str(column))
-        if base != column and base in table and table[base].equals(table[column]): continue
+        base = re.sub("__(MIN|MAX)$", "", str(column))
+        if base != column and base in table and table[base].equals(table[column]):
+            continue
         runs.setdefault(run, {})[metric] = table[column]
     logs = {run: table_log({step: table[step], **columns}, step) for run, columns in runs.items()}
-    for run, log in logs.items(): log.attrs |= {'run': run}; log.skip('lines with too many cells', dropped)
+    for run, log in logs.items():
+        log.attrs |= {"run": run}
+        log.skip("lines with too many cells", dropped)
     return logs
 
+
 def read_wandb_csv(
-    path: Path, # the exported CSV
-) -> LogData: # the metrics under their own names where there is one run, else under `<run> - <metric>`
+    path: Path,  # the exported CSV
+) -> LogData:  # the metrics under their own names where there is one run, else under `<run> - <metric>`
     "The series of an exported chart."
     logs = wandb_csv_pieces(path)
-    if len(logs) == 1: return next(iter(logs.values()))
-    log = LogData(attrs={'runs': ', '.join(logs)})
+    if len(logs) == 1:
+        return next(iter(logs.values()))
+    log = LogData(attrs={"runs": ", ".join(logs)})
     for run, piece in logs.items():
-        log.samples |= {f'{run} - {n}' if run else n: s for n, s in piece.samples.items()}
-        for reason, count in piece.skipped.items(): log.skipped[reason] = max(count, log.skipped.get(reason, 0))
+        log.samples |= {f"{run} - {n}" if run else n: s for n, s in piece.samples.items()}
+        for reason, count in piece.skipped.items():
+            log.skipped[reason] = max(count, log.skipped.get(reason, 0))
     return log
 
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #c21d1a5e
 def _sniff(head, path):
     mark, names = csv_shape(head)
-    return .95 if mark == ',' and names and any(' - ' in n and n.endswith(('__MIN', '__MAX')) for n in names) else .8 if mark == ',' and names and len(names) > 1 and all(' - ' in n for n in names[1:]) else 0.
+    return (
+        0.95
+        if mark == "," and names and any(" - " in n and n.endswith(("__MIN", "__MAX")) for n in names)
+        else 0.8
+        if mark == "," and names and len(names) > 1 and all(" - " in n for n in names[1:])
+        else 0.0
+    )
 
-FORMAT = Format('wandb_csv', 'W&B chart CSV', _sniff, read_wandb_csv, '"Step","<run> - loss","<run> - loss__MIN","<run> - loss__MAX"', wandb_csv_pieces)
+
+FORMAT = Format(
+    "wandb_csv",
+    "W&B chart CSV",
+    _sniff,
+    read_wandb_csv,
+    '"Step","<run> - loss","<run> - loss__MIN","<run> - loss__MAX"',
+    wandb_csv_pieces,
+)

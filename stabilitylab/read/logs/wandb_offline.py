@@ -19,65 +19,109 @@ from ...run.scalars import Samples
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #105ef206
 _BLOCK, _HEADER = 32768, 7
 
+
 def log_records(
-    data: bytes, # the file
-) -> tuple[list[bytes], int]: # the records, and how many bytes at the end could not be read
+    data: bytes,  # the file
+) -> tuple[list[bytes], int]:  # the records, and how many bytes at the end could not be read
     "The records of a file in LevelDB's log format, as far as they are whole."
-    at, part, out, good = _HEADER, b'', [], _HEADER
+    at, part, out, good = _HEADER, b"", [], _HEADER
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK
-        if left < _HEADER: at += left; continue
-        _, size, kind = struct.unpack_from('<IHB', data, at)
-        if kind == 0 and size == 0: at += left; continue
-        body = data[at + _HEADER:at + _HEADER + size]
-        if kind not in (1, 2, 3, 4) or len(body) < size or size > left - _HEADER: break
+        if left < _HEADER:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        if kind == 0 and size == 0:
+            at += left
+            continue
+        body = data[at + _HEADER : at + _HEADER + size]
+        if kind not in (1, 2, 3, 4) or len(body) < size or size > left - _HEADER:
+            break
         at += _HEADER + size
         part = body if kind in (1, 2) else part + body
-        if kind in (1, 4): out.append(part); part, good = b'', at
+        if kind in (1, 4):
+            out.append(part)
+            part, good = b"", at
     return out, len(data) - good
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #33aebddd
-_STEPS = ('trainer/global_step', 'train/global_step', 'global_step', 'iter', 'iteration', 'step', '_step') # the training step by preference
+_STEPS = (
+    "trainer/global_step",
+    "train/global_step",
+    "global_step",
+    "iter",
+    "iteration",
+    "step",
+    "_step",
+)  # the training step by preference
+
 
 def _row(data, a, b):
     "One history row as a dict of numbers."
     row = {}
     for n, k, x, y in fields(data, a, b):
-        if n != 1 or k != 2: continue
+        if n != 1 or k != 2:
+            continue
         names, value = [], None
         for m, kk, p, q in fields(data, x, y):
-            if m in (1, 2) and kk == 2: names.append(bytes(data[p:q]).decode('utf-8', 'replace'))
-            elif m == 16 and kk == 2: value = bytes(data[p:q])
-        try: number = json.loads(value) if value is not None else None
-        except ValueError: continue
-        if isinstance(number, str) and number in ('NaN', 'Infinity', '-Infinity'): number = float(number.replace('Infinity', 'inf'))
-        if names and isinstance(number, (int, float)) and not isinstance(number, bool): row['.'.join(names)] = float(number)
+            if m in (1, 2) and kk == 2:
+                names.append(bytes(data[p:q]).decode("utf-8", "replace"))
+            elif m == 16 and kk == 2:
+                value = bytes(data[p:q])
+        try:
+            number = json.loads(value) if value is not None else None
+        except ValueError:
+            continue
+        if isinstance(number, str) and number in ("NaN", "Infinity", "-Infinity"):
+            number = float(number.replace("Infinity", "inf"))
+        if names and isinstance(number, (int, float)) and not isinstance(number, bool):
+            row[".".join(names)] = float(number)
     return row
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #decc2026
 def read_wandb(
-    path: Path, # a `.wandb` file
-) -> LogData: # a series a key; steps are those of the training loop where the rows hold them
+    path: Path,  # a `.wandb` file
+) -> LogData:  # a series a key; steps are those of the training loop where the rows hold them
     "The history of an offline run."
     records, rest = log_records(Path(path).read_bytes())
     log, rows, ended = LogData(), [], False
-    if rest: log.skip('bytes at the end that are no record', rest)
+    if rest:
+        log.skip("bytes at the end that are no record", rest)
     for data in records:
-        try: parts = fields(data)
-        except ValueError: log.skip('damaged record'); continue
+        try:
+            parts = fields(data)
+        except ValueError:
+            log.skip("damaged record")
+            continue
         for n, k, x, y in parts:
-            if n == 18: ended = True
+            if n == 18:
+                ended = True
             if n == 2 and k == 2:
-                try: rows.append(_row(data, x, y))
-                except ValueError: log.skip('damaged history row')
+                try:
+                    rows.append(_row(data, x, y))
+                except ValueError:
+                    log.skip("damaged history row")
     names = {n for r in rows for n in r}
-    key = next((s for s in _STEPS if s in names and sum(s in r for r in rows) > len(rows)/2), None)
-    log.attrs |= {'step_column': key or 'number of the row', 'exit_record': ended}
-    if not ended: log.events.append(('signal', -1, 'the file has no exit record: the program was killed', None))
-    for name in sorted(names - {key, '_step', '_timestamp', '_runtime'}):
+    key = next((s for s in _STEPS if s in names and sum(s in r for r in rows) > len(rows) / 2), None)
+    log.attrs |= {"step_column": key or "number of the row", "exit_record": ended}
+    if not ended:
+        log.events.append(("signal", -1, "the file has no exit record: the program was killed", None))
+    for name in sorted(names - {key, "_step", "_timestamp", "_runtime"}):
         at = [i for i, r in enumerate(rows) if name in r and (key is None or key in r)]
-        time = np.array([rows[i].get('_timestamp', np.nan) for i in at])
-        log.samples[name] = Samples(np.array([int(rows[i][key]) if key else i for i in at]), np.array([rows[i][name] for i in at]), np.array(at), time)
+        time = np.array([rows[i].get("_timestamp", np.nan) for i in at])
+        log.samples[name] = Samples(
+            np.array([int(rows[i][key]) if key else i for i in at]),
+            np.array([rows[i][name] for i in at]),
+            np.array(at),
+            time,
+        )
     return log
 
-FORMAT = Format('wandb_offline', 'W&B offline run', lambda head, path: 0.95 if head.startswith(b':W&B') else 0., read_wandb, 'run-….wandb (binary)')
+
+FORMAT = Format(
+    "wandb_offline",
+    "W&B offline run",
+    lambda head, path: 0.95 if head.startswith(b":W&B") else 0.0,
+    read_wandb,
+    "run-….wandb (binary)",
+)
