@@ -3,6 +3,8 @@
 cd "$(dirname "$0")/.." || exit 1
 bin=.venv/bin; failed=()
 part() { local name=$1 begin=$SECONDS; shift; echo "== $name"; "$@" || failed+=("$name"); echo "== $name took $((SECONDS-begin)) s"; }
+part format $bin/ruff format --check nbs tests setup.py
+part lint   $bin/ruff check nbs tests setup.py
 part layout $bin/python -m pytest -q tests/test_layout.py
 part nbdev  $bin/nbdev_test --n_workers 2 --do_print
 part pytest $bin/python -m pytest -q --ignore=tests/test_layout.py tests

@@ -90,6 +90,7 @@ TOP = {
     ".ci",
     ".gitignore",
     ".gitattributes",
+    ".git-blame-ignore-revs",
 }
 
 
