@@ -8,7 +8,7 @@ _PUBLIC = {
     'Workbench': 'stabilitylab.workbench.core', 'diagnose': 'stabilitylab.detect.diagnose', 'compare_runs': 'stabilitylab.detect.across', 'compare_rules': 'stabilitylab.detect.rules', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
     'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
     'Recorder': 'stabilitylab.probe.recorder', 'RecorderCallback': 'stabilitylab.probe.hf', 'OnlineRule': 'stabilitylab.detect.online',
-    'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
+    'read_log': 'stabilitylab.read.runs', 'read_runs': 'stabilitylab.read.runs', 'formats': 'stabilitylab.read.recognise', 'follow': 'stabilitylab.read.follow',
     'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',
     'plot_loss': 'stabilitylab.plot.loss', 'plot_findings': 'stabilitylab.plot.findings', 'write_html': 'stabilitylab.report.html', 'run_json': 'stabilitylab.report.machine', 'run_markdown': 'stabilitylab.report.markdown',
     'quantise': 'stabilitylab.numerics.formats', 'stochastic_round': 'stabilitylab.numerics.formats', 'lattice': 'stabilitylab.numerics.lattice',

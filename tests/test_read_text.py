@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stabilitylab.read.recognise import formats
+from stabilitylab.read.runs import read_log, read_runs
 
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.core import formats, read_log, read_runs
 from stabilitylab.read.follow import Follower
-from stabilitylab.read.scan import NUMBER, TIME, Hit, Scan
+from stabilitylab.read.scan import Scan
 from stabilitylab.run.scalars import series
 
 nan = math.nan
@@ -458,7 +459,7 @@ def test_memory_stays_bounded(tmp_path):
     with open(path, "wb") as f:
         for _ in range(500):
             f.write(line)
-    code = f"import resource; from stabilitylab.read.text import pieces; from stabilitylab.read.core import recognise; a = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; d = recognise('{path}').read('{path}'); print(len(d.samples['lm loss'].step), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss-a)/1024)"
+    code = f"import resource; from stabilitylab.read.text import pieces; from stabilitylab.read.recognise import recognise; a = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; d = recognise('{path}').read('{path}'); print(len(d.samples['lm loss'].step), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss-a)/1024)"
     n, mib = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

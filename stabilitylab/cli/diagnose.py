@@ -43,7 +43,7 @@ def read_paths(
     format: str | None = None,  # name of a format; None: recognised
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
-    from stabilitylab.read.core import read_runs
+    from stabilitylab.read.runs import read_runs
 
     runs = {}
     for path in _progress(paths, "reading"):

@@ -21,7 +21,7 @@ def run_formats(
     args: argparse.Namespace,  # no arguments
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
-    from stabilitylab.read.core import formats
+    from stabilitylab.read.recognise import formats
     from stabilitylab.report.content import clean
 
     known = formats()

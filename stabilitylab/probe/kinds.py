@@ -10,7 +10,7 @@ import re
 
 from torch import nn
 
-from ..names.core import MODULE_KINDS
+from ..names.variables import MODULE_KINDS
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #2091e6d8

@@ -259,7 +259,7 @@ def records_log(
         kinds = {type(v) for _, v in cells}
         table[name] = (
             column
-            if str in kinds or float in kinds and any(v != v for _, v in cells) or len(cells) < n
+            if str in kinds or (float in kinds and any(v != v for _, v in cells)) or len(cells) < n
             else column.astype(np.float64)
         )
     return table_log(table, step)

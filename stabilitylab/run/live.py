@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from ..names.core import GROUPS
+from ..names.variables import GROUPS
 from ..names.errors import bad_input
 from ..names.files import try_lock, write_atomic
 from .ranks import combine_shards, stack_ranks

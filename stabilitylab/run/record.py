@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from ..names.core import GROUPS
+from ..names.variables import GROUPS
 from ..names.errors import InputError, bad_input
 
 # %% ../../nbs/api/run/01_record.ipynb #db2f511f

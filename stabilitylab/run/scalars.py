@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..names.core import scalar_attrs
+from ..names.variables import scalar_attrs
 from ..names.errors import InputError, bad_input
 
 # %% ../../nbs/api/run/00_scalars.ipynb #211919a5

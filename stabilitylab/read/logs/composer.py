@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'parse_composer']
 # %% ../../../nbs/api/read/logs/composer.ipynb #ce5e9556
 import re
 
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/composer.ipynb #9a30b9ac

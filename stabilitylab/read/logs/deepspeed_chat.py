@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'parse_deepspeed']
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #13e648fa
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #58284ca0

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import Format, LogData
-from ..scan import NUMBER, TIME, Hit
+from ..base import NUMBER, TIME, Format, Hit, LogData
 from ..text import read_lines
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #f5ff262e

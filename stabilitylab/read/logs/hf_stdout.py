@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import Format, LogData
-from ..scan import Hit
+from ..base import Format, Hit, LogData
 from ..text import line_parser, read_lines, text_format
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #0f882425

@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'parse_llmc']
 # %% ../../../nbs/api/read/logs/llmc.ipynb #413f2fe7
 import re
 
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/llmc.ipynb #4905a84e
