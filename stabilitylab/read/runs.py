@@ -121,7 +121,7 @@ def _log_files(folder: Path, stores: set[Path], format: str | None, refused: Cou
 
 
 def _group(file: _LogFile, folder: Path) -> str:
-    "Which run a file belongs to: event files by folder, exports of one tag by the rest of the name, others alone."
+    "Which run a file belongs to: event files by folder, exports by the rest of their name, others alone."
     here = file.path.parent.relative_to(folder)
     if file.format == "tensorboard":
         return str(here)

@@ -104,6 +104,8 @@ def line_parser(
 
     def parse(line: bytes) -> list[Hit]:
         records = list(shape.finditer(line))
+        if not records:
+            return []
         ends = [following.start() for following in records[1:]] + [len(line)]
         hits = []
         for found, end in zip(records, ends, strict=True):
