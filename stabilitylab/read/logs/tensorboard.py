@@ -34,7 +34,7 @@ def _period(last: np.ndarray) -> int | None:
 
 
 def _repeats(data: bytes | mmap.mmap, at: int, last: np.ndarray) -> np.ndarray:
-    "(start, length) of the records after `at` for as long as the pattern of the `last` lengths goes on; (m, 2)."
+    "(start, length) of the records after `at` while the pattern of the `last` lengths goes on; (m, 2)."
     nothing = np.empty((0, 2), np.int64)
     period = _period(last)
     if period is None:
