@@ -9,7 +9,8 @@ __all__ = ['GROUPS', 'MODULE_KINDS', 'SCALARS', 'scalar_attrs', 'canonical_name'
 import re
 
 # %% ../../nbs/api/names/01_variables.ipynb #3afae748
-GROUPS = {  # group of the record -> its dims, in order; `step` is a row: a step that repeats after a restart has several rows
+# group of the record -> its dims, in order; `step` is a row: one that repeats after a restart has several
+GROUPS = {
     "scalars": ("step",),
     "activations": ("step", "module"),
     "gradients": ("step", "param"),
@@ -96,22 +97,42 @@ def scalar_attrs(
     return {"long_name": long_name, "units": units}
 
 # %% ../../nbs/api/names/01_variables.ipynb #8e7ce333
-_ALIASES = {  # our name -> what logs call it, after `_squash`; training first, evaluation words are handled apart
-    "loss": "loss lm_loss train_loss training_loss train_loss_total loss_train_total trl running_loss per_token_loss total_loss nll_loss ce_loss mlm_loss loss_train train_lm_loss losses lm_losses batch_loss train_batch_loss epoch_loss train_epoch_loss loss_total train_loss_step loss_step",
-    "grad_norm": "grad_norm gnorm norm gradient_norm global_grad_norm train_grad_norm grad_norm_total optim_grad_norm l2_norm_grad_global optim_total_grad_norm gradnorm",
-    "lr": "lr learning_rate train_learning_rate train_lr lr_group0 lr_adamw lr_default lr_decoupledadamw_group0 optim_learning_rate_group0 lr_adam",
+# our name -> what logs call it, after `_squash`; training first, evaluation words are handled apart
+_ALIASES = {
+    "loss": (
+        "loss lm_loss train_loss training_loss train_loss_total loss_train_total trl running_loss "
+        "per_token_loss total_loss nll_loss ce_loss mlm_loss loss_train train_lm_loss losses "
+        "lm_losses batch_loss train_batch_loss epoch_loss train_epoch_loss loss_total train_loss_step "
+        "loss_step"
+    ),
+    "grad_norm": (
+        "grad_norm gnorm norm gradient_norm global_grad_norm train_grad_norm grad_norm_total "
+        "optim_grad_norm l2_norm_grad_global optim_total_grad_norm gradnorm"
+    ),
+    "lr": (
+        "lr learning_rate train_learning_rate train_lr lr_group0 lr_adamw lr_default "
+        "lr_decoupledadamw_group0 optim_learning_rate_group0 lr_adam"
+    ),
     "loss_scale": "loss_scale grad_scale scale train_loss_scale",
     "z_loss": "z_loss zloss train_z_loss router_z_loss",
     "perplexity": "ppl perplexity train_ppl train_perplexity",
     "accuracy": "acc accuracy train_acc train_accuracy batch_acc epoch_acc",
-    "tokens": "tokens consumed_tokens total_tokens num_tokens tokens_seen consumed_train_tokens throughput_total_tokens time_token",
+    "tokens": (
+        "tokens consumed_tokens total_tokens num_tokens tokens_seen consumed_train_tokens "
+        "throughput_total_tokens time_token"
+    ),
     "tokens_per_step": "wpb tokens_per_step ntokens",
     "samples": "consumed_samples samples consumed_train_samples",
     "batch_size": "global_batch_size bsz batch_size",
     "epoch": "epoch train_epoch",
-    "throughput": "tok_sec tok_s tokens_per_second tps wps tokens_sec tokens_per_sec throughput_tokens_per_sec train_tokens_per_second throughput",
+    "throughput": (
+        "tok_sec tok_s tokens_per_second tps wps tokens_sec tokens_per_sec throughput_tokens_per_sec "
+        "train_tokens_per_second throughput"
+    ),
     "mfu": "mfu mfu_pct",
-    "samples_per_second": "samples_per_second samples_per_sec train_samples_per_second sample_sec samplespersec",
+    "samples_per_second": (
+        "samples_per_second samples_per_sec train_samples_per_second sample_sec samplespersec"
+    ),
     "tflops": "tflops tflops_gpu",
     "skipped": "number_of_skipped_iterations skipped",
     "nan_steps": "number_of_nan_iterations",
@@ -127,15 +148,14 @@ _EVAL = re.compile(
 )
 
 
-def _squash(name):
+def _squash(name: str) -> str:
+    "A name in lower case, with `_` for whatever is no letter or digit."
     return re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_")
 
 # %% ../../nbs/api/names/01_variables.ipynb #1c66d70a
 def canonical_name(
     name: str,  # what the log calls the series, e.g. "lm loss", "train/loss", "eval_loss"
-) -> (
-    str
-):  # our name, with `val_` in front for evaluation series; an unknown name comes back in lower case with `_`
+) -> str:  # our name, with `val_` in front for evaluation series; an unknown name in lower case with `_`
     "The one name that this package uses for a series that a log calls `name`."
     plain = _squash(name)
     if plain == "tel":

@@ -17,11 +17,11 @@ from ..protobuf import fields
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #105ef206
-# A file is cut into blocks of 32 KiB; no header crosses their borders, and a long record goes on in the next block:
+# A file is cut into blocks of 32 KiB; no header crosses their borders, a long record goes on in the next:
 #
 #   | checksum: 4 bytes | size n: 2 | kind: 1 | n bytes |
 #
-# kind 1: a whole record; 2, 3, 4: its first, middle and last part; 0 with size 0: the rest of the block is empty
+# kind 1: a whole record; 2, 3, 4: its first, middle, last part; 0 with size 0: the rest of the block is empty
 _BLOCK, _HEADER = 32768, 7
 
 
@@ -77,7 +77,7 @@ def _number(text: bytes | None) -> float | None:
 
 
 def _row(data: bytes, begin: int, end: int) -> dict[str, float]:
-    "One history row as a dict of numbers: items (field 1) of a key (1), or its parts (2), and a JSON text (16)."
+    "One history row as a dict of numbers: items (field 1) of a key (1 or 2) and a JSON text (16)."
     row = {}
     for n, kind, x, y in fields(data, begin, end):
         if n != 1 or kind != _BYTES:
