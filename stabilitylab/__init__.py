@@ -20,6 +20,7 @@ _PUBLIC = {
     'read_loss_scale': 'stabilitylab.measure.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
     'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
     'check_training': 'stabilitylab.probe.invariants', 'growth_exponents': 'stabilitylab.probe.invariants', 'attention_inputs': 'stabilitylab.rounding.attention', 'scale_overflows': 'stabilitylab.rounding.attention', 'deal': 'stabilitylab.accumulate.deal', 'compare_denominators': 'stabilitylab.accumulate.deal',
+    'step_precision': 'stabilitylab.replay.rounded_step',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)

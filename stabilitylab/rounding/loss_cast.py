@@ -6,9 +6,11 @@
 __all__ = ['LossCast', 'fix_of', 'find_loss_cast']
 
 # %% ../../nbs/api/rounding/02_loss_cast.ipynb #a1204683
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,15 +23,28 @@ from ..numerics.formats import quantise
 _LOW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _wide(x):
-    "16-bit tensors and dtypes as float32."
-    return (
-        x.float()
-        if isinstance(x, torch.Tensor) and x.dtype in _LOW
-        else torch.float32
-        if isinstance(x, torch.dtype) and x in _LOW
-        else x
-    )
+def _wide(value: object) -> object:
+    "16-bit tensors and dtypes as float32, everything else as it is."
+    if isinstance(value, torch.Tensor) and value.dtype in _LOW:
+        return value.float()
+    if isinstance(value, torch.dtype) and value in _LOW:
+        return torch.float32
+    return value
+
+
+def _tensors(values: Iterable) -> list[torch.Tensor]:
+    "The tensors among arguments, those inside a list or tuple included."
+    flat = [inner for v in values for inner in (v if isinstance(v, (list, tuple)) else [v])]
+    return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+class _Operation(NamedTuple):
+    "One operation that was run twice; it holds its tensors, so that their ids stay apart."
+
+    name: str  # of the operation, such as 'mm'
+    result: torch.Tensor  # as computed
+    shadow: torch.Tensor  # the same from the shadows of its inputs
+    inputs: list[torch.Tensor]  # as they were
 
 
 class _Twice(TorchDispatchMode):
@@ -37,47 +52,54 @@ class _Twice(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.rows, self.shadows, self.made = [], {}, {}
+        self.operations: list[_Operation] = []
+        self.shadows: dict[int, torch.Tensor] = {}  # id of a result -> its shadow
+        self.made: dict[int, int] = {}  # id of a result -> index of its operation
 
-    def _shadow(self, x):
-        if not isinstance(x, torch.Tensor):
-            return _wide(x)
-        return self.shadows.get(id(x), _wide(x))
+    def _shadow(self, value: object) -> object:
+        "What stands for an argument in the second run."
+        if isinstance(value, torch.Tensor) and id(value) in self.shadows:
+            return self.shadows[id(value)]
+        return _wide(value)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        inputs += [t for x in args if isinstance(x, (list, tuple)) for t in x if isinstance(t, torch.Tensor)]
-        rng = torch.get_rng_state()
-        a, k = tree_map(self._shadow, args), tree_map(self._shadow, kwargs)
-        out = func(*args, **kwargs)
+    def _again(self, func: Callable, args: tuple, kwargs: dict, out: object, rng: torch.Tensor) -> object:
+        "The operation on the shadows, from the same random state; its own result where it has no fp32 form."
         after = torch.get_rng_state()
         torch.set_rng_state(rng)
         try:
-            wide = func(*a, **k)
+            return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            wide = tree_map(_wide, out)
-        torch.set_rng_state(after)
-        for o, w in zip(
-            out if isinstance(out, (tuple, list)) else [out],
-            wide if isinstance(wide, (tuple, list)) else [wide],
-        ):
-            if not isinstance(o, torch.Tensor) or not o.is_floating_point():
-                continue
-            self.shadows[id(o)], self.made[id(o)] = w, len(self.rows)
-            self.rows.append(
-                (func.overloadpacket.__name__, o, w, inputs)
-            )  # holding the tensors keeps their ids apart
+            return tree_map(_wide, out)
+        finally:
+            torch.set_rng_state(after)
+
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        inputs, rng = _tensors((*args, *kwargs.values())), torch.get_rng_state()
+        shadow_args, shadow_kwargs = tree_map(self._shadow, args), tree_map(self._shadow, kwargs)
+        out = func(*args, **kwargs)
+        wide = self._again(func, shadow_args, shadow_kwargs, out, rng)
+        several = isinstance(out, (tuple, list))
+        pairs = zip(out, wide, strict=True) if several else [(out, wide)]
+        for result, shadow in pairs:
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                self.shadows[id(result)] = shadow
+                self.made[id(result)] = len(self.operations)
+                self.operations.append(_Operation(func.overloadpacket.__name__, result, shadow, inputs))
         return out
 
 
-def _grid(x):
+def _grid(tensor: torch.Tensor) -> str:
     "Name of the 16-bit format on whose grid all values lie, or ''."
-    if x.dtype in _LOW:
-        return _LOW[x.dtype]
-    v = x.detach().float()
-    v = v[v.isfinite() & (v != 0)]
-    return next((f for f in ("bf16", "fp16") if v.numel() and bool((quantise(v, f) == v).all())), "")
+    if tensor.dtype in _LOW:
+        return _LOW[tensor.dtype]
+    values = tensor.detach().float()
+    values = values[values.isfinite() & (values != 0)]
+    if not values.numel():
+        return ""
+    return next((fmt for fmt in ("bf16", "fp16") if (quantise(values, fmt) == values).all()), "")
 
 # %% ../../nbs/api/rounding/02_loss_cast.ipynb #0c75e35e
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "matmul")
@@ -92,8 +114,15 @@ class LossCast:
     fmt: str  # 'bf16' or 'fp16'; '' without one
     loss: float  # as computed, nats
     exact_loss: float  # with every operation in fp32, nats
-    logits_fmt: str  # grid on which the logits lie, '' for none: they are rounded even where the loss is not
-    steps: pd.DataFrame  # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
+    # grid on which the logits lie, '' for none: they are rounded even where the loss is not
+    logits_fmt: str
+    # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
+    steps: pd.DataFrame
+
+    def to_dict(self) -> dict:  # every field but `steps`, and `fix`, what mends it
+        "The cast as plain data."
+        fields = ("place", "operation", "fmt", "loss", "exact_loss", "logits_fmt")
+        return {name: getattr(self, name) for name in fields} | {"fix": fix_of(self)}
 
 
 _FIX = {
@@ -112,22 +141,51 @@ def fix_of(
     return _FIX[cast.place]
 
 
-def _path(mode, loss):
-    "Rows from the last matrix product to the loss."
-    rows, at = [], mode.made.get(id(loss))
-    while at is not None:
-        rows.append(mode.rows[at])
-        if rows[-1][0] in _PRODUCTS:
+def _path(
+    mode: _Twice,  # after the loss was computed inside it
+    loss: torch.Tensor,  # the scalar
+) -> list[_Operation]:  # in the order in which they ran
+    "The operations from the last matrix product to the loss."
+    path, index = [], mode.made.get(id(loss))
+    while index is not None:
+        path.append(mode.operations[index])
+        if path[-1].name in _PRODUCTS:
             break
-        before = [
-            (x.numel(), mode.made[id(x)]) for x in rows[-1][3] if id(x) in mode.made and mode.made[id(x)] < at
-        ]
-        at = max(before)[1] if before else None
-    return rows[::-1]
+        known = [(t.numel(), mode.made[id(t)]) for t in path[-1].inputs if id(t) in mode.made]
+        earlier = [(size, made) for size, made in known if made < index]  # a tensor changed in place is later
+        index = max(earlier)[1] if earlier else None
+    return path[::-1]
+
+
+def _step_table(path: list[_Operation]) -> pd.DataFrame:
+    "One row an operation, as `LossCast.steps`."
+    return pd.DataFrame(
+        {
+            "operation": done.name,
+            "dtype": str(done.result.dtype).removeprefix("torch."),
+            "shape": tuple(done.result.shape),
+            "grid": _grid(done.result),
+            "error": (done.result.float() - done.shadow.float()).abs().mean().item(),
+        }
+        for done in path
+    )
+
+
+def _place(
+    steps: pd.DataFrame,  # as `LossCast.steps`
+    first: int,  # row from which on everything lies on a grid
+) -> str:  # as `LossCast.place`
+    "The part of the loss head in which row `first` lies."
+    if first == len(steps):
+        return "none"
+    sizes = [max(1, torch.Size(shape).numel()) for shape in steps["shape"]]
+    if sizes[first] == 1:
+        return "reduction"
+    return "logits" if sizes[first] == sizes[0] else "per-token loss"
 
 
 def find_loss_cast(
-    model,  # a module, or a snapshot with `build()`
+    model: object,  # a module, or a snapshot with `build()`
     batch: object,  # what `loss` takes
     loss: Callable | None = None,  # (model, batch) -> scalar; None: the snapshot's own
     logged: float | None = None,  # what the log shows for this batch, to find a cast after the loss
@@ -144,44 +202,12 @@ def find_loss_cast(
     path = _path(mode, value)
     if not path:
         raise bad_input("loss", "a value that no operation made", "a loss computed from the model")
-    steps = pd.DataFrame(
-        [
-            {
-                "operation": n,
-                "dtype": str(o.dtype).removeprefix("torch."),
-                "shape": tuple(o.shape),
-                "grid": _grid(o),
-                "error": (o.float() - w.float()).abs().mean().item(),
-            }
-            for n, o, w, _ in path
-        ]
-    )
-    first = len(steps)
-    while first and steps.grid[first - 1]:
-        first -= 1
-    place = _place(steps, first)
-    if (
-        place == "none"
-        and logged is not None
-        and (f := _grid(torch.tensor([float(logged)], dtype=torch.float32)))
-    ):
-        return LossCast("logging", "item", f, value.item(), path[-1][2].item(), steps.grid[0], steps)
-    return LossCast(
-        place,
-        steps.operation[first] if place != "none" else "",
-        steps.grid[first] if place != "none" else "",
-        value.item(),
-        path[-1][2].item(),
-        steps.grid[0],
-        steps,
-    )
-
-
-def _place(steps, first):
-    "The part of the loss head in which row `first` lies."
-    if first == len(steps):
-        return "none"
-    size = [max(1, int(torch.Size(s).numel())) for s in steps["shape"]]
-    if size[first] == 1:
-        return "reduction"
-    return "logits" if first == 0 or size[first] == size[0] else "per-token loss"
+    steps = _step_table(path)
+    off_grid = np.flatnonzero(steps.grid == "")
+    first = int(off_grid[-1]) + 1 if len(off_grid) else 0
+    place, operation, fmt = _place(steps, first), "", ""
+    if place != "none":
+        operation, fmt = steps.operation[first], steps.grid[first]
+    elif logged is not None and (fmt := _grid(torch.tensor([float(logged)], dtype=torch.float32))):
+        place, operation = "logging", "item"
+    return LossCast(place, operation, fmt, value.item(), path[-1].shadow.item(), steps.grid[0], steps)
