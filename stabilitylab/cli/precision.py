@@ -17,8 +17,8 @@ def add_command(
         "precision",
         help="what do 16 bits take from a recorded step?",
         description="Replay a step of a recorded run and say where its loss would be rounded, how many "
-        "weight updates bf16 weights would lose, whether attention products fit fp16, and what Adam makes of "
-        "its epsilon.",
+        "weight updates bf16 weights would lose, whether attention products fit fp16, and what Adam makes "
+        "of its epsilon.",
         epilog="The record needs a black box: Recorder(..., snapshot_every=100). "
         "exit code: 0 told; 2 it cannot be replayed",
     )
