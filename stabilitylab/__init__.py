@@ -15,11 +15,12 @@ _PUBLIC = {
     'Setup': 'stabilitylab.replay.snapshot', 'Snapshot': 'stabilitylab.replay.snapshot', 'Batch': 'stabilitylab.replay.snapshot', 'load_snapshot': 'stabilitylab.replay.snapshot', 'snapshot_of': 'stabilitylab.replay.snapshot', 'batch_of': 'stabilitylab.replay.snapshot', 'ReplayJob': 'stabilitylab.replay.job', 'load_batch': 'stabilitylab.replay.snapshot', 'replayable_steps': 'stabilitylab.replay.snapshot',
     'open_checkpoint': 'stabilitylab.checkpoint.open', 'scan_checkpoint': 'stabilitylab.checkpoint.scan', 'diff_checkpoints': 'stabilitylab.checkpoint.scan',
     'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
-    'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
+    'lost_updates': 'stabilitylab.rounding.lost', 'adam_eps': 'stabilitylab.rounding.lost', 'attention_scale_overflow': 'stabilitylab.rounding.attention', 'loss_rounding': 'stabilitylab.rounding.attention', 'find_loss_cast': 'stabilitylab.rounding.loss_cast', 'simulate_loss_scale': 'stabilitylab.rounding.loss_scale', 'find_scale_cause': 'stabilitylab.rounding.loss_scale',
     'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
-    'read_loss_scale': 'stabilitylab.precision.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
+    'read_loss_scale': 'stabilitylab.measure.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
     'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
-    'check_training': 'stabilitylab.probe.invariants', 'growth_exponents': 'stabilitylab.probe.invariants', 'attention_inputs': 'stabilitylab.precision.attention', 'scale_overflows': 'stabilitylab.precision.attention', 'deal': 'stabilitylab.accumulate.deal', 'compare_denominators': 'stabilitylab.accumulate.deal',
+    'check_training': 'stabilitylab.probe.invariants', 'growth_exponents': 'stabilitylab.probe.invariants', 'attention_inputs': 'stabilitylab.rounding.attention', 'scale_overflows': 'stabilitylab.rounding.attention', 'deal': 'stabilitylab.accumulate.deal', 'compare_denominators': 'stabilitylab.accumulate.deal',
+    'step_precision': 'stabilitylab.replay.rounded_step',
     'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
 }
 __all__ = sorted(_PUBLIC)

@@ -13,6 +13,7 @@ from .findings import Finding
 from .spikes import out_of_range
 from .thresholds import limit
 from ..measure.curves import curve, loss_name, scalars_of
+from ..measure.loss_scale import read_loss_scale
 from ..measure.rolling import before
 from ..numerics.lattice import lattice
 from ..run.scalars import series_names
@@ -73,27 +74,19 @@ def find_loss_scale(
     n_events = int((run["events"].event_kind.values == "overflow").sum()) if "events" in run.children else 0
     if c is None or len(c.value) < 2 or (c.value <= 0).any():
         return []
-    down = np.flatnonzero(np.diff(np.log2(c.value)) < -0.5) + 1
-    if not len(down):
-        return []
-    halvings = np.round(-np.diff(np.log2(c.value))[down - 1])
-    window = limit("halving_steps")
-    rate = max(halvings[(c.step[down] >= s) & (c.step[down] <= s + window)].sum() for s in c.step[down])
-    all_skipped = loss is None and skipped is not None and len(skipped.value) and (skipped.value > 0).all()
-    searching = c.step[down[-1]] <= c.step[0] + 0.1 * (c.step[-1] - c.step[0]) and not all_skipped
-    low = c.value[-1] <= 1
-    collapsed = all_skipped or (
-        not searching
-        and (rate >= limit("halvings") or low)
-        and c.value[-1] < c.value.max() / 2 ** limit("halvings")
-        and down[-1] > len(c.value) // 10
+    history = read_loss_scale(
+        c.value, dense=int(limit("halvings")), within=int(limit("halving_steps")), step=c.step
     )
+    if not history.halvings:
+        return []
+    all_skipped = loss is None and skipped is not None and len(skipped.value) and (skipped.value > 0).all()
+    collapsed = all_skipped or history.verdict == "collapse"
     evidence = {
         "first": float(c.value[0]),
         "last": float(c.value[-1]),
         "lowest": float(c.value.min()),
-        "halvings": int(halvings.sum()),
-        "most_in_window": int(rate),
+        "halvings": history.halvings,
+        "most_in_window": history.most_within,
         "overflow_events": n_events,
         "all_steps_skipped": bool(all_skipped),
     }
@@ -101,8 +94,8 @@ def find_loss_scale(
         Finding(
             "loss_scale_collapse",
             "error" if collapsed else "info",
-            c.step[down[0]],
-            c.step[down[-1]],
+            c.step[history.falls[0]],
+            c.step[history.falls[-1]],
             evidence=evidence,
             series=c.name,
         )
