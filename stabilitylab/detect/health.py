@@ -83,7 +83,7 @@ def _is_next(before: np.ndarray, after: np.ndarray) -> bool:
 
 
 def _changed(before: xr.DataArray, after: xr.DataArray) -> tuple[float, float] | None:
-    "(old, new) where a setting is another one after a restart; compared at a common step, else at the two ends."
+    "(old, new) where a setting is another one after a restart, at a common step or else at the two ends."
     steps = before.step.values, after.step.values
     _, at_before, at_after = np.intersect1d(*steps, return_indices=True)
     if len(at_before):

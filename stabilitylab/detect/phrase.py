@@ -52,7 +52,7 @@ def _fill(piece: str, fields: dict) -> str:
 
 
 def _fields(finding: Finding) -> dict:
-    "What the pieces may name: the evidence, the steps, the series, the first module and the words for coded values."
+    "What the pieces may name: evidence, steps, series, the first module and the words for coded values."
     steps = {"onset": finding.onset, "end": finding.end}
     fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
     fields |= {name: step for name, step in steps.items() if step is not None}

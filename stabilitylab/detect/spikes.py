@@ -54,7 +54,7 @@ _CHUNK = 4096  # windows whose medians are taken at once: what follows a spike m
 
 
 def _back(value: np.ndarray, start: int, ceiling: float, records: int) -> int | None:
-    "Index of the first record from which `records` in a row have a median below `ceiling`; None if there is none."
+    "Index of the first record from which `records` in a row have a median below `ceiling`, or None."
     ahead = value[start:]
     if len(ahead) < records:
         return None
@@ -154,7 +154,7 @@ def spike_events(
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #e3389d03
 def _lead(grad_norm: Curve | None, step: int, span: int) -> int | None:
-    "How many steps before `step` the gradient norm left its range, within `span` steps; None where it did not."
+    "How many steps before `step`, at most `span`, the gradient norm left its range; None where it did not."
     if grad_norm is None or len(grad_norm.value) < limit("least_spike") or (grad_norm.value <= 0).all():
         return None
     log = np.log(np.maximum(grad_norm.value, 1e-30))
