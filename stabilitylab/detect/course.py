@@ -38,7 +38,7 @@ def _records(n: int, share: str) -> int:
 
 
 def _is_likelihood(series: Curve) -> bool:
-    "Whether a series is long enough and measures how well the data are predicted: the rewards of a policy do not."
+    "Whether a series is long enough and measures how well data are predicted, as a policy's reward does not."
     return series.name in ("loss", "perplexity") and len(series.value) >= limit("least_course")
 
 # %% ../../nbs/api/detect/11_course.ipynb #0968ad12
@@ -177,7 +177,7 @@ def find_overfitting(
 def find_leak(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "A loss near zero almost at once, on validation data too: the answer is in the input, or the task is empty."
+    "A loss near zero almost at once, on validation data too: the input holds the answer, or the task is empty."
     series, validation = loss_curve(run), curve(run, "val_loss")
     if series is None or not _is_likelihood(series):
         return []
@@ -247,7 +247,7 @@ def find_level_shift(
 
 
 def _stays(level: np.ndarray, at: int, window: int) -> bool:
-    "Whether most of a rise at record `at` is still there some windows later; False where the run ends before."
+    "Whether most of a rise at record `at` is still there some windows later; False where the run ends first."
     before, rise = level[at - window], level[at + window] - level[at - window]
     later = level[at + 2 * window : at + (2 + limit("shift_look")) * window]
     return len(later) > 0 and bool(np.median(later) > before + limit("shift_stays") * rise)
