@@ -177,7 +177,7 @@ def find_overfitting(
 def find_leak(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "A loss near zero almost at once, on validation data too: the input holds the answer, or the task is empty."
+    "A loss near zero almost at once, on validation data too: the input holds the answer, or no task."
     series, validation = loss_curve(run), curve(run, "val_loss")
     if series is None or not _is_likelihood(series):
         return []

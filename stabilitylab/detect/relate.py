@@ -12,24 +12,21 @@ import xarray as xr
 
 from .findings import Finding
 from .thresholds import limit
-from ..measure.curves import curve, loss_name
+from ..measure.curves import curve, group_of, loss_curve, step_interval
 
 # %% ../../nbs/api/detect/19_relate.ipynb #44791d6e
-def _interval(run):
+def _interval(run: xr.DataTree) -> int:
     "The usual number of steps between two records of the loss."
-    c = curve(run, loss_name(run)) if loss_name(run) else None
-    return 1 if c is None or len(c.step) < 2 else max(1, int(np.median(np.abs(np.diff(c.step)))))
+    return step_interval(loss_curve(run))
 
 
-def _resumes(run, found):
+def _resumes(run: xr.DataTree, found: list[Finding]) -> list[int]:
     "Steps at which the program was started again."
     steps = [f.onset for f in found if f.kind == "restart"]
-    if "events" in run.children:
-        steps += [
-            int(s)
-            for k, s in zip(run["events"].event_kind.values, run["events"].event_step.values)
-            if k == "checkpoint_load" and s >= 0
-        ]
+    events = group_of(run, "events")
+    if events is not None:
+        loaded = events.event_step.values[events.event_kind.values == "checkpoint_load"]
+        steps += loaded[loaded >= 0].tolist()
     return steps
 
 # %% ../../nbs/api/detect/19_relate.ipynb #ecf57e83
@@ -38,69 +35,75 @@ def resume_spikes(
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes within a few records of a restart that heal fast."
-    near, resumes = 5 * _interval(run), _resumes(run, found)
-    return [
-        f.with_(kind="resume_spike", evidence=f.evidence | {"resumed_at": r[0]})
-        if f.kind == "loss_spike"
-        and f.evidence.get("recovery") == "fast"
-        and f.severity != "info"
-        and (r := [s for s in resumes if 0 <= f.onset - s <= near])
-        else f
-        for f in found
-    ]
+    near, resumes = limit("resume_records") * _interval(run), _resumes(run, found)
+
+    def renamed(f: Finding) -> Finding:
+        healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
+        if not healed_fast or f.severity == "info":
+            return f
+        restarts = [step for step in resumes if 0 <= f.onset - step <= near]
+        if not restarts:
+            return f
+        return f.with_(kind="resume_spike", evidence=f.evidence | {"resumed_at": restarts[0]})
+
+    return [renamed(f) for f in found]
 
 # %% ../../nbs/api/detect/19_relate.ipynb #db9f25b7
+def _first_spike(found: list[Finding], divergence: Finding) -> Finding | None:
+    "The first spike that had not come back when the divergence ended, where there is one."
+    open_spikes = [
+        f
+        for f in found
+        if f.kind == "loss_spike"
+        and f.evidence.get("recovery") in ("none", "partial")
+        and f.end >= divergence.end
+    ]
+    return min(open_spikes, key=lambda f: f.onset, default=None)
+
+
+def _begun_with(divergence: Finding, spike: Finding | None) -> Finding:
+    "The divergence with the spike that it began with."
+    if spike is None:
+        return divergence
+    extra = {"began_with_spike_at": spike.onset, "peak": spike.evidence["peak"]}
+    if "grad_norm_lead_steps" in spike.evidence:
+        extra["grad_norm_lead_steps"] = spike.evidence["grad_norm_lead_steps"]
+    onset = min(divergence.onset, spike.onset)
+    return divergence.with_(onset=onset, evidence=divergence.evidence | extra)
+
+
 def spikes_that_diverge(
     run: xr.DataTree,  # a record
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with a spike that never came back told as the divergence it began
-    "A divergence keeps the onset of the spike it began with; spikes inside it are not told again."
-    if any(f.kind == "divergence" for f in found):
-        found = [f for f in found if f.kind not in ("not_learning", "plateau")]
-    for d in [f for f in found if f.kind == "divergence"]:
-        first = [
-            f
-            for f in found
-            if f.kind == "loss_spike" and f.evidence.get("recovery") in ("none", "partial") and f.end >= d.end
-        ]
-        onset = min([d.onset, *[f.onset for f in first]])
-        spike = min(first, key=lambda f: f.onset) if first else None
-        extra = (
-            {"began_with_spike_at": spike.onset, "peak": spike.evidence["peak"]}
-            | {k: spike.evidence[k] for k in ("grad_norm_lead_steps",) if k in spike.evidence}
-            if spike
-            else {}
-        )
-        found = [f.with_(onset=onset, evidence=f.evidence | extra) if f is d else f for f in found]
-    return found
+    "A divergence keeps the onset of the spike it began with; a run that diverged is not said to stand still."
+    if not any(f.kind == "divergence" for f in found):
+        return found
+    moving = [f for f in found if f.kind not in ("not_learning", "plateau")]
+    return [_begun_with(f, _first_spike(moving, f)) if f.kind == "divergence" else f for f in moving]
 
 # %% ../../nbs/api/detect/19_relate.ipynb #4413117b
+def _is_event(f: Finding, *kinds: str) -> bool:
+    "Whether a finding is a problem of one of these kinds, with a step."
+    return f.kind in kinds and f.severity != "info" and f.onset is not None
+
+
 def grad_norm_and_loss(
     run: xr.DataTree,  # a record
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with gradient-norm explosions raised to warnings where the loss followed
     "A gradient norm that exploded shortly before or at a loss event is part of it."
-    near = limit("near_records") * _interval(run)
-    events = [
-        f for f in found if f.kind in ("loss_spike", "divergence", "resume_spike") and f.severity != "info"
-    ]
+    interval = _interval(run)
+    near = limit("near_records") * interval
+    events = [f.onset for f in found if _is_event(f, "loss_spike", "divergence", "resume_spike")]
 
-    def raised(g):
-        hits = [
-            (s, f.onset)
-            for s in g.evidence.get("steps", [])
-            for f in events
-            if -1 * _interval(run) <= f.onset - s <= near
-        ]
-        return (
-            g
-            if not hits
-            else g.with_(
-                severity="warning",
-                evidence=g.evidence
-                | {"lead_steps": max(0, hits[0][1] - hits[0][0]), "loss_event": hits[0][1]},
-            )
-        )
+    def raised(f: Finding) -> Finding:
+        for step in f.evidence.get("steps", []):
+            for event in events:
+                if -interval <= event - step <= near:
+                    evidence = {"lead_steps": max(0, event - step), "loss_event": event}
+                    return f.with_(severity="warning", evidence=f.evidence | evidence)
+        return f
 
     return [raised(f) if f.kind == "grad_norm_explosion" else f for f in found]
 
@@ -111,34 +114,25 @@ def high_learning_rate(
 ) -> list[Finding]:  # with one `lr_too_high` more, where it fits
     "The loss went up while the learning rate was rising or near its highest."
     lr = curve(run, "lr")
-    if lr is None or len(lr.value) < 10 or lr.value.max() <= 0:
+    if lr is None or len(lr.value) < limit("least_lr") or lr.value.max() <= 0:
         return found
-    for f in sorted(found, key=lambda f: f.onset or 0):
-        if f.kind not in ("divergence", "loss_spike") or f.severity != "error" or f.onset is None:
-            continue
-        i = int(np.clip(np.searchsorted(lr.step, f.onset), 1, len(lr.value) - 1))
-        back = max(0, i - max(5, len(lr.value) // 50))
-        rising, near_peak = (
-            lr.value[i] > 1.02 * lr.value[back],
-            lr.value[i] >= 0.8 * lr.value.max() and lr.value.max() > 1.02 * lr.value.min(),
-        )
-        if rising or near_peak:
-            return [
-                *found,
-                Finding(
-                    "lr_too_high",
-                    "warning",
-                    f.onset,
-                    f.end,
-                    evidence={
-                        "lr_at_onset": float(lr.value[i]),
-                        "highest_lr": float(lr.value.max()),
-                        "rising": bool(rising),
-                        "explains": f.kind,
-                    },
-                    series="lr",
-                ),
-            ]
+    n, highest = len(lr.value), lr.value.max()
+    back = max(limit("lr_back_least"), int(limit("lr_back") * n))
+    has_peak = highest > limit("lr_rise") * lr.value.min()
+    lost = [f for f in found if _is_event(f, "divergence", "loss_spike") and f.severity == "error"]
+    for f in sorted(lost, key=lambda f: f.onset):
+        at = int(np.clip(np.searchsorted(lr.step, f.onset), 1, n - 1))
+        here = lr.value[at]
+        is_rising = here > limit("lr_rise") * lr.value[max(0, at - back)]
+        is_near_peak = has_peak and here >= limit("lr_peak") * highest
+        if is_rising or is_near_peak:
+            evidence = {
+                "lr_at_onset": float(here),
+                "highest_lr": float(highest),
+                "rising": bool(is_rising),
+                "explains": f.kind,
+            }
+            return [*found, Finding("lr_too_high", "warning", f.onset, f.end, evidence=evidence, series="lr")]
     return found
 
 # %% ../../nbs/api/detect/19_relate.ipynb #da2279c9
@@ -147,40 +141,47 @@ def hardware_and_spikes(
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with hardware errors that say which spike they are near
     "A hardware message near a loss event is worth a rerun of that step."
-    near = 10 * limit("near_records") * _interval(run)
-    events = [
-        f for f in found if f.kind in ("loss_spike", "divergence", "non_finite") and f.severity != "info"
-    ]
+    near = limit("hardware_records") * _interval(run)
+    events = [f for f in found if _is_event(f, "loss_spike", "divergence", "non_finite")]
 
-    def marked(h):
-        hits = [
-            f
-            for f in events
-            if h.onset is not None and f.onset is not None and abs(f.onset - h.onset) <= near
-        ]
-        return (
-            h.with_(evidence=h.evidence | {"near": hits[0].kind, "near_step": hits[0].onset}) if hits else h
-        )
+    def marked(f: Finding) -> Finding:
+        if f.onset is None:
+            return f
+        for event in events:
+            if abs(event.onset - f.onset) <= near:
+                return f.with_(evidence=f.evidence | {"near": event.kind, "near_step": event.onset})
+        return f
 
     return [marked(f) if f.kind == "hardware_error" else f for f in found]
 
 # %% ../../nbs/api/detect/19_relate.ipynb #d08fc7b3
+_LOSS_EVENTS = ("loss_spike", "resume_spike", "divergence", "non_finite")
+
+
 def loss_events(
     found: list[Finding],  # so far
 ) -> list[int]:  # ascending steps
     "The steps at which the loss itself went wrong."
-    return sorted(
-        {
-            f.onset
-            for f in found
-            if f.kind in ("loss_spike", "resume_spike", "divergence", "non_finite")
-            and f.severity != "info"
-            and f.onset is not None
-        }
-    )
+    return sorted({f.onset for f in found if _is_event(f, *_LOSS_EVENTS)})
 
 
 SIGNS = ("activation_explosion", "grad_norm_explosion", "update_rms_excess", "overflow", "massive_activation")
+
+
+def _led(f: Finding, step: int, event: int) -> Finding:
+    "A sign at `step` with its lead on a loss event; the words are made of it later."
+    return f.with_(evidence=f.evidence | {"lead_steps": event - step, "loss_event": event})
+
+
+def _led_shortly(f: Finding, events: list[int], near: int) -> Finding:
+    "A sign that comes and goes: the crossing shortly before the loss counts, where that is no chance."
+    if f.evidence["chance"] > limit("rms_chance"):
+        return f
+    for event in events:
+        for step in f.evidence.get("steps", []):
+            if 0 <= event - step <= near:
+                return _led(f.with_(severity="warning"), step, event)
+    return f
 
 
 def layer_leads(
@@ -188,31 +189,15 @@ def layer_leads(
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with the lead of every sign inside the model on the next loss event
     "How many steps a sign in a layer came before the loss."
-    events = loss_events(found)
+    events, near = loss_events(found), limit("rms_lead") * _interval(run)
 
-    def led(f):
-        if f.kind not in SIGNS or not f.modules or f.onset is None:
+    def led(f: Finding) -> Finding:
+        is_sign = f.kind in SIGNS and f.modules and f.onset is not None
+        if not is_sign:
             return f
-        if (
-            f.kind == "update_rms_excess"
-        ):  # it comes and goes: the crossing shortly before the loss counts, where that is no chance
-            pairs = [
-                (s, e)
-                for e in events
-                for s in f.evidence.get("steps", [])
-                if 0 <= e - s <= limit("rms_lead") * _interval(run)
-            ]
-            if not pairs or f.evidence["chance"] > limit("rms_chance"):
-                return f
-            f, (first, event) = f.with_(severity="warning"), pairs[0]
-        elif not (later := [e for e in events if e >= f.onset]):
-            return f
-        else:
-            first, event = f.onset, later[0]
-        lead = event - first
-        return f.with_(
-            evidence=f.evidence | {"lead_steps": lead, "loss_event": event},
-            explanation=f"{f.explanation} {f'The loss followed {lead:,} steps later.' if lead else 'The loss went at the same step.'}",
-        )
+        if f.kind == "update_rms_excess":
+            return _led_shortly(f, events, near)
+        later = [event for event in events if event >= f.onset]
+        return _led(f, f.onset, later[0]) if later else f
 
     return [led(f) for f in found]
