@@ -76,7 +76,7 @@ def _pair(a: Curve, b: Curve) -> _Common | None:
     has_same_start = parted >= limit("same_records")
     own = common[parted:] if has_same_start else common  # steps at which they are runs of their own
     spikes_a, spikes_b = (steps[np.isin(steps, own)] for steps in (_outliers(a), _outliers(b)))
-    gap = np.median(np.diff(common)) // 1
+    gap = int(np.median(np.diff(common)))
     hits = [int(step) for step in spikes_a if (np.abs(spikes_b - step) <= gap).any()]
     chance = chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), limit("shared_gap"))
     return _Common(

@@ -19,7 +19,7 @@ from ..names.errors import bad_input
 from ..run.record import new_run
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
-# 'module:function' below stabilitylab.detect, each (run) -> list[Finding], [] where its group or series is absent
+# 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
 DETECTORS = [
     "health:find_non_finite",
     "health:find_restarts",
