@@ -56,7 +56,6 @@ class Finding:
     def to_dict(self) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as the command's JSON has it: the series stands among the evidence."
         series = {"series": self.series} if self.series else {}
-        told = ("name", "source", "reported")
         return {
             "kind": self.kind,
             "severity": self.severity,
@@ -65,8 +64,13 @@ class Finding:
             "modules": list(self.modules),
             "evidence": series | deepcopy(self.evidence),
             "explanation": self.explanation,
-            "remedies": [{name: remedy[name] for name in told} for remedy in self.remedies],
+            "remedies": [_told(remedy) for remedy in self.remedies],
         }
+
+
+def _told(remedy: dict) -> dict:
+    "What the command's JSON says of a remedy."
+    return {name: remedy[name] for name in ("name", "source", "reported")}
 
 # %% ../../nbs/api/detect/00_findings.ipynb #58144436
 def plain(

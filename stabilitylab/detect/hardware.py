@@ -18,6 +18,11 @@ _HARD = ("CUDA error", "NCCL", "out of memory", "ECC", "Xid")  # words that tell
 _LONGEST = 300  # characters of a message that are kept
 
 
+def _names_the_machine(text: str) -> bool:
+    "Whether an error came from the machine rather than from the program."
+    return any(word in text for word in _HARD)
+
+
 def _message(events: xr.Dataset, at: int, count: int) -> Finding:
     "One message of the machine, of `count` of its kind."
     step = int(events.event_step.values[at])
@@ -41,7 +46,7 @@ def find_hardware(
     found = [_message(events, at, len(xid)) for at in xid[: limit("most_messages")]]
     for name in ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
-        hard = [at for at in of_kind if any(word in str(text[at]) for word in _HARD)]
+        hard = [at for at in of_kind if _names_the_machine(str(text[at]))]
         if hard:
             found.append(_message(events, hard[0], len(hard)))
     return found

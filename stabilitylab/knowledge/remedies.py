@@ -21,7 +21,9 @@ def remedies_for(
     "What teams tried against this kind of finding, and what they said of it."
     check_kind(kind)
     rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]
-    groups = [_ranked([row for row in rows if row["reported"] == verdict]) for verdict in REPORTED]
+    groups = []
+    for verdict in REPORTED:
+        groups.append(_ranked([row for row in rows if row["reported"] == verdict]))
     if limit is not None:
         groups = _shares(groups, limit)
     worked, failed, unclear = groups
@@ -30,7 +32,8 @@ def remedies_for(
 
 def _ranked(rows: list[dict]) -> list[dict]:
     "Topics that most teams report first; of each topic one row before the second of any, practices last."
-    teams = Counter(topic for topic, _ in {(row["topic"], row["source"]) for row in rows})
+    reports = {(row["topic"], row["source"]) for row in rows}
+    teams = Counter(topic for topic, _ in reports)
     seen, ranked = Counter(), []
     for row in sorted(rows, key=lambda row: row["what"] != "remedy"):
         topic = row["topic"]
