@@ -9,7 +9,8 @@ __all__ = ['Finding', 'Findings']
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
@@ -32,34 +33,51 @@ class Finding:
     series: str = ""  # the series it was seen in; '' where it comes from events
     remedies: tuple[dict, ...] = ()  # each with name, source, reported, note; from `knowledge.remedies`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in FINDING_KINDS:
             raise bad_input("kind", self.kind, "a kind of names.findings.FINDING_KINDS")
         if self.severity not in SEVERITIES:
             raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
         for name in ("onset", "end"):
-            object.__setattr__(self, name, None if (v := getattr(self, name)) is None else int(v))
+            step = getattr(self, name)
+            object.__setattr__(self, name, None if step is None else int(step))
         if self.end is None:
             object.__setattr__(self, "end", self.onset)
         object.__setattr__(self, "evidence", plain(self.evidence))
 
-    def with_(self, **changes):  # fields to change
+    def with_(
+        self,
+        **changes: object,  # fields to change
+    ) -> "Finding":  # a new one
         "The same finding with some fields changed."
         return replace(self, **changes)
 
-    def to_dict(self):
+    def to_dict(self) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as the command's JSON has it: the series stands among the evidence."
-        d = asdict(self)
-        evidence = ({"series": self.series} if self.series else {}) | d["evidence"]
-        return {k: d[k] for k in ("kind", "severity", "onset", "end")} | {
+        series = {"series": self.series} if self.series else {}
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "onset": self.onset,
+            "end": self.end,
             "modules": list(self.modules),
-            "evidence": evidence,
+            "evidence": series | deepcopy(self.evidence),
             "explanation": self.explanation,
-            "remedies": [{k: r[k] for k in ("name", "source", "reported")} for r in self.remedies],
+            "remedies": [_told(remedy) for remedy in self.remedies],
         }
+
+
+def _told(remedy: dict) -> dict:
+    "What the command's JSON says of a remedy."
+    return {name: remedy[name] for name in ("name", "source", "reported")}
 
 # %% ../../nbs/api/detect/00_findings.ipynb #7d446e68
 _COLUMNS = ("kind", "severity", "onset", "end", "series", "explanation")
+
+
+def _rank(f: Finding) -> tuple:
+    "What findings are sorted by: severity, then step, those without one last, then kind."
+    return -SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind
 
 
 class Findings(Sequence):
@@ -70,38 +88,43 @@ class Findings(Sequence):
         findings: Iterable[Finding] = (),  # in any order
         attrs: dict | None = None,  # where they come from: source, format, number of steps
     ):
-        rank = lambda f: (-SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind)
-        self._all, self.attrs = tuple(sorted(findings, key=rank)), dict(attrs or {})
+        self._all = tuple(sorted(findings, key=_rank))
+        self.attrs = dict(attrs or {})
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._all)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int | slice) -> "Finding | Findings":
         return Findings(self._all[i], self.attrs) if isinstance(i, slice) else self._all[i]
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Findings) and self._all == other._all
 
     __hash__ = None
 
-    def of(self, *kinds):  # names of kinds
+    def of(
+        self,
+        *kinds: str,  # names of kinds
+    ) -> "Findings":  # may be empty
         "The findings of these kinds."
         return Findings((f for f in self if f.kind in kinds), self.attrs)
 
-    def at_least(self, severity):  # one of SEVERITIES
+    def at_least(
+        self,
+        severity: str,  # one of SEVERITIES
+    ) -> "Findings":  # may be empty
         "The findings of this severity and above."
         if severity not in SEVERITIES:
             raise bad_input("severity", severity, ", ".join(SEVERITIES))
-        return Findings(
-            (f for f in self if SEVERITIES.index(f.severity) >= SEVERITIES.index(severity)), self.attrs
-        )
+        least = SEVERITIES.index(severity)
+        return Findings((f for f in self if SEVERITIES.index(f.severity) >= least), self.attrs)
 
     @property
-    def kinds(self):
+    def kinds(self) -> list[str]:
         "The kinds that occur, in rank order, each once."
         return list(dict.fromkeys(f.kind for f in self))
 
-    def to_dicts(self):
+    def to_dicts(self) -> list[dict]:
         "One JSON-ready dict a finding."
         return [f.to_dict() for f in self]
 
@@ -109,46 +132,58 @@ class Findings(Sequence):
         "The findings as a JSON array."
         return to_json(self.to_dicts(), **options)
 
-    def to_pandas(self):
+    def to_pandas(self) -> pd.DataFrame:
         "A table with one row a finding and its evidence in columns named after it."
-        rows = [
-            {c: getattr(f, c) for c in _COLUMNS} | {f"evidence.{k}": v for k, v in f.evidence.items()}
-            for f in self
-        ]
-        table = pd.DataFrame(rows, columns=None if rows else list(_COLUMNS))
-        return table.astype({"onset": "Int64", "end": "Int64"}) if rows else table
+        if not len(self):
+            return pd.DataFrame(columns=list(_COLUMNS))
+        rows = []
+        for f in self:
+            evidence = {f"evidence.{name}": value for name, value in f.evidence.items()}
+            rows.append({name: getattr(f, name) for name in _COLUMNS} | evidence)
+        return pd.DataFrame(rows).astype({"onset": "Int64", "end": "Int64"})
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return _text(self)
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         return _html(self)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #551ec415
-def _steps(f):
-    return "" if f.onset is None else f"{f.onset:,}" if f.end == f.onset else f"{f.onset:,}–{f.end:,}"
+_HEAD = ("severity", "kind", "steps", "what happened")
+_CELL = '<td style="text-align:left">{}</td>'
 
 
-def _text(findings):
+def _steps(f: Finding) -> str:
+    "The first and last step of a finding in words."
+    if f.onset is None:
+        return ""
+    return f"{f.onset:,}" if f.end == f.onset else f"{f.onset:,}–{f.end:,}"
+
+
+def _cells(f: Finding) -> tuple[str, str, str, str]:
+    "One row of the table."
+    return f.severity, f.kind, _steps(f), f.explanation
+
+
+def _text(findings: Findings) -> str:
     "The table as plain text."
     if not len(findings):
         return "No findings."
-    rows = [(f.severity, f.kind, _steps(f), f.explanation) for f in findings]
-    width = [max(len(r[i]) for r in rows) for i in range(3)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(r, width)), r[3]]).rstrip() for r in rows)
+    rows = [_cells(f) for f in findings]
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for severity, kind, steps, words in rows:
+        lines.append(f"{severity:{width[0]}}  {kind:{width[1]}}  {steps:{width[2]}}  {words}".rstrip())
+    return "\n".join(lines)
 
 
-def _html(findings):
+def _html(findings: Findings) -> str:
     "The table as HTML; every word in it is escaped."
     if not len(findings):
         return "<p>No findings.</p>"
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td style="text-align:left">{html.escape(str(c))}</td>'
-            for c in (f.severity, f.kind, _steps(f), f.explanation)
-        )
-        + "</tr>"
-        for f in findings
-    )
-    return f"<table><thead><tr><th>severity</th><th>kind</th><th>steps</th><th>what happened</th></tr></thead><tbody>{body}</tbody></table>"
+    head = "".join(f"<th>{name}</th>" for name in _HEAD)
+    rows = []
+    for f in findings:
+        cells = "".join(_CELL.format(html.escape(words)) for words in _cells(f))
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

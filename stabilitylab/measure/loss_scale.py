@@ -13,9 +13,6 @@ import numpy as np
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/measure/02_loss_scale.ipynb #dbf743d7
-_SEARCH_SHARE = 0.1  # our convention: falls in the first tenth of a history look for the level
-
-
 @dataclass(frozen=True)
 class ScaleHistory:
     "What the history of a loss scale says."
@@ -67,6 +64,8 @@ def read_loss_scale(
     dense: int = 4,  # halvings within `within` steps that make a collapse
     within: int = 50,  # steps
     step: np.ndarray | None = None,  # (record,) steps of the records; None: 0, 1, 2 …
+    search: float = 0.1,  # share of the history in which falls look for the level: our convention
+    floor: float = 1.0,  # a scale that ends here has nowhere to fall
 ) -> ScaleHistory:  # the verdict, with what it counts
     "What the history of a loss scale says."
     values = np.asarray(scale, np.float64)
@@ -80,12 +79,12 @@ def read_loss_scale(
     halvings = -moves[falls - 1]
     ahead = _dense_windows(step[falls], halvings, within)
     counts = int(halvings.sum()), int(ahead.max()), tuple(falls.tolist())
-    if step[falls[-1]] <= step[0] + _SEARCH_SHARE * (step[-1] - step[0]):
+    if step[falls[-1]] <= step[0] + search * (step[-1] - step[0]):
         return ScaleHistory("search", "", None, *counts)
     is_dense = ahead.max() >= dense
-    is_at_floor = values[-1] <= 1
+    is_at_floor = values[-1] <= floor
     stays_low = values[-1] < values.max() / 2**dense
-    falls_late = falls[-1] > len(values) // 10
+    falls_late = falls[-1] > int(search * len(values))
     if not ((is_dense or is_at_floor) and stays_low and falls_late):
         return ScaleHistory("sawtooth", "", None, *counts)
     onset = int(falls[np.argmax(ahead >= dense)])
