@@ -49,7 +49,7 @@ def step_precision(
     from stabilitylab.rounding.attention import attention_inputs, scale_overflows
     from stabilitylab.rounding.loss_cast import find_loss_cast, fix_of
     from stabilitylab.rounding.lost import adam_eps, lost_updates
-    from stabilitylab.replay.report import setup_of
+    from stabilitylab.replay.examine import setup_of
     from stabilitylab.replay.snapshot import load_batch, load_snapshot
     from stabilitylab.replay.step import replay
 

@@ -17,8 +17,8 @@ import xarray as xr
 from ..names.errors import InputError
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.job import ReplayJob
-from ..replay.precision import PRECISIONS
-from ..replay.report import controls
+from ..replay.compare_formats import PRECISIONS
+from ..replay.examine import controls
 from ..replay.snapshot import replayable_steps
 from .figure import PictureWidget
 from .views import View
