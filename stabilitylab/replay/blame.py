@@ -90,7 +90,7 @@ def blame(
     batch: Batch,  # its micro-batches
     memory: float = 1e9,  # bytes that the gradients of all samples may take; beyond it each is computed twice
 ) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, tokens, grad_norm, share, cosine; attrs: grad_norm
-    # share of the batch gradient (they sum to 1), cosine with it; the attrs have the norm of the batch gradient
+    # share of the batch gradient (they sum to 1), cosine with it; attrs: norm of the batch gradient
     "What every sample of a batch did to the gradient, dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
     samples = list(_samples_of(setup, model, batch))

@@ -43,8 +43,8 @@ def setup_of(
         where = json.loads(file.read_text()).get("replay_setup") if file.is_file() else None
         if where is None or not where.startswith(_OWN):
             raise InputError(
-                f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a stabilitylab.Setup;"
-                " the record holds weights and batches, but not how the model is built"
+                f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a"
+                " stabilitylab.Setup; the record holds weights and batches, but not how the model is built"
             )
     return load_setup(where, path)
 

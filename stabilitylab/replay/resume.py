@@ -142,7 +142,7 @@ def _tie_differences(saved: Snapshot) -> list[Difference]:
 
 
 def _decay_differences(saved: Snapshot) -> list[Difference]:
-    "Weight decay where it does not belong; of embeddings only where they are in no group, as projects differ."
+    "Weight decay where it does not belong; of embeddings only those in no group, as projects differ."
     model, optimizer = saved.build()
     if optimizer is None:
         return []
@@ -204,12 +204,12 @@ class RerunVerdict(NamedTuple):
 
 
 _LEAVES = {
-    "transient fault": "the repeat gave another result: a passing hardware or software fault. Go on from the"
-    " last checkpoint, and watch this device.",
+    "transient fault": "the repeat gave another result: a passing hardware or software fault. Go on from"
+    " the last checkpoint, and watch this device.",
     "reproducible here": "the same device gives the same result. Repeat the step on another device to tell a"
     " broken device from a correct result.",
-    "persistent fault of this device": "another device gives another result: take this one out of service, and"
-    " go back to a checkpoint from before its first wrong step.",
+    "persistent fault of this device": "another device gives another result: take this one out of service,"
+    " and go back to a checkpoint from before its first wrong step.",
     "reproducible everywhere": "the numbers are right, so it is the application. ",
 }
 _AFTER_SWAP = {  # verdict of `swap_test` -> what to do
@@ -235,7 +235,7 @@ def rerun_verdict(
     floor: float = 0.0,  # largest difference of harmless repeats, from `noise_floor`
     swap: str | None = None,  # verdict of `swap_test`; None: not done
 ) -> RerunVerdict:  # (short verdict, what to do)
-    "What repeats of a step say, by the decision tree of Megatron's rerun machine, extended at its last leaf."
+    "What repeats of a step say: the decision tree of Megatron's rerun machine, with one more leaf."
     if floor < 0:
         raise bad_input("floor", floor, "0 or more")
     if _is_apart(first, again, floor):

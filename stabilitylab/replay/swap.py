@@ -79,8 +79,8 @@ class SwapTest:
     table: (
         xr.Dataset
     )  # dims (state, batch): loss, grad_norm, update_norm; the verdict and its evidence in attrs
-    # factors over the controls of the batch, the state and the suspect cell, and the limit beyond which one is
-    # out of line; empty where the verdict is 'cannot tell'
+    # factors over the controls of the batch, the state and the suspect cell, and the limit beyond which one
+    # is out of line; empty where the verdict is 'cannot tell'
     evidence: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -105,7 +105,7 @@ class SwapTest:
 
 
 def _decide(cells: dict[str, np.ndarray], least: float) -> tuple[str, str, dict[str, float]]:
-    "(verdict, variable that decided, evidence): of the gradient norm, or of the loss where that says more."
+    "(verdict, decided by, evidence): of the gradient norm, or of the loss where that says more."
     verdict, evidence = verdict_of(cells["grad_norm"], least)
     by_loss, evidence_of_loss = verdict_of(cells["loss"], least)
     if verdict == "neither" and by_loss not in ("neither", "cannot tell"):

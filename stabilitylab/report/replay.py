@@ -13,8 +13,8 @@ from .render import render
 # %% ../../nbs/api/report/10_replay.ipynb #c4edc1fa
 _LINES = {
     "exact": "; equal to the recorded one to the last bit",
-    "apart": "; recorded was {recorded:.6g}, {gap:.1g} away (another processor or library sums in another order,"
-    " and an unstable run magnifies it)",
+    "apart": "; recorded was {recorded:.6g}, {gap:.1g} away (another processor or library sums in another"
+    " order, and an unstable run magnifies it)",
     "step": "{run}, step {step}",
     "loss": "  replayed   loss {loss:.6g}{same}",
     "norms": "             gradient norm {grad_norm:.4g}, norm of the update {update_norm:.4g}",
