@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from ..names.errors import InputError, bad_input
-from .report import setup_of
+from .examine import setup_of
 from .snapshot import Snapshot, load_batch, load_snapshot
 from .step import replay
 from ..rounding.attention import attention_inputs, scale_overflows
