@@ -20,6 +20,7 @@ import torch
 
 from ..names.errors import InputError, bad_input
 from ..probe.blackbox import batch_id, rng_state, set_rng_state
+from ..probe.pack import read_entry
 from ..run.record import open_run
 
 # %% ../../nbs/api/replay/00_snapshot.ipynb #99947049
@@ -120,9 +121,9 @@ def _index(path):
     return json.loads(file.read_text())
 
 
-def _load(path, name):
-    "One file of the black box."
-    return torch.load(Path(path) / "blackbox" / name, weights_only=True, map_location="cpu")
+def _load(path: str | Path, entry: dict) -> dict:
+    "One snapshot or batch of the black box."
+    return read_entry(Path(path) / "blackbox", entry)
 
 
 def replayable_steps(
@@ -158,7 +159,7 @@ def load_batch(
             f"one of {_ranges(replayable_steps(path))}",
             "the black box keeps the batches after its snapshots",
         )
-    files = [_load(path, r["file"]) for r in rows]
+    files = [_load(path, r) for r in rows]
     return Batch(
         [f["batch"] for f in files],
         [f["rng"] for f in files],
@@ -195,7 +196,7 @@ def load_snapshot(
             "these steps have their batch and an earlier snapshot",
         )
     start = max((s for s in _index(path)["snapshots"] if s["step"] <= step), key=lambda s: s["step"])
-    saved = _load(path, start["file"])
+    saved = _load(path, start)
     snapshot = Snapshot(
         setup,
         saved["model"],
