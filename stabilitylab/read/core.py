@@ -17,7 +17,8 @@ import xarray as xr
 from ..names.core import canonical_name
 from ..names.errors import InputError, bad_input
 from .base import Format, LogData, head_of
-from ..run.record import is_run, new_run, open_run
+from .beside import files_beside, join_logs
+from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_events, make_scalars
 
 # %% ../../nbs/api/read/05_core.ipynb #48c3d57f
@@ -199,9 +200,36 @@ _TEXT_ONLY = (
 )
 
 
+def _tables_beside(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    "Tables of the logs that lie beside a record, and what is wrong with those that cannot be read."
+    tables, broken = {}, {}
+    for path in files_beside(folder):
+        if path.suffix.lower() in _TEXT_ONLY:
+            continue
+        try:
+            kind = recognise(path)
+        except InputError:
+            continue  # settings, notes, pictures: no log
+        name = str(path.relative_to(folder))
+        try:
+            data = _read_file(path, kind.name)[1]
+        except InputError as error:
+            if b"loss" in head_of(path):  # settings and notes are no logs, and no fault
+                broken[name] = str(error)
+            continue
+        has_loss = any("loss" in series.lower() for series in data.samples)
+        if has_loss or kind.name != "generic":
+            tables[name] = to_dataset(data, str(path), kind.name)
+    return tables, broken
+
+
 def _sourced(run, path):
-    "The record, with the place it was read from."
+    "The record, with the place it was read from and with what the logs beside it add."
     run.attrs = {"source": str(path), "format": "record"} | run.attrs
+    tables, broken = _tables_beside(Path(path))
+    run = join_logs(run, tables)
+    if broken:
+        run.attrs["left_out"] = run.attrs.get("left_out", {}) | broken
     return run
 
 
@@ -229,7 +257,7 @@ def read_runs(
 def _read_folder(folder, format):
     "The runs below a folder: records, and log files grouped by `_group`."
     runs, parts, refused = {}, {}, Counter()
-    stores = [p.parent for m in (".zgroup", "zarr.json") for p in folder.rglob(m) if is_run(p.parent)]
+    stores = [p.parent for m in RECORD_MARKS for p in folder.rglob(m) if is_run(p.parent)]
     for s in stores:
         runs[str(s.relative_to(folder))] = _sourced(open_run(s), s)
     for p in sorted(folder.rglob("*")):
