@@ -122,8 +122,8 @@ def _train(
     "Train on all batches, logging as it goes; the rows of the log."
     model, optimizer = recorder.model, recorder.optimizers[0]
     logits, rows = watch_logits(model), []
-    (path / "checkpoints").mkdir(parents=True)
     with recorder, open(path / "train.log", "w") as log:
+        (path / "checkpoints").mkdir()
         for step, (x, y) in enumerate(batches):
             begin, lr = time.perf_counter(), schedule(step)
             for group in optimizer.param_groups:
