@@ -198,8 +198,6 @@ def start(page: Path) -> Running:
 
 def run_all(pages: list[Path]) -> dict[Path, list[str]]:
     "Page -> what is wrong with it, for those with which something is."
-    import matplotlib.pyplot
-    import torch
     import xarray  # noqa: F401 - imported here once, for all pages that need it
 
     waiting, running, wrong = list(pages), [], {}

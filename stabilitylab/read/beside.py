@@ -101,7 +101,9 @@ def _events_of(table: xr.Dataset) -> list[tuple]:
 def join_logs(
     run: xr.DataTree,  # a record
     logs: dict[str, xr.Dataset],  # name of each log beside it -> its table of series and events
-) -> xr.DataTree:  # the record; attribute `also_in` names the logs that were used, `left_out` the others with the reason
+) -> (
+    xr.DataTree
+):  # the record; attribute `also_in` names the logs that were used, `left_out` the others with the reason
     "One run from a record and the logs that lie beside it."
     record = run["scalars"].to_dataset() if "scalars" in run.children else make_scalars({})
     used, left_out = {}, {}

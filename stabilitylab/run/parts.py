@@ -257,9 +257,7 @@ def _under_each_other(tables: list[xr.Dataset]) -> xr.Dataset:
     "One group of several starts; a parameter that only some of them have is NaN in the others."
     if len(tables) == 1:
         return tables[0]
-    return xr.concat(
-        tables, "step", join="outer", data_vars="minimal", coords="minimal", compat="override"
-    )
+    return xr.concat(tables, "step", join="outer", data_vars="minimal", coords="minimal", compat="override")
 
 
 def read_live(

@@ -124,7 +124,9 @@ def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
     "Zarr encodings that keep a chunk of a long table at `rows` rows, so that a part of it can be read alone."
     sliced = {name: v for name, v in table.variables.items() if "step" in v.dims and min(v.shape) > 0}
     return {
-        str(name): {"chunks": tuple(min(size, rows) if dim == "step" else size for dim, size in v.sizes.items())}
+        str(name): {
+            "chunks": tuple(min(size, rows) if dim == "step" else size for dim, size in v.sizes.items())
+        }
         for name, v in sliced.items()
     }
 
@@ -146,7 +148,9 @@ def pack_run(
     if not is_run(path) or (path / "live").is_dir() or (path / RECORD_FILE).exists():
         raise bad_input("path", str(path), "the folder of a record that is closed and not packed")
     parts = [part for part in path.iterdir() if part.name in GROUPS or part.name.startswith(".z")]
-    files = sorted(f for part in parts for f in ([part] if part.is_file() else part.rglob("*")) if f.is_file())
+    files = sorted(
+        f for part in parts for f in ([part] if part.is_file() else part.rglob("*")) if f.is_file()
+    )
     beside = path / ("." + RECORD_FILE)
     with zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED) as packed:
         for file in files:
