@@ -29,7 +29,7 @@ def test_lost_updates_against_a_torch_loop(dtype, fmt):
     g = torch.Generator().manual_seed(0)
     w, u = torch.randn(300, generator=g).to(dtype), 1e-3 * torch.randn(300, generator=g)
     u[:20] = 0
-    lost = [float((a.float() + b).to(dtype)) == float(a) for a, b in zip(w, u) if b != 0]
+    lost = [float((a.float() + b).to(dtype)) == float(a) for a, b in zip(w, u, strict=False) if b != 0]
     assert lost_updates({"w": w}, {"w": u}, fmt).lost["w"] == pytest.approx(np.mean(lost))
 
 
@@ -163,7 +163,7 @@ def test_pure_bf16_weights_stall_and_stochastic_rounding_does_not():
         rng.normal(1, 0.3, 256).astype(np.float32),
         {k: np.zeros(256, np.float32) for k in ("fp32", "nearest", "stochastic")},
     )
-    for t in range(3000):
+    for _t in range(3000):
         for k in w:
             new = w[k] - np.float32(1e-3) * (w[k] - true)
             w[k] = (

@@ -1,5 +1,6 @@
 "Text logs: the real files against numbers read from them independently, damage of every kind, a slow twin, and a growing file."
 
+import contextlib
 import math
 import re
 import subprocess
@@ -339,7 +340,7 @@ def test_scanner_equals_its_slow_twin(lines, repeat):
     fast, slow = Scan(parse, max_shapes=7).feed(data).samples(), slow_twin(data, parse)
     assert set(fast) == set(slow)
     for n, s in fast.items():
-        steps, values = zip(*slow[n])
+        steps, values = zip(*slow[n], strict=False)
         np.testing.assert_array_equal(s.value, values)
         np.testing.assert_array_equal(s.step, steps)
 
@@ -352,10 +353,8 @@ def test_damage_raises_nothing_but_input_error(format, tmp_path):
         for at in rng.integers(0, len(data), 20):
             data[at] = rng.integers(0, 256)
         (path := tmp_path / "x.log").write_bytes(bytes(data[: rng.integers(1, len(data))]))
-        try:
+        with contextlib.suppress(InputError):
             read_log(path, format.name)
-        except InputError:
-            pass
 
 
 def nanogpt_log(path, text):

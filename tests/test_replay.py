@@ -20,7 +20,7 @@ from stabilitylab.replay.examine import examine, setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay
-from stabilitylab.replay.swap import swap_test, verdict_of
+from stabilitylab.replay.swap import swap_test
 
 CONFIG = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
 SETUP = Setup(
@@ -175,7 +175,7 @@ def test_replaying_leaves_the_random_states_alone(trained):
 
 def test_a_flipped_bit_is_told_as_transient_or_persistent(trained):
     "R18: the top bit of an exponent flips in one weight; once, or on every repeat of one device."
-    states, ordinary, last = trained
+    _states, ordinary, last = trained
     batch = ordinary(np.random.default_rng(5))
     good = replay(last, batch, record=False).loss
 

@@ -43,7 +43,7 @@ def test_lost_updates_and_products_of_a_recorded_step():
     for i, b in enumerate(model.blocks):
         b.attn.register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0].detach()}))
     model(x)
-    for i, (row, b) in enumerate(zip(told["attention"], model.blocks)):
+    for i, (row, b) in enumerate(zip(told["attention"], model.blocks, strict=False)):
         q, k = (
             p(seen[i]).view(*x.shape, b.attn.n_head, -1).transpose(1, 2).double()
             for p in (b.attn.q_proj, b.attn.k_proj)

@@ -16,10 +16,11 @@ import xarray as xr
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
-from .base import LogData
+from .base import LogData, head_of
+from .beside import files_beside, join_logs
 from .dataset import to_dataset
 from .recognise import formats, recognise
-from ..run.record import is_run, new_run, open_run
+from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars
 
 # %% ../../nbs/api/read/09_runs.ipynb #1e828ead
@@ -82,9 +83,32 @@ _NO_LOGS |= {".pdf", ".zip", ".gz", ".safetensors", ".distcp"}
 _SETTINGS = {".json", ".txt", ".cfg", ".ini"}  # files of settings look like logs to the general reader
 
 
+def _tables_beside(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    "Tables of the logs that lie beside a record, and what is wrong with those that cannot be read."
+    tables, broken = {}, {}
+    for path in files_beside(folder):
+        if path.suffix.lower() in _NO_LOGS:
+            continue
+        name = str(path.relative_to(folder))
+        try:
+            file = _read_file(path)
+        except InputError as error:
+            if b"loss" in head_of(path):  # settings and notes are no logs, and no fault
+                broken[name] = str(error)
+            continue
+        has_loss = any("loss" in series.lower() for series in file.data.samples)
+        if has_loss or file.format != "generic":
+            tables[name] = to_dataset(file.data, str(path), file.format)
+    return tables, broken
+
+
 def _sourced(run: xr.DataTree, path: Path) -> xr.DataTree:
-    "The record, with the place it was read from."
+    "The record, with the place it was read from and with what the logs beside it add."
     run.attrs = {"source": str(path), "format": "record"} | run.attrs
+    tables, broken = _tables_beside(path)
+    run = join_logs(run, tables)
+    if broken:
+        run.attrs["left_out"] = run.attrs.get("left_out", {}) | broken
     return run
 
 
@@ -216,7 +240,7 @@ def _nothing_in(folder: Path, refused: Counter) -> InputError:
 
 def _read_folder(folder: Path, format: str | None) -> dict[str, xr.DataTree]:
     "The runs below a folder: records, and log files grouped by `_group`."
-    marks = [path for mark in (".zgroup", "zarr.json") for path in folder.rglob(mark)]
+    marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
     stores = [path.parent for path in marks if is_run(path.parent)]
     runs = {str(store.relative_to(folder)): _sourced(open_run(store), store) for store in stores}
     parts, refused = {}, Counter()

@@ -17,6 +17,7 @@ import torch
 
 from ..names.errors import bad_input
 from ..probe.blackbox import batch_id, rng_state, set_rng_state
+from ..probe.pack import read_entry
 from .state import Batch, Setup, Snapshot, cpu_threads
 from .step import run_step
 from ..run.record import open_run
@@ -35,9 +36,9 @@ def _index(path: str | Path) -> dict[str, list[dict]]:
     return json.loads(file.read_text())
 
 
-def _load(path: str | Path, name: str) -> dict:
-    "One file of the black box."
-    return torch.load(Path(path) / "blackbox" / name, weights_only=True, map_location="cpu")
+def _load(path: str | Path, entry: dict) -> dict:
+    "One snapshot or batch of the black box."
+    return read_entry(Path(path) / "blackbox", entry)
 
 
 def replayable_steps(
@@ -63,7 +64,7 @@ def load_batch(
     if not rows:
         allowed = f"one of {_ranges(replayable_steps(path))}"
         raise bad_input("step", step, allowed, "the black box keeps the batches after its snapshots")
-    files = [_load(path, row["file"]) for row in sorted(rows, key=lambda row: row["microbatch"])]
+    files = [_load(path, row) for row in sorted(rows, key=lambda row: row["microbatch"])]
     return Batch(
         parts=[file["batch"] for file in files],
         rng=[file["rng"] for file in files],
@@ -89,7 +90,7 @@ def _saved_snapshot(path: str | Path, step: int, setup: Setup) -> Snapshot:
     "The last snapshot in the black box that is not later than a step."
     rows = [row for row in _index(path)["snapshots"] if row["step"] <= step]
     row = max(rows, key=lambda row: row["step"])
-    saved = _load(path, row["file"])
+    saved = _load(path, row)
     return Snapshot(
         setup,
         model=saved["model"],
