@@ -22,7 +22,7 @@ def run_formats(
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
     from stabilitylab.read.core import formats
-    from stabilitylab.report.content import clean
+    from stabilitylab.report.words import clean
 
     known = formats()
     wide = max(len(f.name) for f in known), max(len(f.title) for f in known)
