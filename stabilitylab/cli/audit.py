@@ -64,7 +64,7 @@ def run_audit(
             "setup", args.setup, "pieces that run together", f"{type(e).__name__}: {str(e)[:200]}"
         ) from e
     if args.json:
-        import json
+        from stabilitylab.names.encode import to_json
 
         plain = {
             k: getattr(told, k)
@@ -82,11 +82,7 @@ def run_audit(
                 "words",
             )
         }
-        print(
-            json.dumps(
-                {k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}, indent=1
-            )
-        )
+        print(to_json(plain, missing={"nan"}, indent=1))
     else:
         print(told.words)
         print(f"true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}")

@@ -99,14 +99,11 @@ def _shared(runs):
 
 
 def _json(runs, findings, shared, paths):
-    import json
-
+    from stabilitylab.names.encode import to_json
     from stabilitylab.report.machine import run_json, runs_json
 
     told = [run_json(run, findings[name], paths[0] if len(runs) == 1 else None) for name, run in runs.items()]
-    return json.dumps(
-        told[0] if len(told) == 1 else runs_json(told, shared), allow_nan=False, ensure_ascii=False, indent=1
-    )
+    return to_json(told[0] if len(told) == 1 else runs_json(told, shared), indent=1)
 
 
 def _text(runs, findings, shared, args):

@@ -159,26 +159,11 @@ def run_precision(
     args: argparse.Namespace,  # what `add_command` declares
 ) -> int:  # exit code 0
     "Measures and tells it."
-    import math
-
     told = step_precision(args.run, args.step, args.setup, args.format)
     if not args.json:
         print(precision_text(told))
         return 0
-    import json
+    from stabilitylab.names.encode import to_json
 
-    def plain(x):
-        return (
-            {k: plain(v) for k, v in x.items()}
-            if isinstance(x, dict)
-            else [plain(v) for v in x]
-            if isinstance(x, list)
-            else x
-            if not isinstance(x, float) or math.isfinite(x)
-            else None
-            if x != x
-            else str(x)
-        )
-
-    print(json.dumps(plain(told), ensure_ascii=False, allow_nan=False, indent=1))
+    print(to_json(told, missing={"nan"}, indent=1))
     return 0

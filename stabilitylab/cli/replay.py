@@ -69,6 +69,6 @@ def json_text(
     what: dict,  # plain numbers and lists
 ) -> str:  # one JSON object
     "JSON as the command prints it."
-    import json
+    from stabilitylab.names.encode import to_json
 
-    return json.dumps(what, allow_nan=False, ensure_ascii=False, indent=1)
+    return to_json(what, indent=1)

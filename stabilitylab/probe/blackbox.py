@@ -8,7 +8,6 @@ __all__ = ['rng_state', 'set_rng_state', 'batch_id', 'BlackBox']
 # %% ../../nbs/api/probe/03_blackbox.ipynb #71777ab6
 import hashlib
 import json
-import os
 import queue
 import random
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from ..names.errors import bad_input
+from ..names.files import atomic_file, write_atomic
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #6bb33756
 def rng_state() -> (
@@ -182,8 +182,8 @@ class BlackBox:
             else f"batch-{item['step']}-{item['microbatch']}.pt"
         )
         item["batch_id"] = batch_id(item.pop("of") if what == "snapshot" else item["batch"])
-        torch.save(item, self.folder / ("." + name))
-        os.replace(self.folder / ("." + name), self.folder / name)
+        with atomic_file(self.folder / name) as file:
+            torch.save(item, file)
         entry = {
             "file": name,
             "step": item["step"],
@@ -232,5 +232,4 @@ class BlackBox:
 
     def _put_index(self):
         "Write the index whole."
-        (self.folder / ".index.json").write_text(json.dumps(self.index))
-        os.replace(self.folder / ".index.json", self.folder / "index.json")
+        write_atomic(self.folder / "index.json", json.dumps(self.index))

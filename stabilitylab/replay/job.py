@@ -15,13 +15,14 @@ import weakref
 from pathlib import Path
 
 import stabilitylab
+from ..names.encode import to_json
 from ..names.errors import InputError
+from ..names.files import write_atomic
 
 # %% ../../nbs/api/replay/09_job.ipynb #38b4331c
 def _put(folder, name, what):
     "Writes a file whole: a reader never sees half of it."
-    (folder / ("." + name)).write_text(json.dumps(what, allow_nan=False))
-    os.replace(folder / ("." + name), folder / name)
+    write_atomic(folder / name, to_json(what))
 
 
 def work(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..names.encode import plain as number
 from ..names.errors import InputError, bad_input
 from .blame import ablate, blame, text_losses
 from .precision import compare_precision
@@ -145,9 +146,6 @@ def replay_json(
         k: told[k]
         for k in ("step", "loss", "recorded_loss", "exact", "grad_norm", "update_norm", "batch_ids")
     }
-
-    def number(x):
-        return x if not isinstance(x, (float, np.floating)) else float(x) if np.isfinite(x) else str(float(x))
 
     def numbers(a):
         return [[number(x) for x in row] for row in np.atleast_2d(a)]

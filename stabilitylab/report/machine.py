@@ -8,7 +8,8 @@ __all__ = ['run_json', 'runs_json']
 # %% ../../nbs/api/report/03_machine.ipynb #df60e439
 import xarray as xr
 
-from ..detect.findings import Findings, plain
+from ..detect.findings import Findings
+from ..names.encode import plain
 from .content import facts
 
 # %% ../../nbs/api/report/03_machine.ipynb #9dc99954

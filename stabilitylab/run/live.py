@@ -6,10 +6,8 @@
 __all__ = ['LiveStore', 'read_live', 'close_live']
 
 # %% ../../nbs/api/run/03_live.ipynb #49ffe7be
-import fcntl
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import xarray as xr
 
 from ..names.core import GROUPS
 from ..names.errors import bad_input
+from ..names.files import try_lock, write_atomic
 from .ranks import combine_shards, stack_ranks
 from .scalars import Samples, make_events, make_scalars, series, series_names
 
@@ -49,11 +48,8 @@ class LiveStore:
                 "the folder holds something else and is left alone",
             )
         self.live.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.path / f".lock{name}", "w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.close()
+        self.lock = try_lock(self.path / f".lock{name}")
+        if self.lock is None:
             raise bad_input(
                 "path",
                 str(path),
@@ -68,7 +64,7 @@ class LiveStore:
             else 1 + max((int(p.stem.split("-")[1]) for p in self.live.glob("segment-*-0.json")), default=-1)
         )
         self.tag, self.previous = f"{self.segment}-{rank}", _last_attrs(self.live)
-        _put(
+        write_atomic(
             self.live / f"segment-{self.tag}.json",
             json.dumps({"tables": tables, "attrs": attrs or {}, "world": world}).encode(),
         )
@@ -83,7 +79,7 @@ class LiveStore:
         "Add one part; it counts once it is whole."
         buffer = io.BytesIO()
         np.savez(buffer, events=np.frombuffer(json.dumps(list(events)).encode(), np.uint8), **arrays)
-        _put(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer())
+        write_atomic(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer())
         self.n += 1
 
     def close(
@@ -92,7 +88,7 @@ class LiveStore:
     ) -> None:
         "Let go of the path, and make the record an ordinary one."
         try:
-            _put(self.live / f"done-{self.tag}", b"")
+            write_atomic(self.live / f"done-{self.tag}", b"")
             if merge and all((self.live / f"done-{self.segment}-{r}").exists() for r in range(self.world)):
                 self._merge()
         finally:
@@ -100,21 +96,13 @@ class LiveStore:
 
     def _merge(self):
         "The last of the ranks does it."
-        with open(self.path / ".lock-closing", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return
+        lock = try_lock(self.path / ".lock-closing")
+        if lock is None:
+            return
+        with lock:
             if self.live.is_dir():
                 close_live(self.path)
         (self.path / ".lock-closing").unlink(missing_ok=True)
-
-
-def _put(path, data):
-    "Write a file that is there whole or not at all."
-    part = path.with_name("." + path.name)
-    part.write_bytes(data)
-    os.replace(part, path)
 
 
 def _last_attrs(live):
