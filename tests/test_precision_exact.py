@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from stabilitylab.numerics.formats import quantise, stochastic_round
 from stabilitylab.numerics.lattice import debias, lattice
-from stabilitylab.precision.attention import attention_scale_overflow, distinct_positions, loss_rounding
-from stabilitylab.precision.loss_cast import find_loss_cast
-from stabilitylab.precision.loss_scale import Scaler, find_scale_cause, read_loss_scale, simulate_loss_scale
-from stabilitylab.precision.lost import adam_eps, decay_holds, lost_updates, sum_limit
+from stabilitylab.rounding.attention import attention_scale_overflow, distinct_positions, loss_rounding
+from stabilitylab.rounding.loss_cast import find_loss_cast
+from stabilitylab.rounding.loss_scale import Scaler, find_scale_cause, read_loss_scale, simulate_loss_scale
+from stabilitylab.rounding.lost import adam_eps, decay_holds, lost_updates, sum_limit
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"
 

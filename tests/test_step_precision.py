@@ -12,7 +12,7 @@ from stabilitylab.accumulate.audit import audit_accumulation, sequence_gradients
 from stabilitylab.accumulate.deal import compare_denominators, deal
 from stabilitylab.accumulate.weights import DENOMINATORS
 from stabilitylab.cases.samples import sample
-from stabilitylab.precision.attention import attention_inputs, scale_overflows
+from stabilitylab.rounding.attention import attention_inputs, scale_overflows
 from stabilitylab.replay.report import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay

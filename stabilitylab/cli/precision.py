@@ -46,9 +46,9 @@ def step_precision(
     import torch
 
     from stabilitylab.names.errors import InputError
-    from stabilitylab.precision.attention import attention_inputs, scale_overflows
-    from stabilitylab.precision.loss_cast import find_loss_cast, fix_of
-    from stabilitylab.precision.lost import adam_eps, lost_updates
+    from stabilitylab.rounding.attention import attention_inputs, scale_overflows
+    from stabilitylab.rounding.loss_cast import find_loss_cast, fix_of
+    from stabilitylab.rounding.lost import adam_eps, lost_updates
     from stabilitylab.replay.report import setup_of
     from stabilitylab.replay.snapshot import load_batch, load_snapshot
     from stabilitylab.replay.step import replay
