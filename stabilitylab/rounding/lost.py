@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from ..names.errors import bad_input
-from ..numerics.formats import number_format, quantise, spacing, stochastic_round
+from ..numerics.formats import is_lost, number_format, quantise, spacing, stochastic_round
 
 # %% ../../nbs/api/rounding/00_lost.ipynb #12ac30bd
 def lost_updates(
@@ -40,7 +40,7 @@ def lost_updates(
         )
         share = lambda m: float(m[asked].mean()) if asked.any() else float("nan")
         rows[name] = (
-            share(near == 0),
+            share(is_lost(w, u, fmt)),
             share(abs(u) < unit / 2),
             *((float(m.astype(float) @ u) / wanted if wanted else float("nan")) for m in (near, drawn)),
             float(np.sqrt(wanted / len(u))),
