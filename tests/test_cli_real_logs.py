@@ -6,9 +6,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from stabilitylab.read.recognise import formats
 
 from stabilitylab.cli.main import main
+from stabilitylab.read.recognise import formats
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "real_logs"
 FILES = (

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stabilitylab.read.recognise import formats
-from stabilitylab.read.runs import read_log, read_runs
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.follow import Follower
+from stabilitylab.read.recognise import formats
+from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.read.scan import Scan
 from stabilitylab.run.scalars import series
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
-from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.examine import examine, setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps

@@ -12,10 +12,10 @@ from stabilitylab.accumulate.audit import audit_accumulation, sequence_gradients
 from stabilitylab.accumulate.deal import compare_denominators, deal
 from stabilitylab.accumulate.weights import DENOMINATORS
 from stabilitylab.cases.samples import sample
-from stabilitylab.rounding.attention import attention_inputs, scale_overflows
 from stabilitylab.replay.examine import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
+from stabilitylab.rounding.attention import attention_inputs, scale_overflows
 
 COMMAND = [
     sys.executable,

@@ -209,8 +209,7 @@ class BlackBox:
                 b
                 for b in self.index["batches"]
                 if any(s["step"] <= b["step"] <= s["suspect"] for s in pinned)
-                or free
-                and b["step"] >= free[0]["step"]
+                or (free and b["step"] >= free[0]["step"])
             ]
             if len(kept) < 2 or sum(r["bytes"] for r in kept + rows) <= self.max_bytes:
                 break

@@ -19,19 +19,11 @@ def run_json(
     source: str | list[str] | None = None,  # where it came from; None: what the record says
 ) -> dict:  # source, format, n_steps, first_step, last_step, findings; strict JSON
     "The findings of one run as the object that machines read."
-    names = (
-        [source]
-        if isinstance(source, str)
-        else list(source)
-        if source
-        else [str(run.attrs["source"])]
-        if run.attrs.get("source")
-        else []
-    )
+    named = source or run.attrs.get("source") or []
     head = facts(run)
     return plain(
         {
-            "source": names,
+            "source": list(named) if isinstance(named, (list, tuple)) else [str(named)],
             "format": head.format,
             "n_steps": head.n_steps,
             "first_step": head.first_step,
@@ -43,7 +35,7 @@ def run_json(
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e
 def runs_json(
     runs: list[dict],  # objects of `run_json`
-    shared: Findings = Findings(),  # findings across the runs, from `compare_runs`
+    shared: Findings | None = None,  # findings across the runs, from `compare_runs`; None: none
 ) -> dict:  # runs, shared
     "Several runs and what they share."
-    return {"runs": list(runs), "shared": plain(shared.to_dicts())}
+    return {"runs": list(runs), "shared": plain(shared.to_dicts() if shared else [])}

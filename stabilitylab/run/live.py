@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..names.variables import GROUPS
 from ..names.errors import bad_input
 from ..names.files import try_lock, write_atomic
+from ..names.variables import GROUPS
 from .parts import read_live
 from .record import RECORD_FILE, save_run, unpack_run
 

@@ -16,8 +16,8 @@ import numpy as np
 import xarray as xr
 from zarr.storage import ZipStore
 
-from ..names.variables import GROUPS
 from ..names.errors import InputError, bad_input
+from ..names.variables import GROUPS
 from .parts import read_live
 
 # %% ../../nbs/api/run/01_record.ipynb #db2f511f

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..names.variables import scalar_attrs
 from ..names.errors import InputError, bad_input
+from ..names.variables import scalar_attrs
 
 # %% ../../nbs/api/run/00_scalars.ipynb #211919a5
 class Samples(NamedTuple):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+
 from stabilitylab.read.recognise import recognise
 
 N = rb"([-+]?[\d.]+(?:[eE][-+]?\d+)?|nan|inf)"
