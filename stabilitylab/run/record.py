@@ -204,6 +204,16 @@ def is_run(
     return has_mark and any((path / group).is_dir() for group in GROUPS)
 
 # %% ../../nbs/api/run/01_record.ipynb #6588b1db
+def _with_objects_for_text(group: xr.Dataset) -> xr.Dataset:
+    "The group with texts as Python objects: NumPy's own type of text cannot be cast to the fixed-width one."
+    texts = [name for name, variable in group.variables.items() if variable.dtype.kind == "T"]
+    as_objects = {
+        name: (group[name].dims, group[name].values.astype(object), group[name].attrs) for name in texts
+    }
+    coords = {name: value for name, value in as_objects.items() if name in group.coords}
+    return group.assign(as_objects).assign_coords(coords)
+
+
 def open_run(
     path: str | Path,  # folder of a record
 ) -> xr.DataTree:  # the record; arrays are read when used
@@ -222,4 +232,5 @@ def open_run(
         return validate_run(read_live(path))
     packed = path / RECORD_FILE
     store = ZipStore(packed, mode="r") if packed.is_file() else path
-    return validate_run(xr.open_datatree(store, engine="zarr", chunks=None).copy())
+    stored = xr.open_datatree(store, engine="zarr", chunks=None)
+    return validate_run(stored.map_over_datasets(_with_objects_for_text))
