@@ -32,7 +32,7 @@ _N = len(DETAIL)
 _CHUNK = 1 << 22  # entries that the PyTorch form widens at a time
 
 
-def _limits():
+def _limits() -> tuple[list[int], list[int]]:
     "Bits of the smallest float32 that overflows, and of the largest that underflows, in each of `RANGES`."
     over, under = [], []
     for f in map(FORMATS.get, RANGES):
@@ -66,7 +66,7 @@ def tensor_detail(
 
 
 @torch.no_grad()
-def _detail_torch(x):
+def _detail_torch(x: torch.Tensor) -> torch.Tensor:
     "`tensor_detail` in PyTorch's own operators, for every device."
     out = torch.zeros(_N + 256, dtype=torch.float64, device=x.device)
     parts = x.reshape(-1).split(_CHUNK) if x.numel() else ()
@@ -81,17 +81,16 @@ def _detail_torch(x):
     return out
 
 
-def _detail_part(p, about):
+def _detail_part(p: torch.Tensor, about: torch.Tensor) -> torch.Tensor:
     "Everything after `about` for one piece (n,) float32."
     ok, bits = torch.isfinite(p), p.view(torch.int32) & 0x7FFFFFFF
     d = torch.where(ok, p.double() - about, 0.0)
     q = d * d
-    at = bits >> 23
-    bins = (
-        torch.bincount(at, minlength=256)
-        if p.device.type == "cpu"
-        else torch.histc(at.double(), 256, -0.5, 255.5)
-    )  # bincount waits for the device
+    exponent = bits >> 23
+    if p.device.type == "cpu":
+        bins = torch.bincount(exponent, minlength=256)
+    else:  # bincount waits for the device
+        bins = torch.histc(exponent.double(), 256, -0.5, 255.5)
     counts = [
         d.sum(),
         q.sum(),
@@ -127,9 +126,9 @@ def merge_details(
 
 def detail_statistics(
     row: np.ndarray,  # (272,) from `tensor_detail` or `merge_details`
-) -> dict[
-    str, np.ndarray
-]:  # kurtosis (3 for a normal), zero_frac, exponents (256,) shares of all entries, overflow_frac and underflow_frac (4,) by `RANGES`; NaN where nothing is finite
+    # kurtosis (3 for a normal), zero_frac, exponents (256,) shares of all entries,
+    # overflow_frac and underflow_frac (4,) by `RANGES`; NaN where nothing is finite
+) -> dict[str, np.ndarray]:
     "The statistics that one row stands for."
     n, bad, _, a, b, c, e, zeros = row[:8]
     k = n - bad
@@ -168,7 +167,8 @@ def top_channel(
 def lost_updates(
     weight: torch.Tensor,  # weight before the step, any floating type
     update: torch.Tensor,  # what the optimizer takes off, same shape
-) -> torch.Tensor:  # (2,) float64 on the same device: entries whose update is not zero, and those of them that rounding to bf16 swallows
+    # (2,) float64 on the same device: entries whose update is not zero, those of them that bf16 swallows
+) -> torch.Tensor:
     "How many updates a bf16 weight would not feel."
     u = update.detach().float()
     w = weight.detach().to(torch.bfloat16)

@@ -26,7 +26,7 @@ def masked(
     "A launch command that may be shown."
     out, hide = [], False
     for arg in command:
-        name, eq, value = arg.partition("=")
+        name, eq, _ = arg.partition("=")
         secret = bool(_SECRET.search(name)) and not re.search(
             "tokenizer|max_tokens|num_tokens|tokens_per|keyword|n_tokens", name, re.I
         )
@@ -45,7 +45,7 @@ def environment() -> dict:  # flat dict of JSON values
     "What this process runs on and how it was started."
     import torch
 
-    def version(p):
+    def version(p: str) -> str | None:
         try:
             return metadata.version(p)
         except metadata.PackageNotFoundError:
