@@ -144,7 +144,7 @@ def sampled_columns(
 
 
 def module_columns(
-    sums: np.ndarray,  # (3*modules, 5) rows of sums
+    sums: np.ndarray,  # shape (3*modules, 5) rows of sums
     scale: float = 1.0,  # loss scale that the gradients carry
 ) -> dict[str, np.ndarray]:  # variable of /activations -> (modules,) float32
     "One step's row of every module statistic."
@@ -158,8 +158,8 @@ def module_columns(
 
 
 def param_columns(
-    grads: np.ndarray,  # (params, 5) sums of the gradients; zeros where there is none
-    made: np.ndarray,  # (params, 12) sums of the step; NaN where there was none
+    grads: np.ndarray,  # shape (params, 5) sums of the gradients; zeros where there is none
+    made: np.ndarray,  # shape (params, 12) sums of the step; NaN where there was none
     scale: float = 1.0,  # loss scale that the gradients carry
 ) -> dict[str, np.ndarray]:  # 'group/variable' -> (params,) float32
     "One step's row of every parameter statistic."
@@ -207,12 +207,12 @@ def _bad_module(
 
 def first_bad(
     names: list[str],  # module names
-    sums: np.ndarray,  # (3*modules, 5)
+    sums: np.ndarray,  # shape (3*modules, 5)
     order: list[int],  # rows in the order in which they were first filled
     dtypes: dict,  # row -> dtype
     params: list[str] = (),  # parameter names
-    grads: np.ndarray | None = None,  # (params, 5)
-    made: np.ndarray | None = None,  # (params, 12)
+    grads: np.ndarray | None = None,  # shape (params, 5)
+    made: np.ndarray | None = None,  # shape (params, 12)
     frames: int = 5,  # how many earlier rows are told
 ) -> dict | None:  # module, tensor, dtype, count, frames; None where all is finite
     "Where NaN or Inf appeared first in a step: forward, then backward, then gradients, state and weights."

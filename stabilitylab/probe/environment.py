@@ -16,7 +16,8 @@ from importlib import metadata
 # %% ../../nbs/api/probe/04_environment.ipynb #27bdcc14
 _SECRET = re.compile(r"(key|token|secret|passw|pwd|credential|auth)", re.I)
 _TOKENS = re.compile(
-    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"
+    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b"
+    r"|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"
 )
 
 

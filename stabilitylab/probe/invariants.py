@@ -130,11 +130,11 @@ def check_training(
     model: torch.nn.Module,  # as the loop will train it; its weights and gradients are left as they were
     optimizer: torch.optim.Optimizer,  # its optimizer
     batch: object,  # a batch of the loop
-    loss: Callable,  # (model, batch) -> scalar loss
+    loss: Callable,  # called as (model, batch) -> scalar loss
     # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
     logits: Callable | None = None,
-    tokens: torch.Tensor | None = None,  # (batch, seq) int64
-    # one row a check: ok (True, False, or None where it could not be made), found (what is wrong, by parameter)
+    tokens: torch.Tensor | None = None,  # shape (batch, seq) int64
+    # one row a check: ok (True, False, None where it could not be made), found (what is wrong, by parameter)
 ) -> pd.DataFrame:
     "What a single batch shows to be wrong in a training loop."
     found = {}
@@ -156,7 +156,7 @@ def check_training(
 # %% ../../nbs/api/probe/09_invariants.ipynb #428e7cd7
 def growth_exponents(
     model: torch.nn.Module,  # with its blocks in an nn.ModuleList
-    run: Callable,  # () -> scalar loss of a forward pass
+    run: Callable,  # called as () -> scalar loss of a forward pass
     # (activations from the first block's input to the last's output, gradients the other way), both a block
 ) -> tuple[float, float]:
     "How fast activations and gradients grow from block to block."
@@ -173,5 +173,5 @@ def growth_exponents(
     finally:
         for h in hooks:
             h.remove()
-    (v0, v1), (g0, g1) = ([t.detach().double().norm().item() for t in pair] for pair in (seen, grads))
+    v0, v1, g0, g1 = (t.detach().double().norm().item() for t in (*seen, *grads))
     return float(np.log(v1 / v0) / len(blocks)), float(np.log(g0 / g1) / len(blocks))

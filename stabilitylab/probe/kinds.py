@@ -224,7 +224,7 @@ class QkvLayout:
 
 
 def split_qkv(
-    out: torch.Tensor,  # (…, width) output of a fused projection
+    out: torch.Tensor,  # shape (…, width), output of a fused projection
     layout: QkvLayout,  # from `qkv_layout`
 ) -> dict[str, torch.Tensor]:  # 'q', 'k', 'v' -> a view of `out`, no copy
     "Queries, keys and values of a fused projection."

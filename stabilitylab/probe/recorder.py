@@ -282,7 +282,9 @@ class Recorder:
         self.guard.attempt("triggers", None, self._pull_triggers, scalars)
         if self.options.on_nonfinite != "stop":
             return False
-        return any(bool((rows[:, 4] > 0).any()) for rows in [*parts.values(), *(t for _, t in item["grads"])])
+        tables = list(parts.values())
+        tables += [rows for _, rows in item["grads"]]
+        return any(bool((rows[:, 4] > 0).any()) for rows in tables)
 
     def _ready(self, parts: dict) -> Any:
         "What says that the copies to the CPU are there; None where nothing had to be copied."

@@ -63,7 +63,11 @@ def stacked(
     groups = {}
     for key, row in rows.items():
         groups.setdefault((row.device, len(row)), []).append(key)
-    return [(keys, to_host(torch.stack([rows[key] for key in keys]))) for keys in groups.values()]
+    found = []
+    for keys in groups.values():
+        together = torch.stack([rows[key] for key in keys])
+        found.append((keys, to_host(together)))
+    return found
 
 
 def fetch(

@@ -189,7 +189,10 @@ class Writer:
         arrays = {"scalars/step": np.array([row[0] for row in self.rows])}
         arrays["scalars/time"] = np.array([row[1] for row in self.rows])
         every = [row[3] for row in self.rows]
-        for name in dict.fromkeys(name for scalars in every for name in scalars):
+        names = {}
+        for scalars in every:
+            names |= dict.fromkeys(scalars)
+        for name in names:
             arrays[f"scalars/{name}"] = np.array([scalars.get(name, np.nan) for scalars in every])
             arrays[f"scalars/has:{name}"] = np.array([name in scalars for scalars in every])
         return arrays
@@ -198,7 +201,9 @@ class Writer:
         "The statistics that wait."
         keys, steps = list(self.rows[0][2]), np.array([row[0] for row in self.rows])
         arrays = {f"{key.split('/')[0]}/step": steps for key in keys}
-        return arrays | {key: np.stack([row[2][key] for row in self.rows]) for key in keys}
+        for key in keys:
+            arrays[key] = np.stack([row[2][key] for row in self.rows])
+        return arrays
 
     def _sampled_arrays(self) -> dict[str, np.ndarray]:
         "The costly statistics that wait; a statistic that a step lacks is NaN there."
