@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .downsample import broken_points, keep_extremes, line_pieces
@@ -18,11 +19,17 @@ from .theme import colour, label
 # %% ../../nbs/api/plot/02_loss.ipynb #2fdb4153
 def wants_log(
     da: xr.DataArray,  # one series
-    ratio: float = 20,  # largest over smallest value from which on a logarithmic axis reads better; our convention
-) -> bool:  # False where any finite value is zero or negative, and for the learning rate, whose shape is known in linear form
+    # largest over smallest value from which on a logarithmic axis reads better; our convention
+    ratio: float = 20,
+    # False where any finite value is zero or negative, and for the learning rate, whose shape is known in
+    # linear form
+) -> bool:
     "Whether a series spans so much that a logarithmic axis shows it better."
-    v = da.values[np.isfinite(da.values)]
-    return bool(len(v) and v.min() > 0 and v.max() / v.min() >= ratio and da.name != "lr")
+    if da.name == "lr":
+        return False
+    values = da.values[np.isfinite(da.values)]
+    is_positive = bool(len(values)) and values.min() > 0
+    return bool(is_positive and values.max() / values.min() >= ratio)
 
 
 def short_number(
@@ -39,6 +46,15 @@ def short_number(
     return f"{value:,.4g}" if size < 1000 else f"{value:,.0f}"
 
 
+def _tick(axis: Axis) -> FuncFormatter:
+    "A formatter with thousands written out on an axis that ends below ten thousand."
+
+    def words(value: float, _: int) -> str:
+        return short_number(value, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)
+
+    return FuncFormatter(words)
+
+
 def set_axes(
     ax: Axes,  # where the series is drawn
     da: xr.DataArray,  # the series
@@ -51,27 +67,21 @@ def set_axes(
     ax.set_xlabel("step")
     if log:
         ax.set_yscale("log")
-        lo, hi = ax.get_ylim()
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if hi / lo < 2e3 else (1,), numticks=8))
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 2e3 else (1,), numticks=8))
         ax.yaxis.set_minor_locator(NullLocator())
     if not np.isfinite(da.values).any():
-        ax.set_yticks([])
-        if not ax.texts:
-            ax.text(
-                0.5,
-                0.5,
-                "no finite value" if da.size else "no value",
-                transform=ax.transAxes,
-                ha="center",
-                va="center",
-                color=colour("faint", ax),
-            )
+        _say_empty(ax, "no finite value" if da.size else "no value")
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(
-            FuncFormatter(
-                lambda v, _, axis=axis: short_number(v, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)
-            )
-        )
+        axis.set_major_formatter(_tick(axis))
+
+
+def _say_empty(ax: Axes, words: str) -> None:
+    "Words in the middle of axes on which nothing is drawn."
+    ax.set_yticks([])
+    if not ax.texts:
+        place = {"transform": ax.transAxes, "ha": "center", "va": "center"}
+        ax.text(0.5, 0.5, words, color=colour("faint", ax), **place)
 
 
 def few_ticks(
@@ -80,12 +90,11 @@ def few_ticks(
     "At most four labels on the y-axis, for a panel that is low."
     if not len(ax.get_yticks()):
         return
-    if ax.get_yscale() == "log":
-        ax.yaxis.set_major_locator(
-            LogLocator(subs=(1, 2, 5) if np.divide(*ax.get_ylim()[::-1]) < 30 else (1,), numticks=4)
-        )
-    else:
+    if ax.get_yscale() != "log":
         ax.yaxis.set_major_locator(MaxNLocator(3))
+        return
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 30 else (1,), numticks=4))
 
 # %% ../../nbs/api/plot/02_loss.ipynb #44136754
 RIM = {
@@ -96,34 +105,8 @@ RIM = {
 }  # kind of broken value -> marker, height on the axes
 
 
-def plot_series(
-    da: xr.DataArray,  # one series from `run.series`; dims `(step,)`
-    *,
-    ax: Axes | None = None,  # where to draw; None: new axes
-    log: bool | None = None,  # logarithmic y-axis; None: where the series spans a factor of 20
-    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
-    name: str | None = None,  # words for the legend; None: the log's own name
-    **line_kw,  # options of `Axes.plot`
-) -> Axes:  # the axes
-    "A series over its steps, with repeated steps pale and broken values marked on the rim."
-    ax = ax or plt.subplots(figsize=(5, 3))[1]
-    log = wants_log(da) if log is None else log
-    kw = {
-        "color": colour(str(da.name), ax),
-        "label": label(name or da.attrs.get("log_name", da.name), 40),
-    } | line_kw
-    if da.sizes["step"] <= 60:
-        kw = {"marker": "o", "markersize": 3} | kw
-    for x, y, pale in line_pieces(da, bins):
-        dot = {"marker": "."} if len(x) == 1 else {}
-        ax.plot(
-            x,
-            np.where(y > 0, y, np.nan) if log else y,
-            **(kw | dot | ({"alpha": 0.35, "linewidth": 0.8, "label": "_repeated"} if pale else {})),
-        )
-        if not pale:
-            kw["label"] = "_more"
-    prefix = "" if da.name in (None, "loss") else label(name or da.attrs.get("log_name", da.name), 24) + " "
+def _plot_broken(ax: Axes, da: xr.DataArray, log: bool, prefix: str) -> None:
+    "Values that the axes cannot show, on their rim."
     for kind, steps in broken_points(da, positive=log).items():
         marker, height = RIM[kind]
         shown = steps[keep_extremes(steps, np.zeros(len(steps)), 100)]
@@ -140,6 +123,31 @@ def plot_series(
             transform=ax.get_xaxis_transform(),
             label=f"{prefix}{kind} ({len(steps):,})",
         )
+
+
+def plot_series(
+    da: xr.DataArray,  # one series from `run.series`; dims `(step,)`
+    *,
+    ax: Axes | None = None,  # where to draw; None: new axes
+    log: bool | None = None,  # logarithmic y-axis; None: where the series spans a factor of 20
+    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+    name: str | None = None,  # words for the legend; None: the log's own name
+    **line_kw: object,  # options of `Axes.plot`
+) -> Axes:  # the axes
+    "A series over its steps, with repeated steps pale and broken values marked on the rim."
+    ax = ax or plt.subplots(figsize=(5, 3))[1]
+    log = wants_log(da) if log is None else log
+    own_name = name or da.attrs.get("log_name", da.name)
+    look = {"color": colour(str(da.name), ax), "label": label(own_name, 40)} | line_kw
+    if da.sizes["step"] <= 60:
+        look = {"marker": "o", "markersize": 3} | look
+    for x, y, pale in line_pieces(da, bins):
+        dot = {"marker": "."} if len(x) == 1 else {}
+        faint = {"alpha": 0.35, "linewidth": 0.8, "label": "_repeated"} if pale else {}
+        ax.plot(x, np.where(y > 0, y, np.nan) if log else y, **(look | dot | faint))
+        if not pale:
+            look["label"] = "_more"
+    _plot_broken(ax, da, log, "" if da.name in (None, "loss") else label(own_name, 24) + " ")
     set_axes(ax, da, log)
     return ax
 
@@ -151,29 +159,18 @@ def plot_loss(
     ax: Axes | None = None,  # where to draw; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: where the loss spans a factor of 20
     bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
-    **line_kw,  # options of `Axes.plot` for the training loss
+    **line_kw: object,  # options of `Axes.plot` for the training loss
 ) -> Axes:  # the axes, with a legend
     "The loss curve of a run: passes, restarts, spikes and broken values."
     ax = plot_series(loss, ax=ax, log=log, bins=bins, **line_kw)
+    is_log = ax.get_yscale() == "log"
     if val is not None:
-        plot_series(
-            val,
-            ax=ax,
-            log=ax.get_yscale() == "log",
-            bins=bins,
-            **({"linewidth": 1.3} if val.sizes["step"] < 1000 else {"zorder": 1.8, "alpha": 0.8}),
-        )
-    if val is not None:
-        set_axes(ax, loss, ax.get_yscale() == "log")
+        look = {"linewidth": 1.3} if val.sizes["step"] < 1000 else {"zorder": 1.8, "alpha": 0.8}
+        plot_series(val, ax=ax, log=is_log, bins=bins, **look)
+        set_axes(ax, loss, is_log)
+    look = {"color": colour("restart", ax), "linewidth": 0.8, "linestyle": (0, (1, 2)), "zorder": 1}
     for i, step in enumerate(restart_steps(loss)):
-        ax.axvline(
-            step,
-            color=colour("restart", ax),
-            linewidth=0.8,
-            linestyle=(0, (1, 2)),
-            zorder=1,
-            label="_restart" if i else "restart",
-        )
+        ax.axvline(step, label="_restart" if i else "restart", **look)
     ax.margins(x=0.01)
     if names := ax.get_legend_handles_labels()[1]:
         ax.legend(loc="upper right", ncols=min(len(names), 4), bbox_to_anchor=(1, 0.97))

@@ -27,19 +27,15 @@ def css_colours(
 _VARIABLE = {pair[0]: f"var(--c-{name.replace('_', '-')})" for name, pair in COLOURS.items()}
 
 
-def _for_page(svg, words):
+def _for_page(svg: str, words: str) -> str:
     "An SVG file as an element of a page: no header, no ids that could clash, colours and fonts of the page."
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
     svg = re.sub(r' id="(?!p|m|h)[^"]*"', "", svg)
-    svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda m: _VARIABLE.get(m[0], m[0]), svg)
+    svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: _VARIABLE.get(found[0], found[0]), svg)
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r"\1 var(--font)", svg)
-    return re.sub(
-        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
-        rf'<svg \1 role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">',
-        svg,
-        count=1,
-    )
+    element = rf'<svg \1 role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', element, svg, count=1)
 
 # %% ../../nbs/api/plot/04_svg.ipynb #7553b879
 def findings_svg(

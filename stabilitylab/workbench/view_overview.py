@@ -126,19 +126,19 @@ class Overview(widgets.VBox):
         state.observe(self.tell, names=["selected", "busy"])
         state.observe(self.fill, names=["findings", "runs", "name"])
 
-    def draw(self, _: object = None) -> None:
+    def draw(self, *_: object) -> None:
         "Draws the picture."
         self.picture.png, self.picture.panels = picture_of(self.shared)
 
-    def tell(self, _: object = None) -> None:
+    def tell(self, *_: object) -> None:
         "Writes the words below the picture."
         self.detail.value = detail_html(self.shared)
 
-    def mark(self, _: object = None) -> None:
+    def mark(self, *_: object) -> None:
         "Marks the selected finding in the list."
         self.listing.value = self.shared.selected if self.shared.selected >= 0 else None
 
-    def fill(self, _: object = None) -> None:
+    def fill(self, *_: object) -> None:
         "Shows another run, or the same with more steps."
         findings = self.shared.findings
         self.picture.alt = f"Loss of {self.shared.name} with {len(findings)} findings."
@@ -158,7 +158,7 @@ class Overview(widgets.VBox):
 
     def zoom(
         self,
-        span: list,  # [first, last] step, or [] for all
+        span: list,  # first and last step, or [] for all
     ) -> None:
         "Shows these steps."
         self.shared.x_range = tuple(span)

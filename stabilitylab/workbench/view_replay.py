@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ipywidgets as widgets
+import numpy as np
 import pandas as pd
 import traitlets
 import xarray as xr
@@ -32,7 +33,7 @@ from .views import View
 def _swap_picture(swap: dict, dark: bool) -> bytes:
     "The heat map of states and batches."
     dims = ("state", "batch")
-    cells = {name: (dims, [[float(x) for x in row] for row in swap[name]]) for name in ("grad_norm", "loss")}
+    cells = {name: (dims, np.array(swap[name], float)) for name in ("grad_norm", "loss")}
     coords = {"state": swap["states"], "batch": swap["batches"]}
     table = xr.Dataset(cells, coords, {"verdict": swap["verdict"]})
     size = 1.8 + 1.1 * len(swap["batches"]), 0.8 + 0.4 * len(swap["states"])
@@ -47,7 +48,7 @@ def _samples_picture(samples: list[dict], dark: bool) -> bytes:
 
 def _precision_picture(rows: list[dict], dark: bool) -> bytes:
     "The errors by module and precision."
-    error = [[float(x) for x in row["error"]] for row in rows]
+    error = np.array([row["error"] for row in rows], float)
     coords = {"precision": [row["precision"] for row in rows], "module": rows[0]["modules"]}
     return replay_png(plot_precision, xr.Dataset({"error": (("precision", "module"), error)}, coords), dark)
 
