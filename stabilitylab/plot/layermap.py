@@ -32,7 +32,7 @@ class LayerMap:
     def _axes(self, rows: int, dark: bool) -> tuple[Axes, Axes]:
         "Axes for that many rows and their colour bar, the same as before where they fit."
         if self._kind != (rows, dark):
-            height = min(6.5, max(1.8, 0.9 + 0.11 * rows))
+            height = min(6.5, max(1.8, 0.9 + 0.13 * rows))
             figure = Figure((self.width, height), dpi=self.dpi, layout="none")
             bottom, tall = 0.45 / height, 1 - 0.8 / height
             self._ax = figure.add_axes([0.2, bottom, 0.68, tall])
@@ -73,7 +73,6 @@ class LayerMap:
             if marked is not None and 0 <= marked < rows:
                 ax.plot(ax.get_xlim(), [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.8)
             _mark(ax, marks)
-            ax.set_ylim(rows, 0)
             return figure_png(ax.figure), [panel_of(ax)]
 
 

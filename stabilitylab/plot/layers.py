@@ -78,7 +78,8 @@ def plot_layers(
         "extent": (step[0], step[-1] + gap, len(values), 0),
     }
     image = ax.imshow(np.ma.masked_where(~(shown > 0), shown), norm=norm, cmap=colours, **place)
-    every = max(1, -(-len(values) // 28))
+    ax.set(xlim=(step[0], step[-1] + gap), ylim=(len(values), 0))
+    every = max(1, -(-len(values) // 44))  # so many names fit beside the tallest map
     names = [short_name(name) for name in da[row].values[::every]]
     ax.set_yticks(np.arange(0, len(values), every) + 0.5, names, fontsize=7)
     ax.grid(False)
