@@ -32,6 +32,7 @@ class WorkbenchState(HasTraits):
     name = traitlets.Unicode("", help="the run that is shown")
     findings = traitlets.Instance(Findings, (), help="what `diagnose` found in it")
     selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
+    step = traitlets.Float(None, allow_none=True, help="the step that was clicked; None: none")
     x_range = traitlets.Tuple(help="(first, last) step shown; (): all")
     shown = traitlets.Tuple(help="names of the series drawn, the first one large; (): the usual ones")
     log = traitlets.Bool(
@@ -79,6 +80,35 @@ class WorkbenchState(HasTraits):
             raise bad_input("shown", unknown[0], ", ".join(self.series))
         return proposal["value"]
 
+    def __init__(self, **traits: object):
+        self._past, self._future, self._goes = [], [], False
+        super().__init__(**traits)
+
+    @traitlets.observe("x_range")
+    def _remember(self, change: dict) -> None:
+        if not self._goes:
+            self._past.append(change["old"])
+            self._future.clear()
+
+    def _go(self, there: list, back: list) -> None:
+        "Takes the last range of one list and keeps the present one in the other."
+        if not there:
+            return
+        back.append(self.x_range)
+        self._goes = True
+        try:
+            self.x_range = there.pop()
+        finally:
+            self._goes = False
+
+    def undo(self) -> None:
+        "The range before the last zoom."
+        self._go(self._past, self._future)
+
+    def redo(self) -> None:
+        "The range that was undone."
+        self._go(self._future, self._past)
+
     def show(
         self,
         name: str,  # one of `runs`
@@ -87,7 +117,8 @@ class WorkbenchState(HasTraits):
         if name not in self.runs:
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
-        self.name, self.x_range, self.shown = name, (), ()
+        self.step, self.name, self.x_range, self.shown = None, name, (), ()
+        self._past, self._future = [], []
         self._look()
 
     def update(

@@ -121,7 +121,9 @@ class LayersView(widgets.VBox):
         self.what = widgets.Dropdown(
             description="Statistic", layout=wide, tooltip="what the colour stands for"
         )
-        self.kind = widgets.Dropdown(options=[("all", "")], description="Kind", layout=widgets.Layout(width="220px"))
+        self.kind = widgets.Dropdown(
+            options=[("all", "")], description="Kind", layout=widgets.Layout(width="220px")
+        )
         self.find = widgets.Text(
             placeholder="part of a name, such as blocks.3",
             description="Name",

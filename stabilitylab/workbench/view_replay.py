@@ -169,6 +169,7 @@ class ReplayView:
         self.step.observe(lambda _: (self._draw(), self._offer()), names=["value"])
         self.state.observe(lambda _: self.open(), names=["name", "runs"])
         self.state.observe(lambda _: self._follow(), names=["selected"])
+        self.state.observe(lambda change: self.choose(change["new"]), names=["step"])
         self.start.on_click(lambda _: self.begin())
         self.stop.on_click(lambda _: self.end())
 
@@ -201,10 +202,10 @@ class ReplayView:
 
     def choose(
         self,
-        step: float,  # a step, or near one
+        step: float | None,  # a step, or near one; None: as it is
     ) -> None:
         "Takes the nearest step that can be replayed."
-        if self.steps:
+        if self.steps and step is not None:
             self.step.value = min(self.steps, key=lambda known: abs(known - step))
 
     def _draw(self) -> None:
