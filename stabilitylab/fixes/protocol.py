@@ -6,7 +6,7 @@
 __all__ = ['REGISTRY', 'Change', 'shown', 'Applied', 'between', 'one_of', 'About', 'register', 'Fix', 'parameter_ranges',
            'conflicts', 'apply_all', 'Placebo']
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #c3e1602f
+# %% ../../nbs/api/fixes/01_protocol.ipynb #08585975
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from .training import Hook, Training
 
+from .training import Hook, Training
 from ..knowledge.phenomena import load_rows
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #199f8d3e
+# %% ../../nbs/api/fixes/01_protocol.ipynb #71eee9f5
 @dataclass(frozen=True)
 class Change:
     "One line of a preview."
@@ -35,7 +35,8 @@ def shown(
 ) -> str:  # one short line
     "A value as a preview shows it."
     if torch.is_tensor(value):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}, rms {value.detach().float().square().mean().sqrt():.4g}"
+        kind, rms = str(value.dtype).removeprefix("torch."), value.detach().float().square().mean().sqrt()
+        return f"{kind}{list(value.shape)}, rms {rms:.4g}"
     if isinstance(value, torch.nn.Module):
         return type(value).__name__
     if isinstance(value, float):
@@ -100,7 +101,7 @@ class Applied:
             module.train(parent.training)
         self.back(lambda: _restore_child(parent, name, had, old, order))
         parent._modules[name] = module
-        old_ids = {id(p) for p in old.parameters()} if old is not None else set()
+        old_ids = frozenset(id(p) for p in old.parameters()) if old is not None else frozenset()
         self.drop_parameters(old_ids - {id(p) for p in self.training.model.parameters()})
         self.add_parameters(list(module.parameters()) if module is not None else [])
 
@@ -115,7 +116,7 @@ class Applied:
         self.training.optimizer.add_param_group(like | {"params": new, "weight_decay": 0.0})
         self.back(lambda: _drop_group(self.training.optimizer, groups, new))
 
-    def drop_parameters(self, ids: set[int]) -> None:
+    def drop_parameters(self, ids: frozenset[int]) -> None:
         "Takes parameters that the model no longer has away from the optimizer."
         for group in self.training.optimizer.param_groups:
             old = group["params"]
@@ -171,7 +172,7 @@ def _drop_group(optimizer, groups: list, parameters: list) -> None:
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #2acfeb26
+# %% ../../nbs/api/fixes/01_protocol.ipynb #e380ac87
 def between(
     default: float,  # what the fix does unless told otherwise
     low: float,  # smallest sane value
@@ -197,7 +198,7 @@ def _check(name: str, value: Any, rules: Field) -> None:
     if "low" in allowed and not allowed["low"] <= value <= allowed["high"]:
         raise bad_input(name, value, f"{allowed['low']} to {allowed['high']}")
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #3d5ef994
+# %% ../../nbs/api/fixes/01_protocol.ipynb #4b3b24d3
 @dataclass(frozen=True)
 class About:
     "What is true of a remedy whatever its parameters."
@@ -219,7 +220,7 @@ def register(
     cls: type,  # a `Fix`
 ) -> type:  # the same
     "Adds a fix to the registry under its name."
-    if cls.about.name in REGISTRY and REGISTRY[cls.about.name].__module__ != cls.__module__:
+    if cls.about.name in REGISTRY and REGISTRY[cls.about.name].__name__ != cls.__name__:
         raise bad_input("name", cls.about.name, "a name that is not taken")
     REGISTRY[cls.about.name] = cls
     return cls
@@ -336,7 +337,7 @@ def apply_all(
         raise
     return done
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #411ab08f
+# %% ../../nbs/api/fixes/01_protocol.ipynb #0021de7f
 @register
 @dataclass(frozen=True)
 class Placebo(Fix):

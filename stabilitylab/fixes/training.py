@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Hook', 'Stepped', 'grad_norm', 'Training']
 
-# %% ../../nbs/api/fixes/00_training.ipynb #58da084d
+# %% ../../nbs/api/fixes/00_training.ipynb #51fb98ef
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import torch
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/00_training.ipynb #05a1620a
+# %% ../../nbs/api/fixes/00_training.ipynb #6c65d2c3
 class Hook:
     "What a fix does inside every step; a method that is left out does nothing."
 
@@ -53,7 +53,7 @@ class Stepped:
     grad_norm: float  # L2 norm before `Training.clip`; NaN and inf as they come
     skipped: bool  # whether the optimizer was left out
 
-# %% ../../nbs/api/fixes/00_training.ipynb #9182f5fa
+# %% ../../nbs/api/fixes/00_training.ipynb #205947c7
 def grad_norm(
     parameters,  # of a model
 ) -> float:  # L2 norm over all gradients, in float32; 0 without any
@@ -83,6 +83,7 @@ class Training:
     hooks: list[Hook] = field(default_factory=list)  # of fixes
     applied: list = field(default_factory=list)  # fixes in force, oldest first
     skip: bool = False  # whether this step leaves the optimizer out
+    last_loss: float = float("nan")  # measured loss of the step in progress
 
     def __post_init__(self):
         if self.measure is None:
@@ -95,7 +96,7 @@ class Training:
             self.schedule(self.optimizer, self.step)
         for hook in hooks:
             hook.before_step(self)
-        loss = self._backward(hooks)
+        self.last_loss = self._backward(hooks)
         for hook in hooks:
             hook.after_backward(self)
         norm = grad_norm(self.model.parameters())
@@ -108,7 +109,7 @@ class Training:
         for hook in hooks:
             hook.after_step(self)
         self.step += 1
-        return Stepped(self.step - 1, loss, norm, self.skip)
+        return Stepped(self.step - 1, self.last_loss, norm, self.skip)
 
     def _backward(self, hooks: list[Hook]) -> float:
         "Gradients of all micro-batches of the step; gives the measured loss."
