@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'AdamEps', 'AdamBeta2', 'EqualBetas', 'SGDLikeAdam', 'WeightDecay', 'DecayRule', 'AdamC', 'IndependentDecay',
            'NoDecayOnSmall', 'Adafactor', 'OtherOptimizer', 'Muon', 'MuonWithAdam', 'orthogonal', 'ResetMoments']
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #1e01cc9a
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #486388aa
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from .protocol import About, Applied, Fix, between, one_of, register
 from .training import Hook
 from ..names.errors import InputError, bad_input
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #bf5cd2f8
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #291884a9
 def _set_groups(book: Applied, name: str, value) -> None:
     "Sets an entry of every parameter group that has it."
     optimizer = book.training.optimizer
@@ -113,7 +113,7 @@ class SGDLikeAdam(Fix):
         _set_groups(book, "betas", lambda betas: (0.0, betas[1]))
         _set_groups(book, "eps", self.eps)
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #61843481
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #1bda5060
 @register
 @dataclass(frozen=True)
 class WeightDecay(Fix):
@@ -254,7 +254,7 @@ def _forget(groups: list, group: dict) -> None:
     "Removes one group by identity."
     groups[:] = [g for g in groups if g is not group]
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #d994b438
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #64208d11
 class Adafactor(torch.optim.Optimizer):
     "Adafactor with an outside learning rate: factored second moments and updates cut at an RMS."
 

@@ -6,7 +6,7 @@
 __all__ = ['REGISTRY', 'Change', 'shown', 'Applied', 'between', 'one_of', 'About', 'register', 'Fix', 'parameter_ranges',
            'conflicts', 'apply_all', 'Placebo']
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #08585975
+# %% ../../nbs/api/fixes/01_protocol.ipynb #7f5556d2
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
@@ -19,7 +19,7 @@ from .training import Hook, Training
 from ..knowledge.phenomena import load_rows
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #71eee9f5
+# %% ../../nbs/api/fixes/01_protocol.ipynb #235f1647
 @dataclass(frozen=True)
 class Change:
     "One line of a preview."
@@ -172,7 +172,7 @@ def _drop_group(optimizer, groups: list, parameters: list) -> None:
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #e380ac87
+# %% ../../nbs/api/fixes/01_protocol.ipynb #b7ea0ffd
 def between(
     default: float,  # what the fix does unless told otherwise
     low: float,  # smallest sane value
@@ -198,7 +198,7 @@ def _check(name: str, value: Any, rules: Field) -> None:
     if "low" in allowed and not allowed["low"] <= value <= allowed["high"]:
         raise bad_input(name, value, f"{allowed['low']} to {allowed['high']}")
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #4b3b24d3
+# %% ../../nbs/api/fixes/01_protocol.ipynb #13f61d9e
 @dataclass(frozen=True)
 class About:
     "What is true of a remedy whatever its parameters."
@@ -320,7 +320,7 @@ def _own_random(training: Training) -> Iterator[None]:
 
 def apply_all(
     training: Training,  # changed in place
-    fixes: list[Fix],  # in this order
+    fixes: list[Fix],  # in this order, those that go back to an earlier state first
 ) -> list[Applied]:  # undo them from the last to the first
     "Applies several fixes; where one cannot be applied, none is."
     taken = conflicts(fixes)
@@ -329,7 +329,7 @@ def apply_all(
         raise bad_input("fixes", [f.name for f in fixes], "fixes that take different slots", said)
     done: list[Applied] = []
     try:
-        for one in fixes:
+        for one in sorted(fixes, key=lambda one: one.about.acts_on != "restart"):
             done.append(one.apply(training))
     except BaseException:
         for book in reversed(done):
@@ -337,7 +337,7 @@ def apply_all(
         raise
     return done
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #0021de7f
+# %% ../../nbs/api/fixes/01_protocol.ipynb #6df7e44f
 @register
 @dataclass(frozen=True)
 class Placebo(Fix):
