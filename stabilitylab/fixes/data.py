@@ -6,7 +6,7 @@
 __all__ = ['Rearranged', 'SkipBatches', 'Shuffle', 'OtherSeed', 'repeated_share', 'map_rows', 'tokens_of', 'Filtered',
            'DropRepeats', 'DropHard', 'LargerBatch', 'Curriculum', 'cut_length']
 
-# %% ../../nbs/api/fixes/24_data.ipynb #b3007594
+# %% ../../nbs/api/fixes/24_data.ipynb #0a86c6bb
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .loss import count_targets
 from .protocol import About, Applied, Fix, between, register
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/24_data.ipynb #76833efb
+# %% ../../nbs/api/fixes/24_data.ipynb #866fe663
 class Rearranged:
     "Batches of other steps."
 
@@ -109,7 +110,7 @@ class OtherSeed(Fix):
         Shuffle(block=4096, seed=self.seed).change(book)
         book.set(book.training, "seed", self.seed, "training")
 
-# %% ../../nbs/api/fixes/24_data.ipynb #35730a47
+# %% ../../nbs/api/fixes/24_data.ipynb #ca6ce6cc
 def repeated_share(
     row: torch.Tensor,  # (seq,) int64 tokens
     longest: int = 13,  # tokens of an n-gram at most
@@ -238,7 +239,7 @@ class DropHard(Fix):
         new = Filtered(training.batches, score, 0.5)
         book.set(training, "batches", new, "training", f"without the hardest {self.share:.0%}")
 
-# %% ../../nbs/api/fixes/24_data.ipynb #d1e7b8f1
+# %% ../../nbs/api/fixes/24_data.ipynb #76a20a8b
 @register
 @dataclass(frozen=True)
 class LargerBatch(Fix):
@@ -288,9 +289,22 @@ class Curriculum(Fix):
 
         def shortened(step: int) -> list:
             share = min(1.0, self.start + (1 - self.start) * max(step - first, 0) / self.steps)
-            return [cut_length(part, share) for part in base(step)]
+            return [cut_length(part, _enough(part, share)) for part in base(step)]
 
         book.set(book.training, "batches", shortened, "training", f"lengths from {self.start:.0%} on")
+
+
+def _enough(part, share: float) -> float:
+    "The share, or the next one by eighths that leaves a target that counts."
+    while share < 1 and _targets(part) is not None and count_targets(cut_length(part, share)) == 0:
+        share = min(1.0, share + 0.125)
+    return share
+
+
+def _targets(part) -> torch.Tensor | None:
+    "The targets of a micro-batch that has them by name."
+    known = part if isinstance(part, dict) else {}
+    return next((known[k] for k in ("targets", "labels") if k in known), None)
 
 
 def cut_length(

@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'AdamEps', 'AdamBeta2', 'EqualBetas', 'SGDLikeAdam', 'WeightDecay', 'DecayRule', 'AdamC', 'IndependentDecay',
            'NoDecayOnSmall', 'Adafactor', 'OtherOptimizer', 'Muon', 'MuonWithAdam', 'orthogonal', 'ResetMoments']
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #486388aa
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #819f5cb3
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from .protocol import About, Applied, Fix, between, one_of, register
 from .training import Hook
 from ..names.errors import InputError, bad_input
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #291884a9
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #a241f07e
 def _set_groups(book: Applied, name: str, value) -> None:
     "Sets an entry of every parameter group that has it."
     optimizer = book.training.optimizer
@@ -113,7 +113,7 @@ class SGDLikeAdam(Fix):
         _set_groups(book, "betas", lambda betas: (0.0, betas[1]))
         _set_groups(book, "eps", self.eps)
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #1bda5060
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #5dccc221
 @register
 @dataclass(frozen=True)
 class WeightDecay(Fix):
@@ -254,7 +254,7 @@ def _forget(groups: list, group: dict) -> None:
     "Removes one group by identity."
     groups[:] = [g for g in groups if g is not group]
 
-# %% ../../nbs/api/fixes/20_optimizer.ipynb #64208d11
+# %% ../../nbs/api/fixes/20_optimizer.ipynb #33440004
 class Adafactor(torch.optim.Optimizer):
     "Adafactor with an outside learning rate: factored second moments and updates cut at an RMS."
 
@@ -327,7 +327,8 @@ class OtherOptimizer(Fix):
 
     def change(self, book: Applied) -> None:
         "Builds it over the same groups."
-        book.set(book.training, "optimizer", KINDS[self.kind](_groups(book, self.rate)), "training")
+        more = ("eps", "betas") if self.kind in ("nadam", "adamw") else ()
+        book.set(book.training, "optimizer", KINDS[self.kind](_groups(book, self.rate, more)), "training")
 
 
 @register
@@ -349,7 +350,12 @@ class Muon(Fix):
         "Builds the pair over the same groups."
         model = book.training.model
         outside = {id(m.weight) for m in embeddings(model).values()} | {id(m) for m in _head_weights(model)}
-        book.set(book.training, "optimizer", MuonWithAdam(_groups(book, 1.0), self.rate, outside), "training")
+        book.set(
+            book.training,
+            "optimizer",
+            MuonWithAdam(_groups(book, 1.0, ("eps", "betas")), self.rate, outside),
+            "training",
+        )
 
 
 def _head_weights(model: torch.nn.Module) -> list:
@@ -360,9 +366,9 @@ def _head_weights(model: torch.nn.Module) -> list:
         return []
 
 
-def _groups(book: Applied, rate: float) -> list[dict]:
-    "The parameters of the optimizer with their learning rates and decay."
-    keep = ("params", "lr", "weight_decay")
+def _groups(book: Applied, rate: float, more: tuple[str, ...] = ()) -> list[dict]:
+    "The parameters of the optimizer with their learning rates, decay and more."
+    keep = ("params", "lr", "weight_decay", *more)
     groups = [{k: g[k] for k in keep if k in g} for g in book.training.optimizer.param_groups]
     return [g | {"params": list(g["params"]), "lr": g["lr"] * rate} for g in groups]
 
@@ -392,7 +398,9 @@ class MuonWithAdam(torch.optim.AdamW):
         matrices = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]
         gradients = [p.grad for p, _ in matrices]
         for parameter, group in matrices:
-            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            state = self.state[parameter]
+            state.setdefault("step", torch.zeros(()))  # AdamW looks for it when a state is loaded
+            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
             momentum.mul_(0.95).add_(parameter.grad)
             update = orthogonal(parameter.grad + 0.95 * momentum)
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)

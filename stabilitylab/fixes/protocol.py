@@ -6,7 +6,7 @@
 __all__ = ['REGISTRY', 'Change', 'shown', 'Applied', 'between', 'one_of', 'About', 'register', 'Fix', 'parameter_ranges',
            'conflicts', 'apply_all', 'Placebo']
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #7f5556d2
+# %% ../../nbs/api/fixes/01_protocol.ipynb #7002a6fa
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
@@ -19,7 +19,7 @@ from .training import Hook, Training
 from ..knowledge.phenomena import load_rows
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #235f1647
+# %% ../../nbs/api/fixes/01_protocol.ipynb #d64330f8
 @dataclass(frozen=True)
 class Change:
     "One line of a preview."
@@ -123,6 +123,13 @@ class Applied:
             if any(id(p) in ids for p in old):
                 group["params"] = [p for p in old if id(p) not in ids]
                 self.back(lambda group=group, old=old: group.__setitem__("params", old))
+                self._drop_moments([p for p in old if id(p) in ids])
+
+    def _drop_moments(self, parameters: list) -> None:
+        "Takes the moments of parameters out of the optimizer."
+        state = self.training.optimizer.state
+        old = {p: state.pop(p) for p in parameters if p in state}
+        self.back(lambda: state.update(old))
 
     def handle(self, removable: Any) -> None:
         "A hook of PyTorch that is removed on the way back."
@@ -172,7 +179,7 @@ def _drop_group(optimizer, groups: list, parameters: list) -> None:
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #b7ea0ffd
+# %% ../../nbs/api/fixes/01_protocol.ipynb #5cb8969d
 def between(
     default: float,  # what the fix does unless told otherwise
     low: float,  # smallest sane value
@@ -198,7 +205,7 @@ def _check(name: str, value: Any, rules: Field) -> None:
     if "low" in allowed and not allowed["low"] <= value <= allowed["high"]:
         raise bad_input(name, value, f"{allowed['low']} to {allowed['high']}")
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #13f61d9e
+# %% ../../nbs/api/fixes/01_protocol.ipynb #9848ae89
 @dataclass(frozen=True)
 class About:
     "What is true of a remedy whatever its parameters."
@@ -337,7 +344,7 @@ def apply_all(
         raise
     return done
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #6df7e44f
+# %% ../../nbs/api/fixes/01_protocol.ipynb #06dadfa9
 @register
 @dataclass(frozen=True)
 class Placebo(Fix):
