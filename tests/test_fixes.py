@@ -1,5 +1,5 @@
-"""Conformance of every fix: preview and undo leave no trace, promises of an unchanged function hold, nothing
-that is not finite reaches a weight, states go through save and resume, 16-bit weights work, and ranks agree."""
+"""Conformance of every fix: preview and undo leave no trace, promises of an unchanged function hold,
+nothing that is not finite reaches a weight, states go through save and resume, 16-bit weights work, ranks agree."""
 
 import copy
 import math
@@ -334,6 +334,19 @@ def test_where_one_cannot_be_applied_none_is():
     with pytest.raises(InputError, match="frozen"):
         apply_all(training, [fix("qk_norm"), fix("unfreeze")])
     assert_same(before, photograph(training))
+
+
+def test_what_arms_are_compared_by_stays_the_plain_loss():
+    training = training_for("z_loss")
+    for part in training.model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    batch = training.batches(training.step)
+    want = sum(training.measure(training.model, part).item() for part in batch) / len(batch)
+    apply_all(training, [fix("z_loss", weight=1.0), fix("label_smoothing"), fix("loss_fp32")])
+    seen = training.run_step()
+    assert seen.loss == pytest.approx(want, rel=1e-6)
+    assert training.loss(training.model, batch[0]).item() > want + 1
 
 
 def test_a_copy_of_a_fixed_model_has_its_own_fix():

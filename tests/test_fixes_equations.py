@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stabilitylab.fixes.optimizer import Adafactor, orthogonal
+from stabilitylab.fixes.optimizers import Adafactor, orthogonal
 from stabilitylab.fixes.parts import attention_parts
 from stabilitylab.fixes.precision import GridRounding
 from stabilitylab.fixes.registry import fix

@@ -6,7 +6,7 @@
 __all__ = ['TYPES', 'Autocast', 'WeightType', 'cast_moments', 'GridRounding', 'BF16Weights', 'LossScale', 'LossScaling',
            'FP32Sum', 'GradSumFP32', 'tile_quantise', 'FP8Tiles']
 
-# %% ../../nbs/api/fixes/25_precision.ipynb #37173b2c
+# %% ../../nbs/api/fixes/25_precision.ipynb #51b188b2
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from .protocol import About, Applied, Fix, between, one_of, register
-from .training import Hook
+from .training import Hook, Training
 from ..names.errors import bad_input
 from ..numerics.formats import quantise, stochastic_round
 
-# %% ../../nbs/api/fixes/25_precision.ipynb #a667c74a
+# %% ../../nbs/api/fixes/25_precision.ipynb #14f06edd
 TYPES = {  # name -> type; None: no autocast
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -43,7 +43,10 @@ class Autocast(Fix):
         keeps_function=False,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Sets the type of the training."
         book.set(book.training, "autocast", TYPES[self.kind], "training")
 
@@ -63,7 +66,10 @@ class WeightType(Fix):
         keeps_function=False,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Casts parameters, buffers and moments; the old tensors come back on undo."
         kind, training = TYPES[self.kind], book.training
         state = training.optimizer.state
@@ -89,7 +95,7 @@ def _cast(book: Applied, tensor: torch.Tensor, kind: torch.dtype, name: str) -> 
     tensor.grad = None
     tensor.data = new
 
-# %% ../../nbs/api/fixes/25_precision.ipynb #a3718d77
+# %% ../../nbs/api/fixes/25_precision.ipynb #e938b184
 def cast_moments(
     optimizer: torch.optim.Optimizer,  # of the parameter
     parameter: torch.Tensor,  # whose moments are cast
@@ -110,7 +116,10 @@ class GridRounding(Hook):
         self.rounding, self.random = rounding, torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
-    def before_update(self, training) -> None:
+    def before_update(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Widens weights and moments that are stored in bf16, so that the optimizer computes in float32."
         self.narrow = [p for p in training.model.parameters() if p.dtype == torch.bfloat16]
         for parameter in self.narrow:
@@ -120,7 +129,10 @@ class GridRounding(Hook):
             cast_moments(training.optimizer, parameter, torch.float32)
 
     @torch.no_grad()
-    def after_step(self, training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Rounds every weight that learned."
         for parameter in training.model.parameters():
             if parameter.requires_grad and not training.skip:
@@ -129,7 +141,10 @@ class GridRounding(Hook):
             parameter.grad = None
             parameter.data = parameter.data.bfloat16()
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:  # same shape, on the grid
+    def rounded(
+        self,
+        x: torch.Tensor,  # any shape
+    ) -> torch.Tensor:  # same shape, on the grid
         "The nearest number of bf16, or a neighbour at random."
         if self.rounding == "nearest":
             return quantise(x, "bf16").to(x.dtype)
@@ -139,7 +154,10 @@ class GridRounding(Hook):
         "The random state."
         return {"random": self.random.get_state()}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # of `state_dict`
+    ) -> None:
         "Goes on from there."
         self.random.set_state(state["random"])
 
@@ -160,7 +178,10 @@ class BF16Weights(Fix):
         formula="E[SR(x)] = x",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Rounds the weights of now to the nearest, and hangs the rounding into the step."
         hook, training = GridRounding(self.rounding, book.training.seed), book.training
         narrow = [p for p in training.model.parameters() if p.dtype == torch.bfloat16]
@@ -172,7 +193,7 @@ class BF16Weights(Fix):
                 )
         book.hook(hook, f"{self.rounding} rounding to bf16")
 
-# %% ../../nbs/api/fixes/25_precision.ipynb #96a2c0d8
+# %% ../../nbs/api/fixes/25_precision.ipynb #8b90acb3
 class LossScale(Hook):
     "Scales the loss, unscales gradients, and skips what overflowed."
 
@@ -181,12 +202,19 @@ class LossScale(Hook):
     def __init__(self, start: float, window: int, floor: float):
         self.scale, self.window, self.floor, self.clean, self.overflows = start, window, floor, 0, 0
 
-    def scale_loss(self, training, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(
+        self,
+        training: Training,  # the training in progress
+        loss: torch.Tensor,  # of a micro-batch, scaled so far
+    ) -> torch.Tensor:
         "The scaled loss."
         return loss * self.scale
 
     @torch.no_grad()
-    def after_backward(self, training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Unscales, or skips and halves."
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         if all(bool(torch.isfinite(g).all()) for g in gradients):
@@ -203,7 +231,10 @@ class LossScale(Hook):
         "Scale and counts."
         return {"scale": self.scale, "clean": self.clean, "overflows": self.overflows}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # of `state_dict`
+    ) -> None:
         "Goes on from there."
         self.scale, self.clean, self.overflows = state["scale"], state["clean"], state["overflows"]
 
@@ -225,11 +256,14 @@ class LossScaling(Fix):
         formula="overflow: s -> s/2, no step; clean for n steps: s -> 2s",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Hangs the scale into the step."
         book.hook(LossScale(self.start, self.window, self.floor), f"scale from {self.start:g}")
 
-# %% ../../nbs/api/fixes/25_precision.ipynb #bd47312c
+# %% ../../nbs/api/fixes/25_precision.ipynb #e3d6f160
 class FP32Sum(Hook):
     "Collects gradients of micro-batches in float32."
 
@@ -238,19 +272,28 @@ class FP32Sum(Hook):
     def __init__(self):
         self.sums: dict = {}
 
-    def before_step(self, training) -> None:
+    def before_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Starts anew."
         self.sums = {}
 
     @torch.no_grad()
-    def after_part(self, training) -> None:
+    def after_part(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Adds what a micro-batch brought, and empties its place."
         for parameter in training.model.parameters():
             if parameter.grad is not None:
                 wide, parameter.grad = parameter.grad.float(), None
                 self.sums[parameter] = self.sums[parameter] + wide if parameter in self.sums else wide
 
-    def after_backward(self, training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Hands the sums over, rounded once."
         for parameter, total in self.sums.items():
             parameter.grad = total.to(parameter.dtype)
@@ -271,7 +314,10 @@ class GradSumFP32(Fix):
         formula="g = round(Σ_i float32(g_i))",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Hangs the sum into the step."
         book.hook(FP32Sum(), "gradients of micro-batches add in float32")
 
@@ -300,7 +346,12 @@ def tile_quantise(
 class _Tiled:
     "Computes a linear layer again from rounded factors."
 
-    def __call__(self, module, inputs, output):
+    def __call__(
+        self,
+        module,  # the module, or None
+        inputs,  # of the module
+        output: object,  # of the module
+    ):
         return F.linear(tile_quantise(inputs[0], 1), tile_quantise(module.weight, 128), module.bias)
 
 
@@ -319,7 +370,10 @@ class FP8Tiles(Fix):
         formula="tiles 1x128 and 128x128, each with its own scale",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Hangs the rounding on every linear layer."
         found = {n: m for n, m in book.training.model.named_modules() if type(m) is nn.Linear}
         if not found:

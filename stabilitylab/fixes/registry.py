@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAGES', 'fix', 'fixes', 'answers']
 
-# %% ../../nbs/api/fixes/30_registry.ipynb #01b50dfe
+# %% ../../nbs/api/fixes/30_registry.ipynb #72c98da9
 import json
 from functools import cache
 from importlib import import_module
@@ -17,13 +17,20 @@ from .protocol import REGISTRY, Fix, parameter_ranges
 from ..knowledge.phenomena import load_rows
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/30_registry.ipynb #1efcbd3f
+# %% ../../nbs/api/fixes/30_registry.ipynb #dea2f481
 PAGES = (
     "attention",
+    "heads",
     "model",
+    "embedding",
+    "trained",
     "init",
     "optimizer",
+    "optimizers",
     "clipping",
+    "coordinates",
+    "skipping",
+    "updates",
     "loss",
     "schedule",
     "data",
@@ -37,7 +44,8 @@ def _classes() -> dict[str, type]:
     "All registered fixes, in the order of the pages."
     for page in PAGES:
         import_module(f"stabilitylab.fixes.{page}")
-    return dict(REGISTRY)
+    order = {f"stabilitylab.fixes.{page}": i for i, page in enumerate(PAGES)}
+    return dict(sorted(REGISTRY.items(), key=lambda item: order.get(item[1].__module__, -1)))
 
 
 def fix(
@@ -56,8 +64,7 @@ def fix(
 
 
 def fixes(
-    acts_on: str
-    | None = None,  # 'model', 'optimizer', 'loss', 'schedule', 'data', 'precision', 'init' or 'restart'; None: all
+    acts_on: str | None = None,  # 'model', 'optimizer', 'loss', 'schedule', …; None: all
 ) -> (
     pd.DataFrame
 ):  # name, acts_on, what, parameters, source, worked, failed, unclear, keeps_function, is_control, slots
@@ -88,7 +95,7 @@ def _row(name: str, cls: type) -> dict:
         "class": f"{cls.__module__}.{cls.__name__}",
     }
 
-# %% ../../nbs/api/fixes/30_registry.ipynb #e8e44393
+# %% ../../nbs/api/fixes/30_registry.ipynb #aebc5a89
 @cache
 def _reasons() -> dict[str, dict]:
     "Rows of the accounts that no fix speaks of, with the reason."

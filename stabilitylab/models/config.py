@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['CHOICES', 'ModelConfig']
 
-# %% ../../nbs/api/models/10_config.ipynb #4e700ae7
+# %% ../../nbs/api/models/10_config.ipynb #15d9bbf0
 from dataclasses import dataclass
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/10_config.ipynb #d039f216
+# %% ../../nbs/api/models/10_config.ipynb #0f8360fc
 CHOICES = {  # field -> its allowed values
     "norm": ("ln", "rms", "none"),
     "norm_place": ("pre", "post", "b2t", "peri", "after", "rezero"),
@@ -26,7 +26,7 @@ _AT_LEAST_ONE = ("vocab", "seq", "d_model", "n_layer", "n_head", "base_width")
 _ABOVE_ZERO = ("init_std", "init_factor", "cap", "output_cap")
 _ONE_OF = {"decoder_positions": "positions"}
 
-# %% ../../nbs/api/models/10_config.ipynb #28937fab
+# %% ../../nbs/api/models/10_config.ipynb #bbe88841
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape and switches of a model."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SubLayer', 'Block', 'Embedder', 'LanguageModel', 'next_token_loss']
 
-# %% ../../nbs/api/models/14_decoder.ipynb #24621a8b
+# %% ../../nbs/api/models/14_decoder.ipynb #231fc935
 import math
 
 import torch
@@ -18,7 +18,7 @@ from .init import init_weights
 from .parts import MLP, make_norm, sinusoids
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/14_decoder.ipynb #4e5052a8
+# %% ../../nbs/api/models/14_decoder.ipynb #5eadf4fb
 class SubLayer(nn.Module):
     "A residual branch: attention or MLP with its norms."
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
             y = self.cross_attn(y, memory, memory_valid)
         return self.mlp(y, again=x if self.is_b2t else None)
 
-# %% ../../nbs/api/models/14_decoder.ipynb #5b2d994b
+# %% ../../nbs/api/models/14_decoder.ipynb #09f93177
 class Embedder(nn.Module):
     "Tokens to vectors, with absolute positions, norm and factor as configured."
 
@@ -113,7 +113,7 @@ class Embedder(nn.Module):
             x = x + self.fixed[: tokens.shape[1]].to(x.dtype)
         return self.norm(x)
 
-# %% ../../nbs/api/models/14_decoder.ipynb #01632636
+# %% ../../nbs/api/models/14_decoder.ipynb #44c0514f
 class LanguageModel(nn.Module):
     "A decoder-only language model."
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAD', 'START', 'END', 'LayerMix', 'TranslationModel']
 
-# %% ../../nbs/api/models/15_translation.ipynb #3d28b40f
+# %% ../../nbs/api/models/15_translation.ipynb #4c3039be
 import torch
 from torch import nn
 
@@ -14,7 +14,7 @@ from .decoder import Block, Embedder, next_token_loss
 from .init import init_weights
 from .parts import make_norm
 
-# %% ../../nbs/api/models/15_translation.ipynb #c638d72d
+# %% ../../nbs/api/models/15_translation.ipynb #7bd5b3e3
 class LayerMix(nn.Module):
     "A mean of the embedding and all layers, with learned weights."
 
@@ -37,7 +37,7 @@ class LayerMix(nn.Module):
         "How much each layer counts."
         return self.logits.float().softmax(dim=0)
 
-# %% ../../nbs/api/models/15_translation.ipynb #34f4a6b2
+# %% ../../nbs/api/models/15_translation.ipynb #3306f42e
 PAD, START, END = 0, 1, 2  # tokens with a meaning of their own
 
 
