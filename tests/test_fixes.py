@@ -1,5 +1,5 @@
 """Conformance of every fix: preview and undo leave no trace, promises of an unchanged function hold,
-nothing that is not finite reaches a weight, states go through save and resume, 16-bit weights work, ranks agree."""
+nothing that is not finite reaches a weight, states survive a resume, 16-bit weights work, ranks agree."""
 
 import copy
 import math
