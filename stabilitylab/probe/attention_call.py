@@ -6,7 +6,7 @@
 __all__ = ['HIDDEN', 'ROLES', 'AttentionCall', 'Block', 'key_range', 'blocks', 'query_heads', 'block_indices', 'visible',
            'products', 'is_plain', 'biased']
 
-# %% ../../nbs/api/probe/20_attention_call.ipynb #56faf502
+# %% ../../nbs/api/probe/20_attention_call.ipynb #e8a79db0
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,10 +14,8 @@ import torch
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/probe/20_attention_call.ipynb #51174567
-HIDDEN = (
-    -1e4
-)  # an added bias at or below this hides a key: BERT's -10,000, and the least fp16, bf16, fp32 number
+# %% ../../nbs/api/probe/20_attention_call.ipynb #f3e9748d
+HIDDEN = -1e4  # an added bias at or below this hides a key: BERT's -10,000, and the least number of a format
 ROLES = ("self", "cross")  # whose keys an attention reads
 
 
@@ -38,9 +36,7 @@ class AttentionCall:
     score_mod: Callable | None = None  # flex_attention's (score, b, h, query, key) -> score
     mask_mod: Callable | None = None  # flex_attention's (b, h, query, key) -> bool
     documents: torch.Tensor | None = None  # (batch, key) int, packed sequences; None: read off the masks
-    scores: torch.Tensor | None = (
-        None  # (batch, head, query, key) the model's own scores, where only they are known
-    )
+    scores: torch.Tensor | None = None  # (batch, head, query, key) the model's own, where only they are known
     module: str = ""  # name of the module that called
     role: str = "self"  # one of ROLES
     source: str = ""  # how it was caught
@@ -61,7 +57,7 @@ class AttentionCall:
         "The factor on q·k."
         return self.q.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
-# %% ../../nbs/api/probe/20_attention_call.ipynb #be3bcd56
+# %% ../../nbs/api/probe/20_attention_call.ipynb #95be86e5
 @dataclass(frozen=True)
 class Block:
     "A piece of the (query, key) square: some sequences, heads and queries, and the keys that they can see."
@@ -110,7 +106,7 @@ def query_heads(
     group = call.q.shape[1] // call.k.shape[1]
     return slice(block.heads.start * group, block.heads.stop * group)
 
-# %% ../../nbs/api/probe/20_attention_call.ipynb #0d77d892
+# %% ../../nbs/api/probe/20_attention_call.ipynb #2a472146
 def _part(mask: torch.Tensor, call: AttentionCall, block: Block) -> torch.Tensor:
     "A block's piece of a mask that broadcasts to (batch, head, query, key)."
     mask = mask[(None,) * (4 - mask.ndim)]
@@ -157,11 +153,11 @@ def visible(
         own = ids[:, call.offset :][:, block.rows]
         parts.append((own[:, :, None] == ids[:, None, block.keys])[:, None])
     if call.mask_mod is not None:
-        parts.append(call.mask_mod(*block_indices(call, block)))
+        part = call.mask_mod(*block_indices(call, block))
+        parts.append(part[(None,) * (4 - part.ndim)])
     if call.score_mod is not None:
-        parts.append(
-            call.score_mod(torch.zeros((), device=call.q.device), *block_indices(call, block)) > HIDDEN
-        )
+        nothing = torch.zeros(1, 1, 1, 1, device=call.q.device)
+        parts.append(call.score_mod(nothing, *block_indices(call, block)) > HIDDEN)
     if call.scores is not None:
         part = _part(call.scores, call, block)
         parts.append((part > torch.finfo(part.dtype).min / 4) | part.isnan())
@@ -171,11 +167,10 @@ def visible(
     seen = parts[0]
     for part in parts[1:]:
         seen = seen & part
-    return seen.expand(
-        *seen.shape[:2], block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
-    )
+    n_row, n_key = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
+    return seen.expand(*seen.shape[:2], n_row, n_key)
 
-# %% ../../nbs/api/probe/20_attention_call.ipynb #64750104
+# %% ../../nbs/api/probe/20_attention_call.ipynb #e7cbc340
 def products(
     call: AttentionCall,  # the attention
     block: Block,  # a piece of it

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HeadStatistics', 'documents_of', 'commonest', 'summarise', 'attention_statistics']
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #96bf77ed
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #908a2030
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from stabilitylab.probe.attention_stream import (
     usable_rows,
 )
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #67a1d244
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #0815b5d7
 @dataclass(frozen=True)
 class HeadStatistics:
     "What every head of one attention does; arrays (head,) unless said."
@@ -63,7 +63,7 @@ class HeadStatistics:
         "The statistics as lists, by name."
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(self).items()}
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #7bdd4d70
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #b3f8327b
 def documents_of(
     call: AttentionCall,  # the attention
     sums: Sums,  # its sums
@@ -82,7 +82,7 @@ def documents_of(
     starts = (later >= number) & (before < number)
     return (starts.long().cumsum(1) - 1).clamp(min=0)
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #dc4e585b
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #26a85761
 def _by_document(values: torch.Tensor, ids: torch.Tensor, how: str, start: float) -> torch.Tensor:
     "The largest or least value (batch, head, key) of each document, (batch, head, document)."
     out = values.new_full((*values.shape[:2], int(ids.max()) + 1 if ids.numel() else 1), start)
@@ -150,7 +150,7 @@ def _documents_first(x: torch.Tensor) -> torch.Tensor:
     "(batch, head, document) as (batch·document, head)."
     return x.transpose(1, 2).reshape(-1, x.shape[1])
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #34740797
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #3c1b2b4c
 def commonest(
     values: np.ndarray,  # (document, head) integers; negative ones do not count
 ) -> tuple[np.ndarray, np.ndarray]:  # (head,) the commonest value, -1 where there is none; its share
@@ -163,7 +163,7 @@ def commonest(
         shares.append(count.max() / len(column) if len(value) else np.nan)
     return np.array(found), np.array(shares)
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #ca768164
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #534f0b63
 def summarise(
     call: AttentionCall,  # the attention
     sums: Sums,  # what the pass added up
@@ -235,7 +235,7 @@ def _row_means(call: AttentionCall, sums: Sums) -> dict[str, torch.Tensor]:
     out["attn_logit_max"] = torch.where(out["attn_logit_max"] < LOWEST / 2, -torch.inf, out["attn_logit_max"])
     return out
 
-# %% ../../nbs/api/probe/22_attention_heads.ipynb #9223ec1f
+# %% ../../nbs/api/probe/22_attention_heads.ipynb #5a43a54e
 def attention_statistics(
     call: AttentionCall,  # the attention
     epsilon: float = 0.3,  # as for `summarise`

@@ -6,7 +6,7 @@
 __all__ = ['LOWEST', 'FLOAT32_BOUND', 'SHARP_BELOW', 'TIE', 'SEEN_SHARE', 'Sums', 'logit_bound', 'usable_rows', 'row_entropy',
            'attention_sums']
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #75c5f1f7
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #fc416c48
 import math
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from stabilitylab.probe.attention_call import (
     visible,
 )
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #7d936741
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #0c9daad2
 LOWEST = -1e30  # stands for a hidden key: finite, so that 0·LOWEST is 0
 FLOAT32_BOUND = 64.0  # logits up to which float32 keeps five digits of every weight
 SHARP_BELOW = 0.05  # nats; below this mean entropy a head is measured in float64
@@ -72,7 +72,7 @@ def logit_bound(
     ]
     return float(longest[0] * longest[1]) * abs(call.factor)
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #88bf1297
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #a0b2b1fb
 @dataclass(frozen=True)
 class _Seen:
     "Who sees whom in a block, in the forms that the sums need."
@@ -244,7 +244,7 @@ def _is_sharp(sums: Sums) -> bool:
     mean = torch.where(usable, row_entropy(sums), 0.0).sum((0, 2)) / usable.sum((0, 2))
     return bool((mean < SHARP_BELOW).any())
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #49592309
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #c95c1773
 def attention_sums(
     call: AttentionCall,  # the attention
     dtype: torch.dtype
