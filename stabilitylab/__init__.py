@@ -1,33 +1,75 @@
 "A Jupyter workbench for training runs that went unstable: open the failed run, see what moved first, replay, test fixes."
+
 from importlib import import_module
 
 __version__ = "0.1.0"
 
-# public name -> module that holds it; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
-_PUBLIC = {
-    'Workbench': 'stabilitylab.workbench.core', 'diagnose': 'stabilitylab.detect.diagnose', 'compare_runs': 'stabilitylab.detect.across', 'compare_rules': 'stabilitylab.detect.rules', 'Finding': 'stabilitylab.detect.findings', 'Findings': 'stabilitylab.detect.findings',
-    'open_run': 'stabilitylab.run.record', 'save_run': 'stabilitylab.run.record', 'new_run': 'stabilitylab.run.record', 'validate_run': 'stabilitylab.run.record',
-    'Recorder': 'stabilitylab.probe.recorder', 'RecorderCallback': 'stabilitylab.probe.hf', 'OnlineRule': 'stabilitylab.detect.online',
-    'read_log': 'stabilitylab.read.core', 'read_runs': 'stabilitylab.read.core', 'formats': 'stabilitylab.read.core', 'follow': 'stabilitylab.read.follow',
-    'remedies_for': 'stabilitylab.knowledge.remedies', 'remedies_table': 'stabilitylab.knowledge.remedies', 'phenomena': 'stabilitylab.knowledge.phenomena', 'contradictions': 'stabilitylab.knowledge.phenomena',
-    'plot_loss': 'stabilitylab.plot.loss', 'plot_findings': 'stabilitylab.plot.findings', 'write_html': 'stabilitylab.report.html', 'run_json': 'stabilitylab.report.machine', 'run_markdown': 'stabilitylab.report.markdown',
-    'quantise': 'stabilitylab.numerics.formats', 'stochastic_round': 'stabilitylab.numerics.formats', 'lattice': 'stabilitylab.numerics.lattice',
-    'Setup': 'stabilitylab.replay.snapshot', 'Snapshot': 'stabilitylab.replay.snapshot', 'Batch': 'stabilitylab.replay.snapshot', 'load_snapshot': 'stabilitylab.replay.snapshot', 'snapshot_of': 'stabilitylab.replay.snapshot', 'batch_of': 'stabilitylab.replay.snapshot', 'ReplayJob': 'stabilitylab.replay.job', 'load_batch': 'stabilitylab.replay.snapshot', 'replayable_steps': 'stabilitylab.replay.snapshot',
-    'open_checkpoint': 'stabilitylab.checkpoint.open', 'scan_checkpoint': 'stabilitylab.checkpoint.scan', 'diff_checkpoints': 'stabilitylab.checkpoint.scan',
-    'noise_floor': 'stabilitylab.replay.step', 'swap_test': 'stabilitylab.replay.swap', 'compare_precision': 'stabilitylab.replay.precision', 'bisect_precision': 'stabilitylab.replay.precision', 'blame': 'stabilitylab.replay.blame', 'token_losses': 'stabilitylab.replay.blame', 'ablate': 'stabilitylab.replay.blame',
-    'lost_updates': 'stabilitylab.precision.lost', 'adam_eps': 'stabilitylab.precision.lost', 'attention_scale_overflow': 'stabilitylab.precision.attention', 'loss_rounding': 'stabilitylab.precision.attention', 'find_loss_cast': 'stabilitylab.precision.loss_cast', 'simulate_loss_scale': 'stabilitylab.precision.loss_scale', 'find_scale_cause': 'stabilitylab.precision.loss_scale',
-    'resume_check': 'stabilitylab.replay.resume', 'rerun_verdict': 'stabilitylab.replay.resume', 'examine': 'stabilitylab.replay.report', 'plot_swap': 'stabilitylab.plot.replay', 'plot_samples': 'stabilitylab.plot.replay', 'plot_precision': 'stabilitylab.plot.replay',
-    'read_loss_scale': 'stabilitylab.precision.loss_scale', 'debias': 'stabilitylab.numerics.lattice',
-    'audit_accumulation': 'stabilitylab.accumulate.audit', 'TokenMeanAccumulator': 'stabilitylab.accumulate.accumulator', 'token_weights': 'stabilitylab.accumulate.weights', 'make_window': 'stabilitylab.accumulate.weights',
-    'check_training': 'stabilitylab.probe.invariants', 'growth_exponents': 'stabilitylab.probe.invariants', 'attention_inputs': 'stabilitylab.precision.attention', 'scale_overflows': 'stabilitylab.precision.attention', 'deal': 'stabilitylab.accumulate.deal', 'compare_denominators': 'stabilitylab.accumulate.deal',
-    'series': 'stabilitylab.run.scalars', 'summary': 'stabilitylab.run.summary',
+# module -> its public names; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
+_MODULES = {
+    "accumulate.accumulator": ("TokenMeanAccumulator",),
+    "accumulate.audit": ("audit_accumulation",),
+    "accumulate.deal": ("compare_denominators", "deal"),
+    "accumulate.weights": ("make_window", "token_weights"),
+    "checkpoint.open": ("open_checkpoint",),
+    "checkpoint.scan": ("diff_checkpoints", "scan_checkpoint"),
+    "detect.across": ("compare_runs",),
+    "detect.diagnose": ("diagnose",),
+    "detect.findings": ("Finding", "Findings"),
+    "detect.online": ("OnlineRule",),
+    "detect.rules": ("compare_rules",),
+    "knowledge.phenomena": ("contradictions", "phenomena"),
+    "knowledge.remedies": ("remedies_for", "remedies_table"),
+    "measure.loss_scale": ("read_loss_scale",),
+    "numerics.formats": ("quantise", "stochastic_round"),
+    "numerics.lattice": ("debias", "lattice"),
+    "plot.findings": ("plot_findings",),
+    "plot.loss": ("plot_loss",),
+    "plot.replay": ("plot_precision", "plot_samples", "plot_swap"),
+    "probe.hf": ("RecorderCallback",),
+    "probe.invariants": ("check_training", "growth_exponents"),
+    "probe.recorder": ("Recorder",),
+    "read.follow": ("follow",),
+    "read.recognise": ("formats",),
+    "read.runs": ("read_log", "read_runs"),
+    "replay.bisect": ("bisect_precision",),
+    "replay.blame": ("ablate", "blame", "token_losses"),
+    "replay.compare_formats": ("compare_precision",),
+    "replay.examine": ("examine",),
+    "replay.job": ("ReplayJob",),
+    "replay.resume": ("rerun_verdict", "resume_check"),
+    "replay.rounded_step": ("step_precision",),
+    "replay.snapshot": ("batch_of", "load_batch", "load_snapshot", "replayable_steps", "snapshot_of"),
+    "replay.state": ("Batch", "Setup", "Snapshot"),
+    "replay.step": ("noise_floor",),
+    "replay.swap": ("swap_test",),
+    "report.html": ("write_html",),
+    "report.machine": ("run_json",),
+    "report.markdown": ("run_markdown",),
+    "rounding.attention": (
+        "attention_inputs",
+        "attention_scale_overflow",
+        "loss_rounding",
+        "scale_overflows",
+    ),
+    "rounding.loss_cast": ("find_loss_cast",),
+    "rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
+    "rounding.lost": ("adam_eps", "lost_updates"),
+    "run.job": ("Job",),
+    "run.record": ("new_run", "open_run", "save_run", "validate_run"),
+    "run.scalars": ("series",),
+    "run.summary": ("summary",),
+    "workbench.core": ("Workbench",),
 }
+_PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name):
     "The public object `name`, imported when first asked for."
-    if name not in _PUBLIC: raise AttributeError(f"module 'stabilitylab' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    if name not in _PUBLIC:
+        raise AttributeError(
+            f"module 'stabilitylab' has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
     value = getattr(import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

@@ -6,7 +6,7 @@ part() { local name=$1 begin=$SECONDS; shift; echo "== $name"; "$@" || failed+=(
 part format $bin/ruff format --check nbs tests setup.py
 part lint   $bin/ruff check nbs tests setup.py
 part layout $bin/python -m pytest -q tests/test_layout.py
-part nbdev  $bin/nbdev_test --n_workers 2 --do_print
+part pages  $bin/python tests/pages.py
 part pytest $bin/python -m pytest -q --ignore=tests/test_layout.py tests
 part docs   $bin/python tests/docs/build.py
 part clean  $bin/python tests/notebooks.py check

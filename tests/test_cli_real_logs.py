@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stabilitylab.cli.main import main
-from stabilitylab.read.core import formats
+from stabilitylab.read.recognise import formats
 
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "real_logs"
 FILES = (

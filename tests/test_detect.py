@@ -1,10 +1,13 @@
 "Findings: the real logs' known events, silence on healthy ones, golden numbers, and slow twins of the rolling statistics."
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from stabilitylab import compare_runs, diagnose, read_runs
 from stabilitylab.cases.traces import HELD_OUT, score_rules
+from stabilitylab.detect.lengths import find_length_bias, rank_correlation
 from stabilitylab.detect.rules import RULES
 from stabilitylab.detect.spikes import find_loss_spikes
 from stabilitylab.measure.rolling import before, level_and_noise
@@ -292,3 +295,35 @@ def test_our_rule_finds_most_on_shapes_that_nothing_was_tuned_on():
     ours, others = scores.loc["default"], scores.drop("default")
     assert ours.recall > others.recall.max() and ours.precision > 0.95
     assert not (others.precision[others.recall > 0.5] > ours.precision).any()
+
+
+def test_tied_lengths_share_their_rank():
+    from scipy.stats import spearmanr
+
+    rng = np.random.default_rng(0)
+    for distinct in (2, 3, 10, 500):
+        x, y = rng.integers(0, distinct, 500), rng.integers(0, distinct, 500)
+        y += x
+        assert rank_correlation(x, y) == pytest.approx(spearmanr(x, y).statistic, abs=1e-12)
+    tokens = np.where(rng.random(2000) < 0.05, 512.0, 4096.0)  # two lengths, the short one rare
+    loss = 2 + 0.3 * (tokens == 512) + rng.normal(0, 0.05, 2000)
+    (found,) = find_length_bias(run_of(loss=loss, tokens_per_step=tokens))
+    rest = loss - before(loss, 32, 8)
+    known = np.isfinite(rest)
+    assert found.evidence["rank_correlation"] == pytest.approx(
+        spearmanr(tokens[known], rest[known]).statistic
+    )
+
+
+def test_every_threshold_is_read_and_every_phrase_has_its_kind():
+    import re
+
+    import stabilitylab.detect
+    from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES
+    from stabilitylab.detect.thresholds import THRESHOLDS
+    from stabilitylab.names.findings import FINDING_KINDS
+
+    code = "".join(p.read_text() for p in Path(stabilitylab.detect.__path__[0]).glob("*.py"))
+    read = set(re.findall(r'(?:limit|_records|_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
+    assert read == set(THRESHOLDS)
+    assert set(PHRASES) | set(MODULE_PHRASES) <= set(FINDING_KINDS)

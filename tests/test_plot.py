@@ -64,7 +64,7 @@ def test_the_kept_course_is_the_last_pass_of_each_step():
     step = np.r_[0:300, 200:500, 250:400]
     segment = np.r_[np.zeros(300), np.ones(300), np.full(150, 2)]
     pieces = line_pieces(one(step, segment))
-    kept = {int(s): int(v) for x, y, pale in pieces if not pale for s, v in zip(x, y)}
+    kept = {int(s): int(v) for x, y, pale in pieces if not pale for s, v in zip(x, y, strict=False)}
     assert kept == {s: 0 if s < 200 else 1 if s < 250 else 2 for s in range(400)}
     assert restart_steps(one(step, segment)) == [200, 250]
 

@@ -121,7 +121,7 @@ def test_two_ranks_are_one_run(tmp_path, one, how):
     )
     same(run["sampled_weights"], one["sampled_weights"], ("zero_frac", "exponents", "underflow_frac"), 5e-3)
     same(run["sampled_activations"], one["sampled_activations"], ("exponents", "overflow_frac"), 5e-3)
-    for r, folder in enumerate((tmp_path / "r" / "blackbox", tmp_path / "r" / "blackbox" / "rank-1")):
+    for _r, folder in enumerate((tmp_path / "r" / "blackbox", tmp_path / "r" / "blackbox" / "rank-1")):
         batch = torch.load(folder / "batch-3-0.pt", weights_only=True)["batch"]
         snap = torch.load(folder / "snapshot-2.pt", weights_only=True)["model"]
         assert batch.shape == (2, 16) and snap["embed.weight"].shape == (

@@ -11,7 +11,18 @@ from stabilitylab.names.errors import InputError
 
 FORMATS = {
     n: import_module(f"stabilitylab.read.logs.{n}").FORMAT
-    for n in "csv_table golden_json json_table lightning_csv llama_factory tensorboard_csv tensorboard_json torch_curves trainer_state wandb_csv".split()
+    for n in [
+        "csv_table",
+        "golden_json",
+        "json_table",
+        "lightning_csv",
+        "llama_factory",
+        "tensorboard_csv",
+        "tensorboard_json",
+        "torch_curves",
+        "trainer_state",
+        "wandb_csv",
+    ]
 }
 HUKUK, P4, GROK, NV = (
     "tensorboard_export/TurkHukuk__hukukbert__run-.-tag-",

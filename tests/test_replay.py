@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
-from stabilitylab.replay.precision import bisect_precision, compare_precision
-from stabilitylab.replay.report import examine, setup_of
+from stabilitylab.replay.compare_formats import compare_precision
+from stabilitylab.replay.examine import examine, setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay
-from stabilitylab.replay.swap import swap_test, verdict_of
+from stabilitylab.replay.swap import swap_test
 
 CONFIG = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
 SETUP = Setup(
@@ -174,7 +175,7 @@ def test_replaying_leaves_the_random_states_alone(trained):
 
 def test_a_flipped_bit_is_told_as_transient_or_persistent(trained):
     "R18: the top bit of an exponent flips in one weight; once, or on every repeat of one device."
-    states, ordinary, last = trained
+    _states, ordinary, last = trained
     batch = ordinary(np.random.default_rng(5))
     good = replay(last, batch, record=False).loss
 
@@ -241,7 +242,7 @@ def test_bisection_finds_the_planted_module(trained, module):
     state[f"inner.{module}.weight"] *= 1e6
     snapshot = Snapshot(Setup(Scaled, SETUP.loss), state)
     found = bisect_precision(snapshot, ordinary(np.random.default_rng(2)), "fp16", progress=False)
-    assert found["modules"] == [f"inner.{module}"] and found["tries"][-1][-1] in (True, False)
+    assert found.modules == (f"inner.{module}",) and found.tries[-1].healthy in (True, False)
 
 
 def test_blame_equals_vmapped_gradients(trained):
@@ -342,11 +343,11 @@ def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     job, heard = ReplayJob(sample(), 350, swap=False, modules=True), set()
     for _ in range(1200):
         now = job.poll()
-        heard.add(now["words"])
-        if now["done"]:
+        heard.add(now.words)
+        if now.ended:
             break
         time.sleep(0.05)
-    told = now["result"]
+    told = now.result
     assert (
         abs(told["loss"] - told["recorded_loss"]) < 1e-3
         and len(told["samples"]) == 24
@@ -357,9 +358,9 @@ def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     job.cancel()
     assert not job.folder.exists()
     broken = ReplayJob(sample(), 340, setup="nowhere.py:f")
-    while not broken.poll()["done"]:
+    while not broken.poll().ended:
         time.sleep(0.05)
-    assert "can be imported" in broken.poll()["result"]["error"]
+    assert "can be imported" in broken.poll().error
     broken.cancel()
 
 

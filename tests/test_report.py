@@ -10,11 +10,12 @@ import pytest
 from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.names.findings import FINDING_KINDS
-from stabilitylab.report.content import clean, number, told_and_listed
+from stabilitylab.report.content import told_and_listed
 from stabilitylab.report.html import report_html, write_html
 from stabilitylab.report.machine import run_json, runs_json
 from stabilitylab.report.markdown import run_markdown
 from stabilitylab.report.terminal import findings_text, run_text
+from stabilitylab.report.words import clean, number
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_events, make_scalars
 

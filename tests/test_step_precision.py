@@ -12,10 +12,10 @@ from stabilitylab.accumulate.audit import audit_accumulation, sequence_gradients
 from stabilitylab.accumulate.deal import compare_denominators, deal
 from stabilitylab.accumulate.weights import DENOMINATORS
 from stabilitylab.cases.samples import sample
-from stabilitylab.precision.attention import attention_inputs, scale_overflows
-from stabilitylab.replay.report import setup_of
+from stabilitylab.replay.examine import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
+from stabilitylab.rounding.attention import attention_inputs, scale_overflows
 
 COMMAND = [
     sys.executable,
@@ -43,7 +43,7 @@ def test_lost_updates_and_products_of_a_recorded_step():
     for i, b in enumerate(model.blocks):
         b.attn.register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0].detach()}))
     model(x)
-    for i, (row, b) in enumerate(zip(told["attention"], model.blocks)):
+    for i, (row, b) in enumerate(zip(told["attention"], model.blocks, strict=False)):
         q, k = (
             p(seen[i]).view(*x.shape, b.attn.n_head, -1).transpose(1, 2).double()
             for p in (b.attn.q_proj, b.attn.k_proj)

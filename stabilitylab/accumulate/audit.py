@@ -6,8 +6,8 @@
 __all__ = ['SequenceGradients', 'sequence_gradients', 'Audit', 'audit_accumulation']
 
 # %% ../../nbs/api/accumulate/01_audit.ipynb #c8b17fc9
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -29,65 +29,68 @@ class SequenceGradients(NamedTuple):
     share: float  # share of the coordinates kept, in (0, 1]
 
 
+def _sequence_losses(
+    model: torch.nn.Module,  # any
+    microbatch: object,  # what `token_loss` takes
+    token_loss: Callable,  # as in `sequence_gradients`
+) -> tuple[torch.Tensor, torch.Tensor]:  # summed loss (batch,) and mask (batch, seq)
+    "The summed loss of each sequence of a micro-batch."
+    loss, mask = token_loss(model, microbatch)
+    if loss.ndim != 2 or loss.shape != mask.shape:
+        got = f"shapes {tuple(loss.shape)} and {tuple(mask.shape)}"
+        fix = 'take the loss with reduction="none"'
+        raise bad_input("token_loss", got, "losses and mask of one shape (batch, seq)", fix)
+    counted = torch.where(mask.bool(), loss, torch.zeros_like(loss))
+    return counted.sum(1, dtype=torch.float32 if loss.dtype.itemsize < 4 else None), mask
+
+
+def _slices(names: list[str], keep: list[torch.Tensor]) -> dict[str, slice]:
+    "Where the coordinates of each parameter stand."
+    ends = np.cumsum([len(kept) for kept in keep]).tolist()
+    return {name: slice(a, b) for name, a, b in zip(names, [0, *ends], ends, strict=False)}
+
+
 def sequence_gradients(
     model: torch.nn.Module,  # any
     ranks: list,  # [rank][accumulation step], each a micro-batch
-    token_loss: Callable,  # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
+    # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats, whether it counts
+    token_loss: Callable,
     most: int = 50_000_000,  # numbers kept at most
 ) -> SequenceGradients:  # of the summed loss of each sequence
     "Gradient of the summed loss of each sequence."
-    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    params = [param for _, param in named]
     rows, losses, grads, keep = [], [], [], None
-    for r, steps in enumerate(ranks):
-        for k, microbatch in enumerate(steps):
-            loss, mask = token_loss(model, microbatch)
-            if loss.ndim != 2 or loss.shape != mask.shape:
-                raise bad_input(
-                    "token_loss",
-                    f"shapes {tuple(loss.shape)} and {tuple(mask.shape)}",
-                    "losses and mask of one shape (batch, seq)",
-                    'take the loss with reduction="none"',
-                )
-            sums = torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(
-                1, dtype=torch.float32 if loss.dtype.itemsize < 4 else None
-            )
-            if keep is None:
-                keep = _coordinates(params, most // max(1, len(sums) * len(steps) * len(ranks)))
-            for i, s in enumerate(sums):
-                g = torch.autograd.grad(
-                    s, [p for _, p in params], retain_graph=i + 1 < len(sums), allow_unused=True
-                )
-                grads.append(_picked(g, keep))
-            rows += [(int(n), k, r, loss.shape[1]) for n in mask.sum(1)]
-            losses += sums.tolist()
-    where, at = {}, 0
-    for (n, _), c in zip(params, keep):
-        where[n] = slice(at, at + len(c))
-        at += len(c)
-    return SequenceGradients(
-        Window(*(np.array(c) for c in zip(*rows))),
-        np.array(losses),
-        np.stack(grads),
-        keep,
-        where,
-        at / sum(p.numel() for _, p in params),
-    )
+    dealt = [(rank, step, m) for rank, steps in enumerate(ranks) for step, m in enumerate(steps)]
+    for rank, step, microbatch in dealt:
+        sums, mask = _sequence_losses(model, microbatch, token_loss)
+        if keep is None:
+            keep = _coordinates(named, most // max(1, len(sums) * len(ranks[rank]) * len(ranks)))
+        for i, total in enumerate(sums):
+            more = i + 1 < len(sums)
+            gradient = torch.autograd.grad(total, params, retain_graph=more, allow_unused=True)
+            grads.append(_picked(gradient, keep))
+        rows += [(int(tokens), step, rank, mask.shape[1]) for tokens in mask.sum(1)]
+        losses += sums.tolist()
+    window = Window(*(np.array(column) for column in zip(*rows, strict=True)))
+    where = _slices([name for name, _ in named], keep)
+    share = sum(map(len, keep)) / sum(param.numel() for param in params)
+    return SequenceGradients(window, np.array(losses), np.stack(grads), keep, where, share)
 
 
-def _coordinates(params, most):
+def _coordinates(params: list[tuple[str, torch.nn.Parameter]], most: int) -> list[torch.Tensor]:
     "Indices of the coordinates kept of each parameter: all, or an even sample."
     stride = max(1, -(-sum(p.numel() for _, p in params) // max(1, most)))
     return [torch.arange(0, p.numel(), stride, device=p.device) for _, p in params]
 
 
-def _picked(grads, keep):
+def _picked(grads: Sequence[torch.Tensor | None], keep: list[torch.Tensor]) -> np.ndarray:
     "The kept coordinates as one float64 vector; a missing gradient counts as 0."
-    return np.concatenate(
-        [
-            np.zeros(len(c)) if g is None else g.detach().reshape(-1)[c].double().cpu().numpy()
-            for g, c in zip(grads, keep)
-        ]
-    )
+    parts = [
+        np.zeros(len(kept)) if grad is None else grad.detach().reshape(-1)[kept].double().cpu().numpy()
+        for grad, kept in zip(grads, keep, strict=True)
+    ]
+    return np.concatenate(parts)
 
 # %% ../../nbs/api/accumulate/01_audit.ipynb #237c29f9
 @dataclass(frozen=True)
@@ -96,20 +99,18 @@ class Audit:
 
     denominator: str  # name in `DENOMINATORS`; 'unknown' where none fits
     factor: float  # its gradient is `factor` times that mean
-    factor_names: list  # known mistakes with this factor; [] for 1 or an unknown one
-    alike: list  # other denominators that give the same weights on these lengths
+    factor_names: list[str]  # known mistakes with this factor; [] for 1 or an unknown one
+    alike: list[str]  # other denominators that give the same weights on these lengths
     residual: float  # share of the gradient that the named denominator leaves unexplained, >= 0
     cosine: float  # of its gradient with that of the token mean, in [-1, 1]
     norm_ratio: float  # its norm over that of the token mean
     true_loss: float  # token mean, nats
     logged_loss: float  # what the loop returned, or what its denominator would log; NaN where unknown
-    sequences: (
-        pd.DataFrame
-    )  # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
+    # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
+    sequences: pd.DataFrame
     params: pd.DataFrame  # one row a parameter: cosine, norm_ratio
-    candidates: (
-        pd.DataFrame
-    )  # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
+    # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
+    candidates: pd.DataFrame
     coordinates: float  # share of the gradient's coordinates that was compared, in (0, 1]
 
     @property
@@ -120,171 +121,203 @@ class Audit:
     @property
     def words(self) -> str:  # one or two sentences
         "The verdict in words."
+        same = f"{', '.join(self.alike)} would give the same." if self.alike else ""
         if self.is_right:
-            return "The gradient is that of the token mean" + (
-                f"; on these lengths {', '.join(self.alike)} would give the same." if self.alike else "."
-            )
+            right = "The gradient is that of the token mean"
+            return f"{right}; on these lengths {same}" if same else f"{right}."
         if self.denominator == "unknown":
-            return f"No known denominator explains this gradient: the nearest leaves {self.residual:.1%} of it. Dropout, clipping or a 16-bit accumulator inside the loop do that."
-        text = f"The loop takes {DENOMINATORS[self.denominator]}" + (
-            ""
-            if abs(self.factor - 1) < 1e-3
-            else f", times {self.factor:.4g}"
-            + (f" ({' or '.join(self.factor_names)})" if self.factor_names else "")
-        )
-        return (
-            text
-            + f". Cosine with the token mean {self.cosine:.4f}, norm ratio {self.norm_ratio:.4g}."
-            + (f" {', '.join(self.alike)} would give the same." if self.alike else "")
-        )
+            return (
+                f"No known denominator explains this gradient: the nearest leaves {self.residual:.1%} of it. "
+                "Dropout, clipping or a 16-bit accumulator inside the loop do that."
+            )
+        text = f"The loop takes {DENOMINATORS[self.denominator]}"
+        if abs(self.factor - 1) >= 1e-3:
+            text += f", times {self.factor:.4g}"
+            text += f" ({' or '.join(self.factor_names)})" if self.factor_names else ""
+        text += f". Cosine with the token mean {self.cosine:.4f}, norm ratio {self.norm_ratio:.4g}."
+        return f"{text} {same}" if same else text
+
+    def to_dict(self) -> dict:  # the object that `stabilitylab audit-accumulation --json` prints
+        "The verdict and its words as plain data, without the tables."
+        tables = {"sequences", "params", "candidates", "coordinates"}
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
+        return told | {"is_right": self.is_right, "words": self.words}
 
 
-def _compare(g, true):
+def _compare(gradient: np.ndarray, true: np.ndarray) -> tuple[float, float]:
     "Cosine and norm ratio of two vectors; NaN where one is 0."
-    a, b = np.linalg.norm(g), np.linalg.norm(true)
-    return (float(g @ true / (a * b)) if a and b else float("nan")), (float(a / b) if b else float("nan"))
+    norm, true_norm = np.linalg.norm(gradient), np.linalg.norm(true)
+    cosine = float(gradient @ true / (norm * true_norm)) if norm and true_norm else float("nan")
+    return cosine, float(norm / true_norm) if true_norm else float("nan")
 
 
-def _measured(model, ranks, step, keep_of, reduce):
-    "Gradient that the loop leaves, over ranks, and the mean of what it returns."
-    before, total, said = [p.grad for p in model.parameters()], 0, []
+def _measured(
+    model: torch.nn.Module,  # any
+    ranks: list,  # [rank][accumulation step], each a micro-batch
+    step: Callable,  # as in `audit_accumulation`
+    keep: list[torch.Tensor],  # coordinates kept of each parameter
+    reduce: str,  # 'mean' or 'sum'
+) -> tuple[np.ndarray, float]:  # gradient (coordinate,) over ranks, and the mean of what it returns
+    "The gradient that the loop leaves."
+    before, total, returned = [p.grad for p in model.parameters()], 0, []
     try:
         for steps in ranks:
-            for p in model.parameters():
-                p.grad = None
-            out = step(model, steps)
-            if out is not None:
-                said.append(float(out))
-            total = total + keep_of()
+            for param in model.parameters():
+                param.grad = None
+            loss = step(model, steps)
+            if loss is not None:
+                returned.append(float(loss))
+            total = total + _picked([p.grad for p in model.parameters() if p.requires_grad], keep)
     finally:
-        for p, g in zip(model.parameters(), before):
-            p.grad = g
-    return total / (len(ranks) if reduce == "mean" else 1), float(np.mean(said)) if said else float("nan")
+        for param, gradient in zip(model.parameters(), before, strict=True):
+            param.grad = gradient
+    mean_loss = float(np.mean(returned)) if returned else float("nan")
+    return total / (len(ranks) if reduce == "mean" else 1), mean_loss
+
+
+def _check_pieces(microbatches: list, step: Callable | str, ranks: int, reduce: str) -> None:
+    "Refuses what cannot be audited."
+    if not microbatches or ranks < 1 or len(microbatches) % ranks:
+        got = f"{ranks} ranks, {len(microbatches)} micro-batches"
+        raise bad_input("ranks", got, "a number of ranks that divides the number of micro-batches")
+    if reduce not in ("mean", "sum"):
+        raise bad_input("reduce", reduce, "'mean' or 'sum'")
+    if isinstance(step, str) and step not in DENOMINATORS:
+        raise bad_input("step", step, f"your function, or one of {', '.join(DENOMINATORS)}")
+
+
+def _check_gradient(measured: np.ndarray) -> None:
+    "Refuses a gradient that says nothing."
+    if not np.isfinite(measured).all():
+        raise bad_input("step", "a gradient that is not finite", "a loop that leaves finite gradients")
+    if not measured.any():
+        fix = "leave out optimizer.zero_grad after the last backward"
+        raise bad_input("step", "no gradient", "a loop that leaves its gradients in `param.grad`", fix)
 
 
 def audit_accumulation(
     model: torch.nn.Module,  # any; put into eval mode for the audit, so that dropout is off
-    microbatches: list,  # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
-    token_loss: Callable,  # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats and whether it counts
-    step: Callable
-    | str = "microbatch_mean",  # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before clipping; or a name in `DENOMINATORS`
+    # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
+    microbatches: list,
+    # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats, whether it counts
+    token_loss: Callable,
+    # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before
+    # clipping; or a name in `DENOMINATORS`
+    step: Callable | str = "microbatch_mean",
     ranks: int = 1,  # data-parallel ranks the micro-batches are dealt to in equal shares
     reduce: str = "mean",  # what joins the gradients of ranks: 'mean', as DDP does, or 'sum'
     tolerance: float = 1e-3,  # residual up to which a denominator counts as recognised; 1e-3 suits fp32
 ) -> Audit:  # the verdict, with its tables
     "Which mean a loop takes over the tokens of one step, found by measuring its gradient."
-    if not microbatches or ranks < 1 or len(microbatches) % ranks:
-        raise bad_input(
-            "ranks",
-            f"{ranks} ranks, {len(microbatches)} micro-batches",
-            "a number of ranks that divides the number of micro-batches",
-        )
-    if reduce not in ("mean", "sum"):
-        raise bad_input("reduce", reduce, "'mean' or 'sum'")
-    if isinstance(step, str) and step not in DENOMINATORS:
-        raise bad_input("step", step, f"your function, or one of {', '.join(DENOMINATORS)}")
+    _check_pieces(microbatches, step, ranks, reduce)
     share = len(microbatches) // ranks
     dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]
-    was = model.training
+    was_training = model.training
     model.eval()
     try:
         parts = sequence_gradients(model, dealt, token_loss)
         if parts.window.tokens.sum() == 0:
-            raise bad_input(
-                "microbatches",
-                "no target token",
-                "at least one token that counts",
-                "look at the mask that `token_loss` returns",
-            )
-        grads = lambda: _picked([p.grad for p in model.parameters() if p.requires_grad], parts.keep)
+            fix = "look at the mask that `token_loss` returns"
+            raise bad_input("microbatches", "no target token", "at least one token that counts", fix)
         if isinstance(step, str):
-            got, said = token_weights(parts.window, step) @ parts.each, float("nan")
+            measured, returned = token_weights(parts.window, step) @ parts.each, float("nan")
         else:
-            got, said = _measured(model, dealt, step, grads, reduce)
+            measured, returned = _measured(model, dealt, step, parts.keep, reduce)
     finally:
-        model.train(was)
-    if not np.isfinite(got).all():
-        raise bad_input("step", "a gradient that is not finite", "a loop that leaves finite gradients")
-    if not got.any():
-        raise bad_input(
-            "step",
-            "no gradient",
-            "a loop that leaves its gradients in `param.grad`",
-            "leave out optimizer.zero_grad after the last backward",
-        )
-    return _verdict(parts, got, said, tolerance)
+        model.train(was_training)
+    _check_gradient(measured)
+    return _verdict(parts, measured, returned, tolerance)
 
 
-def _verdict(parts, got, said, tolerance):
-    "Fits each denominator and fills the tables."
-    window, losses, each, _, where, kept = parts
-    weights = {d: token_weights(window, d) for d in DENOMINATORS}
-    true, rows = weights["token_mean"] @ each, {}
-    for d, w in weights.items():
-        g = w @ each
-        f = float(got @ g / (g @ g)) if g.any() else float("nan")
-        rows[d] = (
-            float(np.linalg.norm(got - f * g) / np.linalg.norm(got)),
-            f,
-            *_compare(g, true),
-            float(w @ losses),
-        )
-    table = pd.DataFrame.from_dict(
-        rows, orient="index", columns=["residual", "factor", "cosine", "norm_ratio", "loss"]
-    )
-    table.index.name = "denominator"
-    best = _best(weights, table, tolerance)
-    known = best != "unknown"
-    nearest = best if known else table.residual.idxmin()
-    factor = table.factor[nearest]
-    alike = [
-        d
-        for d in weights
-        if known
-        and d != best
-        and np.allclose(weights[d] / weights[d].max(), weights[best] / weights[best].max(), rtol=1e-9, atol=0)
-    ]
-    names = (
-        [n for n, f in known_factors(window, best).items() if np.isclose(f, factor, rtol=1e-3)]
-        if known and abs(factor - 1) > 1e-3
-        else []
-    )
-    solved = np.linalg.lstsq(each.T, got, rcond=None)[0]
-    sequences = pd.DataFrame(
+def _candidates(
+    weights: dict[str, np.ndarray],  # denominator -> (sequence,) weight of a token
+    parts: SequenceGradients,  # of the step
+    measured: np.ndarray,  # (coordinate,) gradient that the loop leaves
+) -> pd.DataFrame:  # as `Audit.candidates`
+    "Fits each denominator with a free factor."
+    true, rows = weights["token_mean"] @ parts.each, {}
+    for name, weight in weights.items():
+        gradient = weight @ parts.each
+        factor = float(measured @ gradient / (gradient @ gradient)) if gradient.any() else float("nan")
+        residual = np.linalg.norm(measured - factor * gradient) / np.linalg.norm(measured)
+        rows[name] = (float(residual), factor, *_compare(gradient, true), float(weight @ parts.losses))
+    columns = ["residual", "factor", "cosine", "norm_ratio", "loss"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("denominator")
+
+
+def _alike(weights: dict[str, np.ndarray], best: str) -> list[str]:
+    "Other denominators that give the weights of `best` up to a factor."
+    if best == "unknown":
+        return []
+    shapes = {name: weight / weight.max() for name, weight in weights.items()}
+    others = [name for name in weights if name != best]
+    return [name for name in others if np.allclose(shapes[name], shapes[best], rtol=1e-9, atol=0)]
+
+
+def _factor_names(window: Window, best: str, factor: float) -> list[str]:
+    "Known mistakes with this factor."
+    if best == "unknown" or abs(factor - 1) <= 1e-3:
+        return []
+    known = known_factors(window, best)
+    return [name for name, value in known.items() if np.isclose(value, factor, rtol=1e-3)]
+
+
+def _sequence_table(
+    parts: SequenceGradients,  # of the step
+    true_weights: np.ndarray,  # (sequence,) of the token mean
+    measured: np.ndarray,  # (coordinate,) gradient that the loop leaves
+) -> pd.DataFrame:  # as `Audit.sequences`
+    "What one token of each sequence weighs, solved from the gradient."
+    window = parts.window
+    unknown = np.full(len(parts.losses), np.nan)
+    return pd.DataFrame(
         {
             "rank": window.rank,
             "step": window.step,
             "tokens": window.tokens,
-            "loss": np.divide(
-                losses, window.tokens, out=np.full(len(losses), np.nan), where=window.tokens > 0
-            ),
-            "weight_true": weights["token_mean"],
-            "weight": solved,
+            "loss": np.divide(parts.losses, window.tokens, out=unknown, where=window.tokens > 0),
+            "weight_true": true_weights,
+            "weight": np.linalg.lstsq(parts.each.T, measured, rcond=None)[0],
         }
     )
-    params = pd.DataFrame.from_dict(
-        {n: _compare(got[s], true[s]) for n, s in where.items()},
-        orient="index",
-        columns=["cosine", "norm_ratio"],
-    )
-    logged = said if np.isfinite(said) else factor * table.loss[nearest] if known else float("nan")
+
+
+def _verdict(
+    parts: SequenceGradients,  # of the step
+    measured: np.ndarray,  # (coordinate,) gradient that the loop leaves
+    returned: float,  # loss that it returned; NaN: none
+    tolerance: float,  # residual up to which a denominator fits
+) -> Audit:  # the verdict, with its tables
+    "Fits each denominator and fills the tables."
+    weights = {name: token_weights(parts.window, name) for name in DENOMINATORS}
+    table = _candidates(weights, parts, measured)
+    true = weights["token_mean"] @ parts.each
+    best = _best(table, tolerance)
+    is_known = best != "unknown"
+    nearest = best if is_known else table.residual.idxmin()
+    factor, cosine_and_ratio = float(table.factor[nearest]), _compare(measured, true)
+    logged = returned
+    if not np.isfinite(returned):
+        logged = factor * table.loss[nearest] if is_known else float("nan")
+    by_param = {name: _compare(measured[place], true[place]) for name, place in parts.where.items()}
     return Audit(
-        best,
-        float(factor),
-        names,
-        alike,
-        float(table.residual[nearest]),
-        *_compare(got, true),
-        float(table.loss["token_mean"]),
-        float(logged),
-        sequences,
-        params,
-        table,
-        float(kept),
+        denominator=best,
+        factor=factor,
+        factor_names=_factor_names(parts.window, best, factor),
+        alike=_alike(weights, best),
+        residual=float(table.residual[nearest]),
+        cosine=cosine_and_ratio[0],
+        norm_ratio=cosine_and_ratio[1],
+        true_loss=float(table.loss["token_mean"]),
+        logged_loss=float(logged),
+        sequences=_sequence_table(parts, weights["token_mean"], measured),
+        params=pd.DataFrame.from_dict(by_param, orient="index", columns=["cosine", "norm_ratio"]),
+        candidates=table,
+        coordinates=float(parts.share),
     )
 
 
-def _best(weights, table, tolerance):
+def _best(table: pd.DataFrame, tolerance: float) -> str:
     "The denominator that fits; among equal fits one with the factor 1, then the first of the table."
     fits = table[table.residual < tolerance]
     if fits.empty:

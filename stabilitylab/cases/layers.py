@@ -39,7 +39,7 @@ def _scale(name, factor, start, every=False):
     "Multiply a weight at one step, or at each step from then on."
 
     def change(model, optimizer, step):
-        if step == start or every and step > start:
+        if step == start or (every and step > start):
             with torch.no_grad():
                 model.get_parameter(name).mul_(factor)
 

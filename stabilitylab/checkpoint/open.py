@@ -332,9 +332,8 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module, name):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (
-            (module, name) in self._ALLOWED
-            or module == "torch.distributed.checkpoint.metadata"
+        if (module, name) in self._ALLOWED or (
+            module == "torch.distributed.checkpoint.metadata"
             and name
             in (
                 "Metadata",

@@ -9,6 +9,14 @@ __all__ = ['add_command', 'pieces_of', 'run_audit']
 import argparse
 
 # %% ../../nbs/api/cli/16_audit.ipynb #da6e61b1
+_PIECES = (
+    "The function returns a dict: model, microbatches of one optimizer step, "
+    "token_loss (model, microbatch) -> (losses, mask), and step (model, microbatches of one rank) -> logged "
+    "loss, your loop up to the gradients; where wanted ranks and reduce. "
+    "exit code: 0 the gradient is that of the token mean; 1 it is another; 2 it could not be run"
+)
+
+
 def add_command(
     commands: argparse._SubParsersAction,  # of the parser of `stabilitylab`
 ) -> None:
@@ -16,8 +24,9 @@ def add_command(
     p = commands.add_parser(
         "audit-accumulation",
         help="which average over micro-batches does a training step use?",
-        description="Compare the gradient of the true token mean with what known schemes, and your training step, make of it.",
-        epilog="The function returns a dict: model, microbatches of one optimizer step, token_loss (model, microbatch) -> (losses, mask), and step (model, microbatches of one rank) -> logged loss, your loop up to the gradients; where wanted ranks and reduce. exit code: 0 the gradient is that of the token mean; 1 it is another; 2 it could not be run",
+        description="Compare the gradient of the true token mean with what known schemes, and your training "
+        "step, make of it.",
+        epilog=_PIECES,
     )
     p.add_argument("setup", metavar="FILE.py:FUNCTION", help="your code that returns the pieces")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -34,16 +43,14 @@ def pieces_of(
     make = function_at(where)
     try:
         pieces = make()
-    except Exception as e:
-        raise bad_input(
-            "setup", where, "a function that runs", f"{type(e).__name__}: {str(e)[:200]}"
-        ) from e  # the user's code may raise anything
-    if not isinstance(pieces, dict) or not {"model", "microbatches", "token_loss"} <= set(pieces):
-        raise bad_input(
-            "setup",
-            type(pieces).__name__ if not isinstance(pieces, dict) else sorted(pieces),
-            "a dict with model, microbatches and token_loss",
-        )
+    except Exception as error:  # the user's code may raise anything
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise bad_input("setup", where, "a function that runs", what) from error
+    needed = "a dict with model, microbatches and token_loss"
+    if not isinstance(pieces, dict):
+        raise bad_input("setup", type(pieces).__name__, needed)
+    if not {"model", "microbatches", "token_loss"} <= set(pieces):
+        raise bad_input("setup", sorted(pieces), needed)
     return pieces
 
 
@@ -52,6 +59,7 @@ def run_audit(
 ) -> int:  # exit code: 1 where the step averages otherwise
     "Audits and tells it."
     from stabilitylab.accumulate.audit import audit_accumulation
+    from stabilitylab.names.encode import to_json
     from stabilitylab.names.errors import InputError, bad_input
 
     pieces = pieces_of(args.setup)
@@ -59,34 +67,11 @@ def run_audit(
         told = audit_accumulation(**pieces)
     except InputError:
         raise
-    except Exception as e:
-        raise bad_input(
-            "setup", args.setup, "pieces that run together", f"{type(e).__name__}: {str(e)[:200]}"
-        ) from e
+    except Exception as error:  # the user's code may raise anything
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise bad_input("setup", args.setup, "pieces that run together", what) from error
     if args.json:
-        import json
-
-        plain = {
-            k: getattr(told, k)
-            for k in (
-                "denominator",
-                "factor",
-                "factor_names",
-                "alike",
-                "residual",
-                "cosine",
-                "norm_ratio",
-                "true_loss",
-                "logged_loss",
-                "is_right",
-                "words",
-            )
-        }
-        print(
-            json.dumps(
-                {k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}, indent=1
-            )
-        )
+        print(to_json(told, missing={"nan"}, indent=1))
     else:
         print(told.words)
         print(f"true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}")

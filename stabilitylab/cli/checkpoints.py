@@ -7,7 +7,6 @@ __all__ = ['add_command', 'run_scan', 'run_diff']
 
 # %% ../../nbs/api/cli/15_checkpoints.ipynb #36d10574
 import argparse
-import math
 import sys
 
 # %% ../../nbs/api/cli/15_checkpoints.ipynb #c9016795
@@ -38,29 +37,14 @@ def add_command(
 
 
 def _rows(table):
-    "A table as a list of plain dicts."
-
-    def plain(v):
-        return (
-            None
-            if isinstance(v, float) and not math.isfinite(v)
-            else v.item()
-            if hasattr(v, "item")
-            else list(v)
-            if isinstance(v, tuple)
-            else v
-        )
-
-    return [
-        {"tensor": str(n)} | {k: plain(v) for k, v in r.items()}
-        for n, r in zip(table.index, table.to_dict("records"))
-    ]
+    "A table as a list of dicts."
+    return [{"tensor": str(n)} | r for n, r in zip(table.index, table.to_dict("records"))]
 
 
 def _print(what):
-    import json
+    from stabilitylab.names.encode import to_json
 
-    print(json.dumps(what, allow_nan=False, ensure_ascii=False, indent=1))
+    print(to_json(what, missing={"nan", "inf", "-inf"}, indent=1))
 
 
 def _short(names, width=44):

@@ -8,6 +8,8 @@ __all__ = ['add_command', 'read_paths', 'run_diagnose']
 # %% ../../nbs/api/cli/01_diagnose.ipynb #859e093d
 import argparse
 import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #0d2790c0
 def add_command(
@@ -17,7 +19,8 @@ def add_command(
     p = commands.add_parser(
         "diagnose",
         help="say what happened in a log, a run folder or a record",
-        description="Say what happened in a run: findings with their evidence, and what teams who met the same tried. Several paths: also what the runs share.",
+        description="Say what happened in a run: findings with their evidence, and what teams who met the "
+        "same tried. Several paths: also what the runs share.",
         epilog="exit code: 0 the run could be read; 1 --fail-on found something; 2 nothing could be read",
     )
     p.add_argument("paths", metavar="PATH", nargs="+", help="log file, folder with logs, or saved record")
@@ -43,19 +46,25 @@ def read_paths(
     format: str | None = None,  # name of a format; None: recognised
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
-    from stabilitylab.read.core import read_runs
+    from stabilitylab.read.runs import read_runs
 
     runs = {}
     for path in _progress(paths, "reading"):
         for name, run in read_runs(path, format).items():
-            name = name if name not in ("", ".") else str(path)
-            while name in runs:
-                name = f"{path}/{name}" if f"{path}/{name}" not in runs else name + " (again)"
-            runs[name] = run
+            own = str(path) if name in ("", ".") else name
+            runs[_free(own, path, runs)] = run
     return runs
 
 
-def _progress(items, what):
+def _free(name: str, path: str, taken: Collection[str]) -> str:
+    "The name, or a longer one where it is taken."
+    while name in taken:
+        longer = f"{path}/{name}"
+        name = name + " (again)" if longer in taken else longer
+    return name
+
+
+def _progress(items: Iterable, what: str) -> Iterable:
     "The items, with a bar on stderr where a person watches and there is more than one."
     items = list(items)
     if not sys.stderr.isatty() or len(items) < 2:
@@ -69,71 +78,47 @@ def run_diagnose(
     args: argparse.Namespace,  # what `add_command` declares
 ) -> int:  # exit code: 0, or 1 for --fail-on
     "Reads, diagnoses, and tells it as text, JSON, page or markdown."
+    from stabilitylab.detect.across import compare_runs
     from stabilitylab.detect.diagnose import diagnose
+    from stabilitylab.detect.findings import Findings
 
     runs = read_paths(args.paths, args.format)
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
-    shared = _shared(runs)
+    shared = compare_runs(runs) if len(runs) > 1 else Findings()
+    _write_files(args, runs, findings, shared)
+    print((_json if args.json else _text)(args, runs, findings, shared))
+    if not args.fail_on:
+        return 0
+    return int(any(len(found.at_least(args.fail_on)) for found in (*findings.values(), shared)))
+
+
+def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> None:
+    "The page and the markdown file that were asked for."
     if args.html:
         from stabilitylab.report.html import write_html
 
         write_html(runs, findings, args.html, shared)
     if args.markdown:
-        _write_markdown(runs, findings, args.markdown)
-    print(_json(runs, findings, shared, args.paths) if args.json else _text(runs, findings, shared, args))
-    return int(
-        bool(args.fail_on) and any(len(f.at_least(args.fail_on)) for f in (*findings.values(), shared))
-    )
+        from stabilitylab.report.markdown import runs_markdown
+
+        Path(args.markdown).write_text(runs_markdown(runs, findings), encoding="utf-8")
 
 
-def _shared(runs):
-    "Findings across the runs; none for a single run."
-    from stabilitylab.detect.findings import Findings
-
-    if len(runs) < 2:
-        return Findings()
-    import stabilitylab
-
-    compare = getattr(stabilitylab, "compare_runs", None)
-    return Findings() if compare is None else compare(runs)
-
-
-def _json(runs, findings, shared, paths):
-    import json
-
+def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
+    "The object that machines read."
+    from stabilitylab.names.encode import to_json
     from stabilitylab.report.machine import run_json, runs_json
 
-    told = [run_json(run, findings[name], paths[0] if len(runs) == 1 else None) for name, run in runs.items()]
-    return json.dumps(
-        told[0] if len(told) == 1 else runs_json(told, shared), allow_nan=False, ensure_ascii=False, indent=1
-    )
+    if len(runs) > 1:
+        told = [run_json(run, findings[name]) for name, run in runs.items()]
+        return to_json(runs_json(told, shared), indent=1)
+    [(name, run)] = runs.items()
+    return to_json(run_json(run, findings[name], args.paths[0]), indent=1)
 
 
-def _text(runs, findings, shared, args):
-    "All runs as text, what they share first."
-    import os
-    import shutil
+def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
+    "All runs as a terminal shows them, what they share first."
+    from stabilitylab.report.terminal import runs_text, screen
 
-    from stabilitylab.report.terminal import findings_text, paint, run_text
-
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    parts = (
-        [paint(f"Across the {len(runs)} runs", "head", colour) + "\n" + findings_text(shared, width, colour)]
-        if len(shared)
-        else []
-    )
-    parts += [run_text(run, findings[name], None, width, colour) for name, run in runs.items()]
-    if args.html:
-        parts.append(f"report: {args.html}")
-    return "\n\n".join(parts)
-
-
-def _write_markdown(runs, findings, path):
-    from pathlib import Path
-
-    from stabilitylab.report.markdown import run_markdown
-
-    Path(path).write_text(
-        "\n".join(run_markdown(run, findings[name]) for name, run in runs.items()), encoding="utf-8"
-    )
+    text = runs_text(runs, findings, shared, *screen(sys.stdout))
+    return f"{text}\n\nreport: {args.html}" if args.html else text

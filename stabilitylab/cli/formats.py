@@ -21,11 +21,9 @@ def run_formats(
     args: argparse.Namespace,  # no arguments
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
-    from stabilitylab.read.core import formats
-    from stabilitylab.report.content import clean
+    from stabilitylab.read.recognise import formats
+    from stabilitylab.report.terminal import columns_text
+    from stabilitylab.report.words import clean
 
-    known = formats()
-    wide = max(len(f.name) for f in known), max(len(f.title) for f in known)
-    for f in known:
-        print(f"{f.name:<{wide[0]}}  {f.title:<{wide[1]}}  {clean(f.example, 90)}".rstrip())
+    print(columns_text([(known.name, known.title, clean(known.example, 90)) for known in formats()]))
     return 0

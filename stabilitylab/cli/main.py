@@ -17,8 +17,8 @@ def command_modules() -> list[str]:  # names of modules, the most used first
     "The modules of `stabilitylab.cli` that hold a command."
     import stabilitylab.cli as package
 
-    names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "main"]
-    return sorted(names, key=lambda n: (n != "diagnose", n != "watch", n))
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "main"]
+    return sorted(names, key=lambda name: (name != "diagnose", name != "watch", name))
 
 
 def make_parser() -> argparse.ArgumentParser:  # with every command
@@ -50,24 +50,23 @@ def main(
         return 141
     except KeyboardInterrupt:
         return 130
-    except Exception as e:
-        if not _expected(e) and os.environ.get("STABILITYLAB_TRACEBACK"):
+    except Exception as error:
+        is_ours = not _is_expected(error)
+        if is_ours and os.environ.get("STABILITYLAB_TRACEBACK"):
             raise
-        print(
-            "stabilitylab: " + ("" if _expected(e) else _OURS.format(type(e).__name__)) + one_line(e),
-            file=sys.stderr,
-        )
+        blame = _OURS.format(type(error).__name__) if is_ours else ""
+        print(f"stabilitylab: {blame}{one_line(error)}", file=sys.stderr)
         return 2
 
 
 _OURS = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
 
 
-def _expected(e):
-    "Whether an error speaks to the user: bad input, a file that cannot be opened, a missing package, no memory."
+def _is_expected(error: Exception) -> bool:
+    "Whether it speaks to the user: bad input, a file that does not open, a missing package, no memory."
     from stabilitylab.names.errors import InputError, MissingExtra
 
-    return isinstance(e, (InputError, MissingExtra, OSError, MemoryError))
+    return isinstance(error, (InputError, MissingExtra, OSError, MemoryError))
 
 
 def one_line(

@@ -9,7 +9,7 @@ __all__ = ['add_command', 'Watcher', 'run_watch']
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # %% ../../nbs/api/cli/02_watch.ipynb #cbc40e0c
@@ -46,21 +46,22 @@ class Watcher:
 
         self.follower, self.told, self.records = Follower(path, format), {}, 0
 
-    def look(self):  # findings that were not told before, or were less grave
+    def look(self) -> Sequence:  # findings that were not told before, or were less grave
         "Reads what was appended and gives the findings that are new."
         from stabilitylab.detect.diagnose import diagnose
         from stabilitylab.detect.findings import Findings
         from stabilitylab.names.findings import SEVERITIES
 
         new = self.follower.poll()
-        self.records += max((len(s.step) for s in new.samples.values()), default=0)
+        self.records += max((len(samples.step) for samples in new.samples.values()), default=0)
         if not new.samples and not new.events:
             return Findings()
         fresh = []
-        for f in diagnose(self.follower.run()):
-            key, grave = (f.kind, f.series, f.onset), SEVERITIES.index(f.severity)
+        for finding in diagnose(self.follower.run()):
+            key = (finding.kind, finding.series, finding.onset)
+            grave = SEVERITIES.index(finding.severity)
             if grave > self.told.get(key, -1):
-                fresh.append(f)
+                fresh.append(finding)
                 self.told[key] = grave
         return Findings(fresh)
 
@@ -70,47 +71,38 @@ def run_watch(
     stop: Callable[[], bool] = lambda: False,  # ends the watch when it returns True
 ) -> int:  # exit code 0
     "Prints new findings until it is stopped."
-    from stabilitylab.names.errors import bad_input
-
-    path = Path(args.path)
-    if path.is_dir() or not path.parent.is_dir():
-        raise bad_input(
-            "path", str(path), "one log file, in a folder that is there", "watch follows a single file"
-        )
-    if not args.every > 0:
-        raise bad_input("every", args.every, "a time above 0 seconds")
-    watcher = Watcher(path, args.format)
-    print(
-        f"watching {path}{'' if path.exists() else ' (not there yet)'}; Ctrl-C ends it",
-        file=sys.stderr,
-        flush=True,
-    )
+    watcher = Watcher(_checked(args), args.format)
+    absent = "" if Path(args.path).exists() else " (not there yet)"
+    print(f"watching {args.path}{absent}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:
         while True:
             begin = time.monotonic()
-            last = stop()
+            is_last = stop()
             _tell(watcher.look())
-            if last:
+            if is_last:
                 return 0
-            time.sleep(max(args.every, 4 * (time.monotonic() - begin)))
+            time.sleep(max(args.every, 4 * (time.monotonic() - begin)))  # looking takes a fifth of the time
     except KeyboardInterrupt:
         print(f"\nstopped after {watcher.records:,} records, {len(watcher.told)} findings", file=sys.stderr)
         return 0
 
 
-def _tell(findings):
+def _checked(args: argparse.Namespace) -> Path:
+    "The path of the log, if it and the time between two looks make sense."
+    from stabilitylab.names.errors import bad_input
+
+    path = Path(args.path)
+    if path.is_dir() or not path.parent.is_dir():
+        allowed = "one log file, in a folder that is there"
+        raise bad_input("path", str(path), allowed, "watch follows a single file")
+    if not args.every > 0:
+        raise bad_input("every", args.every, "a time above 0 seconds")
+    return path
+
+
+def _tell(findings: Sequence) -> None:
     "Prints findings with the time at which they were seen."
-    import os
-    import shutil
+    from stabilitylab.report.terminal import findings_text, screen
 
-    from stabilitylab.report.terminal import findings_text
-
-    if not len(findings):
-        return
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(
-        time.strftime("%H:%M:%S")
-        + "\n"
-        + findings_text(findings, min(shutil.get_terminal_size((100, 24)).columns, 120), colour),
-        flush=True,
-    )
+    if len(findings):
+        print(time.strftime("%H:%M:%S"), findings_text(findings, *screen(sys.stdout)), sep="\n", flush=True)

@@ -7,6 +7,7 @@ __all__ = ['chance_of', 'compare_runs']
 
 # %% ../../nbs/api/detect/20_across.ipynb #fc2215c8
 import math
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -15,12 +16,18 @@ import xarray as xr
 from .diagnose import as_run
 from .environment import find_other_environments
 from .findings import Finding, Findings
-from .phrase import explain
+from .phrase import evidence_words, explain
 from .spikes import out_of_range
 from .thresholds import limit
-from ..measure.curves import curve, loss_name
+from ..measure.curves import Curve, loss_curve
+from ..measure.stretches import stretches
 
 # %% ../../nbs/api/detect/20_across.ipynb #fc853cfd
+def _poisson(count: int, mean: float) -> float:
+    "The chance of exactly `count` events where `mean` are expected, > 0."
+    return math.exp(-mean + count * math.log(mean) - math.lgamma(count + 1))
+
+
 def chance_of(
     count: int,  # coincidences seen
     a: int,  # spikes of the one run
@@ -32,101 +39,100 @@ def chance_of(
     mean = a * b * width / max(n, 1)
     if count <= 0:
         return 1.0
-    below = (
-        sum(math.exp(-mean + k * math.log(mean) - math.lgamma(k + 1)) for k in range(count))
-        if mean > 0
-        else 1.0
-    )
+    if mean <= 0:
+        return 0.0
+    below = sum(_poisson(fewer, mean) for fewer in range(count))
     if below < 1 - 1e-12:
         return max(0.0, 1 - below)
-    return min(1.0, math.exp(-mean + count * math.log(mean) - math.lgamma(count + 1))) if mean > 0 else 0.0
+    return min(
+        1.0, _poisson(count, mean)
+    )  # 1 - below is rounding: the first term of the tail holds nearly all
 
 # %% ../../nbs/api/detect/20_across.ipynb #667dedf1
-def _outliers(c):
+@dataclass(frozen=True)
+class _Common:
+    "What two losses have in common."
+
+    steps: list[int]  # of spikes that both have
+    p_value: float  # chance of so many
+    spikes: list[int]  # how many each has
+    same_until: int | None  # last step up to which they are identical; None where they never were
+    is_copy: bool  # whether they are identical throughout
+
+
+def _outliers(loss: Curve) -> np.ndarray:
     "Steps at which the loss is out of range, one for each stretch."
-    at, *_ = out_of_range(c.value, limit("shared_sigma"))
-    return c.step[at[np.r_[True, np.diff(at) > 3]]] if len(at) else np.zeros(0, np.int64)
+    high, *_ = out_of_range(loss.value, limit("shared_sigma"))
+    return loss.step[[first for first, _ in stretches(high, limit("shared_gap"))]]
 
 
-def _pair(a, b):
-    "What two losses have in common: steps of common spikes, p-value, and the step up to which they are identical."
-    common, ia, ib = np.intersect1d(a.step, b.step, return_indices=True)
-    if len(common) < 64:
+def _pair(a: Curve, b: Curve) -> _Common | None:
+    "What two losses have in common, after the steps up to which they are identical; None where too little."
+    common, at_a, at_b = np.intersect1d(a.step, b.step, return_indices=True)
+    if len(common) < limit("least_common"):
         return None
-    same = a.value[ia] == b.value[ib]
-    parted = int(np.argmin(same)) if not same.all() else len(same)
-    start = (
-        common[parted]
-        if parted < len(common) and parted >= 10
-        else common[0]
-        if parted < 10
-        else common[-1] + 1
-    )
-    sa, sb = (s[(s >= start) & np.isin(s, common)] for s in (_outliers(a), _outliers(b)))
+    is_same = a.value[at_a] == b.value[at_b]
+    parted = len(common) if is_same.all() else int(np.argmin(is_same))
+    has_same_start = parted >= limit("same_records")
+    own = common[parted:] if has_same_start else common  # steps at which they are runs of their own
+    spikes_a, spikes_b = (steps[np.isin(steps, own)] for steps in (_outliers(a), _outliers(b)))
     gap = int(np.median(np.diff(common)))
-    hits = [int(s) for s in sa if len(sb) and np.abs(sb - s).min() <= gap]
-    n = int((common >= start).sum())
-    return {
-        "steps": hits,
-        "p_value": chance_of(len(hits), len(sa), len(sb), n, 3),
-        "spikes": [len(sa), len(sb)],
-        "records": n,
-        "same_until": int(common[parted - 1]) if parted >= 10 else None,
-        "identical": parted == len(common),
-    }
+    hits = [int(step) for step in spikes_a if (np.abs(spikes_b - step) <= gap).any()]
+    chance = chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), limit("shared_gap"))
+    return _Common(
+        steps=hits,
+        p_value=chance,
+        spikes=[len(spikes_a), len(spikes_b)],
+        same_until=int(common[parted - 1]) if has_same_start else None,
+        is_copy=parted == len(common),
+    )
 
 # %% ../../nbs/api/detect/20_across.ipynb #c8881bd9
+def _named(runs: dict | list) -> dict[str, xr.DataTree]:
+    "Records by name; those of a list are named after their source."
+    if not isinstance(runs, dict):
+        sources = [getattr(run, "attrs", {}).get("source", f"run {i}") for i, run in enumerate(runs)]
+        runs = {str(source): run for source, run in zip(sources, runs, strict=True)}
+    return {name: as_run(run) for name, run in runs.items()}
+
+
 def compare_runs(
     runs: dict[str, xr.DataTree] | list,  # records or tables by name, at least two
 ) -> Findings:  # findings across them; their evidence names the runs
     "What several runs share: spikes at the same steps, and identical beginnings."
-    if not isinstance(runs, dict):
-        runs = {
-            str(r.attrs.get("source", f"run {i}")) if hasattr(r, "attrs") else f"run {i}": r
-            for i, r in enumerate(runs)
-        }
-    curves = {
-        name: c
-        for name, r in ((n, as_run(r)) for n, r in runs.items())
-        if loss_name(r) and (c := curve(r, loss_name(r))) is not None and len(c.value) >= 64
-    }
-    found = find_other_environments({n: as_run(r) for n, r in runs.items()})
-    for a, b in combinations(curves, 2):
-        p = _pair(curves[a], curves[b])
-        if p is None:
-            continue
-        if len(p["steps"]) >= limit("shared_spikes") and p["p_value"] < limit("shared_chance"):
-            found.append(
-                Finding(
-                    "data_driven_spike",
-                    "warning",
-                    p["steps"][0],
-                    p["steps"][-1],
-                    evidence={
-                        "count": len(p["steps"]),
-                        "runs": 2,
-                        "names": [a, b],
-                        "steps": p["steps"][:50],
-                        "p_value": p["p_value"],
-                        "spikes_of_each": p["spikes"],
-                    },
-                    series="loss",
-                )
-            )
-        if p["same_until"] is not None:
-            found.append(
-                Finding(
-                    "environment_change",
-                    "info",
-                    p["same_until"],
-                    evidence={
-                        "names": [a, b],
-                        "changed": "nothing in the loss: one run is a copy of the other"
-                        if p["identical"]
-                        else f"the runs have the same losses up to step {p['same_until']} and part there",
-                        "same_until": p["same_until"],
-                    },
-                    series="loss",
-                )
-            )
+    records = _named(runs)
+    curves = {name: loss_curve(run) for name, run in records.items()}
+    long = [name for name, c in curves.items() if c is not None and len(c.value) >= limit("least_common")]
+    found = find_other_environments(records)
+    for a, b in combinations(long, 2):
+        shared = _pair(curves[a], curves[b])
+        if shared is not None:
+            found += _shared_spikes(shared, [a, b]) + _shared_start(shared, [a, b])
     return Findings(f.with_(explanation=explain(f)) for f in found)
+
+
+def _shared_spikes(shared: _Common, names: list[str]) -> list[Finding]:
+    "The spikes at the same steps, where chance does not explain them."
+    is_enough = len(shared.steps) >= limit("shared_spikes")
+    if not is_enough or shared.p_value >= limit("shared_chance"):
+        return []
+    evidence = {
+        "count": len(shared.steps),
+        "runs": 2,
+        "names": names,
+        "steps": shared.steps[: limit("most_steps")],
+        "p_value": shared.p_value,
+        "spikes_of_each": shared.spikes,
+    }
+    onset, end = shared.steps[0], shared.steps[-1]
+    return [Finding("data_driven_spike", "warning", onset, end, evidence=evidence, series="loss")]
+
+
+def _shared_start(shared: _Common, names: list[str]) -> list[Finding]:
+    "The step up to which two runs are one."
+    last = shared.same_until
+    if last is None:
+        return []
+    words = evidence_words("copied run") if shared.is_copy else evidence_words("parted runs", step=last)
+    evidence = {"names": names, "changed": words, "same_until": last}
+    return [Finding("environment_change", "info", last, evidence=evidence, series="loss")]

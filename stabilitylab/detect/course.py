@@ -6,237 +6,284 @@
 __all__ = ['find_divergence', 'find_not_learning', 'find_overfitting', 'find_leak', 'find_level_shift']
 
 # %% ../../nbs/api/detect/11_course.ipynb #c5e63bee
+from typing import NamedTuple
+
 import numpy as np
 import xarray as xr
 
 from .findings import Finding
 from .thresholds import limit
-from ..measure.curves import curve, loss_name
-from ..measure.rolling import smooth
+from ..measure.curves import Curve, curve, loss_curve, step_interval
+from ..measure.rolling import difference_noise, smooth
 
 # %% ../../nbs/api/detect/11_course.ipynb #4f3c9031
-def _shape(c):
-    "The smoothed loss and the noise around it; the window is 2 % of the run, at least 5 and at most 400 records."
-    k = int(np.clip(len(c.value) // 50, 5, 400))
-    s = smooth(c.value, k)
-    d = np.diff(c.value)
-    return s, 1.4826 / np.sqrt(2) * float(np.median(np.abs(d - np.median(d)))) if len(d) else 0.0, k
+class _Shape(NamedTuple):
+    "The loss without its noise, and the noise."
+
+    loss: np.ndarray  # (n,) smoothed
+    noise: float  # standard deviation of one record around it
+    window: int  # records that were smoothed over
+
+
+def _shape(series: Curve) -> _Shape:
+    "The shape of a series; the window is a share of the run, neither too short nor too long."
+    share = int(limit("smooth_share") * len(series.value))
+    window = int(np.clip(share, limit("smooth_least"), limit("smooth_most")))
+    return _Shape(smooth(series.value, window), difference_noise(series.value), window)
+
+
+def _records(n: int, share: str) -> int:
+    "How many records a share of a series of `n` is; at least as many as a median needs."
+    return max(limit("least_median"), int(limit(share) * n))
+
+
+def _is_likelihood(series: Curve) -> bool:
+    "Whether a series is long enough and measures how well data are predicted, as a policy's reward does not."
+    return series.name in ("loss", "perplexity") and len(series.value) >= limit("least_course")
 
 # %% ../../nbs/api/detect/11_course.ipynb #0968ad12
+def _is_on_its_way_back(tail: np.ndarray) -> bool:
+    "Whether the loss after its best ends among the lowest of what it was since."
+    end = tail[-_records(len(tail), "coarse_share") :]
+    return bool(np.median(end) < np.quantile(tail, limit("rise_quantile")))
+
+
 def find_divergence(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Where the loss left its course for good."
-    c = curve(run, loss_name(run)) if loss_name(run) else None
-    if c is None or len(c.value) < 10 or c.name not in ("loss", "perplexity") or (c.value < 0).any():
+    series = loss_curve(run)
+    if series is None or not _is_likelihood(series) or (series.value < 0).any():
         return []
-    s, noise, k = _shape(c)
-    m = int(np.argmin(s))
-    final, best = float(np.median(s[-max(3, k // 2) :])), float(s[m])
+    loss, noise, window = _shape(series)
+    n, at_best = len(loss), int(np.argmin(loss))
+    best = float(loss[at_best])
+    final = float(np.median(loss[-max(limit("least_median"), window // 2) :]))
     rise = final - best
-    need = max(
+    least_rise = max(
         limit("rise_sigma") * noise,
         limit("rise_share") * abs(best),
-        limit("rise_drop") * abs(float(s[0]) - best),
+        limit("rise_drop") * abs(float(loss[0]) - best),
     )
-    if rise <= need or len(c.value) - 1 - m < max(3, 0.02 * len(c.value)):
+    is_best_at_end = n - 1 - at_best < max(limit("rise_records"), limit("rise_stay") * n)
+    if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
         return []
-    tail = s[m:]
-    if np.median(tail[-max(3, len(tail) // 10) :]) < np.quantile(tail, 0.25):
-        return []
-    low = np.flatnonzero(s[m:] <= best + min(need, rise / 4))
-    i = m + int(low[-1]) + 1 if len(low) else m
-    i = min(i, len(c.value) - 1)
-    evidence = {"baseline": best, "best_step": int(c.step[m]), "final": final, "rise": rise, "noise": noise}
-    return [Finding("divergence", "error", c.step[i], c.step[-1], evidence=evidence, series=c.name)]
+    near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("rise_onset") * rise))
+    left = min(at_best + int(near_best[-1]) + 1, n - 1)
+    evidence = {
+        "baseline": best,
+        "best_step": int(series.step[at_best]),
+        "final": final,
+        "rise": rise,
+        "noise": noise,
+    }
+    return [
+        Finding(
+            "divergence", "error", series.step[left], series.step[-1], evidence=evidence, series=series.name
+        )
+    ]
 
 # %% ../../nbs/api/detect/11_course.ipynb #b6c3ef08
 def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
-    c = curve(run, loss_name(run)) if loss_name(run) else None
-    if c is None or len(c.value) < 50:
+    series = loss_curve(run)
+    if series is None or len(series.value) < limit("least_learning"):
         return []
-    s, noise, k = _shape(c)
-    interval = max(1, int(np.median(np.abs(np.diff(c.step)))))
-    fresh = c.step[0] <= 20 * interval
-    coarse = smooth(c.value, max(5, len(s) // 10))
-    drop = float(max(s[0], coarse[0]) - coarse.min())
-    moved = float(np.median(c.value[: max(3, len(s) // 50)]) - coarse.min())
-    if fresh and moved < max(3 * noise / np.sqrt(k), limit("moved_share") * abs(float(s[0]))):
-        return [
-            Finding(
-                "not_learning",
-                "warning",
-                c.step[0],
-                c.step[-1],
-                evidence={"first": float(s[0]), "best": float(s.min()), "drop": drop, "noise": noise},
-                series=c.name,
-            )
-        ]
-    if len(s) < 200 or drop <= 0:
-        return []
-    best, share = np.minimum.accumulate(s), limit("plateau_share")
-    width = int(share * len(s))
-    flat = best[:-width] - best[width:] < limit("plateau_drop") * drop
-    after = best[width:] - best[-1] > limit("plateau_after") * drop
-    hit = np.flatnonzero(flat & after)
-    if not len(hit):
-        return []
-    i, j = int(hit[0]), int(hit[-1]) + width
+    shape, n = _shape(series), len(series.value)
+    coarse = smooth(series.value, max(limit("smooth_least"), int(limit("coarse_share") * n)))
+    drop = float(max(shape.loss[0], coarse[0]) - coarse.min())
+    moved = float(np.median(series.value[: _records(n, "smooth_share")]) - coarse.min())
+    by_noise = limit("moved_sigma") * shape.noise / np.sqrt(shape.window)
+    has_moved = moved >= max(by_noise, limit("moved_share") * abs(float(shape.loss[0])))
+    shows_start = series.step[0] <= limit("fresh_start") * step_interval(series)
+    if has_moved or not shows_start:
+        return _plateau(series, shape.loss, drop)
+    evidence = {
+        "first": float(shape.loss[0]),
+        "best": float(shape.loss.min()),
+        "drop": drop,
+        "noise": shape.noise,
+    }
     return [
         Finding(
-            "plateau",
-            "info",
-            c.step[i],
-            c.step[j],
-            evidence={
-                "level": float(np.median(s[i:j])),
-                "share_of_run": (j - i) / len(s),
-                "later": float(s[-1]),
-            },
-            series=c.name,
+            "not_learning", "warning", series.step[0], series.step[-1], evidence=evidence, series=series.name
+        )
+    ]
+
+
+def _plateau(series: Curve, loss: np.ndarray, drop: float) -> list[Finding]:
+    "The longest stretch on which the best loss hardly fell, where it fell again after it."
+    n = len(loss)
+    if n < limit("least_plateau") or drop <= 0:
+        return []
+    best = np.minimum.accumulate(loss)
+    width = int(limit("plateau_share") * n)
+    is_flat = best[:-width] - best[width:] < limit("plateau_drop") * drop
+    falls_later = best[width:] - best[-1] > limit("plateau_after") * drop
+    hit = np.flatnonzero(is_flat & falls_later)
+    if not len(hit):
+        return []
+    first, last = int(hit[0]), int(hit[-1]) + width
+    evidence = {
+        "level": float(np.median(loss[first:last])),
+        "share_of_run": (last - first) / n,
+        "later": float(loss[-1]),
+    }
+    return [
+        Finding(
+            "plateau", "info", series.step[first], series.step[last], evidence=evidence, series=series.name
         )
     ]
 
 # %% ../../nbs/api/detect/11_course.ipynb #d21372f1
+def _level_at(series: Curve, step: int) -> float:
+    "The median of the records nearest to a step."
+    nearest = np.abs(series.step - step).argsort()
+    return float(np.median(series.value[nearest[: _records(len(series.value), "smooth_share")]]))
+
+
 def find_overfitting(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Validation loss that rises from its best while training loss goes on falling."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
-    if c is None or v is None or len(v.value) < 4 or len(c.value) < 10:
+    training, validation = loss_curve(run), curve(run, "val_loss")
+    if training is None or len(training.value) < limit("least_course"):
         return []
-    m, noise = (
-        int(np.argmin(v.value)),
-        1.4826 / np.sqrt(2) * float(np.median(np.abs(np.diff(v.value) - np.median(np.diff(v.value))))),
-    )
-    final = float(np.median(v.value[-max(1, len(v.value) // 10) :]))
-    rising = len(v.value) - 1 - m >= 3
-    if not rising or final - v.value[m] <= max(4 * noise, limit("overfit_share") * abs(float(v.value[m]))):
+    if validation is None or len(validation.value) < limit("least_validation"):
         return []
-    there, end = (
-        float(np.median(c.value[np.abs(c.step - at).argsort()[: max(3, len(c.value) // 50)]]))
-        for at in (v.step[m], v.step[-1])
-    )
-    if end >= there:
+    n, at_best = len(validation.value), int(np.argmin(validation.value))
+    best = float(validation.value[at_best])
+    final = float(np.median(validation.value[-max(1, int(limit("coarse_share") * n)) :]))
+    noise = difference_noise(validation.value)
+    is_higher = final - best > max(limit("overfit_sigma") * noise, limit("overfit_share") * abs(best))
+    is_best_long_ago = n - 1 - at_best >= limit("overfit_records")
+    if not is_higher or not is_best_long_ago:
         return []
-    return [
-        Finding(
-            "overfitting",
-            "warning",
-            v.step[m],
-            v.step[-1],
-            evidence={
-                "best_val": float(v.value[m]),
-                "final_val": final,
-                "train_at_best_val": there,
-                "final_train": end,
-            },
-            series="val_loss",
-        )
-    ]
+    at_best_step, end_step = validation.step[at_best], validation.step[-1]
+    train_at_best, final_train = _level_at(training, at_best_step), _level_at(training, end_step)
+    if final_train >= train_at_best:
+        return []
+    evidence = {
+        "best_val": best,
+        "final_val": final,
+        "train_at_best_val": train_at_best,
+        "final_train": final_train,
+    }
+    return [Finding("overfitting", "warning", at_best_step, end_step, evidence=evidence, series="val_loss")]
 
 # %% ../../nbs/api/detect/11_course.ipynb #b0ebaeed
 def find_leak(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "A loss near zero (perplexity 1) almost at once, or on validation data too: the answer is in the input, or the task is empty."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
-    if c is None or c.name not in ("loss", "perplexity") or len(c.value) < 10:
+    "A loss near zero almost at once, on validation data too: the input holds the answer, or no task."
+    series, validation = loss_curve(run), curve(run, "val_loss")
+    if series is None or not _is_likelihood(series):
         return []
-    x = np.log(np.maximum(c.value, 1e-12)) if c.name == "perplexity" else c.value
-    tiny = limit("leak_loss")
-    low = np.flatnonzero(x < tiny)
-    if not len(low) or x[0] < 10 * tiny or np.median(x[low[0] :]) >= tiny or (x < 0).any():
+    loss = np.log(np.maximum(series.value, 1e-12)) if series.name == "perplexity" else series.value
+    tiny, n = limit("leak_loss"), len(loss)
+    low = np.flatnonzero(loss < tiny)
+    if not len(low):
         return []
-    soon = low[0] <= limit("leak_soon") * len(x) if len(x) >= 100 else low[0] <= 5
-    val_too = v is not None and len(v.value) and float(np.median(v.value[-3:])) < tiny
-    if not (soon and (v is None or val_too)) and not (val_too and soon):
+    level = float(np.median(loss[low[0] :]))
+    began_low = loss[0] < limit("leak_start") * tiny
+    if began_low or level >= tiny or (loss < 0).any():
         return []
+    soon = limit("leak_soon") * n if n >= limit("leak_long") else limit("leak_records")
+    if low[0] > soon or not _is_tiny_too(validation, tiny):
+        return []
+    evidence = {
+        "loss": level,
+        "perplexity": float(np.exp(level)),
+        "records_until": int(low[0]),
+        "val_loss": None if validation is None else float(validation.value[-1]),
+    }
     return [
         Finding(
             "leak_suspected",
             "warning",
-            c.step[low[0]],
-            c.step[-1],
-            evidence={
-                "loss": float(np.median(x[low[0] :])),
-                "perplexity": float(np.exp(np.median(x[low[0] :]))),
-                "records_until": int(low[0]),
-                "val_loss": float(v.value[-1]) if v is not None and len(v.value) else None,
-            },
-            series=c.name,
+            series.step[low[0]],
+            series.step[-1],
+            evidence=evidence,
+            series=series.name,
         )
     ]
+
+
+def _is_tiny_too(validation: Curve | None, tiny: float) -> bool:
+    "Whether validation ends as low, or is not logged at all."
+    if validation is None:
+        return True
+    end = validation.value[-limit("least_median") :]
+    return len(end) > 0 and float(np.median(end)) < tiny
 
 # %% ../../nbs/api/detect/11_course.ipynb #34f5eb86
 def find_level_shift(
     run: xr.DataTree,  # a record
-) -> list[
-    Finding
-]:  # a finding a shift of the training loss that validation does not follow, or that follows a restart
-    "Where the training loss changes its level at once and stays there while validation does not move: repeated or different data."
-    c, v = (curve(run, loss_name(run)) if loss_name(run) else None), curve(run, "val_loss")
-    if c is None or v is None or len(c.value) < 200 or len(v.value) < 4:
+) -> list[Finding]:  # a finding a shift of the training loss that validation does not follow
+    "Where the training loss moves to a higher level and stays while validation does not: other data."
+    series, validation = loss_curve(run), curve(run, "val_loss")
+    if series is None or len(series.value) < limit("least_shift"):
         return []
-    w = int(np.clip(len(c.value) // 20, 20, 500))
-    med = smooth(c.value, w)
-    jump = med[2 * w :] - med[: -2 * w]
-    _, noise, _ = _shape(c)
-    found, i = [], 0
-    high = np.flatnonzero(
-        jump
-        > max(
-            limit("shift_sigma") * noise / np.sqrt(w) * 3, limit("shift_share") * abs(float(np.median(med)))
-        )
-    )
+    if validation is None or len(validation.value) < limit("least_validation"):
+        return []
+    share = int(limit("shift_window") * len(series.value))
+    window = int(np.clip(share, limit("shift_window_least"), limit("shift_window_most")))
+    level = smooth(series.value, window)
+    jump = level[2 * window :] - level[: -2 * window]  # from a window before a record to a window after it
+    error = _shape(series).noise / np.sqrt(window) * limit("shift_margin")
+    least_rise = limit("shift_share") * abs(float(np.median(level)))
+    high = np.flatnonzero(jump > max(limit("shift_sigma") * error, least_rise))
+    found = []
     while len(high):
-        i = int(high[0])
-        near = high[high < i + 2 * w]
-        at = w + int(near[np.argmax(jump[near])])
-        before, after = (
-            float(np.median(v.value[m])) if (m := sel).any() else np.nan
-            for sel in (
-                (v.step < c.step[at]) & (v.step >= c.step[max(0, at - 4 * w)]),
-                (v.step > c.step[at]) & (v.step <= c.step[min(len(c.step) - 1, at + 4 * w)]),
-            )
-        )
-        rise = float(med[min(at + w, len(med) - 1)] - med[max(at - w, 0)])
-        later = (
-            float(np.median(med[min(at + 2 * w, len(med) - 1) : min(at + 6 * w, len(med))]))
-            if at + 2 * w < len(med)
-            else np.nan
-        )
-        stays = later > med[max(at - w, 0)] + 0.5 * rise
-        abrupt = (
-            np.median(c.value[at : at + 10]) - np.median(c.value[max(0, at - 10) : at]) > 0.4 * rise
-            or np.abs(np.diff(c.value[max(0, at - w) : at + w])).max(initial=0) > 0.5 * rise
-        )
-        if (
-            rise > limit("shift_share") * abs(float(np.median(med)))
-            and med[max(at - w, 0)] > limit("leak_loss")
-            and stays
-            and abrupt
-            and np.isfinite(before + after)
-            and after - before < 0.25 * rise
-        ):
-            found.append(
-                Finding(
-                    "level_shift",
-                    "warning",
-                    c.step[at],
-                    c.step[at],
-                    evidence={
-                        "before": float(med[max(at - w, 0)]),
-                        "after": float(med[min(at + w, len(med) - 1)]),
-                        "rise": rise,
-                        "val_before": before,
-                        "val_after": after,
-                    },
-                    series=c.name,
-                )
-            )
-        high = high[high >= i + 2 * w]
+        end = high[0] + 2 * window
+        near = high[high < end]
+        at = window + int(near[np.argmax(jump[near])])
+        if _stays(level, at, window) and _is_abrupt(series.value, level, at, window):
+            found += _level_shift(series, validation, level, at, window)
+        high = high[high >= end]
     return found
+
+
+def _stays(level: np.ndarray, at: int, window: int) -> bool:
+    "Whether most of a rise at record `at` is still there some windows later; False where the run ends first."
+    before, rise = level[at - window], level[at + window] - level[at - window]
+    later = level[at + 2 * window : at + (2 + limit("shift_look")) * window]
+    return len(later) > 0 and bool(np.median(later) > before + limit("shift_stays") * rise)
+
+
+def _is_abrupt(value: np.ndarray, level: np.ndarray, at: int, window: int) -> bool:
+    "Whether a rise happens within a few records, or in one."
+    rise, few = level[at + window] - level[at - window], limit("shift_abrupt_records")
+    step_up = np.median(value[at : at + few]) - np.median(value[at - few : at])
+    largest = np.abs(np.diff(value[at - window : at + window])).max(initial=0)
+    return bool(step_up > limit("shift_abrupt") * rise or largest > limit("shift_jump") * rise)
+
+
+def _median_between(series: Curve, first: int, last: int) -> float:
+    "The median of the records from step `first` to step `last`; NaN where there are none."
+    inside = series.value[(series.step >= first) & (series.step <= last)]
+    return float(np.median(inside)) if len(inside) else np.nan
+
+
+def _level_shift(series: Curve, validation: Curve, level: np.ndarray, at: int, window: int) -> list[Finding]:
+    "The shift at record `at`, where validation was measured before and after it and did not follow."
+    look, at_step = limit("shift_look") * window, series.step[at]
+    before, after = float(level[at - window]), float(level[at + window])
+    rise = after - before
+    val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)
+    val_after = _median_between(validation, at_step + 1, series.step[min(len(series.step) - 1, at + look)])
+    is_above_zero = before > limit("leak_loss")
+    val_rise = val_after - val_before
+    validation_stayed = np.isfinite(val_rise) and val_rise < limit("shift_validation") * rise
+    if not is_above_zero or not validation_stayed:
+        return []
+    evidence = {
+        "before": before,
+        "after": after,
+        "rise": rise,
+        "val_before": val_before,
+        "val_after": val_after,
+    }
+    return [Finding("level_shift", "warning", at_step, at_step, evidence=evidence, series=series.name)]

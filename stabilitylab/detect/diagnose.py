@@ -13,12 +13,14 @@ import xarray as xr
 
 from .findings import Finding, Findings
 from .phrase import explain
+from ..knowledge.remedies import remedies_for
 from ..measure.curves import curve, loss_name, scalars_of
 from ..names.errors import bad_input
 from ..run.record import new_run
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
-DETECTORS = [  # 'module:function' below stabilitylab.detect, each (run) -> list[Finding]; a detector whose group or series is absent returns []
+# 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
+DETECTORS = [
     "health:find_non_finite",
     "health:find_restarts",
     "health:find_changed_settings",
@@ -29,12 +31,12 @@ DETECTORS = [  # 'module:function' below stabilitylab.detect, each (run) -> list
     "course:find_overfitting",
     "course:find_leak",
     "course:find_level_shift",
-    "signals:find_grad_norm",
-    "signals:find_loss_scale",
-    "signals:find_throughput",
-    "signals:find_z_loss",
-    "signals:find_quantized",
-    "signals:find_hardware",
+    "grad_norm:find_grad_norm",
+    "loss_scale:find_loss_scale",
+    "throughput:find_throughput",
+    "z_loss:find_z_loss",
+    "grid:find_quantized",
+    "hardware:find_hardware",
     "lengths:find_length_bias",
     "layers:find_activation_explosion",
     "layers:find_param_grad_explosion",
@@ -59,48 +61,42 @@ RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in 
 ]
 
 
-def _load(name):
+def _load(name: str) -> Callable:
+    "The function that 'module:function' names; it is imported when it is first needed."
     module, function = name.split(":")
     return getattr(import_module(f"stabilitylab.detect.{module}"), function)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #9ed1418c
+_STORABLE = (str, int, float, list, dict, bool)  # attributes of a table that a record keeps
+
+
 def as_run(
     run: xr.DataTree | xr.Dataset,  # a record, or the table that a reader returns
 ) -> xr.DataTree:  # a record
     "The record that `run` is, or one made of it."
-    if isinstance(run, xr.Dataset):
-        return new_run(
-            run,
-            attrs={k: v for k, v in run.attrs.items() if isinstance(v, (str, int, float, list, dict, bool))},
-        )
-    if not isinstance(run, xr.DataTree):
+    if isinstance(run, xr.DataTree):
+        return run
+    if not isinstance(run, xr.Dataset):
         raise bad_input(
             "run",
             type(run).__name__,
             "a record (xarray.DataTree) or a table of scalars (xarray.Dataset)",
             "open a log with read_log(path)",
         )
-    return run
+    return new_run(run, attrs={name: v for name, v in run.attrs.items() if isinstance(v, _STORABLE)})
 
 
-def _remedies(kind):
-    "What `knowledge` has on this kind."
-    try:
-        from stabilitylab.knowledge.remedies import remedies_for
-    except ImportError:
-        return ()
-    return tuple(remedies_for(kind))
-
-
-def _span(run):
+def _span(run: xr.DataTree) -> dict[str, int]:
     "How many records the run has and from where to where: of the loss, else of its first series."
     scalars = scalars_of(run)
-    name = loss_name(run) or next((str(n) for n in scalars.data_vars), None)
-    c = curve(scalars, name) if name else None
-    n = 0 if c is None else len(c.step) + c.nonfinite + c.repeated
-    return {"n_steps": n} | (
-        {"first_step": int(c.step[0]), "last_step": int(c.step[-1])} if c is not None and len(c.step) else {}
-    )
+    name = loss_name(run) or next((str(name) for name in scalars.data_vars), None)
+    series = curve(scalars, name) if name else None
+    if series is None:
+        return {"n_steps": 0}
+    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated}
+    if len(series.step):
+        span |= {"first_step": int(series.step[0]), "last_step": int(series.step[-1])}
+    return span
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #c8930a6d
 def finish(
@@ -108,22 +104,21 @@ def finish(
 ) -> list[Finding]:  # with them
     "Findings with their words and with what is known about their kind."
     return [
-        f.with_(explanation=f.explanation or explain(f), remedies=f.remedies or _remedies(f.kind))
+        f.with_(explanation=f.explanation or explain(f), remedies=f.remedies or tuple(remedies_for(f.kind)))
         for f in findings
     ]
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3
 def diagnose(
     run: xr.DataTree | xr.Dataset,  # a record, or the table that `read_log` returns
-    detectors: list[str | Callable]
-    | None = None,  # only these: 'module:function' or functions (run) -> list[Finding]; None: all
+    detectors: list[str | Callable] | None = None,  # only these: 'module:function' or (run) -> list[Finding]
 ) -> Findings:  # ranked, with explanation, evidence and remedies
-    "What happened to a run, as far as its record shows."
+    "What happened to a run, as far as its record shows; with `detectors` given, nothing is related."
     run, found = as_run(run), []
-    for d in DETECTORS if detectors is None else detectors:
-        found += (_load(d) if isinstance(d, str) else d)(run)
-    for r in RELATIONS if detectors is None else []:
-        found = _load(r)(run, found)
-    return Findings(
-        finish(found), {k: run.attrs[k] for k in ("source", "format") if k in run.attrs} | _span(run)
-    )
+    for detector in DETECTORS if detectors is None else detectors:
+        find = _load(detector) if isinstance(detector, str) else detector
+        found += find(run)
+    for relation in RELATIONS if detectors is None else ():
+        found = _load(relation)(run, found)
+    origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
+    return Findings(finish(found), origin | _span(run))

@@ -8,53 +8,47 @@ __all__ = ['find_environment_change', 'find_other_environments']
 # %% ../../nbs/api/detect/23_environment.ipynb #4914dcf5
 from itertools import combinations
 
+import xarray as xr
+
 from .findings import Finding
+from .phrase import evidence_words
+from ..measure.curves import group_of
 
 # %% ../../nbs/api/detect/23_environment.ipynb #e1cfed33
 _NOT_TOLD = ("command",)
+_MOST = 10  # settings that are told in words; `keys` has all of them
 
 
 def find_environment_change(
-    run,  # a record
+    run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one a start whose environment is another one
     "Starts of a run at which versions, devices or flags were others."
-    if "events" not in run.children:
+    events = group_of(run, "events")
+    if events is None:
         return []
-    events = run["events"].to_dataset()
-    rows = zip(*(events[f"event_{v}"].values for v in ("kind", "step", "text")))
-    return [
-        Finding(
-            "environment_change", "info", int(step) if step >= 0 else None, evidence={"changed": str(text)}
-        )
-        for kind, step, text in rows
-        if str(kind) == "environment"
-    ]
+    changes = events.isel(event=events.event_kind.values.astype(str) == "environment")
+    found = []
+    for step, text in zip(changes.event_step.values, changes.event_text.values, strict=True):
+        onset = int(step) if step >= 0 else None
+        found.append(Finding("environment_change", "info", onset, evidence={"changed": str(text)}))
+    return found
 
 
 def find_other_environments(
-    runs: dict,  # name -> record
+    runs: dict[str, xr.DataTree],  # name -> record
 ) -> list[Finding]:  # one a pair of runs that differ
     "Pairs of recorded runs that did not run in the same environment."
-    known, found = {n: r.attrs["environment"] for n, r in runs.items() if r.attrs.get("environment")}, []
+    known = {name: run.attrs["environment"] for name, run in runs.items() if run.attrs.get("environment")}
+    found = []
     for a, b in combinations(known, 2):
-        changed = {
-            k: (known[a].get(k), known[b].get(k))
-            for k in sorted(known[a] | known[b])
-            if k not in _NOT_TOLD and known[a].get(k) != known[b].get(k)
-        }
-        if changed:
-            found.append(
-                Finding(
-                    "environment_change",
-                    "info",
-                    None,
-                    evidence={
-                        "names": [a, b],
-                        "changed": ", ".join(
-                            f"{k} {old} and {new}" for k, (old, new) in list(changed.items())[:10]
-                        ),
-                        "keys": list(changed),
-                    },
-                )
-            )
+        old, new = known[a], known[b]
+        keys = [key for key in sorted(old | new) if key not in _NOT_TOLD and old.get(key) != new.get(key)]
+        if not keys:
+            continue
+        told = [
+            evidence_words("other environment", name=key, old=old.get(key), new=new.get(key))
+            for key in keys[:_MOST]
+        ]
+        evidence = {"names": [a, b], "changed": ", ".join(told), "keys": keys}
+        found.append(Finding("environment_change", "info", evidence=evidence))
     return found

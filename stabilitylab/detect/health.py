@@ -10,6 +10,8 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
+from .phrase import evidence_words
+from .thresholds import limit
 from ..measure.curves import scalars_of
 from ..run.scalars import series, series_names
 
@@ -18,46 +20,50 @@ def find_non_finite(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one finding a series that holds NaN or infinity
     "The series that hold NaN or infinity, and from which step on."
-    scalars, found = scalars_of(run), []
-    for name in series_names(scalars):
-        if name.endswith(("_z", "zscore")):
-            continue  # a log's own z-scores are NaN until it has a history
-        da = series(scalars, name)
-        bad = np.flatnonzero(~np.isfinite(da.values))
-        if not len(bad):
-            continue
-        onset, end = int(da.step.values[bad[0]]), int(da.step.values[bad[-1]])
-        stays = bool((~np.isfinite(da.values[bad[0] :])).all())
-        lost = "loss" in name and name != "loss_scale" and (stays or len(bad) > 0.5 * len(da))
-        evidence = {
+    scalars = scalars_of(run)
+    found = [_non_finite(name, series(scalars, name)) for name in series_names(scalars)]
+    return [finding for finding in found if finding is not None]
+
+
+def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
+    "What one series holds besides numbers; None where there is nothing but numbers."
+    is_zscore = name.endswith(("_z", "zscore"))  # a log's own z-scores are NaN until it has a history
+    bad = np.flatnonzero(~np.isfinite(data.values))
+    if is_zscore or not len(bad):
+        return None
+    stays = not np.isfinite(data.values[bad[0] :]).any()
+    is_loss = "loss" in name and name != "loss_scale"
+    is_mostly_bad = len(bad) > limit("nonfinite_share") * len(data)
+    is_lost = is_loss and (stays or is_mostly_bad)
+    return Finding(
+        "non_finite",
+        "error" if is_lost else "warning",
+        onset=data.step.values[bad[0]],
+        end=data.step.values[bad[-1]],
+        evidence={
             "count": len(bad),
-            "of": len(da),
+            "of": len(data),
             "stays": stays,
-            "nan": int(np.isnan(da.values).sum()),
-            "inf": int(np.isinf(da.values).sum()),
-        }
-        found.append(
-            Finding("non_finite", "error" if lost else "warning", onset, end, evidence=evidence, series=name)
-        )
-    return found
+            "nan": int(np.isnan(data.values).sum()),
+            "inf": int(np.isinf(data.values).sum()),
+        },
+        series=name,
+    )
 
 # %% ../../nbs/api/detect/02_health.ipynb #c331e18b
 def find_restarts(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one finding a restart, from the steps that repeat and from the log's own words
     "Where the run was resumed or rolled back."
-    scalars, found = scalars_of(run), []
-    if "segment" in scalars.coords and scalars.sizes["step"]:
-        step, segment = scalars.step.values, scalars.segment.values
-        for at in np.flatnonzero(np.diff(segment) > 0) + 1:
-            found.append(
-                Finding(
-                    "restart",
-                    "info",
-                    step[at],
-                    evidence={"before": int(step[at - 1]), "steps_repeated": int(step[at - 1] - step[at])},
-                )
-            )
+    scalars = scalars_of(run)
+    if "segment" not in scalars.coords:
+        return []
+    step = scalars.step.values
+    found = []
+    for at in np.flatnonzero(np.diff(scalars.segment.values) > 0) + 1:
+        before = int(step[at - 1])
+        evidence = {"before": before, "steps_repeated": before - int(step[at])}
+        found.append(Finding("restart", "info", step[at], evidence=evidence))
     return found
 
 # %% ../../nbs/api/detect/02_health.ipynb #38a0ebea
@@ -71,47 +77,62 @@ _SETTINGS = (
 )  # series that the user sets
 
 
-def _changed(before, after):
-    "(old, new) where a setting is another one after a restart; steps that both passes have are compared, else the two ends."
-    a, at, after_at = (
-        before.step.values,
-        *np.intersect1d(before.step.values, after.step.values, return_indices=True)[1:],
-    )
-    if len(at):
-        old, new = before.values[at[-1]], after.values[after_at[-1]]
-    elif len(before.values) > 1 and after.step.values[0] - a[-1] <= 3 * np.median(np.diff(a)):
+def _is_next(before: np.ndarray, after: np.ndarray) -> bool:
+    "Whether the steps of a pass go on soon after those of the pass before."
+    return len(before) > 1 and after[0] - before[-1] <= limit("setting_gap") * np.median(np.diff(before))
+
+
+def _changed(before: xr.DataArray, after: xr.DataArray) -> tuple[float, float] | None:
+    "(old, new) where a setting is another one after a restart, at a common step or else at the two ends."
+    steps = before.step.values, after.step.values
+    _, at_before, at_after = np.intersect1d(*steps, return_indices=True)
+    if len(at_before):
+        old, new = before.values[at_before[-1]], after.values[at_after[-1]]
+        allowed = limit("setting_same_step")
+    elif _is_next(*steps):
         old, new = before.values[-1], after.values[0]
+        allowed = limit("setting_next_step")
     else:
         return None
-    apart = abs(new - old) > (0.01 if len(at) else 0.25) * max(abs(old), abs(new))
-    return (float(old), float(new)) if apart else None
+    is_other = abs(new - old) > allowed * max(abs(old), abs(new))
+    return (float(old), float(new)) if is_other else None
+
+
+def _changed_settings(scalars: xr.Dataset, number: int) -> dict[str, tuple[float, float]]:
+    "The settings that are others in pass `number` than in the one before: name -> (old, new), by name."
+    changed = {}
+    for name in sorted(set(_SETTINGS) & set(series_names(scalars))):
+        data = series(scalars, name)
+        before = data.isel(step=np.flatnonzero(data.segment.values == number - 1))
+        after = data.isel(step=np.flatnonzero(data.segment.values == number))
+        pair = _changed(before, after) if before.size and after.size else None
+        if pair is not None:
+            changed[name] = pair
+    return changed
 
 
 def find_changed_settings(
     run: xr.DataTree,  # a record
-) -> list[
-    Finding
-]:  # a finding a restart at which the learning rate, the batch size or another logged setting is another one
+) -> list[Finding]:  # a finding a restart at which the learning rate or another logged setting is another one
     "Restarts that went on with other settings."
-    scalars, found = scalars_of(run), []
+    scalars = scalars_of(run)
     if "segment" not in scalars.coords or not scalars.sizes["step"]:
-        return found
-    for number in np.unique(scalars.segment.values)[1:]:
-        changed = {}
-        for name in set(_SETTINGS) & set(series_names(scalars)):
-            da = series(scalars, name)
-            parts = [da.isel(step=np.flatnonzero(da.segment.values == k)) for k in (number - 1, number)]
-            if all(p.size for p in parts) and (pair := _changed(*parts)):
-                changed[name] = pair
-        if changed:
-            words = ", ".join(f"{n} {old:.4g} to {new:.4g}" for n, (old, new) in sorted(changed.items()))
-            found.append(
-                Finding(
-                    "environment_change",
-                    "info",
-                    scalars.step.values[scalars.segment.values == number][0],
-                    evidence={"changed": words, "settings": sorted(changed)},
-                    series=sorted(changed)[0],
-                )
+        return []
+    segment, found = scalars.segment.values, []
+    for number in np.unique(segment)[1:]:
+        changed = _changed_settings(scalars, number)
+        if not changed:
+            continue
+        words = [
+            evidence_words("changed setting", name=n, old=old, new=new) for n, (old, new) in changed.items()
+        ]
+        found.append(
+            Finding(
+                "environment_change",
+                "info",
+                scalars.step.values[segment == number][0],
+                evidence={"changed": ", ".join(words), "settings": list(changed)},
+                series=next(iter(changed)),
             )
+        )
     return found

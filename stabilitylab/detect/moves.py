@@ -8,44 +8,48 @@ __all__ = ['first_moves']
 # %% ../../nbs/api/detect/62_moves.ipynb #2ac53327
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 from .course import find_divergence
 from .health import find_non_finite
-from .layers import BACKWARD, first_crossings
+from .layers import first_crossings
 from .relate import loss_events
 from .spikes import find_loss_spikes
+from .thresholds import limit
+from ..measure.curves import group_of
 
 # %% ../../nbs/api/detect/62_moves.ipynb #7c90ed2b
 _COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
 
 
+def _rows(activations: xr.Dataset, name: str, what: str, beyond: float) -> list[tuple]:
+    "One row a module that left its early range in one direction."
+    at, ratio = first_crossings(activations[name].values, beyond)
+    modules, kinds, layers = (activations[label].values for label in ("module", "kind", "layer"))
+    steps = activations.step.values
+    return [
+        (str(modules[i]), str(kinds[i]), int(layers[i]), what, int(steps[at[i]]), float(ratio[i]))
+        for i in np.flatnonzero(at >= 0)
+    ]
+
+
 def first_moves(
-    run,  # a record
-) -> pd.DataFrame:  # module, kind, layer, what ('output' or 'gradient'), step, ratio to its early largest value; the earliest first, attrs['loss_onset'] a step or None
-    "Every module that left its early range, in the order in which they did."
-    rows, ds = [], run["activations"].to_dataset() if "activations" in run.children else {}
-    for name, what, beyond in (("absmax", "output", 0.0), ("grad_absmax", "gradient", BACKWARD)):
-        if name not in ds or ds.sizes["step"] < 8:
-            continue
-        at, ratio = first_crossings(ds[name].values, beyond)
-        rows += [
-            (
-                str(ds.module.values[i]),
-                str(ds.kind.values[i]),
-                int(ds.layer.values[i]),
-                what,
-                int(ds.step.values[at[i]]),
-                float(ratio[i]),
-            )
-            for i in np.flatnonzero(at >= 0)
-        ]
-    table = pd.DataFrame(rows, columns=_COLUMNS).sort_values(
-        ["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True
-    )
-    events = (
-        loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)])
-        if "scalars" in run.children
-        else []
-    )
-    table.attrs["loss_onset"] = next((e for e in events if not len(table) or e >= table.step.min()), None)
+    run: xr.DataTree,  # a record
+) -> (
+    pd.DataFrame
+):  # module, kind, layer, what ('output', 'gradient'), step, ratio; attrs['loss_onset']: step or None
+    "Every module that left its early range, in that order; the ratio is to its early largest value."
+    activations, rows = group_of(run, "activations"), []
+    if activations is not None and activations.sizes["step"] >= limit("least_samples"):
+        if "absmax" in activations:
+            rows += _rows(activations, "absmax", "output", 0.0)
+        if "grad_absmax" in activations:
+            rows += _rows(activations, "grad_absmax", "gradient", limit("backward_factor"))
+    table = pd.DataFrame(rows, columns=_COLUMNS)
+    table = table.sort_values(["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True)
+    events = []
+    if "scalars" in run.children:
+        events = loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)])
+    earliest = table.step.min() if len(table) else -np.inf
+    table.attrs["loss_onset"] = next((event for event in events if event >= earliest), None)
     return table

@@ -35,13 +35,9 @@ class OnlineRule:
     ):
         if rule not in LOOK_BACK:
             raise bad_input("rule", rule, ", ".join(LOOK_BACK))
-        self.rule, self.series, self.gap, self.values, self.fired = (
-            rule,
-            series,
-            gap,
-            deque(maxlen=LOOK_BACK[rule]),
-            None,
-        )
+        self.rule, self.series, self.gap = rule, series, gap
+        self.values = deque(maxlen=LOOK_BACK[rule])  # the last finite values
+        self.fired = None  # step at which it last called a spike
 
     def __call__(
         self,
@@ -52,11 +48,11 @@ class OnlineRule:
         value = scalars.get(self.series)
         if value is None:
             return False
-        finite = bool(np.isfinite(value))
-        if finite:
+        is_high = not np.isfinite(value)
+        if not is_high:
             self.values.append(float(value))
-        high = not finite or bool(RULES[self.rule].flags(np.array(self.values))[-1])
-        new = high and (self.fired is None or step - self.fired > self.gap)
-        if high:
+            is_high = bool(RULES[self.rule].flags(np.array(self.values))[-1])
+        is_silent = self.fired is not None and step - self.fired <= self.gap
+        if is_high:
             self.fired = step
-        return new
+        return is_high and not is_silent

@@ -6,15 +6,17 @@
 __all__ = ['RULES', 'Rule', 'events_of', 'compare_rules']
 
 # %% ../../nbs/api/detect/21_rules.ipynb #d013f4ad
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from .spikes import out_of_range
-from ..measure.curves import curve, loss_name
-from ..measure.rolling import before
+from ..measure.curves import loss_curve
+from ..measure.rolling import MAD_TO_SD, before
+from ..measure.stretches import stretches
 from ..names.errors import InputError
 
 # %% ../../nbs/api/detect/21_rules.ipynb #e48ebb0d
@@ -26,10 +28,13 @@ class Rule(NamedTuple):
     words: str  # the definition
 
 # %% ../../nbs/api/detect/21_rules.ipynb #cc461d74
-def _sigma(k, window, least, unbiased):
-    "Mean and standard deviation of the records before."
+# The numbers in these functions are parts of published definitions; `RULES` names the source of each.
 
-    def flags(x):
+
+def _sigma(k: float, window: int, least: int, unbiased: bool) -> Callable[[np.ndarray], np.ndarray]:
+    "`k` standard deviations above the mean of the records before."
+
+    def flags(x: np.ndarray) -> np.ndarray:
         mean, sd = before(x, window, least, "mean"), before(x, window, least, "std")
         n = np.minimum(np.arange(len(x)), window)
         if unbiased:
@@ -40,50 +45,52 @@ def _sigma(k, window, least, unbiased):
     return flags
 
 
-def _mad(x):
+def _mad(x: np.ndarray) -> np.ndarray:
     "Median and median distance of the 128 records before."
-    med = before(x, 128, 32)
-    mad = 1.4826 * before(np.abs(x - med), 128, 32)
+    median = before(x, 128, 32)
+    noise = MAD_TO_SD * before(np.abs(x - median), 128, 32)
     with np.errstate(invalid="ignore"):
-        return x > med + 7 * mad
+        return x > median + 7 * noise
 
 
-def _megatron(x):
+def _megatron(x: np.ndarray) -> np.ndarray:
     "Ten times the largest magnitude of the first 100 records."
-    out = np.zeros(len(x), bool)
+    flags = np.zeros(len(x), bool)
     if len(x) > 100:
-        out[100:] = np.abs(x[100:]) >= 10 * np.abs(x[:100]).max()
-    return out
+        flags[100:] = np.abs(x[100:]) >= 10 * np.abs(x[:100]).max()
+    return flags
 
 
-def _wortsman(x):
+def _wortsman(x: np.ndarray) -> np.ndarray:
     "Running mean plus 3.2 running standard deviations, the first 1000 records left out."
     mean, sd = before(x, 1000, 64, "mean"), before(x, 1000, 64, "std")
     with np.errstate(invalid="ignore"):
-        out = x > mean + 3.2 * sd
-    out[:1000] = False
-    return out
+        flags = x > mean + 3.2 * sd
+    flags[:1000] = False
+    return flags
 
 
-def _kill_loss_spike(x):
+def _kill_loss_spike(x: np.ndarray) -> np.ndarray:
     "Five records in a row above twice the mean of the 100 before."
     with np.errstate(invalid="ignore"):
         high = x > 2 * before(x, 100, 100, "mean")
-    return high & (np.convolve(high, np.ones(5, int))[: len(x)] >= 5)
+    in_a_row = np.convolve(high, np.ones(5, int))[: len(x)]
+    return high & (in_a_row >= 5)
 
 
-def _lightning(x):
+def _lightning(x: np.ndarray) -> np.ndarray:
     "Higher than the record before, and away from the mean of the 10 before by twice that mean."
     mean = before(x, 10, 1, "mean")
+    is_rising = np.diff(x, prepend=x[:1]) > 0
     with np.errstate(invalid="ignore"):
-        return np.r_[False, np.diff(x) > 0][: len(x)] & (np.abs(x - mean) >= 2 * np.abs(mean))
+        return is_rising & (np.abs(x - mean) >= 2 * np.abs(mean))
 
 
-def _ours(x):
+def _ours(x: np.ndarray) -> np.ndarray:
     "Our default."
-    out = np.zeros(len(x), bool)
-    out[out_of_range(x)[0]] = True
-    return out
+    flags = np.zeros(len(x), bool)
+    flags[out_of_range(x)[0]] = True
+    return flags
 
 
 RULES = {
@@ -127,29 +134,30 @@ def events_of(
     gap: int = 20,  # flagged records this near are one event
 ) -> np.ndarray:  # indices of the first record of each event
     "The events of a rule: flagged records that lie together count once."
-    at = np.flatnonzero(flags)
-    return at[np.r_[True, np.diff(at) > gap]] if len(at) else at
+    return np.array([first for first, _ in stretches(np.flatnonzero(flags), gap)], np.int64)
 
 # %% ../../nbs/api/detect/21_rules.ipynb #a73fbba9
+def _rows(rule: Rule, step: np.ndarray, value: np.ndarray, ours: np.ndarray) -> dict:
+    "What one rule finds, beside the events of our own."
+    events = events_of(rule.flags(value))
+    is_near = [(np.abs(ours - at) <= 20).any() for at in events]
+    return {
+        "events": len(events),
+        "first_step": int(step[events[0]]) if len(events) else None,
+        "agree": float(np.mean(is_near)) if is_near else np.nan,
+        "source": rule.source,
+    }
+
+
 def compare_rules(
     run: xr.DataTree,  # a record with a loss
 ) -> (
     pd.DataFrame
-):  # one row a rule: events, first_step, agree (share of its events that the default has too), source
+):  # one row a rule: events, first_step, agree (share of them that the default has too), source
     "What each rule finds in a log of yours."
-    name = loss_name(run)
-    if name is None:
+    loss = loss_curve(run)
+    if loss is None:
         raise InputError("`run` has no training loss; allowed: a record with one")
-    c = curve(run, name)
-    ours = events_of(RULES["default"].flags(c.value))
-    rows = {}
-    for key, rule in RULES.items():
-        at = events_of(rule.flags(c.value))
-        near = [bool(len(ours)) and np.abs(ours - i).min() <= 20 for i in at]
-        rows[key] = {
-            "events": len(at),
-            "first_step": int(c.step[at[0]]) if len(at) else None,
-            "agree": float(np.mean(near)) if near else np.nan,
-            "source": rule.source,
-        }
+    ours = events_of(RULES["default"].flags(loss.value))
+    rows = {name: _rows(rule, loss.step, loss.value, ours) for name, rule in RULES.items()}
     return pd.DataFrame.from_dict(rows, orient="index")

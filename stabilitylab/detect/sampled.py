@@ -8,217 +8,160 @@ __all__ = ['run_format', 'find_overflow', 'find_underflow', 'typical_magnitude',
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #ab9d8157
 import numpy as np
+import xarray as xr
 
 from .findings import Finding
+from .layers import first_names, median_of_finite
 from .thresholds import limit
+from ..measure.curves import group_of
 from ..names.errors import bad_input
 from ..numerics.formats import FORMATS
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5fd1050e
-_SAY = {
-    "overflow": "The output of {module} reached {peak:.3g}, {share:.0%} of the largest {format} value, {largest:.5g}.",
-    "underflow": "In {n} modules most of the output's gradient lies below the normal range of {format}, in {module} {share:.0%} of it: the loss scale is too small.",
-    "massive_activation": "A value of {peak:.3g} in the output of {module} is {ratio:,.0f} times the median magnitude there{channel}.",
-    "dead_units": "{share:.1%} of the output of {module} is exactly zero through the second half of the samples.",
-    "update_lost_to_rounding": "Rounding to bf16 swallows {share:.0%} of the updates of {module}; in {n} of {of} bf16 parameters it swallows most.",
-}
-
-
-def _finding(kind, severity, onset, modules, /, **evidence):
-    "A finding with its words from the table."
-    return Finding(
-        kind,
-        severity,
-        onset=onset,
-        modules=tuple(modules),
-        evidence=evidence,
-        explanation=_SAY[kind].format(module=modules[0], **evidence),
-    )
-
-
-def _group(run, name):
-    return run[name].to_dataset() if name in run.children else None
-
-
-def _median(x):
-    "Median of the finite values of each column; NaN where there is none."
-    return np.array(
-        [np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else np.nan for c in np.asarray(x, float).T]
-    )
+def _above(share: np.ndarray, name: str) -> np.ndarray:
+    "The columns whose share is above a threshold, the largest first."
+    return np.argsort(-share, kind="stable")[: int((share > limit(name)).sum())]
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #8be013d5
 def run_format(
-    run,  # a record
+    run: xr.DataTree,  # a record
 ) -> str:  # 'fp16' where it has a loss scale, else 'bf16', whose range is that of float32
     "The narrowest range that the run's activations must fit."
-    return "fp16" if "scalars" in run.children and "loss_scale" in run["scalars"].data_vars else "bf16"
+    scalars = group_of(run, "scalars")
+    return "fp16" if scalars is not None and "loss_scale" in scalars else "bf16"
+
+
+def _format_of(run: xr.DataTree, format: str | None) -> str:
+    "The format asked about, else that of the run."
+    name = format or run_format(run)
+    if name not in FORMATS:
+        raise bad_input("format", name, ", ".join(FORMATS))
+    return name
 
 
 def find_overflow(
-    run,  # a record
-    format: str
-    | None = None,  # 'bf16', 'fp16', 'fp8_e4m3' or 'fp8_e5m2': the format asked about; None: that of the run
+    run: xr.DataTree,  # a record
+    format: str | None = None,  # 'bf16', 'fp16', 'fp8_e4m3' or 'fp8_e5m2'; None: that of the run
 ) -> list[Finding]:  # at most one, with the module that came near first
     "Activations within one bit of the largest value of their format."
-    ds, name = _group(run, "activations"), format or run_format(run)
-    if name not in FORMATS:
-        raise bad_input("format", name, ", ".join(FORMATS))
-    if ds is None or "absmax" not in ds or not ds.sizes["step"]:
+    activations, name = group_of(run, "activations"), _format_of(run, format)
+    if activations is None or "absmax" not in activations or not activations.sizes["step"]:
         return []
-    largest, x = float(FORMATS[name].max), np.nan_to_num(ds.absmax.values.astype(float), nan=0.0)
-    near = x >= largest * limit("overflow_share")
-    if not near.any():
+    largest = float(FORMATS[name].max)
+    absmax = np.nan_to_num(activations.absmax.values.astype(float), nan=0.0)
+    is_near = absmax >= largest * limit("overflow_share")
+    ever_near = is_near.any(axis=0)
+    if not ever_near.any():
         return []
-    first = np.where(near.any(0), near.argmax(0), len(x))
-    order = np.lexsort((-x.max(0), first))[: int(near.any(0).sum())]
-    peak = float(x[:, order[0]].max())
+    first = np.where(ever_near, is_near.argmax(axis=0), len(absmax))
+    order = np.lexsort((-absmax.max(axis=0), first))[: int(ever_near.sum())]
+    peak = float(absmax[:, order[0]].max())
     return [
-        _finding(
+        Finding(
             "overflow",
             "error" if peak > largest else "warning",
-            int(ds.step.values[first[order[0]]]),
-            [str(ds.module.values[i]) for i in order[:8]],
-            peak=peak,
-            share=peak / largest,
-            format=name,
-            largest=largest,
+            onset=activations.step.values[first[order[0]]],
+            modules=first_names(activations.module, order),
+            evidence={"peak": peak, "share": peak / largest, "format": name, "largest": largest},
         )
     ]
 
 
 def find_underflow(
-    run,  # a record
+    run: xr.DataTree,  # a record
     format: str | None = None,  # as `find_overflow`
 ) -> list[Finding]:  # at most one
     "Gradients at module outputs that lie mostly below the normal range of their format."
-    ds, name = _group(run, "sampled_activations"), format or run_format(run)
-    if name not in FORMATS:
-        raise bad_input("format", name, ", ".join(FORMATS))
-    if ds is None or "grad_exponents" not in ds or not ds.sizes["step"]:
+    sampled, name = group_of(run, "sampled_activations"), _format_of(run, format)
+    if sampled is None or "grad_exponents" not in sampled or not sampled.sizes["step"]:
         return []
-    e, least = ds.grad_exponents, int(np.log2(float(FORMATS[name].min_normal)))
-    live = e.sel(exponent=slice(-126, 127)).sum("exponent")
-    low = (e.sel(exponent=slice(-126, least - 1)).sum("exponent") / live.where(live > 0)).values
-    share = np.nan_to_num(_median(low))
-    hit = np.argsort(-share)[: int((share > limit("underflow_share")).sum())]
-    return (
-        [
-            _finding(
-                "underflow",
-                "warning",
-                int(ds.step.values[0]),
-                [str(ds.module.values[i]) for i in hit[:8]],
-                n=len(hit),
-                share=float(share[hit[0]]),
-                format=name,
-            )
-        ]
-        if len(hit)
-        else []
-    )
+    least = int(np.log2(float(FORMATS[name].min_normal)))
+    exponents = sampled.grad_exponents
+    live = exponents.sel(exponent=slice(-126, 127)).sum("exponent")  # neither zero nor NaN or infinite
+    low = exponents.sel(exponent=slice(-126, least - 1)).sum("exponent")
+    share = np.nan_to_num(median_of_finite((low / live.where(live > 0)).values))
+    order = _above(share, "underflow_share")
+    if not len(order):
+        return []
+    evidence = {"n": len(order), "share": float(share[order[0]]), "format": name}
+    modules = first_names(sampled.module, order)
+    return [Finding("underflow", "warning", sampled.step.values[0], modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5819943a
 def typical_magnitude(
-    exponents,  # DataArray (…, exponent): shares of the entries by floor(log2|x|)
-):  # DataArray (…): the middle of the binade that holds the median of the entries that are not zero; NaN where there is none
+    exponents: xr.DataArray,  # (…, exponent) shares of the entries by floor(log2|x|)
+) -> (
+    xr.DataArray
+):  # (…) the middle of the binade that holds the median of the entries that are not zero, or NaN
     "The median magnitude, to a factor of the square root of two."
-    e = exponents.sel(exponent=slice(-126, 127)).fillna(0)
-    total = e.cumsum("exponent")
-    at = (total >= total.isel(exponent=-1) / 2).argmax("exponent")
-    return (2.0 ** (e.exponent.values[0] + at + 0.5)).where(total.isel(exponent=-1) > 0)
+    live = exponents.sel(exponent=slice(-126, 127)).fillna(0)
+    up_to = live.cumsum("exponent")
+    total = up_to.isel(exponent=-1)
+    at = (up_to >= total / 2).argmax("exponent")
+    return (2.0 ** (live.exponent.values[0] + at + 0.5)).where(total > 0)
 
 
 def find_massive_activation(
-    run,  # a record
+    run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one, with the blocks in the order in which it appeared
     "Values of the residual stream far above the median of their layer."
-    ds, every = _group(run, "sampled_activations"), _group(run, "activations")
-    if ds is None or every is None or "exponents" not in ds or "absmax" not in every:
+    sampled, every = group_of(run, "sampled_activations"), group_of(run, "activations")
+    if sampled is None or every is None or "exponents" not in sampled or "absmax" not in every:
         return []
-    ds = ds.isel(module=np.flatnonzero([str(k) == "block" for k in ds.kind.values]))
-    rows = [i for i, s in enumerate(ds.step.values) if s in every.step.values]
-    if not rows or not ds.sizes["module"]:
+    is_block = sampled.kind.values.astype(str) == "block"
+    is_common = np.isin(sampled.step.values, every.step.values)
+    blocks = sampled.isel(module=is_block, step=is_common)
+    if not blocks.sizes["step"] or not blocks.sizes["module"]:
         return []
-    ds, row = ds.isel(step=rows), {int(s): i for i, s in enumerate(every.step.values)}
-    top = (
-        every.absmax.sel(module=ds.module.values).values[[row[int(s)] for s in ds.step.values]].astype(float)
-    )
-    ratio = top / typical_magnitude(ds.exponents).values
-    hit = (top > limit("massive_value")) & (ratio > limit("massive_ratio"))
-    if not hit.any():
+    row = {int(step): i for i, step in enumerate(every.step.values)}  # a step taken twice: its last record
+    rows = [row[int(step)] for step in blocks.step.values]
+    peak = every.absmax.sel(module=blocks.module.values).values[rows].astype(float)
+    ratio = peak / typical_magnitude(blocks.exponents).values
+    is_massive = (peak > limit("massive_value")) & (ratio > limit("massive_ratio"))
+    if not is_massive.any():
         return []
-    first = np.where(hit.any(0), hit.argmax(0), len(hit))
-    order = np.argsort(first, kind="stable")[: int(hit.any(0).sum())]
-    m = order[0]
-    channel = (
-        f", in channel {int(ds.top_channel.values[first[m], m])}"
-        if "top_channel" in ds and np.isfinite(ds.top_channel.values[first[m], m])
-        else ""
-    )
-    return [
-        _finding(
-            "massive_activation",
-            "info",
-            int(ds.step.values[first[m]]),
-            [str(ds.module.values[i]) for i in order[:8]],
-            peak=float(top[first[m], m]),
-            ratio=float(ratio[first[m], m]),
-            channel=channel,
-        )
-    ]
+    first = np.where(is_massive.any(axis=0), is_massive.argmax(axis=0), len(is_massive))
+    order = np.argsort(first, kind="stable")[: int(is_massive.any(axis=0).sum())]
+    at = first[order[0]], order[0]
+    channel = blocks.top_channel.values[at] if "top_channel" in blocks else np.nan
+    evidence = {"peak": float(peak[at]), "ratio": float(ratio[at])}
+    if np.isfinite(channel):
+        evidence["channel"] = int(channel)
+    onset, modules = blocks.step.values[at[0]], first_names(blocks.module, order)
+    return [Finding("massive_activation", "info", onset, modules=modules, evidence=evidence)]
 
 
 def find_dead_units(
-    run,  # a record
+    run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
-    ds = _group(run, "sampled_activations")
-    if ds is None or "zero_frac" not in ds or ds.sizes["step"] < 2:
+    sampled = group_of(run, "sampled_activations")
+    if sampled is None or "zero_frac" not in sampled or sampled.sizes["step"] < 2:
         return []
-    late = ds.zero_frac.values[ds.sizes["step"] // 2 :]
-    share = np.nan_to_num(_median(late))
-    hit = np.argsort(-share, kind="stable")[: int((share >= limit("dead_share")).sum())]
-    return (
-        [
-            _finding(
-                "dead_units",
-                "warning",
-                int(
-                    ds.step.values[
-                        np.argmax(np.nan_to_num(ds.zero_frac.values[:, hit[0]]) >= limit("dead_share"))
-                    ]
-                ),
-                [str(ds.module.values[i]) for i in hit[:8]],
-                share=float(share[hit[0]]),
-            )
-        ]
-        if len(hit)
-        else []
-    )
+    zero, least = np.nan_to_num(sampled.zero_frac.values), limit("dead_share")
+    share = np.nan_to_num(median_of_finite(sampled.zero_frac.values[len(zero) // 2 :]))
+    order = np.argsort(-share, kind="stable")[: int((share >= least).sum())]
+    if not len(order):
+        return []
+    onset = sampled.step.values[np.argmax(zero[:, order[0]] >= least)]
+    modules, evidence = first_names(sampled.module, order), {"share": float(share[order[0]])}
+    return [Finding("dead_units", "warning", onset, modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/61_sampled.ipynb #5193025b
 def find_lost_updates(
-    run,  # a record
+    run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Parameters kept in bf16 whose updates mostly vanish in rounding."
-    ds, dtypes = _group(run, "sampled_updates"), run.attrs.get("dtypes", {})
-    if ds is None or "lost_frac" not in ds or not ds.sizes["step"]:
+    sampled, dtypes = group_of(run, "sampled_updates"), run.attrs.get("dtypes", {})
+    if sampled is None or "lost_frac" not in sampled or not sampled.sizes["step"]:
         return []
-    low = np.array([dtypes.get(str(p)) == "bfloat16" for p in ds.param.values])
-    x = np.where(low, np.nan_to_num(ds.lost_frac.values.astype(float)), 0.0)
-    share = np.median(x, axis=0)
-    hit = np.argsort(-share, kind="stable")[: int((share > limit("lost_share")).sum())]
-    if not len(hit):
+    is_bf16 = np.array([dtypes.get(str(name)) == "bfloat16" for name in sampled.param.values], bool)
+    lost = np.where(is_bf16, np.nan_to_num(sampled.lost_frac.values.astype(float)), 0.0)
+    share = np.median(lost, axis=0)
+    order = _above(share, "lost_share")
+    if not len(order):
         return []
-    onset = int(ds.step.values[np.argmax(x[:, hit[0]] > limit("lost_share"))])
-    return [
-        _finding(
-            "update_lost_to_rounding",
-            "warning",
-            onset,
-            [str(ds.param.values[i]) for i in hit[:8]],
-            share=float(share[hit[0]]),
-            n=len(hit),
-            of=int(low.sum()),
-        )
-    ]
+    onset = sampled.step.values[np.argmax(lost[:, order[0]] > limit("lost_share"))]
+    evidence = {"share": float(share[order[0]]), "n": len(order), "of": int(is_bf16.sum())}
+    modules = first_names(sampled.param, order)
+    return [Finding("update_lost_to_rounding", "warning", onset, modules=modules, evidence=evidence)]

@@ -6,6 +6,8 @@
 __all__ = ['THRESHOLDS', 'Threshold', 'limit', 'threshold_table']
 
 # %% ../../nbs/api/detect/01_thresholds.ipynb #16ce6515
+import json
+from importlib.resources import files
 from typing import NamedTuple
 
 import pandas as pd
@@ -18,142 +20,30 @@ class Threshold(NamedTuple):
 
     value: float  # the number
     unit: str  # what it counts
-    meaning: str  # what it decides
+    meaning: str  # what it decides; a row that begins with "and" or "but" goes on from the row above
     source: str  # who published it, or 'ours'
+    group: str  # which detectors read it
 
 # %% ../../nbs/api/detect/01_thresholds.ipynb #1da0c1ba
-THRESHOLDS = {  # name -> Threshold; detectors read it through `limit`
-    # spikes
-    "history": Threshold(
-        128, "records", "records before a point that say what is usual there", "OLMo-core SkipStep"
-    ),
-    "least_history": Threshold(
-        32, "records", "fewer records before a point: only the coarse rule of `early_ratio` is used", "ours"
-    ),
-    "spike_sigma": Threshold(
-        7, "noise sd", "a loss this far above its recent median is out of range", "OLMo 2 spike score"
-    ),
-    "noise_floor": Threshold(
-        0.002, "share of the level", "noise smaller than this is taken to be this large", "ours"
-    ),
-    "early_ratio": Threshold(
-        2, "times", "before there is a history: a value this many times the highest of the start", "ours"
-    ),
-    "back_sigma": Threshold(
-        2,
-        "noise sd",
-        "the loss is back when its median is within this of the old level",
-        "ours, after the patterns of ML Engineering",
-    ),
-    "back_records": Threshold(5, "records", "records whose median must be back", "ours"),
-    "most_spikes": Threshold(
-        20, "findings", "more spikes than this: the tallest are told one by one, the others together", "ours"
-    ),
-    "fast_steps": Threshold(
-        200, "steps", "a recovery up to this long is fast", "BLOOM-176B's only spike took 200 steps"
-    ),
-    "slow_steps": Threshold(
-        3000, "steps", "a recovery up to this long is slow", "the BLOOM-104B trials took about 2,000 steps"
-    ),
-    "outlier_height": Threshold(
-        0.25, "share of the level", "an isolated record below this height is a bad batch", "ours"
-    ),
-    "grad_sigma": Threshold(
-        6,
-        "noise sd",
-        "a gradient norm, on a log scale, this far above its recent median is out of range",
-        "OLMo-core SkipStep",
-    ),
-    "grad_factor": Threshold(
-        3, "times", "an explosion of the gradient norm is at least this many times its recent median", "ours"
-    ),
-    # course
-    "rise_sigma": Threshold(
-        2, "noise sd", "a smoothed loss must end this far above its best to have diverged", "ours"
-    ),
-    "rise_share": Threshold(0.03, "share of the best", "and at least this much", "ours"),
-    "rise_drop": Threshold(
-        0.05, "share of the drop", "and at least this share of all it had learned", "ours"
-    ),
-    "moved_share": Threshold(0.01, "share of the start", "a loss that fell less has not learned", "ours"),
-    "plateau_share": Threshold(0.3, "share of the run", "a plateau is at least this long", "ours"),
-    "plateau_drop": Threshold(0.02, "share of the drop", "and the loss falls less than this on it", "ours"),
-    "plateau_after": Threshold(0.15, "share of the drop", "and more than this after it", "ours"),
-    "overfit_share": Threshold(
-        0.05, "share of the best", "validation loss this far above its best is overfitting", "ours"
-    ),
-    "leak_loss": Threshold(
-        0.01,
-        "nats",
-        "a training loss below this is near perplexity 1",
-        "ours; ML Engineering calls it almost perfect",
-    ),
-    "leak_soon": Threshold(0.05, "share of the run", "reached within this share of the run", "ours"),
-    "shift_sigma": Threshold(5, "standard errors", "a level shift is at least this significant", "ours"),
-    "shift_share": Threshold(0.05, "share of the level", "and at least this large", "ours"),
-    # beside the loss
-    "halvings": Threshold(
-        4,
-        "halvings",
-        "a loss scale halved this often within `halving_steps` collapses",
-        "ours, after the scaler of metaseq",
-    ),
-    "halving_steps": Threshold(50, "steps", "the window of `halvings`", "ours"),
-    "slow_factor": Threshold(
-        1.5, "times", "a step time this many times the usual one is a drop of throughput", "ours"
-    ),
-    "slow_records": Threshold(20, "records", "that lasts at least this long", "ours"),
-    "length_correlation": Threshold(
-        0.25, "rank correlation", "the loss follows the tokens of the step", "ours"
-    ),
-    "z_drop": Threshold(
-        0.5,
-        "share",
-        "a z-loss that falls below this share of its recent median within a few records",
-        "ours, after the IDEFICS-80B memo",
-    ),
-    "shared_sigma": Threshold(5, "noise sd", "a record this high counts when runs are compared", "ours"),
-    "shared_spikes": Threshold(3, "spikes", "at the same steps in two runs are told", "ours"),
-    "shared_chance": Threshold(
-        1e-4, "probability", "and only when chance would give so many less often than this", "ours"
-    ),
-    # sampled statistics
-    "overflow_share": Threshold(
-        0.5, "share of the largest value", "an activation within one bit of the end of its format", "ours"
-    ),
-    "underflow_share": Threshold(
-        0.5, "share of the gradient", "below the normal range of its format", "ours"
-    ),
-    "massive_value": Threshold(
-        100, "1", "a massive activation is at least this large", "Sun et al., 2402.17762"
-    ),
-    "massive_ratio": Threshold(
-        1000, "times", "and this many times the median magnitude of its layer", "Sun et al., 2402.17762"
-    ),
-    "dead_share": Threshold(0.99, "share of the output", "zero in this share: dead", "ours"),
-    "rms_lead": Threshold(
-        8, "records", "in which a loss spike follows a large RMS_t", "Wortsman et al., 2304.13013"
-    ),
-    "rms_chance": Threshold(
-        0.05,
-        "probability",
-        "that such a crossing falls into those records anyway, above which it says nothing",
-        "ours",
-    ),
-    "lost_share": Threshold(0.5, "share of the updates", "swallowed by rounding to bf16", "ours"),
-    "near_records": Threshold(10, "records", "what is this near belongs together", "ours"),
-}
+def _read_table() -> dict[str, Threshold]:
+    "The rows of `thresholds.json`, by name."
+    text = files("stabilitylab.detect").joinpath("thresholds.json").read_text(encoding="utf-8")
+    return {row.pop("name"): Threshold(**row) for row in json.loads(text)}
+
+
+THRESHOLDS = _read_table()  # name -> Threshold; detectors read it through `limit`
 
 # %% ../../nbs/api/detect/01_thresholds.ipynb #e9725cff
 def limit(
     name: str,  # name of a threshold
-) -> float:  # its value
+) -> float:  # its value; an int where it counts something
     "The value of one threshold."
     if name not in THRESHOLDS:
         raise bad_input("name", name, f"one of {', '.join(THRESHOLDS)}")
     return THRESHOLDS[name].value
 
 # %% ../../nbs/api/detect/01_thresholds.ipynb #c64ebc65
-def threshold_table() -> pd.DataFrame:  # one row a threshold: value, unit, meaning, source
+def threshold_table() -> pd.DataFrame:  # one row a threshold: value, unit, meaning, source, group
     "All thresholds as a table."
-    return pd.DataFrame([t._asdict() for t in THRESHOLDS.values()], index=pd.Index(THRESHOLDS, name="name"))
+    rows = [threshold._asdict() for threshold in THRESHOLDS.values()]
+    return pd.DataFrame(rows, index=pd.Index(THRESHOLDS, name="name"))

@@ -39,12 +39,12 @@ def phenomena(
     kind: str | None = None,  # a finding kind; None: all
 ) -> pd.DataFrame:  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, evidence
     "What teams observed, one row each."
+    rows = load_rows("phenomena")
+    columns = list(rows[0])
     if kind is not None:
         check_kind(kind)
-    return pd.DataFrame(
-        [r for r in load_rows("phenomena") if kind is None or kind in r["kinds"]],
-        columns=list(load_rows("phenomena")[0]),
-    )
+        rows = [row for row in rows if kind in row["kinds"]]
+    return pd.DataFrame(rows, columns=columns)
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #50b5f8b9
 def contradictions() -> pd.DataFrame:  # columns: topic, sides (list of claims), resolution, evidence
@@ -52,29 +52,31 @@ def contradictions() -> pd.DataFrame:  # columns: topic, sides (list of claims),
     return pd.DataFrame(load_rows("contradictions"))
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #db3bb640
+_TABLES = ("phenomena", "remedies", "contradictions")
+
+
+def _found(table: str, row: dict) -> dict:
+    "One row of any table in the columns that all of them have."
+    name, note = row.get("name"), row.get("note")
+    if table == "contradictions":
+        name, note = row["topic"], f"{' / '.join(row['sides'])} -> {row['resolution']}"
+    return {
+        "table": table,
+        "name": name,
+        "source": row.get("source", ""),
+        "reported": row.get("reported", ""),
+        "note": note,
+    }
+
+
 def search(
     words: str,  # one or more words; all must occur, in any case
-) -> (
-    pd.DataFrame
-):  # columns: table, name, source, reported, note; a row of any table whose text holds every word
+) -> pd.DataFrame:  # columns: table, name, source, reported, note; the rows of any table that hold every word
     "Everything the tables say about these words."
     wanted, found = words.lower().split(), []
-    for table in ("phenomena", "remedies", "contradictions"):
-        for r in load_rows(table):
-            if not all(w in json.dumps(r, ensure_ascii=False).lower() for w in wanted):
-                continue
-            name, note = (
-                (r["topic"], " / ".join(r["sides"]) + " -> " + r["resolution"])
-                if "sides" in r
-                else (r["name"], r["note"])
-            )
-            found.append(
-                {
-                    "table": table,
-                    "name": name,
-                    "source": r.get("source", ""),
-                    "reported": r.get("reported", ""),
-                    "note": note,
-                }
-            )
+    for table in _TABLES:
+        for row in load_rows(table):
+            text = json.dumps(row, ensure_ascii=False).lower()
+            if all(word in text for word in wanted):
+                found.append(_found(table, row))
     return pd.DataFrame(found, columns=["table", "name", "source", "reported", "note"])

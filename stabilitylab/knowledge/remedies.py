@@ -17,45 +17,45 @@ from ..names.findings import REPORTED
 def remedies_for(
     kind: str,  # a finding kind
     limit: int | None = None,  # at most so many, with every verdict represented; None: all
-) -> list[
-    dict
-]:  # name, source, reported, note, and topic, knobs, evidence, id, what; what worked comes first
+) -> list[dict]:  # name, source, reported, note, topic, knobs, evidence, id, what; what worked comes first
     "What teams tried against this kind of finding, and what they said of it."
-    rows = [dict(r) for r in load_rows("remedies") if check_kind(kind) in r["kinds"]]
-    groups = [_ranked([r for r in rows if r["reported"] == verdict]) for verdict in REPORTED]
+    check_kind(kind)
+    rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]
+    groups = []
+    for verdict in REPORTED:
+        groups.append(_ranked([row for row in rows if row["reported"] == verdict]))
     if limit is not None:
         groups = _shares(groups, limit)
     worked, failed, unclear = groups
     return worked + unclear + failed
 
 
-def _ranked(rows):
+def _ranked(rows: list[dict]) -> list[dict]:
     "Topics that most teams report first; of each topic one row before the second of any, practices last."
-    teams = Counter(t for t, _ in {(r["topic"], r["source"]) for r in rows})
-    seen, keys = Counter(), []
-    for r in sorted(rows, key=lambda r: r["what"] != "remedy"):
-        keys.append((seen[r["topic"]], r["what"] != "remedy", -teams[r["topic"]], r))
-        seen[r["topic"]] += 1
-    return [k[-1] for k in sorted(keys, key=lambda k: k[:3])]
+    reports = {(row["topic"], row["source"]) for row in rows}
+    teams = Counter(topic for topic, _ in reports)
+    seen, ranked = Counter(), []
+    for row in sorted(rows, key=lambda row: row["what"] != "remedy"):
+        topic = row["topic"]
+        is_practice = row["what"] != "remedy"
+        ranked.append(((seen[topic], is_practice, -teams[topic]), row))
+        seen[topic] += 1
+    return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _shares(groups, limit):
+def _shares(groups: list[list[dict]], limit: int) -> list[list[dict]]:
     "The first of each group in turn, `limit` in all."
-    taken, turn = [[] for _ in groups], 0
-    while sum(map(len, taken)) < min(limit, sum(map(len, groups))):
-        for group, t in zip(groups, taken):
-            if turn < len(group) and sum(map(len, taken)) < limit:
-                t.append(group[turn])
-        turn += 1
-    return taken
+    in_turn = sorted((turn, i) for i, group in enumerate(groups) for turn in range(len(group)))
+    counts = Counter(i for _, i in in_turn[: max(limit, 0)])
+    return [group[: counts[i]] for i, group in enumerate(groups)]
 
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #67a126cb
+_COLUMNS = ["topic", "name", "source", "reported", "note", "kinds", "knobs", "evidence", "id", "what"]
+
+
 def remedies_table(
     topic: str | None = None,  # such as 'gradient clipping'; None: all
-) -> (
-    pd.DataFrame
-):  # one row a remedy: topic, name, source, reported, note, kinds, knobs, evidence, id, what; sorted by topic
-    "Every remedy; reports on one topic stand together, so that disagreement shows."
-    columns = ["topic", "name", "source", "reported", "note", "kinds", "knobs", "evidence", "id", "what"]
-    table = pd.DataFrame([r for r in load_rows("remedies") if topic in (None, r["topic"])], columns=columns)
-    return table.sort_values("topic", kind="stable", ignore_index=True)
+) -> pd.DataFrame:  # columns: topic, name, source, reported, note, kinds, knobs, evidence, id, what
+    "Every remedy, sorted by topic; reports on one topic stand together, so that disagreement shows."
+    rows = [row for row in load_rows("remedies") if topic in (None, row["topic"])]
+    return pd.DataFrame(rows, columns=_COLUMNS).sort_values("topic", kind="stable", ignore_index=True)

@@ -22,9 +22,8 @@ def bad_input(
 ) -> InputError:  # the error, to be raised by the caller
     "An `InputError` in the one form that every message of the package has."
     shown = repr(got) if not isinstance(got, str) or len(got) < 60 else repr(got[:200])
-    return InputError(
-        f"`{argument}`={shown[:200]} is not accepted; allowed: {allowed}" + (f"; {fix}" if fix else "")
-    )
+    what_to_do = f"; {fix}" if fix else ""
+    return InputError(f"`{argument}`={shown[:200]} is not accepted; allowed: {allowed}{what_to_do}")
 
 # %% ../../nbs/api/names/00_errors.ipynb #907af9c6
 def require(
@@ -39,6 +38,5 @@ def require(
     except ImportError as e:
         if (e.name or "").split(".")[0] != module.split(".")[0]:
             raise
-        raise MissingExtra(
-            f"this needs the optional package `{module}`; install it with: pip install 'stabilitylab[{extra}]'"
-        ) from e
+        fix = f"install it with: pip install 'stabilitylab[{extra}]'"
+        raise MissingExtra(f"this needs the optional package `{module}`; {fix}") from e

@@ -7,7 +7,9 @@ __all__ = ['FINDING_KINDS', 'SEVERITIES', 'RECOVERIES', 'REPORTED']
 
 # %% ../../nbs/api/names/02_findings.ipynb #2abf29ee
 FINDING_KINDS = {  # kind -> what it means, in one sentence
-    "loss_spike": "the loss jumped far above its recent range; `recovery` says whether and how fast it came back",
+    "loss_spike": (
+        "the loss jumped far above its recent range; `recovery` says whether and how fast it came back"
+    ),
     "divergence": "the loss rose and stayed up, with or without a spike",
     "non_finite": "a logged value is NaN or infinite",
     "plateau": "the loss stopped falling for a large part of the run",

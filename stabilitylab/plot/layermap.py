@@ -12,6 +12,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..numerics.formats import binade_table
 from .picture import figure_png
 from .theme import colour, label, theme
 
@@ -134,14 +135,6 @@ class LayerMap:
         ]
 
 # %% ../../nbs/api/plot/31_layermap.ipynb #3de7d3c5
-_LIMITS = {
-    "fp16": (-24, 15),
-    "bf16": (-133, 127),
-    "e4m3": (-9, 8),
-    "e5m2": (-16, 15),
-}  # smallest subnormal and largest exponent
-
-
 def plot_exponents(
     counts: np.ndarray,  # (256,) values in each binade, entry i for exponent i - 127
     *,
@@ -152,7 +145,7 @@ def plot_exponents(
     at = np.flatnonzero(counts[1:255]) + 1
     low, high = (at[0] - 127, at[-1] - 127) if len(at) else (-1, 1)
     ax.bar(np.arange(1, 255) - 127, counts[1:255] / max(counts.sum(), 1), width=1, color=colour("loss", ax))
-    for name, (a, b) in _LIMITS.items():
+    for name, (a, b) in binade_table().items():
         for e in (a, b):
             if low - 8 <= e <= high + 8:
                 ax.axvline(e + (0.5 if e == b else -0.5), color=colour("warning", ax), linewidth=0.9)

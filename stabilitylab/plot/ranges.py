@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
 
-from .layermap import _LIMITS
+from ..numerics.formats import binade_table
 from .theme import colour, label
 
 # %% ../../nbs/api/plot/21_ranges.ipynb #cab54bf3
@@ -33,7 +33,7 @@ def plot_exponent_history(
     )
     mesh = ax.pcolormesh(x, np.arange(low, high + 2) - 0.5, shown, cmap="cividis", vmin=-6, vmax=0)
     for f in formats:
-        for e, side in zip(_LIMITS[f], ("smallest", "largest")):
+        for e, side in zip(binade_table()[f], ("smallest", "largest")):
             if low - 6 <= e <= high + 6:
                 ax.axhline(e + (0.5 if side == "largest" else -0.5), color=colour("error", ax), linewidth=0.9)
                 ax.annotate(
@@ -92,7 +92,7 @@ def plot_scales(
             )
     ax.set_yscale("log", base=2)
     for f in formats:
-        for e, side in zip(_LIMITS[f], ("smallest", "largest")):
+        for e, side in zip(binade_table()[f], ("smallest", "largest")):
             if side == "largest" and f == "e5m2" and "fp16" in formats:
                 continue  # fp16 ends in the same binade
             ax.axhline(

@@ -8,7 +8,6 @@ __all__ = ['rng_state', 'set_rng_state', 'batch_id', 'BlackBox']
 # %% ../../nbs/api/probe/03_blackbox.ipynb #71777ab6
 import hashlib
 import json
-import os
 import queue
 import random
 import threading
@@ -18,6 +17,8 @@ import numpy as np
 import torch
 
 from ..names.errors import bad_input
+from ..names.files import atomic_file, write_atomic
+from .nested import map_leaves, tensors_of
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #6bb33756
 def rng_state() -> (
@@ -48,37 +49,27 @@ def set_rng_state(
         torch.cuda.set_rng_state_all(state["cuda"])
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #d188b7e6
-def _copied(x):
+def _copied_leaf(leaf: object) -> object:
+    "A tensor copied to the CPU, an array as a tensor; what a file could not hold as text."
+    if torch.is_tensor(leaf):
+        here = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+        return here.detach().to("cpu", copy=True)
+    if isinstance(leaf, np.ndarray):
+        return torch.from_numpy(leaf.copy())
+    return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else str(leaf)
+
+
+def _copied(batch: object) -> object:
     "A nested batch with its tensors copied to the CPU."
-    if torch.is_tensor(x):
-        return (x.to_local() if hasattr(x, "to_local") else x).detach().to("cpu", copy=True)
-    if isinstance(x, np.ndarray):
-        return torch.from_numpy(x.copy())
-    if hasattr(x, "items"):
-        return {k: _copied(v) for k, v in x.items()}
-    if isinstance(x, (tuple, list)):
-        return type(x)(map(_copied, x)) if type(x) in (tuple, list) else tuple(map(_copied, x))
-    return x if isinstance(x, (int, float, str, bool, type(None))) else str(x)
-
-
-def _leaves(x):
-    "Every tensor of a nested batch, in order."
-    if torch.is_tensor(x):
-        yield x
-    elif isinstance(x, dict):
-        for k in x:
-            yield from _leaves(x[k])
-    elif isinstance(x, (tuple, list)):
-        for v in x:
-            yield from _leaves(v)
+    return map_leaves(_copied_leaf, batch)
 
 
 def batch_id(
-    batch,  # nested tensors on the CPU
+    batch: object,  # nested tensors on the CPU
 ) -> str:  # 16 hexadecimal digits; the same for the same content, on every machine
     "A name for a batch that depends on its content alone."
     h = hashlib.blake2b(digest_size=8)
-    for t in _leaves(batch):
+    for t in tensors_of(batch):
         h.update(f"{t.dtype}{tuple(t.shape)}".encode())
         h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
@@ -182,8 +173,8 @@ class BlackBox:
             else f"batch-{item['step']}-{item['microbatch']}.pt"
         )
         item["batch_id"] = batch_id(item.pop("of") if what == "snapshot" else item["batch"])
-        torch.save(item, self.folder / ("." + name))
-        os.replace(self.folder / ("." + name), self.folder / name)
+        with atomic_file(self.folder / name) as file:
+            torch.save(item, file)
         entry = {
             "file": name,
             "step": item["step"],
@@ -218,8 +209,7 @@ class BlackBox:
                 b
                 for b in self.index["batches"]
                 if any(s["step"] <= b["step"] <= s["suspect"] for s in pinned)
-                or free
-                and b["step"] >= free[0]["step"]
+                or (free and b["step"] >= free[0]["step"])
             ]
             if len(kept) < 2 or sum(r["bytes"] for r in kept + rows) <= self.max_bytes:
                 break
@@ -232,5 +222,4 @@ class BlackBox:
 
     def _put_index(self):
         "Write the index whole."
-        (self.folder / ".index.json").write_text(json.dumps(self.index))
-        os.replace(self.folder / ".index.json", self.folder / "index.json")
+        write_atomic(self.folder / "index.json", json.dumps(self.index))

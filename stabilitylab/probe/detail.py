@@ -10,7 +10,7 @@ __all__ = ['RANGES', 'EXPONENTS', 'DETAIL', 'OVER', 'UNDER', 'tensor_detail', 'm
 import numpy as np
 import torch
 
-from ..numerics.formats import FORMATS, quantise
+from ..numerics.formats import FORMATS, is_lost, quantise
 from .stats import _layout, kernel
 
 # %% ../../nbs/api/probe/07_detail.ipynb #7c53146d
@@ -173,4 +173,4 @@ def lost_updates(
     u = update.detach().float()
     w = weight.detach().to(torch.bfloat16)
     moved = (u != 0) & torch.isfinite(u) & torch.isfinite(w)
-    return torch.stack([moved.sum(), (moved & ((w.float() - u).to(torch.bfloat16) == w)).sum()]).double()
+    return torch.stack([moved.sum(), is_lost(w, -u, "bf16").sum()]).double()

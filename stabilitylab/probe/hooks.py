@@ -94,7 +94,7 @@ class ModuleProbe:
         self.sampling, self.details, self.channels = False, {}, {}
         hooked = []
         for name, m in model.named_modules():
-            if not name or isinstance(m, _SILENT) or select and not re.search(select, name):
+            if not name or isinstance(m, _SILENT) or (select and not re.search(select, name)):
                 continue
             hooked.append((m, self._row(name, *kinds[name]), kinds[name][0]))
             if kinds[name][0] == "attn.qkv":

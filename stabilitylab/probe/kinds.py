@@ -10,8 +10,8 @@ import re
 
 from torch import nn
 
-from ..names.core import MODULE_KINDS
 from ..names.errors import bad_input
+from ..names.variables import MODULE_KINDS
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #2091e6d8
 _ATTN = {
@@ -26,7 +26,7 @@ _MLP = {
     "mlp.gate": "gate_proj wi_0 w1 gate",
     "mlp.fc2": "fc2 c_proj down_proj wo dense_4h_to_h linear2 lin2 fc_out w2 ff_out down",
 }
-_HEAD = "lm_head embed_out head proj_out classifier score output_projection unembed".split()
+_HEAD = ["lm_head", "embed_out", "head", "proj_out", "classifier", "score", "output_projection", "unembed"]
 _IS_ATTN, _IS_CROSS = (
     re.compile(r"attn|attention|(^|\.)att(\.|$)", re.I),
     re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I),
@@ -64,10 +64,8 @@ def _kind_of(name, module):
     "Kind of one module by name and class."
     leaf, cls = name.rsplit(".", 1)[-1], type(module).__name__
     attn, cross = bool(_IS_ATTN.search(name)), bool(_IS_CROSS.search(name))
-    if (
-        isinstance(module, nn.Embedding)
-        or "Embedding" in cls
-        and isinstance(getattr(module, "weight", None), nn.Parameter)
+    if isinstance(module, nn.Embedding) or (
+        "Embedding" in cls and isinstance(getattr(module, "weight", None), nn.Parameter)
     ):
         return "pos_embed" if _IS_POS.search(leaf + cls) else "embed"
     if "norm" in cls.lower():

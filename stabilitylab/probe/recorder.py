@@ -120,7 +120,7 @@ class Recorder:
 
     def _sample(self):
         "Decide whether the step that begins takes the costly statistics."
-        due = self.off is None and bool(self.sample_next or self.every_n and self.n % self.every_n == 0)
+        due = self.off is None and bool(self.sample_next or (self.every_n and self.n % self.every_n == 0))
         self.sample_next, self.modules.sampling, self.params.sampling = False, due, due
 
     def _module_probe(self, model):
@@ -287,7 +287,7 @@ class Recorder:
         if self.scale is not None:
             scalars["loss_scale"] = self.scale
         if self.optimizers:
-            scalars["skipped"] = float(self.skipped or bool(grads) and not stepped)
+            scalars["skipped"] = float(self.skipped or (bool(grads) and not stepped))
         groups = lambda rows: [(at, _to_host(torch.stack([rows[i] for i in at]))) for at in _by_device(rows)]
         item = {
             "step": self.n,

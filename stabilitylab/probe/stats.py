@@ -15,6 +15,26 @@ import torch
 from ..numerics.native import compiled
 
 # %% ../../nbs/api/probe/01_stats.ipynb #6ed9e24c
+# How the kernel reads a tensor: as rows of equal distance, each row a run of entries without gaps.
+#
+#     x ──> [ cols entries | gap ][ cols entries | gap ] …          stride = cols + gap, in entries
+#           └── blocks of 16384 ──┘   one thread a block; a block is summed before it joins the others
+#
+# `load` takes 16 entries as 32-bit words; bfloat16 is the upper half of a float32, so it is shifted up:
+#
+#     bit   31   30 … 23    22 … 0
+#           sign exponent   fraction        word & 0x7fffffff   magnitude; magnitudes order as integers do
+#                                           >= 0x7f800000       NaN or inf
+#                                           >> 23               exponent, the bin of the histogram
+#
+# `block` widens to double and leaves out what is not finite. `quick` sums 1024 entries in float32 first and
+# hands them to `block` where the largest magnitude says that squares would leave float32 (0x5d000000 = 2**59,
+# 0x2a000000 = 2**-43) or that an entry is not finite.
+#
+# rows that come back
+#     tensor_sums   [ n | sum | sum of squares | largest | not finite ]
+#     tensor_detail [ n | not finite | mean | s1 s2 s3 s4 | zeros | 4 over | 4 under | 256 exponents ]
+#     adam_sums     the columns of `PARAM_SUMS`; squares are scaled by 2**60 on the way, so that they stay normal
 _SOURCE = r"""
 #include <stdint.h>
 #include <string.h>

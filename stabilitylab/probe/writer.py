@@ -13,7 +13,6 @@ import time
 
 import numpy as np
 
-from ..names.errors import bad_input
 from .detail import EXPONENTS, RANGES, detail_statistics, merge_details
 from .hooks import ROLES, fetch
 from .stats import statistics

@@ -27,9 +27,7 @@ def fields(
     data: bytes,  # holds the message
     at: int = 0,  # where the message begins, in bytes
     end: int | None = None,  # where it ends; None: at the end of `data`
-) -> list[
-    tuple
-]:  # `(number, kind, begin, end)`; kind 0: `begin` is the integer itself; 1, 2, 5: the value is `data[begin:end]`
+) -> list[tuple]:  # `(number, kind, begin, end)`; kind 0: `begin` is the value, else it is `data[begin:end]`
     "Every field of one message, in order; ValueError where the message is broken."
     end, found = len(data) if end is None else end, []
     while at < end:

@@ -6,59 +6,33 @@
 __all__ = ['work', 'ReplayJob']
 
 # %% ../../nbs/api/replay/09_job.ipynb #2e31ac56
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import weakref
+import itertools
 from pathlib import Path
 
-import stabilitylab
-from ..names.errors import InputError
+from .examine import examine, setup_of
+from ..run.job import CALL, Job, tell
 
 # %% ../../nbs/api/replay/09_job.ipynb #38b4331c
-def _put(folder, name, what):
-    "Writes a file whole: a reader never sees half of it."
-    (folder / ("." + name)).write_text(json.dumps(what, allow_nan=False))
-    os.replace(folder / ("." + name), folder / name)
-
-
 def work(
-    folder: str,  # with request.json; progress.json and result.json are written there
-) -> None:
-    "What the child process does."
-    from stabilitylab.replay.report import examine, replay_json, setup_of
+    path: str,  # folder of a record with a black box
+    step: int,  # the suspect step
+    setup: str | None,  # 'file.py:function', as in `setup_of`
+    options: dict,  # swap, samples, precisions, modules, states, batches of `examine`
+) -> dict:  # as `Examination.to_dict`, and the path as `run`
+    "What the child process of a replay does: examine a step, and tell which part it is at."
+    parts = 2 + sum(bool(options[part]) for part in ("swap", "samples", "precisions", "modules"))
+    done = itertools.count()
 
-    folder = Path(folder)
-    request = json.loads((folder / "request.json").read_text())
-    path, where, parts, done = (
-        request.pop("path"),
-        request.pop("setup"),
-        2 + sum(bool(request[k]) for k in ("swap", "samples", "precisions", "modules")),
-        [0],
-    )
+    def say(words: str) -> None:
+        tell(words, next(done) / parts)
 
-    def say(words):
-        _put(folder, "progress.json", {"words": words, "share": done[0] / parts})
-        done[0] += 1
-
-    try:
-        result = replay_json(examine(path, setup=setup_of(path, where), say=say, **request), path)
-    except Exception as e:
-        result = {"error": str(e) if isinstance(e, InputError) else f"{type(e).__name__}: {e}"}
-    _put(folder, "result.json", result)
+    return {"run": path} | examine(path, step, setup_of(path, setup), say=say, **options).to_dict()
 
 # %% ../../nbs/api/replay/09_job.ipynb #70f77d61
-def _stop(process, folder):
-    "Ends the child, whatever it does."
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    folder.cleanup()
+_OPTIONS = {"swap": True, "samples": True, "precisions": [], "modules": []}
 
 
-class ReplayJob:
+class ReplayJob(Job):
     "A replay that runs beside this process."
 
     def __init__(
@@ -66,63 +40,8 @@ class ReplayJob:
         path: str | Path,  # folder of a record with a black box
         step: int,  # the suspect step
         setup: str | None = None,  # 'file.py:function', as in `setup_of`
-        **options,  # swap, samples, precisions, modules, states, batches of `examine`
+        **options: object,  # swap, samples, precisions, modules, states, batches of `examine`
     ):
-        folder = tempfile.TemporaryDirectory(prefix="stabilitylab-replay-")
-        self.folder = Path(folder.name)
-        _put(
-            self.folder,
-            "request.json",
-            {
-                "path": str(Path(path).absolute()),
-                "step": int(step),
-                "setup": setup or None,
-                "swap": True,
-                "samples": True,
-                "precisions": [],
-                "modules": [],
-            }
-            | options,
-        )
-        places = os.pathsep.join(
-            filter(
-                None, [str(Path(stabilitylab.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
-            )
-        )
-        with open(self.folder / "errors.txt", "wb") as errors:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; from stabilitylab.replay.job import work; work(sys.argv[1])",
-                    str(self.folder),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=os.environ | {"PYTHONPATH": places},
-            )
-        self.cancel = weakref.finalize(self, _stop, self.process, folder)
-
-    def poll(
-        self,
-    ) -> dict:  # words, share (0..1), done (bool), result (as `replay_json`; {'error': words} where it failed; None before the end)
-        "How far it is."
-        if not self.cancel.alive:
-            return {"words": "stopped", "share": 0.0, "done": True, "result": {"error": "stopped"}}
-        ended, file = self.process.poll() is not None, self.folder / "result.json"
-        if file.is_file():
-            return {"words": "done", "share": 1.0, "done": True, "result": json.loads(file.read_text())}
-        if ended:
-            return {
-                "words": "failed",
-                "share": 0.0,
-                "done": True,
-                "result": {
-                    "error": f"the process ended with code {self.process.returncode}: {(self.folder / 'errors.txt').read_text(errors='replace')[-500:].strip()}"
-                },
-            }
-        try:
-            return json.loads((self.folder / "progress.json").read_text()) | {"done": False, "result": None}
-        except FileNotFoundError:
-            return {"words": "starting", "share": 0.0, "done": False, "result": None}
+        where = {"path": str(Path(path).absolute()), "step": int(step), "setup": setup or None}
+        arguments = where | {"options": _OPTIONS | options}
+        super().__init__(CALL, request={"function": "stabilitylab.replay.job:work", "arguments": arguments})

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..names.core import scalar_attrs
 from ..names.errors import InputError, bad_input
+from ..names.variables import scalar_attrs
 
 # %% ../../nbs/api/run/00_scalars.ipynb #211919a5
 class Samples(NamedTuple):
@@ -34,7 +34,7 @@ def find_restarts(
     back = []
     for s in {(id(s.step), id(s.order)): s for s in samples.values()}.values():
         at = np.flatnonzero(np.diff(s.step) < 0) + 1
-        back += zip(s.order[at], s.order[at - 1])
+        back += zip(s.order[at], s.order[at - 1], strict=False)
     found = []
     for order, before in sorted(back):
         if not found or before >= found[-1]:
@@ -193,7 +193,9 @@ def make_events(
     ] = (),  # `(kind, step, text)` or `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
 ) -> xr.Dataset:  # dims `(event,)`: event_kind, event_step, event_text, event_time
     "The `/events` group: what happened to the run beside its numbers."
-    kind, step, text = (list(c) for c in zip(*[e[:3] for e in events])) if len(events) else ([], [], [])
+    kind, step, text = (
+        (list(c) for c in zip(*[e[:3] for e in events], strict=False)) if len(events) else ([], [], [])
+    )
     seconds = np.array([np.nan if len(e) < 4 or e[3] is None else float(e[3]) for e in events], dtype=float)
     time = pd.to_datetime(seconds, unit="s").to_numpy().astype("M8[ns]")
     return xr.Dataset(

@@ -7,16 +7,14 @@ __all__ = ['Child']
 
 # %% ../../nbs/api/workbench/05_child.ipynb #d884f3ca
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable
 
 import ipywidgets as widgets
 
+from ..report.render import render
+from ..run.job import Job, JobState
+
 # %% ../../nbs/api/workbench/05_child.ipynb #d05bec91
-_CODE = "import sys; from stabilitylab.cli.main import main; sys.exit(main())"
-
-
 class Child:
     "A button that runs a command of stabilitylab, a button that stops it, and what it says."
 
@@ -26,9 +24,10 @@ class Child:
         arguments: Callable,  # () -> list of arguments of `stabilitylab`
         done: Callable,  # (standard output) is called when it ended well
         icon: str = "play",  # of the button
-        codes: tuple = (0,),  # exit codes that mean it ended well
+        codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
     ):
-        self.arguments, self.done, self.codes, self.process, self._task = arguments, done, codes, None, None
+        self.arguments, self.done, self.codes = arguments, done, codes
+        self.job, self._task = None, None
         fit = widgets.Layout(width="auto", flex="0 0 auto")
         self.go = widgets.Button(description=words, icon=icon, button_style="primary", layout=fit)
         self.stop = widgets.Button(description="Cancel", icon="stop", disabled=True, layout=fit)
@@ -38,47 +37,33 @@ class Child:
         self.widget = widgets.HBox([self.go, self.stop, self.says])
 
     def start(self) -> None:
-        "Run the command: beside a running loop in the background, else at once."
+        "Run the command: beside a running loop in the background, else until it ends."
+        self.job = Job.cli(*self.arguments(), codes=self.codes)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            loop = None
-        self._busy(True)
-        if loop is None:
-            p = subprocess.run(self._command(), capture_output=True, text=True)
-            self._ended(p.returncode, p.stdout, p.stderr)
-        else:
-            self._task = loop.create_task(self._run())
-
-    def _command(self):
-        return [sys.executable, "-c", _CODE, *map(str, self.arguments())]
-
-    async def _run(self):
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-            )
-            out, err = await self.process.communicate()
-            self._ended(self.process.returncode, out.decode(), err.decode())
-        except Exception as e:
-            self._ended(1, "", f"{type(e).__name__}: {e}")
+            self.show(self.job.wait())
+            return
+        self._task = loop.create_task(self.job.watch(self.show))
 
     def cancel(self) -> None:
         "Stop it; what it had done so far is dropped."
-        if self.process is not None and self.process.returncode is None:
-            self.process.terminate()
+        if self.job is not None:
+            self.job.cancel()
+            self.show(self.job.poll())
 
-    def _busy(self, on):
-        self.go.disabled, self.stop.disabled = on, not on
-        self.says.value = "<i>working …</i>" if on else ""
-
-    def _ended(self, code, out, err):
-        from html import escape
-
-        self._busy(False)
-        if code in self.codes and out:
-            self.done(out)
-        elif code < 0:
+    def show(
+        self,
+        state: JobState,  # of the job
+    ) -> None:
+        "What the job says; its output is handed on when it ended well."
+        self.go.disabled, self.stop.disabled = not state.ended, state.ended
+        is_silent = state.phase == "done" and not state.result
+        if state.phase == "cancelled":
             self.says.value = "cancelled"
+        elif is_silent:
+            self.says.value = render("view_child", phase="failed", error="it ended without a word")
         else:
-            self.says.value = f'<span style="color:var(--jp-error-color1,#c8420a)">{escape((err.strip().splitlines() or ["it ended without a word"])[-1][:400])}</span>'
+            self.says.value = render("view_child", phase=state.phase, error=state.error)
+        if state.result:
+            self.done(state.result)

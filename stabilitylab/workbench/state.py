@@ -17,8 +17,8 @@ from ..detect.diagnose import as_run, diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError, bad_input
 from ..plot.picture import RunPicture
-from ..read.core import read_runs
 from ..read.follow import Follower
+from ..read.runs import read_runs
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/workbench/01_state.ipynb #8365a1f1

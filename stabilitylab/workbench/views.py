@@ -7,11 +7,14 @@ __all__ = ['View', 'views', 'build_view']
 
 # %% ../../nbs/api/workbench/02_views.ipynb #1b8dc736
 import pkgutil
-from html import escape
+from collections.abc import Callable
 from importlib import import_module
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import ipywidgets as widgets
+from traitlets import HasTraits
+
+from ..report.render import render
 
 # %% ../../nbs/api/workbench/02_views.ipynb #d9798ee3
 class View(NamedTuple):
@@ -27,20 +30,17 @@ def views() -> list[View]:  # in the order of their tabs
     "Every view that is installed."
     import stabilitylab.workbench as package
 
-    modules = (
-        import_module(f"{package.__name__}.{m.name}")
-        for m in pkgutil.iter_modules(package.__path__)
-        if m.name.startswith("view_")
-    )
-    return sorted((m.VIEW for m in modules), key=lambda v: v.order)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    found = [import_module(f"{package.__name__}.{name}").VIEW for name in names if name.startswith("view_")]
+    return sorted(found, key=lambda view: view.order)
 
 # %% ../../nbs/api/workbench/02_views.ipynb #dc094b32
 def build_view(
     view: View,  # a view
-    state,  # the shared state
+    state: HasTraits,  # the shared state
 ) -> widgets.Widget:  # its widget, or what went wrong
     "The widget of a view; an error is shown in its place."
     try:
         return view.build(state)
-    except Exception as e:
-        return widgets.HTML(f"<p><b>{escape(view.title)} cannot be shown:</b> {escape(str(e)[:500])}</p>")
+    except Exception as error:  # one view that fails leaves the others alone
+        return widgets.HTML(render("view_error", title=view.title, error=error))

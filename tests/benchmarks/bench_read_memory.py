@@ -12,7 +12,7 @@ from .bench_read_text import lines
 
 CHILD = """
 import resource, sys, time
-from stabilitylab.read.core import read_log
+from stabilitylab.read.runs import read_log
 begin = time.perf_counter(); run = read_log(sys.argv[1]); wall = time.perf_counter() - begin
 print(run.sizes['step'], f'{wall:.1f}', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stabilitylab.read.core import recognise
+from stabilitylab.read.recognise import recognise
 
 N = rb"([-+]?[\d.]+(?:[eE][-+]?\d+)?|nan|inf)"
 LOOPS = {

@@ -69,7 +69,7 @@ def bytes_read(model, tokens):
 
     probe = ModuleProbe(model)
     model(tokens, tokens).backward()
-    parts, uses, order = probe.take()
+    parts, _uses, _order = probe.take()
     probe.remove()
     entries = sum(float(p[:, 0].sum()) for p in parts.values())
     return 4 * entries, 5 * 4 * sum(p.numel() for p in model.parameters())
@@ -114,7 +114,7 @@ def main(argv=()):
         f"{n / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; without: median {1e3 * statistics.median(base):.1f} ms, fastest {1e3 * min(base):.1f} ms"
     )
     for k in list(arms)[1:]:
-        pair = statistics.median(t / b for t, b in zip(times[k], base))
+        pair = statistics.median(t / b for t, b in zip(times[k], base, strict=False))
         print(
             f"{k:28s} ratio {statistics.median(times[k]) / statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k]) / min(base):.3f}"
             + (f"  goal <= {GOALS[k]}" if GOALS.get(k) else "")

@@ -25,7 +25,7 @@ ROOMS = {
     "read/logs": "Log formats",
     "checkpoint": "Checkpoints",
     "measure": "Measures",
-    "precision": "Precision of a run",
+    "rounding": "Rounding of a loss or a step",
     "accumulate": "Gradient accumulation",
     "knowledge": "What teams reported",
     "detect": "Detectors",

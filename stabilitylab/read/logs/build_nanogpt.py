@@ -6,6 +6,7 @@
 __all__ = ['FORMAT', 'parse_build_nanogpt']
 
 # %% ../../../nbs/api/read/logs/build_nanogpt.ipynb #ab3bf144
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/build_nanogpt.ipynb #7275fb8c
@@ -22,7 +23,7 @@ _file = line_parser(
 
 def parse_build_nanogpt(
     line: bytes,  # one line
-) -> list:  # records
+) -> list[Hit]:  # records
     "The record of one line of the console or of the log file."
     return _console(line) or _file(line) or _val(line)
 

@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'parse_composer']
 # %% ../../../nbs/api/read/logs/composer.ipynb #ce5e9556
 import re
 
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/composer.ipynb #9a30b9ac
@@ -18,17 +18,16 @@ _metric = line_parser(rb"^\s+(?=(?:Train|Eval) )", rb"(?P<name>(?:Train|Eval) \S
 
 def parse_composer(
     line: bytes,  # one line
-) -> list:  # the step of a header, or the value of a metric
+) -> list[Hit]:  # the step of a header, or the value of a metric
     "A header, which only sets the step, or a metric."
-    m = _HEAD.search(line)
-    return (
-        [Hit(step=m.span(1))]
-        if m
-        else [
-            h._replace(fields=tuple((n.replace("Train ", "", 1), a, b) for n, a, b in h.fields))
-            for h in _metric(line)
-        ]
-    )
+    header = _HEAD.search(line)
+    if header:
+        return [Hit(step=header.span(1))]
+    hits = []
+    for hit in _metric(line):
+        fields = [(name.replace("Train ", "", 1), start, end) for name, start, end in hit.fields]
+        hits.append(hit._replace(fields=tuple(fields)))
+    return hits
 
 # %% ../../../nbs/api/read/logs/composer.ipynb #775ea857
 FORMAT = text_format(

@@ -22,7 +22,7 @@ def read_csv_table(
     return log
 
 # %% ../../../nbs/api/read/logs/csv_table.ipynb #c97ef71c
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     mark, names = csv_shape(head)
     if not mark or head.lstrip()[:1] in (b"{", b"["):
         return 0.0

@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'parse_deepspeed']
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #13e648fa
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #58284ca0
@@ -14,7 +14,8 @@ _engine = line_parser(rb"\[Rank 0\] step=(?P<step>\d+), ", rb"(?P<name>skipped|l
 _ppo = line_parser(rb"epoch: \d+\|step: (?P<step>\d+)\|", rb"(?P<name>[a-z_]+loss): ?%N")
 _speed = line_parser(rb"global_step=(?P<step>\d+), ", rb"(?P<name>CurrSamplesPerSec)=%N")
 _scale = line_parser(
-    rb"OVERFLOW! Rank 0 .*(?=reducing to)|\[Rank 0\] Overflow detected.*(?=reducing to)|(?=Attempted loss scale: \S+, reducing to)",
+    rb"OVERFLOW! Rank 0 .*(?=reducing to)|\[Rank 0\] Overflow detected.*(?=reducing to)"
+    rb"|(?=Attempted loss scale: \S+, reducing to)",
     rb"(?P<name>reducing to) %N",
     rename={"reducing to": "loss scale"},
 )
@@ -27,14 +28,11 @@ _quality = line_parser(
 
 def parse_deepspeed(
     line: bytes,  # one line
-) -> list:  # records, and the event of an overflow
+) -> list[Hit]:  # records, and the event of an overflow
     "What one line tells of the engine, the losses or the loss scale."
     if b"verflow" in line or b"OVERFLOW" in line:
-        return (
-            [h for h in _scale(line)][:1] + [Hit(event="overflow")]
-            if b"Rank 0" in line or b"rank 0" in line or b"[0]" in line
-            else []
-        )
+        is_first_rank = b"Rank 0" in line or b"rank 0" in line or b"[0]" in line
+        return [*_scale(line)[:1], Hit(event="overflow")] if is_first_rank else []
     return _engine(line) or _ppo(line) or _speed(line) or _quality(line)
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #ee3c6372

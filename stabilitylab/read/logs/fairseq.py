@@ -8,16 +8,20 @@ __all__ = ['FORMAT', 'parse_fairseq']
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #a66362e9
 import re
 
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #f91127a5
-_front = lambda line, m: (
-    "valid_"
-    if b"| valid" in line or b"][valid" in line
-    else "epoch_summary_"
-    if re.search(rb"\| train \||\]\[train\]", line)
-    else ""
-)
+_SUMMARY = re.compile(rb"\| train \||\]\[train\]")
+
+
+def _front(line: bytes, record: re.Match) -> str:
+    "What stands before the names of a line: validation and the summary of an epoch are series of their own."
+    if b"| valid" in line or b"][valid" in line:
+        return "valid_"
+    return "epoch_summary_" if _SUMMARY.search(line) else ""
+
+
 _simple = line_parser(
     rb"(?:train_inner|\| train \||\| valid)(?=.*num_updates[= ](?P<step>\d+))",
     rb"(?:[ ,|]|^)(?P<name>[a-z_]+)[= ]%N(?=[,\s]|$)",
@@ -32,12 +36,11 @@ _json = line_parser(
 
 def parse_fairseq(
     line: bytes,  # one line
-) -> list:  # records
+) -> list[Hit]:  # records
     "The records of one line of either log format."
-    return [
-        h._replace(fields=tuple(f for f in h.fields if not f[0].endswith("num_updates")))
-        for h in (_json(line) if b'{"' in line else _simple(line))
-    ]
+    hits = _json(line) if b'{"' in line else _simple(line)
+    kept = [[field for field in hit.fields if not field[0].endswith("num_updates")] for hit in hits]
+    return [hit._replace(fields=tuple(fields)) for hit, fields in zip(hits, kept, strict=True)]
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #85b31f64
 FORMAT = text_format(

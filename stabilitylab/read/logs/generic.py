@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import Format, LogData
-from ..scan import NUMBER, TIME, Hit
+from ..base import NUMBER, TIME, Format, Hit, LogData
 from ..text import read_lines
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #f5ff262e
 _PAIR = re.compile(rb'(?P<name>[A-Za-z_][\w/.\-]*(?: [a-z_]\w*)?)[\'"]?\s*[:=]\s*(?P<value>' + NUMBER + rb")")
 _STEP = re.compile(
-    rb'(?:^|[\s\[({,|])[\'"]?(?:global[_ ]?step|train[_ ]?step|step|iteration|iter|update|num_updates|it|batch)s?[\'"]?\s*(?:[:=#\[(]|\s)\s*(?P<step>\d+)',
+    rb"(?:^|[\s\[({,|])['\"]?"  # a word of its own
+    rb"(?:global[_ ]?step|train[_ ]?step|step|iteration|iter|update|num_updates|it|batch)s?"
+    rb"['\"]?\s*(?:[:=#\[(]|\s)\s*(?P<step>\d+)",
     re.I,
 )
 _LOSS = re.compile(rb"loss|perplexity|\bppl\b|nll", re.I)
@@ -27,18 +28,19 @@ _NO = ("step", "iter", "iteration", "global_step", "it", "update")
 
 def parse_generic(
     line: bytes,  # one line
-) -> list:  # at most one record
+) -> list[Hit]:  # at most one record
     "The names and numbers of a line that speaks of a loss."
     if not _LOSS.search(line):
         return []
-    m, fields = _STEP.search(line), []
-    for x in [*_PAIR.finditer(line)] or [*_WORDS.finditer(line)]:
-        name = x["name"].decode("utf-8", "replace").strip().strip("'\"")
-        if name.lower().split(" ")[-1] not in _NO and not (m and x.start("value") == m.start("step")):
-            fields.append((name, *x.span("value")))
-    if not any(_LOSS.search(f[0].encode()) for f in fields):
+    step, time, fields = _STEP.search(line), TIME.search(line), []
+    for pair in [*_PAIR.finditer(line)] or [*_WORDS.finditer(line)]:
+        name = pair["name"].decode("utf-8", "replace").strip().strip("'\"")
+        is_step = step is not None and pair.start("value") == step.start("step")
+        if name.lower().split(" ")[-1] not in _NO and not is_step:
+            fields.append((name, *pair.span("value")))
+    if not any(_LOSS.search(name.encode()) for name, _, _ in fields):
         return []
-    return [Hit(tuple(fields), m and m.span("step"), time=(t := TIME.search(line)) and t.span())]
+    return [Hit(tuple(fields), step and step.span("step"), time=time and time.span())]
 
 
 _WORDS = re.compile(
@@ -55,21 +57,20 @@ def read_generic(
     "Every line with a loss."
     data = read_lines(path, parse_generic)
     if data.samples and all((s.step <= 0).all() for s in data.samples.values()):
-        orders = np.unique(np.concatenate([s.order for s in data.samples.values()]))
-        longest = max(data.samples.values(), key=lambda s: len(s.step))
-        data.samples = {
-            n: s._replace(step=np.searchsorted(np.sort(longest.order), s.order, side="right").clip(0))
-            for n, s in data.samples.items()
-        }
+        places = np.sort(max(data.samples.values(), key=lambda s: len(s.step)).order)
+        for name, samples in data.samples.items():
+            step = np.searchsorted(places, samples.order, side="right")
+            data.samples[name] = samples._replace(step=step)
         data.attrs["step_is"] = "number of the record: the log has no steps"
     return data
 
 
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     "A low confidence when at least two lines have a loss."
     if b"\0" in head[:4096]:
         return 0.0
-    return 0.2 if sum(bool(parse_generic(line)) for line in re.split(rb"[\r\n]+", head)[:5000]) >= 2 else 0.0
+    lines = re.split(rb"[\r\n]+", head)[:5000]
+    return 0.2 if sum(bool(parse_generic(line)) for line in lines) >= 2 else 0.0
 
 
 FORMAT = Format(

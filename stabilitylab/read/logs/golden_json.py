@@ -17,7 +17,7 @@ from ..tables import load_json, to_numbers
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/golden_json.ipynb #befaeff0
-def _steps(metric, n):
+def _steps(metric: dict, n: int) -> list[int]:
     "Steps of a metric whose values are a list."
     return [metric.get("start_step", 0) + i * metric.get("step_interval", 1) for i in range(n)]
 
@@ -34,11 +34,9 @@ def read_golden_json(
         if not isinstance(values, (dict, list)):
             log.skip("entries without values")
             continue
-        steps, cells = (
-            (list(values), list(values.values()))
-            if isinstance(values, dict)
-            else (_steps(metric, len(values)), values)
-        )
+        has_steps = isinstance(values, dict)
+        steps = list(values) if has_steps else _steps(metric, len(values))
+        cells = list(values.values()) if has_steps else values
         (step, known, _), (value, given, bad) = to_numbers(steps), to_numbers(cells)
         here = np.flatnonzero(given & known & np.isfinite(step) & ~np.isnan(value))
         log.skip("values that are no numbers", bad)
@@ -50,7 +48,7 @@ def read_golden_json(
     return log
 
 # %% ../../../nbs/api/read/logs/golden_json.ipynb #f7434228
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     return 0.95 if re.match(rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"start_step"', head) else 0.0
 
 

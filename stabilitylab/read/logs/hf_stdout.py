@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base import Format, LogData
-from ..scan import Hit
+from ..base import Format, Hit, LogData
 from ..text import line_parser, read_lines, text_format
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #0f882425
@@ -24,12 +23,12 @@ _dict = line_parser(
 
 def parse_hf(
     line: bytes,  # one line, or what stands between two carriage returns
-) -> list:  # the step of a bar, records of dicts
+) -> list[Hit]:  # the step of a bar, records of dicts
     "The step that a progress bar shows, and the record that a dict holds."
     bars = [*_BAR.finditer(line)]
-    return ([Hit(step=bars[-1].span(1))] if bars else []) + (
-        _dict(line) if b"'loss'" in line or b"_loss" in line or b"'train_runtime'" in line else []
-    )
+    steps = [Hit(step=bars[-1].span(1))] if bars else []
+    has_record = b"'loss'" in line or b"_loss" in line or b"'train_runtime'" in line
+    return steps + (_dict(line) if has_record else [])
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #7d0aaedf
 def read_hf(
@@ -38,13 +37,10 @@ def read_hf(
     "The records of a captured console."
     data = read_lines(path, parse_hf)
     if all((s.step <= 0).all() for s in data.samples.values()):
-        orders = np.unique(
-            np.concatenate([s.order for n, s in data.samples.items() if n == "loss"] or [np.zeros(0, int)])
-        )
-        data.samples = {
-            n: s._replace(step=np.searchsorted(orders, s.order, side="right").clip(1))
-            for n, s in data.samples.items()
-        }
+        places = np.unique(data.samples["loss"].order) if "loss" in data.samples else np.zeros(0, int)
+        for name, samples in data.samples.items():
+            step = np.searchsorted(places, samples.order, side="right").clip(1)
+            data.samples[name] = samples._replace(step=step)
         data.attrs["step_is"] = "number of the record: the log has no steps"
     return data
 

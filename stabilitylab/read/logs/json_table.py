@@ -14,18 +14,26 @@ from ..base import Format, LogData, first_bytes
 from ..tables import load_json, read_records, records_log, table_log
 
 # %% ../../../nbs/api/read/logs/json_table.ipynb #b631bb99
-def _is_lines(head):
+def _is_lines(head: bytes) -> bool:
     "Whether these bytes are one object a line."
     return bool(re.match(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}[ \t\r]*(\n|$)", head))
 
 
-def _columns(data):
+def _columns(data: dict) -> dict[str, list]:
     "A dict of lists as columns; NaNs are logged ones."
-    return {
-        k: ["nan" if isinstance(x, float) and x != x else x for x in v]
-        for k, v in data.items()
-        if isinstance(v, list) and not any(isinstance(x, (dict, list)) for x in v)
-    }
+    columns = {}
+    for name, values in data.items():
+        if isinstance(values, list) and not any(isinstance(value, (dict, list)) for value in values):
+            columns[name] = ["nan" if value != value else value for value in values]
+    return columns
+
+
+def _unwrapped(data: object) -> object:
+    "What a dict of one entry holds, if that may be the log itself."
+    if isinstance(data, dict) and len(data) == 1:
+        inner = next(iter(data.values()))
+        return inner if isinstance(inner, (list, dict)) else data
+    return data
 
 
 def read_json_table(
@@ -37,12 +45,7 @@ def read_json_table(
         if log.samples:
             return log
     data, lost = load_json(path)
-    if (
-        isinstance(data, dict)
-        and len(data) == 1
-        and isinstance(inner := next(iter(data.values())), (list, dict))
-    ):
-        data = inner
+    data = _unwrapped(data)
     if isinstance(data, list) and any(isinstance(r, dict) for r in data):
         log = records_log(r for r in data if isinstance(r, dict))
         log.skip("entries that are no record", sum(not isinstance(r, dict) for r in data))
@@ -54,17 +57,13 @@ def read_json_table(
     return log
 
 # %% ../../../nbs/api/read/logs/json_table.ipynb #61b7008b
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if re.match(rb'\[\s*\{\s*"|\{\s*"[^"]*"\s*:\s*\[', start):
         return 0.4
-    return (
-        (0.6 if b'"_step"' in start else 0.45)
-        if start[:1] == b"{" and _is_lines(head)
-        else 0.1
-        if start[:1] in (b"{", b"[")
-        else 0.0
-    )
+    if start[:1] == b"{" and _is_lines(head):
+        return 0.6 if b'"_step"' in start else 0.45
+    return 0.1 if start[:1] in (b"{", b"[") else 0.0
 
 
 FORMAT = Format("json_table", "any JSON or JSONL", _sniff, read_json_table, '{"step": 1, "loss": 2.5}')

@@ -7,7 +7,7 @@ __all__ = ['XIDS', 'FORMAT', 'read_kernel']
 
 # %% ../../../nbs/api/read/logs/kernel.ipynb #28ff0676
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ..base import Format, LogData
@@ -40,28 +40,29 @@ def read_kernel(
     "The Xid messages of a kernel log."
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if m := _XID.search(line):
-            events.append(
-                (
-                    "xid",
-                    -1,
-                    f"Xid {m[2]} ({XIDS.get(int(m[2]), 'see the driver manual')}) on {m[1]}: {line[m.end() :].strip(' ,')[:200]}",
-                    _time_of(line),
-                )
+        found = _XID.search(line)
+        if found:
+            device, number = found.groups()
+            meaning, rest = (
+                XIDS.get(int(number), "see the driver manual"),
+                line[found.end() :].strip(" ,")[:200],
             )
+            text = f"Xid {number} ({meaning}) on {device}: {rest}"
+            events.append(("xid", -1, text, _time_of(line)))
     return LogData(events=events)
 
 
-def _time_of(line):
+_ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
+_DMESG = re.compile(r"\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})")
+
+
+def _time_of(line: str) -> float | None:
     "Seconds since 1970 of a line with an ISO date or the date of `dmesg -T`, else None."
-    if m := re.search(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d", line):
-        return datetime.fromisoformat(m[0].replace(" ", "T")).replace(tzinfo=timezone.utc).timestamp()
-    if m := re.search(r"\w{3} (\w{3} +\d+ \d\d:\d\d:\d\d \d{4})", line):
-        return (
-            datetime.strptime(" ".join(m[1].split()), "%b %d %H:%M:%S %Y")
-            .replace(tzinfo=timezone.utc)
-            .timestamp()
-        )
+    if iso := _ISO.search(line):
+        return datetime.fromisoformat(iso[0].replace(" ", "T")).replace(tzinfo=UTC).timestamp()
+    if dmesg := _DMESG.search(line):
+        words = " ".join(dmesg[1].split()) + " +0000"
+        return datetime.strptime(words, "%b %d %H:%M:%S %Y %z").timestamp()
     return None
 
 

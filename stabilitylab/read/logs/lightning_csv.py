@@ -22,7 +22,7 @@ def read_lightning_csv(
     return log
 
 # %% ../../../nbs/api/read/logs/lightning_csv.ipynb #4387d315
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     mark, names = csv_shape(head)
     return 0.85 if mark == "," and names and {"epoch", "step"} <= set(names) else 0.0
 

@@ -19,7 +19,7 @@ def read_llama_factory(
     return read_records(path, "current_steps")
 
 # %% ../../../nbs/api/read/logs/llama_factory.ipynb #c08152bf
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     return (
         0.95
         if head.lstrip().startswith(b"{") and b'"current_steps"' in head and b'"total_steps"' in head

@@ -8,12 +8,13 @@ __all__ = ['FORMAT', 'parse_llmc']
 # %% ../../../nbs/api/read/logs/llmc.ipynb #413f2fe7
 import re
 
-from ..scan import Hit
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/llmc.ipynb #4905a84e
 _SHAPE = re.compile(
-    rb"step\s+(\d+)/\d+ \| loss +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| norm +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| lr (\S+) \| (\S+) ms \| +(\S+?)% (?:bf16 )?MFU \| (\d+) tok/s"
+    rb"step\s+(\d+)/\d+ \| loss +(\S+) \( *([-+]?\w*\.?\w*?)z\)\| norm +(\S+) \( *([-+]?\w*\.?\w*?)z\)"
+    rb"\| lr (\S+) \| (\S+) ms \| +(\S+?)% (?:bf16 )?MFU \| (\d+) tok/s"
 )
 _NAMES = ("loss", "loss z", "norm", "norm z", "lr", "time_ms", "MFU %", "tok/s")
 _val = line_parser(rb"^(?=val loss )", rb"(?P<name>val loss) %N")
@@ -21,10 +22,13 @@ _val = line_parser(rb"^(?=val loss )", rb"(?P<name>val loss) %N")
 
 def parse_llmc(
     line: bytes,  # one line
-) -> list:  # records
+) -> list[Hit]:  # records
     "The step or the validation loss of one line."
-    m = _SHAPE.search(line)
-    return [Hit(tuple((n, *m.span(k)) for k, n in enumerate(_NAMES, 2)), m.span(1))] if m else _val(line)
+    found = _SHAPE.search(line)
+    if not found:
+        return _val(line)
+    fields = tuple((name, *found.span(group)) for group, name in enumerate(_NAMES, 2))
+    return [Hit(fields, found.span(1))]
 
 # %% ../../../nbs/api/read/logs/llmc.ipynb #d99d383a
 FORMAT = text_format(
@@ -32,5 +36,8 @@ FORMAT = text_format(
     "llm.c console",
     rb"^step\s+\d+/\d+ \| loss +\S+ \(",
     parse_llmc,
-    "step 95/19560 | loss 7.2 (+nanz)| norm 0.8 (+nanz)| lr 8.14e-05 | 4180.55 ms | 32.3% bf16 MFU | 125516 tok/s",
+    (
+        "step 95/19560 | loss 7.2 (+nanz)| norm 0.8 (+nanz)| lr 8.14e-05 | 4180.55 ms | 32.3% "
+        "bf16 MFU | 125516 tok/s"
+    ),
 )

@@ -6,6 +6,7 @@
 __all__ = ['FORMAT', 'parse_nanogpt']
 
 # %% ../../../nbs/api/read/logs/nanogpt.ipynb #7bbaabd6
+from ..base import Hit
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/nanogpt.ipynb #88a9485d
@@ -21,7 +22,7 @@ _eval = line_parser(
 
 def parse_nanogpt(
     line: bytes,  # one line
-) -> list:  # records
+) -> list[Hit]:  # records
     "The training or evaluation record of one line."
     return _train(line) or _eval(line)
 

@@ -7,6 +7,7 @@ __all__ = ['parse_two_columns', 'FORMAT']
 
 # %% ../../../nbs/api/read/logs/step_value.ipynb #d38dcf20
 import re
+from pathlib import Path
 
 from ..base import Format
 from ..text import line_parser, read_lines
@@ -17,7 +18,7 @@ parse_two_columns = line_parser(
 )
 
 # %% ../../../nbs/api/read/logs/step_value.ipynb #2a05f310
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     "Nearly all lines are a whole number and a number."
     lines = head.splitlines()[:2000]
     good = sum(

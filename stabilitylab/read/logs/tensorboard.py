@@ -9,166 +9,211 @@ __all__ = ['FORMAT', 'record_places', 'read_events']
 import mmap
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..base import Format, LogData
-from ..protobuf import fields, read_varint
+from ..protobuf import fields
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #d7eac3cc
+# A record of an event file, as TFRecord has it; all numbers little endian:
+#
+#   | length n: 8 bytes | its checksum: 4 | message: n bytes | its checksum: 4 |
+#   at                  at + 8            at + 12            at + 12 + n        at + 16 + n: the next record
+#
+_MESSAGE_AT, _AROUND = 12, 16  # bytes before the message, and of all but the message
 _LOOK, _PERIOD = 256, 64  # records read one by one between two looks for a pattern, and its most records
 
 
-def _repeats(data, at, last):
-    "(start, length) of the records after `at` for as long as the pattern of the `last` lengths goes on; (m, 2)."
+def _period(last: np.ndarray) -> int | None:
+    "After how many records the lengths repeat, by the last of them; None where they do not."
+    periods = range(1, len(last) // 2 + 1)
+    return next((p for p in periods if (last[-p:] == last[-2 * p : -p]).all()), None)
+
+
+def _repeats(data: bytes | mmap.mmap, at: int, last: np.ndarray) -> np.ndarray:
+    "(start, length) of the records after `at` while the pattern of the `last` lengths goes on; (m, 2)."
     nothing = np.empty((0, 2), np.int64)
-    period = next((p for p in range(1, len(last) // 2 + 1) if (last[-p:] == last[-2 * p : -p]).all()), None)
+    period = _period(last)
     if period is None:
         return nothing
     length = last[-period:]
-    stride = int((length + 16).sum())
-    many, offset = (len(data) - at) // stride, np.r_[0, np.cumsum(length + 16)[:-1]]
+    stride = int((length + _AROUND).sum())
+    many, offset = (len(data) - at) // stride, np.r_[0, np.cumsum(length + _AROUND)[:-1]]
     if many < 2:
         return nothing
-    for o, n in zip(
-        offset, length
-    ):  # how many times the header at this place of the pattern says the same length
-        said = np.ndarray(many, "<u8", data, int(at + o), (stride,))
-        wrong = np.flatnonzero(said != n)
+    for place, expected in zip(offset, length, strict=True):
+        # the headers at this place of the pattern, one a stride: up to which do they say the same length?
+        said = np.ndarray(many, "<u8", data, int(at + place), (stride,))
+        wrong = np.flatnonzero(said != expected)
         many = int(wrong[0]) if len(wrong) else many
         if not many:
             return nothing
-    start = at + 12 + np.arange(many)[:, None] * stride + offset
+    start = at + _MESSAGE_AT + np.arange(many)[:, None] * stride + offset
     return np.stack([start.ravel(), np.tile(length, many)], 1)
 
 
 def record_places(
-    data: bytes,  # an event file, or a memory map of one
-) -> tuple[
-    np.ndarray, np.ndarray, int
-]:  # start (n,) and length (n,) of each message in bytes, and how many bytes at the end are no record
+    data: bytes | mmap.mmap,  # an event file, or a memory map of one
+) -> tuple[np.ndarray, np.ndarray, int]:  # start and length (n,) of each message, bytes left
     "Where the messages of an event file lie."
-    at, size, unpack, out, parts, wait = 0, len(data), struct.Struct("<Q").unpack_from, [], [], _LOOK
-    while at + 12 <= size:
-        n = unpack(data, at)[0]
-        if at + 16 + n > size:
+    length_at = struct.Struct("<Q").unpack_from
+    at, size, found, parts, wait = 0, len(data), [], [], _LOOK
+    while at + _MESSAGE_AT <= size:
+        n = length_at(data, at)[0]
+        if at + _AROUND + n > size:
             break
-        out.append((at + 12, n))
-        at += n + 16
-        if len(out) < wait:
+        found.append((at + _MESSAGE_AT, n))
+        at += _AROUND + n
+        if len(found) < wait:
             continue
-        more = _repeats(data, at, np.array([length for _, length in out[-2 * _PERIOD :]], np.int64))
+        more = _repeats(data, at, np.array([length for _, length in found[-2 * _PERIOD :]], np.int64))
         if len(more):
-            at = int(more[-1].sum()) + 4
-            parts += [np.array(out, np.int64), more]
-            out = []
-        wait = len(out) + _LOOK
-    places = np.concatenate([*parts, np.array(out, np.int64).reshape(-1, 2)])
+            at = int(more[-1].sum()) + _AROUND - _MESSAGE_AT
+            parts += [np.array(found, np.int64), more]
+            found = []
+        wait = len(found) + _LOOK
+    places = np.concatenate([*parts, np.array(found, np.int64).reshape(-1, 2)])
     return places[:, 0], places[:, 1], size - at
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #9bef7010
+# The fields that are read, by number (event.proto, summary.proto, tensor.proto of TensorFlow):
+#
+#   Event    1 wall_time: double    2 step: varint    5 summary: Summary
+#   Summary  1 value: Value, repeated
+#   Value    1 tag: string    2 simple_value: float    8 tensor: TensorProto
+#   Tensor   1 dtype: varint    4 tensor_content: bytes    5 float_val    6 double_val
 _DTYPES = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8", 19: "<f2"}
+_FIXED_4, _FIXED_8, _VARINT, _BYTES = 5, 1, 0, 2  # kinds of fields, as `protobuf.fields` gives them
 
 
-def _tensor(data, a, b):
+class _Value(NamedTuple):
+    "One scalar of an event."
+
+    tag: tuple[int, int]  # (start, end) of its name in the file
+    at: int  # place of the number in the file
+    dtype: str
+
+
+class _Event(NamedTuple):
+    "Where the parts of one message lie in the file."
+
+    time: int | None  # place of the wall time
+    step: tuple[int, int] | None  # (place, size) of the step
+    values: list[_Value]
+    n_others: int  # summaries that are no scalar
+
+    def free(self, begin: int) -> list[tuple[int, int]]:
+        "(offset, size) of the bytes that differ between messages of one shape."
+        parts = [(self.time, 8)] if self.time is not None else []
+        parts += [self.step] if self.step else []
+        parts += [(value.at, np.dtype(value.dtype).itemsize) for value in self.values]
+        return [(at - begin, size) for at, size in parts]
+
+
+def _tensor(data: bytes | mmap.mmap, begin: int, end: int) -> tuple[int, str] | None:
     "(place of the number in the file, numpy type) of a tensor of one number; None for anything else."
-    parts = fields(data, a, b)
-    dtype = _DTYPES.get(next((v for n, k, v, _ in parts if n == 1 and k == 0), 0))
-    for n, k, x, y in parts:
-        if k == 2 and n == 4 and dtype and y - x == np.dtype(dtype).itemsize:
+    parts = fields(data, begin, end)
+    dtype = _DTYPES.get(next((value for n, kind, value, _ in parts if n == 1 and kind == _VARINT), 0))
+    for n, kind, x, y in parts:
+        if n == 4 and kind == _BYTES and dtype and y - x == np.dtype(dtype).itemsize:
             return x, dtype
-        if n in (5, 6) and k == 2 and y - x == (4, 8)[n - 5]:
-            return x, ("<f4", "<f8")[n - 5]
-        if n in (5, 6) and k == (5, 1)[n - 5]:
-            return x, ("<f4", "<f8")[n - 5]
+        for number, fixed, itemsize, own in ((5, _FIXED_4, 4, "<f4"), (6, _FIXED_8, 8, "<f8")):
+            is_packed = kind == _BYTES and y - x == itemsize
+            if n == number and (is_packed or kind == fixed):
+                return x, own
     return None
 
 
-def _event(data, a, b):
-    "(place of the wall time, place and size of the step, [(tag, its place, place of the number, type)], other summaries) of one message."
+def _value(data: bytes | mmap.mmap, begin: int, end: int) -> _Value | None:
+    "One value of a summary; None where it is no scalar."
+    parts = fields(data, begin, end)
+    tag = next(((x, y) for n, kind, x, y in parts if n == 1 and kind == _BYTES), None)
+    simple = [(x, "<f4") for n, kind, x, _ in parts if n == 2 and kind == _FIXED_4]
+    tensors = (_tensor(data, x, y) for n, kind, x, y in parts if n == 8 and kind == _BYTES)
+    number = simple[0] if simple else next(filter(None, tensors), None)
+    return _Value(tag, *number) if tag and number else None
+
+
+def _step_place(data: bytes | mmap.mmap, end: int) -> tuple[int, int]:
+    "(place, size) of the varint that ends at `end`: its bytes but the last have the highest bit set."
+    size = 1
+    while data[end - size - 1] & 128:
+        size += 1
+    return end - size, size
+
+
+def _event(data: bytes | mmap.mmap, begin: int, end: int) -> _Event:
+    "The parts of one message; ValueError or IndexError where it is damaged."
     time = step = None
-    values, other, at = [], 0, a
-    for n, k, x, y in fields(data, a, b):
-        if n == 1 and k == 1:
+    values = []
+    for n, kind, x, y in fields(data, begin, end):
+        if n == 1 and kind == _FIXED_8:
             time = x
-        elif n == 2 and k == 0:
-            size = 1
-            while data[y - size - 1] & 128:
-                size += 1
-            step = (y - size, size)
-        elif n == 5 and k == 2:
-            for vn, vk, vx, vy in fields(data, x, y):
-                if vn != 1 or vk != 2:
-                    continue
-                parts = fields(data, vx, vy)
-                tag = next(((p, q) for m, kk, p, q in parts if m == 1 and kk == 2), None)
-                number = next(((p, "<f4") for m, kk, p, q in parts if m == 2 and kk == 5), None) or next(
-                    (t for m, kk, p, q in parts if m == 8 and kk == 2 and (t := _tensor(data, p, q))), None
-                )
-                if tag and number:
-                    values.append((tag, *number))
-                else:
-                    other += 1
-    return time, step, values, other
+        elif n == 2 and kind == _VARINT:
+            step = _step_place(data, y)
+        elif n == 5 and kind == _BYTES:
+            inner = fields(data, x, y)
+            values += [_value(data, a, b) for m, how, a, b in inner if m == 1 and how == _BYTES]
+    known = [value for value in values if value]
+    return _Event(time, step, known, len(values) - len(known))
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #8c3384b1
-def _same(rows, first, free):
-    "Which rows equal the first outside the `free` columns."
+def _is_same(rows: np.ndarray, event: _Event, begin: int) -> np.ndarray:
+    "Which rows equal the first outside the bytes that are free, with a step of as many bytes."
     fixed = np.ones(rows.shape[1], bool)
-    for a, n in free:
-        fixed[a : a + n] = False
-    return (rows[:, fixed] == first[fixed]).all(1)
+    for at, size in event.free(begin):
+        fixed[at : at + size] = False
+    same = (rows[:, fixed] == rows[0, fixed]).all(1)
+    if event.step:
+        at, size = event.step[0] - begin, event.step[1]
+        more = rows[:, at : at + size] & 128  # set in all bytes of a varint but its last
+        same &= (more == more[0]).all(1)
+    return same
 
 
-def _take(data, buf, start, length, log, columns):
-    "Read the messages of one length: the first by its fields, those of its shape by their places, until none is left."
+def _numbers(rows: np.ndarray, at: int, dtype: str) -> np.ndarray:
+    "The number at byte `at` of each row, as float64; (n,)."
+    size = np.dtype(dtype).itemsize
+    return np.ascontiguousarray(rows[:, at : at + size]).view(dtype).ravel().astype(float)
+
+
+def _steps(rows: np.ndarray, at: int, size: int) -> np.ndarray:
+    "The varint of `size` bytes at byte `at` of each row, seven bits a byte, the lowest first; int64, (n,)."
+    steps = np.zeros(len(rows), np.int64)
+    for j in range(size):
+        steps |= (rows[:, at + j].astype(np.int64) & 127) << (7 * j)
+    return steps
+
+
+def _take(
+    data: mmap.mmap, buf: np.ndarray, start: np.ndarray, length: int, log: LogData, columns: dict[str, list]
+) -> None:
+    "Reads the messages of one length: one by its fields, those like it by their places, until none is left."
     rows, todo = None, np.arange(len(start))
     while todo.size:
-        a = int(start[todo[0]])
+        begin = int(start[todo[0]])
         try:
-            time, step, values, other = _event(data, a, a + length)
+            event = _event(data, begin, begin + length)
         except (ValueError, IndexError):
             log.skip("damaged event")
             todo = todo[1:]
             continue
-        free = (
-            ([(time - a, 8)] if time is not None else [])
-            + ([(step[0] - a, step[1])] if step else [])
-            + [(x - a, np.dtype(t).itemsize) for _, x, t in values]
-        )
         if rows is None:
             rows = buf[start[:, None] + np.arange(length)]
-        mine = rows[todo]
-        same = _same(mine, mine[0], free)
-        if step:
-            same &= (
-                (mine[:, step[0] - a : step[0] - a + step[1]] & 128)
-                == (mine[0, step[0] - a : step[0] - a + step[1]] & 128)
-            ).all(1)
-        hit = todo[same]
-        got = rows[hit]
-        steps = np.zeros(len(hit), np.int64)
-        if step:
-            for j in range(step[1]):
-                steps |= (got[:, step[0] - a + j].astype(np.int64) & 127) << (7 * j)
-        times = (
-            got[:, time - a : time - a + 8].copy().view("<f8").ravel()
-            if time is not None
-            else np.full(len(hit), np.nan)
-        )
-        for (p, q), x, t in values:
-            value = (
-                np.ascontiguousarray(got[:, x - a : x - a + np.dtype(t).itemsize])
-                .view(t)
-                .ravel()
-                .astype(float)
-            )
-            columns.setdefault(bytes(data[p:q]).decode("utf-8", "replace"), []).append(
-                (start[hit] + x - a, steps, value, times)
-            )
-        if other:
-            log.skip("summary that is no scalar", other * len(hit))
+        same = _is_same(rows[todo], event, begin)
+        alike = todo[same]
+        got, n = rows[alike], len(alike)
+        step = _steps(got, event.step[0] - begin, event.step[1]) if event.step else np.zeros(n, np.int64)
+        time = np.full(n, np.nan) if event.time is None else _numbers(got, event.time - begin, "<f8")
+        for value in event.values:
+            name = bytes(data[slice(*value.tag)]).decode("utf-8", "replace")
+            at = value.at - begin
+            part = (start[alike] + at, step, _numbers(got, at, value.dtype), time)
+            columns.setdefault(name, []).append(part)
+        log.skip("summary that is no scalar", event.n_others * n)
         todo = todo[~same]
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #1655eb69
@@ -177,23 +222,22 @@ def read_events(
 ) -> LogData:  # a series a tag, with wall times
     "Every scalar of an event file."
     log, columns = LogData(), {}
-    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start, length, rest = record_places(data)
-        if rest:
-            log.skip("bytes at the end that are no record", rest)
+        log.skip("bytes at the end that are no record", rest)
         buf = np.frombuffer(data, np.uint8)
         for n in np.unique(length):
             _take(data, buf, start[length == n], int(n), log, columns)
-        del buf
+        del buf  # a map that an array looks into cannot be closed
     for tag, parts in columns.items():
-        order, step, value, time = (np.concatenate([p[k] for p in parts]) for k in range(4))
-        by = np.argsort(order, kind="stable")
-        log.samples[tag] = Samples(step[by], value[by], order[by], time[by])
+        order, step, value, time = (np.concatenate(column) for column in zip(*parts, strict=True))
+        by_place = np.argsort(order, kind="stable")
+        log.samples[tag] = Samples(step[by_place], value[by_place], order[by_place], time[by_place])
     return log
 
 
-def _sniff(head, path):
-    "The first record names the version of the file."
+def _sniff(head: bytes, path: Path) -> float:
+    "Sure where the first record names the version of the file."
     return 0.95 if len(head) > 24 and b"brain.Event:" in head[:64] else 0.0
 
 

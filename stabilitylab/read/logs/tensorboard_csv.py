@@ -28,13 +28,14 @@ def read_tensorboard_csv(
     "The series of a TensorBoard CSV download."
     (run, tag), (table, dropped) = export_tag(path), read_table(path)
     log = table_log({c: table[c] for c in table}, "Step")
-    log.samples = {tag: s for s in log.samples.values()}
+    if log.samples:  # the column of values; there is no other
+        log.samples = {tag: list(log.samples.values())[-1]}
     log.attrs["run"] = run
     log.skip("lines with too many cells", dropped)
     return log
 
 # %% ../../../nbs/api/read/logs/tensorboard_csv.ipynb #a7ed19c7
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     return (
         0.95 if head.lstrip(b"\xef\xbb\xbf").replace(b'"', b"").startswith(b"Wall time,Step,Value") else 0.0
     )

@@ -38,7 +38,7 @@ def read_tensorboard_json(
     return log
 
 # %% ../../../nbs/api/read/logs/tensorboard_json.ipynb #deac2ec6
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     return (
         0.95
         if re.match(

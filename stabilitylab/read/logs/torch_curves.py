@@ -15,17 +15,22 @@ from ..base import Format, LogData, first_bytes
 from ..tables import table_log
 
 # %% ../../../nbs/api/read/logs/torch_curves.ipynb #2c82b568
-def _column(value):
+def _is_scalar(value: object) -> bool:
+    "Whether this is a number or a tensor of one."
+    return isinstance(value, (int, float)) or getattr(value, "ndim", 1) == 0
+
+
+def _column(value: object) -> np.ndarray | None:
     "A list of numbers or a 1-D tensor as float64, None for anything else; NaNs are logged ones."
     if hasattr(value, "detach"):
-        value = value.detach().double().cpu().numpy() if not value.is_complex() and value.ndim <= 1 else None
-    elif not isinstance(value, (list, tuple)) or not all(
-        isinstance(v, (int, float)) or getattr(v, "ndim", 1) == 0 for v in value
-    ):
+        if value.is_complex() or value.ndim > 1:
+            return None
+        value = value.detach().double().cpu().numpy()
+    elif not isinstance(value, (list, tuple)) or not all(map(_is_scalar, value)):
         return None
-    if value is None or np.ndim(value) != 1 or not len(value):
+    if np.ndim(value) != 1 or not len(value):
         return None
-    column = np.array([float(v) for v in value])
+    column = np.array([float(number) for number in value])
     return column if not np.isnan(column).any() else column.astype(object)
 
 
@@ -39,9 +44,9 @@ def read_torch_curves(
     try:
         data = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
-        raise InputError(
-            f"`path`={str(path)!r} is not read: {str(e).splitlines()[0][:160] if str(e) else type(e).__name__}; allowed: a dict of lists or tensors, without other pickled objects"
-        ) from e
+        why = str(e).splitlines()[0][:160] if str(e) else type(e).__name__
+        allowed = "a dict of lists or tensors, without other pickled objects"
+        raise InputError(f"`path`={str(path)!r} is not read: {why}; allowed: {allowed}") from e
     if not isinstance(data, dict):
         raise bad_input("path", type(data).__name__, "a dict of lists or 1-D tensors")
     columns = {str(k): _column(v) for k, v in data.items()}
@@ -59,7 +64,7 @@ def read_torch_curves(
     return log
 
 # %% ../../../nbs/api/read/logs/torch_curves.ipynb #1d178650
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     if head[:4] == b"PK\x03\x04":
         return 0.7 if b"data.pkl" in head[:200] else 0.0
     return 0.5 if head[:2] == b"\x80\x02" and b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." in head[:64] else 0.0

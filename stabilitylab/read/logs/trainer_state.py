@@ -29,16 +29,12 @@ def read_trainer_state(
     return log
 
 # %% ../../../nbs/api/read/logs/trainer_state.ipynb #0605dedc
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     if not head.lstrip().startswith(b"{"):
         return 0.0
-    return (
-        0.97
-        if b'"log_history"' in head
-        else 0.9
-        if re.search(rb'"best_model_checkpoint"|"is_world_process_zero"', head)
-        else 0.0
-    )
+    if b'"log_history"' in head:
+        return 0.97
+    return 0.9 if re.search(rb'"best_model_checkpoint"|"is_world_process_zero"', head) else 0.0
 
 
 FORMAT = Format(

@@ -13,7 +13,7 @@ from ..base import Format, LogData
 from ..tables import csv_shape, read_table, table_log
 
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #d7a8082b
-def _split(column):
+def _split(column: str) -> tuple[str, str]:
     "`<run> - <metric>` as (run, metric); ('', column) for the rest."
     run, dash, metric = str(column).rpartition(" - ")
     return (run, metric) if dash else ("", str(column))
@@ -53,15 +53,13 @@ def read_wandb_csv(
     return log
 
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #c21d1a5e
-def _sniff(head, path):
+def _sniff(head: bytes, path: Path) -> float:
     mark, names = csv_shape(head)
-    return (
-        0.95
-        if mark == "," and names and any(" - " in n and n.endswith(("__MIN", "__MAX")) for n in names)
-        else 0.8
-        if mark == "," and names and len(names) > 1 and all(" - " in n for n in names[1:])
-        else 0.0
-    )
+    if mark != "," or not names:
+        return 0.0
+    if any(" - " in name and name.endswith(("__MIN", "__MAX")) for name in names):
+        return 0.95
+    return 0.8 if len(names) > 1 and all(" - " in name for name in names[1:]) else 0.0
 
 
 FORMAT = Format(

@@ -17,6 +17,11 @@ from ..protobuf import fields
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #105ef206
+# A file is cut into blocks of 32 KiB; no header crosses their borders, a long record goes on in the next:
+#
+#   | checksum: 4 bytes | size n: 2 | kind: 1 | n bytes |
+#
+# kind 1: a whole record; 2, 3, 4: its first, middle, last part; 0 with size 0: the rest of the block is empty
 _BLOCK, _HEADER = 32768, 7
 
 
@@ -56,65 +61,79 @@ _STEPS = (
 )  # the training step by preference
 
 
-def _row(data, a, b):
-    "One history row as a dict of numbers."
+_BYTES = 2  # kind of a field, as `protobuf.fields` gives it
+
+
+def _number(text: bytes | None) -> float | None:
+    "The number that a JSON text is, None for anything else."
+    try:
+        number = json.loads(text) if text is not None else None
+    except ValueError:
+        return None
+    if number in ("NaN", "Infinity", "-Infinity"):
+        return float(number.replace("Infinity", "inf"))
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return float(number) if is_number else None
+
+
+def _row(data: bytes, begin: int, end: int) -> dict[str, float]:
+    "One history row as a dict of numbers: items (field 1) of a key (1 or 2) and a JSON text (16)."
     row = {}
-    for n, k, x, y in fields(data, a, b):
-        if n != 1 or k != 2:
+    for n, kind, x, y in fields(data, begin, end):
+        if n != 1 or kind != _BYTES:
             continue
-        names, value = [], None
-        for m, kk, p, q in fields(data, x, y):
-            if m in (1, 2) and kk == 2:
-                names.append(bytes(data[p:q]).decode("utf-8", "replace"))
-            elif m == 16 and kk == 2:
-                value = bytes(data[p:q])
-        try:
-            number = json.loads(value) if value is not None else None
-        except ValueError:
-            continue
-        if isinstance(number, str) and number in ("NaN", "Infinity", "-Infinity"):
-            number = float(number.replace("Infinity", "inf"))
-        if names and isinstance(number, (int, float)) and not isinstance(number, bool):
-            row[".".join(names)] = float(number)
+        item = [(m, bytes(data[p:q])) for m, how, p, q in fields(data, x, y) if how == _BYTES]
+        names = [text.decode("utf-8", "replace") for m, text in item if m in (1, 2)]
+        number = _number(next((text for m, text in reversed(item) if m == 16), None))
+        if names and number is not None:
+            row[".".join(names)] = number
     return row
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #decc2026
-def read_wandb(
-    path: Path,  # a `.wandb` file
-) -> LogData:  # a series a key; steps are those of the training loop where the rows hold them
-    "The history of an offline run."
-    records, rest = log_records(Path(path).read_bytes())
-    log, rows, ended = LogData(), [], False
-    if rest:
-        log.skip("bytes at the end that are no record", rest)
+def _history(records: list[bytes], log: LogData) -> tuple[list[dict[str, float]], bool]:
+    "The history rows (field 2) of the records, and whether one says that the run ended (field 18)."
+    rows, ended = [], False
     for data in records:
         try:
             parts = fields(data)
         except ValueError:
             log.skip("damaged record")
             continue
-        for n, k, x, y in parts:
-            if n == 18:
-                ended = True
-            if n == 2 and k == 2:
-                try:
-                    rows.append(_row(data, x, y))
-                except ValueError:
-                    log.skip("damaged history row")
-    names = {n for r in rows for n in r}
-    key = next((s for s in _STEPS if s in names and sum(s in r for r in rows) > len(rows) / 2), None)
+        ended = ended or any(n == 18 for n, _, _, _ in parts)
+        for begin, end in ((x, y) for n, kind, x, y in parts if n == 2 and kind == _BYTES):
+            try:
+                rows.append(_row(data, begin, end))
+            except ValueError:
+                log.skip("damaged history row")
+    return rows, ended
+
+
+def _step_key(rows: list[dict[str, float]], names: set[str]) -> str | None:
+    "The key that counts the training steps in more than half of the rows; None where there is none."
+    for key in _STEPS:
+        if key in names and sum(key in row for row in rows) > len(rows) / 2:
+            return key
+    return None
+
+
+def read_wandb(
+    path: Path,  # a `.wandb` file
+) -> LogData:  # a series a key; steps are those of the training loop where the rows hold them
+    "The history of an offline run."
+    records, rest = log_records(Path(path).read_bytes())
+    log = LogData()
+    log.skip("bytes at the end that are no record", rest)
+    rows, ended = _history(records, log)
+    names = {name for row in rows for name in row}
+    key = _step_key(rows, names)
     log.attrs |= {"step_column": key or "number of the row", "exit_record": ended}
     if not ended:
         log.events.append(("signal", -1, "the file has no exit record: the program was killed", None))
     for name in sorted(names - {key, "_step", "_timestamp", "_runtime"}):
-        at = [i for i, r in enumerate(rows) if name in r and (key is None or key in r)]
+        at = [i for i, row in enumerate(rows) if name in row and (key is None or key in row)]
+        step = np.array([int(rows[i][key]) if key else i for i in at])
         time = np.array([rows[i].get("_timestamp", np.nan) for i in at])
-        log.samples[name] = Samples(
-            np.array([int(rows[i][key]) if key else i for i in at]),
-            np.array([rows[i][name] for i in at]),
-            np.array(at),
-            time,
-        )
+        log.samples[name] = Samples(step, np.array([rows[i][name] for i in at]), np.array(at), time)
     return log
 
 

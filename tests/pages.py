@@ -1,0 +1,237 @@
+"""Run every page once and compare what it shows with what is stored: `python tests/pages.py [PATH …]`.
+
+It does what `nbdev_test` does, a fresh process a page, and looks at the outputs too. Words have to agree,
+numbers up to a tolerance: another processor adds in another order. Pages that train a model, or that measure
+rounding noise, may move further; they stand in `LOOSE` with the reason.
+"""
+
+import base64
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from execnb.shell import CaptureShell
+from nbdev.frontmatter import FrontmatterProc
+from nbdev.process import NBProcessor
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS, LONGEST = 2, 600.0  # pages at a time; seconds that one may take
+RTOL, ATOL = 2e-3, 1e-9  # a sum of 1e5 fp32 terms in another order moves by less
+
+LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
+    "nbs/api/trial": (0.5, "each page trains models"),
+    "nbs/api/fixes": (0.5, "remedies are shown on short training runs"),
+    "nbs/api/cases/10_layers.ipynb": (0.5, "trains a model a case"),
+    "nbs/api/replay": (0.2, "replays steps of a run that diverges; differences of rounding are noise"),
+    "nbs/api/cli/14_replay.ipynb": (0.2, "replays steps of a run that diverges"),
+    "nbs/api/cli/17_precision.ipynb": (0.2, "replays a step in 16 bits"),
+    "nbs/api/probe": (0.1, "short training runs"),
+    "nbs/tutorials/from_spike_to_culprit.ipynb": (0.2, "replays steps of a run that diverges"),
+    "nbs/tutorials/record_your_next_run.ipynb": (0.1, "trains a model"),
+    "nbs/explain": (0.1, "trains small models, and measures the noise of rounding"),
+    "nbs/howto/which_batch.ipynb": (0.2, "replays steps of a run that diverges"),
+    "nbs/howto/which_layers_in_fp32.ipynb": (0.2, "replays steps of a run that diverges"),
+}
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+SAME = (  # what may differ without a meaning -> what stands for it
+    (r"data:image/png;base64,[\w+/=]+", "(picture)"),
+    (r"0x[0-9a-fA-F]{6,}", "(address)"),
+    (re.escape(str(ROOT)), "(checkout)"),
+    (r"/work/[\w./-]*?(?=/data_samples)", "(checkout)"),
+    (r"[-─=━]{3,}", "(rule)"),  # its length follows the numbers above it
+    (r"\s+", " "),
+)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    "How far a number may be from the stored one."
+
+    rtol: float = RTOL  # share of the stored value
+    atol: float = ATOL  # absolute
+
+    def allows(self, shown: str, stored: str) -> bool:
+        "Whether two numbers, as they are printed, count as the same."
+        ours, theirs = float(shown), float(stored)
+        are_counts = re.fullmatch(r"[-+]?\d+", shown) and re.fullmatch(r"[-+]?\d+", stored)
+        if are_counts and self.rtol <= RTOL:
+            return ours == theirs
+        last_digit = (
+            10.0 ** -len(stored.partition(".")[2]) if "." in stored and "e" not in stored.lower() else 0
+        )
+        return abs(ours - theirs) <= max(self.atol, 1.001 * last_digit, self.rtol * abs(theirs))
+
+
+def tolerance_of(page: Path) -> Tolerance:
+    "What the table says of a page, or of the nearest folder."
+    name = page.relative_to(ROOT).as_posix()
+    keys = [key for key in LOOSE if name == key or name.startswith(key + "/")]
+    return Tolerance(LOOSE[max(keys, key=len)][0]) if keys else Tolerance()
+
+
+def normal(text: str) -> str:
+    "Text without what has no meaning for a reader."
+    return functools.reduce(lambda out, rule: re.sub(*rule, out), SAME, text).strip()
+
+
+def picture_size(png: str) -> str:
+    "Width and height of a picture, from the head of the file."
+    width, height = struct.unpack(">II", base64.b64decode(png)[16:24])
+    return f"picture of {width} by {height}"
+
+
+def shown(outputs: list[dict]) -> list[str]:
+    "What a reader sees of a cell's outputs, one text each; streams of one kind are one."
+    texts, streams = [], {}
+    for output in outputs:
+        if output["output_type"] == "stream":
+            name = output["name"]
+            streams[name] = streams.get(name, "") + "".join(output["text"])
+            continue
+        data = output.get("data", {})
+        for kind in ("text/html", "text/markdown", "text/plain"):
+            if kind in data:
+                texts.append("".join(data[kind]))
+                break
+        if "image/png" in data:
+            texts.append(picture_size("".join(data["image/png"])))
+        if "ename" in output:
+            texts.append(output["ename"])
+    return [normal(text) for text in (*streams.values(), *texts) if normal(text)]
+
+
+def difference(ours: str, theirs: str, tolerance: Tolerance) -> str:
+    "How a shown text differs from the stored one; '' where it does not."
+    words, stored_words = NUMBER.split(ours), NUMBER.split(theirs)
+    if [w.strip() for w in words] != [w.strip() for w in stored_words]:
+        pairs = zip(words, stored_words, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a.strip() != b.strip()), -1)
+        return f"shows {words[at][:80]!r}, stored is {stored_words[at][:80]!r}"
+    numbers = zip(NUMBER.findall(ours), NUMBER.findall(theirs), strict=True)
+    wrong = [f"{a} (stored {b})" for a, b in numbers if a != b and not tolerance.allows(a, b)]
+    return f"numbers moved: {', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''}" if wrong else ""
+
+
+def compare(ours: list[dict], theirs: list[dict], tolerance: Tolerance) -> list[str]:
+    "How the outputs of a cell differ from the stored ones."
+    new, old = shown(ours), shown(theirs)
+    if len(new) != len(old):
+        return [f"shows {len(new)} outputs, stored are {len(old)}"]
+    found = (difference(a, b, tolerance) for a, b in zip(new, old, strict=True))
+    return [text for text in found if text]
+
+
+def is_skipped(cell: dict) -> bool:
+    "Cells that `nbdev_test` leaves out too."
+    directives = getattr(cell, "directives_", None) or {}
+    is_off = directives.get("eval:", [""])[0].lower() == "false"
+    return cell.cell_type != "code" or "nbdev_export(" in cell.source or is_off or "slow" in directives
+
+
+def run_page(page: Path) -> list[str]:
+    "What is wrong with one page: an error, or outputs that differ."
+    os.environ["IN_TEST"] = "1"
+    os.chdir(page.parent)
+    notebook = NBProcessor(page, procs=FrontmatterProc, process=True).nb
+    if str(getattr(notebook, "frontmatter_", {}).get("skip_exec", False)).lower() == "true":
+        return []
+    stored = {cell.idx_: list(cell.get("outputs", [])) for cell in notebook.cells if cell.cell_type == "code"}
+    shell = CaptureShell(page)
+    try:
+        shell.run_all(notebook, exc_stop=True, preproc=is_skipped)
+    except BaseException:  # the shell raises again whatever a cell raised, and the page has failed either way
+        return [shell.prettytb(fname=page)]
+    tolerance, wrong = tolerance_of(page), []
+    for cell in notebook.cells:
+        if not is_skipped(cell):
+            found = compare(cell.get("outputs", []), stored[cell.idx_], tolerance)
+            wrong += [f"cell {cell.idx_}: {text}" for text in found]
+    return wrong
+
+
+def child(page: Path, pipe: multiprocessing.connection.Connection) -> None:
+    "One page in a process of its own."
+    sys.path.insert(0, str(ROOT))
+    pipe.send(run_page(page))
+    pipe.close()
+
+
+@dataclass
+class Running:
+    "A page that is being run."
+
+    page: Path
+    process: multiprocessing.Process
+    pipe: multiprocessing.connection.Connection
+    begin: float
+
+    def result(self) -> list[str] | None:
+        "What is wrong with the page; None while it runs."
+        if self.pipe.poll():
+            try:
+                return self.pipe.recv()
+            except EOFError:
+                self.process.join()
+                return [f"its process ended with {self.process.exitcode}"]
+        if time.monotonic() - self.begin < LONGEST:
+            return None
+        self.process.kill()
+        return [f"still running after {LONGEST:.0f} s"]
+
+
+def start(page: Path) -> Running:
+    "Begin to run a page. Forked, so that the libraries are imported once; none of them has threads yet."
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(page, there))
+    process.start()
+    there.close()
+    return Running(page, process, here, time.monotonic())
+
+
+def run_all(pages: list[Path]) -> dict[Path, list[str]]:
+    "Page -> what is wrong with it, for those with which something is."
+    import xarray  # noqa: F401 - imported here once, for all pages that need it
+
+    waiting, running, wrong = list(pages), [], {}
+    while waiting or running:
+        while waiting and len(running) < WORKERS:
+            running.append(start(waiting.pop(0)))
+        multiprocessing.connection.wait([job.pipe for job in running], timeout=5)
+        for job in list(running):
+            found = job.result()
+            if found is None:
+                continue
+            job.process.join()
+            running.remove(job)
+            name = job.page.relative_to(ROOT)
+            print(f"{time.monotonic() - job.begin:6.1f} s  {name}", flush=True)
+            if found:
+                wrong[job.page] = found
+                print("\n".join(f"          {line}" for line in found), flush=True)
+    return wrong
+
+
+def main(names: list[str]) -> None:
+    "Run the pages at or below `names` and tell what is wrong with them."
+    roots = [(ROOT / name).resolve() for name in names or ["nbs"]]
+    found = [page for root in roots for page in ([root] if root.is_file() else sorted(root.rglob("*.ipynb")))]
+    pages = [p for p in found if not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts)]
+    wrong = run_all(pages)
+    if wrong:
+        names = "\n  ".join(str(page.relative_to(ROOT)) for page in wrong)
+        sys.exit(
+            f"{len(wrong)} of {len(pages)} pages fail, or show something else than is stored:\n  {names}"
+        )
+    print(f"{len(pages)} pages ran and show what is stored")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

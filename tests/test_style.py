@@ -1,0 +1,123 @@
+"""The form of the exported package, counted so that no line width can hide it."""
+
+import ast
+import io
+import itertools
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "stabilitylab"
+SOURCES = {
+    path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "_modidx.py"
+}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+
+WIDEST = 110  # characters of a line
+MOST_BRANCHES = 15  # decisions of a function
+PRIVATE_ANNOTATED = 0.8  # share of the parameters of private functions
+ONE_LETTER = 0.15  # share of the assigned names
+
+LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+DECISIONS = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.Assert)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    "Every function of a module, those inside others too."
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    "The named parameters of a function, without the object itself."
+    named = function.args
+    every = itertools.chain(named.posonlyargs, named.args, named.kwonlyargs)
+    return [parameter for parameter in every if parameter.arg not in ("self", "cls")]
+
+
+def decisions(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    "How often the course of a function can part: an `and` of three conditions counts twice."
+    nodes = list(ast.walk(function))
+    parts = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return parts + sum(isinstance(node, DECISIONS) for node in nodes)
+
+
+def nested(tree: ast.AST) -> Iterator[int]:
+    "Lines with a ternary inside a ternary, or a comprehension inside a comprehension."
+    for kind in ((ast.IfExp,), LOOPS):
+        for outer in ast.walk(tree):
+            if isinstance(outer, kind):
+                yield from (n.lineno for n in ast.walk(outer) if isinstance(n, kind) and n is not outer)
+
+
+def is_described(parameter: ast.arg, lines: list[str]) -> bool:
+    "Whether a comment stands beside the parameter, or on a line of its own above it."
+    beside = lines[parameter.end_lineno - 1][parameter.end_col_offset :]
+    above = lines[parameter.lineno - 2].strip()
+    return bool(re.search(r"#\s*\w", beside)) or (above.startswith("#") and not above.startswith("# %%"))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_line_is_wider(name):
+    lines = enumerate(SOURCES[name].splitlines(), 1)
+    assert [n for n, line in lines if len(line) > WIDEST and not line.startswith("#")] == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_one_statement_a_line(name):
+    tokens = tokenize.generate_tokens(io.StringIO(SOURCES[name]).readline)
+    assert [t.start[0] for t in tokens if t.type == tokenize.OP and t.string == ";"] == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_function_decides_too_often(name):
+    many = {f.name: decisions(f) for f in functions(TREES[name]) if decisions(f) > MOST_BRANCHES}
+    assert many == {}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_nothing_is_nested_in_its_like(name):
+    assert sorted(set(nested(TREES[name]))) == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_public_parameters_are_annotated_and_described(name):
+    lines = SOURCES[name].splitlines()
+    bare = [
+        f"{function.name}({parameter.arg})"
+        for function in functions(TREES[name])
+        if not function.name.startswith("_")
+        for parameter in parameters(function)
+        if parameter.annotation is None
+    ]
+    assert bare == []
+    top = [n for n in TREES[name].body if not getattr(n, "name", "_").startswith("_")]
+    own = [f for n in top for f in (n.body if isinstance(n, ast.ClassDef) else [n])]
+    public = [f for f in own if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
+    mute = [f"{f.name}({p.arg})" for f in public for p in parameters(f) if not is_described(p, lines)]
+    assert mute == []
+
+
+def test_private_parameters_are_annotated():
+    every = [f for tree in TREES.values() for f in functions(tree) if f.name.startswith("_")]
+    typed = [parameter.annotation is not None for function in every for parameter in parameters(function)]
+    assert sum(typed) >= PRIVATE_ANNOTATED * len(typed), f"{sum(typed)} of {len(typed)}"
+
+
+def test_names_are_words():
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    names = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    short = sum(len(name) == 1 for name in names)
+    assert short <= ONE_LETTER * len(names), f"{short} of {len(names)}"
+
+
+def test_the_count_of_decisions():
+    "By hand: one `if` of two parts, one loop, one comprehension with a condition inside a ternary."
+    source = "def f(a):\n if a and a > 1:\n  for i in a: pass\n return [i for i in a] if a else 0\n"
+    (function,) = functions(ast.parse(source))
+    assert decisions(function) == 5
+    assert list(nested(ast.parse("x = 1 if a else 2 if b else 3"))) == [1]
