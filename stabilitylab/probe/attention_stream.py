@@ -6,7 +6,7 @@
 __all__ = ['LOWEST', 'FLOAT32_BOUND', 'SHARP_BELOW', 'TIE', 'SEEN_SHARE', 'Sums', 'logit_bound', 'usable_rows', 'row_entropy',
            'attention_sums']
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #fc416c48
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #fa7be5cf
 import math
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from stabilitylab.probe.attention_call import (
     visible,
 )
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #0c9daad2
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #b1350f0c
 LOWEST = -1e30  # stands for a hidden key: finite, so that 0·LOWEST is 0
 FLOAT32_BOUND = 64.0  # logits up to which float32 keeps five digits of every weight
 SHARP_BELOW = 0.05  # nats; below this mean entropy a head is measured in float64
@@ -72,7 +72,7 @@ def logit_bound(
     ]
     return float(longest[0] * longest[1]) * abs(call.factor)
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #a0b2b1fb
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #a7f174c9
 @dataclass(frozen=True)
 class _Seen:
     "Who sees whom in a block, in the forms that the sums need."
@@ -96,7 +96,7 @@ class _Pass:
         shapes = [m[(None,) * (4 - m.ndim)].shape for m in call.masks]
         closed = call.score_mod is not None or call.mask_mod is not None or call.scores is not None
         self.by_head = closed or any(s[1] > 1 for s in shapes)
-        self.by_batch = closed or call.documents is not None or any(s[0] > 1 for s in shapes)
+        self.by_batch = self.by_head or call.documents is not None or any(s[0] > 1 for s in shapes)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         "Memory that is used again from block to block."
@@ -244,7 +244,7 @@ def _is_sharp(sums: Sums) -> bool:
     mean = torch.where(usable, row_entropy(sums), 0.0).sum((0, 2)) / usable.sum((0, 2))
     return bool((mean < SHARP_BELOW).any())
 
-# %% ../../nbs/api/probe/21_attention_stream.ipynb #c95c1773
+# %% ../../nbs/api/probe/21_attention_stream.ipynb #19362ee4
 def attention_sums(
     call: AttentionCall,  # the attention
     dtype: torch.dtype
