@@ -6,7 +6,7 @@
 __all__ = ['PER_HEAD', 'PER_LAYER', 'attention_dataset', 'call_model', 'left_as_it_was', 'eager_model', 'watch_attention',
            'attention_report', 'head_weights', 'AttentionProbe']
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #61185ac7
+# %% ../../nbs/api/probe/26_attention_report.ipynb #1bde2c94
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 
@@ -21,7 +21,7 @@ from .attention_heads import commonest
 from .attention_watch import AttentionWatch, Caught
 from ..run.record import new_run
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #be88fb53
+# %% ../../nbs/api/probe/26_attention_report.ipynb #dd58054e
 PER_HEAD = {  # variable of /attention with dims (step, layer, head) -> (long_name, units)
     "attn_logit_max": ("largest attention logit before capping", "1"),
     "attn_entropy": ("attention entropy", "nats"),
@@ -104,7 +104,7 @@ def _numbered(caught: Iterable[Caught]) -> list[tuple[Caught, int]]:
         out.append((c, n))
     return out
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #caa26b6b
+# %% ../../nbs/api/probe/26_attention_report.ipynb #612c2060
 def call_model(
     model: Callable,  # the model
     batch: object,  # one tensor, a tuple of arguments, or a dict of named ones
@@ -172,7 +172,7 @@ def attention_report(
     data = attention_dataset({step: watch.caught}).assign_attrs(epsilon=epsilon, unrecognised=missed)
     return new_run(attrs={"model": type(eager_model(model)).__name__}, attention=data)
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #a64a72e9
+# %% ../../nbs/api/probe/26_attention_report.ipynb #55005c44
 def head_weights(
     model: nn.Module,  # any model, unchanged
     batch: object,  # as for `call_model`
@@ -210,7 +210,7 @@ def head_weights(
         weights.cpu().numpy(), dims=("query", "key"), coords=coords, attrs=what | {"head": head}
     )
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #e734e59e
+# %% ../../nbs/api/probe/26_attention_report.ipynb #c614d6ff
 class AttentionProbe:
     "Measures a model's attention while it trains: one more forward pass on the steps that are armed."
 
@@ -226,7 +226,8 @@ class AttentionProbe:
             {},
             [],
         )
-        self.handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        hook = torch.compiler.disable(self._before)  # a compiled model goes on after it as before
+        self.handle = self.model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def arm(
         self,
@@ -243,8 +244,6 @@ class AttentionProbe:
         with left_as_it_was(module), AttentionWatch(module, self.epsilon) as watch:
             module(*args, **kwargs)
         self.got[step], self.missed = watch.caught, watch.unrecognised()
-
-    _before._torchdynamo_disable = True
 
     def take(self) -> xr.Dataset:
         "The `/attention` group of the steps since the last call; starts anew."
