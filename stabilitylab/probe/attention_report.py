@@ -6,7 +6,7 @@
 __all__ = ['PER_HEAD', 'PER_LAYER', 'attention_dataset', 'call_model', 'left_as_it_was', 'eager_model', 'watch_attention',
            'attention_report', 'head_weights', 'AttentionProbe']
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #1bde2c94
+# %% ../../nbs/api/probe/26_attention_report.ipynb #1032934d
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 
@@ -21,7 +21,7 @@ from .attention_heads import commonest
 from .attention_watch import AttentionWatch, Caught
 from ..run.record import new_run
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #dd58054e
+# %% ../../nbs/api/probe/26_attention_report.ipynb #255d7049
 PER_HEAD = {  # variable of /attention with dims (step, layer, head) -> (long_name, units)
     "attn_logit_max": ("largest attention logit before capping", "1"),
     "attn_entropy": ("attention entropy", "nats"),
@@ -104,7 +104,7 @@ def _numbered(caught: Iterable[Caught]) -> list[tuple[Caught, int]]:
         out.append((c, n))
     return out
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #612c2060
+# %% ../../nbs/api/probe/26_attention_report.ipynb #a3ca8571
 def call_model(
     model: Callable,  # the model
     batch: object,  # one tensor, a tuple of arguments, or a dict of named ones
@@ -172,7 +172,7 @@ def attention_report(
     data = attention_dataset({step: watch.caught}).assign_attrs(epsilon=epsilon, unrecognised=missed)
     return new_run(attrs={"model": type(eager_model(model)).__name__}, attention=data)
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #55005c44
+# %% ../../nbs/api/probe/26_attention_report.ipynb #292debc9
 def head_weights(
     model: nn.Module,  # any model, unchanged
     batch: object,  # as for `call_model`
@@ -210,7 +210,7 @@ def head_weights(
         weights.cpu().numpy(), dims=("query", "key"), coords=coords, attrs=what | {"head": head}
     )
 
-# %% ../../nbs/api/probe/26_attention_report.ipynb #c614d6ff
+# %% ../../nbs/api/probe/26_attention_report.ipynb #fe1f9a37
 class AttentionProbe:
     "Measures a model's attention while it trains: one more forward pass on the steps that are armed."
 
@@ -227,7 +227,7 @@ class AttentionProbe:
             [],
         )
         hook = torch.compiler.disable(self._before)  # a compiled model goes on after it as before
-        self.handle = self.model.register_forward_pre_hook(hook, with_kwargs=True)
+        self.handle = self.model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def arm(
         self,
