@@ -6,7 +6,7 @@
 __all__ = ['Rearranged', 'SkipBatches', 'Shuffle', 'OtherSeed', 'repeated_share', 'map_rows', 'tokens_of', 'Filtered',
            'DropRepeats', 'DropHard', 'LargerBatch', 'Curriculum', 'cut_length']
 
-# %% ../../nbs/api/fixes/24_data.ipynb #b3007594
+# %% ../../nbs/api/fixes/24_data.ipynb #6e0a003f
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .loss import count_targets
 from .protocol import About, Applied, Fix, between, register
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/24_data.ipynb #76833efb
+# %% ../../nbs/api/fixes/24_data.ipynb #8a3beb1d
 class Rearranged:
     "Batches of other steps."
 
@@ -28,7 +29,10 @@ class Rearranged:
     ):
         self.base, self.where = base, where
 
-    def __call__(self, step: int) -> list:  # micro-batches
+    def __call__(
+        self,
+        step: int,  # from 0
+    ) -> list:  # micro-batches
         "The batches of a step."
         return self.base(self.where(step))
 
@@ -53,7 +57,10 @@ class SkipBatches(Fix):
         formula="batch(t) -> batch(t + n)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Moves the data on, from the step that comes next."
         first = book.training.step
         _rearrange(book, lambda step: step + self.count * (step >= first), f"{self.count} batches left out")
@@ -75,7 +82,10 @@ class Shuffle(Fix):
         formula="batch(t) -> batch(π(t)), π a permutation of each block",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts a random order on the batches, from the step that comes next."
         first = book.training.step
 
@@ -104,12 +114,15 @@ class OtherSeed(Fix):
         is_control=True,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Shuffles all coming batches and seeds dropout anew at the next step."
         Shuffle(block=4096, seed=self.seed).change(book)
         book.set(book.training, "seed", self.seed, "training")
 
-# %% ../../nbs/api/fixes/24_data.ipynb #35730a47
+# %% ../../nbs/api/fixes/24_data.ipynb #4988b734
 def repeated_share(
     row: torch.Tensor,  # (seq,) int64 tokens
     longest: int = 13,  # tokens of an n-gram at most
@@ -166,7 +179,10 @@ class Filtered:
     ):
         self.base, self.score, self.most = base, score, most
 
-    def __call__(self, step: int) -> list:  # micro-batches
+    def __call__(
+        self,
+        step: int,  # from 0
+    ) -> list:  # micro-batches
         "The batches of a step, filtered; rows that are left out are replaced by the best ones."
         return [self._filtered(part) for part in self.base(step)]
 
@@ -196,7 +212,10 @@ class DropRepeats(Fix):
         ("data.filter",),
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the filter on the batches."
 
         def score(part) -> torch.Tensor:
@@ -221,7 +240,10 @@ class DropHard(Fix):
         formula="rows above the (1-s) quantile of their loss go",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the filter on the batches; it costs one forward pass a row."
         training = book.training
 
@@ -238,7 +260,7 @@ class DropHard(Fix):
         new = Filtered(training.batches, score, 0.5)
         book.set(training, "batches", new, "training", f"without the hardest {self.share:.0%}")
 
-# %% ../../nbs/api/fixes/24_data.ipynb #d1e7b8f1
+# %% ../../nbs/api/fixes/24_data.ipynb #49880ca5
 @register
 @dataclass(frozen=True)
 class LargerBatch(Fix):
@@ -253,7 +275,10 @@ class LargerBatch(Fix):
         ("data.size",),
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Joins coming batches, from the step that comes next."
         base, first = book.training.batches, book.training.step
 
@@ -282,15 +307,31 @@ class Curriculum(Fix):
         is_control=True,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Cuts the sequences of coming batches."
         base, first = book.training.batches, book.training.step
 
         def shortened(step: int) -> list:
             share = min(1.0, self.start + (1 - self.start) * max(step - first, 0) / self.steps)
-            return [cut_length(part, share) for part in base(step)]
+            return [cut_length(part, _enough(part, share)) for part in base(step)]
 
         book.set(book.training, "batches", shortened, "training", f"lengths from {self.start:.0%} on")
+
+
+def _enough(part, share: float) -> float:
+    "The share, or the next one by eighths that leaves a target that counts."
+    while share < 1 and _targets(part) is not None and count_targets(cut_length(part, share)) == 0:
+        share = min(1.0, share + 0.125)
+    return share
+
+
+def _targets(part) -> torch.Tensor | None:
+    "The targets of a micro-batch that has them by name."
+    known = part if isinstance(part, dict) else {}
+    return next((known[k] for k in ("targets", "labels") if k in known), None)
 
 
 def cut_length(

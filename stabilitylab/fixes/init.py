@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Redraw', 'ScaledEmbedding', 'SmallWriters', 'SizedWeight', 'WeSaR']
 
-# %% ../../nbs/api/fixes/12_init.ipynb #6209e875
+# %% ../../nbs/api/fixes/12_init.ipynb #8c3d0d64
 import math
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from .parts import embeddings, linears, output_head, writers
 from .protocol import About, Applied, Fix, between, one_of, register
 from ..names.errors import InputError
 
-# %% ../../nbs/api/fixes/12_init.ipynb #af614d4c
+# %% ../../nbs/api/fixes/12_init.ipynb #3173cf78
 def _width(model: nn.Module) -> int:
     "Width of the model: of its token vectors, or the commonest inputs of its matrices."
     tables = list(embeddings(model).values())
@@ -52,7 +52,10 @@ class Redraw(Fix):
         formula="std = √(2/(5H)) or √(1/(3H)); writers /√(2L)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Draws all matrices and tables, biases to 0."
         model = book.training.model
         last, width = writers(model), _width(model)
@@ -67,7 +70,11 @@ class Redraw(Fix):
             if getattr(module, "bias", None) is not None:
                 book.values(module.bias, torch.zeros_like(module.bias), name, "bias")
 
-    def width_std(self, width: int, module: nn.Module) -> float:  # > 0
+    def width_std(
+        self,
+        width: int,  # of the model
+        module: nn.Module,  # the module, or None
+    ) -> float:  # > 0
         "The standard deviation of one module."
         is_matrix = not isinstance(module, nn.Embedding)
         inputs = module.weight.shape[0 if type(module).__name__ == "Conv1D" else 1] if is_matrix else width
@@ -79,7 +86,7 @@ class Redraw(Fix):
         }
         return rules[self.rule] * self.factor
 
-# %% ../../nbs/api/fixes/12_init.ipynb #23c13fd3
+# %% ../../nbs/api/fixes/12_init.ipynb #150b5139
 @register
 @dataclass(frozen=True)
 class ScaledEmbedding(Fix):
@@ -96,7 +103,10 @@ class ScaledEmbedding(Fix):
         formula="E -> E·r/RMS(E)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Rescales each table of tokens that is not tied to the output layer."
         model = book.training.model
         for name, table in embeddings(model).items():
@@ -130,7 +140,10 @@ class SmallWriters(Fix):
         formula="W -> W/√(2L)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Rescales them in place."
         last = writers(book.training.model)
         for name, module in last.items():
@@ -159,7 +172,12 @@ class SizedWeight(nn.Module):
 class _Sized:
     "Multiplies a module's output by its learned size."
 
-    def __call__(self, module, inputs, output):
+    def __call__(
+        self,
+        module,  # the module, or None
+        inputs,  # of the module
+        output: object,  # of the module
+    ):
         bias = getattr(module, "bias", None)
         return module.learned_size(output if bias is None else output - bias) + (0 if bias is None else bias)
 
@@ -179,7 +197,10 @@ class WeSaR(Fix):
         formula="W = γ·W', std(W') the same everywhere",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Rescales each matrix to the common size, and γ by what was taken off."
         for name, module in linears(book.training.model).items():
             std = float(module.weight.detach().float().std())

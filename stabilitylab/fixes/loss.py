@@ -6,7 +6,7 @@
 __all__ = ['EditedLoss', 'log_z', 'ZLoss', 'LossFP32', 'LabelSmoothing', 'count_targets', 'token_weights', 'TokenMean',
            'Predivided', 'Predivide']
 
-# %% ../../nbs/api/fixes/22_loss.ipynb #858ba26d
+# %% ../../nbs/api/fixes/22_loss.ipynb #1befdbf0
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .protocol import About, Applied, Fix, between, register
-from .training import Hook
+from .training import Hook, Training
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/22_loss.ipynb #459aae76
+# %% ../../nbs/api/fixes/22_loss.ipynb #7108358d
 class EditedLoss:
     "A loss function whose calls of cross-entropy go through an editor."
 
@@ -27,13 +27,29 @@ class EditedLoss:
         loss: Callable,  # (model, batch) -> scalar
         edit: Callable,  # (logits, targets, settings) -> value; called in place of cross-entropy
     ):
-        self.loss, self.edit = loss, edit
+        self.loss, self.edit, self._plain = loss, edit, None
 
-    def __call__(self, model: torch.nn.Module, batch) -> torch.Tensor:
+    @property
+    def base(self) -> Callable:  # the loss inside all editors
+        "The loss function as it was at first."
+        return self.loss.base if isinstance(self.loss, EditedLoss) else self.loss
+
+    @property
+    def plain(self) -> torch.Tensor | None:  # scalar, or None where the loss is more than its cross-entropy
+        "What the loss of the last batch would have been without any editor."
+        return self.loss.plain if isinstance(self.loss, EditedLoss) else self._plain
+
+    def __call__(
+        self,
+        model: torch.nn.Module,  # in training
+        batch,  # a micro-batch, as the loss takes it
+    ) -> torch.Tensor:
         "The edited loss of a batch."
         mode = _CrossEntropy(self.edit)
         with mode:
             value = self.loss(model, batch)
+        is_all = mode.calls == 1 and value is mode.result
+        self._plain = mode.plain if is_all else None
         if not mode.calls:
             raise bad_input(
                 "loss", "no call of F.cross_entropy", "a loss that makes one", "use it in the loss function"
@@ -46,7 +62,7 @@ class _CrossEntropy(TorchFunctionMode):
 
     def __init__(self, edit: Callable):
         super().__init__()
-        self.edit, self.calls = edit, 0
+        self.edit, self.calls, self.plain, self.result = edit, 0, None, None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         "Every call of PyTorch inside the loss comes by here."
@@ -57,7 +73,11 @@ class _CrossEntropy(TorchFunctionMode):
         logits = args[0] if args else kwargs.pop("input")
         targets = args[1] if len(args) > 1 else kwargs.pop("target")
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        return self.edit(logits, targets, dict(zip(names, args[2:], strict=False)) | kwargs)
+        settings = dict(zip(names, args[2:], strict=False)) | kwargs
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # past the editors outside of this one
+            self.plain = F.cross_entropy(logits, targets, **settings)
+        self.result = self.edit(logits, targets, settings)
+        return self.result
 
 
 def _edit_loss(book: Applied, edit: Callable, what: str) -> None:
@@ -74,7 +94,7 @@ def log_z(
     z = torch.logsumexp(logits.float(), dim=1 if logits.ndim > 1 else 0)
     return z[targets != settings.get("ignore_index", -100)]
 
-# %% ../../nbs/api/fixes/22_loss.ipynb #640bfce8
+# %% ../../nbs/api/fixes/22_loss.ipynb #8bc57319
 @register
 @dataclass(frozen=True)
 class ZLoss(Fix):
@@ -91,7 +111,10 @@ class ZLoss(Fix):
         formula="L + c·mean(log² Z)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the term into every call of cross-entropy."
         training = book.training
 
@@ -106,7 +129,7 @@ class ZLoss(Fix):
 
         _edit_loss(book, edit, f"loss with {self.weight:g} log² Z")
 
-# %% ../../nbs/api/fixes/22_loss.ipynb #92e9b180
+# %% ../../nbs/api/fixes/22_loss.ipynb #49487676
 @register
 @dataclass(frozen=True)
 class LossFP32(Fix):
@@ -121,7 +144,10 @@ class LossFP32(Fix):
         formula="CE(float32(logits))",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Widens the logits in every call of cross-entropy."
 
         def edit(logits, targets, settings):
@@ -147,7 +173,10 @@ class LabelSmoothing(Fix):
         formula="target -> (1-s)·target + s/V",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Sets the share in every call of cross-entropy."
 
         def edit(logits, targets, settings):
@@ -155,7 +184,7 @@ class LabelSmoothing(Fix):
 
         _edit_loss(book, edit, f"loss with {self.share:g} label smoothing")
 
-# %% ../../nbs/api/fixes/22_loss.ipynb #35494a0c
+# %% ../../nbs/api/fixes/22_loss.ipynb #e34c6be6
 def count_targets(
     part,  # micro-batch: a dict with 'targets' or 'labels', or a pair whose second is the targets
     ignore: int = -100,  # what does not count
@@ -192,7 +221,10 @@ class TokenMean(Fix):
         formula="Σ_i n_i L_i / Σ_i n_i",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Sets the weights of the training."
         book.set(book.training, "weigh", token_weights, "training", "weights of micro-batches")
 
@@ -205,12 +237,19 @@ class Predivided(Hook):
     def __init__(self, factor: float):
         self.factor = factor
 
-    def scale_loss(self, training, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(
+        self,
+        training: Training,  # the training in progress
+        loss: torch.Tensor,  # of a micro-batch, scaled so far
+    ) -> torch.Tensor:
         "The divided loss."
         return loss / self.factor
 
     @torch.no_grad()
-    def after_backward(self, training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Gradients of the right size again."
         for parameter in training.model.parameters():
             if parameter.grad is not None:
@@ -232,6 +271,9 @@ class Predivide(Fix):
         formula="Σ_r g_r = k·Σ_r (g_r/k)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Hangs the division into the step."
         book.hook(Predivided(self.factor), f"loss / {self.factor:g}, gradient · {self.factor:g}")

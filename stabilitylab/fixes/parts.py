@@ -6,7 +6,7 @@
 __all__ = ['AttentionPart', 'is_transposed', 'attention_parts', 'need_attention', 'norms', 'embeddings', 'writers', 'output_head',
            'linears', 'parent_of', 'param_name']
 
-# %% ../../nbs/api/fixes/02_parts.ipynb #74f0da5a
+# %% ../../nbs/api/fixes/02_parts.ipynb #fe973e98
 import re
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/02_parts.ipynb #bd670b6c
+# %% ../../nbs/api/fixes/02_parts.ipynb #3fa888be
 _LEAVES = {
     "q": ["q_proj", "query", "wq", "q_lin", "to_q", "q"],
     "k": ["k_proj", "key", "wk", "k_lin", "to_k", "k"],
@@ -138,7 +138,7 @@ def _has_fused(model: nn.Module) -> bool:
     "Whether the model has PyTorch's own attention module."
     return any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
 
-# %% ../../nbs/api/fixes/02_parts.ipynb #e1a4c0ae
+# %% ../../nbs/api/fixes/02_parts.ipynb #867dee73
 def norms(
     model: nn.Module,  # any
 ) -> dict[str, nn.Module]:  # by name

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AttentionPatch', 'patched']
 
-# %% ../../nbs/api/fixes/03_patch.ipynb #a47164aa
+# %% ../../nbs/api/fixes/03_patch.ipynb #8c6ab547
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from .protocol import Applied
 from ..models.attention import attend, attention_logits
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/03_patch.ipynb #97f8f438
+# %% ../../nbs/api/fixes/03_patch.ipynb #f7f309f7
 class AttentionPatch(nn.Module):
     "What is changed inside one attention; with nothing set the original is called."
 
@@ -33,13 +33,22 @@ class AttentionPatch(nn.Module):
         self.was_called = False  # whether the attention function was seen
         self._modes: list[TorchFunctionMode] = []
 
-    def enter(self, module: nn.Module, inputs: tuple) -> None:
+    def enter(
+        self,
+        module: nn.Module,  # the module, or None
+        inputs: tuple,  # of the module
+    ) -> None:
         "Stands in from here on; a hook before the attention's forward."
         self.was_called = False
         self._modes.append(_Stand(self))
         self._modes[-1].__enter__()
 
-    def leave(self, module: nn.Module, inputs: tuple, output: object) -> None:
+    def leave(
+        self,
+        module: nn.Module,  # the module, or None
+        inputs: tuple,  # of the module
+        output: object,  # of the module
+    ) -> None:
         "Steps back; a hook behind the attention's forward, called after an error as well."
         self._modes.pop().__exit__(None, None, None)
         if output is not None and not self.was_called:
@@ -50,7 +59,13 @@ class AttentionPatch(nn.Module):
                 "Hugging Face models do with attn_implementation='sdpa'",
             )
 
-    def run(self, q, k, v, **options) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,  # (batch, head, queries, head_dim)
+        k: torch.Tensor,  # (batch, head, keys, head_dim)
+        v: torch.Tensor,  # (batch, head, keys, head_dim)
+        **options,  # of `attend`
+    ) -> torch.Tensor:
         "The attention with what is set."
         self.was_called = True
         if self.watch:

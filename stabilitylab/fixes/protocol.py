@@ -6,7 +6,7 @@
 __all__ = ['REGISTRY', 'Change', 'shown', 'Applied', 'between', 'one_of', 'About', 'register', 'Fix', 'parameter_ranges',
            'conflicts', 'apply_all', 'Placebo']
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #7f5556d2
+# %% ../../nbs/api/fixes/01_protocol.ipynb #726229b6
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
@@ -19,7 +19,7 @@ from .training import Hook, Training
 from ..knowledge.phenomena import load_rows
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #235f1647
+# %% ../../nbs/api/fixes/01_protocol.ipynb #9205020f
 @dataclass(frozen=True)
 class Change:
     "One line of a preview."
@@ -60,36 +60,70 @@ class Applied:
         self.changes: list[Change] = []
         self._back: list[Callable] = []
 
-    def note(self, part: str, what: str, before: Any, after: Any) -> None:
+    def note(
+        self,
+        part: str,  # where
+        what: str,  # which setting; None: its name
+        before: Any,  # in words, or the value
+        after: Any,  # the same
+    ) -> None:
         "Adds a line to the preview."
         self.changes.append(Change(part, what, shown(before), shown(after)))
 
-    def back(self, action: Callable) -> None:
+    def back(
+        self,
+        action: Callable,  # called without arguments
+    ) -> None:
         "Adds a way back."
         self._back.append(action)
 
-    def set(self, owner: Any, name: str, value: Any, part: str, what: str | None = None) -> None:
+    def set(
+        self,
+        owner: Any,  # what has the attribute
+        name: str,  # of it
+        value: Any,  # the new one
+        part: str,  # where
+        what: str | None = None,  # which setting; None: its name
+    ) -> None:
         "Sets an attribute."
         old = getattr(owner, name)
         self.note(part, what or name, old, value)
         self.back(lambda: setattr(owner, name, old))
         setattr(owner, name, value)
 
-    def item(self, mapping: dict, key: str, value: Any, part: str) -> None:
+    def item(
+        self,
+        mapping: dict,  # such as a parameter group
+        key: str,  # of the entry
+        value: Any,  # the new one
+        part: str,  # where
+    ) -> None:
         "Sets an entry of a dict, such as a parameter group."
         old = mapping.get(key, _ABSENT)
         self.note(part, key, "-" if old is _ABSENT else old, value)
         self.back(lambda: mapping.pop(key) if old is _ABSENT else mapping.update({key: old}))
         mapping[key] = value
 
-    def values(self, tensor: torch.Tensor, new: torch.Tensor, part: str, what: str) -> None:
+    def values(
+        self,
+        tensor: torch.Tensor,  # whose numbers change
+        new: torch.Tensor,  # the new numbers
+        part: str,  # where
+        what: str,  # which setting; None: its name
+    ) -> None:
         "Overwrites the numbers of a tensor in place."
         old = tensor.detach().clone()
         self.note(part, what, old, new)
         self.back(lambda: tensor.data.copy_(old))
         tensor.data.copy_(new)
 
-    def child(self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None, part: str) -> None:
+    def child(
+        self,
+        parent: torch.nn.Module,  # of the module
+        name: str,  # of it
+        module: torch.nn.Module | None,  # the module, or None
+        part: str,  # where
+    ) -> None:
         "Puts a module in place, beside the others or instead of one; new parameters join the optimizer."
         had, old = name in parent._modules, parent._modules.get(name)
         self.note(f"{part}.{name}", "module", old if had else "-", module if module is not None else "-")
@@ -105,7 +139,10 @@ class Applied:
         self.drop_parameters(old_ids - {id(p) for p in self.training.model.parameters()})
         self.add_parameters(list(module.parameters()) if module is not None else [])
 
-    def add_parameters(self, parameters: list) -> None:
+    def add_parameters(
+        self,
+        parameters: list,  # of the model
+    ) -> None:
         "Hands new parameters to the optimizer, without weight decay."
         groups = self.training.optimizer.param_groups
         known = {id(p) for group in groups for p in group["params"]}
@@ -116,19 +153,36 @@ class Applied:
         self.training.optimizer.add_param_group(like | {"params": new, "weight_decay": 0.0})
         self.back(lambda: _drop_group(self.training.optimizer, groups, new))
 
-    def drop_parameters(self, ids: frozenset[int]) -> None:
+    def drop_parameters(
+        self,
+        ids: frozenset[int],  # of parameters
+    ) -> None:
         "Takes parameters that the model no longer has away from the optimizer."
         for group in self.training.optimizer.param_groups:
             old = group["params"]
             if any(id(p) in ids for p in old):
                 group["params"] = [p for p in old if id(p) not in ids]
                 self.back(lambda group=group, old=old: group.__setitem__("params", old))
+                self._drop_moments([p for p in old if id(p) in ids])
 
-    def handle(self, removable: Any) -> None:
+    def _drop_moments(self, parameters: list) -> None:
+        "Takes the moments of parameters out of the optimizer."
+        state = self.training.optimizer.state
+        old = {p: state.pop(p) for p in parameters if p in state}
+        self.back(lambda: state.update(old))
+
+    def handle(
+        self,
+        removable: Any,  # what PyTorch gave back when the hook was hung
+    ) -> None:
         "A hook of PyTorch that is removed on the way back."
         self.back(removable.remove)
 
-    def hook(self, hook: Hook, what: str) -> None:
+    def hook(
+        self,
+        hook: Hook,  # with a method for its place in the step
+        what: str,  # which setting; None: its name
+    ) -> None:
         "Hangs a hook into the step."
         hooks = self.training.hooks
         self.note("step", type(hook).__name__, "-", what)
@@ -172,7 +226,7 @@ def _drop_group(optimizer, groups: list, parameters: list) -> None:
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #b7ea0ffd
+# %% ../../nbs/api/fixes/01_protocol.ipynb #1694698a
 def between(
     default: float,  # what the fix does unless told otherwise
     low: float,  # smallest sane value
@@ -198,7 +252,7 @@ def _check(name: str, value: Any, rules: Field) -> None:
     if "low" in allowed and not allowed["low"] <= value <= allowed["high"]:
         raise bad_input(name, value, f"{allowed['low']} to {allowed['high']}")
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #13f61d9e
+# %% ../../nbs/api/fixes/01_protocol.ipynb #46170d36
 @dataclass(frozen=True)
 class About:
     "What is true of a remedy whatever its parameters."
@@ -241,7 +295,10 @@ class Fix:
         "Name of the remedy."
         return self.about.name
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Makes the changes through the book; every remedy writes this one method."
         raise NotImplementedError
 
@@ -337,7 +394,7 @@ def apply_all(
         raise
     return done
 
-# %% ../../nbs/api/fixes/01_protocol.ipynb #6df7e44f
+# %% ../../nbs/api/fixes/01_protocol.ipynb #e7869d3e
 @register
 @dataclass(frozen=True)
 class Placebo(Fix):
@@ -345,6 +402,9 @@ class Placebo(Fix):
 
     about = About("placebo", "model", "this project", ("mle-17c",), is_control=True)
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Writes down that nothing changes."
         book.note("-", "nothing", "-", "-")

@@ -5,22 +5,22 @@
 # %% auto #0
 __all__ = ['Rollback', 'RollbackLower', 'RollbackSkip', 'AverageStates', 'SafePreset']
 
-# %% ../../nbs/api/fixes/26_restart.ipynb #df41e0a1
+# %% ../../nbs/api/fixes/26_restart.ipynb #aa9ce566
 import copy
 from dataclasses import dataclass
 
 import torch
-from .data import SkipBatches
-from .schedule import LowerRate
 
 from .clipping import ClipNorm
+from .data import SkipBatches
 from .loss import ZLoss
 from .optimizer import AdamEps, NoDecayOnSmall
 from .protocol import About, Applied, Fix, between, register
+from .schedule import LowerRate
 from .training import load_optimizer
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/26_restart.ipynb #0fd6c699
+# %% ../../nbs/api/fixes/26_restart.ipynb #960410f7
 def _roll_back(book: Applied, depth: int) -> None:
     "Puts weights, moments and step of an earlier state in place."
     training = book.training
@@ -69,7 +69,10 @@ class Rollback(Fix):
         keeps_function=False,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the earlier state in place."
         _roll_back(book, self.depth)
 
@@ -90,7 +93,10 @@ class RollbackLower(Fix):
         keeps_function=False,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Both, one after the other."
         _roll_back(book, self.depth)
         LowerRate(self.factor).change(book)
@@ -112,12 +118,15 @@ class RollbackSkip(Fix):
         keeps_function=False,
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Both, one after the other."
         _roll_back(book, self.depth)
         SkipBatches(self.count).change(book)
 
-# %% ../../nbs/api/fixes/26_restart.ipynb #89ec4a84
+# %% ../../nbs/api/fixes/26_restart.ipynb #2bd224b0
 @register
 @dataclass(frozen=True)
 class AverageStates(Fix):
@@ -134,7 +143,10 @@ class AverageStates(Fix):
         formula="w = Σ w_i/(k+1)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Overwrites the weights with the mean."
         training = book.training
         if not training.states:
@@ -159,7 +171,10 @@ class SafePreset(Fix):
         ("clip", "loss.z", "optimizer.eps", "optimizer.groups"),
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "All four."
         for part in (AdamEps(1e-8), ZLoss(1e-5), ClipNorm(1.0), NoDecayOnSmall()):
             part.change(book)

@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['ScaledSchedule', 'scale_rates', 'LowerRate', 'RaiseRate', 'Warmup', 'CutOnRise', 'CutRateOnRise']
 
-# %% ../../nbs/api/fixes/23_schedule.ipynb #18ae3040
+# %% ../../nbs/api/fixes/23_schedule.ipynb #a4d5c937
 import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .protocol import About, Applied, Fix, between, one_of, register
-from .training import Hook
+from .training import Hook, Training
 
-# %% ../../nbs/api/fixes/23_schedule.ipynb #423f4c84
+# %% ../../nbs/api/fixes/23_schedule.ipynb #e50806e3
 class ScaledSchedule:
     "A schedule times a factor."
 
@@ -27,7 +27,11 @@ class ScaledSchedule:
         self.base, self.factor = base, factor
         self.rates = [group["lr"] for group in groups]
 
-    def __call__(self, optimizer, step: int) -> None:
+    def __call__(
+        self,
+        optimizer,  # whose rates are set
+        step: int,  # the one that comes
+    ) -> None:
         "Sets the rates of a step; groups that came later get the first group's."
         if self.base is not None:
             self.base(optimizer, step)
@@ -64,7 +68,10 @@ class LowerRate(Fix):
         formula="lr -> f·lr",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the factor on the schedule."
         scale_rates(book, lambda step: self.factor, f"learning rate times {self.factor:g}")
 
@@ -85,7 +92,10 @@ class RaiseRate(Fix):
         formula="lr -> f·lr",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the factor on the schedule."
         scale_rates(book, lambda step: self.factor, f"learning rate times {self.factor:g}")
 
@@ -106,7 +116,10 @@ class Warmup(Fix):
         formula="lr -> lr·min(1, (t+1)/T)",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Puts the rise on the schedule, from the step that comes next."
         first = book.training.step
 
@@ -116,7 +129,7 @@ class Warmup(Fix):
 
         scale_rates(book, factor, f"warmup over {self.steps} steps")
 
-# %% ../../nbs/api/fixes/23_schedule.ipynb #0ffc77d4
+# %% ../../nbs/api/fixes/23_schedule.ipynb #20312659
 class CutOnRise(Hook):
     "Cuts the learning rate when the mean loss has risen."
 
@@ -126,7 +139,10 @@ class CutOnRise(Hook):
         self.factor, self.rise = factor, rise
         self.recent, self.lowest, self.scale, self.cuts = deque(maxlen=window), math.inf, 1.0, []
 
-    def after_step(self, training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Looks at the mean of the last losses; one that is not finite counts as a rise."
         self.recent.append(training.last_loss)
         if len(self.recent) < self.recent.maxlen:
@@ -150,7 +166,10 @@ class CutOnRise(Hook):
             "cuts": list(self.cuts),
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # of `state_dict`
+    ) -> None:
         "Goes on from there."
         self.recent.clear()
         self.recent.extend(state["recent"])
@@ -174,7 +193,10 @@ class CutRateOnRise(Fix):
         formula="mean loss > (1 + r)·lowest mean: lr -> f·lr",
     )
 
-    def change(self, book: Applied) -> None:
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
         "Hangs the watch into the step and its factor on the schedule."
         hook = CutOnRise(self.factor, self.rise, self.window)
         book.hook(hook, f"rate times {self.factor:g} at each rise")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Hook', 'Stepped', 'grad_norm', 'load_optimizer', 'Training']
 
-# %% ../../nbs/api/fixes/00_training.ipynb #58007083
+# %% ../../nbs/api/fixes/00_training.ipynb #437bd4bc
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,36 +14,58 @@ import torch
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/fixes/00_training.ipynb #708366b8
+# %% ../../nbs/api/fixes/00_training.ipynb #6d6a2a99
 class Hook:
     "What a fix does inside every step; a method that is left out does nothing."
 
     order = 50  # 0-9 undo scaling, 10-29 mend gradients, 30-49 clip, 50-69 skip, 70-99 look
 
-    def before_step(self, training) -> None:
+    def before_step(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
         "Called behind the schedule, before the batch is taken."
 
-    def scale_loss(self, training, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(
+        self,
+        training: "Training",  # the training in progress
+        loss: torch.Tensor,  # of a micro-batch, scaled so far
+    ) -> torch.Tensor:
         "The loss of a micro-batch that is differentiated."
         return loss
 
-    def after_part(self, training) -> None:
+    def after_part(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
         "Called behind the backward pass of each micro-batch."
 
-    def after_backward(self, training) -> None:
+    def after_backward(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
         "Called when all gradients are there."
 
-    def before_update(self, training) -> None:
+    def before_update(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
         "Called behind clipping."
 
-    def after_step(self, training) -> None:
+    def after_step(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
         "Called behind the optimizer, or where it was left out."
 
     def state_dict(self) -> dict:  # tensors and numbers
         "What a resumed run needs."
         return {}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # of `state_dict`
+    ) -> None:
         "Goes on from a saved state."
 
 
@@ -56,7 +78,7 @@ class Stepped:
     grad_norm: float  # L2 norm before `Training.clip`; NaN and inf as they come
     skipped: bool  # whether the optimizer was left out
 
-# %% ../../nbs/api/fixes/00_training.ipynb #823d728f
+# %% ../../nbs/api/fixes/00_training.ipynb #d657ec1b
 def grad_norm(
     parameters,  # of a model
 ) -> float:  # L2 norm over all gradients, in float32; 0 without any
@@ -69,7 +91,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,  # changed in place
     saved: dict,  # of its `state_dict`
 ) -> None:
-    "Loads a state into the same groups and the same dict, so that whoever holds them still holds the right ones."
+    "Loads a state into the same groups and the same dict, for those who hold on to them."
     groups, inside, state = optimizer.param_groups, list(optimizer.param_groups), optimizer.state
     optimizer.load_state_dict(saved)
     for old, new in zip(inside, optimizer.param_groups, strict=True):
@@ -150,9 +172,11 @@ class Training:
         return total
 
     def _measured(self, loss: torch.Tensor, part) -> float:
-        "The loss to compare by; computed again only where a fix has changed the other."
+        "The loss to compare by; computed again only where a changed loss does not know it."
         if self.measure is self.loss:
             return float(loss.detach())
+        if getattr(self.loss, "base", None) is self.measure and self.loss.plain is not None:
+            return float(self.loss.plain)
         rng = torch.get_rng_state()
         with (
             torch.no_grad(),

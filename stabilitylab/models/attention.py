@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAW_REACH', 'attend', 'attention_logits', 'softmax_with_sink', 'Attention', 'shaw_bias']
 
-# %% ../../nbs/api/models/12_attention.ipynb #7ad3c3df
+# %% ../../nbs/api/models/12_attention.ipynb #6dc33833
 import math
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .config import ModelConfig
 from .parts import RelativeBias, make_norm, rotate
 
-# %% ../../nbs/api/models/12_attention.ipynb #c4f130db
+# %% ../../nbs/api/models/12_attention.ipynb #0d37ecd7
 def attend(  # noqa: PLR0913 - one option for each remedy
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
@@ -44,7 +44,8 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     logits = attention_logits(q, k, bias, causal, scale, inside, cap)
     if extra is not None:
         logits, v = _with_extra(q, logits, v, extra, cap, scale)
-    weights = softmax_with_sink(logits.float(), sink).to(v.dtype)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    weights = softmax_with_sink(wide, sink).to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
 
@@ -89,7 +90,7 @@ def _with_extra(q, logits, v, extra, cap, scale):
     column = attention_logits(q, key, scale=scale, cap=cap)
     return torch.cat([logits, column], dim=-1), torch.cat([v, value], dim=-2)
 
-# %% ../../nbs/api/models/12_attention.ipynb #f02df759
+# %% ../../nbs/api/models/12_attention.ipynb #089cdd43
 class Attention(nn.Module):
     "Self-attention, or attention to another sequence where one is given."
 

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['CHOICES', 'ModelConfig']
 
-# %% ../../nbs/api/models/10_config.ipynb #20ace529
+# %% ../../nbs/api/models/10_config.ipynb #15d9bbf0
 from dataclasses import dataclass
 
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/10_config.ipynb #5c845bce
+# %% ../../nbs/api/models/10_config.ipynb #0f8360fc
 CHOICES = {  # field -> its allowed values
     "norm": ("ln", "rms", "none"),
     "norm_place": ("pre", "post", "b2t", "peri", "after", "rezero"),
@@ -26,7 +26,7 @@ _AT_LEAST_ONE = ("vocab", "seq", "d_model", "n_layer", "n_head", "base_width")
 _ABOVE_ZERO = ("init_std", "init_factor", "cap", "output_cap")
 _ONE_OF = {"decoder_positions": "positions"}
 
-# %% ../../nbs/api/models/10_config.ipynb #9fb412ff
+# %% ../../nbs/api/models/10_config.ipynb #bbe88841
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape and switches of a model."
@@ -42,6 +42,7 @@ class ModelConfig:
     qk_norm: str = "none"  # of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
     positions: str = "learned"  # how a token learns its place: one of `CHOICES['positions']`
     decoder_positions: str | None = None  # of a decoder that reads an encoder; None: as `positions`
+    also_learned: bool = False  # learned absolute positions beside whatever `positions` says
     activation: str = "gelu"  # of the MLP; 'geglu' and 'swiglu' are gated
     bias: bool = False  # of linear layers and LayerNorms
     init: str = "normal"  # rule for the standard deviation at the start, see `models.init`

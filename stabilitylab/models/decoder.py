@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['SubLayer', 'Block', 'Embedder', 'LanguageModel', 'next_token_loss']
 
-# %% ../../nbs/api/models/14_decoder.ipynb #8566b35d
+# %% ../../nbs/api/models/14_decoder.ipynb #231fc935
 import math
 
 import torch
-from .init import init_weights
 from torch import nn
 from torch.nn import functional as F
 
 from .attention import Attention
 from .config import ModelConfig
+from .init import init_weights
 from .parts import MLP, make_norm, sinusoids
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/14_decoder.ipynb #c6fea848
+# %% ../../nbs/api/models/14_decoder.ipynb #5eadf4fb
 class SubLayer(nn.Module):
     "A residual branch: attention or MLP with its norms."
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
             y = self.cross_attn(y, memory, memory_valid)
         return self.mlp(y, again=x if self.is_b2t else None)
 
-# %% ../../nbs/api/models/14_decoder.ipynb #de59b5e8
+# %% ../../nbs/api/models/14_decoder.ipynb #09f93177
 class Embedder(nn.Module):
     "Tokens to vectors, with absolute positions, norm and factor as configured."
 
@@ -91,7 +91,8 @@ class Embedder(nn.Module):
         super().__init__()
         kind = config.positions if positions is None else positions
         self.embed = nn.Embedding(config.vocab, config.d_model)
-        self.pos_embed = nn.Embedding(config.seq, config.d_model) if kind == "learned" else None
+        has_table = kind == "learned" or config.also_learned
+        self.pos_embed = nn.Embedding(config.seq, config.d_model) if has_table else None
         fixed = sinusoids(config.seq, config.d_model) if kind == "sinusoidal" else None
         self.register_buffer("fixed", fixed, persistent=False)
         self.norm = make_norm("ln" if config.embed_norm else "none", config.d_model, config.bias)
@@ -112,7 +113,7 @@ class Embedder(nn.Module):
             x = x + self.fixed[: tokens.shape[1]].to(x.dtype)
         return self.norm(x)
 
-# %% ../../nbs/api/models/14_decoder.ipynb #aff3f1aa
+# %% ../../nbs/api/models/14_decoder.ipynb #44c0514f
 class LanguageModel(nn.Module):
     "A decoder-only language model."
 
@@ -123,7 +124,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config = config or ModelConfig()
         self.embedder = Embedder(config)
-        self.registers = nn.Parameter(0.02 * torch.randn(config.registers, config.d_model))
+        start = 0.02 * torch.randn(config.registers, config.d_model)
+        self.registers = nn.Parameter(start) if config.registers else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = make_norm(config.norm, config.d_model, config.bias)
         self.lm_head = nn.Linear(config.d_model, config.vocab, bias=False)
@@ -138,12 +140,12 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:  # logits (batch, seq, vocab), or with targets the mean loss in nats, a scalar
         "The logits of every next token, or the mean cross-entropy against `targets`."
         x = self.embedder(tokens)
-        if len(self.registers):
+        if self.registers is not None:
             front = self.registers.to(x.dtype).expand(x.shape[0], -1, -1)
             x = torch.cat([front, x], dim=1)
         for block in self.blocks:
             x = block(x)
-        logits = self.lm_head(self.norm(x[:, len(self.registers) :]))
+        logits = self.lm_head(self.norm(x[:, self.config.registers :]))
         return next_token_loss(logits, targets, self.config.output_cap)
 
 

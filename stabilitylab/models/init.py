@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['init_std', 'init_weights', 'mup_groups']
 
-# %% ../../nbs/api/models/13_init.ipynb #b19d6fe8
+# %% ../../nbs/api/models/13_init.ipynb #51241536
 import math
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from .config import ModelConfig
 
-# %% ../../nbs/api/models/13_init.ipynb #222f5457
+# %% ../../nbs/api/models/13_init.ipynb #160f4794
 _WRITERS = ("out_proj", "fc2")  # modules whose output is added to the residual stream
 
 
@@ -52,7 +52,7 @@ def init_weights(
                 module.bias.zero_()
     return model
 
-# %% ../../nbs/api/models/13_init.ipynb #aa1ed741
+# %% ../../nbs/api/models/13_init.ipynb #597716f8
 def mup_groups(
     model: nn.Module,  # of this room, made with init='mup'
     lr: float,  # rate at the base width

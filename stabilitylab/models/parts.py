@@ -6,15 +6,16 @@
 __all__ = ['ACTIVATIONS', 'L2Norm', 'make_norm', 'MLP', 'sinusoids', 'alibi_slopes', 'distances', 't5_buckets', 'rotate',
            'RelativeBias']
 
-# %% ../../nbs/api/models/11_parts.ipynb #cb53c5a6
+# %% ../../nbs/api/models/11_parts.ipynb #3ced4322
 import math
 
 import torch
-from .config import ModelConfig
 from torch import nn
 from torch.nn import functional as F
 
-# %% ../../nbs/api/models/11_parts.ipynb #31a0957b
+from .config import ModelConfig
+
+# %% ../../nbs/api/models/11_parts.ipynb #023ad056
 class L2Norm(nn.Module):
     "Divides each vector by its L2 norm and multiplies it by one learned factor."
 
@@ -49,7 +50,7 @@ def make_norm(
             return L2Norm(width)
     return nn.Identity()
 
-# %% ../../nbs/api/models/11_parts.ipynb #cdab3f9b
+# %% ../../nbs/api/models/11_parts.ipynb #a4e3b8e6
 class MLP(nn.Module):
     "Two linear layers with an activation between them, and a third as gate in 'geglu' and 'swiglu'."
 
@@ -84,7 +85,7 @@ ACTIVATIONS = {  # name -> module class; a gated MLP has its activation on the g
     "swiglu": nn.SiLU,
 }
 
-# %% ../../nbs/api/models/11_parts.ipynb #c9d9150b
+# %% ../../nbs/api/models/11_parts.ipynb #d8614ce2
 def sinusoids(
     seq: int,  # positions
     width: int,  # entries of each, even
@@ -125,7 +126,7 @@ def t5_buckets(
     wide = (exact + scaled.long()).clamp(max=half - 1)
     return ahead + torch.where(far < exact, far, wide)
 
-# %% ../../nbs/api/models/11_parts.ipynb #b37d6cf0
+# %% ../../nbs/api/models/11_parts.ipynb #675e1963
 def rotate(
     x: torch.Tensor,  # (batch, head, seq, head_dim), head_dim even
     back: bool = False,  # turn the other way

@@ -6,7 +6,7 @@
 __all__ = ['SHAPES', 'COLOURS', 'SIDES', 'CAPTION_WORDS', 'Task', 'model_loss', 'text_task', 'copy_task', 'addition_task',
            'translated', 'translation_task', 'draw', 'picture_task', 'caption']
 
-# %% ../../nbs/api/models/16_tasks.ipynb #046ffef1
+# %% ../../nbs/api/models/16_tasks.ipynb #b28e8e09
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from .text import stdlib_bytes
 from .translation import END, PAD, START
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/16_tasks.ipynb #0a125ae3
+# %% ../../nbs/api/models/16_tasks.ipynb #3cddc4db
 @dataclass(frozen=True)
 class Task:
     "A source of batches: the same step gives the same batch, always."
@@ -52,10 +52,10 @@ def _shifted(rows: np.ndarray, counts: np.ndarray | None = None) -> dict:
     rows = torch.from_numpy(rows.astype(np.int64))
     targets = rows[:, 1:].clone()
     if counts is not None:
-        targets[~torch.from_numpy(counts[:, 1:])] = -100
+        targets[~torch.from_numpy(counts[:, 1:].copy())] = -100
     return {"tokens": rows[:, :-1].contiguous(), "targets": targets}
 
-# %% ../../nbs/api/models/16_tasks.ipynb #35b74408
+# %% ../../nbs/api/models/16_tasks.ipynb #00675065
 def text_task(
     seq: int = 128,  # targets a sequence
     n_bytes: int = 1_000_000,  # of the library's sources
@@ -103,7 +103,7 @@ def addition_task(
 
     return Task("addition", p + 1, 3, make, batch, seed)
 
-# %% ../../nbs/api/models/16_tasks.ipynb #e6a570ef
+# %% ../../nbs/api/models/16_tasks.ipynb #5325bc28
 def translated(
     subject: list[int],  # noun first, then its modifiers
     verb: int,  # token
@@ -142,7 +142,7 @@ def _padded(rows: list[list[int]], fill: int) -> torch.Tensor:
     longest = max(map(len, rows))
     return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
 
-# %% ../../nbs/api/models/16_tasks.ipynb #e0a1960d
+# %% ../../nbs/api/models/16_tasks.ipynb #f82ac52e
 SHAPES, COLOURS, SIDES = ("square", "disc", "cross"), ("red", "green", "blue"), ("left", "right")
 CAPTION_WORDS = ("<pad>", "<start>", "<end>", "a", "on", "the", *COLOURS, *SHAPES, *SIDES)
 

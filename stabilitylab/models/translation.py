@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['PAD', 'START', 'END', 'LayerMix', 'TranslationModel']
 
-# %% ../../nbs/api/models/15_translation.ipynb #bb2ef4ad
+# %% ../../nbs/api/models/15_translation.ipynb #4c3039be
 import torch
-from .decoder import Block, Embedder, next_token_loss
-from .init import init_weights
 from torch import nn
 
 from .config import ModelConfig
+from .decoder import Block, Embedder, next_token_loss
+from .init import init_weights
 from .parts import make_norm
 
-# %% ../../nbs/api/models/15_translation.ipynb #bd8808c8
+# %% ../../nbs/api/models/15_translation.ipynb #7bd5b3e3
 class LayerMix(nn.Module):
     "A mean of the embedding and all layers, with learned weights."
 
@@ -37,7 +37,7 @@ class LayerMix(nn.Module):
         "How much each layer counts."
         return self.logits.float().softmax(dim=0)
 
-# %% ../../nbs/api/models/15_translation.ipynb #1ef6e746
+# %% ../../nbs/api/models/15_translation.ipynb #3306f42e
 PAD, START, END = 0, 1, 2  # tokens with a meaning of their own
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PictureEncoder', 'GatedBlock', 'pretrained_parts', 'part_config', 'VisionLanguageModel']
 
-# %% ../../nbs/api/models/17_vision.ipynb #750040b4
+# %% ../../nbs/api/models/17_vision.ipynb #18ec7641
 from functools import cache
 
 import torch
@@ -20,7 +20,7 @@ from .parts import MLP, make_norm
 from .tasks import CAPTION_WORDS, COLOURS, SHAPES, picture_task
 from ..names.errors import bad_input
 
-# %% ../../nbs/api/models/17_vision.ipynb #d2ae3791
+# %% ../../nbs/api/models/17_vision.ipynb #4dfaa927
 class PictureEncoder(nn.Module):
     "A small vision transformer."
 
@@ -72,7 +72,7 @@ class GatedBlock(nn.Module):
         x = x + torch.tanh(self.attn_gate) * self.cross_attn(self.norm1(x), memory)
         return x + torch.tanh(self.mlp_gate) * self.mlp(self.norm2(x))
 
-# %% ../../nbs/api/models/17_vision.ipynb #f7d44172
+# %% ../../nbs/api/models/17_vision.ipynb #4a8d1f5b
 @cache
 def pretrained_parts(
     d_model: int = 32,  # width of both
@@ -111,7 +111,7 @@ def _train(model: nn.Module, loss, task, steps: int) -> None:
         loss(task.at(step)).backward()
         optimizer.step()
 
-# %% ../../nbs/api/models/17_vision.ipynb #a9589fcd
+# %% ../../nbs/api/models/17_vision.ipynb #4b519f86
 class VisionLanguageModel(nn.Module):
     "A frozen language model and picture encoder with new gated layers between them."
 
