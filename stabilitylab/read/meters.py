@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .words import meaning
 
-# %% ../../nbs/api/read/13_meters.ipynb #e1a0b979
+# %% ../../nbs/api/read/13_meters.ipynb #117479d2
 _STAMPS = re.compile(
     rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [^\s\]]+:\d+\]"  # I0613 17:29:41.490244  1860 net.cpp:100]
     rb"|\d{4}[-/.]\d\d?[-/.]\d\d?"  # 2024-10-26 02:52:14.809
@@ -37,7 +37,7 @@ def hidden_stamps(
     "The line with time stamps and places in source files replaced by zero bytes."
     return _STAMPS.sub(lambda found: b"\0" * len(found[0]), line)
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #29bd6cd6
 _NUMBER = re.compile(
     rb"(?:(?<![\w.)\]])[-+])?(?<![\w.])"
     rb"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d*(?!\w*\.))?|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*[_=])(?!\.\d)"
@@ -64,6 +64,7 @@ _TAG = re.compile(
 _TAGS = {"train": "", "val": "val ", "test": "test ", "eval": "val ", "dev": "val "}
 _PART_OF_NAME = re.compile(rb"[A-Za-z][@-]$")
 _NO_WORD = re.compile(r"^[\W_]+|[\W_]+$")
+_ARROW = re.compile(rb"\s*(?:-+>|=>|\xe2\x86\x92)")  # `ppl: inf --> 4.2`: the value before is an old one
 _RANK = re.compile(rb"(?i)(?:\brank[ _:=#-]*|\[default)(\d+)")
 _MOST = 64  # numbers of a line: more of them are a listing
 
@@ -79,7 +80,7 @@ class Meter(NamedTuple):
     unit: str  # what is written behind it: 's', '%', 'tok/s'
     is_whole: bool  # written without point and exponent
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #e25f7535
 def _tag_of(piece: bytes) -> str | None:
     "Where the numbers behind a piece of text were measured: '', 'val ', 'test '; None: it does not say."
     found = _TAG.findall(piece)
@@ -94,6 +95,8 @@ def _name_of(gap: bytes) -> tuple[str, str | None]:
     gap = _END.sub(b"", _IN_UNIT.sub(b"", _END.sub(b"", _WRAPPED.sub(b"", gap))))
     pieces = _SPLIT.split(gap)
     name = _NO_WORD.sub("", pieces[-1].decode("utf-8", "replace"))
+    if ":" in name and name.rpartition(":")[2][:1].isalpha():
+        name = name.rpartition(":")[2]  # a logger's `INFO:__main__:` before it
     words = name.split()
     if len(words) > 4:
         words = words[-4:]
@@ -133,7 +136,7 @@ def _named_behind(line: bytes, found: list[Meter]) -> list[Meter]:
         named.append(meter._replace(name=behind[1].decode().lower()) if behind else meter)
     return named
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #8e011b7e
 class _Line:
     "A line on the way to its meters."
 
@@ -179,7 +182,8 @@ class _Line:
             return f"{last.name} avg", "average"
         name, said = _name_of(gap)
         self.tag = self.tag if said is None else said
-        return _with_tag(name, self.tag), "value"
+        is_old = _ARROW.match(self.hidden, behind)
+        return ("" if is_old else _with_tag(name, self.tag)), "value"
 
 
 def meters(
@@ -193,7 +197,7 @@ def meters(
             break
     return _named_behind(reading.hidden, reading.found)
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #cc64b803
 def cells(
     line: bytes,  # one line
 ) -> list[

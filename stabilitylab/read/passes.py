@@ -9,10 +9,10 @@ __all__ = ['chains', 'in_sequence']
 import numpy as np
 
 from ..names.variables import canonical_name
-from ..run.scalars import Samples
 from .base import LogData
+from ..run.scalars import Samples
 
-# %% ../../nbs/api/read/19_passes.ipynb #5b0d8744
+# %% ../../nbs/api/read/19_passes.ipynb #1f85e616
 def _first_steps(data: LogData) -> dict[str, int]:
     "The lowest step of each series that is no epoch and no time."
     return {name: int(np.min(samples.step)) for name, samples in data.samples.items() if len(samples.step)}
@@ -44,7 +44,7 @@ def chains(
             found.append([number])
     return found
 
-
+# %% ../../nbs/api/read/19_passes.ipynb #b5293421
 def _shifted(samples: Samples, by: int) -> Samples:
     "The series with its places moved behind those of the logs before."
     order = np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)

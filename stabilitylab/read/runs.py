@@ -18,8 +18,6 @@ import xarray as xr
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
-from ..run.record import RECORD_MARKS, is_run, new_run, open_run
-from ..run.scalars import make_scalars
 from .asked import as_asked
 from .base import LogData, head_of
 from .beside import files_beside, join_logs
@@ -27,6 +25,8 @@ from .dataset import to_dataset
 from .logs.generic import read_generic
 from .passes import chains, in_sequence
 from .recognise import formats, recognise
+from ..run.record import RECORD_MARKS, is_run, new_run, open_run
+from ..run.scalars import make_scalars
 
 # %% ../../nbs/api/read/09_runs.ipynb #1e828ead
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from .lines import Slot, Table
 from .words import evaluation, meaning, split_words
 
-# %% ../../nbs/api/read/16_steps.ipynb #5622e7f7
+# %% ../../nbs/api/read/16_steps.ipynb #00c36e3c
 _FIRST_WORDS = {"global": 0, "step": 1, "iteration": 2, "iter": 2, "update": 3, "timestep": 4, "batch": 5}
 
 
@@ -37,7 +37,7 @@ class Counted:
         "The steps of one table."
         return self.step[np.searchsorted(self.order, table.order)]
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #37c09e33
 def _is_count(value: np.ndarray) -> bool:
     "Whether all numbers are whole, not negative, and small enough to be exact."
     return bool(
@@ -99,7 +99,7 @@ def _total_of(table: Table, slot: Slot) -> np.ndarray | None:
         None,
     )
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #b97ee09d
 def _of_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
     "Steps of the run from the count within an epoch."
     begins = np.flatnonzero(np.diff(count) < 0)
@@ -153,7 +153,7 @@ def _by_count(
             return step, f"{said}: {how}"
     return count, said
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #2c790717
 def _joined(tables: list[Table], values: list[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray | None]:
     "Places and values of several tables in the order of the file."
     order = np.concatenate([table.order for table in tables])
@@ -202,7 +202,7 @@ def _counted(members: list[tuple[Table, Slot | None, Slot | None]]) -> Counted:
         return Counted(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
     return Counted(tables, None, order, epoch, "", "", False)
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #cb2f57e8
 def _distance(order: np.ndarray, places: np.ndarray, at: np.ndarray) -> np.ndarray:
     "How far each line is from the carrier with number `at`; infinite where there is none."
     inside = (at >= 0) & (at < len(places))

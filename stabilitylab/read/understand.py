@@ -10,13 +10,13 @@ import numpy as np
 
 from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
-from ..run.scalars import Samples
 from .base import LogData
 from .lines import Slot, Table
 from .steps import Counted, carried, count_steps
 from .words import evaluation, loss_rank, meaning, split_words
+from ..run.scalars import Samples
 
-# %% ../../nbs/api/read/17_understand.ipynb #3cbbac62
+# %% ../../nbs/api/read/17_understand.ipynb #670b56ed
 _FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so
 _MEASURES = ("loss", "perplexity", "measure")
 
@@ -99,7 +99,7 @@ def _series_of(groups: list[Counted], only_bare: bool) -> dict[tuple, _Series]:
                 found.setdefault(key, _Series(slot.name, slot, group)).parts.append((table, slot.value))
     return found
 
-
+# %% ../../nbs/api/read/17_understand.ipynb #ab3b1ca9
 def _is_enough(series: _Series) -> bool:
     "Whether a series has more than one value, or is a loss with a step."
     return series.size > 1 or (series.meaning == "loss" and series.group.kind != "")
@@ -121,7 +121,7 @@ def _training_loss(found: list[_Series]) -> _Series | None:
     most = max((s.size for s in losses), default=0)
     return min(losses, key=lambda s: _rank(s, most), default=None)
 
-
+# %% ../../nbs/api/read/17_understand.ipynb #42f291e0
 def _carrier(groups: list[Counted], loss: _Series | None) -> Counted | None:
     "The lines that say where the run is, for those that do not."
     if loss is not None and loss.group.kind == "step":
@@ -190,7 +190,7 @@ def _samples(
     step, value = np.concatenate(steps)[by_place], np.concatenate(values)[by_place]
     return Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time), how
 
-
+# %% ../../nbs/api/read/17_understand.ipynb #42732f65
 def _name(series: _Series, main: _Series | None, taken: dict) -> str:
     "The name of a series: its own; behind a word where lines that count otherwise have it too."
     name = series.name
