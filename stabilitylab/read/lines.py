@@ -72,6 +72,8 @@ def parse_row(
         has_point |= b"." in value[0] or not value[0][-1:].isdigit()
         fields.append((f"\x1dvalue\x1d\x1d\x1d{n_cells}", start, start + value.end()))
         n_cells += 1
+        if text.endswith(b":"):
+            break  # what follows is a bar
     is_whole_line = n_cells == len(all_cells)
     if not has_point or len(fields) < (2 if is_whole_line else 3) or len(fields) > 64:
         return []

@@ -182,8 +182,9 @@ class _Line:
             return f"{last.name} avg", "average"
         name, said = _name_of(gap)
         self.tag = self.tag if said is None else said
-        is_old = _ARROW.match(self.hidden, behind)
-        return ("" if is_old else _with_tag(name, self.tag)), "value"
+        is_old = bool(_ARROW.match(self.hidden, behind))
+        is_share = self.hidden[behind - 1 : behind] == b"%" and meaning(name) in ("step", "epoch")
+        return ("" if is_old or is_share else _with_tag(name, self.tag)), "value"
 
 
 def meters(
