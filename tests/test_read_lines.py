@@ -1,4 +1,6 @@
-"Logs of writers nobody asked for: each is made here with a known loss and known steps, and must come back as it is."
+"""Logs of many writers: each is made here with a known loss and known steps, and comes back as it is."""
+
+# ruff: noqa: E501 - lines of logs are as long as their writers make them
 
 import itertools
 import math
@@ -25,7 +27,11 @@ def over_epochs(line: str, per_epoch: int = 6, first: int = 1) -> str:
     for k, loss in enumerate(LOSS):
         e, i = divmod(k, per_epoch)
         average = sum(LOSS[: k + 1]) / (k + 1)
-        lines.append(line.format(e=e + first, i=i + 1, j=i, k=k + 1, n=per_epoch, loss=loss, avg=average, lr=1e-3 / (k + 1)))
+        lines.append(
+            line.format(
+                e=e + first, i=i + 1, j=i, k=k + 1, n=per_epoch, loss=loss, avg=average, lr=1e-3 / (k + 1)
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -162,7 +168,9 @@ def test_dicts_flushed_late_have_their_own_steps(tmp_path, per_flush):
         lines.append(f" {k}%|#  | {10 * k}/1000 [00:10<16:30,  1.0it/s]\r")
         if k % per_flush == 0:
             for at in range(k - per_flush, k):
-                lines.append(f"{{'loss': {LOSS[at]}, 'learning_rate': 1e-05, 'epoch': {(at + 1) / 50:.2f}}}\n")
+                lines.append(
+                    f"{{'loss': {LOSS[at]}, 'learning_rate': 1e-05, 'epoch': {(at + 1) / 50:.2f}}}\n"
+                )
     (tmp_path / "a.log").write_text("".join(lines))
     step, value = loss_of(tmp_path / "a.log")
     assert value.tolist() == LOSS and step.tolist() == TENS

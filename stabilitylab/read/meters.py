@@ -48,7 +48,8 @@ _WRAPPED = re.compile(
     rb"(?:tensor|float\d*|np\.\w+|numpy\.\w+|array|Array|Tensor|DeviceArray|item)\(?[\[( ]*$"
 )
 _END = re.compile(
-    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?[\s:=>(\[{|\"'~\x00*]*$"
+    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?"
+    rb"[\s:=>(\[{|\"'~\x00*]*$"
 )
 _SPLIT = re.compile(
     rb"[,;|\[\]{}()\x00<>\t\"'!?\x01]|\xef\xbc\x8c|\xe2\x94\x82|\xe2\x95\x91"
@@ -58,7 +59,8 @@ _IN_UNIT = re.compile(rb"(?<=\w) *\([^()]*\)$")  # `Memory (MB)`
 _AVERAGE = re.compile(rb"\s*[\(\[]\s*(?:avg|mean|ave|average|ema|\xc3\xb8)?\.?\s*[:=]?\s*$")
 _OF = re.compile(rb"\s*(?:/|of|out of)\s*$")
 _TAG = re.compile(
-    rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
+    rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?"
+    rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
     re.I,
 )
 _TAGS = {"train": "", "val": "val ", "test": "test ", "eval": "val ", "dev": "val "}
@@ -177,14 +179,21 @@ class _Line:
         if last and last.is_whole and is_whole and _OF.match(gap):
             self.found[-1] = last._replace(counts=True)
             return (f"{last.name} total" if last.name else ""), "total"
-        is_closed = self.hidden[behind : behind + 4].lstrip()[:1] in (b")", b"]")
-        if last and last.name and is_closed and not last.is_whole and _AVERAGE.fullmatch(gap):
+        if last and self._is_average(last, gap, behind):
             return f"{last.name} avg", "average"
         name, said = _name_of(gap)
         self.tag = self.tag if said is None else said
-        is_old = bool(_ARROW.match(self.hidden, behind))
+        return ("" if self._is_aside(name, behind) else _with_tag(name, self.tag)), "value"
+
+    def _is_average(self, last: Meter, gap: bytes, behind: int) -> bool:
+        "Whether a number stands in parentheses of its own behind a named number with a point."
+        is_closed = self.hidden[behind : behind + 4].lstrip()[:1] in (b")", b"]")
+        return bool(last.name) and is_closed and not last.is_whole and bool(_AVERAGE.fullmatch(gap))
+
+    def _is_aside(self, name: str, behind: int) -> bool:
+        "Whether a number is an old value before an arrow, or says how many percent of the steps are done."
         is_share = self.hidden[behind - 1 : behind] == b"%" and meaning(name) in ("step", "epoch")
-        return ("" if is_old or is_share else _with_tag(name, self.tag)), "value"
+        return is_share or bool(_ARROW.match(self.hidden, behind))
 
 
 def meters(

@@ -61,14 +61,12 @@ def _time_of(samples: Samples) -> np.ndarray:
 
 def _appended(parts: list[Samples]) -> Samples:
     "One series from its parts."
-    step, value, order = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in parts])
-        for name in ("step", "value", "order")
-    )
+    step = np.concatenate([np.asarray(part.step) for part in parts])
+    value = np.concatenate([np.asarray(part.value) for part in parts])
+    order = np.concatenate([part.order for part in parts])
     has_time = any(part.time is not None for part in parts)
-    return Samples(
-        step, value, order, np.concatenate([_time_of(part) for part in parts]) if has_time else None
-    )
+    time = np.concatenate([_time_of(part) for part in parts]) if has_time else None
+    return Samples(step, value, order, time)
 
 
 def in_sequence(

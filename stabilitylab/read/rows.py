@@ -96,7 +96,9 @@ def _count_and_value(table: Table) -> list[str]:
     if len(table.slots) != 2 or len(table.order) < _FEWEST:
         return []
     rises = [bool((np.diff(s.value) > 0).all() and (s.value == np.round(s.value)).all()) for s in table.slots]
-    return ["step" if rising else "loss" for rising in rises] if sum(rises) == 1 else []
+    if sum(rises) != 1:
+        return []
+    return ["step", "loss"] if rises[0] else ["loss", "step"]
 
 
 def name_rows(

@@ -122,12 +122,18 @@ def _training_loss(found: list[_Series]) -> _Series | None:
     return min(losses, key=lambda s: _rank(s, most), default=None)
 
 # %% ../../nbs/api/read/17_understand.ipynb #42f291e0
+def _can_carry(group: Counted) -> bool:
+    "Whether lines may say where the run is: a named count, or a count beside a measure."
+    if group.kind != "step" or all(table.is_row for table in group.tables):
+        return False
+    return group.is_named or any(_tells(table) for table in group.tables)
+
+
 def _carrier(groups: list[Counted], loss: _Series | None) -> Counted | None:
     "The lines that say where the run is, for those that do not."
     if loss is not None and loss.group.kind == "step":
         return loss.group
-    able = [g for g in groups if g.kind == "step" and not all(table.is_row for table in g.tables)]
-    able = [g for g in able if g.is_named or any(_tells(table) for table in g.tables)]
+    able = [group for group in groups if _can_carry(group)]
     if able:
         return max(able, key=lambda g: len(g.order))
     epochs = [g for g in groups if g.kind == "epoch"]
@@ -143,7 +149,7 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
     if carrier is None or carrier is group:
         return None, ""
     lines_a_step = len(table.order) / max(1, len(np.unique(carrier.step)))
-    if lines_a_step > 3 and not evaluation(" ".join(slot.name for slot in table.slots)):
+    if lines_a_step > 3 and not _has_evaluation(table):
         return None, ""
     return carried(table.order, carrier), f"{carrier.words} of the line beside it"
 
@@ -151,11 +157,16 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
 _NUMBERED = "number of the record: the log has no steps"
 
 
+def _has_evaluation(table: Table) -> bool:
+    "Whether a number of these lines was measured in validation or test."
+    return any(evaluation(slot.name) for slot in table.slots)
+
+
 def _new_passes(groups: list[Counted]) -> np.ndarray:
     "Places at which the epoch goes back, or at which a line of its own says the first one again."
     places = []
     for group in groups:
-        if group.epoch is None or all(evaluation(" ".join(s.name for s in t.slots)) for t in group.tables):
+        if group.epoch is None or all(_has_evaluation(table) for table in group.tables):
             continue
         change = np.diff(group.epoch)
         is_header = not any(_tells(table) for table in group.tables) and group.kind == "epoch"
