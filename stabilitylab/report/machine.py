@@ -30,6 +30,7 @@ def run_json(
             "last_step": head.last_step,
             "findings": findings.to_dicts(),
         }
+        | ({"reading": head.reading} if head.reading else {})
     )
 
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e
