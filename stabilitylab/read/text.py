@@ -7,12 +7,13 @@ __all__ = ['message_events', 'line_parser', 'pieces', 'events_of', 'read_lines',
 
 # %% ../../nbs/api/read/06_text.ipynb #d0fafaf5
 import re
+from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from .base import NUMBER, TIME, Format, Hit, LogData, Parser
+from .base import NUMBER, TIME, Format, Hit, LogData, Parser, encoding_of
 from .scan import Scan
 
 # %% ../../nbs/api/read/06_text.ipynb #67d391b7
@@ -119,19 +120,31 @@ def line_parser(
     return parse
 
 # %% ../../nbs/api/read/06_text.ipynb #85f3f21c
+def _blocks(path: Path, size: int) -> Iterator[bytes]:
+    "The bytes of a file in blocks: UTF-16 as UTF-8, and without the zero bytes that a crash leaves."
+    with open(path, "rb") as file:
+        encoding = encoding_of(file.read(8192))
+        file.seek(0)
+        decoder = getincrementaldecoder(encoding)("ignore") if encoding else None
+        while block := file.read(size):
+            if decoder:
+                yield decoder.decode(block).lstrip("\ufeff").encode()
+            else:
+                yield block.replace(b"\0", b"") if b"\0" in block else block
+
+
 def pieces(
     path: Path,  # a text file
     size: int = 2**20,  # bytes a piece: what fits in a processor's cache reads fastest
 ) -> Iterator[tuple[int, bytes, bool]]:  # (place in the file, whole lines, whether the last line was cut)
     "The lines of a file in pieces, so that it need not fit in memory."
     rest, at = b"", 0
-    with open(path, "rb") as file:
-        while block := file.read(size):
-            block = rest + block
-            cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
-            if cut:
-                yield at, block[:cut], False
-            rest, at = block[cut:], at + cut
+    for block in _blocks(path, size):
+        block = rest + block
+        cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+        if cut:
+            yield at, block[:cut], False
+        rest, at = block[cut:], at + cut
     if rest:
         yield at, rest, True
 
@@ -161,7 +174,7 @@ def read_lines(
         scan.feed(data, at)
     if scan.unread:
         skipped["unreadable record"] = scan.unread
-    return LogData(scan.samples(), events_of(scan), dict(skipped))
+    return LogData(scan.samples(), events_of(scan), dict(skipped), n_lines=scan.n_lines)
 
 
 _NEAR = 400  # bytes: series whose last values lie closer together belong to one record
