@@ -140,7 +140,7 @@ class Recorder:
         "Hooks that take the gradients away from a step that would use a non-finite one."
         for optimizer in self.params.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
-            self.handles.append(optimizer.register_step_post_hook(self._release))
+            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
 
     def _open(self, model: torch.nn.Module) -> None:
         "The store, its writer and the black box."
@@ -168,7 +168,10 @@ class Recorder:
     def _give_up(self, why: str) -> None:
         "Say why nothing is recorded, and leave the model alone."
         self.guard.stop(why)
-        self._unhook()
+        try:
+            self._unhook()
+        except Exception as error:
+            self.guard.note(f"hooks that do nothing may be left: {error}")
 
     def _unhook(self) -> None:
         "Take every hook off."
@@ -247,10 +250,9 @@ class Recorder:
         is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, given)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
+        self.guard.attempt(RECORDING, None, self._sample)
         if self.off is not None:
-            self.guard.attempt("hooks", None, self._unhook)
-        else:
-            self._sample()
+            self._give_up(self.off)
         if is_bad:
             self._raise()
 
@@ -367,7 +369,11 @@ class Recorder:
             for p in params:
                 p.grad = None
 
-    def _release(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _release_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        "The hook after a step that may have been skipped."
+        self.guard.attempt("skipped steps", None, self._release)
+
+    def _release(self) -> None:
         "Give the gradients back."
         for p, gradient in self.held:
             p.grad = gradient
