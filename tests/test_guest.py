@@ -6,10 +6,12 @@ import inspect
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -592,3 +594,14 @@ def test_accelerate(tmp_path):
                 optimizer.zero_grad()
                 recorder.step(loss)
     assert (open_run(tmp_path / "r")["updates"].update_norm.values > 0).all()
+
+
+def test_the_page_names_tests_that_exist():
+    folder = Path(__file__).parent
+    page = (folder.parent / "nbs" / "explain" / "what_the_recorder_survives.ipynb").read_text()
+    sources = (folder / name for name in ("test_guest.py", "test_probe_kinds.py"))
+    tests = {
+        name for path in sources for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 20 and named <= tests, named - tests

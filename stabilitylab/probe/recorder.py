@@ -195,7 +195,7 @@ class Recorder:
         "At the first non-finite value."
         self.sample_next = True
         if self.box is not None:
-            self.box.trigger(step)
+            self.guard.attempt("the black box", None, self.box.trigger, step)
 
     def _after_backward(self) -> None:
         "At the end of each backward pass."
@@ -346,7 +346,7 @@ class Recorder:
             self.sample_next = True
             self.writer.put(("note", self.n, "a trigger fired", time.time()))
             if self.box is not None:
-                self.box.trigger(self.n)
+                self.guard.attempt("the black box", None, self.box.trigger, self.n)
 
     def _raise(self) -> None:
         "Stop the run and say where it broke, as the caller asked."
@@ -393,9 +393,12 @@ class Recorder:
         self.is_open = False
         if self.at_exit is not None:
             atexit.unregister(self.at_exit)
-        self._unhook()
-        if self.box is not None:
-            self.box.close()
+        for close in (self._unhook, None if self.box is None else self.box.close):
+            try:
+                if close is not None:
+                    close()
+            except Exception as fault:
+                self.guard.note(f"not closed as it should be: {type(fault).__name__}: {fault}"[:300])
         if self.writer is None:
             return
         self._put_news()
