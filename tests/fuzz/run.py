@@ -1,4 +1,4 @@
-"Spoilt inputs for every reader: `python -m tests.fuzz.run [COUNT]` keeps count of what was read, refused, and wrong."
+"Spoilt inputs for every reader; `python -m tests.fuzz.run [COUNT]` counts what was read, refused and wrong."
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.dataset import to_dataset
 from stabilitylab.read.recognise import recognise
-from stabilitylab.read.runs import read_log
+from stabilitylab.read.runs import read_runs
 from stabilitylab.report.machine import run_json
 from tests.fuzz import seeds
 
@@ -33,8 +33,8 @@ def read_one(path: Path) -> None:
 
 def tell_one(path: Path) -> None:
     "A log as far as the JSON of its findings."
-    run = read_log(path)
-    json.dumps(run_json(run, diagnose(run)))
+    for run in read_runs(path).values():
+        json.dumps(run_json(run, diagnose(run)), allow_nan=False)
 
 
 def open_one(path: Path) -> None:

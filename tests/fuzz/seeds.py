@@ -4,7 +4,6 @@ import io
 import json
 import random
 import struct
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,8 @@ LINES = {  # a record of every text format; `{s}` is the step, `{v}` a value
     "composer": "[batch={s}/1000]:\n Train loss/train/total: {v}\n Train time/token: 1000",
     "deepspeed": "[2024-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=6,"
     " lr=[9.6e-06], mom=[(0.9, 0.95)]\nEpoch: 0 | Step: {s} | Loss: {v}",
-    "fairseq": "2024-01-01 10:00:00 | INFO | train_inner | epoch 001: {s} / 999 loss={v}, num_updates={s}, gnorm=1.2",
+    "fairseq": "2024-01-01 10:00:00 | INFO | train_inner | epoch 001: {s} / 999 loss={v},"
+    " num_updates={s}, gnorm=1.2",
     "generic": "step {s}: loss={v} lr=1e-4",
     "hf_stdout": "{{'loss': {v}, 'grad_norm': 4.03, 'learning_rate': 5.7e-05, 'epoch': 0.{s:04d}}}",
     "idefics": "iteration: {s}/500000 0% | elapsed time: 01:02:03 | per_token_loss: {v} | lr: 1.0E-05 |",
@@ -196,8 +196,3 @@ def _spoil_once(out: bytearray, chance: random.Random) -> bytearray:
         case _:
             out[low : min(high, low + 12)] = chance.randbytes(min(high - low, 12))
     return out
-
-
-def files(folder: Path) -> Path:
-    "A place for one input."
-    return Path(tempfile.mkdtemp(dir=folder))
