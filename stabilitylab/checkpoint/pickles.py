@@ -410,8 +410,8 @@ def read_pickle(
         return Pickle(value, machine.at, machine.storages)
     except WantsToRun as e:
         raise InputError(
-            f"`{source}` is refused: it wants to run {shown(e, 120)} while it is opened;"
-            " allowed: tensors, numbers, words and objects as data. Save its state dict from the program that made it"
+            f"`{source}` is refused: it wants to run {shown(e, 120)} while it is opened; allowed: tensors,"
+            " numbers, words and objects as data. Save its state dict from the program that made it"
         ) from e
     except InputError:
         raise

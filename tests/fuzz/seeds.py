@@ -15,7 +15,7 @@ SAMPLES = ROOT / "data_samples" / "lm_high_lr"
 
 LINES = {  # a record of every text format; `{s}` is the step, `{v}` a value
     "nanogpt": "iter {s}: loss {v}, time 1092.59ms, mfu 0.34%",
-    "build_nanogpt": "step {s:5d} | loss: {v} | lr 6.0000e-04 | norm: 2.1000 | dt: 300.00ms | tok/sec: 1700.00",
+    "build_nanogpt": "step {s:5d} | loss: {v} | lr 6.0000e-04 | norm: 2.1000 | dt: 300.00ms",
     "composer": "[batch={s}/1000]:\n Train loss/train/total: {v}\n Train time/token: 1000",
     "deepspeed": "[2024-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step={s}, skipped=6,"
     " lr=[9.6e-06], mom=[(0.9, 0.95)]\nEpoch: 0 | Step: {s} | Loss: {v}",
