@@ -59,7 +59,7 @@ _MODULES = {
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
     "run.scalars": ("series",),
     "run.summary": ("summary",),
-    "workbench.core": ("Workbench",),
+    "workbench.tabs": ("Workbench",),
 }
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)

@@ -5,12 +5,14 @@ from pathlib import Path
 from test_view_overview import shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = str(ROOT / "data_samples" / "lm_high_lr")
+SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
 
 
 def test_click_a_cell(notebook):
     page, errors = notebook(
         "layers",
-        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        SESSION,
         "1 + 1",
     )
     shown(page)

@@ -1,9 +1,14 @@
-"The workbench's first view in a real JupyterLab: click the divergence, brush, use the keyboard, choose series, follow a log, light and dark."
+"""The workbench's first view in a real JupyterLab.
+
+Click the divergence, brush, use the keyboard, choose series, follow a log, light and dark.
+"""
 
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = str(ROOT / "data_samples" / "lm_high_lr")
+SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
 SRC = "document.querySelector('.stl-figure img').src"
 
 
@@ -44,7 +49,7 @@ def shown(page):
 def test_click_brush_and_keys(notebook):
     page, errors = notebook(
         "overview",
-        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        SESSION,
         "print('ready')",
     )
     shown(page)
