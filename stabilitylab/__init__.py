@@ -11,7 +11,8 @@ _MODULES = {
     "accumulate.deal": ("compare_denominators", "deal"),
     "accumulate.weights": ("make_window", "token_weights"),
     "checkpoint.open": ("open_checkpoint",),
-    "checkpoint.scan": ("diff_checkpoints", "scan_checkpoint"),
+    "checkpoint.diff": ("diff_checkpoints",),
+    "checkpoint.scan": ("scan_checkpoint",),
     "detect.across": ("compare_runs",),
     "detect.diagnose": ("diagnose",),
     "detect.findings": ("Finding", "Findings"),
@@ -58,7 +59,7 @@ _MODULES = {
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
     "run.scalars": ("series",),
     "run.summary": ("summary",),
-    "workbench.core": ("Workbench",),
+    "workbench.tabs": ("Workbench",),
 }
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from stabilitylab.checkpoint.diff import diff_checkpoints
 
 from stabilitylab.checkpoint.kernel import _sums_torch, native, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
-from stabilitylab.checkpoint.scan import diff_checkpoints, scan_checkpoint
+from stabilitylab.checkpoint.scan import scan_checkpoint
 
 OWN_PEAK = """
 import sys, psutil, threading, time

@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench.core import Workbench
+from stabilitylab.workbench.tabs import Workbench
 
 
 def long_run(n=1_000_000):
