@@ -8,11 +8,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_click_a_cell(notebook):
-    page, errors = notebook(
-        "layers",
-        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
-        "1 + 1",
-    )
+    source = str(ROOT / "data_samples" / "lm_high_lr")
+    cell = f"from stabilitylab import Workbench\nbench = Workbench({source!r})\nbench"
+    page, errors = notebook("layers", cell, "1 + 1")
     shown(page)
     page.click('.lm-TabBar-tabLabel:text-is("Layers")')
     page.wait_for_function(
