@@ -41,7 +41,8 @@ def main():
     print("workbench, 1,000,000 steps x 3 series")
     print(f"  first picture {first:.2f} s (goal <= 1.5); findings beside it after {found:.1f} s")
     print(
-        f"  zoom {1e3 * np.median(zooms):.0f} ms median, {1e3 * max(zooms):.0f} ms slowest of {len(zooms)} (goal <= 150)"
+        f"  zoom {1e3 * np.median(zooms):.0f} ms median, {1e3 * max(zooms):.0f} ms slowest of {len(zooms)}"
+        " (goal <= 150)"
     )
 
 

@@ -1,9 +1,14 @@
-"The overview in a real JupyterLab: values under the pointer, flags, zooms, keys, series, a growing log, two themes."
+"""The overview in a real JupyterLab.
+
+Values under the pointer, flags, zooms and their undo, keys, series, saved data, a growing log, light and dark.
+"""
 
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = str(ROOT / "data_samples" / "lm_high_lr")
+SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
 SRC = "document.querySelector('.stl-figure img').src"
 
 
@@ -52,9 +57,7 @@ print("FLAG", share, panel["top"])
 
 def opened(notebook, name):
     "The overview of the sample run, and where the flag of its divergence stands."
-    source = str(ROOT / "data_samples" / "lm_high_lr")
-    cell = f"from stabilitylab import Workbench\nbench = Workbench({source!r})\nbench"
-    page, errors = notebook(name, cell, WHERE)
+    page, errors = notebook(name, SESSION, WHERE)
     shown(page)
     page.wait_for_selector('.jp-OutputArea-output:has-text("FLAG")', timeout=120_000)
     words = page.locator('.jp-OutputArea-output:has-text("FLAG")').first.inner_text().split()
@@ -127,3 +130,11 @@ def test_a_growing_log_is_followed(notebook, tmp_path):
     changes(page, grow)
     page.wait_for_selector('.widget-select option:has-text("divergence")', state="attached", timeout=30_000)
     assert not errors, errors
+
+
+def choose_finding(page, words):
+    "Selects the finding of this kind in the list."
+    found = page.locator(".widget-select:not(.widget-select-multiple) select").first
+    at = found.evaluate("(s, words) => [...s.options].findIndex(o => o.text.includes(words))", words)
+    found.select_option(index=at)
+    page.wait_for_selector(f'.stl-detail h3:text("{words}")', timeout=30_000)
