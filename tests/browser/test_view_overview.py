@@ -1,6 +1,6 @@
 """The overview in a real JupyterLab.
 
-Values under the pointer, flags, zooms and their undo, keys, series, saved data, a growing log, light and dark.
+Values under the pointer, flags, zooms and their undo, keys, series, saved data, a growing log, two themes.
 """
 
 import os
