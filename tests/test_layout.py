@@ -64,7 +64,7 @@ MAY = {
     "fixes": {"names", "knowledge", "numerics", "models"},
     "trial": TRIAL,
     "cases": TRIAL | {"trial"},
-    "report": {"names", "run", "measure", "plot", "detect", "knowledge"},
+    "report": {"names", "run", "measure", "plot", "detect", "knowledge", "trial"},
     "workbench": set(ROOMS) - {"cli", "workbench"},
     "cli": set(ROOMS) - {"workbench", "cli"},
 }

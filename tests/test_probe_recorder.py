@@ -543,12 +543,12 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_black_box_stays_within_its_bytes(tmp_path):
-    from stabilitylab.probe.blackbox import BlackBox
+    from stabilitylab.probe.blackbox import BlackBox, BoxLimits
 
     model = nn.Linear(64, 64)
     opt = torch.optim.AdamW(model.parameters())
     used = []
-    box = BlackBox(tmp_path, model, [opt], every=2, keep=50, max_bytes=300_000)
+    box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=2, keep=50, max_bytes=300_000))
     for step in range(60):
         box.batch(torch.zeros(4, 64), step, 0)
         if step % 7 == 0:

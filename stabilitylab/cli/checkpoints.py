@@ -115,7 +115,7 @@ def run_diff(
     args: argparse.Namespace,  # what `add_command` declares
 ) -> int:  # exit code 0
     "Compares and tells it."
-    from stabilitylab.checkpoint.scan import diff_checkpoints
+    from stabilitylab.checkpoint.diff import diff_checkpoints
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs

@@ -216,9 +216,10 @@ def _logged(rows: dict, at: int) -> dict[str, Samples]:
     return found
 
 
-def _joined(pieces: list[Samples]) -> Samples:
-    "Samples of one series under each other."
-    return Samples(*map(np.concatenate, zip(*pieces, strict=True)))
+def _joined(pieces: list[dict[str, Samples]], name: str) -> Samples:
+    "The samples of one series under each other, from the pieces that have it."
+    own = (piece[name] for piece in pieces if name in piece)
+    return Samples(*map(np.concatenate, zip(*own, strict=True)))
 
 
 def _all_scalars(closed: xr.DataTree | None, segments: list[Segment]) -> xr.Dataset:
@@ -235,7 +236,7 @@ def _all_scalars(closed: xr.DataTree | None, segments: list[Segment]) -> xr.Data
         pieces.append(_logged(segment.scalars, at))
         at += len(segment.scalars["scalars/step"])
     names = dict.fromkeys(name for piece in pieces for name in piece)
-    samples = {name: _joined([piece[name] for piece in pieces if name in piece]) for name in names}
+    samples = {name: _joined(pieces, name) for name in names}
     return make_scalars(samples, restarts=np.array(starts, dtype=np.int64), source="recorder")
 
 
