@@ -59,8 +59,8 @@ def opened(notebook, name):
     "The overview of the sample run, and where the flag of its divergence stands."
     page, errors = notebook(name, SESSION, WHERE)
     shown(page)
-    page.wait_for_selector('.jp-OutputArea-output:has-text("FLAG")', timeout=120_000)
-    words = page.locator('.jp-OutputArea-output:has-text("FLAG")').first.inner_text().split()
+    page.wait_for_selector('.jp-OutputArea-output pre:has-text("FLAG")', timeout=120_000)
+    words = page.locator('.jp-OutputArea-output pre:has-text("FLAG")').first.inner_text().split()
     return page, errors, (float(words[1]), float(words[2]) - 0.01)
 
 
