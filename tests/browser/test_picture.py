@@ -23,6 +23,7 @@ const bytes = (text) => new DataView(Uint8Array.from(atob(text), c => c.charCode
 const state = { marks: [{ x: 400, index: 3 }], alt: 'loss', cursor: null, png: bytes(%(png)s) };
 state.panels = %(panels)s.map(p => ({ ...p, series: p.series.map(s => ({ ...s, xy: bytes(s.xy) })) }));
 const heard = {};
+window.renew = () => heard['change:panels']();
 window.sent = [];
 const model = {
   get: (name) => state[name],
@@ -96,6 +97,8 @@ def test_values_stand_under_the_pointer(page, panels):
     assert page.locator(".stl-dots i").count() == 2
     page.mouse.move(*at(page, panel, 500))
     assert "NaN" in page.inner_text(".stl-readout")
+    page.evaluate("window.renew()")
+    assert not page.locator(".stl-readout").is_visible() and page.locator(".stl-dots i").count() == 0
 
 
 def test_a_click_is_a_step_and_a_flag_its_finding(page, panels):
