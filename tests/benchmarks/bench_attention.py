@@ -1,4 +1,4 @@
-"Statistics of attention against one forward pass of the attention that they measure, and the memory they take."
+"Statistics of attention against one forward pass of what they measure, and the memory they take."
 
 import argparse
 import resource
