@@ -46,7 +46,7 @@ def memory(length, heads):
 
 
 def main(argv=None):
-    "Print the cost in forward passes at `--length`, and the extra memory in shares of the matrix at twice that."
+    "Print the cost in forward passes at `--length`, and the memory in shares of the matrix at twice that."
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
