@@ -47,11 +47,7 @@ _ENOUGH = 2
 
 def _sniff(head: bytes, path: Path) -> float:
     "A low confidence for any text, less without a line that tells of a loss."
-    if (
-        b"\0" in head[:4096]
-        and not head.startswith((b"\xff\xfe", b"\xfe\xff"))
-        and head[:4096].count(b"\0") > 40
-    ):
+    if b"\0" in head[:4096]:
         return 0.0
     telling = 0
     for line in re.split(rb"[\r\n]+", head)[:5000]:
