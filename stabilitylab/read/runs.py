@@ -21,10 +21,12 @@ from ..names.variables import canonical_name
 from .asked import as_asked
 from .base import LogData, head_of
 from .beside import files_beside, join_logs
+from .crash import note_crashes
 from .dataset import to_dataset
 from .logs.generic import read_generic
 from .passes import chains, in_sequence
 from .recognise import formats, recognise
+from .streams import joined_streams, partner_of
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars
 
@@ -54,8 +56,13 @@ def _read_file(path: Path, asked: _Asked = _NOTHING) -> _LogFile:
     chosen = recognise(path, asked.format)
     try:
         if chosen.name == "generic":
-            return _LogFile(path, chosen.name, read_generic(path, asked.step, asked.loss))
-        return _LogFile(path, chosen.name, as_asked(chosen.read(path), asked.step, asked.loss))
+            data = read_generic(path, asked.step, asked.loss)
+        else:
+            data = as_asked(chosen.read(path), asked.step, asked.loss)
+        is_text = chosen.parse is not None or not (data.samples or data.events)
+        if is_text:
+            note_crashes(path, data)
+        return _LogFile(path, chosen.name, data)
     except (InputError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as e:
@@ -64,6 +71,21 @@ def _read_file(path: Path, asked: _Asked = _NOTHING) -> _LogFile:
             f"`{path.name}` looked like {chosen.title} but could not be read: {why}; "
             "try --format with another name"
         ) from e
+
+
+def _with_partner(file: _LogFile, asked: _Asked) -> _LogFile:
+    "The file together with the other stream of its process, where there is one that tells anything."
+    other = partner_of(file.path)
+    if other is None:
+        return file
+    try:
+        partner = _read_file(other, asked)
+    except (InputError, OSError):
+        return file
+    joined = joined_streams(file.data, partner.data)
+    joined.attrs["also_in"] = sorted({*joined.attrs.get("also_in", []), other.name})
+    lead = file if file.data.samples else partner
+    return _LogFile(file.path, lead.format, joined)
 
 
 def _name_for(name: str, path: Path, taken: dict) -> str:
@@ -85,15 +107,17 @@ def _joined(files: list[_LogFile]) -> LogData:
         joined.events += file.data.events
         joined.ours = file.data.ours | joined.ours
         joined.skipped = dict(Counter(joined.skipped) + Counter(file.data.skipped))
-        joined.attrs = file.data.attrs | joined.attrs
+        crashes = joined.attrs.get("crashes", []) + file.data.attrs.get("crashes", [])
+        joined.attrs = file.data.attrs | joined.attrs | ({"crashes": crashes} if crashes else {})
     return joined
 
 
 def _run_of(files: list[_LogFile], source: str) -> xr.DataTree:
     "One record from the files of one run."
     table = to_dataset(_joined(files), source, " + ".join(sorted({file.format for file in files})))
-    skipped = table.attrs.get("skipped", {})
-    return new_run(table, {"source": source, "format": table.attrs["format"], "skipped": skipped})
+    skipped, crashes = table.attrs.get("skipped", {}), table.attrs.pop("crashes", [])
+    attrs = {"source": source, "format": table.attrs["format"], "skipped": skipped}
+    return new_run(table, attrs | ({"crashes": crashes} if crashes else {}))
 
 # %% ../../nbs/api/read/09_runs.ipynb #11859039
 # files that are no logs, whatever numbers stand in them
@@ -170,7 +194,8 @@ def _group(file: _LogFile, folder: Path) -> str:
         return str(here)
     if file.format in ("tensorboard_csv", "tensorboard_json"):
         return str(here / str(file.data.attrs.get("run") or "export"))
-    return str(here / file.path.name)
+    other = partner_of(file.path)
+    return str(here / max(file.path.name, other.name if other else ""))  # `.out` comes after `.err`
 
 # %% ../../nbs/api/read/09_runs.ipynb #5361630b
 def _without_copies(files: list[_LogFile]) -> list[_LogFile]:
@@ -282,6 +307,19 @@ def _nothing_in(folder: Path, refused: Counter) -> InputError:
     )
 
 
+def _one_process(files: list[_LogFile]) -> list[_LogFile]:
+    "The files of a run; the two streams of one process are one file."
+    if len(files) != 2 or partner_of(files[0].path) != files[1].path:
+        return files
+    lead = max(files, key=lambda file: file.path.name)
+    return [_LogFile(lead.path, lead.format, joined_streams(files[0].data, files[1].data))]
+
+
+def _tells(data: LogData) -> bool:
+    "Whether a file holds anything."
+    return bool(data.samples or data.events or data.attrs.get("crashes"))
+
+
 def _read_folder(folder: Path, asked: _Asked) -> dict[str, xr.DataTree]:
     "The runs below a folder: records, and log files grouped by `_group`."
     marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
@@ -290,9 +328,9 @@ def _read_folder(folder: Path, asked: _Asked) -> dict[str, xr.DataTree]:
     parts, refused = {}, Counter()
     for file in _log_files(folder, set(stores), asked, refused):
         parts.setdefault(_group(file, folder), []).append(file)
+    parts = {key: _one_process(files) for key, files in parts.items()}
     for key, files in _join_accounts(_in_chains(parts)).items():
-        is_empty = not any(file.data.samples or file.data.events for file in files)
-        if is_empty and len(parts) > 1:
+        if not any(_tells(file.data) for file in files) and len(parts) > 1:
             continue
         name = key if key not in runs else key + " (log)"
         runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
@@ -315,13 +353,15 @@ def read_runs(
     if is_run(path):
         return {path.name: _sourced(open_run(path), path)}
     if path.is_file():
-        return {path.name: _run_of([_not_empty(_read_file(path, asked), asked)], str(path))}
+        return {
+            path.name: _run_of([_not_empty(_with_partner(_read_file(path, asked), asked), asked)], str(path))
+        }
     return _read_folder(path, asked)
 
 
 def _not_empty(file: _LogFile, asked: _Asked) -> _LogFile:
     "The file, if it holds a series or an event."
-    if file.data.samples or file.data.events:
+    if _tells(file.data):
         return file
     if asked.format:
         fix = "leave --format away, and the format is recognised"
