@@ -46,12 +46,8 @@ _ENOUGH = 2
 
 
 def _sniff(head: bytes, path: Path) -> float:
-    "A low confidence for any text, less without a line that tells of a loss."
-    if (
-        b"\0" in head[:4096]
-        and not head.startswith((b"\xff\xfe", b"\xfe\xff"))
-        and head[:4096].count(b"\0") > 40
-    ):
+    "A low confidence for any text with a number, less without a line that tells of a loss."
+    if b"\0" in head[:4096] or not re.search(rb"\d", head):
         return 0.0
     telling = 0
     for line in re.split(rb"[\r\n]+", head)[:5000]:
