@@ -49,18 +49,16 @@ def run(paths):
     tool("nbdev_export")
 
 
+def uncommitted():
+    "Lines of `git status`, one a file."
+    command = ["git", "status", "--porcelain", "--", "nbs", "stabilitylab", "README.md"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def check():
     "Exit with the list of files that `nbdev_export` or `nbdev_clean` would still change."
     if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
         return print("not a git checkout: the clean-notebook gate was skipped")
-    changed = lambda: (
-        subprocess.run(
-            ["git", "status", "--porcelain", "--", "nbs", "stabilitylab", "README.md"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        ).stdout
-    )
     before = {
         p: p.read_bytes()
         for d in ("nbs", "stabilitylab")
@@ -78,10 +76,8 @@ def check():
     ]
     if dirty:
         sys.exit("not clean, run nbdev_export and nbdev_clean: " + ", ".join(dirty))
-    print(
-        "notebooks and modules are clean"
-        + (f" (uncommitted: {len(changed().splitlines())} files)" if changed() else "")
-    )
+    changed = uncommitted()
+    print("notebooks and modules are clean" + (f" (uncommitted: {len(changed)} files)" if changed else ""))
 
 
 if __name__ == "__main__":

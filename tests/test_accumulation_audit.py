@@ -1,4 +1,4 @@
-"The auditor recovers the planted denominator; the accumulator equals the full batch, also with two processes and a loss scaler."
+"An audit recovers the planted denominator; the accumulator equals the full batch, scaled, in two processes."
 
 import itertools
 
@@ -38,7 +38,7 @@ class Tiny(nn.Module):
 
 
 def microbatch(lengths, pad_to, seed):
-    "Token ids and labels of sequences of these lengths, padded on the right; a sequence of n ids has n - 1 targets."
+    "Token ids and labels of sequences of these lengths, padded on the right; n ids have n - 1 targets."
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (len(lengths), pad_to), generator=g)
     labels = ids.clone()
@@ -169,14 +169,15 @@ def test_bias_formula_equals_two_plain_means():
     )
     rng = np.random.default_rng(0)
     for _ in range(100):
-        n, l = rng.integers(1, 500, 8), rng.normal(2, 1, 8)
-        assert mean_of_means_bias(n, l) == pytest.approx(l.mean() - (n * l).sum() / n.sum(), abs=1e-12)
+        n, loss = rng.integers(1, 500, 8), rng.normal(2, 1, 8)
+        token_mean = (n * loss).sum() / n.sum()
+        assert mean_of_means_bias(n, loss) == pytest.approx(loss.mean() - token_mean, abs=1e-12)
 
 
 def full_gradient(model, parts):
     "Gradient and loss of the token mean over all micro-batches in one batch."
     both = [token_loss(model, m) for m in parts]
-    loss = sum((l * m).sum() for l, m in both) / sum(m.sum() for _, m in both)
+    loss = sum((each * mask).sum() for each, mask in both) / sum(mask.sum() for _, mask in both)
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
 
 
@@ -193,8 +194,8 @@ def test_accumulator_equals_the_full_batch(scaled):
     for _ in range(2):
         optimizer.zero_grad()
         for m in parts:
-            l, mask = token_loss(model, m)
-            collect.backward((l * mask).sum(), mask.sum())
+            each, mask = token_loss(model, m)
+            collect.backward((each * mask).sum(), mask.sum())
         done = collect.finish()
         if scaled:
             scaler.unscale_(optimizer)
@@ -225,8 +226,8 @@ def ddp_rank(rank, port, queue):
         collect, own = TokenMeanAccumulator(model), parts[rank * 3 : rank * 3 + 3]
         for i, m in enumerate(own):
             with model.no_sync() if i < 2 else torch.enable_grad():
-                l, mask = token_loss(model, m)
-                collect.backward((l * mask).sum(), mask.sum())
+                each, mask = token_loss(model, m)
+                collect.backward((each * mask).sum(), mask.sum())
         done = collect.finish()
         error = (
             torch.cat([(p.grad - g).flatten() for p, g in zip(plain.parameters(), full, strict=False)]).norm()

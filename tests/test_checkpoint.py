@@ -1,4 +1,7 @@
-"Checkpoints: every format round-trips, hostile files are refused with nothing executed, statistics equal slow twins, memory is bounded."
+"""Checkpoints: every format round-trips, hostile files are refused with nothing executed.
+
+Statistics equal slow twins, memory is bounded.
+"""
 
 import json
 import os
@@ -15,9 +18,66 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from stabilitylab.checkpoint.diff import diff_checkpoints
 from stabilitylab.checkpoint.kernel import _sums_torch, native, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
-from stabilitylab.checkpoint.scan import diff_checkpoints, scan_checkpoint
+from stabilitylab.checkpoint.scan import scan_checkpoint
+
+OWN_PEAK = """
+import sys, psutil, threading, time
+from stabilitylab.checkpoint.scan import scan_checkpoint
+me = psutil.Process()
+base, peak, go = me.memory_full_info().uss, [0], [True]
+def watch():
+    while go[0]:
+        peak[0] = max(peak[0], me.memory_full_info().uss)
+        time.sleep(.02)
+thread = threading.Thread(target=watch)
+thread.start()
+table = scan_checkpoint(sys.argv[1], progress=False)
+go[0] = False
+thread.join()
+assert table.zeros.sum() == 250_000_000
+print((peak[0] - base)/1e6)
+"""
+RESIDENT_PEAK = """
+import resource, sys
+import torch._subclasses.fake_tensor
+from stabilitylab.checkpoint.scan import scan_checkpoint
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3
+base = peak()
+table = scan_checkpoint(sys.argv[1], progress=False)
+assert table.zeros.sum() == 150_000_000
+print(peak() - base)
+"""
+
+OWN_PEAK = """
+import sys, psutil, threading, time
+from stabilitylab.checkpoint.scan import scan_checkpoint
+me = psutil.Process()
+base, peak, go = me.memory_full_info().uss, [0], [True]
+def watch():
+    while go[0]:
+        peak[0] = max(peak[0], me.memory_full_info().uss)
+        time.sleep(.02)
+thread = threading.Thread(target=watch)
+thread.start()
+table = scan_checkpoint(sys.argv[1], progress=False)
+go[0] = False
+thread.join()
+assert table.zeros.sum() == 250_000_000
+print((peak[0] - base)/1e6)
+"""
+RESIDENT_PEAK = """
+import resource, sys
+import torch._subclasses.fake_tensor
+from stabilitylab.checkpoint.scan import scan_checkpoint
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3
+base = peak()
+table = scan_checkpoint(sys.argv[1], progress=False)
+assert table.zeros.sum() == 150_000_000
+print(peak() - base)
+"""
 
 
 def refused(path, words):
@@ -233,8 +293,7 @@ def test_a_file_larger_than_the_bound_is_scanned_within_it(tmp_path):
     with open(path, "wb") as f:
         f.write(struct.pack("<Q", len(header)) + header)
         f.truncate(8 + len(header) + 10**9)
-    code = "import sys, psutil, threading, time\nfrom stabilitylab.checkpoint.scan import scan_checkpoint\nme = psutil.Process(); base = me.memory_full_info().uss; peak = [0]; go = [True]\ndef watch():\n    while go[0]: peak[0] = max(peak[0], me.memory_full_info().uss); time.sleep(.02)\nt = threading.Thread(target=watch); t.start(); r = scan_checkpoint(sys.argv[1], progress=False); go[0] = False; t.join()\nassert r.zeros.sum() == 250_000_000\nprint((peak[0] - base)/1e6)"
-    out = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    out = subprocess.run([sys.executable, "-c", OWN_PEAK, str(path)], capture_output=True, text=True)
     assert out.returncode == 0 and float(out.stdout) < 512, out.stdout + out.stderr
 
 
@@ -247,9 +306,8 @@ def test_torch_files_and_dcp_folders_leave_nothing_mapped(kind, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"w": torch.zeros(150_000, 1000)}, checkpoint_id=tmp_path / "big.pt", no_dist=True)
-    code = "import resource, sys\nimport torch._subclasses.fake_tensor\nfrom stabilitylab.checkpoint.scan import scan_checkpoint\npeak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1e3\nbase = peak(); r = scan_checkpoint(sys.argv[1], progress=False)\nassert r.zeros.sum() == 150_000_000\nprint(peak() - base)"
     out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "big.pt")], capture_output=True, text=True
+        [sys.executable, "-c", RESIDENT_PEAK, str(tmp_path / "big.pt")], capture_output=True, text=True
     )
     assert out.returncode == 0 and float(out.stdout) < 200, out.stdout + out.stderr
 

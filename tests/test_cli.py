@@ -211,14 +211,23 @@ def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     assert out.count("non_finite") == 1, out
 
 
+RAISES = """
+import sys
+from stabilitylab.cli import diagnose, main
+def broken(args): raise {}
+diagnose.run_diagnose = broken
+sys.exit(main.main(["diagnose", "x"]))
+"""
+
+
 def test_ctrl_c_in_diagnose_is_130():
-    code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef stop(args): raise KeyboardInterrupt\ndiagnose.run_diagnose = stop\nsys.exit(main.main(["diagnose", "x"]))'
+    code = RAISES.format("KeyboardInterrupt")
     r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
     assert r.returncode == 130 and r.stderr == ""
 
 
 def test_a_fault_of_ours_is_one_line_too():
-    code = 'import sys\nfrom stabilitylab.cli import diagnose, main\ndef broken(args): raise KeyError("x")\ndiagnose.run_diagnose = broken\nsys.exit(main.main(["diagnose", "x"]))'
+    code = RAISES.format('KeyError("x")')
     r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
     assert r.returncode == 2 and r.stderr.count("\n") == 1 and "KeyError" in r.stderr
     assert (

@@ -1,4 +1,4 @@
-"`stabilitylab diagnose` on every real log: exit code 0 with strict JSON and a page, or 2 with one line for a Git-LFS pointer."
+"`stabilitylab diagnose` on every real log: 0, strict JSON and a page, or 2 and a line for a Git-LFS pointer."
 
 import json
 from contextlib import redirect_stderr, redirect_stdout

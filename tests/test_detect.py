@@ -1,4 +1,4 @@
-"Findings: the real logs' known events, silence on healthy ones, golden numbers, and slow twins of the rolling statistics."
+"Findings: known events of logs, silence on healthy ones, golden numbers, slow twins of rolling statistics."
 
 from pathlib import Path
 
@@ -279,7 +279,10 @@ def test_data_driven_spikes_and_copies():
 
 
 def test_smaller_learning_rates_only_delay_the_divergence_of_g4():
-    "BLOOM-104B, experiments 7 to 10: 6e-5, 3e-5, 3e-5 and 1e-5 all diverged, the smaller ones later. The shape is made, the order is the published one."
+    """BLOOM-104B, experiments 7 to 10: 6e-5, 3e-5, 3e-5 and 1e-5 all diverged, the smaller ones later.
+
+    The shape is made, the order is the published one.
+    """
     onsets = []
     for lr, at in ((6e-5, 700), (3e-5, 1200), (3e-5, 1250), (1e-5, 2200)):
         i, rng = np.arange(3000), np.random.default_rng(at)

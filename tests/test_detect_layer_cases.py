@@ -1,4 +1,4 @@
-"Made layer failures: every fault is named with its first module, healthy runs stay silent, and the leads on the loss are measured."
+"Made layer failures: every fault is named with its first module, healthy runs silent, leads are measured."
 
 from stabilitylab.cases.layers import LAYER_CASES, score_layer_cases
 

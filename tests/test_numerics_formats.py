@@ -1,4 +1,4 @@
-"Every format function against the casts of ml_dtypes, numpy and torch, and stochastic rounding against its own standard error."
+"Format functions against casts of ml_dtypes, numpy and torch; stochastic rounding and its standard error."
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +33,7 @@ def every_value(name):
 
 
 def dense_sample():
-    "Float32 bit patterns spread evenly over the whole range, and every midpoint of bf16 and fp16 with its two neighbours."
+    "Float32 bit patterns over the whole range, and each midpoint of bf16 and fp16 with its neighbours."
     bits = np.arange(0, 1 << 32, 2003, dtype=np.uint64).astype(np.uint32).view(np.float32)
     half = [v[:-1] / 2 + v[1:] / 2 for v in (np.unique(x[np.isfinite(x)]) for x in map(every_value, CASTS))]
     ties = np.concatenate(half).astype(np.float32)

@@ -1,4 +1,4 @@
-"The lattice test on full-precision series printed with few decimals, and on series that went through bf16 or fp16."
+"The lattice test on full series printed with few decimals, and on series that went through bf16 or fp16."
 
 import numpy as np
 import pytest

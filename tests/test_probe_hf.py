@@ -81,7 +81,15 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert s.step.values.tolist() == [0, 1, 2, 3] and s.segment.values.tolist() == [0, 0, 1, 1]
 
 
+WITHOUT = """
+import sys
+sys.modules['transformers'] = None
+from stabilitylab.probe.hf import RecorderCallback
+try: RecorderCallback('x')
+except Exception as e: print(e)
+"""
+
+
 def test_without_transformers_it_says_what_to_install():
-    code = "import sys; sys.modules['transformers'] = None\nfrom stabilitylab.probe.hf import RecorderCallback\ntry: RecorderCallback('x')\nexcept Exception as e: print(e)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    said = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True).stdout
     assert "transformers" in said and "stabilitylab[hf]" in said, said

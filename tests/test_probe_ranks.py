@@ -17,8 +17,11 @@ LOOP = """
 import os, sys, torch, torch.distributed as dist
 from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.probe.recorder import Recorder
-path, meet, rank, how, steps, die = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6] == 'die'
-torch.set_num_threads(1); dist.init_process_group('gloo', init_method=f'file://{meet}', rank=rank, world_size=2); torch.manual_seed(0)
+path, meet, rank, how, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+die = sys.argv[6] == 'die'
+torch.set_num_threads(1)
+dist.init_process_group('gloo', init_method=f'file://{meet}', rank=rank, world_size=2)
+torch.manual_seed(0)
 m = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=2, seq=16))
 if how == 'ddp': m = torch.nn.parallel.DistributedDataParallel(m)
 else:
@@ -72,11 +75,11 @@ def one(tmp_path_factory):
     x = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(7))
     with Recorder(m, opt, path, every_n=2) as rec:
         for _ in range(4):
-            l = m(x, x)
-            l.backward()
+            loss = m(x, x)
+            loss.backward()
             opt.step()
             opt.zero_grad()
-            rec.step(l)
+            rec.step(loss)
     return open_run(path).load()
 
 

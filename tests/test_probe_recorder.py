@@ -28,7 +28,7 @@ def keep(outs, name, out):
 
 
 def train(path, model=None, opt=None, steps=3, micro=1, clip=None, **kw):
-    "A few steps with a twin of every number: `(run, twins)`; a twin is computed by autograd and float64 from outside."
+    "A few steps with a twin of every number, by autograd and float64 from outside: `(run, twins)`."
     torch.manual_seed(0)
     model = model or DecoderLM(CONFIG)
     opt = opt(model) if opt else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -37,7 +37,7 @@ def train(path, model=None, opt=None, steps=3, micro=1, clip=None, **kw):
         for _ in range(steps):
             outs = {}
             hooks = [
-                m.register_forward_hook(lambda m, a, o, n=n: keep(outs, n, o))
+                m.register_forward_hook(lambda m, a, o, n=n, outs=outs: keep(outs, n, o))
                 for n, m in model.named_modules()
                 if n.endswith(("fc1", "embed", "lm_head", "norm1"))
             ]
@@ -481,11 +481,13 @@ from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 torch.set_num_threads(1); root, kills = sys.argv[1], int(sys.argv[2])
-w = torch.nn.Parameter(torch.zeros(1)); torch.optim.AdamW([w]).register_step_post_hook(print); import stabilitylab.probe.writer, stabilitylab.probe.environment # imported once, before the children
+w = torch.nn.Parameter(torch.zeros(1)); torch.optim.AdamW([w]).register_step_post_hook(print)
+import stabilitylab.probe.writer, stabilitylab.probe.environment # imported once, before the children
 if w.grad is None: w.grad = torch.zeros(1); torch.optim.AdamW([w]).step()
 
 def train(path, out):
-    model = DecoderLM(LMConfig(d_model=16, n_layer=1, seq=8)); opt = torch.optim.AdamW(model.parameters()); x = torch.randint(0, 128, (2, 8))
+    model = DecoderLM(LMConfig(d_model=16, n_layer=1, seq=8)); opt = torch.optim.AdamW(model.parameters())
+    x = torch.randint(0, 128, (2, 8))
     with Recorder(model, opt, path, flush_seconds=.05, snapshot_every=20, every_n=10) as rec:
         for i in range(10**6):
             x = rec.batch(x); loss = model(x, x); loss.backward(); opt.step(); opt.zero_grad(); rec.step(loss)
@@ -502,17 +504,22 @@ def one(k, rng):
     os.close(here); run = open_run(path).load(); s = run['scalars']
     now = s.segment.values == k//10
     rows = s.step.values[now]
-    if now.any(): assert (np.diff(rows) == 1).all() and rows[0] == 0 and run['activations'].sizes['step'] == s.sizes['step']
+    if now.any():
+        assert (np.diff(rows) == 1).all() and rows[0] == 0
+        assert run['activations'].sizes['step'] == s.sizes['step']
     last = s.time.values[now][-1].astype('M8[ns]').astype(float)/1e9 if now.any() else None
     lost = int.from_bytes(told, 'little') + 1 - len(rows)
     late = killed - (last if last is not None else start)
-    for f in json.loads(open(f'{path}/blackbox/index.json').read())['snapshots'] if os.path.exists(f'{path}/blackbox/index.json') else []: torch.load(f'{path}/blackbox/' + f['file'], weights_only=True)
+    index = f'{path}/blackbox/index.json'
+    for f in json.loads(open(index).read())['snapshots'] if os.path.exists(index) else []:
+        torch.load(f'{path}/blackbox/' + f['file'], weights_only=True)
     return lost, late
 
 rng, lost, late = np.random.default_rng(int(sys.argv[3])), [], []
 for k in range(kills):
     start = time.time(); l, t = one(k, rng); lost.append(l); late.append(t)
-print(json.dumps({'kills': kills, 'lost': [int(np.median(lost)), max(lost)], 'late': [float(np.median(late)), max(late)]}))
+lost, late = [int(np.median(lost)), max(lost)], [float(np.median(late)), max(late)]
+print(json.dumps({'kills': kills, 'lost': lost, 'late': late}))
 """
 
 
@@ -536,12 +543,12 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_black_box_stays_within_its_bytes(tmp_path):
-    from stabilitylab.probe.blackbox import BlackBox
+    from stabilitylab.probe.blackbox import BlackBox, BoxLimits
 
     model = nn.Linear(64, 64)
     opt = torch.optim.AdamW(model.parameters())
     used = []
-    box = BlackBox(tmp_path, model, [opt], every=2, keep=50, max_bytes=300_000)
+    box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=2, keep=50, max_bytes=300_000))
     for step in range(60):
         box.batch(torch.zeros(4, 64), step, 0)
         if step % 7 == 0:
@@ -610,7 +617,7 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     was = e.environment
     for k, version in enumerate(("1", "1", "2", "3")):
-        monkeypatch.setattr(e, "environment", lambda: was() | {"version_x": version})
+        monkeypatch.setattr(e, "environment", lambda version=version: was() | {"version_x": version})
         rec = Recorder(model, opt, tmp_path / "r", first_step=k).__enter__()
         model(TOKENS, TOKENS).backward()
         opt.step()
@@ -646,7 +653,10 @@ def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
             opt.zero_grad()
             rec.step(loss)
             losses.append(loss.item())
-    load = lambda f: torch.load(tmp_path / "r" / "blackbox" / f, weights_only=True)
+
+    def load(name):
+        return torch.load(tmp_path / "r" / "blackbox" / name, weights_only=True)
+
     state = load("snapshot-3.pt")
     again = DecoderLM(config)
     again.load_state_dict(state["model"])

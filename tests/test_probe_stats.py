@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stabilitylab.probe import stats
-from stabilitylab.probe.stats import _adam_torch, _add_torch, adam_sums, add_sums, statistics
+from stabilitylab.probe.stats import AdamRule, _adam_torch, _add_torch, adam_sums, add_sums, statistics
 
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(0,), (1,), (15,), (16,), (17,), (3, 5), (70000,), (2, 20000), (4, 3, 33)]
@@ -86,11 +86,7 @@ def test_one_pass_equals_what_the_optimizer_did(cls, amsgrad):
         s["exp_avg"],
         s["exp_avg_sq"],
         s.get("max_exp_avg_sq"),
-        s["step"],
-        3e-3,
-        (0.9, 0.999),
-        1e-3,
-        opt.param_groups[0]["weight_decay"],
+        AdamRule(s["step"], 3e-3, (0.9, 0.999), 1e-3, opt.param_groups[0]["weight_decay"]),
     )
     v = s["exp_avg_sq"].double() / (1 - 0.999**4)
     top = s.get("max_exp_avg_sq", s["exp_avg_sq"]).double() / (1 - 0.999**4)
@@ -119,7 +115,7 @@ def test_non_finite_gradient_and_state_are_counted():
     g[3], w[1], m[2], v[7] = NAN, INF, NAN, INF
     v = v.abs()
     for f in (adam_sums, _adam_torch):
-        out = f(g, w, m, v, None, 3, 1e-3, (0.9, 0.95), 1e-8, 0.0)
+        out = f(g, w, m, v, None, AdamRule(3, 1e-3, (0.9, 0.95), 1e-8))
         assert out[[3, 6, 7]].tolist() == [1, 1, 2] and torch.isfinite(out).all()
 
 

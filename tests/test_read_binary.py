@@ -1,4 +1,4 @@
-"TensorBoard event files and W&B offline runs: real files, the tensorboard package as the slow twin, and damage."
+"TensorBoard event files and W&B offline runs: real files, the tensorboard package as slow twin, and damage."
 
 import struct
 import zlib

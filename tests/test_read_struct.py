@@ -30,7 +30,8 @@ HUKUK, P4, GROK, NV = (
     "bdytx5__grokking__res_test_",
     "megatron_golden_json/NVIDIA__Megatron-LM__",
 )
-# file, format, series, count, first step, last step, modal step, first, last, min, its step, max, its step, distinct
+# file, format, series, count, first step, last step, modal step,
+# first, last, min, its step, max, its step, distinct
 TRUTH = [
     *(
         (
@@ -353,9 +354,11 @@ def test_real_log_equals_the_manifest(real_logs, row):
     scores = {k: f.sniff(head, path) for k, f in FORMATS.items()}
     assert max(scores, key=scores.get) == kind, f"{file}: recognised as {scores}"
     s = FORMATS[kind].read(path).samples[name]
-    close = lambda a, b: (
-        b is None or a == pytest.approx(b, rel=5e-4 if high is None else 1e-5, abs=1e-12)
-    )  # the manifest rounds evaluation losses to 4 significant digits
+    rtol = 5e-4 if high is None else 1e-5  # the manifest rounds evaluation losses to 4 significant digits
+
+    def close(a, b):
+        return b is None or a == pytest.approx(b, rel=rtol, abs=1e-12)
+
     assert (len(s.value), s.step[0], s.step[-1]) == (n, first_step, last_step), file
     assert modal is None or np.bincount(np.diff(s.step)).argmax() == modal, file
     assert close(s.value[0], first) and close(s.value[-1], last) and close(s.value.min(), low), file
@@ -395,7 +398,10 @@ def test_lfs_pointers_are_named(real_logs, kind, file):
 SMALL = {r[1]: r[0] for r in reversed(TRUTH) if not r[0].startswith("megatron")} | {
     "golden_json": f"{NV}mixtral_8x7b_release__golden_values_dev_dgx_h100.json"
 }
-LINES = b'{"current_steps": 1, "total_steps": 3, "loss": 2.5}\n{"current_steps": 2, "total_steps": 3, "loss": "NaN"}\n'
+LINES = (
+    b'{"current_steps": 1, "total_steps": 3, "loss": 2.5}\n'
+    b'{"current_steps": 2, "total_steps": 3, "loss": "NaN"}\n'
+)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

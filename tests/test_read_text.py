@@ -1,4 +1,4 @@
-"Text logs: the real files against numbers read from them independently, damage of every kind, a slow twin, and a growing file."
+"Text logs: real files against numbers read independently, damage of every kind, a slow twin, a growing file."
 
 import contextlib
 import math
@@ -20,7 +20,8 @@ from stabilitylab.read.scan import Scan
 from stabilitylab.run.scalars import series
 
 nan = math.nan
-# file, format, series: (n, first step, last step, first, last, min, step of min, max, step of max, distinct); None: not given
+# file, format, series: (n, first step, last step, first, last, min, step of min, max, step of max, distinct);
+# None: not given
 REAL = [
     (
         "megatron_text/zetsunozomi__Pier-LLM-Pretraining__exp_find_checkpoint_wrong.o54745",
@@ -366,17 +367,23 @@ def test_damaged_lines(tmp_path):
     p = tmp_path / "a.log"
     cut = nanogpt_log(
         p,
-        "iter 0: loss 4.0000, time 10.00ms, mfu 1%\niter 10: loss 3.5000, time 10.00ms, mfu 1%\niter 20: loss 3.",
+        "iter 0: loss 4.0000, time 10.00ms, mfu 1%\n"
+        "iter 10: loss 3.5000, time 10.00ms, mfu 1%\n"
+        "iter 20: loss 3.",
     )
     assert series(cut).values.tolist() == [4, 3.5] and cut.attrs["skipped"] == {"cut last line": 1}
     glued = nanogpt_log(
         p,
-        "iter 0: loss 4.0000, time 1.00ms, mfu 1%iter 10: loss nan, time 1.00ms, mfu 1%\nwarning: xiter 20: loss inf, time 1.00ms, mfu 1%\n",
+        "iter 0: loss 4.0000, time 1.00ms, mfu 1%iter 10: loss nan, time 1.00ms, mfu 1%\n"
+        "warning: xiter 20: loss inf, time 1.00ms, mfu 1%\n",
     )
     assert np.array_equal(series(glued).values, [4, nan, math.inf], equal_nan=True)
     torn = nanogpt_log(
         p,
-        "iter 0: loss 4.0000, time 1.00ms, mfu 1%\nloss at loss at2 2  5.25\nloss: 2.5 garbled\niter 10: loss 3.0000, time 1.00ms, mfu 1%\n",
+        "iter 0: loss 4.0000, time 1.00ms, mfu 1%\n"
+        "loss at loss at2 2  5.25\n"
+        "loss: 2.5 garbled\n"
+        "iter 10: loss 3.0000, time 1.00ms, mfu 1%\n",
     )
     assert series(torn).size == 2 and torn.attrs["skipped"] == {"unreadable record": 1}
     restarted = nanogpt_log(
@@ -389,7 +396,8 @@ def test_damaged_lines(tmp_path):
     assert series(restarted).segment.values.tolist() == [0] * 4 + [1] * 4
     carriage = nanogpt_log(
         p,
-        "\x1b[31miter 0: loss 4.0000, time 1.00ms, mfu 1%\x1b[0m\riter 10: loss 3.0000, time 1.00ms, mfu 1%\r\n",
+        "\x1b[31miter 0: loss 4.0000, time 1.00ms, mfu 1%\x1b[0m\r"
+        "iter 10: loss 3.0000, time 1.00ms, mfu 1%\r\n",
     )
     assert series(carriage).values.tolist() == [4, 3]
 
@@ -435,7 +443,7 @@ for i in range(300):
 def test_follow_a_buffered_writer(tmp_path):
     path = tmp_path / "train.log"
     follower, got, bursts = Follower(path), [], 0
-    with subprocess.Popen([sys.executable, "-c", WRITER, path]) as writer:
+    with subprocess.Popen([sys.executable, "-c", WRITER, path]):
         end = time.monotonic() + 60
         while len(got) < 300 and time.monotonic() < end:
             new = follower.poll()
@@ -447,19 +455,30 @@ def test_follow_a_buffered_writer(tmp_path):
     assert series(follower.run()).size == 300
 
 
+PEAK = """
+import resource, sys
+from stabilitylab.read.text import pieces
+from stabilitylab.read.recognise import recognise
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+read = recognise(sys.argv[1]).read(sys.argv[1])
+print(len(read.samples['lm loss'].step), (peak() - before)/1024)
+"""
+
+
 def test_memory_stays_bounded(tmp_path):
     path, line = (
         tmp_path / "big.log",
         "".join(
-            f" iteration {i:8d}/  500000 | consumed samples: {i:12d} | learning rate: 1.0E-04 | lm loss: {3 + i / 1e6:.6E} | grad norm: 0.{i % 1000:03d} |\n"
+            f" iteration {i:8d}/  500000 | consumed samples: {i:12d} | learning rate: 1.0E-04 |"
+            f" lm loss: {3 + i / 1e6:.6E} | grad norm: 0.{i % 1000:03d} |\n"
             for i in range(2000)
         ).encode(),
     )
     with open(path, "wb") as f:
         for _ in range(500):
             f.write(line)
-    code = f"import resource; from stabilitylab.read.text import pieces; from stabilitylab.read.recognise import recognise; a = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; d = recognise('{path}').read('{path}'); print(len(d.samples['lm loss'].step), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss-a)/1024)"
     n, mib = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True
     ).stdout.split()
     assert int(n) == 1_000_000 and float(mib) < 600, f"{mib} MiB for a {path.stat().st_size / 1e6:.0f} MB log"

@@ -90,7 +90,7 @@ def rare_feature(rng):
 
 
 def test_the_cause_is_found_in_95_of_100_seeded_cases(trained):
-    "R17: a poisoned batch, a broken state, both, one cell alone, and neither, with other seeds, places and sizes."
+    "A poisoned batch, a broken state, both, one cell alone, and neither, with other seeds, places and sizes."
     states, ordinary, last = trained
     kinds, right, wrong = (
         ("bad batch", "bad state", "bad batch and bad state", "combination", "neither"),
@@ -202,12 +202,9 @@ def test_module_errors_equal_a_slow_twin(trained):
         model.load_state_dict(last.model)
         model.to(dtype)
 
-        def keep(name):
+        def keep(name, dtype=dtype):
             def hook(m, a, y):
-                if (dtype, name) not in out:
-                    out[dtype, name] = (
-                        y.double().detach().numpy()
-                    )  # the first call, where a module is called twice
+                out.setdefault((dtype, name), y.double().detach().numpy())  # a module may be called twice
 
             return hook
 

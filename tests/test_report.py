@@ -67,7 +67,7 @@ def hostile():
 class Parsed(HTMLParser):
     "Tags and attributes of a page, with a check that it is well nested."
 
-    VOID = {"meta", "br", "img", "link"}
+    VOID = frozenset({"meta", "br", "img", "link"})
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"What 16 bits take from a step, against slow twins; attention inputs of other people's models; the command's errors."
+"What 16 bits take from a step, against slow twins; attention inputs of others' models; the command's errors."
 
 import json
 import subprocess

@@ -58,13 +58,14 @@ def is_described(parameter: ast.arg, lines: list[str]) -> bool:
     "Whether a comment stands beside the parameter, or on a line of its own above it."
     beside = lines[parameter.end_lineno - 1][parameter.end_col_offset :]
     above = lines[parameter.lineno - 2].strip()
-    return bool(re.search(r"#\s*\w", beside)) or (above.startswith("#") and not above.startswith("# %%"))
+    return bool(re.search(r"#\s*\S", beside)) or (above.startswith("#") and not above.startswith("# %%"))
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_line_is_wider(name):
     lines = enumerate(SOURCES[name].splitlines(), 1)
-    assert [n for n, line in lines if len(line) > WIDEST and not line.startswith("#")] == []
+    by_hand = ((n, line) for n, line in lines if not line.startswith(("#", "__all__")))  # nbdev wraps at 120
+    assert [n for n, line in by_hand if len(line) > WIDEST] == []
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -1,4 +1,4 @@
-"""Logs of strangers: for each, whether it opens, and whether values and steps are those read independently."""
+"""Logs of strangers: for each, whether it opens, and whether values and steps are right."""
 
 import json
 import math
@@ -67,7 +67,8 @@ def score(entry: dict) -> Score:
         return Score(entry["file"], events > 0, None, None, f"no series, {events} events")
     curve = series(scalars_of(run), name)
     value, step = curve.values, curve.step.values
-    got = f"{run.attrs['format']}: {name} ({curve.attrs['log_name']}) n={len(value)} {value[0]:.6g}..{value[-1]:.6g} "
+    got = f"{run.attrs['format']}: {name} ({curve.attrs['log_name']}) n={len(value)} "
+    got += f"{value[0]:.6g}..{value[-1]:.6g} "
     finite = value[np.isfinite(value)]
     lowest, highest = (finite.min(), finite.max()) if len(finite) else (math.nan, math.nan)
     got += f"[{lowest:.6g}, {highest:.6g}] steps {step[0]}..{step[-1]} of {len(names)} series"

@@ -13,6 +13,7 @@ import torch
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/accumulate/02_accumulator.ipynb #29a5543d
+_JOINS = "'averaged', 'summed' or 'own'"
 _UNIT = 1024.0  # tokens; a power of two, so that scaling by it is exact
 
 
@@ -23,14 +24,31 @@ class TokenMean(NamedTuple):
     tokens: int  # tokens that counted
 
 
-def _averages(model):
+def _averages(model: torch.nn.Module) -> bool:
     "Whether the wrapper of the model averages gradients over ranks."
     from torch.nn.parallel import DistributedDataParallel
 
-    names = {c.__name__ for m in (model, *model.modules()) for c in type(m).__mro__}
-    return isinstance(model, DistributedDataParallel) or bool(
-        names & {"FSDPModule", "FullyShardedDataParallel"}
-    )
+    modules = (model, *model.modules())
+    names = {kind.__name__ for module in modules for kind in type(module).__mro__}
+    is_sharded = bool(names & {"FSDPModule", "FullyShardedDataParallel"})
+    return is_sharded or isinstance(model, DistributedDataParallel)
+
+
+def _is_distributed(group: object) -> bool:
+    "Whether several processes train together."
+    distributed = torch.distributed
+    is_on = distributed.is_available() and distributed.is_initialized()
+    return is_on and distributed.get_world_size(group) > 1
+
+
+def _joined(model: torch.nn.Module, group: object) -> str:
+    "What joins the gradients of ranks, as far as the wrapper of the model tells."
+    if not _is_distributed(group):
+        return "own"
+    if not _averages(model):
+        fix = "several processes run and the model is in no known wrapper: say what joins the gradients"
+        raise bad_input("gradients", None, _JOINS, fix)
+    return "averaged"
 
 
 class TokenMeanAccumulator:
@@ -40,26 +58,14 @@ class TokenMeanAccumulator:
         self,
         model: torch.nn.Module,  # as trained: plain, or in DistributedDataParallel or FSDP
         scaler: torch.amp.GradScaler | None = None,  # of fp16 training; call `unscale_` after `finish`
-        gradients: str
-        | None = None,  # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
-        group=None,  # process group of the data-parallel ranks; None: all
+        # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
+        gradients: str | None = None,
+        group: object = None,  # process group of the data-parallel ranks; None: all
     ):
-        many = (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size(group) > 1
-        )
         if gradients is None:
-            if many and not _averages(model):
-                raise bad_input(
-                    "gradients",
-                    None,
-                    "'averaged', 'summed' or 'own'",
-                    "several processes run and the model is in no known wrapper: say what joins the gradients",
-                )
-            gradients = "averaged" if many else "own"
+            gradients = _joined(model, group)
         if gradients not in ("averaged", "summed", "own"):
-            raise bad_input("gradients", gradients, "'averaged', 'summed' or 'own'")
+            raise bad_input("gradients", gradients, _JOINS)
         self.model, self.scaler, self.gradients, self.group = model, scaler, gradients, group
         self._sums = None  # (2,) float64: loss, tokens
 
@@ -78,12 +84,10 @@ class TokenMeanAccumulator:
             )
         scaled = loss_sum / _UNIT
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        kind = dict(
-            dtype=torch.float32 if loss_sum.device.type == "mps" else torch.float64, device=loss_sum.device
-        )
-        now = torch.stack(
-            [loss_sum.detach().to(**kind), torch.as_tensor(tokens).detach().to(**kind).reshape(())]
-        )
+        device = loss_sum.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        counted = torch.as_tensor(tokens).detach().to(device, wide).reshape(())
+        now = torch.stack([loss_sum.detach().to(device, wide), counted])
         self._sums = now if self._sums is None else self._sums + now
 
     def finish(self) -> TokenMean:  # the loss to log and its tokens
@@ -96,8 +100,8 @@ class TokenMeanAccumulator:
             if self.gradients == "averaged":
                 ranks = torch.distributed.get_world_size(self.group)
         factor = ranks * _UNIT / sums[1].clamp(min=1)
-        for p in self.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.device, torch.float32))
+        gradients = [param.grad for param in self.model.parameters() if param.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, torch.float32))
         loss, tokens = sums.tolist()
         return TokenMean(loss / tokens if tokens else float("nan"), int(tokens))

@@ -9,49 +9,42 @@ __all__ = ['deal', 'compare_denominators']
 import numpy as np
 import pandas as pd
 
-from .audit import SequenceGradients
+from .audit import SequenceGradients, direction
 from .weights import DENOMINATORS, Window, token_weights
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/accumulate/03_deal.ipynb #9dfd1792
 def deal(
-    tokens: np.ndarray,  # (sequence,) int, target tokens of each, in the order in which they are read
+    tokens: np.ndarray,  # int, (sequence,): target tokens of each, in the order in which they are read
     microbatch: int,  # sequences a micro-batch, >= 1
     ranks: int = 1,  # data-parallel ranks, >= 1
-) -> (
-    Window
-):  # every accumulation step takes microbatch·ranks sequences; each micro-batch is padded to its longest
+) -> Window:  # a step takes microbatch·ranks sequences; a micro-batch is padded to its longest
     "The window of sequences that are dealt in order."
-    n = np.asarray(tokens, int)
-    if microbatch < 1 or ranks < 1 or len(n) == 0 or len(n) % (microbatch * ranks):
-        raise bad_input(
-            "microbatch",
-            f"{microbatch} sequences on {ranks} ranks",
-            f"numbers whose product divides the {len(n)} sequences",
-        )
-    i = np.arange(len(n))
-    step, rank = i // (microbatch * ranks), i // microbatch % ranks
-    return Window(n, step, rank, np.repeat(n.reshape(-1, microbatch).max(1), microbatch))
+    counts, taken = np.asarray(tokens, int), microbatch * ranks
+    is_positive = microbatch >= 1 and ranks >= 1
+    if not is_positive or not len(counts) or len(counts) % taken:
+        got = f"{microbatch} sequences on {ranks} ranks"
+        raise bad_input("microbatch", got, f"numbers whose product divides the {len(counts)} sequences")
+    place = np.arange(len(counts))
+    step, rank = place // taken, place // microbatch % ranks
+    longest = counts.reshape(-1, microbatch).max(1)
+    return Window(counts, step, rank, np.repeat(longest, microbatch))
 
 
 def compare_denominators(
     parts: SequenceGradients,  # gradients of the sequences
     window: Window | None = None,  # how they are dealt; None: as they were
-) -> pd.DataFrame:  # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats), error (nats, logged minus the token mean)
+    # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats),
+    # error (nats, logged minus the token mean)
+) -> pd.DataFrame:
     "What each denominator makes of the gradient and of the logged loss."
-    window = window or parts.window
-    true = token_weights(window, "token_mean")
-    g, rows = true @ parts.each, {}
-    for d in DENOMINATORS:
-        w = token_weights(window, d)
-        h = w @ parts.each
-        norm = np.linalg.norm(g) * np.linalg.norm(h)
-        rows[d] = (
-            float(g @ h / norm) if norm else float("nan"),
-            float(np.linalg.norm(h) / np.linalg.norm(g)) if g.any() else float("nan"),
-            float(w @ parts.losses),
-            float((w - true) @ parts.losses),
-        )
-    return pd.DataFrame.from_dict(
-        rows, orient="index", columns=["cosine", "norm_ratio", "logged", "error"]
-    ).rename_axis("denominator")
+    window, rows = window or parts.window, {}
+    true_weights = token_weights(window, "token_mean")
+    true = true_weights @ parts.each
+    for name in DENOMINATORS:
+        weights = token_weights(window, name)
+        gradient = weights @ parts.each
+        logged, error = weights @ parts.losses, (weights - true_weights) @ parts.losses
+        rows[name] = (*direction(gradient, true), float(logged), float(error))
+    columns = ["cosine", "norm_ratio", "logged", "error"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("denominator")

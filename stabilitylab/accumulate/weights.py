@@ -28,29 +28,38 @@ class Window:
     ) -> tuple:  # (tokens, sequences, positions), each (sequence,): of the group that the sequence lies in
         "Sums over the group of each sequence."
         label = np.zeros(len(self.tokens), int)
-        for k in keys:
-            label = label * (int(getattr(self, k).max()) + 1) + getattr(self, k)
-        of = lambda v: np.bincount(label, v)[label]
-        return of(self.tokens), of(np.ones(len(label))), of(self.positions)
+        for key in keys:
+            part = getattr(self, key)
+            label = label * (int(part.max()) + 1) + part
+        counted = (self.tokens, np.ones(len(label)), self.positions)
+        return tuple(np.bincount(label, values)[label] for values in counted)
+
+    def groups(
+        self,
+        *keys: str,  # 'step' and 'rank', at least one
+    ) -> int:  # >= 1
+        "How many groups there are."
+        return len({*zip(*(getattr(self, key).tolist() for key in keys), strict=True)})
 
 
 def make_window(
-    tokens: list,  # target tokens: [rank][accumulation step][sequence]; a flat list is one sequence a micro-batch on one rank
-    positions: list
-    | None = None,  # padded lengths, nested alike; None: each micro-batch is padded to its longest sequence
+    # target tokens: [rank][accumulation step][sequence]; a flat list: one sequence a micro-batch on one rank
+    tokens: list,
+    # padded lengths, nested alike; None: each micro-batch is padded to its longest sequence
+    positions: list | None = None,
 ) -> Window:  # one row a sequence
     "The window of nested token counts."
-    if tokens and not isinstance(tokens[0], (list, tuple)):
-        tokens = [[[int(n)] for n in tokens]]
-    rows = [
-        (n, k, r, max(m) if positions is None else positions[r][k][i])
-        for r, steps in enumerate(tokens)
-        for k, m in enumerate(steps)
-        for i, n in enumerate(m)
-    ]
-    if not rows or sum(r[0] for r in rows) <= 0 or min(r[0] for r in rows) < 0:
+    if tokens and not isinstance(tokens[0], list | tuple):
+        tokens = [[[int(count)] for count in tokens]]
+    rows = []
+    for rank, steps in enumerate(tokens):
+        for step, counts in enumerate(steps):
+            lengths = [max(counts, default=0)] * len(counts) if positions is None else positions[rank][step]
+            rows += [(n, step, rank, length) for n, length in zip(counts, lengths, strict=True)]
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    if not rows or columns[0].sum() <= 0 or columns[0].min() < 0:
         raise bad_input("tokens", tokens, "token counts >= 0 with at least one above 0")
-    return Window(*(np.array(c) for c in zip(*rows)))
+    return Window(*columns)
 
 # %% ../../nbs/api/accumulate/00_weights.ipynb #2bc1d3e6
 DENOMINATORS = {  # name -> what the loop does, in words
@@ -59,38 +68,40 @@ DENOMINATORS = {  # name -> what the loop does, in words
     "step_mean": "a mean over each accumulation step of all ranks together, then a mean of those",
     "rank_mean": "a mean over all tokens of a rank, then a mean over ranks",
     "sequence_mean": "a mean over each sequence, then a mean over all sequences",
-    "sequence_mean_by_microbatch": "a mean over each sequence, then over each micro-batch, then over micro-batches",
+    "sequence_mean_by_microbatch": (
+        "a mean over each sequence, then over each micro-batch, then over micro-batches"
+    ),
     "padded_mean": "a mean over each micro-batch in which padding is counted, then a mean of those",
-    "unshifted_mean": "a mean over each micro-batch whose labels are counted before the shift, then a mean of those",
+    "unshifted_mean": (
+        "a mean over each micro-batch whose labels are counted before the shift, then a mean of those"
+    ),
 }
 
 
 def token_weights(
     window: Window,  # the step
     denominator: str,  # a name in `DENOMINATORS`
-) -> np.ndarray:  # (sequence,) weight of each token of the sequence, >= 0; they sum to 1 over tokens except where padding or unshifted labels are counted
+    # (sequence,) weight of each token of the sequence, >= 0; they sum to 1 over tokens except where padding
+    # or unshifted labels are counted
+) -> np.ndarray:
     "How much one token of each sequence counts."
     if denominator not in DENOMINATORS:
         raise bad_input("denominator", denominator, ", ".join(DENOMINATORS))
-    n, count, _ = window.totals()
-    (micro, inside, padded), by_step, by_rank = (
-        window.totals("rank", "step"),
-        window.totals("step")[0],
-        window.totals("rank")[0],
-    )
-    groups = lambda *k: len(np.unique(np.stack([getattr(window, x) for x in k]), axis=1).T)
-    m = groups("rank", "step")
+    tokens, sequences, _ = window.totals()
+    in_micro, sequences_in_micro, padded = window.totals("rank", "step")
+    micros = window.groups("rank", "step")
     below = {
-        "token_mean": n,
-        "microbatch_mean": m * micro,
-        "step_mean": groups("step") * by_step,
-        "rank_mean": groups("rank") * by_rank,
-        "sequence_mean": count * window.tokens,
-        "sequence_mean_by_microbatch": m * inside * window.tokens,
-        "padded_mean": m * padded,
-        "unshifted_mean": m * (micro + inside),
+        "token_mean": tokens,
+        "microbatch_mean": micros * in_micro,
+        "step_mean": window.groups("step") * window.totals("step")[0],
+        "rank_mean": window.groups("rank") * window.totals("rank")[0],
+        "sequence_mean": sequences * window.tokens,
+        "sequence_mean_by_microbatch": micros * sequences_in_micro * window.tokens,
+        "padded_mean": micros * padded,
+        "unshifted_mean": micros * (in_micro + sequences_in_micro),
     }[denominator]
-    return np.divide(1.0, below, out=np.zeros(len(n)), where=(below > 0) & (window.tokens > 0))
+    counts = (below > 0) & (window.tokens > 0)
+    return np.divide(1.0, below, out=np.zeros(len(tokens)), where=counts)
 
 # %% ../../nbs/api/accumulate/00_weights.ipynb #46e4ec55
 def known_factors(
@@ -98,42 +109,44 @@ def known_factors(
     denominator: str = "token_mean",  # the mean that is multiplied
 ) -> dict:  # what was done -> factor on the mean
     "Factors that a loop puts on a mean by a known mistake."
-    n, count, padded = (float(v[0]) for v in window.totals())
-    k, r = int(window.step.max()) + 1, int(window.rank.max()) + 1
+    tokens, sequences, padded = (float(total[0]) for total in window.totals())
+    steps, ranks = int(window.step.max()) + 1, int(window.rank.max()) + 1
     found = {
-        "not divided by the accumulation steps": k,
-        "divided by the accumulation steps once more": 1 / k,
-        "summed over ranks instead of averaged": r,
-        "averaged over ranks once more": 1 / r,
-        "not divided by accumulation steps and ranks": k * r,
+        "not divided by the accumulation steps": steps,
+        "divided by the accumulation steps once more": 1 / steps,
+        "summed over ranks instead of averaged": ranks,
+        "averaged over ranks once more": 1 / ranks,
+        "not divided by accumulation steps and ranks": steps * ranks,
     }
     if denominator == "token_mean":
         found |= {
-            "summed and not divided": n,
-            "summed, divided by ranks only": n / r if r > 1 else 1,
-            "divided by the number of sequences": n / count,
-            "labels counted before the shift": n / (n + count),
-            "padding counted": n / padded,
+            "summed and not divided": tokens,
+            "summed, divided by ranks only": tokens / ranks if ranks > 1 else 1,
+            "divided by the number of sequences": tokens / sequences,
+            "labels counted before the shift": tokens / (tokens + sequences),
+            "padding counted": tokens / padded,
         }
-    return {name: float(f) for name, f in found.items() if f != 1}
+    return {name: float(factor) for name, factor in found.items() if factor != 1}
 
 # %% ../../nbs/api/accumulate/00_weights.ipynb #5c5e363f
 def mean_of_means_bias(
-    tokens: np.ndarray,  # (microbatch,) target tokens, > 0
-    loss: np.ndarray,  # (microbatch,) mean loss of each, nats
+    tokens: np.ndarray,  # target tokens of each micro-batch, > 0; (microbatch,)
+    loss: np.ndarray,  # mean loss of each, nats; (microbatch,)
 ) -> float:  # nats; below 0 where long micro-batches have the larger loss
     "Logged mean of means minus the true token mean."
-    n, l = np.asarray(tokens, float), np.asarray(loss, float)
-    if n.shape != l.shape or (n <= 0).any():
-        raise bad_input("tokens", n.tolist(), "one count > 0 a loss")
-    return float(-((n - n.mean()) * (l - l.mean())).mean() / n.mean())
+    counts, losses = np.asarray(tokens, float), np.asarray(loss, float)
+    if counts.shape != losses.shape or (counts <= 0).any():
+        raise bad_input("tokens", counts.tolist(), "one count > 0 a loss")
+    covariance = ((counts - counts.mean()) * (losses - losses.mean())).mean()
+    return float(-covariance / counts.mean())
 
 
 def effective_share(
-    tokens: np.ndarray,  # (microbatch,) target tokens, > 0
+    tokens: np.ndarray,  # target tokens of each micro-batch, > 0; (microbatch,)
 ) -> float:  # in (0, 1]; 1 where all are equal
     "Harmonic over arithmetic mean of the token counts."
-    n = np.asarray(tokens, float)
-    if (n <= 0).any():
-        raise bad_input("tokens", n.tolist(), "counts > 0")
-    return float(1 / (1 / n).mean() / n.mean())
+    counts = np.asarray(tokens, float)
+    if (counts <= 0).any():
+        raise bad_input("tokens", counts.tolist(), "counts > 0")
+    harmonic = 1 / (1 / counts).mean()
+    return float(harmonic / counts.mean())

@@ -34,7 +34,7 @@ def add_command(
 
 
 def pieces_of(
-    where: str,  # 'file.py:function' or 'package.module:function'
+    where: str,  # of a function: 'file.py:function' or 'package.module:function'
 ) -> dict:  # what the function returns
     "The pieces of an audit."
     from stabilitylab.names.errors import bad_input

@@ -8,6 +8,10 @@ __all__ = ['add_command', 'run_scan', 'run_diff']
 # %% ../../nbs/api/cli/15_checkpoints.ipynb #36d10574
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # %% ../../nbs/api/cli/15_checkpoints.ipynb #c9016795
 def add_command(
@@ -17,7 +21,9 @@ def add_command(
     p = commands.add_parser(
         "scan",
         help="statistics of every tensor of a checkpoint",
-        description="Read a checkpoint once and say what every tensor holds: size, spread, NaN, range, dead rows.",
+        description=(
+            "Read a checkpoint once and say what every tensor holds: size, spread, NaN, range, dead rows."
+        ),
         epilog="Nothing of the file is executed. exit code: 0 read; 2 refused or unreadable",
     )
     p.add_argument("checkpoint", metavar="CKPT", help="safetensors, torch file, Hugging Face or DCP folder")
@@ -36,19 +42,29 @@ def add_command(
     p.set_defaults(func=run_diff)
 
 
-def _rows(table):
+def _rows(table: "pd.DataFrame") -> list[dict]:
     "A table as a list of dicts."
-    return [{"tensor": str(n)} | r for n, r in zip(table.index, table.to_dict("records"))]
+    return [{"tensor": str(n)} | row for n, row in zip(table.index, table.to_dict("records"), strict=True)]
 
 
-def _print(what):
+def _print(what: object) -> None:
+    "Prints JSON; what is missing in a table is NaN."
     from stabilitylab.names.encode import to_json
 
     print(to_json(what, missing={"nan", "inf", "-inf"}, indent=1))
 
 
-def _short(names, width=44):
-    return [n if len(n) <= width else "…" + n[1 - width :] for n in map(str, names)]
+def _short(name: object, width: int = 44) -> str:
+    "A name that fits its column, shortened from the left."
+    words = str(name)
+    return words if len(words) <= width else "…" + words[1 - width :]
+
+
+def _scan_line(name: object, row: dict) -> str:
+    "One tensor of a checkpoint."
+    shape = "×".join(map(str, row["shape"])) or "scalar"
+    numbers = " ".join(f"{row[what]:10.4g}" for what in ("absmax", "rms", "std"))
+    return f"{_short(name):44} {shape:>16} {row['dtype']:9} {numbers}  {row['note']}".rstrip()
 
 
 def run_scan(
@@ -61,68 +77,59 @@ def run_scan(
     ckpt = open_checkpoint(args.checkpoint)
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
     if args.json:
-        _print(
-            {
-                "checkpoint": str(args.checkpoint),
-                "format": ckpt.format,
-                "optimizer": ckpt.groups,
-                "tensors": _rows(table),
-            }
-        )
+        told = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
+        _print(told | {"tensors": _rows(table)})
         return 0
     print(f"{ckpt!r}\n{'tensor':44} {'shape':>16} {'dtype':9} {'absmax':>10} {'rms':>10} {'std':>10}  note")
-    for name, short, r in zip(table.index, _short(table.index), table.to_dict("records")):
-        print(
-            f"{short:44} {'×'.join(map(str, r['shape'])) or 'scalar':>16} {r['dtype']:9} {r['absmax']:10.4g} {r['rms']:10.4g} {r['std']:10.4g}  {r['note']}".rstrip()
-        )
-    for i, g in enumerate(ckpt.groups):
-        print(
-            f"optimizer group {i}: "
-            + ", ".join(f"{k} {v}" for k, v in g.items() if v is not None and v is not False)
-        )
+    for name, row in zip(table.index, table.to_dict("records"), strict=True):
+        print(_scan_line(name, row))
+    for i, group in enumerate(ckpt.groups):
+        told = [
+            f"{what} {value}" for what, value in group.items() if value is not None and value is not False
+        ]
+        print(f"optimizer group {i}: {', '.join(told)}")
     return 0
+
+
+def _diff_line(name: object, row: dict) -> str:
+    "One tensor of two checkpoints."
+    numbers = " ".join(f"{row[what]:10.3g}" for what in ("change", "max_change", "median_ulps"))
+    return f"{_short(name):44} {numbers} {row['unchanged']:10.1%}"
+
+
+def _print_rest(table: "pd.DataFrame", extra: dict) -> None:
+    "What differs beside the tensors that both have."
+    for words, key in (("only in A", "only_a"), ("only in B", "only_b"), ("other shape", "reshaped")):
+        if names := extra[key]:
+            print(f"{words}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
+    for what, before, after in extra["settings"]:
+        print(f"{what}: {before} -> {after}")
+    still = int((table.change == 0).sum())
+    if still:
+        print(f"{still} of {len(table)} tensors did not move")
+    for name in table.index[table.nonfinite > 0]:
+        print(f"{name}: {table.nonfinite[name]} values are not finite")
 
 
 def run_diff(
     args: argparse.Namespace,  # what `add_command` declares
 ) -> int:  # exit code 0
     "Compares and tells it."
-    from stabilitylab.checkpoint.scan import diff_checkpoints
+    from stabilitylab.checkpoint.diff import diff_checkpoints
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
     if args.json:
-        _print(
-            {
-                "a": args.a,
-                "b": args.b,
-                "settings": [list(map(str, s)) for s in extra["settings"]],
-                **{k: extra[k] for k in ("only_a", "only_b", "reshaped")},
-                "tensors": _rows(table),
-            }
-        )
+        apart = {key: extra[key] for key in ("only_a", "only_b", "reshaped")}
+        settings = [list(map(str, setting)) for setting in extra["settings"]]
+        _print({"a": args.a, "b": args.b, "settings": settings, **apart, "tensors": _rows(table)})
         return 0
     print(f"{'tensor':44} {'change':>10} {'largest':>10} {'ULPs':>10} {'unchanged':>10}")
     averages = table.index.str.contains(r"exp_avg|momentum_buffer|\.state\.")
     if not args.all and not averages.all():
         table = table[~averages]
     table = table.sort_values("change", ascending=False)
-    for short, r in zip(_short(table.index), table.to_dict("records")):
-        print(
-            f"{short:44} {r['change']:10.3g} {r['max_change']:10.3g} {r['median_ulps']:10.3g} {r['unchanged']:10.1%}"
-        )
-    for words, names in (
-        ("only in A", extra["only_a"]),
-        ("only in B", extra["only_b"]),
-        ("other shape", extra["reshaped"]),
-    ):
-        if names:
-            print(f"{words}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
-    for what, x, y in extra["settings"]:
-        print(f"{what}: {x} -> {y}")
-    still = int((table.change == 0).sum())
-    if still:
-        print(f"{still} of {len(table)} tensors did not move")
-    for n in table.index[table.nonfinite > 0]:
-        print(f"{n}: {table.nonfinite[n]} values are not finite")
+    for name, row in zip(table.index, table.to_dict("records"), strict=True):
+        print(_diff_line(name, row))
+    _print_rest(table, extra)
     return 0

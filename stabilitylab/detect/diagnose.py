@@ -52,6 +52,13 @@ DETECTORS = [
     "sampled:find_massive_activation",
     "sampled:find_dead_units",
     "sampled:find_lost_updates",
+    "attention_log:find_logged_attention_logits",
+    "attention_log:find_output_logit_drift",
+    "attention_log:find_logged_entropy_collapse",
+    "attention:find_attention_logit_growth",
+    "attention:find_entropy_collapse",
+    "attention:find_attention_sink",
+    "attention:find_broken_attention",
 ]
 RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "relate:resume_spikes",
@@ -61,6 +68,7 @@ RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in 
     "relate:high_learning_rate",
     "relate:hardware_and_spikes",
     "relate:layer_leads",
+    "attention_log:attention_leads",
 ]
 
 

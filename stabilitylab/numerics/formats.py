@@ -9,6 +9,7 @@ __all__ = ['FORMATS', 'NumberFormat', 'binade_table', 'number_format', 'spacing'
 # %% ../../nbs/api/numerics/00_formats.ipynb #5845f3a8
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,42 +92,41 @@ def number_format(
     return FORMATS[name]
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #007a1309
-def _is_tensor(x):
+def _is_tensor(x: object) -> bool:
     "Whether `x` is a torch tensor; does not import torch."
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def _library(x):
+def _library(x: "np.ndarray | torch.Tensor") -> ModuleType:
     "The module whose functions act on `x`: torch or numpy."
     return sys.modules["torch"] if _is_tensor(x) else np
 
 
-def _as_float(x):
+def _as_float(x: "np.ndarray | torch.Tensor") -> "np.ndarray | torch.Tensor":
     "`x` as a float32 or float64 array or tensor; narrower types are widened, which is exact."
     if not _is_tensor(x):
         x = np.asarray(x)
     lib = _library(x)
-    return (
-        x
-        if x.dtype in (lib.float32, lib.float64)
-        else x.to(lib.float32)
-        if _is_tensor(x)
-        else x.astype(np.float64 if x.dtype.kind in "iu" else np.float32)
-    )
+    if x.dtype in (lib.float32, lib.float64):
+        return x
+    if _is_tensor(x):
+        return x.to(lib.float32)
+    return x.astype(np.float64 if x.dtype.kind in "iu" else np.float32)
 
 
 def spacing(
-    x,  # array or tensor of any shape
+    x: "np.ndarray | torch.Tensor",  # of any shape
     fmt: str | NumberFormat,  # the format
-):  # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range of the format
+    # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range
+) -> "np.ndarray | torch.Tensor":
     "Distance between neighbouring numbers of `fmt` in the binade of each value of `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
     return lib.where(abs(x) <= fmt.max, _unit(x, fmt), float("nan"))
 
 
-def _unit(x, fmt):
+def _unit(x: "np.ndarray | torch.Tensor", fmt: NumberFormat) -> "np.ndarray | torch.Tensor":
     "Spacing at `x` (float32 or float64), with the exponent held inside the range of `fmt`."
     lib = _library(x)
     ints, mantissa, bias = (lib.int32, 23, 127) if x.dtype == lib.float32 else (lib.int64, 52, 1023)
@@ -138,7 +138,7 @@ def _unit(x, fmt):
 _BLOCK = 1 << 15  # elements rounded at a time, so that the passes stay in the cache
 
 
-def _overflowed(y, fmt):
+def _overflowed(y: "np.ndarray | torch.Tensor", fmt: NumberFormat) -> "np.ndarray | torch.Tensor":
     "`y` with what is beyond the range of `fmt` replaced, the sign kept."
     lib = _library(y)
     return lib.where(
@@ -146,14 +146,14 @@ def _overflowed(y, fmt):
     )
 
 
-def _rounded(x, fmt):
+def _rounded(x: "np.ndarray | torch.Tensor", fmt: NumberFormat) -> "np.ndarray | torch.Tensor":
     "Nearest numbers of `fmt` for float32 or float64 `x`, by whole multiples of the spacing."
     lib, unit = _library(x), _unit(x, fmt)
     return _overflowed((lib.round if lib is not np else np.rint)(x / unit) * unit, fmt)
 
 
-def _rounded_bits(x, fmt):
-    "Nearest numbers of a format with float32's exponent for float32 `x`: the mantissa bits are rounded as integers."
+def _rounded_bits(x: "np.ndarray | torch.Tensor", fmt: NumberFormat) -> "np.ndarray | torch.Tensor":
+    "Nearest numbers of a format with float32's exponent: the mantissa bits are rounded as integers."
     lib, drop = _library(x), 23 - fmt.mantissa_bits
     bits = x.view(lib.int32)
     y = bits >> drop
@@ -165,8 +165,8 @@ def _rounded_bits(x, fmt):
     return lib.where(bad, x, y) if bad.any() else y
 
 
-def _rounded_sum(x, fmt):
-    "Nearest numbers of `fmt` for a float32 array: adding and taking off a number whose spacing is the wanted one rounds."
+def _rounded_sum(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
+    "Nearest numbers of `fmt` for float32: adding and taking off a number of the wanted spacing rounds."
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, int(np.log2(fmt.max))))
     bits = x.view(np.int32)
     c = bits & (255 << 23)
@@ -179,14 +179,14 @@ def _rounded_sum(x, fmt):
     return y if y.max() <= fmt.max and y.min() >= -fmt.max else _overflowed(y, fmt)
 
 
-def _quantise_block(x, fmt):
+def _quantise_block(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     "Nearest numbers of `fmt` for a block of an array, by the fastest exact way."
     if x.dtype != np.float32:
         return _rounded(x, fmt)
     return _rounded_bits(x, fmt) if fmt.exponent_bits == 8 else _rounded_sum(x, fmt)
 
 
-def _quantise_tensor(x, fmt):
+def _quantise_tensor(x: "torch.Tensor", fmt: NumberFormat) -> "torch.Tensor":
     "Nearest numbers of `fmt` for a tensor: torch's cast where it follows the same rule, else our own passes."
     lib = _library(x)
     cast = {"bf16": lib.bfloat16, "fp16": lib.float16, "fp8_e5m2": lib.float8_e5m2}.get(fmt.name)
@@ -200,9 +200,10 @@ def _quantise_tensor(x, fmt):
 
 
 def quantise(
-    x,  # array or tensor of any shape
+    x: "np.ndarray | torch.Tensor",  # of any shape
     fmt: str | NumberFormat,  # the format
-):  # same shape as `x`, float32 (float64 for float64 and integers); every value is a number of `fmt`
+    # same shape as `x`, float32 (float64 for float64 and integers); every value is a number of `fmt`
+) -> "np.ndarray | torch.Tensor":
     "Each value of `x` rounded to the nearest number of `fmt`, ties to even."
     x, fmt = _as_float(x), number_format(fmt)
     if _is_tensor(x):
@@ -215,10 +216,11 @@ def quantise(
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #99ceeb63
 def ulp_distance(
-    a,  # array or tensor; rounded to `fmt` first
-    b,  # same shape as `a`
+    a: "np.ndarray | torch.Tensor",  # rounded to `fmt` first
+    b: "np.ndarray | torch.Tensor",  # same shape as `a`
     fmt: str | NumberFormat,  # the format
-):  # int64, same shape: how many steps of `fmt` lie between `a` and `b`, >= 0; -1 where either is not finite after rounding
+    # int64, same shape: steps of `fmt` from `a` to `b`, >= 0; -1 where either is not finite after rounding
+) -> "np.ndarray | torch.Tensor":
     "Number of steps from `a` to `b` on the grid of `fmt`."
     fmt = number_format(fmt)
     place = [_place(quantise(v, fmt), fmt) for v in (a, b)]
@@ -226,7 +228,7 @@ def ulp_distance(
     return _library(known).where(known, abs(place[0] - place[1]), -1)
 
 
-def _place(y, fmt):
+def _place(y: "np.ndarray | torch.Tensor", fmt: NumberFormat) -> "np.ndarray | torch.Tensor":
     "Index of each number of `fmt` counted from zero; -2**62 where not finite."
     lib = _library(y)
     y = y.to(lib.float64) if _is_tensor(y) else y.astype(np.float64)
@@ -238,8 +240,9 @@ def _place(y, fmt):
     return lib.where(good, lib.where(y < 0, -index, index), -(2**62))
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #9d6de078
-def _bf16_at_random(x, rng):
-    "float32 array to bf16: uniform 16 bits are added below the mantissa and cut off (torchao); what is not finite, or would not be, is left for the slow way."
+def _bf16_at_random(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    "float32 to bf16, and where that is not to be used: values that are not finite, or would not be."
+    # uniform 16 bits are added below the mantissa and cut off (torchao)
     out, flat = np.empty(x.size, np.uint32), np.ascontiguousarray(x).reshape(-1).view(np.uint32)
     for i in range(0, x.size, _BLOCK):
         part = slice(i, i + _BLOCK)
@@ -248,27 +251,29 @@ def _bf16_at_random(x, rng):
     return out.view(np.float32).reshape(x.shape), (flat & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
 
 
+def _array_and_bits(
+    x: "np.ndarray | torch.Tensor", rng: "np.random.Generator | torch.Generator | None"
+) -> tuple[np.ndarray, np.random.Generator]:
+    "A tensor or array on the CPU as an array, and where its random bits come from."
+    if not _is_tensor(x):
+        return x, rng or np.random.default_rng(0)
+    seed = int(_library(x).randint(2**62, (), generator=rng))
+    return x.detach().numpy(), np.random.Generator(np.random.SFC64(seed))
+
+
 def stochastic_round(
-    x,  # array or tensor of any shape
+    x: "np.ndarray | torch.Tensor",  # of any shape
     fmt: str | NumberFormat,  # the format
-    rng=None,  # numpy `Generator` for arrays, torch `Generator` for tensors; None: a fresh one, seeded 0, for arrays, torch's own for tensors
-):  # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
+    # numpy's for arrays, torch's for tensors; None: one seeded 0 for arrays, torch's own for tensors
+    rng: "np.random.Generator | torch.Generator | None" = None,
+    # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
+) -> "np.ndarray | torch.Tensor":
     "Each value of `x` rounded up or down at random, so that the expectation is `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
-    if (
-        fmt.name == "bf16"
-        and x.dtype == lib.float32
-        and 0 not in x.shape
-        and (not _is_tensor(x) or x.device.type == "cpu")
-    ):
-        if not _is_tensor(x):
-            fast, rest = _bf16_at_random(x, rng or np.random.default_rng(0))
-        else:
-            fast, rest = _bf16_at_random(
-                x.detach().numpy(),
-                np.random.Generator(np.random.SFC64(int(lib.randint(2**62, (), generator=rng)))),
-            )
+    is_here = not _is_tensor(x) or x.device.type == "cpu"
+    if is_here and fmt.name == "bf16" and x.dtype == lib.float32 and 0 not in x.shape:
+        fast, rest = _bf16_at_random(*_array_and_bits(x, rng))
         if not rest.any():
             return lib.from_numpy(fast) if _is_tensor(x) else fast
     if _is_tensor(x):
@@ -297,8 +302,10 @@ def is_lost(
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #cfdf1813
 def exponent_histogram(
-    x,  # array or tensor of any shape, taken as float32
-):  # int64, shape (256,): entry `i` counts exponent `i - 127`; entry 0 holds zeros and float32's subnormals, entry 255 what is not finite
+    x: "np.ndarray | torch.Tensor",  # of any shape, taken as float32
+    # int64, shape (256,): entry `i` counts exponent `i - 127`; entry 0 holds zeros and float32's subnormals,
+    # entry 255 what is not finite
+) -> "np.ndarray | torch.Tensor":
     "How many values of `x` lie in each binade."
     x = _as_float(x)
     lib = _library(x)

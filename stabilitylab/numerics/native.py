@@ -23,47 +23,48 @@ def compiled(
     name: str,  # of the file in the cache
     flags: tuple = (),  # for the compiler, beside the usual ones
     tries: tuple = ((),),  # further flags, the first that build are taken
-) -> (
-    ctypes.CDLL | None
-):  # the loaded library; None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
+) -> ctypes.CDLL | None:  # None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
     "A library made of C source."
-    cc = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    if cc is None or os.environ.get("STABILITYLAB_KERNEL") == "0":
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    if compiler is None or os.environ.get("STABILITYLAB_KERNEL") == "0":
         return None
-    cpu = (
-        Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
-        if Path("/proc/cpuinfo").exists()
-        else ""
-    )
-    cpu = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features"))]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stabilitylab"
+    processor = _processor()
     for extra in tries:
-        key = hashlib.sha256(repr((source, flags, extra, cpu)).encode()).hexdigest()[:16]
-        so = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            / "stabilitylab"
-            / f"{name}-{key}.so"
-        )
+        key = hashlib.sha256(repr((source, flags, extra, processor)).encode()).hexdigest()[:16]
+        library = home / f"{name}-{key}.so"
         try:
-            if not so.exists():
-                _build(cc, source, (*_FLAGS, *flags, *extra), so)
-            return ctypes.CDLL(str(so))
+            if not library.exists():
+                _build(compiler, source, (*_FLAGS, *flags, *extra), library)
+            return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             continue
     return None
 
 
-def _build(cc, source, flags, so):
-    "Compile beside its place and move it there whole; linked without libgomp, so that PyTorch's threads are used."
-    so.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=so.parent) as d:
-        Path(d, "k.c").write_text(source)
+def _processor() -> list[str]:
+    "What tells one processor from another on Linux: a library built for one may not run on the next."
+    told = Path("/proc/cpuinfo")
+    first = told.read_text(errors="replace").split("\n\n")[0] if told.exists() else ""
+    return [line for line in first.splitlines() if line.startswith(("model name", "flags", "Features"))]
+
+
+def _build(compiler: str, source: str, flags: tuple, library: Path) -> None:
+    "Compile beside its place and move it there whole."
+    # linked without libgomp, so that PyTorch's threads are used
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        Path(folder, "k.c").write_text(source)
         subprocess.run(
-            [cc, *flags, "-c", f"{d}/k.c", "-o", f"{d}/k.o"], check=True, capture_output=True, timeout=120
-        )
-        subprocess.run(
-            [cc, "-shared", f"{d}/k.o", "-o", f"{d}/k.so", "-lm"],
+            [compiler, *flags, "-c", f"{folder}/k.c", "-o", f"{folder}/k.o"],
             check=True,
             capture_output=True,
             timeout=120,
         )
-        os.replace(f"{d}/k.so", so)
+        subprocess.run(
+            [compiler, "-shared", f"{folder}/k.o", "-o", f"{folder}/k.so", "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        os.replace(f"{folder}/k.so", library)

@@ -6,6 +6,8 @@
 __all__ = ['keep_extremes', 'line_pieces', 'broken_points']
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #27d43d8f
+from collections.abc import Iterator
+
 import numpy as np
 import xarray as xr
 
@@ -13,8 +15,8 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #7f2b7a44
 def keep_extremes(
-    x: np.ndarray,  # (n,) ascending
-    y: np.ndarray,  # (n,) finite
+    x: np.ndarray,  # ascending, (n,)
+    y: np.ndarray,  # finite, (n,)
     bins: int = 1200,  # parts of the x-axis, about one a pixel; >= 1
 ) -> np.ndarray:  # indices to draw, ascending; at most 4 a part; all of them where there are few
     "The points that a picture of this width can show."
@@ -22,7 +24,8 @@ def keep_extremes(
         raise bad_input("bins", bins, "1 or more")
     if len(x) <= 4 * bins:
         return np.arange(len(x))
-    place = np.minimum(((x - x[0]) * (bins / max(x[-1] - x[0], 1e-300))).astype(np.int64), bins - 1)
+    scale = bins / max(x[-1] - x[0], 1e-300)
+    place = np.minimum(((x - x[0]) * scale).astype(np.int64), bins - 1)
     start = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
     size = np.diff(np.r_[start, len(x)])
     kept = [start, start + size - 1]
@@ -32,40 +35,50 @@ def keep_extremes(
     return np.unique(np.concatenate(kept))
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #ef458294
+def _repeated(step: np.ndarray, segment: np.ndarray) -> np.ndarray:
+    "Which points a later pass repeats, (n,) bool."
+    redone = np.zeros(len(step), bool)
+    for part in np.unique(segment)[:-1]:
+        redone |= (segment == part) & (step >= step[segment > part].min())
+    return redone
+
+
 def line_pieces(
     da: xr.DataArray,  # one series from `run.series`; dims `(step,)`, with coord `segment` where known
     bins: int = 1200,  # parts of the x-axis
     gap: float = 0.02,  # a stretch without finite values longer than this share of the x-axis cuts the line
-) -> list[
-    tuple[np.ndarray, np.ndarray, bool]
-]:  # (step, value, whether a later pass repeats these steps); repeated ones first
+    # (step, value, whether a later pass repeats these steps); repeated ones first
+) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     "The lines that draw a series: the passes that were repeated, and the course that was kept."
     step, value = da.step.values, da.values.astype(float)
+    if not len(step):
+        return []
+    longest = max(1, gap * int(np.ptp(step)))
     segment = da.segment.values if "segment" in da.coords else np.zeros(len(step), int)
-    if not len(step) or (segment == segment[0]).all():
-        return [
-            (x, y, False) for x, y in _cut(step, value, bins, max(1, gap * np.ptp(step) if len(step) else 1))
-        ]
-    width = int(step.max() - step.min())
-    passes, redone = np.unique(segment), np.zeros(len(step), bool)
-    for s in passes[:-1]:
-        redone |= (segment == s) & (step >= step[segment > s].min())
-    pieces = []
-    for part, pale in [*((redone & (segment == s), True) for s in passes), (~redone, False)]:
-        pieces += [(x, y, pale) for x, y in _cut(step[part], value[part], bins, max(1, gap * width))]
+    if (segment == segment[0]).all():
+        return [(x, y, False) for x, y in _cut(step, value, bins, longest)]
+    redone, pieces = _repeated(step, segment), []
+    parts = [(redone & (segment == part), True) for part in np.unique(segment)]
+    for chosen, pale in [*parts, (~redone, False)]:
+        pieces += [(x, y, pale) for x, y in _cut(step[chosen], value[chosen], bins, longest)]
     return pieces
 
 
-def _cut(step, value, bins, longest):
+def _cut(
+    step: np.ndarray,  # (n,) ascending
+    value: np.ndarray,  # (n,)
+    bins: int,  # parts of the x-axis
+    longest: float,  # a stretch of broken values that is longer cuts the line
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # (step, value) of a piece
     "The finite points of one pass, thinned, cut where more than `longest` steps hold broken values only."
-    ok, cuts = np.isfinite(value), []
-    if not ok.all():
-        broken = np.cumsum(~ok)[ok]
-        step, value = step[ok], value[ok]
+    is_good, cuts = np.isfinite(value), []
+    if not is_good.all():
+        broken = np.cumsum(~is_good)[is_good]
+        step, value = step[is_good], value[is_good]
         cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(broken) > 0)) + 1
     if not len(step):
         return
-    for x, y in zip(np.split(step, cuts), np.split(value, cuts)):
+    for x, y in zip(np.split(step, cuts), np.split(value, cuts), strict=True):
         at = keep_extremes(x, y, bins)
         yield x[at], y[at]
 
@@ -75,8 +88,8 @@ def broken_points(
     positive: bool = False,  # the y-axis is logarithmic: zero and negative values have no place either
 ) -> dict[str, np.ndarray]:  # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
     "The steps at which a series has a value that no axis can show."
-    v, step = da.values.astype(float), da.step.values
-    kinds = {"NaN": np.isnan(v), "inf": v == np.inf, "-inf": v == -np.inf}
+    values, step = da.values.astype(float), da.step.values
+    kinds = {"NaN": np.isnan(values), "inf": values == np.inf, "-inf": values == -np.inf}
     if positive:
-        kinds["≤ 0"] = np.isfinite(v) & (v <= 0)
-    return {k: step[at] for k, at in kinds.items() if at.any()}
+        kinds["≤ 0"] = np.isfinite(values) & (values <= 0)
+    return {kind: step[at] for kind, at in kinds.items() if at.any()}

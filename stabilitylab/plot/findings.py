@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.axes import Axes
 
-from ..detect.findings import Findings
+from ..detect.findings import Finding, Findings
 from ..measure.curves import loss_name
 from .loss import few_ticks, plot_loss, plot_series
 from .theme import colour, label
@@ -33,41 +33,40 @@ def mark_findings(
     least: float = 0.022,  # smallest distance of two numbers, as a share of the width
 ) -> Axes:  # the axes
     "Findings as bands and numbered flags, in the colour of their severity."
-    lo, hi = ax.set_xlim(ax.get_xlim())
+    low, high = ax.set_xlim(ax.get_xlim())
     taken, bands = [], set()
-    for number, f in enumerate(findings, 1):
-        if f.onset is None or not lo <= f.onset <= hi:
+    for number, found in enumerate(findings, 1):
+        if found.onset is None or not low <= found.onset <= high:
             continue
-        c, wide = colour(f.severity, ax), (min(f.end, hi) - f.onset) / (hi - lo)
-        if 0.004 < wide < 0.75 and f.kind not in PLAIN and (f.onset, f.end) not in bands and len(bands) < 40:
-            ax.axvspan(f.onset, min(f.end, hi), color=c, alpha=0.1, linewidth=0, zorder=0)
-            bands.add((f.onset, f.end))
-        if f.kind != "restart":
-            ax.axvline(f.onset, color=c, linewidth=0.9, alpha=0.8, zorder=1)
+        shade, last = colour(found.severity, ax), min(found.end, high)
+        is_free = (found.onset, found.end) not in bands and len(bands) < 40
+        if is_free and _has_band(found, (last - found.onset) / (high - low)):
+            ax.axvspan(found.onset, last, color=shade, alpha=0.1, linewidth=0, zorder=0)
+            bands.add((found.onset, found.end))
+        if found.kind != "restart":
+            ax.axvline(found.onset, color=shade, linewidth=0.9, alpha=0.8, zorder=1)
         if flags:
-            _flag(ax, number, f.onset, c, (f.onset - lo) / (hi - lo), taken, least)
+            place = (found.onset - low) / (high - low)
+            is_near = any(abs(place - other) < least for other in taken)
+            _flag(ax, "" if is_near else str(number), found.onset, shade)
+            taken += [] if is_near else [place]
     return ax
 
 
-def _flag(ax, number, step, c, at, taken, least):
-    "A numbered flag above the axes, or a small triangle where another number stands too close."
-    free = all(abs(at - t) >= least for t in taken)
-    ax.plot(
-        [step],
-        [1],
-        "s" if free else "v",
-        color=c,
-        markersize=1 if free else 3,
-        clip_on=False,
-        transform=ax.get_xaxis_transform(),
-        zorder=6,
-        label="_flag",
-    )
-    if not free:
+def _has_band(found: Finding, share: float) -> bool:
+    "Whether a finding that covers this share of the width is drawn as a band."
+    return 0.004 < share < 0.75 and found.kind not in PLAIN
+
+
+def _flag(ax: Axes, words: str, step: float, shade: str) -> None:
+    "A flag with a number above the axes; without one a small triangle."
+    look = {"marker": "s", "markersize": 1} if words else {"marker": "v", "markersize": 3}
+    above = {"clip_on": False, "transform": ax.get_xaxis_transform(), "zorder": 6}
+    ax.plot([step], [1], linestyle="none", color=shade, label="_flag", **look, **above)
+    if not words:
         return
-    taken.append(at)
     ax.annotate(
-        str(number),
+        words,
         (step, 1),
         xycoords=ax.get_xaxis_transform(),
         xytext=(0, 5),
@@ -77,7 +76,7 @@ def _flag(ax, number, step, c, at, taken, least):
         fontsize=7.5,
         fontweight="bold",
         color=colour("ground", ax),
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": c, "edgecolor": "none"},
+        bbox={"boxstyle": "round,pad=0.25", "facecolor": shade, "edgecolor": "none"},
         annotation_clip=False,
         zorder=7,
     )
@@ -104,15 +103,18 @@ def panels_of(
     "The series that a figure of this run shows."
     names = series_names(run["scalars"].to_dataset())
     loss = loss_name(run) or next(iter(names), None)
-    named = [f.series for f in findings or [] if f.series in names and f.severity != "info"]
-    wanted = [
-        n
-        for n in dict.fromkeys(
-            [*[p for p in PANELS[:2] if p in names], *named, *[p for p in PANELS if p in names]]
-        )
-        if n not in (loss, "val_loss")
-    ]
+    named = [found.series for found in findings or [] if found.severity != "info"]
+    order = dict.fromkeys([*PANELS[:2], *named, *PANELS])
+    wanted = [name for name in order if name in names and name not in (loss, "val_loss")]
     return ([loss] if loss else []) + wanted[:most]
+
+
+def _panels(count: int, width: float) -> list[Axes]:
+    "Axes above each other on the same steps, the first one large."
+    low = count - 1
+    size = (width, 0.35 * width + 1.0 + 1.15 * low)
+    shape = {"sharex": True, "squeeze": False, "height_ratios": [3] + [1] * low}
+    return list(plt.subplots(count, 1, figsize=size, **shape)[1][:, 0])
 
 
 def plot_findings(
@@ -128,54 +130,37 @@ def plot_findings(
 ) -> list[Axes]:  # the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
     names = panels_of(run, findings, most) if names is None else names
-    scalars = run["scalars"].to_dataset()
     if not names:
         return []
-    if axes is None:
-        size = (width, 0.35 * width + 1.0 + 1.15 * (len(names) - 1))
-        axes = list(
-            plt.subplots(
-                len(names),
-                1,
-                sharex=True,
-                figsize=size,
-                squeeze=False,
-                height_ratios=[3] + [1] * (len(names) - 1),
-            )[1][:, 0]
-        )
+    scalars = run["scalars"].to_dataset()
+    axes = _panels(len(names), width) if axes is None else axes
+    first, *others = axes
     val = series(scalars, "val_loss") if "val_loss" in scalars and names[0] == "loss" else None
-    plot_loss(series(scalars, names[0]), val, ax=axes[0], log=log, bins=bins)
-    for name, ax in zip(names[1:], axes[1:]):
+    plot_loss(series(scalars, names[0]), val, ax=first, log=log, bins=bins)
+    for name, ax in zip(names[1:], others, strict=True):
         plot_series(series(scalars, name), ax=ax, bins=bins)
     for ax in reversed(axes):
-        mark_findings(findings, ax, flags=ax is axes[0])
-    for i, (name, ax) in enumerate(zip(names, axes)):
-        _head(ax, scalars[name], last=ax is axes[-1], room=20 if i == 0 else 4)
+        mark_findings(findings, ax, flags=ax is first)
+    for name, ax in zip(names, axes, strict=True):
+        _head(ax, scalars[name], last=ax is axes[-1], room=20 if ax is first else 4)
     return axes
 
 
-def _head(ax, da, last, room):
+def _head(ax: Axes, da: xr.DataArray, last: bool, room: float) -> None:
     "A heading above the axes in place of a label beside them; the log's own name where it is another."
     words, own = da.attrs.get("long_name", da.name), da.attrs.get("log_name", da.name)
     units = da.attrs.get("units", "1")
-    ax.set_title(
-        label(
-            words
-            + (f" [{units}]" if units not in ("1", "") else "")
-            + (f"  “{own}”" if own not in (words, da.name) else ""),
-            70,
-        ),
-        fontsize="small",
-        color=colour("faint", ax),
-        pad=room,
-        y=1,
-    )
+    unit = "" if units in ("1", "") else f" [{units}]"
+    other_name = "" if own in (words, da.name) else f"  “{own}”"
+    look = {"fontsize": "small", "color": colour("faint", ax), "pad": room, "y": 1}
+    ax.set_title(label(f"{words}{unit}{other_name}", 70), **look)
     ax.set_ylabel("")
     if not last:
         ax.set_xlabel("")
     if room < 10:
         few_ticks(ax)
-    if ax.get_legend() and len(ax.get_legend().get_texts()) < 2:
-        ax.get_legend().remove()
-    elif ax.get_legend():
+    legend = ax.get_legend()
+    if legend and len(legend.get_texts()) < 2:
+        legend.remove()
+    elif legend:
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=1.7, ncols=5, handlelength=1.4)

@@ -15,34 +15,37 @@ from ..numerics.formats import FORMATS
 from .theme import colour, label
 
 # %% ../../nbs/api/plot/32_precision.ipynb #260793ad
+def _plot_expected(ax: Axes, step: np.ndarray, debiased: tuple) -> None:
+    "The expected value with its room, at the middle of each window."
+    start, mean, deviation, bias = debiased
+    at = np.asarray(step)[start]
+    if len(start) > 1:
+        at = at + (at[1] - at[0]) / 2
+    room, shade = 2 * np.nan_to_num(deviation) + bias, colour("error", ax)
+    ax.plot(at, mean, color=shade, label="expected value")
+    ax.fill_between(at, mean - room, mean + room, color=shade, alpha=0.2, linewidth=0)
+
+
 def plot_lattice(
-    step: np.ndarray,  # (n,) steps
-    values: np.ndarray,  # (n,) the series as it was logged
+    step: np.ndarray,  # steps, (n,)
+    values: np.ndarray,  # the series as it was logged, (n,)
     spacing: float = float("nan"),  # of the grid at the last value; NaN: none
-    debiased: tuple | None = None,  # (start, mean, sd, bias), each (window,), from `debias`
+    debiased: tuple | None = None,  # start, mean, sd and bias from `debias`, (window,) each; None: not drawn
     *,
     name: str = "loss",  # of the series
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
     "A logged series, the lines of the grid that it lies on, and the expected value behind it."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
-    v = np.where(np.isfinite(values), values, np.nan)
-    ax.plot(step, v, ".", markersize=2.5, color=colour(name, ax), label="as logged")
-    if np.isfinite(spacing) and np.isfinite(v).any():
-        low, high = np.nanmin(v), np.nanmax(v)
+    finite = np.where(np.isfinite(values), values, np.nan)
+    ax.plot(step, finite, ".", markersize=2.5, color=colour(name, ax), label="as logged")
+    if np.isfinite(spacing) and np.isfinite(finite).any():
+        low, high = np.nanmin(finite), np.nanmax(finite)
         if (high - low) / spacing <= 60:
             ax.set_yticks(np.arange(low, high + spacing / 2, spacing), minor=True)
             ax.grid(True, axis="y", which="minor")
     if debiased is not None and len(debiased[0]):
-        start, mean, sd, bias = debiased
-        at, room = (
-            np.asarray(step)[start] + (np.asarray(step)[start[1]] - np.asarray(step)[start[0]]) / 2
-            if len(start) > 1
-            else np.asarray(step)[start],
-            2 * np.nan_to_num(sd) + bias,
-        )
-        ax.plot(at, mean, color=colour("error", ax), label="expected value")
-        ax.fill_between(at, mean - room, mean + room, color=colour("error", ax), alpha=0.2, linewidth=0)
+        _plot_expected(ax, step, debiased)
     ax.set_xlabel("step")
     ax.set_ylabel(label(name, 30))
     ax.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
@@ -58,20 +61,17 @@ def plot_scaling(
 ) -> Axes:  # the axes
     "The largest |q·k| of every layer against the range, scaled after and before the product."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
-    d = np.array([8, 512])
-    ax.plot(d, [limit] * 2, color=colour("error", ax))
-    ax.plot(d, limit * np.sqrt(d), color=colour("warning", ax))
-    ax.fill_between(d, limit, limit * np.sqrt(d), color=colour("warning", ax), alpha=0.12, linewidth=0)
-    ax.annotate(
-        "overflows if scaled before too",
-        (10, limit * np.sqrt(10) * 2),
-        fontsize="small",
-        color=colour("text", ax),
-    )
-    ax.annotate(
-        "overflows only if scaled after", (24, limit * 1.4), fontsize="small", color=colour("text", ax)
-    )
-    ax.annotate("fits", (24, limit / 4), fontsize="small", color=colour("text", ax))
+    dims = np.array([8, 512])
+    ax.plot(dims, [limit] * 2, color=colour("error", ax))
+    ax.plot(dims, limit * np.sqrt(dims), color=colour("warning", ax))
+    ax.fill_between(dims, limit, limit * np.sqrt(dims), color=colour("warning", ax), alpha=0.12, linewidth=0)
+    said = {
+        "overflows if scaled before too": (10, limit * np.sqrt(10) * 2),
+        "overflows only if scaled after": (24, limit * 1.4),
+        "fits": (24, limit / 4),
+    }
+    for words, place in said.items():
+        ax.annotate(words, place, fontsize="small", color=colour("text", ax))
     if layers is not None and len(layers):
         ax.plot(
             layers.head_dim,
@@ -94,9 +94,9 @@ def plot_scaling(
 
 
 def plot_token_weights(
-    tokens: np.ndarray,  # (sequence,) target tokens of each
-    weights: np.ndarray,  # (sequence,) weight of one of its tokens, from `token_weights`
-    true: np.ndarray,  # (sequence,) weight under the token mean
+    tokens: np.ndarray,  # target tokens of each sequence, (sequence,)
+    weights: np.ndarray,  # weight of one of its tokens, from `token_weights`, (sequence,)
+    true: np.ndarray,  # weight under the token mean, (sequence,)
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes

@@ -6,18 +6,29 @@
 __all__ = ['plot_swap', 'plot_samples', 'plot_precision', 'step_picture', 'replay_png']
 
 # %% ../../nbs/api/plot/30_replay.ipynb #fa269322
+from collections.abc import Callable
+
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from .picture import _panel, figure_png
+from .picture import figure_png, panel_of
 from .theme import colour, label, theme
 from ..run.scalars import series
 
 # %% ../../nbs/api/plot/30_replay.ipynb #7f5735d0
+def _write_cells(ax: Axes, values: np.ndarray, norm: LogNorm | None) -> None:
+    "The number in every cell, light on a dark one."
+    for (row, column), value in np.ndenumerate(values):
+        is_dark = norm is not None and np.isfinite(value) and value > 0 and norm(value) > 0.55
+        look = {"ha": "center", "va": "center", "fontsize": "small"}
+        ax.text(column, row, f"{value:.3g}", color="#ffffff" if is_dark else "#1c1f23", **look)
+
+
 def plot_swap(
     table: xr.Dataset,  # from `swap_test`; dims (state, batch)
     *,
@@ -26,45 +37,36 @@ def plot_swap(
 ) -> Axes:  # the axes
     "States against batches: a column is a bad batch, a row a bad state, one cell the combination."
     ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
-    v = np.where(table[name].values > 0, table[name].values, np.nan)
-    good = v[np.isfinite(v)]
+    values = table[name].values
+    shown = np.where(values > 0, values, np.nan)
+    good = shown[np.isfinite(shown)]
     norm = LogNorm(good.min(), max(good.max(), good.min() * 1.5)) if good.size else None
-    ax.imshow(v, cmap="YlOrBr", norm=norm, aspect="auto")
+    ax.imshow(shown, cmap="YlOrBr", norm=norm, aspect="auto")
     ax.grid(False)
-    for (i, j), x in np.ndenumerate(table[name].values):
-        dark = norm is not None and np.isfinite(x) and x > 0 and norm(x) > 0.55
-        ax.text(
-            j,
-            i,
-            f"{x:.3g}",
-            ha="center",
-            va="center",
-            color="#ffffff" if dark else "#1c1f23",
-            fontsize="small",
-        )
-    ax.set_xticks(range(table.sizes["batch"]), [label(b, 20) for b in table.batch.values])
-    ax.set_yticks(range(table.sizes["state"]), [label(s, 20) for s in table.state.values])
+    _write_cells(ax, values, norm)
+    ax.set_xticks(range(table.sizes["batch"]), [label(batch, 20) for batch in table.batch.values])
+    ax.set_yticks(range(table.sizes["state"]), [label(state, 20) for state in table.state.values])
     ax.set_title(f"{name.replace('_', ' ')}: {table.attrs.get('verdict', '')}", loc="left", fontsize="medium")
     return ax
 
 
 def plot_samples(
-    samples,  # table from `blame`: a row a sample, with the column `share`
+    samples: pd.DataFrame,  # from `blame`: a row a sample, with the column `share`
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
     "What share of the batch gradient every sample has."
     ax = ax or plt.subplots(figsize=(5, 2))[1]
     equal = 1 / max(len(samples), 1)
-    ax.bar(
-        samples.index,
-        samples.share,
-        color=[colour("error" if s > 4 * equal else "loss", ax) for s in samples.share],
-    )
+    shades = [colour("error" if share > 4 * equal else "loss", ax) for share in samples.share]
+    ax.bar(samples.index, samples.share, color=shades)
     ax.axhline(equal, color=colour("faint", ax), linewidth=0.9, linestyle=(0, (3, 3)))
     ax.set_xlabel("sample")
     ax.set_ylabel("share of the gradient")
     return ax
+
+
+_SHADES = ("loss", "grad_norm", "val_loss", "loss_scale", "z_loss")
 
 
 def plot_precision(
@@ -74,16 +76,10 @@ def plot_precision(
 ) -> Axes:  # the axes
     "The relative error of every module's output in each precision, in the order of the forward pass."
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
-    for i, p in enumerate(table.precision.values):
-        e = table.error.values[i]
-        ax.plot(
-            np.arange(len(e)),
-            np.where(e > 0, e, np.nan),
-            marker=".",
-            markersize=3,
-            label=str(p),
-            color=colour(("loss", "grad_norm", "val_loss", "loss_scale", "z_loss")[i % 5], ax),
-        )
+    for i, precision in enumerate(table.precision.values):
+        error = table.error.values[i]
+        look = {"marker": ".", "markersize": 3, "color": colour(_SHADES[i % len(_SHADES)], ax)}
+        ax.plot(np.arange(len(error)), np.where(error > 0, error, np.nan), label=str(precision), **look)
     ax.set_yscale("log")
     ax.set_xlabel("module, in forward order")
     ax.set_ylabel("relative error")
@@ -110,15 +106,15 @@ def step_picture(
         ax.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
-        return figure_png(figure), [_panel(ax)]
+        return figure_png(figure), [panel_of(ax)]
 
 
 def replay_png(
-    plot,  # plot_swap, plot_samples or plot_precision
-    table,  # what it draws
+    plot: Callable,  # plot_swap, plot_samples or plot_precision, (table, ax=...) -> Axes
+    table: xr.Dataset | pd.DataFrame | None,  # what it draws
     dark: bool = False,  # for a dark page
     size: tuple = (6, 2.4),  # inches
-    **options,  # of the plot
+    **options: object,  # of the plot
 ) -> bytes:  # PNG
     "One of these plots as a picture for a page."
     with theme(dark, 8):

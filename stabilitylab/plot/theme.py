@@ -43,8 +43,9 @@ def colour(
     return dark if ax is not None and _luminance(ax.get_facecolor()) < 0.4 else light
 
 
-def _luminance(rgb):
-    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), to_rgb(rgb)))
+def _luminance(rgb: object) -> float:
+    "How light a colour is, in [0, 1]."
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), to_rgb(rgb), strict=True))
 
 # %% ../../nbs/api/plot/00_theme.ipynb #cd7e59bc
 @contextmanager
@@ -53,7 +54,7 @@ def theme(
     size: float = 9,  # size of the text, points
 ):  # inside the `with` block figures have this look
     "A look for figures: quiet axes, a light grid, readable on its ground."
-    text, faint, grid, ground = (COLOURS[k][dark] for k in ("text", "faint", "grid", "ground"))
+    text, faint, grid, ground = (COLOURS[name][dark] for name in ("text", "faint", "grid", "ground"))
     if not 4 <= size <= 40:
         raise bad_input("size", size, "4..40 points")
     rules = {

@@ -16,7 +16,8 @@ from importlib import metadata
 # %% ../../nbs/api/probe/04_environment.ipynb #27bdcc14
 _SECRET = re.compile(r"(key|token|secret|passw|pwd|credential|auth)", re.I)
 _TOKENS = re.compile(
-    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"
+    r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[0-9A-Z]{12,}|[0-9a-f]{40})\b"
+    r"|(?<=://)[^/@\s:]+:[^/@\s]+(?=@)"
 )
 
 
@@ -26,7 +27,7 @@ def masked(
     "A launch command that may be shown."
     out, hide = [], False
     for arg in command:
-        name, eq, value = arg.partition("=")
+        name, eq, _ = arg.partition("=")
         secret = bool(_SECRET.search(name)) and not re.search(
             "tokenizer|max_tokens|num_tokens|tokens_per|keyword|n_tokens", name, re.I
         )
@@ -45,7 +46,7 @@ def environment() -> dict:  # flat dict of JSON values
     "What this process runs on and how it was started."
     import torch
 
-    def version(p):
+    def version(p: str) -> str | None:
         try:
             return metadata.version(p)
         except metadata.PackageNotFoundError:

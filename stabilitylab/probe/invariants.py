@@ -7,7 +7,10 @@ __all__ = ['check_training', 'growth_exponents']
 
 # %% ../../nbs/api/probe/09_invariants.ipynb #84cd63cd
 import copy
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -17,130 +20,145 @@ from ..names.errors import bad_input
 from .blackbox import rng_state, set_rng_state
 
 # %% ../../nbs/api/probe/09_invariants.ipynb #17143613
-def _gradients(model, batch, loss):
+def _gradient_fault(gradient: torch.Tensor | None) -> str:
+    "What is wrong with one gradient, '' where it is sound."
+    if gradient is None:
+        return "none"
+    if not torch.isfinite(gradient).all():
+        return "not finite"
+    return "" if gradient.any() else "zero"
+
+
+def _gradients(model: torch.nn.Module, batch: object, loss: Callable) -> dict[str, str]:
     "Parameters without a sound gradient."
     model.zero_grad(set_to_none=True)
     loss(model, batch).backward()
-    bad = {
-        n: "none" if p.grad is None else "not finite" if not torch.isfinite(p.grad).all() else "zero"
-        for n, p in model.named_parameters()
-        if p.requires_grad and (p.grad is None or not torch.isfinite(p.grad).all() or not p.grad.any())
-    }
+    faults = {name: _gradient_fault(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad(set_to_none=True)
-    return bad
+    return {name: fault for name, fault in faults.items() if fault}
 
 
-def _groups(model, optimizer):
+def _groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     "Trainable parameters that stand in no group or in several."
-    count = {}
-    for g in optimizer.param_groups:
-        for p in g["params"]:
-            count[id(p)] = count.get(id(p), 0) + 1
-    return {
-        n: f"{count.get(id(p), 0)} groups"
-        for n, p in model.named_parameters()
-        if p.requires_grad and count.get(id(p), 0) != 1
-    }
+    count = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return {name: f"{count[id(p)]} groups" for name, p in trainable if count[id(p)] != 1}
 
 
-def _twins(model):
+def _twins(model: torch.nn.Module) -> dict[str, str]:
     "Pairs of parameters that hold the same numbers but are two tensors, so that they will drift apart."
-    names = [(n, p) for n, p in model.named_parameters() if p.ndim > 1 and p.std(correction=0) > 0]
+    varied = [(n, p) for n, p in model.named_parameters() if p.ndim > 1 and p.std(correction=0) > 0]
     return {
         a: f"equal to {b}, not tied"
-        for i, (a, p) in enumerate(names)
-        for b, q in names[i + 1 :]
+        for (a, p), (b, q) in combinations(varied, 2)
         if p.shape == q.shape and torch.equal(p, q)
     }
 
 
-def _decay(model, optimizer):
-    "Parameters whose decay in a step without gradient is not lr·weight_decay; for optimizers with decoupled decay."
+def _fresh_copy(
+    model: torch.nn.Module, optimizer: torch.optim.AdamW
+) -> tuple[dict[str, torch.nn.Parameter], torch.optim.AdamW]:
+    "Parameters of a copy of the model by name, and a new optimizer of them with the same groups."
+    parameters = dict(copy.deepcopy(model).named_parameters())
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        own = [parameters[name_of[id(p)]] for p in group["params"] if id(p) in name_of]
+        if own:
+            groups.append(group | {"params": own})
+    return parameters, torch.optim.AdamW(groups)
+
+
+def _decay_fault(before: torch.Tensor, after: torch.Tensor, want: float) -> str:
+    "Whether a weight lost another share of itself than `want` in a step without gradient."
+    old, new = before.double(), after.detach().double()
+    got = float((old * (old - new)).sum() / (old * old).sum()) if old.any() else want
+    if abs(got - want) <= 0.1 * want:
+        return ""
+    dtype = str(after.dtype).removeprefix("torch.")
+    return f"loses {got:.2g} of itself a step instead of {want:.2g}; {dtype} rounds the rest away"
+
+
+def _decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str] | None:
+    "Parameters whose decay in a step without gradient is not lr·weight_decay; None where decay is coupled."
     if not isinstance(optimizer, torch.optim.AdamW):
         return None
-    m = copy.deepcopy(model)
-    other, by_name = dict(m.named_parameters()), {id(p): n for n, p in model.named_parameters()}
-    groups = [
-        {k: v for k, v in g.items() if k != "params"}
-        | {"params": [other[by_name[id(p)]] for p in g["params"] if id(p) in by_name]}
-        for g in optimizer.param_groups
-    ]
-    fresh, bad = torch.optim.AdamW([g for g in groups if g["params"]]), {}
-    for p in other.values():
+    parameters, fresh = _fresh_copy(model, optimizer)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for p in parameters.values():
         p.grad = torch.zeros_like(p)
-    before = {n: p.detach().clone() for n, p in other.items()}
     fresh.step()
-    for g in fresh.param_groups:
-        for p in g["params"]:
-            n = next(n for n, q in other.items() if q is p)
-            old, want, new = before[n].double(), g["lr"] * g["weight_decay"], p.detach().double()
-            got = float((old * (old - new)).sum() / (old * old).sum()) if old.any() else want
-            if abs(got - want) > 0.1 * want:
-                bad[n] = (
-                    f"loses {got:.2g} of itself a step instead of {want:.2g}; {str(p.dtype).removeprefix('torch.')} rounds the rest away"
-                )
-    return bad
+    wanted = {}
+    for group in fresh.param_groups:
+        wanted |= {id(p): group["lr"] * group["weight_decay"] for p in group["params"]}
+    faults = {n: _decay_fault(before[n], p, wanted[id(p)]) for n, p in parameters.items() if id(p) in wanted}
+    return {name: fault for name, fault in faults.items() if fault}
+
+
+def _causality(model: torch.nn.Module, logits: Callable, tokens: torch.Tensor) -> dict[str, str]:
+    "Whether logits move when only a later token changes."
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise bad_input("tokens", tuple(tokens.shape), "(batch, seq) with seq >= 2")
+    other, before = tokens.clone(), logits(model, tokens)
+    other[:, -1] = (other[:, -1] + 1) % before.shape[-1]
+    far = (logits(model, other) - before)[:, :-1].abs().max().item()
+    if far <= 1e-5 * before.abs().max().item():
+        return {}
+    return {"logits": f"those before the last token move by {far:.3g} when only it changes"}
+
+
+def _told(found: dict[str, str]) -> str:
+    "What a check found, the first eight places in full."
+    first = "; ".join(f"{place}: {fault}" for place, fault in list(found.items())[:8])
+    return first + (f"; {len(found) - 8} more" if len(found) > 8 else "")
+
+
+@contextmanager
+def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    "Gradients, mode and random states are put back at the end."
+    gradients, training, rng = {n: p.grad for n, p in model.named_parameters()}, model.training, rng_state()
+    try:
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = gradients[name]
+        model.train(training)
+        set_rng_state(rng)
 
 
 def check_training(
     model: torch.nn.Module,  # as the loop will train it; its weights and gradients are left as they were
-    optimizer,  # its optimizer
-    batch,  # a batch of the loop
-    loss: Callable,  # (model, batch) -> scalar loss
-    logits: Callable
-    | None = None,  # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
-    tokens: torch.Tensor | None = None,  # (batch, seq) int64
-) -> pd.DataFrame:  # one row a check: ok (True, False, or None where it could not be made), found (what is wrong, by parameter)
+    optimizer: torch.optim.Optimizer,  # its optimizer
+    batch: object,  # a batch of the loop
+    loss: Callable,  # called as (model, batch) -> scalar loss
+    # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
+    logits: Callable | None = None,
+    tokens: torch.Tensor | None = None,  # shape (batch, seq) int64
+    # one row a check: ok (True, False, None where it could not be made), found (what is wrong, by parameter)
+) -> pd.DataFrame:
     "What a single batch shows to be wrong in a training loop."
-    state, training, rng = {n: p.grad for n, p in model.named_parameters()}, model.training, rng_state()
-    rows = {}
-
-    def add(name, found):
-        rows[name] = (
-            None if found is None else not found,
-            ""
-            if not found
-            else "; ".join(f"{k}: {v}" for k, v in list(found.items())[:8])
-            + (f"; {len(found) - 8} more" if len(found) > 8 else ""),
-        )
-
-    try:
-        add("every trainable gradient is finite and not zero", _gradients(model, batch, loss))
-        add("every parameter is in exactly one group", _groups(model, optimizer))
-        add("equal matrices are tied", _twins(model))
-        add("weight decay does what it says", _decay(model, optimizer))
+    found = {}
+    with _left_as_it_was(model):
+        found["every trainable gradient is finite and not zero"] = _gradients(model, batch, loss)
+        found["every parameter is in exactly one group"] = _groups(model, optimizer)
+        found["equal matrices are tied"] = _twins(model)
+        found["weight decay does what it says"] = _decay(model, optimizer)
         model.eval()
         with torch.no_grad():
-            a, b = (float(loss(model, batch)) for _ in range(2))
-            add("evaluating twice gives the same loss", {} if a == b else {"loss": f"{a:.7g} and {b:.7g}"})
-            if logits is None or tokens is None:
-                add("no token sees the future", None)
-            else:
-                if tokens.ndim != 2 or tokens.shape[1] < 2:
-                    raise bad_input("tokens", tuple(tokens.shape), "(batch, seq) with seq >= 2")
-                other, before = tokens.clone(), logits(model, tokens)
-                other[:, -1] = (other[:, -1] + 1) % before.shape[-1]
-                far = (logits(model, other) - before)[:, :-1].abs().max().item()
-                add(
-                    "no token sees the future",
-                    {}
-                    if far <= 1e-5 * before.abs().max().item()
-                    else {"logits": f"those before the last token move by {far:.3g} when only it changes"},
-                )
-    finally:
-        for n, p in model.named_parameters():
-            p.grad = state[n]
-        model.train(training)
-        set_rng_state(rng)
+            first, second = (float(loss(model, batch)) for _ in range(2))
+            differs = {"loss": f"{first:.7g} and {second:.7g}"} if first != second else {}
+            found["evaluating twice gives the same loss"] = differs
+            can_see = logits is not None and tokens is not None
+            found["no token sees the future"] = _causality(model, logits, tokens) if can_see else None
+    rows = {name: (None if f is None else not f, _told(f or {})) for name, f in found.items()}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["ok", "found"]).rename_axis("check")
 
 # %% ../../nbs/api/probe/09_invariants.ipynb #428e7cd7
 def growth_exponents(
     model: torch.nn.Module,  # with its blocks in an nn.ModuleList
-    run: Callable,  # () -> scalar loss of a forward pass
-) -> tuple[
-    float, float
-]:  # (activations from the first block's input to the last block's output, gradients the other way), both a block
+    run: Callable,  # called as () -> scalar loss of a forward pass
+    # (activations from the first block's input to the last's output, gradients the other way), both a block
+) -> tuple[float, float]:
     "How fast activations and gradients grow from block to block."
     blocks = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1), None)
     if blocks is None:
@@ -155,5 +173,5 @@ def growth_exponents(
     finally:
         for h in hooks:
             h.remove()
-    (v0, v1), (g0, g1) = ([t.detach().double().norm().item() for t in pair] for pair in (seen, grads))
+    v0, v1, g0, g1 = (t.detach().double().norm().item() for t in (*seen, *grads))
     return float(np.log(v1 / v0) / len(blocks)), float(np.log(g0 / g1) / len(blocks))

@@ -29,7 +29,7 @@ def _is_special(value: object) -> bool:
 
 
 def map_leaves(
-    function: Callable,  # (leaf) -> what stands in its place
+    function: Callable,  # from (leaf) -> what stands in its place
     batch: object,  # nested tensors and other values
 ) -> object:  # the same nesting, of plain dicts, lists and tuples
     "A nested batch with every leaf replaced."
@@ -42,7 +42,7 @@ def map_leaves(
 
 
 def map_tensors(
-    function: Callable,  # (tensor) -> tensor
+    function: Callable,  # from (tensor) -> tensor
     batch: object,  # nested tensors and other values
 ) -> object:  # the same nesting; what is no tensor stays
     "A nested batch with every tensor replaced."

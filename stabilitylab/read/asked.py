@@ -10,8 +10,8 @@ import numpy as np
 
 from ..names.errors import bad_input
 from ..names.variables import canonical_name
-from ..run.scalars import Samples
 from .base import LogData
+from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/18_asked.ipynb #781eb072
 def _find(data: LogData, what: str, name: str) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 import xarray as xr
 
 from ..names.variables import canonical_name
-from ..run.scalars import Samples, make_events, make_scalars
 from .base import LogData
+from ..run.scalars import Samples, make_events, make_scalars
 
 # %% ../../nbs/api/read/08_dataset.ipynb #095902db
 _TABLE_COLUMNS = {"step", "segment", "time", "series"}  # names that the table needs for itself

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..run.scalars import Samples
 from .base import TIME, Hit
 from .meters import Meter, cells, hidden_stamps, meters
 from .words import meaning
+from ..run.scalars import Samples
 
-# %% ../../nbs/api/read/14_lines.ipynb #568a477c
+# %% ../../nbs/api/read/14_lines.ipynb #7e55f2a8
 _TELLING = {"step", "epoch", "loss", "perplexity", "measure"}
 _ROW = "\x02row"
 _LONGEST = 6000  # bytes of a line that are looked at
 _CELL = re.compile(
     rb"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+|[A-Za-z%]{1,2})?:?|[-+]?(?:nan|inf)", re.I
 )
+_ANY = re.compile(rb"\d|[nN][aA][nN]|[iI][nN][fF]")
 _VALUE = re.compile(rb"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)", re.I)
 
 
@@ -47,7 +48,7 @@ class Table:
     time: np.ndarray | None  # (n,) datetime64[s]
     is_row: bool = False  # cells without names
 
-
+# %% ../../nbs/api/read/14_lines.ipynb #bd1c1fc7
 def _is_telling(found: list[Meter]) -> bool:
     "Whether a line may be a record: a word of training stands in it, or a named number with a point."
     named = (meter for meter in found if meter.name)
@@ -71,6 +72,8 @@ def parse_row(
         has_point |= b"." in value[0] or not value[0][-1:].isdigit()
         fields.append((f"\x1dvalue\x1d\x1d\x1d{n_cells}", start, start + value.end()))
         n_cells += 1
+        if text.endswith(b":"):
+            break  # what follows is a bar
     is_whole_line = n_cells == len(all_cells)
     if not has_point or len(fields) < (2 if is_whole_line else 3) or len(fields) > 64:
         return []
@@ -84,6 +87,8 @@ def parse_any(
 ) -> list[Hit]:  # at most one record; the names of its fields say which kind of line it is
     "Every number of a line that may be a record."
     line = line[:_LONGEST]
+    if not _ANY.search(line):
+        return []
     found = meters(line)
     if not found:
         return []
@@ -99,7 +104,7 @@ def parse_any(
     time = TIME.search(line)
     return [Hit(fields, time=time and time.span())]
 
-
+# %% ../../nbs/api/read/14_lines.ipynb #004f57f2
 def tables_of(
     samples: dict[str, Samples],  # what a scanner found with `parse_any`
 ) -> list[Table]:  # in the order in which their first lines stand in the file

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .words import meaning
 
-# %% ../../nbs/api/read/13_meters.ipynb #e1a0b979
+# %% ../../nbs/api/read/13_meters.ipynb #117479d2
 _STAMPS = re.compile(
     rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [^\s\]]+:\d+\]"  # I0613 17:29:41.490244  1860 net.cpp:100]
     rb"|\d{4}[-/.]\d\d?[-/.]\d\d?"  # 2024-10-26 02:52:14.809
@@ -37,7 +37,7 @@ def hidden_stamps(
     "The line with time stamps and places in source files replaced by zero bytes."
     return _STAMPS.sub(lambda found: b"\0" * len(found[0]), line)
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #29bd6cd6
 _NUMBER = re.compile(
     rb"(?:(?<![\w.)\]])[-+])?(?<![\w.])"
     rb"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d*(?!\w*\.))?|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*[_=])(?!\.\d)"
@@ -48,7 +48,8 @@ _WRAPPED = re.compile(
     rb"(?:tensor|float\d*|np\.\w+|numpy\.\w+|array|Array|Tensor|DeviceArray|item)\(?[\[( ]*$"
 )
 _END = re.compile(
-    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?[\s:=>(\[{|\"'~\x00*]*$"
+    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?"
+    rb"[\s:=>(\[{|\"'~\x00*]*$"
 )
 _SPLIT = re.compile(
     rb"[,;|\[\]{}()\x00<>\t\"'!?\x01]|\xef\xbc\x8c|\xe2\x94\x82|\xe2\x95\x91"
@@ -58,12 +59,14 @@ _IN_UNIT = re.compile(rb"(?<=\w) *\([^()]*\)$")  # `Memory (MB)`
 _AVERAGE = re.compile(rb"\s*[\(\[]\s*(?:avg|mean|ave|average|ema|\xc3\xb8)?\.?\s*[:=]?\s*$")
 _OF = re.compile(rb"\s*(?:/|of|out of)\s*$")
 _TAG = re.compile(
-    rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
+    rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?"
+    rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
     re.I,
 )
 _TAGS = {"train": "", "val": "val ", "test": "test ", "eval": "val ", "dev": "val "}
 _PART_OF_NAME = re.compile(rb"[A-Za-z][@-]$")
 _NO_WORD = re.compile(r"^[\W_]+|[\W_]+$")
+_ARROW = re.compile(rb"\s*(?:-+>|=>|\xe2\x86\x92)")  # `ppl: inf --> 4.2`: the value before is an old one
 _RANK = re.compile(rb"(?i)(?:\brank[ _:=#-]*|\[default)(\d+)")
 _MOST = 64  # numbers of a line: more of them are a listing
 
@@ -79,7 +82,7 @@ class Meter(NamedTuple):
     unit: str  # what is written behind it: 's', '%', 'tok/s'
     is_whole: bool  # written without point and exponent
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #e25f7535
 def _tag_of(piece: bytes) -> str | None:
     "Where the numbers behind a piece of text were measured: '', 'val ', 'test '; None: it does not say."
     found = _TAG.findall(piece)
@@ -94,6 +97,8 @@ def _name_of(gap: bytes) -> tuple[str, str | None]:
     gap = _END.sub(b"", _IN_UNIT.sub(b"", _END.sub(b"", _WRAPPED.sub(b"", gap))))
     pieces = _SPLIT.split(gap)
     name = _NO_WORD.sub("", pieces[-1].decode("utf-8", "replace"))
+    if ":" in name and name.rpartition(":")[2][:1].isalpha():
+        name = name.rpartition(":")[2]  # a logger's `INFO:__main__:` before it
     words = name.split()
     if len(words) > 4:
         words = words[-4:]
@@ -133,7 +138,7 @@ def _named_behind(line: bytes, found: list[Meter]) -> list[Meter]:
         named.append(meter._replace(name=behind[1].decode().lower()) if behind else meter)
     return named
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #8e011b7e
 class _Line:
     "A line on the way to its meters."
 
@@ -174,12 +179,21 @@ class _Line:
         if last and last.is_whole and is_whole and _OF.match(gap):
             self.found[-1] = last._replace(counts=True)
             return (f"{last.name} total" if last.name else ""), "total"
-        is_closed = self.hidden[behind : behind + 4].lstrip()[:1] in (b")", b"]")
-        if last and last.name and is_closed and not last.is_whole and _AVERAGE.fullmatch(gap):
+        if last and self._is_average(last, gap, behind):
             return f"{last.name} avg", "average"
         name, said = _name_of(gap)
         self.tag = self.tag if said is None else said
-        return _with_tag(name, self.tag), "value"
+        return ("" if self._is_aside(name, behind) else _with_tag(name, self.tag)), "value"
+
+    def _is_average(self, last: Meter, gap: bytes, behind: int) -> bool:
+        "Whether a number stands in parentheses of its own behind a named number with a point."
+        is_closed = self.hidden[behind : behind + 4].lstrip()[:1] in (b")", b"]")
+        return bool(last.name) and is_closed and not last.is_whole and bool(_AVERAGE.fullmatch(gap))
+
+    def _is_aside(self, name: str, behind: int) -> bool:
+        "Whether a number is an old value before an arrow, or says how many percent of the steps are done."
+        is_share = self.hidden[behind - 1 : behind] == b"%" and meaning(name) in ("step", "epoch")
+        return is_share or bool(_ARROW.match(self.hidden, behind))
 
 
 def meters(
@@ -193,7 +207,7 @@ def meters(
             break
     return _named_behind(reading.hidden, reading.found)
 
-
+# %% ../../nbs/api/read/13_meters.ipynb #cc64b803
 def cells(
     line: bytes,  # one line
 ) -> list[

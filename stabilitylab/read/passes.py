@@ -9,10 +9,10 @@ __all__ = ['chains', 'in_sequence']
 import numpy as np
 
 from ..names.variables import canonical_name
-from ..run.scalars import Samples
 from .base import LogData
+from ..run.scalars import Samples
 
-# %% ../../nbs/api/read/19_passes.ipynb #5b0d8744
+# %% ../../nbs/api/read/19_passes.ipynb #1f85e616
 def _first_steps(data: LogData) -> dict[str, int]:
     "The lowest step of each series that is no epoch and no time."
     return {name: int(np.min(samples.step)) for name, samples in data.samples.items() if len(samples.step)}
@@ -44,7 +44,7 @@ def chains(
             found.append([number])
     return found
 
-
+# %% ../../nbs/api/read/19_passes.ipynb #b5293421
 def _shifted(samples: Samples, by: int) -> Samples:
     "The series with its places moved behind those of the logs before."
     order = np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)
@@ -61,14 +61,12 @@ def _time_of(samples: Samples) -> np.ndarray:
 
 def _appended(parts: list[Samples]) -> Samples:
     "One series from its parts."
-    step, value, order = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in parts])
-        for name in ("step", "value", "order")
-    )
+    step = np.concatenate([np.asarray(part.step) for part in parts])
+    value = np.concatenate([np.asarray(part.value) for part in parts])
+    order = np.concatenate([part.order for part in parts])
     has_time = any(part.time is not None for part in parts)
-    return Samples(
-        step, value, order, np.concatenate([_time_of(part) for part in parts]) if has_time else None
-    )
+    time = np.concatenate([_time_of(part) for part in parts]) if has_time else None
+    return Samples(step, value, order, time)
 
 
 def in_sequence(

@@ -10,11 +10,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from .lines import Table
 from .meters import cells
 from .words import meaning
 
-# %% ../../nbs/api/read/15_rows.ipynb #21518415
+# %% ../../nbs/api/read/15_rows.ipynb #f4abd4a2
 class _Documented(NamedTuple):
     "Rows that their writer explains in its documentation, not in the file."
 
@@ -49,7 +51,9 @@ _DOCUMENTED = (
     ),
 )
 
+# %% ../../nbs/api/read/15_rows.ipynb #2db00ba8
 _RULE = re.compile(rb"^[\s\-=+|_:#*]*$")
+_FEWEST = 3  # rows that must agree
 _BEFORE = 8192  # bytes above a row in which its header is looked for
 
 
@@ -87,6 +91,16 @@ def _tells(names: list[str]) -> bool:
     return any(meaning(name) in ("loss", "perplexity", "measure") for name in names if name)
 
 
+def _count_and_value(table: Table) -> list[str]:
+    "The names of two cells of which one counts up and the other has a point; empty for all other rows."
+    if len(table.slots) != 2 or len(table.order) < _FEWEST:
+        return []
+    rises = [bool((np.diff(s.value) > 0).all() and (s.value == np.round(s.value)).all()) for s in table.slots]
+    if sum(rises) != 1:
+        return []
+    return ["step", "loss"] if rises[0] else ["loss", "step"]
+
+
 def name_rows(
     tables: list[Table],  # the kinds of lines of a log
     path: Path,  # its file
@@ -100,7 +114,7 @@ def name_rows(
         names = next((list(kind.names) for kind in _DOCUMENTED if kind.first.match(own)), [])
         names = names or _header(above, n_cells)
         if not _tells(names):
-            names = known.get(n_cells, [])
+            names = known.get(n_cells, []) or _count_and_value(table)
         if _tells(names):
             known[n_cells] = names
             for slot in table.slots:

@@ -14,7 +14,7 @@ import numpy as np
 from .lines import Slot, Table
 from .words import evaluation, meaning, split_words
 
-# %% ../../nbs/api/read/16_steps.ipynb #5622e7f7
+# %% ../../nbs/api/read/16_steps.ipynb #00c36e3c
 _FIRST_WORDS = {"global": 0, "step": 1, "iteration": 2, "iter": 2, "update": 3, "timestep": 4, "batch": 5}
 
 
@@ -37,7 +37,7 @@ class Counted:
         "The steps of one table."
         return self.step[np.searchsorted(self.order, table.order)]
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #37c09e33
 def _is_count(value: np.ndarray) -> bool:
     "Whether all numbers are whole, not negative, and small enough to be exact."
     return bool(
@@ -55,6 +55,23 @@ def _name_rank(slot: Slot) -> int:
     return min(ranks, default=3)
 
 
+def _unnamed_count(table: Table, values: list[Slot], epoch: Slot | None) -> Slot | None:
+    "A number without a name that counts: behind the epoch, or the first of a line that rises."
+    free = [slot for slot in values if not slot.name and not slot.unit]
+    if epoch is not None:
+        behind = next((slot for slot in free if slot.place == epoch.place + 1), None)
+        moves = behind is not None and len(np.unique(behind.value)) > 1
+        return behind if moves else None
+    first = next((slot for slot in free if slot.place == 0), None)
+    is_rising = first is not None and len(first.value) > 2 and (np.diff(first.value) > 0).mean() > 0.9
+    return first if is_rising else None
+
+
+def _is_running(slot: Slot, epoch: Slot | None) -> bool:
+    "Whether a number is `i` of `i/N` and neither the epoch nor a measure."
+    return slot.counts and slot is not epoch and not (slot.name and _tells(slot))
+
+
 def _step_slot(table: Table, epoch: Slot | None, chosen: str | None) -> Slot | None:
     "The number that counts steps in the lines of a table; None where none does."
     values = [slot for slot in table.slots if slot.kind == "value" and _is_count(slot.value)]
@@ -63,18 +80,10 @@ def _step_slot(table: Table, epoch: Slot | None, chosen: str | None) -> Slot | N
     named = [slot for slot in values if slot.name and meaning(slot.name) == "step"]
     if named:
         return min(named, key=lambda slot: (_name_rank(slot), slot.place))
-    running = [
-        slot for slot in values if slot.counts and slot is not epoch and not (slot.name and _tells(slot))
-    ]
+    running = [slot for slot in values if _is_running(slot, epoch)]
     if running:
         return max(running, key=lambda slot: np.count_nonzero(np.diff(slot.value)))
-    free = [slot for slot in values if not slot.name and not slot.unit]
-    if epoch is not None:
-        behind = [slot for slot in free if slot.place == epoch.place + 1]
-        return behind[0] if behind and len(np.unique(behind[0].value)) > 1 else None
-    first = [slot for slot in free if slot.place == 0]
-    is_rising = bool(first) and len(first[0].value) > 2 and (np.diff(first[0].value) > 0).mean() > 0.9
-    return first[0] if is_rising else None
+    return _unnamed_count(table, values, epoch)
 
 
 def _tells(slot: Slot) -> bool:
@@ -99,7 +108,7 @@ def _total_of(table: Table, slot: Slot) -> np.ndarray | None:
         None,
     )
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #b97ee09d
 def _of_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
     "Steps of the run from the count within an epoch."
     begins = np.flatnonzero(np.diff(count) < 0)
@@ -153,7 +162,7 @@ def _by_count(
             return step, f"{said}: {how}"
     return count, said
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #2c790717
 def _joined(tables: list[Table], values: list[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray | None]:
     "Places and values of several tables in the order of the file."
     order = np.concatenate([table.order for table in tables])
@@ -202,7 +211,7 @@ def _counted(members: list[tuple[Table, Slot | None, Slot | None]]) -> Counted:
         return Counted(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
     return Counted(tables, None, order, epoch, "", "", False)
 
-
+# %% ../../nbs/api/read/16_steps.ipynb #cb2f57e8
 def _distance(order: np.ndarray, places: np.ndarray, at: np.ndarray) -> np.ndarray:
     "How far each line is from the carrier with number `at`; infinite where there is none."
     inside = (at >= 0) & (at < len(places))

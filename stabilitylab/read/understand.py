@@ -10,13 +10,13 @@ import numpy as np
 
 from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
-from ..run.scalars import Samples
 from .base import LogData
 from .lines import Slot, Table
 from .steps import Counted, carried, count_steps
 from .words import evaluation, loss_rank, meaning, split_words
+from ..run.scalars import Samples
 
-# %% ../../nbs/api/read/17_understand.ipynb #3cbbac62
+# %% ../../nbs/api/read/17_understand.ipynb #670b56ed
 _FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so
 _MEASURES = ("loss", "perplexity", "measure")
 
@@ -99,7 +99,7 @@ def _series_of(groups: list[Counted], only_bare: bool) -> dict[tuple, _Series]:
                 found.setdefault(key, _Series(slot.name, slot, group)).parts.append((table, slot.value))
     return found
 
-
+# %% ../../nbs/api/read/17_understand.ipynb #ab3b1ca9
 def _is_enough(series: _Series) -> bool:
     "Whether a series has more than one value, or is a loss with a step."
     return series.size > 1 or (series.meaning == "loss" and series.group.kind != "")
@@ -121,13 +121,19 @@ def _training_loss(found: list[_Series]) -> _Series | None:
     most = max((s.size for s in losses), default=0)
     return min(losses, key=lambda s: _rank(s, most), default=None)
 
+# %% ../../nbs/api/read/17_understand.ipynb #42f291e0
+def _can_carry(group: Counted) -> bool:
+    "Whether lines may say where the run is: a named count, or a count beside a measure."
+    if group.kind != "step" or all(table.is_row for table in group.tables):
+        return False
+    return group.is_named or any(_tells(table) for table in group.tables)
+
 
 def _carrier(groups: list[Counted], loss: _Series | None) -> Counted | None:
     "The lines that say where the run is, for those that do not."
     if loss is not None and loss.group.kind == "step":
         return loss.group
-    able = [g for g in groups if g.kind == "step" and not all(table.is_row for table in g.tables)]
-    able = [g for g in able if g.is_named or any(_tells(table) for table in g.tables)]
+    able = [group for group in groups if _can_carry(group)]
     if able:
         return max(able, key=lambda g: len(g.order))
     epochs = [g for g in groups if g.kind == "epoch"]
@@ -143,7 +149,7 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
     if carrier is None or carrier is group:
         return None, ""
     lines_a_step = len(table.order) / max(1, len(np.unique(carrier.step)))
-    if lines_a_step > 3 and not evaluation(" ".join(slot.name for slot in table.slots)):
+    if lines_a_step > 3 and not _has_evaluation(table):
         return None, ""
     return carried(table.order, carrier), f"{carrier.words} of the line beside it"
 
@@ -151,11 +157,16 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
 _NUMBERED = "number of the record: the log has no steps"
 
 
+def _has_evaluation(table: Table) -> bool:
+    "Whether a number of these lines was measured in validation or test."
+    return any(evaluation(slot.name) for slot in table.slots)
+
+
 def _new_passes(groups: list[Counted]) -> np.ndarray:
     "Places at which the epoch goes back, or at which a line of its own says the first one again."
     places = []
     for group in groups:
-        if group.epoch is None or all(evaluation(" ".join(s.name for s in t.slots)) for t in group.tables):
+        if group.epoch is None or all(_has_evaluation(table) for table in group.tables):
             continue
         change = np.diff(group.epoch)
         is_header = not any(_tells(table) for table in group.tables) and group.kind == "epoch"
@@ -190,7 +201,7 @@ def _samples(
     step, value = np.concatenate(steps)[by_place], np.concatenate(values)[by_place]
     return Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time), how
 
-
+# %% ../../nbs/api/read/17_understand.ipynb #42732f65
 def _name(series: _Series, main: _Series | None, taken: dict) -> str:
     "The name of a series: its own; behind a word where lines that count otherwise have it too."
     name = series.name

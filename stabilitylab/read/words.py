@@ -13,7 +13,7 @@ from typing import Literal
 # %% ../../nbs/api/read/12_words.ipynb #c973563d
 Meaning = Literal["step", "epoch", "loss", "perplexity", "measure", "setting", "other"]
 
-
+# %% ../../nbs/api/read/12_words.ipynb #405ea936
 def _words(*lines: str) -> frozenset[str]:
     "The words of some lines."
     return frozenset(word for line in lines for word in line.split())
@@ -48,9 +48,10 @@ _SETTING = _words(
     "rank line port pid seed threshold patience margin smoothing factor eta remaining elapsed",
     "interval every total max maximum num number warmup frequency freq save saved saving logging log",
     "eval version count counts workers len length best lowest min minimum limit world local",
-    "accumulation",
+    "accumulation improved improving improve improvement decreased increased from",
 )
 
+# %% ../../nbs/api/read/12_words.ipynb #7ebd1bb2
 _EVALUATION = re.compile(
     r"^(?:val|valid|validation|eval|evaluation|evaluating|test|testing|dev|vali|验证|测试)$"
 )
@@ -78,7 +79,7 @@ def _is_loss(words: tuple[str, ...]) -> bool:
     glued = any(word.endswith("loss") for word in words)
     return glued or not _LOSS.isdisjoint(words) or {"cross", "entropy"} <= set(words)
 
-
+# %% ../../nbs/api/read/12_words.ipynb #0eb5dfcb
 _NO_MEASURE = _SETTING - {"total", "best", "min", "eval", "log", "error"}
 _NO_LOSS = _SETTING - {"total", "eval", "log", "max", "min", "num", "per", "rate", "error"}
 _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accumulation"}
@@ -108,7 +109,7 @@ def meaning(
     cases: tuple[tuple[Meaning, bool], ...] = (  # the first that holds
         ("setting", is_loss and bool(found & _NO_LOSS)),
         ("loss", is_loss),
-        ("perplexity", bool(found & _PERPLEXITY)),
+        ("perplexity", bool(found & _PERPLEXITY) and not found & _NO_MEASURE),
         ("step", _counts_steps(words, found)),
         ("epoch", words[-1] in _EPOCH or (words[0] in _EPOCH and words[-1] in _INDEX)),
         ("measure", bool(found & _MEASURE) and not is_setting),
@@ -116,7 +117,7 @@ def meaning(
     )
     return next((said for said, holds in cases if holds), "other")
 
-
+# %% ../../nbs/api/read/12_words.ipynb #28ff20b5
 # words beside `loss` -> how much less the series is the training loss itself than plain `loss`
 _PLAIN = {"loss", "losses", "train", "training", "total", "损失", "损失值", "损", "cost", "lm"}
 _CLOSE = {

@@ -30,6 +30,8 @@ class Setup:
     # (model, batch) -> (losses, mask), both (batch, seq): each token's loss and whether it counts
     token_loss: Callable | None = None
     decode: Callable | None = None  # (token id) -> text, for reports
+    # (step, seed) -> micro-batches of a step, for trials that go on behind the recorded batches
+    batches: Callable | None = None
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ def report_html(
     runs: dict[str, xr.DataTree],  # name -> record
     findings: dict[str, Findings],  # name -> what `diagnose` found in it
     shared: Findings | None = None,  # findings across the runs; None: none
+    trial: object = None,  # a TrialSheet of a single run; None: no trial was made
 ) -> str:  # a whole HTML document
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
@@ -225,6 +226,7 @@ def report_html(
         title=sheets[0].title if is_single else f"{len(runs)} runs",
         runs=sheets,
         shared=finding_sheet(shared or Findings(), "s"),
+        trial=trial,
         light=Markup(css_colours()),
         dark=Markup(css_colours(dark=True)),
     )

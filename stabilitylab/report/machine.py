@@ -32,6 +32,7 @@ def run_json(
             "findings": findings.to_dicts(),
             "most_likely": None if likely is None else likely.to_dict(),
         }
+        | ({"reading": head.reading} if head.reading else {})
     )
 
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e

@@ -16,41 +16,56 @@ from ..names.errors import bad_input
 from ..numerics.formats import is_lost, number_format, quantise, spacing, stochastic_round
 
 # %% ../../nbs/api/rounding/00_lost.ipynb #12ac30bd
+def _movement(moved: np.ndarray, update: np.ndarray) -> float:
+    "Movement along the update over what was wanted; NaN for an update of zeros."
+    update = update.astype(float)
+    wanted = float(update @ update)
+    return float(moved.astype(float) @ update / wanted) if wanted else float("nan")
+
+
+def _lost_row(weight: np.ndarray, update: np.ndarray, fmt: str, seed: int) -> dict[str, float]:
+    "What rounding takes from the update of one parameter; both arrays (n,) float32, the weights on the grid."
+    asked, unit, target = update != 0, spacing(weight, fmt), weight + update
+    nearest = quantise(target, fmt) - weight
+    drawn = stochastic_round(target, fmt, np.random.default_rng(seed)) - weight
+    has_updates = bool(asked.any())
+    below_half = abs(update) < unit / 2
+    return {
+        "lost": float(is_lost(weight, update, fmt)[asked].mean()) if has_updates else float("nan"),
+        "below_half": float(below_half[asked].mean()) if has_updates else float("nan"),
+        "kept": _movement(nearest, update),
+        "kept_stochastic": _movement(drawn, update),
+        "update_rms": float(np.sqrt(update.astype(float) @ update / len(update))),
+        "spacing_median": float(np.median(unit)),
+    }
+
+
+def _flat(tensor: torch.Tensor) -> np.ndarray:
+    "A tensor as one float32 row."
+    return tensor.detach().float().cpu().numpy().ravel()
+
+
 def lost_updates(
     weights: dict,  # param -> tensor before the step, any float dtype
     updates: dict,  # param -> tensor that would be added in full precision, same names and shapes
     fmt: str = "bf16",  # format in which the weights are kept
     seed: int = 0,  # of the stochastic rounding
-) -> pd.DataFrame:  # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms, spacing_median
+    # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half
+    # a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms,
+    # spacing_median
+) -> pd.DataFrame:
     "What is left of the updates after the weights are rounded."
     if set(weights) != set(updates):
         raise bad_input("updates", sorted(updates)[:5], "the same names as `weights`")
     rows = {}
-    for i, (name, w) in enumerate(weights.items()):
-        w, u = (
-            quantise(w.detach().float().cpu().numpy().ravel(), fmt),
-            updates[name].detach().float().cpu().numpy().ravel(),
-        )
-        if w.shape != u.shape:
-            raise bad_input("updates", f"{name}: {u.shape}", f"shape {w.shape}")
-        asked, unit, wanted = u != 0, spacing(w, fmt), float(u.astype(float) @ u)
-        near, drawn = (
-            quantise(w + u, fmt) - w,
-            stochastic_round(w + u, fmt, np.random.default_rng(seed + i)) - w,
-        )
-        share = lambda m: float(m[asked].mean()) if asked.any() else float("nan")
-        rows[name] = (
-            share(is_lost(w, u, fmt)),
-            share(abs(u) < unit / 2),
-            *((float(m.astype(float) @ u) / wanted if wanted else float("nan")) for m in (near, drawn)),
-            float(np.sqrt(wanted / len(u))),
-            float(np.median(unit)),
-        )
-    return pd.DataFrame.from_dict(
-        rows,
-        orient="index",
-        columns=["lost", "below_half", "kept", "kept_stochastic", "update_rms", "spacing_median"],
-    ).rename_axis("param")
+    for i, (name, weight) in enumerate(weights.items()):
+        before, update = quantise(_flat(weight), fmt), _flat(updates[name])
+        if before.shape != update.shape:
+            raise bad_input("updates", f"{name}: {update.shape}", f"shape {before.shape}")
+        rows[name] = _lost_row(before, update, fmt, seed + i)
+    columns = ["lost", "below_half", "kept", "kept_stochastic", "update_rms", "spacing_median"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+    return table.rename_axis("param")
 
 # %% ../../nbs/api/rounding/00_lost.ipynb #05e5d008
 def sum_limit(
@@ -58,13 +73,13 @@ def sum_limit(
     fmt: str,  # format of the sum
 ) -> float:  # where the sum stops growing
     "The value at which a sum of equal steps stalls under rounding to nearest."
-    f = number_format(fmt)
+    number = number_format(fmt)
     if not increment > 0:
         raise bad_input("increment", increment, "a number > 0")
-    x = 2.0 ** (np.floor(np.log2(increment)))
-    while x < f.max / 2 and float(quantise(np.float64(x + increment), f)) > x:
-        x *= 2
-    return x
+    total = 2.0 ** (np.floor(np.log2(increment)))
+    while total < number.max / 2 and float(quantise(np.float64(total + increment), number)) > total:
+        total *= 2
+    return total
 
 
 def decay_holds(
@@ -72,9 +87,9 @@ def decay_holds(
     fmt: str,  # format in which the product is stored
 ) -> float:  # share of the mantissas for which the product is the old value, in [0, 1]
     "How many values a decay by `beta` leaves where they are."
-    f = number_format(fmt)
-    x = 1 + np.arange(2**f.mantissa_bits) * f.eps
-    return float((quantise(x * beta, f) == x).mean())
+    number = number_format(fmt)
+    mantissas = 1 + np.arange(2**number.mantissa_bits) * number.eps
+    return float((quantise(mantissas * beta, number) == mantissas).mean())
 
 # %% ../../nbs/api/rounding/00_lost.ipynb #3caa1882
 class EpsRegime(NamedTuple):
@@ -86,25 +101,35 @@ class EpsRegime(NamedTuple):
     advice: str  # what follows
 
 
+_ADVICE = {
+    "zero": "raise eps: rows without a gradient give 0/0 = NaN",
+    "dominates": "lower eps: the update is smaller than the learning rate means",
+    "shrinks": "lower eps if the gradient norm keeps falling (Wortsman 2023)",
+    "no effect": "leave eps as it is",
+}
+
+
+def _regime(ratio: float, eps: float) -> str:
+    "A key of `_ADVICE`."
+    if eps == 0:
+        return "zero"
+    if ratio < 1:
+        return "dominates"
+    return "shrinks" if ratio < 10 else "no effect"
+
+
 def adam_eps(
-    grad,  # tensor or array: the gradient
+    grad: torch.Tensor | np.ndarray,  # the gradient, any shape
     eps: float = 1e-8,  # as configured, >= 0
     fmt: str | None = None,  # format of the optimizer state; None: float32
 ) -> EpsRegime:  # the regime
     "Whether epsilon is too large, too small or of no effect for a gradient."
-    g = np.asarray(grad.detach().float().cpu() if isinstance(grad, torch.Tensor) else grad, np.float64)
-    if eps < 0 or not g.size:
+    values = grad.detach().float().cpu() if isinstance(grad, torch.Tensor) else grad
+    gradient = np.asarray(values, np.float64)
+    if eps < 0 or not gradient.size:
         raise bad_input("eps", eps, "a number >= 0 and a gradient that is not empty")
-    here = float(quantise(np.float64(eps), fmt)) if fmt else eps
-    ratio = float(np.sqrt((g * g).mean()) / here) if here else float("inf")
-    if here == 0:
-        return EpsRegime(ratio, here, "zero", "raise eps: rows without a gradient give 0/0 = NaN")
-    if ratio < 1:
-        return EpsRegime(
-            ratio, here, "dominates", "lower eps: the update is smaller than the learning rate means"
-        )
-    if ratio < 10:
-        return EpsRegime(
-            ratio, here, "shrinks", "lower eps if the gradient norm keeps falling (Wortsman 2023)"
-        )
-    return EpsRegime(ratio, here, "no effect", "leave eps as it is")
+    stored = float(quantise(np.float64(eps), fmt)) if fmt else eps
+    rms = float(np.sqrt((gradient * gradient).mean()))
+    ratio = rms / stored if stored else float("inf")
+    regime = _regime(ratio, stored)
+    return EpsRegime(ratio, stored, regime, _ADVICE[regime])

@@ -10,28 +10,21 @@ import numpy as np
 import xarray as xr
 
 # %% ../../nbs/api/run/04_ranks.ipynb #931b1522
-_LARGEST, _ADDED, _NORMS, _ROOTS = (
-    ("absmax", "channel_ratio"),
-    ("nonfinite_count",),
-    ("grad_norm", "weight_norm", "update_norm"),
-    ("rms", "update_rms"),
-)
+# how one number of all ranks comes from theirs, by the statistic's plain name
+_LARGEST = ("absmax", "channel_ratio")  # the largest
+_ADDED = ("nonfinite_count",)  # the sum
+_NORMS = ("grad_norm", "weight_norm", "update_norm")  # the root of the sum of squares
+_ROOTS = ("rms", "update_rms")  # the root of the mean of squares
 
 
-def _parts_of(name, group):
-    "Prefix and plain name of a statistic."
-    prefixes = (
-        ("in_", "grad_")
-        if group.endswith("activations")
-        else ("m_", "v_")
-        if group == "sampled_optimizer"
-        else ()
-    )
-    prefix = next((p for p in prefixes if name.startswith(p)), "")
-    return prefix, name.removeprefix(prefix)
+def _prefixes(group: str) -> tuple[str, ...]:
+    "What may stand before the plain name of a statistic in a group."
+    if group.endswith("activations"):
+        return ("in_", "grad_")
+    return ("m_", "v_") if group == "sampled_optimizer" else ()
 
 
-def _mean(value, weight):
+def _mean(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
     "Weighted mean over the last axis of what is not NaN."
     ok = ~np.isnan(value)
     weight = np.where(ok, weight, 0.0)
@@ -39,8 +32,42 @@ def _mean(value, weight):
     return np.where(total > 0, (np.where(ok, value, 0.0) * weight).sum(-1) / total, np.nan)
 
 
-def _sum(value):
+def _sum(value: np.ndarray) -> np.ndarray:
+    "Sum over the last axis of what is not NaN; NaN where nothing is."
     return np.where(np.isnan(value).all(-1), np.nan, np.nansum(value, -1))
+
+
+def _largest(value: np.ndarray) -> np.ndarray:
+    "The largest over the last axis of what is not NaN; NaN where nothing is."
+    is_nan = np.isnan(value)
+    return np.where(is_nan.all(-1), np.nan, np.nanmax(np.where(is_nan, -np.inf, value), -1))
+
+
+def _combined(
+    of: dict[str, np.ndarray],  # variable -> its values with the ranks on the last axis
+    name: str,
+    prefix: str,
+    copies: np.ndarray | float,
+) -> np.ndarray:
+    "One statistic of all ranks."
+    value, plain = of[name], name.removeprefix(prefix)
+    entries = of.get(f"n:{prefix}", np.ones((1, 1, 1)))
+    middle = [1] * (value.ndim - 3)
+    weight = entries.reshape(*entries.shape[:2], *middle, entries.shape[-1])
+    if plain in _LARGEST:
+        return _largest(value)
+    if plain in _ADDED:
+        return _sum(value) / copies
+    if plain in _NORMS or plain in _ROOTS:
+        squares = value * value
+        return np.sqrt(_sum(squares) / copies if plain in _NORMS else _mean(squares, weight))
+    if plain == "std":
+        mean = of[prefix + "mean"]
+        return np.sqrt(np.maximum(_mean(value * value + mean * mean, weight) - _mean(mean, weight) ** 2, 0))
+    if plain == "top_channel":
+        leader = np.nan_to_num(of["channel_ratio"], nan=-1.0).argmax(-1)
+        return np.take_along_axis(value, leader[..., None], -1)[..., 0]
+    return _mean(value, weight)
 
 
 def combine_shards(
@@ -50,41 +77,29 @@ def combine_shards(
 ) -> xr.Dataset:  # the group of the whole run, at the steps that every shard has
     "The statistics that one process would have had."
     shards = _same_steps(shards)
-    x = {str(n): np.stack([s[n].values for s in shards], -1).astype(float) for n in shards[0].data_vars}
-    out = shards[0][[n for n in x if not n.startswith("n:")]].copy()
+    of = {}
+    for name in shards[0].data_vars:
+        of[str(name)] = np.stack([shard[name].values for shard in shards], -1).astype(float)
+    out = _without_counts(shards[0]).copy()
     with np.errstate(all="ignore"):
-        for name in out.data_vars:
-            prefix, plain = _parts_of(name, group)
-            v = x[name]
-            n = x.get(f"n:{prefix}", np.ones((1, 1, 1)))
-            n = n.reshape(*n.shape[:2], *[1] * (v.ndim - 3), n.shape[-1])
-            if plain in _LARGEST:
-                y = np.where(np.isnan(v).all(-1), np.nan, np.nanmax(np.where(np.isnan(v), -np.inf, v), -1))
-            elif plain in _ADDED:
-                y = _sum(v) / copies
-            elif plain in _NORMS:
-                y = np.sqrt(_sum(v * v) / copies)
-            elif plain in _ROOTS:
-                y = np.sqrt(_mean(v * v, n))
-            elif plain == "std":
-                mean = x[prefix + "mean"]
-                y = np.sqrt(np.maximum(_mean(v * v + mean * mean, n) - _mean(mean, n) ** 2, 0))
-            elif plain == "top_channel":
-                y = np.take_along_axis(
-                    v, np.nan_to_num(x["channel_ratio"], nan=-1.0).argmax(-1)[..., None], -1
-                )[..., 0]
-            else:
-                y = _mean(v, n)
-            out[name] = (out[name].dims, y.astype(shards[0][name].dtype), out[name].attrs)
+        for name, first in out.data_vars.items():
+            prefix = next((p for p in _prefixes(group) if name.startswith(p)), "")
+            joint = _combined(of, str(name), prefix, copies)
+            out[name] = (first.dims, joint.astype(first.dtype), first.attrs)
     return out
 
 
-def _same_steps(shards):
+def _same_steps(shards: list[xr.Dataset]) -> list[xr.Dataset]:
     "The shards at the steps that all have."
     steps = shards[0].step.values
-    for s in shards[1:]:
-        steps = np.intersect1d(steps, s.step.values)
-    return [s.isel(step=np.flatnonzero(np.isin(s.step.values, steps))) for s in shards]
+    for shard in shards[1:]:
+        steps = np.intersect1d(steps, shard.step.values)
+    return [shard.isel(step=np.flatnonzero(np.isin(shard.step.values, steps))) for shard in shards]
+
+
+def _without_counts(shard: xr.Dataset) -> xr.Dataset:
+    "The statistics alone; `n:` is how many entries stand behind them."
+    return shard[[name for name in shard.data_vars if not str(name).startswith("n:")]]
 
 
 def stack_ranks(
@@ -92,7 +107,7 @@ def stack_ranks(
     ranks: list[int],  # number of each
 ) -> xr.Dataset:  # dims `(step, module, …, rank)`
     "The shards beside each other."
-    shards = [s[[n for n in s.data_vars if not str(n).startswith("n:")]] for s in _same_steps(shards)]
+    shards = [_without_counts(shard) for shard in _same_steps(shards)]
     out = xr.concat(
         shards,
         xr.DataArray(np.array(ranks), dims="rank", attrs={"long_name": "rank", "units": "1"}, name="rank"),

@@ -122,13 +122,12 @@ def save_run(
 
 def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
     "Zarr encodings that keep a chunk of a long table at `rows` rows, so that a part of it can be read alone."
-    sliced = {name: v for name, v in table.variables.items() if "step" in v.dims and min(v.shape) > 0}
-    return {
-        str(name): {
-            "chunks": tuple(min(size, rows) if dim == "step" else size for dim, size in v.sizes.items())
-        }
-        for name, v in sliced.items()
-    }
+    encodings = {}
+    for name, variable in table.variables.items():
+        if "step" in variable.dims and min(variable.shape) > 0:
+            sizes = dict(variable.sizes) | {"step": min(variable.sizes["step"], rows)}
+            encodings[str(name)] = {"chunks": tuple(sizes.values())}
+    return encodings
 
 
 def _chunked(run: xr.DataTree) -> dict:

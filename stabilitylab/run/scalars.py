@@ -21,9 +21,8 @@ class Samples(NamedTuple):
 
     step: np.ndarray  # (n,) int64, the log's own step
     value: np.ndarray  # (n,) float64; NaN here is a logged NaN, never a gap
-    order: np.ndarray | None = (
-        None  # (n,) place in the log (byte, line or event number), to order several series; None: 0..n-1
-    )
+    # (n,) place in the log (byte, line or event number), to order several series; None: 0..n-1
+    order: np.ndarray | None = None
     time: np.ndarray | None = None  # (n,) datetime64[ns] or seconds since 1970 as float; None: unknown
 
 # %% ../../nbs/api/run/00_scalars.ipynb #25ed1a07
@@ -32,9 +31,9 @@ def find_restarts(
 ) -> np.ndarray:  # (r,) the `order` of the first record of each later segment, ascending
     "Where the step counter of any series goes back."
     back = []
-    for s in {(id(s.step), id(s.order)): s for s in samples.values()}.values():
-        at = np.flatnonzero(np.diff(s.step) < 0) + 1
-        back += zip(s.order[at], s.order[at - 1], strict=False)
+    for one in {(id(each.step), id(each.order)): each for each in samples.values()}.values():
+        at = np.flatnonzero(np.diff(one.step) < 0) + 1
+        back += zip(one.order[at], one.order[at - 1], strict=True)
     found = []
     for order, before in sorted(back):
         if not found or before >= found[-1]:
@@ -42,114 +41,159 @@ def find_restarts(
     return np.array(found, dtype=np.int64)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #139ba8cf
-def _complete(name, s):
-    "`s` as arrays of the right types, with `order` filled in, or an error that names the series."
-    step, value = np.asarray(s.step), np.asarray(s.value, dtype=np.float64)
+def _as_time(time: np.ndarray | list | None) -> np.ndarray | None:
+    "Times as numpy's datetimes, also from seconds since 1970."
+    if time is None:
+        return None
+    time = np.asarray(time)
+    if time.dtype.kind != "M":
+        seconds = np.where(np.isfinite(time.astype(float)), time, np.nan)
+        time = pd.to_datetime(seconds, unit="s").to_numpy()
+    unit = "M8[s]" if time.dtype == "M8[s]" else "M8[ns]"
+    return time.astype(unit, copy=False)
+
+
+def _complete(name: str, one: Samples) -> Samples:
+    "Samples as arrays of the right types, with `order` filled in, or an error that names the series."
+    step, value = np.asarray(one.step), np.asarray(one.value, dtype=np.float64)
     if step.ndim != 1 or step.shape != value.shape:
         raise bad_input(name, f"step {step.shape}, value {value.shape}", "two 1-D arrays of one length")
-    order = np.arange(len(step)) if s.order is None else np.asarray(s.order, dtype=np.int64)
-    time = None if s.time is None else np.asarray(s.time)
-    if time is not None and time.dtype.kind != "M":
-        time = pd.to_datetime(np.where(np.isfinite(time.astype(float)), time, np.nan), unit="s").to_numpy()
-    return Samples(
-        step.astype(np.int64, copy=False),
-        value,
-        order,
-        None if time is None else time.astype("M8[s]" if time.dtype == "M8[s]" else "M8[ns]", copy=False),
-    )
+    order = np.arange(len(step)) if one.order is None else np.asarray(one.order, dtype=np.int64)
+    return Samples(step.astype(np.int64, copy=False), value, order, _as_time(one.time))
 
 
-def _occurrence(step):
+def _occurrence(step: np.ndarray) -> np.ndarray:
     "0 for the first row of a run of equal steps, 1 for its second, and so on."
     start = np.flatnonzero(np.r_[True, step[1:] != step[:-1]]) if len(step) else np.zeros(0, int)
     return np.arange(len(step)) - np.repeat(start, np.diff(np.r_[start, len(step)]))
 
 
-def _keys(samples, restarts):
-    "One sortable int64 a sample, (segment, step, occurrence) packed, with what unpacks it: (keys, lowest step, steps, occurrences)."
-    name_of = {
-        n: (id(s.step), id(s.order)) for n, s in samples.items()
-    }  # series of the same records need one key
-    samples = {name_of[n]: s for n, s in samples.items()}
-    segment = {n: np.searchsorted(restarts, s.order, side="right") for n, s in samples.items()}
-    steps = [s.step for s in samples.values() if len(s.step)]
-    low = min((int(s.min()) for s in steps), default=0)
-    width = max((int(s.max()) for s in steps), default=0) - low + 1
-    again = {}
-    for n, s in samples.items():
-        place, again[n] = segment[n] * width + s.step - low, np.zeros(len(s.step), np.int64)
-        if (np.diff(place) > 0).all():
-            continue
-        by = np.lexsort((s.order, place))
-        again[n][by] = _occurrence(place[by])
-    deep = max((int(a.max()) for a in again.values() if len(a)), default=0) + 1
+def _occurrences(place: np.ndarray, order: np.ndarray) -> np.ndarray:
+    "How often the place of each record, of any order, came before in the log."
+    again = np.zeros(len(place), np.int64)
+    if not (np.diff(place) > 0).all():
+        by = np.lexsort((order, place))
+        again[by] = _occurrence(place[by])
+    return again
+
+
+class _Keys(NamedTuple):
+    """One sortable int64 a sample, and what unpacks it.
+
+    key = (segment * width + step - low) * deep + occurrence
+    """
+
+    of: dict[str, np.ndarray]  # series -> the key of each sample; series of the same records share an array
+    low: int  # the lowest step
+    width: int  # steps from the lowest to the highest
+    deep: int  # how often a step occurs within a segment at most
+
+
+def _packed(samples: dict[str, Samples], restarts: np.ndarray) -> _Keys:
+    "The keys of all samples: rows are sorted and joined by them."
+    records = {name: (id(one.step), id(one.order)) for name, one in samples.items()}
+    distinct = {records[name]: one for name, one in samples.items()}
+    steps = [one.step for one in distinct.values() if len(one.step)]
+    low = min((int(step.min()) for step in steps), default=0)
+    width = max((int(step.max()) for step in steps), default=0) - low + 1
+    places, again = {}, {}
+    for record, one in distinct.items():
+        segment = np.searchsorted(restarts, one.order, side="right")
+        places[record] = segment * width + one.step - low
+        again[record] = _occurrences(places[record], one.order)
+    deep = max((int(times.max()) for times in again.values() if len(times)), default=0) + 1
     if width * deep * (len(restarts) + 1) >= 2**63:
         raise InputError(
             f"`step` spans {width} values in {len(restarts) + 1} segments; allowed: a span below 2**63 in all"
         )
-    keys = {n: ((segment[n] * width + s.step - low) * deep + again[n]) for n, s in samples.items()}
-    return {n: keys[k] for n, k in name_of.items()}, low, width, deep
+    keys = {record: place * deep + again[record] for record, place in places.items()}
+    return _Keys({name: keys[record] for name, record in records.items()}, low, width, deep)
 
 
-def _rows(samples, restarts):
-    "Step and segment of every row of the joint table, ordered by segment, step, occurrence; and the row of every sample."
-    keys, low, width, deep = _keys(samples, restarts)
+class _Rows(NamedTuple):
+    "The joint table of all series: its rows by segment, step and occurrence."
+
+    step: np.ndarray  # (n,) of each row
+    segment: np.ndarray  # (n,) of each row
+    of: dict[str, np.ndarray | slice]  # series -> the row of each of its samples
+
+
+def _rows(samples: dict[str, Samples], restarts: np.ndarray) -> _Rows:
+    "The rows that hold every sample."
+    keys, low, width, deep = _packed(samples, restarts)
     first = next(iter(keys.values()), np.zeros(0, np.int64))
-    if all(k is first or np.array_equal(k, first) for k in keys.values()) and (np.diff(first) > 0).all():
-        index, row = first, {n: slice(None) for n in keys}
+    is_one_table = all(key is first or np.array_equal(key, first) for key in keys.values())
+    if is_one_table and (np.diff(first) > 0).all():
+        index, row = first, {name: slice(None) for name in keys}
     else:
-        once = {id(k): k for k in keys.values()}
-        index = np.sort(pd.unique(np.concatenate(list(once.values()))))
-        place = {i: np.searchsorted(index, k) for i, k in once.items()}
-        row = {n: place[id(k)] for n, k in keys.items()}
-    return index // deep % width + low, index // (deep * width), row
+        distinct = {id(key): key for key in keys.values()}
+        index = np.sort(pd.unique(np.concatenate(list(distinct.values()))))
+        place = {number: np.searchsorted(index, key) for number, key in distinct.items()}
+        row = {name: place[id(key)] for name, key in keys.items()}
+    return _Rows(index // deep % width + low, index // (deep * width), row)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #f7a7a2e2
+def _column(value: np.ndarray, at: np.ndarray | slice, n: int) -> np.ndarray:
+    "Values of a series at their rows, NaN in the others."
+    if isinstance(at, slice):
+        return value
+    column = np.full(n, np.nan)
+    column[at] = value
+    return column
+
+
+def _row_times(samples: dict[str, Samples], rows: _Rows) -> np.ndarray | None:
+    "When each row was logged, by the first series that knows it; None where none does."
+    timed = {}
+    for name, one in samples.items():
+        if one.time is not None:
+            timed.setdefault(id(one.time), (one.time, rows.of[name]))
+    if not timed:
+        return None
+    time = np.full(len(rows.step), np.datetime64("NaT", "ns"))
+    for known, at in timed.values():
+        time[at] = np.where(np.isnat(time[at]), known, time[at])
+    return time
+
+
+def _nan_marks(samples: dict[str, Samples], rows: _Rows) -> dict[str, np.ndarray]:
+    "Series with logged NaNs -> at which rows they stand; elsewhere a NaN is a gap."
+    marks = {}
+    for name, one in samples.items():
+        is_nan = np.isnan(one.value)
+        if is_nan.any():
+            marks[name] = np.zeros(len(rows.step), bool)
+            marks[name][rows.of[name]] = is_nan
+    return marks
+
+
 def make_scalars(
     samples: dict[str, Samples],  # our name of a series -> its values
     log_names: dict[str, str] | None = None,  # our name -> the log's own name; None: the same
-    restarts: np.ndarray
-    | None = None,  # `order` of the first record of each later segment; None: found by `find_restarts`
+    # `order` of the first record of each later segment; None: found by `find_restarts`
+    restarts: np.ndarray | None = None,
     **attrs,  # further attributes of the table, such as `source` and `format`
-) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, `time` where known; a gap is NaN, a logged NaN is NaN and marked in `logged_nan`
+) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, maybe `time`; NaN: a gap, or in `logged_nan`
     "The `/scalars` group that holds all `samples`, every one of them."
-    samples = {n: _complete(n, s) for n, s in samples.items()}
-    restarts = find_restarts(samples) if restarts is None else np.asarray(restarts)
-    step, segment, row = _rows(samples, restarts)
-    n, data, time, nan, timed = len(step), {}, None, {}, set()
-    for name, s in samples.items():
-        if isinstance(row[name], slice):
-            column = s.value
-        else:
-            column = np.full(n, np.nan)
-            column[row[name]] = s.value
-        data[name] = ("step", column, scalar_attrs(name) | {"log_name": (log_names or {}).get(name, name)})
-        if np.isnan(s.value).any():
-            nan[name] = np.zeros(n, bool)
-            nan[name][row[name]] = np.isnan(s.value)
-        if s.time is not None:
-            if time is None:
-                time = np.full(n, np.datetime64("NaT", "ns"))
-            if id(s.time) not in timed:
-                time[row[name]] = np.where(np.isnat(time[row[name]]), s.time, time[row[name]])
-            timed.add(id(s.time))
+    samples, log_names = {name: _complete(name, one) for name, one in samples.items()}, log_names or {}
+    rows = _rows(samples, find_restarts(samples) if restarts is None else np.asarray(restarts))
+    data = {}
+    for name, one in samples.items():
+        column = _column(one.value, rows.of[name], len(rows.step))
+        data[name] = ("step", column, scalar_attrs(name) | {"log_name": log_names.get(name, name)})
+    segment = rows.segment.astype(np.int32)
     coords = {
-        "step": ("step", step, {"long_name": "optimizer step", "units": "step"}),
-        "segment": ("step", segment.astype(np.int32), {"long_name": "pass of the program", "units": "1"}),
+        "step": ("step", rows.step, {"long_name": "optimizer step", "units": "step"}),
+        "segment": ("step", segment, {"long_name": "pass of the program", "units": "1"}),
     }
+    time, marks = _row_times(samples, rows), _nan_marks(samples, rows)
     if time is not None:
         coords["time"] = ("step", time, {"long_name": "wall-clock time"})
-    if nan:
-        data["logged_nan"] = (
-            ("step", "series"),
-            np.stack(list(nan.values()), 1),
-            {"long_name": "the log holds a NaN here", "units": "1"},
-        )
-        coords["series"] = (
-            "series",
-            np.array(list(nan), dtype=object),
-            {"long_name": "series with logged NaNs"},
-        )
+    if marks:
+        attrs_of_marks = {"long_name": "the log holds a NaN here", "units": "1"}
+        data["logged_nan"] = (("step", "series"), np.stack(list(marks.values()), 1), attrs_of_marks)
+        names = np.array(list(marks), dtype=object)
+        coords["series"] = ("series", names, {"long_name": "series with logged NaNs"})
     return xr.Dataset(data, coords, attrs=attrs)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #15bc5af9
@@ -157,21 +201,19 @@ def series_names(
     scalars: xr.Dataset,  # the `/scalars` group
 ) -> list[str]:  # names of its series, without the bookkeeping variables
     "The series that a table of scalars holds."
-    return [
-        str(v)
-        for v in scalars.data_vars
-        if scalars[v].dims == ("step",)
-        and scalars[v].dtype.kind in "fiub"
-        and not str(v).startswith("event_")
-    ]
+    names = (str(name) for name, values in scalars.data_vars.items() if _is_series(values))
+    return [name for name in names if not name.startswith("event_")]
+
+
+def _is_series(values: xr.DataArray) -> bool:
+    "Whether a variable holds one number a step."
+    return values.dims == ("step",) and values.dtype.kind in "fiub"
 
 # %% ../../nbs/api/run/00_scalars.ipynb #a19d2d02
 def series(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
     name: str = "loss",  # name of the series
-) -> (
-    xr.DataArray
-):  # its logged values; dims `(step,)`, with coords `step`, `segment` and, where known, `time`
+) -> xr.DataArray:  # its logged values; dims `(step,)`; coords `step`, `segment`, `time` where known
     "One series of a run where it was logged: gaps are left out, logged NaNs stay."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     if name not in scalars.data_vars:
@@ -180,33 +222,26 @@ def series(
     here = ~np.isnan(value.values)
     if "logged_nan" in scalars and name in scalars.series.values:
         here |= scalars.logged_nan.sel(series=name).values
-    return (
-        value.drop_vars("series", errors="ignore")
-        if here.all()
-        else value.isel(step=np.flatnonzero(here)).drop_vars("series", errors="ignore")
-    )
+    logged = value if here.all() else value.isel(step=np.flatnonzero(here))
+    return logged.drop_vars("series", errors="ignore")
 
 # %% ../../nbs/api/run/00_scalars.ipynb #2283b3ca
 def make_events(
-    events: list[
-        tuple
-    ] = (),  # `(kind, step, text)` or `(kind, step, text, time)`; step -1: unknown; time in seconds since 1970 or None
+    # (kind, step, text) or (kind, step, text, time); step -1: unknown; time in seconds since 1970 or None
+    events: list[tuple] = (),
 ) -> xr.Dataset:  # dims `(event,)`: event_kind, event_step, event_text, event_time
     "The `/events` group: what happened to the run beside its numbers."
-    kind, step, text = (
-        (list(c) for c in zip(*[e[:3] for e in events], strict=False)) if len(events) else ([], [], [])
-    )
-    seconds = np.array([np.nan if len(e) < 4 or e[3] is None else float(e[3]) for e in events], dtype=float)
+    kind, step, text = ([event[i] for event in events] for i in range(3))
+    given = (event[3] if len(event) > 3 else None for event in events)
+    seconds = np.array([np.nan if when is None else float(when) for when in given], dtype=float)
     time = pd.to_datetime(seconds, unit="s").to_numpy().astype("M8[ns]")
-    return xr.Dataset(
-        {
-            "event_kind": ("event", np.array(kind, dtype=object), {"long_name": "what happened"}),
-            "event_step": (
-                "event",
-                np.array(step, dtype=np.int64),
-                {"long_name": "step, -1 where unknown", "units": "step"},
-            ),
-            "event_text": ("event", np.array(text, dtype=object), {"long_name": "the log's own words"}),
-            "event_time": ("event", time, {"long_name": "wall-clock time"}),
-        }
-    )
+    columns = {
+        "event_kind": (np.array(kind, dtype=object), {"long_name": "what happened"}),
+        "event_step": (
+            np.array(step, dtype=np.int64),
+            {"long_name": "step, -1 where unknown", "units": "step"},
+        ),
+        "event_text": (np.array(text, dtype=object), {"long_name": "the log's own words"}),
+        "event_time": (time, {"long_name": "wall-clock time"}),
+    }
+    return xr.Dataset({name: ("event", *column) for name, column in columns.items()})

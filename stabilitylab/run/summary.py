@@ -26,14 +26,12 @@ class Summary:
         self.table, self.title = table, title
 
     def __repr__(self):
-        return (f"{self.title}\n" if self.title else "") + self.table.to_string(
-            float_format=lambda v: f"{v:.6g}"
-        )
+        heading = f"{self.title}\n" if self.title else ""
+        return heading + self.table.to_string(float_format="{:.6g}".format)
 
     def _repr_html_(self):
-        return (f"<p><b>{escape(self.title)}</b></p>" if self.title else "") + self.table.to_html(
-            float_format=lambda v: f"{v:.6g}", escape=True, border=0
-        )
+        heading = f"<p><b>{escape(self.title)}</b></p>" if self.title else ""
+        return heading + self.table.to_html(float_format="{:.6g}".format, escape=True, border=0)
 
 # %% ../../nbs/api/run/02_summary.ipynb #c3601916
 def summary(
@@ -44,17 +42,16 @@ def summary(
     "One row for every series of the run."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     rows = {name: _describe(series(scalars, name)) for name in series_names(scalars)}
-    source = scalars.attrs.get("source", "")
-    segments = int(scalars.segment.max()) + 1 if scalars.sizes.get("step") else 0
-    title = f"{source} · {scalars.attrs.get('format', 'record')} · {scalars.sizes.get('step', 0)} rows · {segments} segment{'s' * (segments != 1)}".lstrip(
-        " ·"
-    )
-    return Summary(pd.DataFrame.from_dict(rows, orient="index"), title)
+    n = scalars.sizes.get("step", 0)
+    segments = int(scalars.segment.max()) + 1 if n else 0
+    passes = "1 segment" if segments == 1 else f"{segments} segments"
+    parts = (scalars.attrs.get("source", ""), scalars.attrs.get("format", "record"), f"{n} rows", passes)
+    return Summary(pd.DataFrame.from_dict(rows, orient="index"), " · ".join(parts).lstrip(" ·"))
 
 
-def _describe(v):
+def _describe(logged: xr.DataArray) -> dict:
     "The numbers of one series; extremes are those of its finite values."
-    x, step, ok = v.values.astype(float), v.step.values, np.isfinite(v.values)
+    x, step, ok = logged.values.astype(float), logged.step.values, np.isfinite(logged.values)
     out = {
         "n": x.size,
         "first_step": step[0] if x.size else -1,
@@ -72,5 +69,5 @@ def _describe(v):
     return out | {
         "nan": int(np.isnan(x).sum()),
         "inf": int(np.isinf(x).sum()),
-        "log_name": v.attrs.get("log_name", v.name),
+        "log_name": logged.attrs.get("log_name", logged.name),
     }

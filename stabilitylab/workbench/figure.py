@@ -18,23 +18,23 @@ _HERE = files("stabilitylab.workbench")
 
 # %% ../../nbs/api/workbench/00_figure.ipynb #2a8f51c0
 class PictureWidget(anywidget.AnyWidget):
-    "A picture that returns clicks, brushes and keys in data coordinates."
+    "A picture that tells values and returns clicks, brushes and keys in data coordinates."
 
     _esm = _HERE.joinpath("picture.js").read_text(encoding="utf-8")
     _css = _HERE.joinpath("picture.css").read_text(encoding="utf-8")
     png = traitlets.Bytes(b"", help="the picture").tag(sync=True)
-    panels = traitlets.List(
-        help="a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log"
-    ).tag(sync=True)
+    # a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log; series
+    # as `drawn_series` tells them; rows, the names of the rows of a map
+    panels = traitlets.List(help="where the panels lie, and what is drawn on them").tag(sync=True)
+    marks = traitlets.List(help="flags above the first panel: x in data, index of the finding").tag(sync=True)
     alt = traitlets.Unicode("", help="what the picture shows, for people who cannot see it").tag(sync=True)
-    clicked = traitlets.Dict(help="the last click: x, y in data and a count").tag(sync=True)
-    brushed = traitlets.Dict(
-        help="the last brush: range, [first, last] in data or [] for everything, and a count"
-    ).tag(sync=True)
+    # x and y in data, finding: index of the flag that was clicked, or -1
+    clicked = traitlets.Dict(help="the last click, and a count").tag(sync=True)
+    # range: [first, last] in data, or [] for everything
+    brushed = traitlets.Dict(help="the last brush, and a count").tag(sync=True)
+    asked = traitlets.Dict(help="the last wish: what, 'undo' or 'redo', and a count").tag(sync=True)
     dark = traitlets.Bool(False, help="whether the page has a dark theme; the page sets it").tag(sync=True)
-    cursor = traitlets.Float(None, allow_none=True, help="where the keyboard cursor stands, in data").tag(
-        sync=True
-    )
+    cursor = traitlets.Float(None, allow_none=True, help="where the keyboard cursor stands").tag(sync=True)
 
     @traitlets.validate("brushed")
     def _check_brush(self, proposal: dict) -> dict:

@@ -32,6 +32,7 @@ class WorkbenchState(HasTraits):
     name = traitlets.Unicode("", help="the run that is shown")
     findings = traitlets.Instance(Findings, (), help="what `diagnose` found in it")
     selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
+    step = traitlets.Float(None, allow_none=True, help="the step that was clicked; None: none")
     x_range = traitlets.Tuple(help="(first, last) step shown; (): all")
     shown = traitlets.Tuple(help="names of the series drawn, the first one large; (): the usual ones")
     log = traitlets.Bool(
@@ -48,81 +49,144 @@ class WorkbenchState(HasTraits):
     error = traitlets.Unicode("", help="the last error, shown by the views")
 
     @property
-    def run(self):
+    def run(self) -> xr.DataTree:
         "The record that is shown."
         return self.runs[self.name]
 
+    @property
+    def series(self) -> tuple[str, ...]:
+        "The names of the series of the run, () where it has none."
+        groups = self.run.children if self.runs else ()
+        return tuple(series_names(self.run["scalars"].to_dataset())) if "scalars" in groups else ()
+
     @traitlets.validate("selected")
-    def _check_selected(self, proposal):
-        if not -1 <= proposal["value"] < len(self.findings):
-            raise bad_input("selected", proposal["value"], f"-1..{len(self.findings) - 1}")
-        return proposal["value"]
+    def _check_selected(self, proposal: dict) -> int:
+        index = proposal["value"]
+        if not -1 <= index < len(self.findings):
+            raise bad_input("selected", index, f"-1..{len(self.findings) - 1}")
+        return index
 
     @traitlets.validate("x_range")
-    def _check_range(self, proposal):
-        v = proposal["value"]
-        if v and (len(v) != 2 or not v[0] < v[1]):
-            raise bad_input("x_range", v, "(first, last) with first < last, or ()")
-        return v
+    def _check_range(self, proposal: dict) -> tuple:
+        span = proposal["value"]
+        if span and (len(span) != 2 or not span[0] < span[1]):
+            raise bad_input("x_range", span, "(first, last) with first < last, or ()")
+        return span
 
     @traitlets.validate("shown")
-    def _check_shown(self, proposal):
-        names = series_names(self.run["scalars"].to_dataset()) if self.runs else []
-        if bad := [n for n in proposal["value"] if n not in names]:
-            raise bad_input("shown", bad[0], ", ".join(names))
+    def _check_shown(self, proposal: dict) -> tuple:
+        unknown = [name for name in proposal["value"] if name not in self.series]
+        if unknown:
+            raise bad_input("shown", unknown[0], ", ".join(self.series))
         return proposal["value"]
 
-    def show(self, name):  # one of `runs`
+    def __init__(self, **traits: object):
+        self._past, self._future, self._goes = [], [], False
+        super().__init__(**traits)
+
+    @traitlets.observe("x_range")
+    def _remember(self, change: dict) -> None:
+        if not self._goes:
+            self._past.append(change["old"])
+            self._future.clear()
+
+    def _go(self, there: list, back: list) -> None:
+        "Takes the last range of one list and keeps the present one in the other."
+        if not there:
+            return
+        back.append(self.x_range)
+        self._goes = True
+        try:
+            self.x_range = there.pop()
+        finally:
+            self._goes = False
+
+    def undo(self) -> None:
+        "The range before the last zoom."
+        self._go(self._past, self._future)
+
+    def redo(self) -> None:
+        "The range that was undone."
+        self._go(self._future, self._past)
+
+    def show(
+        self,
+        name: str,  # one of `runs`
+    ) -> None:
         "Shows another run."
         if name not in self.runs:
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
-        self.name, self.x_range, self.shown = name, (), ()
+        self.step, self.name, self.x_range, self.shown = None, name, (), ()
+        self._past, self._future = [], []
         self._look()
 
-    def update(self, run):  # the record, grown
+    def update(
+        self,
+        run: xr.DataTree,  # the record, grown
+    ) -> None:
         "Takes the same run with more steps."
         self.runs = self.runs | {self.name: run}
         self._look()
 
-    def _look(self):
+    def _look(self) -> None:
         "Diagnoses the run: at once where it is short, beside the kernel's other work where it is long."
-        try:
-            loop = asyncio.get_running_loop() if self.run["scalars"].sizes.get("step", 0) >= LONG else None
-        except RuntimeError:
-            loop = None
+        loop = _running_loop() if self.run["scalars"].sizes.get("step", 0) >= LONG else None
         if loop is None:
-            return self._take(diagnose(self.run))
+            self._take(diagnose(self.run))
+            return
         self._take(Findings([]))
         self.busy, self._task = True, loop.create_task(self._look_beside(self.run))
 
-    async def _look_beside(self, run):
+    async def _look_beside(self, run: xr.DataTree) -> None:
+        "Diagnoses in a thread; dropped where another run is shown by then."
         found = await asyncio.get_running_loop().run_in_executor(None, diagnose, run)
         if run is self.run:
             self.busy = False
             self._take(found)
 
-    def _take(self, found):
+    def _take(self, found: Findings) -> None:
+        "Shows these findings."
         if self.selected >= len(found):
             self.selected = -1
         self.findings = found
 
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    "The loop of the kernel; None in a script."
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
 # %% ../../nbs/api/workbench/01_state.ipynb #3168fc47
+def _named_runs(source: object) -> dict[str, xr.DataTree]:
+    "Every run of what a workbench may be opened on."
+    if isinstance(source, str | Path):
+        return read_runs(source)
+    if isinstance(source, dict):
+        return {str(name): as_run(run) for name, run in source.items()}
+    if not isinstance(source, list | tuple):
+        return {str(source.attrs.get("source", "run")): as_run(source)}
+    runs = {}
+    for path in source:
+        for name, run in _named_runs(path).items():
+            runs[name if name not in runs else f"{path}: {name}"] = run
+    return runs
+
+
 def open_state(
-    source: str | Path | xr.DataTree | xr.Dataset,  # a log, a folder, a saved record, or a record
-) -> tuple[
-    WorkbenchState, Follower | None
-]:  # the state, and a follower where the source is one file that may grow
+    # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
+    source: str | Path | xr.DataTree | xr.Dataset | list | dict,
+) -> tuple[WorkbenchState, Follower | None]:  # a follower where the source is one file that may grow
     "The state of a workbench on what lies at `source`."
-    path = Path(source) if isinstance(source, (str, Path)) else None
-    runs = (
-        read_runs(path)
-        if path is not None
-        else {str(getattr(source, "attrs", {}).get("source", "run")): as_run(source)}
-    )
+    runs = _named_runs(source)
+    if not runs:
+        raise bad_input("source", source, "at least one run")
     state = WorkbenchState(runs=runs)
     state.show(next(iter(runs)))
-    return state, Follower(path) if path is not None and path.is_file() else None
+    is_file = isinstance(source, str | Path) and Path(source).is_file()
+    return state, Follower(Path(source)) if is_file else None
 
 # %% ../../nbs/api/workbench/01_state.ipynb #700b5a46
 def around(
@@ -130,12 +194,12 @@ def around(
     index: int,  # of a finding
 ) -> tuple:  # (first, last) step: the finding and as much before and after it, at least 5 % of the run
     "The steps to show for a finding."
-    f, step = state.findings[index], state.run["scalars"].step
-    first, last = float(step.min()), float(step.max())
-    if f.onset is None:
+    found, step = state.findings[index], state.run["scalars"].step
+    if found.onset is None or not step.size:
         return ()
-    wide = max((last - first) * 0.05, 1.0 * (f.end - f.onset), 1)
-    low, high = max(first, f.onset - wide), min(last, f.end + wide)
+    first, last = float(step.min()), float(step.max())
+    wide = max((last - first) * 0.05, 1.0 * (found.end - found.onset), 1)
+    low, high = max(first, found.onset - wide), min(last, found.end + wide)
     return (low, high) if low < high else ()
 
 
@@ -144,23 +208,18 @@ def nearest(
     x: float,  # a step
 ) -> int:  # index of the finding that holds the step or begins nearest to it; -1 where there is none
     "The finding that a click at step `x` means."
-    at = [
-        (0 if f.onset <= x <= f.end else abs(f.onset - x), abs(f.onset - x), i)
-        for i, f in enumerate(state.findings)
-        if f.onset is not None
-    ]
-    return min(at)[2] if at else -1
+    places = []
+    for index, found in enumerate(state.findings):
+        if found.onset is None:
+            continue
+        away = abs(found.onset - x)
+        places.append((0 if found.onset <= x <= found.end else away, away, index))
+    return min(places)[2] if places else -1
 
 
 def picture_of(
     state: WorkbenchState,  # with a run
 ) -> tuple[bytes, list]:  # as `run_picture` gives them
     "The picture of what the state shows."
-    return state.drawing(
-        state.run,
-        state.findings,
-        tuple(state.x_range) or None,
-        list(state.shown) or None,
-        state.log,
-        state.dark,
-    )
+    span, names = tuple(state.x_range) or None, list(state.shown) or None
+    return state.drawing(state.run, state.findings, span, names, state.log, state.dark)

@@ -60,7 +60,7 @@ def small_model(
 
 def token_loss(
     model: DecoderLM,  # any that maps tokens (batch, seq) to logits
-    text: torch.Tensor,  # (1, tokens + 1)
+    text: torch.Tensor,  # tokens of one text, (1, tokens + 1)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # losses (1, tokens) in nats, mask of ones
     "The loss of every token of one text."
     targets = text[:, 1:]
@@ -71,7 +71,7 @@ def token_loss(
 
 def text_gradients(
     model: DecoderLM,  # from `small_model`
-    tokens: np.ndarray,  # (text,) length of each
+    tokens: np.ndarray,  # length of each text, (text,)
 ) -> SequenceGradients:  # one row a text
     "The gradient of texts of these lengths, cut from the second half of the standard library."
     data = torch.from_numpy(stdlib_bytes(400_000)[200_000:].astype(np.int64))

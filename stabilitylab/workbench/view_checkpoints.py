@@ -50,13 +50,19 @@ class CheckpointState(HasTraits):
     found = traitlets.List(traitlets.Unicode(), help="the checkpoints below the run")
     folder = traitlets.Unicode(".", help="folder of the run")
 
-    def open(self, run: xr.DataTree) -> None:
+    def open(
+        self,
+        run: xr.DataTree,  # that is shown
+    ) -> None:
         "Takes another run, and the first and the last checkpoint below it."
         self.folder = str(run.attrs.get("source", "."))
         self.found = checkpoints_below(self.folder)
         self.a, self.b = (self.found[0], self.found[-1]) if self.found else ("", "")
 
-    def place(self, name: str) -> str:
+    def place(
+        self,
+        name: str,  # as typed
+    ) -> str:
         "The path that a name stands for: below the run where it is there."
         inside = Path(self.folder) / name
         return str(inside) if name and inside.exists() else name

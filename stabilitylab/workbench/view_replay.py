@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ipywidgets as widgets
+import numpy as np
 import pandas as pd
 import traitlets
 import xarray as xr
@@ -32,7 +33,7 @@ from .views import View
 def _swap_picture(swap: dict, dark: bool) -> bytes:
     "The heat map of states and batches."
     dims = ("state", "batch")
-    cells = {name: (dims, [[float(x) for x in row] for row in swap[name]]) for name in ("grad_norm", "loss")}
+    cells = {name: (dims, np.array(swap[name], float)) for name in ("grad_norm", "loss")}
     coords = {"state": swap["states"], "batch": swap["batches"]}
     table = xr.Dataset(cells, coords, {"verdict": swap["verdict"]})
     size = 1.8 + 1.1 * len(swap["batches"]), 0.8 + 0.4 * len(swap["states"])
@@ -47,7 +48,7 @@ def _samples_picture(samples: list[dict], dark: bool) -> bytes:
 
 def _precision_picture(rows: list[dict], dark: bool) -> bytes:
     "The errors by module and precision."
-    error = [[float(x) for x in row["error"]] for row in rows]
+    error = np.array([row["error"] for row in rows], float)
     coords = {"precision": [row["precision"] for row in rows], "module": rows[0]["modules"]}
     return replay_png(plot_precision, xr.Dataset({"error": (("precision", "module"), error)}, coords), dark)
 
@@ -168,6 +169,7 @@ class ReplayView:
         self.step.observe(lambda _: (self._draw(), self._offer()), names=["value"])
         self.state.observe(lambda _: self.open(), names=["name", "runs"])
         self.state.observe(lambda _: self._follow(), names=["selected"])
+        self.state.observe(lambda change: self.choose(change["new"]), names=["step"])
         self.start.on_click(lambda _: self.begin())
         self.stop.on_click(lambda _: self.end())
 
@@ -200,10 +202,10 @@ class ReplayView:
 
     def choose(
         self,
-        step: float,  # a step, or near one
+        step: float | None,  # a step, or near one; None: as it is
     ) -> None:
         "Takes the nearest step that can be replayed."
-        if self.steps:
+        if self.steps and step is not None:
             self.step.value = min(self.steps, key=lambda known: abs(known - step))
 
     def _draw(self) -> None:

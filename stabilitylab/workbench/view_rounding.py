@@ -30,7 +30,7 @@ from .views import View
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #47c6f146
 def grid_html(
-    values: np.ndarray,  # (n,) the series as it was logged
+    values: np.ndarray,  # the series as it was logged, (n,)
     name: str = "loss",  # of the series
     seen: Lattice | None = None,  # its grid; None: it is looked for
 ) -> str:  # HTML
@@ -61,7 +61,11 @@ class RoundingState(HasTraits):
     growth = traitlets.Float(1.0, help="factor on queries and keys")
     told = traitlets.Dict(None, allow_none=True, help="the JSON of `stabilitylab precision`; None: not asked")
 
-    def open(self, run: xr.DataTree, findings: Findings) -> list[str]:
+    def open(
+        self,
+        run: xr.DataTree,  # that is shown
+        findings: Findings,  # of it
+    ) -> list[str]:
         "Takes another run: its usual series, and the step of its first error; gives the names of its series."
         names = series_names(run["scalars"].to_dataset())
         if self.name not in names:

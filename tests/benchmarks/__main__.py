@@ -1,4 +1,4 @@
-"`python -m tests.benchmarks [NAME ...]`: run every `bench_*.py` beside this file (or those named) and print what it measured."
+"`python -m tests.benchmarks [NAME ...]`: run every `bench_*.py`, or those named, and print the figures."
 
 import importlib
 import sys

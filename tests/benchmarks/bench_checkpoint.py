@@ -46,5 +46,6 @@ def main():
         print(
             f"{size:.2f} GB float32, one thread, medians of 5: "
             + ", ".join(f"{k} {v:.2f} GB/s" for k, v in speed.items())
-            + f"; scan/read {speed['scan'] / speed['read']:.2f} (goal 0.70), scan/absmax {speed['scan'] / speed['absmax']:.2f}"
+            + f"; scan/read {speed['scan'] / speed['read']:.2f} (goal 0.70)"
+            + f", scan/absmax {speed['scan'] / speed['absmax']:.2f}"
         )

@@ -68,5 +68,6 @@ def main(n=200_000):
                 assert got == n, (f.__name__, got)
     a, b = (statistics.median(times[f]) for f in (theirs, ours))
     print(
-        f"EventAccumulator {n / a:,.0f} scalars/s, ours {n / b:,.0f} scalars/s, ratio {a / b:.1f} (goal 20; medians of 3, interleaved, {n:,} scalars)"
+        f"EventAccumulator {n / a:,.0f} scalars/s, ours {n / b:,.0f} scalars/s, ratio {a / b:.1f} "
+        f"(goal 20; medians of 3, interleaved, {n:,} scalars)"
     )

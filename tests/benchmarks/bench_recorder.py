@@ -1,4 +1,4 @@
-"What recording costs: step time with the recorder over the same loop without, step by step in turn, medians; peers beside it."
+"What recording costs: step time with the recorder over that without, steps in turn, medians; peers beside."
 
 import argparse
 import statistics
@@ -64,7 +64,10 @@ class Arm:
 
 
 def bytes_read(model, tokens):
-    "Bytes that the default level must read once: outputs and their gradients, linear inputs not met before, gradients twice, weights and two moments once."
+    """Bytes that the default level must read once.
+
+    Outputs and their gradients, linear inputs not met before, gradients twice, weights and two moments once.
+    """
     from stabilitylab.probe.hooks import ModuleProbe
 
     probe = ModuleProbe(model)
@@ -109,14 +112,17 @@ def main(argv=()):
             if i >= 3:
                 times[k].append(time.perf_counter() - begin)
     base = times["without"]
+    usual = statistics.median(base)
     n = sum(p.numel() for p in arms["without"].model.parameters())
     print(
-        f"{n / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; without: median {1e3 * statistics.median(base):.1f} ms, fastest {1e3 * min(base):.1f} ms"
+        f"{n / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.steps} steps in turn; "
+        f"without: median {1e3 * usual:.1f} ms, fastest {1e3 * min(base):.1f} ms"
     )
     for k in list(arms)[1:]:
         pair = statistics.median(t / b for t, b in zip(times[k], base, strict=False))
         print(
-            f"{k:28s} ratio {statistics.median(times[k]) / statistics.median(base):.3f}  paired {pair:.3f}  of fastest {min(times[k]) / min(base):.3f}"
+            f"{k:28s} ratio {statistics.median(times[k]) / usual:.3f}  paired {pair:.3f}"
+            f"  of fastest {min(times[k]) / min(base):.3f}"
             + (f"  goal <= {GOALS[k]}" if GOALS.get(k) else "")
         )
     if o.device == "cpu":
@@ -125,8 +131,11 @@ def main(argv=()):
         best = min(_timed(lambda: torch.linalg.vector_norm(x)) for _ in range(5))
         rate = x.numel() * 4 / best
         act, par = bytes_read(arms["without"].model, tokens)
+        least = (act + par) / rate
         print(
-            f"must read {act / 1e6:.0f} MB of activations and {par / 1e6:.0f} MB of parameters a step; at {rate / 1e9:.1f} GB/s (vector_norm over 240 MB) that is {1e3 * (act + par) / rate:.1f} ms = {100 * (act + par) / rate / statistics.median(base):.1f} % of a step"
+            f"must read {act / 1e6:.0f} MB of activations and {par / 1e6:.0f} MB of parameters a step; "
+            f"at {rate / 1e9:.1f} GB/s (vector_norm over 240 MB) that is {1e3 * least:.1f} ms"
+            f" = {100 * least / usual:.1f} % of a step"
         )
     for arm in arms.values():
         if arm.rec:

@@ -1,4 +1,7 @@
-"What replaying a step costs over the same step in a plain loop: one step with everything around it taken off, and one whole call, medians of steps in turn."
+"""What replaying a step costs over the same step in a plain loop, medians of steps in turn.
+
+One step with everything around it taken off, and one whole call.
+"""
 
 import argparse
 import statistics
@@ -70,18 +73,18 @@ def main(argv=()):
                 times[k].append(time.perf_counter() - begin)
     base = statistics.median(times["plain step"])
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, {o.device}, {o.times} in turn; plain step {1e3 * base:.0f} ms"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {o.batch}x{o.seq} tokens, "
+        f"{o.device}, {o.times} in turn; plain step {1e3 * base:.0f} ms"
     )
     for k in list(arms)[1:]:
         print(
-            f"{k:42s} {1e3 * statistics.median(times[k]):7.0f} ms  ratio {statistics.median(times[k]) / base:.2f}"
-            + ("  goal <= 1.5" if k == "replay" else "")
+            f"{k:42s} {1e3 * statistics.median(times[k]):7.0f} ms"
+            f"  ratio {statistics.median(times[k]) / base:.2f}" + ("  goal <= 1.5" if k == "replay" else "")
         )
     begin = time.perf_counter()
     blame(snapshot, batch)
-    print(
-        f"blame, {o.batch} samples {1e3 * (time.perf_counter() - begin):7.0f} ms  ratio {(time.perf_counter() - begin) / base:.2f}"
-    )
+    took = time.perf_counter() - begin
+    print(f"blame, {o.batch} samples {1e3 * took:7.0f} ms  ratio {took / base:.2f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench.core import Workbench
+from stabilitylab.workbench.tabs import Workbench
 
 
 def long_run(n=1_000_000):
@@ -41,7 +41,8 @@ def main():
     print("workbench, 1,000,000 steps x 3 series")
     print(f"  first picture {first:.2f} s (goal <= 1.5); findings beside it after {found:.1f} s")
     print(
-        f"  zoom {1e3 * np.median(zooms):.0f} ms median, {1e3 * max(zooms):.0f} ms slowest of {len(zooms)} (goal <= 150)"
+        f"  zoom {1e3 * np.median(zooms):.0f} ms median, {1e3 * max(zooms):.0f} ms slowest of {len(zooms)}"
+        " (goal <= 150)"
     )
 
 

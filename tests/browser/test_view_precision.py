@@ -1,4 +1,7 @@
-"The views Precision and Accumulation in a real JupyterLab: a rounded log is named, a step is measured, sliders move weights and the gradient's cosine."
+"""The views Precision and Accumulation in a real JupyterLab.
+
+A rounded log is named, a step is measured, sliders move weights and the gradient's cosine.
+"""
 
 import json
 

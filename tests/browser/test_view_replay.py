@@ -1,22 +1,26 @@
-"The views Replay and Checkpoints in a real JupyterLab: click the spike, replay its batch, see the culprit, stop a job; compare two checkpoints."
+"""The views Replay and Checkpoints in a real JupyterLab.
+
+Click the spike, replay its batch, see the culprit, stop a job; compare two checkpoints.
+"""
 
 from pathlib import Path
 
-from test_view_overview import place, shot, shown
+from test_view_overview import choose_finding, shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = str(ROOT / "data_samples" / "lm_high_lr")
+SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
 VIEW = ".stl-replay-view"
 
 
 def test_click_the_spike_and_see_the_culprit(notebook):
     page, errors = notebook(
         "replay",
-        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        SESSION,
         "print('ready')",
     )
     shown(page)
-    page.mouse.click(*place(page, 0.86, 0.3))
-    page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
+    choose_finding(page, "divergence")
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Replay")')
     page.wait_for_function(
         f"(document.querySelector('{VIEW} .stl-figure img') || {{}}).naturalWidth > 500", timeout=60_000
@@ -47,7 +51,8 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     page.wait_for_timeout(500)
     shot(page, "replay-done")
     heights = page.evaluate(
-        f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth).map(i => i.getBoundingClientRect().height)"
+        f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth)"
+        ".map(i => i.getBoundingClientRect().height)"
     )
     assert len(heights) == 3 and min(heights) > 60, heights  # the loss, the matrix, the samples
     page.click(f'{VIEW} button:has-text("Replay")')
@@ -59,7 +64,7 @@ def test_click_the_spike_and_see_the_culprit(notebook):
 def test_two_checkpoints_are_compared(notebook):
     page, errors = notebook(
         "checkpoints",
-        f"from stabilitylab import Workbench\nbench = Workbench({str(ROOT / 'data_samples' / 'lm_high_lr')!r})\nbench",
+        SESSION,
         "1 + 1",
     )
     shown(page)

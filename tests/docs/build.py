@@ -1,4 +1,7 @@
-"Build the site: nbdev processes the notebooks, Sphinx renders them into `_docs/`; `build.py readme` writes README.md from nbs/index.ipynb."
+"""Build the site: nbdev processes the notebooks, Sphinx renders them into `_docs/`.
+
+`build.py readme` writes README.md from nbs/index.ipynb.
+"""
 
 import os
 import re
@@ -70,10 +73,7 @@ def signature_cell(cell):
         if names != ["*args", "**kwargs"]
         else heading.lstrip("# ")
     )
-    table = ["| | type | default | |", "|---|---|---|---|"] + [
-        f"| {'**returns**' if n == 'returns' else f'`{n}`'} | {f'`{t}`' if t else ''} | {f'`{d}`' if d else ''} | {c} |"
-        for n, t, d, c in rows
-    ]
+    table = ["| | type | default | |", "|---|---|---|---|", *(table_line(*row) for row in rows)]
     body = [
         heading,
         f"```python\n{call}\n```",
@@ -81,6 +81,13 @@ def signature_cell(cell):
         "\n".join(table) if rows and names != ["*args", "**kwargs"] else "",
     ]
     return nbformat.v4.new_markdown_cell("\n\n".join(b for b in body if b))
+
+
+def table_line(name, kind, default, comment):
+    "One parameter, or what comes back, as a line of a table."
+    first = "**returns**" if name == "returns" else f"`{name}`"
+    shown = (f"`{part}`" if part else "" for part in (kind, default))
+    return f"| {' | '.join((first, *shown, comment))} |"
 
 
 def split_line(line):
@@ -109,7 +116,7 @@ def parameter_row(line):
 
 
 def page(nb):
-    "One processed notebook as Sphinx takes it: a title, no option lines, signatures as text, headings one step apart."
+    "One processed notebook as Sphinx takes it: titled, without option lines, signatures as text."
     cells = list(nb.cells)
     title, description = front_matter(cells)
     out = (

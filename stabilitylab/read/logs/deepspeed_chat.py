@@ -7,8 +7,8 @@ __all__ = ['FORMAT', 'parse_deepspeed']
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #13e648fa
 from ..base import Hit
-from ..text import line_parser, text_format
 from .hf_stdout import parse_dict
+from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #58284ca0
 _engine = line_parser(rb"\[Rank 0\] step=(?P<step>\d+), ", rb"(?P<name>skipped|lr)=\[?%N")

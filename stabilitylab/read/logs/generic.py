@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ...names.errors import InputError
-from ..base import Format, LogData
+from ..base import Format, LogData, head_of
 from ..lines import parse_any, tables_of
 from ..meters import meters
 from ..rows import name_rows
@@ -18,7 +18,7 @@ from ..text import read_lines
 from ..understand import understand
 from ..words import meaning
 
-# %% ../../../nbs/api/read/logs/generic.ipynb #bebc4645
+# %% ../../../nbs/api/read/logs/generic.ipynb #90d85763
 def read_generic(
     path: Path,  # a text file
     step: str | None = None,  # name of the count that is the step; None: found
@@ -34,13 +34,14 @@ def read_generic(
     if data.samples:
         data.attrs["lines"] = lines.n_lines
     if not data.samples and not data.events:
+        begin = head_of(path, 200)[:40].decode("utf-8", "replace").strip()
         raise InputError(
-            f"`{Path(path).name}` holds no training metric: no line with a loss or another measure repeats; "
-            "allowed: a log of a training run"
+            f"`{Path(path).name}` holds no training metric: no line with a loss or another measure repeats "
+            f"in this text, which begins with {begin!r}; allowed: a log of a training run"
         )
     return data
 
-
+# %% ../../../nbs/api/read/logs/generic.ipynb #6ca5e87d
 _ENOUGH = 2
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...run.scalars import Samples
 from ..base import Format, Hit, LogData
 from ..text import line_parser, read_lines, text_format
+from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/hf_stdout.ipynb #0f882425
 _BAR = re.compile(rb"\| (\d+)/\d+ \[")

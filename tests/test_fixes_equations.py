@@ -1,0 +1,276 @@
+"Slow independent twins of the equations behind the fixes, in float64 or written out entry by entry."
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stabilitylab.fixes.optimizers import Adafactor, orthogonal
+from stabilitylab.fixes.parts import attention_parts
+from stabilitylab.fixes.precision import GridRounding
+from stabilitylab.fixes.registry import fix
+from stabilitylab.fixes.training import Training
+from stabilitylab.models.attention import attend
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.tasks import copy_task, model_loss
+
+
+def on_gradients(gradients, optimizer=None):
+    "A training whose steps have these gradients, rows of an array."
+    rows = [torch.tensor(g, dtype=torch.float32) for g in gradients]
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(len(rows[0])))
+    make = optimizer or (lambda p: torch.optim.SGD(p, lr=1.0))
+    loss = lambda model, g: (model.w * g).sum()  # noqa: E731 - its gradient is g
+    return Training(model, make(model.parameters()), loss, lambda step: [rows[step]])
+
+
+def walk(training, n):
+    "The weights behind each step."
+    out = []
+    for _ in range(n):
+        training.run_step()
+        out.append(training.model.w.detach().double().numpy().copy())
+    return np.array(out)
+
+
+def draws(n, width=3, seed=0, jumps=()):
+    "Gradients around one, and some jumps."
+    rows = np.random.default_rng(seed).normal(1.0, 0.2, (n, width)).astype(np.float32).astype(float)
+    for step in jumps:
+        rows[step] *= 40
+    return rows
+
+
+def test_zclip_is_its_equation():
+    rows = draws(60, jumps=(40, 41))
+    seen = on_gradients(rows)
+    fix("zclip", warmup=25, most=1e6).apply(seen)
+    got = -np.diff(np.vstack([np.zeros(3), walk(seen, 60)]), axis=0)
+    mean = var = 0.0
+    warm = []
+    for row, moved in zip(rows, got, strict=True):
+        norm = float(np.linalg.norm(row))
+        kept = norm
+        if len(warm) == 25:
+            z = (norm - mean) / math.sqrt(var)
+            if z > 2.5:
+                kept = mean + 2.5 * math.sqrt(var) / (z / 2.5)
+            var = 0.97 * var + 0.03 * (kept - mean) ** 2
+            mean = 0.97 * mean + 0.03 * kept
+        else:
+            warm.append(norm)
+            mean, var = np.mean(warm), np.var(warm)
+        np.testing.assert_allclose(moved, row * kept / norm, rtol=2e-5, atol=1e-6)
+
+
+def test_adagc_is_its_equation():
+    rows = draws(30, jumps=(20,))
+    seen = on_gradients(rows)
+    fix("adagc", warmup=5).apply(seen)
+    got = -np.diff(np.vstack([np.zeros(3), walk(seen, 30)]), axis=0)
+    gamma = None
+    for step, (row, moved) in enumerate(zip(rows, got, strict=True)):
+        norm = np.linalg.norm(row)
+        if step < 5:
+            share = min(1, 1 / norm)
+            gamma = norm * share if gamma is None else min(gamma, norm * share)
+        else:
+            share = min(1, 1.05 * gamma / norm)
+            gamma = 0.98 * gamma + 0.02 * norm * share
+        np.testing.assert_allclose(moved, row * share, rtol=2e-5, atol=1e-6)
+
+
+def test_spam_is_its_equation_over_a_reset():
+    rows = draws(30, jumps=(8, 9))
+    seen = on_gradients(rows, lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)))
+    fix("spam", threshold=50.0, interval=12, warmup=4).apply(seen)
+    got = walk(seen, 30)
+    w, m, v, t = np.zeros(3), np.zeros(3), np.zeros(3), 0
+    for step, g in enumerate(rows.copy()):
+        large = (v > 0) & (g**2 > 50 * v)
+        g[large] = np.sign(g[large]) * np.sqrt(50 * v[large])
+        if step and step % 12 == 0:
+            m, v, t = np.zeros(3), np.zeros(3), 0
+        rate = 0.1 * (
+            (1 - math.cos(math.pi * (step % 12 + 1) / 5)) / 2 if step >= 12 and step % 12 < 4 else 1
+        )
+        t += 1
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+        w = w - rate * m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+        np.testing.assert_allclose(got[step], w, rtol=2e-4, atol=1e-5)
+
+
+def test_update_clip_is_stable_adamw():
+    rows = draws(40, jumps=(30,))
+    make = lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.999), weight_decay=0.2)  # noqa: E731
+    seen = on_gradients(rows, make)
+    fix("update_clip").apply(seen)
+    got = walk(seen, 40)
+    w, m, v = np.zeros(3), np.zeros(3), np.zeros(3)
+    for t, g in enumerate(rows, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        second = v / (1 - 0.999**t)
+        rate = 0.1 / max(1, math.sqrt(np.mean(g**2 / np.maximum(second, 1e-16))))
+        w = w - rate * 0.2 * w - rate * m / (1 - 0.9**t) / (np.sqrt(second) + 1e-8)
+        np.testing.assert_allclose(got[t - 1], w, rtol=2e-4, atol=1e-5)
+
+
+def test_adafactor_of_a_matrix_is_its_equation():
+    rng = np.random.default_rng(0)
+    weight = nn.Parameter(torch.zeros(4, 3))
+    optimizer = Adafactor([weight], lr=0.1)
+    w, rows, columns = np.zeros((4, 3)), np.zeros(4), np.zeros(3)
+    for t in range(1, 8):
+        g = rng.normal(size=(4, 3)).astype(np.float32) * (30 if t == 6 else 1)
+        weight.grad = torch.from_numpy(g)
+        optimizer.step()
+        beta, square = 1 - t**-0.8, g.astype(float) ** 2 + 1e-30
+        rows = beta * rows + (1 - beta) * square.mean(1)
+        columns = beta * columns + (1 - beta) * square.mean(0)
+        u = g / np.sqrt(rows[:, None] * columns[None] / rows.mean())
+        w = w - 0.1 * u / max(1, math.sqrt((u**2).mean()))
+        np.testing.assert_allclose(weight.detach().numpy(), w, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (12, 4), (4, 12)])
+def test_muon_makes_singular_values_near_one_and_keeps_directions(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    got = orthogonal(matrix) / max(1, shape[0] / shape[1]) ** 0.5
+    inside = u.t() @ got @ v.t()
+    assert (inside.diagonal() - 1).abs().max() < 0.4
+    assert (inside - torch.diag(inside.diagonal())).abs().max() < 1e-4
+
+
+def test_skip_sigma_uses_the_values_before_and_the_unbiased_deviation():
+    rng = np.random.default_rng(1)
+    norms = np.abs(rng.normal(1, 0.1, 80))
+    norms[[50, 60, 61]] = [2.5, 1.42, 9.0]
+    seen = on_gradients(norms[:, None])
+    fix("skip_sigma", sigma=4.0, window=20, least=10).apply(seen)
+    seen.loss = lambda model, g: (model.w * g).sum()
+    seen.measure = seen.loss
+    walk(seen, 80)
+    want = []
+    for t in range(80):
+        past = norms[max(0, t - 20) : t].astype(np.float32).astype(float)
+        if len(past) >= 10 and norms[t] > past.mean() + 4 * past.std(ddof=1):
+            want.append(t)
+    assert {50, 61} <= set(want) and set(want) <= set(seen.hooks[0].skipped)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_z_loss_gradient(reduction):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(7, 5, dtype=torch.float64), torch.tensor([0, 1, -100, 2, 3, 4, -100])
+    model = nn.Module()
+    model.w = nn.Parameter(logits.clone())
+    loss = lambda model, batch: F.cross_entropy(model.w, targets, reduction=reduction)  # noqa: E731
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, lambda s: [None])
+    fix("z_loss", weight=0.3).apply(training)
+    training.loss(model, None).backward()
+    p, z = logits.softmax(1), logits.logsumexp(1)
+    counted = (targets != -100).double()[:, None]
+    want = (p - F.one_hot(targets.clamp(min=0), 5)) * counted + 0.3 * 2 * z[:, None] * p * counted
+    want = want / (5 if reduction == "mean" else 1)
+    torch.testing.assert_close(model.w.grad, want, rtol=1e-6, atol=1e-7)
+
+
+def test_token_mean_is_the_gradient_of_the_whole_batch():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
+    batch = copy_task(length=5, vocab=16, batch=8).at(0)
+    batch["targets"][:4, 3:] = -100
+    batch["targets"][:, 5] = 1
+    halves = [{k: v[i : i + 4] for k, v in batch.items()} for i in (0, 4)]
+    got = {}
+    for name, parts, fixed in (("whole", [batch], False), ("naive", halves, False), ("exact", halves, True)):
+        training = Training(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s, p=parts: p
+        )
+        if fixed:
+            fix("token_mean").apply(training)
+        training.run_step()
+        got[name] = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+    error = {k: float((got[k] - got["whole"]).norm() / got["whole"].norm()) for k in ("naive", "exact")}
+    assert error["exact"] < 1e-6 and error["naive"] > 0.1
+
+
+def test_shrink_keeps_the_forward_pass_and_a_tenth_of_the_gradient():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
+    batch = copy_task(length=5, vocab=16, batch=8).at(0)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s: [batch])
+    before = training.run_step()
+    table, other = model.embedder.embed.weight.grad.clone(), model.lm_head.weight.grad.clone()
+    fix("embedding_shrink", share=0.1).apply(training)
+    after = training.run_step()
+    assert abs(after.loss - before.loss) < 1e-6
+    torch.testing.assert_close(model.embedder.embed.weight.grad, 0.1 * table, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(model.lm_head.weight.grad, other, rtol=1e-4, atol=1e-8)
+
+
+def test_stochastic_rounding_has_the_right_mean_and_only_neighbours():
+    hook = GridRounding("stochastic", 0)
+    x = torch.full((200_000,), 1 + 0.3 * 2**-7)
+    y = hook.rounded(x)
+    assert set(y.unique().tolist()) == {1.0, 1 + 2**-7}
+    share = (y > 1).double().mean().item()
+    assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / len(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_everything_on_is_its_equation(causal):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 5, 4).double()
+    bias, sink = torch.randn(3, 5, 5).double(), torch.randn(3).double()
+    extra = tuple(torch.randn(2, 3, 4).double())
+    got = attend(q, k, v, bias=bias, causal=causal, cap=2.0, sink=sink, extra=extra).numpy()
+    for b in range(2):
+        for h in range(3):
+            for i in range(5):
+                z = [
+                    2 * math.tanh(float(q[b, h, i] @ k[b, h, j]) / 2 / 2) + float(bias[h, i, j])
+                    for j in range(5)
+                ]
+                z = [(-math.inf if causal and j > i else value) for j, value in enumerate(z)]
+                z.append(2 * math.tanh(float(q[b, h, i] @ extra[0][h]) / 2 / 2))
+                weights = np.exp([*z, float(sink[h])])
+                weights = (weights / weights.sum())[:-1]
+                want = weights @ np.vstack([v[b, h].numpy(), extra[1][h].numpy()])
+                np.testing.assert_allclose(got[b, h, i], want, rtol=1e-6)
+
+
+def test_qk_clip_shares_between_heads_of_one_group():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s: [None])
+    fix("qk_clip", limit=10.0, alpha=0.25).apply(training)
+    hook, part = training.hooks[0], attention_parts(model)[0]
+    q, k = part.source("q").weight.clone(), part.source("k").weight.clone()
+    hook._clip(part, torch.tensor([40.0, 5.0]))
+    torch.testing.assert_close(part.source("q").weight[:8], q[:8] * 0.25**0.25)
+    torch.testing.assert_close(part.source("k").weight[:8], k[:8] * 0.25**0.75)
+    assert torch.equal(part.source("q").weight[8:], q[8:]) and torch.equal(part.source("k").weight[8:], k[8:])
+    hook._clip(part, torch.tensor([math.nan, math.inf]))
+    assert torch.isfinite(part.source("q").weight).all()
+
+
+def test_sigma_reparam_follows_the_largest_singular_value():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
+    task = copy_task(length=5, vocab=16, batch=8)
+    training = Training(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), model_loss, lambda s: [task.at(s)]
+    )
+    fix("sigma_reparam", keep=False).apply(training)
+    for _ in range(10):
+        training.run_step()
+    q = attention_parts(model)[0].source("q")
+    gain = q.parametrizations.weight[0].gain
+    assert abs(float(torch.linalg.svdvals(q.weight.detach())[0]) / float(gain.detach().abs()) - 1) < 0.05
