@@ -90,12 +90,18 @@ def run_diagnose(
 
     runs = read_paths(args.paths, args.format, args.step, args.loss)
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
+    runs = {name: runs[name] for name in sorted(runs, key=lambda name: _worst(findings[name]), reverse=True)}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()
     _write_files(args, runs, findings, shared)
     print((_json if args.json else _text)(args, runs, findings, shared))
     if not args.fail_on:
         return 0
     return int(any(len(found.at_least(args.fail_on)) for found in (*findings.values(), shared)))
+
+
+def _worst(found: Sequence) -> tuple[int, ...]:
+    "How many errors and how many warnings: the runs that need most come first."
+    return tuple(sum(finding.severity == severity for finding in found) for severity in ("error", "warning"))
 
 
 def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> None:

@@ -28,6 +28,7 @@ DETECTORS = [
     "environment:find_environment_change",
     "spikes:find_loss_spikes",
     "course:find_divergence",
+    "slow:find_slow_rise",
     "course:find_not_learning",
     "course:find_overfitting",
     "course:find_leak",
@@ -62,6 +63,7 @@ DETECTORS = [
 RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "relate:resume_spikes",
     "relate:spikes_that_diverge",
+    "relate:rises_told_otherwise",
     "relate:grad_norm_and_loss",
     "relate:high_learning_rate",
     "relate:hardware_and_spikes",

@@ -40,4 +40,5 @@ def find_grad_norm(
         "factor": float(np.exp(log[worst] - level[worst])),
     }
     onset, end = norm.step[places[0][0]], norm.step[places[-1][1]]
-    return [Finding("grad_norm_explosion", "info", onset, end, evidence=evidence, series=norm.name)]
+    severity = "warning" if evidence["factor"] > limit("grad_warning") else "info"
+    return [Finding("grad_norm_explosion", severity, onset, end, evidence=evidence, series=norm.name)]

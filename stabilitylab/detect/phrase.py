@@ -7,6 +7,7 @@ __all__ = ['PHRASES', 'MODULE_PHRASES', 'explain', 'evidence_words']
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #bff649bb
 import json
+import re
 import string
 from importlib.resources import files
 
@@ -67,6 +68,10 @@ def _fields(finding: Finding) -> dict:
     return fields
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
+_ONE = re.compile(r"(?<![\d.,])1 (step|place|record|parameter|module|rank|overflow|halving)s\b")
+_AT_ONCE = ", 0 steps later"
+
+
 def explain(
     finding: Finding,  # a finding without words
 ) -> str:  # one to three sentences, ending in a full stop
@@ -79,7 +84,7 @@ def explain(
     if not text:
         fields["kind"] = finding.kind.replace("_", " ")
         text = "".join(_fill(piece, fields) for piece in _ANY)
-    text = text.strip(" ;.")
+    text = _ONE.sub(r"1 \1", text.replace(_AT_ONCE, "")).strip(" ;.")
     return text[:1].upper() + text[1:] + "."
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #7ff76256

@@ -209,9 +209,9 @@ def find_loss_spikes(
     found, single = [], []
     for series in passes_of(loss):
         spikes = spike_events(series)
-        is_ordinary = _has_heavy_tails(series, spikes)
+        is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
         for spike in spikes:
-            if _is_bad_batch(spike, is_ordinary):
+            if _is_bad_batch(spike, is_ordinary, is_positive):
                 single.append((series, spike))
             else:
                 found.append(_told(series, spike, _lead(grad_norm, int(series.step[spike.first]), span)))
@@ -225,14 +225,15 @@ def _has_heavy_tails(series: Curve, spikes: list[Spike]) -> bool:
     return len(alone) > max(limit("common_outliers"), limit("common_share") * len(series.value))
 
 
-def _is_bad_batch(spike: Spike, is_ordinary: bool) -> bool:
+def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
     "Whether a spike is an isolated record that was back at once: low, in wide noise, or one of very many."
     if spike.recovery != "fast":
         return False
     is_low = spike.height < limit("outlier_height")
-    noise_is_wide = spike.noise > limit("wide_noise") * abs(spike.baseline) and spike.z < limit("wide_sigma")
+    is_wide = is_positive and spike.noise > limit("wide_noise") * spike.baseline  # a share of what is above 0
+    is_within = is_wide and spike.z < limit("wide_sigma")
     is_short = spike.records <= limit("outlier_records")
-    return is_ordinary or (is_short and (is_low or noise_is_wide))
+    return is_ordinary or (is_short and (is_low or is_within))
 
 
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:

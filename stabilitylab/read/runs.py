@@ -59,7 +59,8 @@ def _read_file(path: Path, asked: _Asked = _NOTHING) -> _LogFile:
             data = read_generic(path, asked.step, asked.loss)
         else:
             data = as_asked(chosen.read(path), asked.step, asked.loss)
-        is_text = chosen.parse is not None or not (data.samples or data.events)
+        has_text = chosen.parse is not None or chosen.name == "generic"
+        is_text = has_text or not (data.samples or data.events)
         if is_text:
             note_crashes(path, data)
         return _LogFile(path, chosen.name, data)
