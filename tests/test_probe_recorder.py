@@ -611,7 +611,7 @@ def test_online_rules_agree_with_the_finished_curve():
 
 def test_a_new_environment_is_told(tmp_path, monkeypatch):
     from stabilitylab.detect.diagnose import diagnose
-    from stabilitylab.probe import environment as e
+    from stabilitylab.probe import opening as e
 
     model = DecoderLM(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -25,7 +25,7 @@ from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .opening import attrs_of, open_store, opening_events, tables_of, this_rank
 from .options import LEVELS, recorder_options
-from .params import UPDATES, ParamProbe, groups_of
+from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
 from .rows import stacked, to_host
 from .step_loss import StepLoss
 from .values import clean_scalars
@@ -33,7 +33,6 @@ from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 _LOOKS = 5  # optimizer steps at which a forgotten GradScaler is looked for; our convention
-_FRAMES = 20  # calls between a GradScaler's `step` and the optimizer's, at most; our convention
 
 
 def _listed(value: Any) -> list:
@@ -47,19 +46,6 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module:
     "The model itself, without what spreads it over processes."
     is_spread = type(model).__name__ in ("DistributedDataParallel", "DataParallel")
     return model.module if is_spread and hasattr(model, "module") else model
-
-
-def _scaler_in_use() -> Any:
-    "The enabled GradScaler that called the optimizer, if one did."
-    frame = sys._getframe()
-    for _ in range(_FRAMES):
-        frame = frame.f_back
-        if frame is None:
-            return None
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.amp.GradScaler) and owner.is_enabled():
-            return owner
-    return None
 
 
 def _finish_at_exit(recorder: weakref.ref) -> None:
@@ -213,7 +199,7 @@ class Recorder:
         self.looks += 1
         if self.has_scaler or self.looks > _LOOKS:
             return
-        self.scaler = _scaler_in_use()
+        self.scaler = scaler_in_use()
         if self.scaler is None:
             return
         self.has_scaler = True
