@@ -18,9 +18,9 @@ from safetensors import safe_open
 
 from .inert import Inert, torch_dtype
 from .pickles import read_pickle
-from .tensors import LazyTensor, in_file, shown
+from .tensors import LazyTensor, in_file
 from .torch_files import read_archive
-from ..names.errors import InputError
+from ..names.errors import InputError, shown
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #ac234ad6
 _DTYPES = {

@@ -17,9 +17,9 @@ from stabilitylab.checkpoint.folders import (
     read_safetensors,
     read_shards,
 )
-from .tensors import Checkpoint, shown
+from .tensors import Checkpoint
 from .torch_files import read_archive, read_chain
-from ..names.errors import InputError, bad_input
+from ..names.errors import InputError, bad_input, shown
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #3a808a26
 def _read_file(path: Path) -> tuple:

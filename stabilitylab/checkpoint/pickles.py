@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .inert import Inert, Named, WantsToRun, call, describe, plain_key, storage
-from .tensors import shown
-from ..names.errors import InputError
+from ..names.errors import InputError, shown
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #ce352cb3
 _MOST = 40_000_000  # opcodes of one pickle: a million tensors need about 20 million
@@ -382,8 +381,12 @@ def _build(machine: _Machine) -> None:
 
 @_does("Q")
 def _place(machine: _Machine) -> None:
-    place = storage(machine.stack.pop())
-    machine.stack.append(machine.storages.setdefault(place.key, place))
+    place = machine.stack.pop()
+    if place[0] == "module":  # before torch 1.6 the class of a model stood with its source text
+        machine.stack.append(place[1])
+        return
+    described = storage(place)
+    machine.stack.append(machine.storages.setdefault(described.key, described))
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #2bb770fc
 _FAULTS = (

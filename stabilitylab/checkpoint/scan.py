@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 
 from .kernel import piece_sums
 from .open import open_checkpoint
-from .tensors import Checkpoint, LazyTensor, shown
-from ..names.errors import bad_input
+from .tensors import Checkpoint, LazyTensor
+from ..names.errors import bad_input, shown
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #ade1fb1d
 _FIRST = 2**20  # values of a tensor whose bf16 patterns are counted

@@ -20,8 +20,8 @@ import torch
 
 from .inert import Inert, LeftOut, StoredTensor
 from .pickles import Pickle, read_pickle
-from .tensors import LazyTensor, in_file, in_memory, shown
-from ..names.errors import InputError
+from .tensors import LazyTensor, in_file, in_memory
+from ..names.errors import InputError, shown
 
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #93de6e7c
 _STRETCHED = 2**28  # bytes to which a small storage may be expanded
