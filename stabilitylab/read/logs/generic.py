@@ -26,10 +26,15 @@ _LOSS = re.compile(rb"loss|perplexity|\bppl\b|nll", re.I)
 _NO = ("step", "iter", "iteration", "global_step", "it", "update")
 
 
+_LONGEST_WORD = 1000  # bytes: a longer one is no word, and would be searched for names at every letter
+
+
 def parse_generic(
     line: bytes,  # one line
 ) -> list[Hit]:  # at most one record
     "The names and numbers of a line that speaks of a loss."
+    if len(line) > _LONGEST_WORD and max(map(len, line.split()), default=0) > _LONGEST_WORD:
+        return []
     if not _LOSS.search(line):
         return []
     step, time, fields = _STEP.search(line), TIME.search(line), []
