@@ -10,6 +10,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from ..names.errors import shown
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -55,8 +57,8 @@ def _print(what: object) -> None:
 
 
 def _short(name: object, width: int = 44) -> str:
-    "A name that fits its column, shortened from the left."
-    words = str(name)
+    "A name that fits its column, shortened from the left, harmless in a terminal."
+    words = shown(name, 4096)
     return words if len(words) <= width else "…" + words[1 - width :]
 
 
@@ -78,16 +80,17 @@ def run_scan(
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
     if args.json:
         told = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
-        _print(told | {"tensors": _rows(table)})
+        _print(told | {"left_out": ckpt.left_out, "tensors": _rows(table)})
         return 0
     print(f"{ckpt!r}\n{'tensor':44} {'shape':>16} {'dtype':9} {'absmax':>10} {'rms':>10} {'std':>10}  note")
     for name, row in zip(table.index, table.to_dict("records"), strict=True):
         print(_scan_line(name, row))
     for i, group in enumerate(ckpt.groups):
-        told = [
-            f"{what} {value}" for what, value in group.items() if value is not None and value is not False
-        ]
+        given = {what: value for what, value in group.items() if value is not None and value is not False}
+        told = [f"{shown(what)} {shown(value)}" for what, value in given.items()]
         print(f"optimizer group {i}: {', '.join(told)}")
+    for name, why in ckpt.left_out.items():
+        print(f"left out: {_short(name)}: {why}")
     return 0
 
 
@@ -101,14 +104,16 @@ def _print_rest(table: "pd.DataFrame", extra: dict) -> None:
     "What differs beside the tensors that both have."
     for words, key in (("only in A", "only_a"), ("only in B", "only_b"), ("other shape", "reshaped")):
         if names := extra[key]:
-            print(f"{words}: {', '.join(names[:6])}{' …' if len(names) > 6 else ''}")
+            print(f"{words}: {', '.join(map(shown, names[:6]))}{' …' if len(names) > 6 else ''}")
+    for name, other in extra["renamed"][:3]:
+        print(f"the same parameter: {shown(name)} and {shown(other)}")
     for what, before, after in extra["settings"]:
-        print(f"{what}: {before} -> {after}")
+        print(f"{shown(what)}: {shown(before)} -> {shown(after)}")
     still = int((table.change == 0).sum())
     if still:
         print(f"{still} of {len(table)} tensors did not move")
     for name in table.index[table.nonfinite > 0]:
-        print(f"{name}: {table.nonfinite[name]} values are not finite")
+        print(f"{shown(name)}: {table.nonfinite[name]} values are not finite")
 
 
 def run_diff(
@@ -120,15 +125,17 @@ def run_diff(
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
     if args.json:
-        apart = {key: extra[key] for key in ("only_a", "only_b", "reshaped")}
+        apart = {key: extra[key] for key in ("only_a", "only_b", "reshaped", "renamed")}
         settings = [list(map(str, setting)) for setting in extra["settings"]]
         _print({"a": args.a, "b": args.b, "settings": settings, **apart, "tensors": _rows(table)})
         return 0
+    for name in table.index[table.became_nonfinite > 0]:
+        print(f"became NaN or infinite: {shown(name)}, {table.became_nonfinite[name]} values")
     print(f"{'tensor':44} {'change':>10} {'largest':>10} {'ULPs':>10} {'unchanged':>10}")
     averages = table.index.str.contains(r"exp_avg|momentum_buffer|\.state\.")
     if not args.all and not averages.all():
         table = table[~averages]
-    table = table.sort_values("change", ascending=False)
+    table = table.sort_values(["became_nonfinite", "change"], ascending=False)
     for name, row in zip(table.index, table.to_dict("records"), strict=True):
         print(_diff_line(name, row))
     _print_rest(table, extra)

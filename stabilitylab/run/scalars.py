@@ -47,10 +47,20 @@ def _as_time(time: np.ndarray | list | None) -> np.ndarray | None:
         return None
     time = np.asarray(time)
     if time.dtype.kind != "M":
-        seconds = np.where(np.isfinite(time.astype(float)), time, np.nan)
-        time = pd.to_datetime(seconds, unit="s").to_numpy()
+        time = _clock(time.astype(float))
     unit = "M8[s]" if time.dtype == "M8[s]" else "M8[ns]"
     return time.astype(unit, copy=False)
+
+
+_LAST_SECOND = 9e9  # since 1970: what a clock in nanoseconds can hold, the year 2255
+
+
+def _clock(
+    seconds: np.ndarray,  # since 1970, (n,)
+) -> np.ndarray:  # datetime64, (n,); NaT where there is no time, or none that can be
+    "Seconds as times."
+    is_time = np.abs(seconds) < _LAST_SECOND
+    return pd.to_datetime(np.where(is_time, seconds, np.nan), unit="s").to_numpy()
 
 
 def _complete(name: str, one: Samples) -> Samples:
@@ -234,7 +244,7 @@ def make_events(
     kind, step, text = ([event[i] for event in events] for i in range(3))
     given = (event[3] if len(event) > 3 else None for event in events)
     seconds = np.array([np.nan if when is None else float(when) for when in given], dtype=float)
-    time = pd.to_datetime(seconds, unit="s").to_numpy().astype("M8[ns]")
+    time = _clock(seconds).astype("M8[ns]")
     columns = {
         "event_kind": (np.array(kind, dtype=object), {"long_name": "what happened"}),
         "event_step": (
