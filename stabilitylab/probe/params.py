@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from .guard import Guard
 from torch import nn
 
 from .detail import lost_updates, tensor_detail
+from .guard import Guard
 from .hooks import local, readable
 from .kinds import param_kinds
 from .stats import AdamRule, adam_sums, add_sums

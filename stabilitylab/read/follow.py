@@ -26,9 +26,10 @@ from ..run.scalars import Samples
 # %% ../../nbs/api/read/10_follow.ipynb #01fbaf82
 def _joined(parts: list[Samples]) -> Samples:
     "One series from the parts that arrived one after the other."
-    step, value, order = (np.concatenate([getattr(p, k) for p in parts]) for k in ("step", "value", "order"))
-    time = None if any(p.time is None for p in parts) else np.concatenate([p.time for p in parts])
-    return Samples(step, value, order, time)
+    step, value, order, time = zip(*parts, strict=True)
+    is_timed = all(piece is not None for piece in time)
+    columns = (np.concatenate(pieces) for pieces in (step, value, order))
+    return Samples(*columns, np.concatenate(time) if is_timed else None)
 
 
 def _after(samples: Samples, seen: int) -> Samples:

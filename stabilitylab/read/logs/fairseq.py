@@ -39,8 +39,13 @@ def parse_fairseq(
 ) -> list[Hit]:  # records
     "The records of one line of either log format."
     hits = _json(line) if b'{"' in line else _simple(line)
-    kept = [[field for field in hit.fields if not field[0].endswith("num_updates")] for hit in hits]
-    return [hit._replace(fields=tuple(fields)) for hit, fields in zip(hits, kept, strict=True)]
+    return [_without_counter(hit) for hit in hits]
+
+
+def _without_counter(hit: Hit) -> Hit:
+    "A record without its step counter, which is its step already."
+    fields = (field for field in hit.fields if not field[0].endswith("num_updates"))
+    return hit._replace(fields=tuple(fields))
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #85b31f64
 FORMAT = text_format(
