@@ -26,10 +26,13 @@ from ..run.scalars import Samples
 # %% ../../nbs/api/read/10_follow.ipynb #01fbaf82
 def _joined(parts: list[Samples]) -> Samples:
     "One series from the parts that arrived one after the other."
-    step, value, order, time = zip(*parts, strict=True)
-    is_timed = all(piece is not None for piece in time)
-    columns = (np.concatenate(pieces) for pieces in (step, value, order))
-    return Samples(*columns, np.concatenate(time) if is_timed else None)
+
+    def column(name: str) -> np.ndarray:
+        "One column of all parts."
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    time = None if any(part.time is None for part in parts) else column("time")
+    return Samples(column("step"), column("value"), column("order"), time)
 
 
 def _after(samples: Samples, seen: int) -> Samples:
