@@ -131,7 +131,8 @@ def _sound(hit: Hit, text: bytes) -> Hit | None:
         if len(digits) > 20 or not digits.lstrip(b"+-").isdigit() or abs(int(digits)) >= _MOST_STEPS:
             return None
     fields = tuple(field for field in hit.fields if _is_number(text[field[1] : field[2]]))
-    return hit._replace(fields=fields) if fields or hit.event else None
+    is_step_alone = hit.step is not None and not hit.fields  # such as that of a progress bar
+    return hit._replace(fields=fields) if fields or hit.event or is_step_alone else None
 
 
 def _is_number(text: bytes) -> bool:
