@@ -1,6 +1,8 @@
 "The arrows between the rooms of the package, the top level, and what `import stabilitylab` may cost."
 
 import ast
+import configparser
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -172,3 +174,21 @@ def test_public_names_exist():
 
     for name in stabilitylab.__all__:
         assert getattr(stabilitylab, name) is not None, name
+
+
+def test_requirements_are_what_is_imported():
+    "Each requirement is imported by some module, and each imported library is required."
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini")
+    names = {
+        group: set(re.findall(r"(?:^|\s)([A-Za-z][\w.-]*)", settings["DEFAULT"][f"{group}requirements"]))
+        for group in ("", "lab_", "hf_", "cluster_")
+    }
+    distribution_of = importlib.metadata.packages_distributions()
+    every = {name.split(".")[0] for path in MODULES for name in imports(path)}
+    foreign = {name for name in every if name not in sys.stdlib_module_names and name != "stabilitylab"}
+    used = {distribution.lower() for name in foreign for distribution in distribution_of.get(name, [name])}
+    required = {name.lower() for name in names[""]}
+    assert required - used == set(), "required, and imported by no module"
+    optional = {name.lower() for group in ("lab_", "hf_", "cluster_") for name in names[group]}
+    assert used - required - optional == set(), "imported, and not required"

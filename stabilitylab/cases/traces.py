@@ -87,22 +87,25 @@ HELD_OUT = (*_LATER, "correlated noise", "heavy tails", "power law", "step decay
 KINDS = (*_SHAPES, "healthy", "steep descent", "warm restarts", "learning-rate decay", "noisy microbatches")
 
 
-def _is_near(event: int, onset: int, within: int) -> bool:
-    "Whether an event belongs to an onset; it may be flagged two records early, as a rule's window has width."
-    return -2 <= event - onset <= within
+def _is_near(after: np.ndarray, within: int) -> np.ndarray:
+    "Whether events so long after an onset belong to it; a rule's window has width: two records early count."
+    return (after >= -2) & (after <= within)
 
 
 def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
     "What a rule's flags make of one trace."
     events = events_of(flags)
     lasting = 600 if trace.kind in _LASTING else 60
-    found = [any(_is_near(event, onset, within) for event in events) for onset in trace.onsets]
-    true = [any(_is_near(event, onset, lasting) for onset in trace.onsets) for event in events]
+    after = np.subtract.outer(
+        np.array(events, float), np.array(trace.onsets, float)
+    )  # (event, onset) records
+    found = _is_near(after, within).any(0)
+    true = _is_near(after, lasting).any(1)
     return {
         "planted": len(trace.onsets),
-        "found": sum(found),
+        "found": int(found.sum()),
         "events": len(events),
-        "true": sum(true),
+        "true": int(true.sum()),
         "false_on_healthy": 0 if trace.onsets else len(events),
     }
 

@@ -80,6 +80,11 @@ _OUTCOMES = {
 }
 
 # %% ../../nbs/api/replay/05_bisect.ipynb #172ac1d8
+def _without(names: list[str], chunk: list[str]) -> list[str]:
+    "The names that are not in a chunk of them."
+    return [name for name in names if name not in chunk]
+
+
 def smallest(
     names: Sequence[str],  # for all of which the test holds
     holds: Callable[[list[str]], bool],  # whether some of them are enough
@@ -93,7 +98,7 @@ def smallest(
         if alone is not None:
             kept, parts = alone, 2
             continue
-        rests = [[name for name in kept if name not in chunk] for chunk in chunks] if len(chunks) > 2 else []
+        rests = (_without(kept, chunk) for chunk in chunks) if len(chunks) > 2 else ()
         rest = next((rest for rest in rests if holds(rest)), None)
         if rest is not None:
             kept, parts = rest, max(parts - 1, 2)

@@ -129,20 +129,23 @@ class Examination:
 
 def _precision_rows(table: xr.Dataset) -> list[dict]:
     "A row a precision from `compare_precision`."
-    return [
-        {
-            "precision": str(row.precision.item()),
-            "loss": row.loss.item(),
-            "loss_float64": table.loss_float64,
-            "grad_norm": row.grad_norm.item(),
-            "error": row.error.values,
-            "modules": row.module.values,
-            "first_module": str(row.first_module.item()),
-            "overflow": int(row.overflow.sum()),
-            "underflow": int(row.underflow.sum()),
-        }
-        for row in (table.isel(precision=i) for i in range(table.sizes["precision"]))
-    ]
+    rows = (table.isel(precision=i) for i in range(table.sizes["precision"]))
+    return [_precision_row(row) for row in rows]
+
+
+def _precision_row(row: xr.Dataset) -> dict:
+    "One precision of `compare_precision`."
+    return {
+        "precision": str(row.precision.item()),
+        "loss": row.loss.item(),
+        "loss_float64": row.loss_float64,
+        "grad_norm": row.grad_norm.item(),
+        "error": row.error.values,
+        "modules": row.module.values,
+        "first_module": str(row.first_module.item()),
+        "overflow": int(row.overflow.sum()),
+        "underflow": int(row.underflow.sum()),
+    }
 
 
 def _recorded_loss(path: str | Path, step: int) -> float | None:

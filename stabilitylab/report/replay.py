@@ -48,8 +48,11 @@ def _swap_lines(swap: dict) -> list[str]:
     indent = " " * 13
     head = indent + "".join(f"{name:>13}" for name in ("gradient norm", *swap["batches"]))
     rows = zip(swap["states"], swap["grad_norm"], strict=True)
-    cells = [indent + f"{state:>13}" + "".join(f"{_number(x):13.4g}" for x in row) for state, row in rows]
-    return [_LINES["swap"].format(**swap), head, *cells]
+    lines = [_LINES["swap"].format(**swap), head]
+    for state, row in rows:
+        cells = (f"{_number(value):13.4g}" for value in row)
+        lines.append(indent + f"{state:>13}" + "".join(cells))
+    return lines
 
 
 def _samples_line(samples: list[dict]) -> str:

@@ -25,8 +25,14 @@ def filled_table(
     title: str = "",  # heading above the table; '': none
 ) -> dict:  # title, heads and cells, for the template `view_tables`
     "The words of a table."
-    cells = [[_cell(row[key], form) for key, (_, form) in columns.items()] for row in rows]
+    forms = {key: form for key, (_, form) in columns.items()}
+    cells = [_cells(row, forms) for row in rows]
     return {"title": title, "heads": [head for head, _ in columns.values()], "cells": cells}
+
+
+def _cells(row: Mapping, forms: Mapping[str, str]) -> list[str]:
+    "One row in the formats of its columns."
+    return [_cell(row[key], form) for key, form in forms.items()]
 
 
 def _cell(value: object, form: str) -> str:
@@ -154,6 +160,16 @@ def _short_number(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
+def _without(row: Mapping, hidden: set[str]) -> dict:
+    "A row without some of its columns."
+    return {key: value for key, value in row.items() if key not in hidden}
+
+
+def _short_cells(row: Mapping, heads: list[str]) -> list[str]:
+    "The values of a row in few digits; nothing where one is not known."
+    return ["" if row[head] is None else _short_number(row[head]) for head in heads]
+
+
 def scan_html(
     told: Mapping,  # the JSON of `stabilitylab scan` or `diff`
     most: int = 60,  # rows shown
@@ -164,10 +180,10 @@ def scan_html(
         rows.sort(key=lambda row: (row["change"] is None, -as_number(row["change"])))
     else:
         hidden = {"mean", "zeros", "init_bloom", "near_dead_rows"}
-        rows = [{key: row[key] for key in row if key not in hidden} for row in rows]
+        rows = [_without(row, hidden) for row in rows]
         rows.sort(key=lambda row: row["note"] == "")
     heads = list(rows[0]) if rows else []
-    cells = [["" if row[key] is None else _short_number(row[key]) for key in heads] for row in rows[:most]]
+    cells = [_short_cells(row, heads) for row in rows[:most]]
     more = max(len(rows) - most, 0)
     return render("view_scan", settings=told.get("settings", []), heads=heads, cells=cells, more=more)
 
