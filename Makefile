@@ -6,7 +6,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: demo test lab docs bench notebooks clean-check chromium
+.PHONY: demo test lab docs bench fuzz notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -18,6 +18,7 @@ $(READY): constraints.txt settings.ini setup.py
 demo: $(READY)
 	$(BIN)/stabilitylab diagnose data_samples/lm_high_lr --html report.html
 	$(BIN)/stabilitylab replay data_samples/lm_high_lr --step 351 --precision bf16 --precision fp16
+	$(BIN)/stabilitylab trial data_samples/lm_high_lr --html report.html
 
 test: $(READY) chromium
 	bash tests/run_all.sh
@@ -30,6 +31,9 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz.run 100000
 
 notebooks: $(READY)
 	$(BIN)/python tests/notebooks.py run $(NB)

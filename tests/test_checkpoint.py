@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from stabilitylab.checkpoint.diff import diff_checkpoints
 
+from stabilitylab.checkpoint.diff import diff_checkpoints
 from stabilitylab.checkpoint.kernel import _sums_torch, native, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint

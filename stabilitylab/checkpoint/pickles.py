@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .inert import Inert, Named, WantsToRun, call, describe, plain_key, storage
+from .tensors import shown
 from ..names.errors import InputError
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #ce352cb3
@@ -409,13 +410,13 @@ def read_pickle(
         return Pickle(value, machine.at, machine.storages)
     except WantsToRun as e:
         raise InputError(
-            f"`{source}` is refused: it wants to run {e} while it is opened; allowed: tensors, numbers, words"
-            " and objects as data. Save its state dict from the program that made it"
+            f"`{source}` is refused: it wants to run {shown(e, 120)} while it is opened; allowed: tensors,"
+            " numbers, words and objects as data. Save its state dict from the program that made it"
         ) from e
     except InputError:
         raise
     except _FAULTS as e:
-        what = str(e).splitlines()[0][:80] if str(e) else type(e).__name__
+        what = shown(e, 80) or type(e).__name__
         raise InputError(
             f"`{source}` is damaged: its pickle cannot be read at byte {machine.at:,} ({what}); copy it again"
         ) from e

@@ -219,7 +219,7 @@ def ulp_distance(
     a: "np.ndarray | torch.Tensor",  # rounded to `fmt` first
     b: "np.ndarray | torch.Tensor",  # same shape as `a`
     fmt: str | NumberFormat,  # the format
-    # int64, same shape: steps of `fmt` between `a` and `b`, >= 0; -1 where either is not finite after rounding
+    # int64, same shape: steps of `fmt` from `a` to `b`, >= 0; -1 where either is not finite after rounding
 ) -> "np.ndarray | torch.Tensor":
     "Number of steps from `a` to `b` on the grid of `fmt`."
     fmt = number_format(fmt)
@@ -264,7 +264,7 @@ def _array_and_bits(
 def stochastic_round(
     x: "np.ndarray | torch.Tensor",  # of any shape
     fmt: str | NumberFormat,  # the format
-    # numpy's for arrays, torch's for tensors; None: a fresh one, seeded 0, for arrays, torch's own for tensors
+    # numpy's for arrays, torch's for tensors; None: one seeded 0 for arrays, torch's own for tensors
     rng: "np.random.Generator | torch.Generator | None" = None,
     # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
 ) -> "np.ndarray | torch.Tensor":

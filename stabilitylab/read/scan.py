@@ -19,6 +19,7 @@ from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/05_scan.ipynb #59d03d5c
 _LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
+_MOST_STEPS = 2**62  # a larger step is damage: not even a clock in nanoseconds counts so far
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _NO_TIME = np.datetime64("NaT", "s")
 
@@ -123,6 +124,25 @@ def _time_of(hit: Hit, text: bytes) -> np.datetime64 | None:
         return None
 
 # %% ../../nbs/api/read/05_scan.ipynb #f91f19c0
+def _sound(hit: Hit, text: bytes) -> Hit | None:
+    "The hit without values that are no numbers; None where nothing is left, or its step is no step."
+    if hit.step is not None:
+        digits = text[slice(*hit.step)].replace(b",", b"").strip()
+        if len(digits) > 20 or not digits.lstrip(b"+-").isdigit() or abs(int(digits)) >= _MOST_STEPS:
+            return None
+    fields = tuple(field for field in hit.fields if _is_number(text[field[1] : field[2]]))
+    return hit._replace(fields=fields) if fields or hit.event else None
+
+
+def _is_number(text: bytes) -> bool:
+    "Whether a text is one number."
+    try:
+        float(text.replace(b",", b""))
+    except ValueError:
+        return False
+    return True
+
+
 def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
     "The lines of `todo` that are not in `done`; both rising, `done` a part of `todo`."
     if done.size == todo.size:
@@ -202,24 +222,39 @@ class Scan:
     def _read_group(self, group: SameLayout | SameShape) -> Iterator[_Many]:
         "What the format says of the model line, and by its places of all lines like it."
         piece, lines = group.piece, group.lines
-        hits = self.parse(group.text)
-        if not hits and _LOSS.search(group.text):
-            self.unread += len(lines)
-        for hit in hits:
+        for hit in self._hits(group.text, len(lines)):
             begin = hit.fields[0][1] if hit.fields else 0
-            step = None if hit.step is None else group.numbers(*hit.step).astype(np.int64) + hit.step_shift
+            step = None if hit.step is None else group.numbers(*hit.step)
             time = None if hit.time is None else _times(group, hit.time[0])
             values = [group.numbers(start, end) for _, start, end in hit.fields]
             texts = [piece.line(j).decode("utf-8", "replace") for j in lines] if hit.event else []
-            yield _Many(hit, piece.start[lines] + (piece.offset - PAD + begin), step, time, values, texts)
+            order = piece.start[lines] + (piece.offset - PAD + begin)
+            found = _Many(hit, order, step, time, values, texts)
+            yield found if step is None else self._with_steps(found)
+
+    def _with_steps(self, found: _Many) -> _Many:
+        "The steps as whole numbers; lines whose step is beyond all counting are left out and counted."
+        is_step = np.abs(found.step) < _MOST_STEPS
+        if not is_step.all():
+            self.unread += int((~is_step).sum())
+            time = None if found.time is None else found.time[is_step]
+            values = [value[is_step] for value in found.values]
+            texts = [text for text, good in zip(found.texts, is_step, strict=False) if good]
+            found = _Many(found.hit, found.order[is_step], found.step[is_step], time, values, texts)
+        return found._replace(step=found.step.astype(np.int64) + found.hit.step_shift)
+
+    def _hits(self, text: bytes, count: int) -> list[Hit]:
+        "What the format finds in a line; `count` lines like it are unread where that is nothing sound."
+        hits = self.parse(text)
+        sound = [good for hit in hits if (good := _sound(hit, text))]
+        if len(sound) < len(hits) or (not hits and _LOSS.search(text)):
+            self.unread += count
+        return sound
 
     def _read_single(self, piece: Piece, i: int) -> Iterator[_Single]:
         "What the format says of one line of a rare shape, without arrays."
         text, place = piece.line(i), int(piece.start[i]) - PAD + piece.offset
-        hits = self.parse(text)
-        if not hits and _LOSS.search(text):
-            self.unread += 1
-        for hit in hits:
+        for hit in self._hits(text, 1):
             begin = hit.fields[0][1] if hit.fields else 0
             step = None
             if hit.step is not None:
