@@ -64,6 +64,16 @@ _MODULES = {
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
     "run.scalars": ("series",),
     "run.summary": ("summary",),
+    "fixes.registry": ("fix",),
+    "fixes.protocol": ("apply_all",),
+    "fixes.training": ("Training",),
+    "models.config": ("ModelConfig",),
+    "models.decoder": ("LanguageModel",),
+    "models.translation": ("TranslationModel",),
+    "trial.start": ("Start", "last_snapshot_before"),
+    "trial.suggest": ("suggest",),
+    "trial.trial": ("Trial",),
+    "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),
 }
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
