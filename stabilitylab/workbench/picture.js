@@ -66,6 +66,7 @@ function render({ model, el }) {
     panels = (model.get('panels') || []).map(p => ({ ...p, series: (p.series || []).map(asPoints) }));
   };
   const place = (event) => {
+    if (!panels.length) take(); // a view that was hidden may have missed the event
     const r = img.getBoundingClientRect();
     return [(event.clientX - r.left) / r.width, (event.clientY - r.top) / r.height];
   };

@@ -78,6 +78,7 @@ def test_values_flags_and_undo(notebook):
     changes(page, lambda: page.keyboard.press("z"))
     changes(page, lambda: page.keyboard.press("y"))
     changes(page, lambda: page.click('button:has-text("Show all steps")'))
+    page.locator(".stl-figure > div").first.focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".stl-readout:visible", timeout=10_000)
     page.click('button:has-text("Export")')
