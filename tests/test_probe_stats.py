@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stabilitylab.probe import stats
-from stabilitylab.probe.stats import _adam_torch, _add_torch, AdamRule, adam_sums, add_sums, statistics
+from stabilitylab.probe.stats import AdamRule, _adam_torch, _add_torch, adam_sums, add_sums, statistics
 
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(0,), (1,), (15,), (16,), (17,), (3, 5), (70000,), (2, 20000), (4, 3, 33)]

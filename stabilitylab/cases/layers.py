@@ -7,13 +7,14 @@ __all__ = ['LAYER_CASES', 'JUDGED', 'LayerCase', 'make_layer_case', 'score_layer
 
 # %% ../../nbs/api/cases/10_layers.ipynb #9b515b53
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import torch
 
 from ..detect.diagnose import diagnose
+from ..detect.findings import Finding, Findings
 from ..models.lm import DecoderLM, LMConfig
 from ..models.text import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
@@ -21,24 +22,25 @@ from ..probe.recorder import Recorder
 from ..run.record import open_run
 
 # %% ../../nbs/api/cases/10_layers.ipynb #18ce5a9b
-class LayerCase(NamedTuple):
+@dataclass(frozen=True)
+class LayerCase:
     "One fault and its ground truth."
 
     kind: str | None  # finding that must come; None: a healthy run
     module: str = ""  # what the first named module holds
     onset: int | None = None  # step at which the fault is put in
     before: Callable | None = None  # (model, optimizer, step) -> None, called before every step
-    config: dict = {}  # changes to the model's configuration
-    optimizer: dict = {}  # changes to AdamW's settings
+    config: dict = field(default_factory=dict)  # changes to the model's configuration
+    optimizer: dict = field(default_factory=dict)  # changes to AdamW's settings
     dtype: torch.dtype = torch.float32  # of the weights
     n_steps: int = 80  # optimizer steps
     also: tuple = ()  # kinds that follow from the fault and are right too
 
 
-def _scale(name, factor, start, every=False):
+def _scale(name: str, factor: float, start: int, every: bool = False) -> Callable:
     "Multiply a weight at one step, or at each step from then on."
 
-    def change(model, optimizer, step):
+    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
         if step == start or (every and step > start):
             with torch.no_grad():
                 model.get_parameter(name).mul_(factor)
@@ -46,30 +48,30 @@ def _scale(name, factor, start, every=False):
     return change
 
 
-def _no_grad(model, optimizer, step):
+def _no_grad(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
     "A matrix whose gradient is thrown away."
     if step == 0:
         model.blocks[1].fc1.weight.register_hook(torch.zeros_like)
 
 
-def _dead(model, optimizer, step):
+def _dead(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
     "An MLP output that is zero and stays so."
     model.blocks[1].fc2.weight.requires_grad_(False).zero_()
 
 
-def _massive(model, optimizer, step):
+def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
     "One channel of the first position, thousands of times the rest."
     with torch.no_grad():
         model.pos_embed.weight[0, 3] = 500.0
 
 
-def _ramp(start, factor):
+def _ramp(start: int, factor: float) -> Callable:
     "A learning rate that grows at every step from one on."
 
-    def change(model, optimizer, step):
+    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step > start:
-            for g in optimizer.param_groups:
-                g["lr"] *= factor
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
 
     return change
 
@@ -141,12 +143,13 @@ def make_layer_case(
         raise bad_input("name", name, ", ".join(LAYER_CASES))
     case = LAYER_CASES[name]
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(**{"d_model": 64, "n_layer": 3, "n_head": 4, "seq": 32} | case.config)).to(
-        case.dtype
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "betas": (0.9, 0.95)} | case.optimizer)
+    shape = {"d_model": 64, "n_layer": 3, "n_head": 4, "seq": 32} | case.config
+    model = DecoderLM(LMConfig(**shape)).to(case.dtype)
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95)} | case.optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    batches = byte_batches(stdlib_bytes(200_000), case.n_steps, 8, 32, seed)
     with Recorder(model, optimizer, path, every_n=10) as recorder:
-        for step, (x, y) in enumerate(byte_batches(stdlib_bytes(200_000), case.n_steps, 8, 32, seed)):
+        for step, (x, y) in enumerate(batches):
             if case.before:
                 case.before(model, optimizer, step)
             loss = model(x, y)
@@ -157,60 +160,57 @@ def make_layer_case(
     return Path(path)
 
 # %% ../../nbs/api/cases/10_layers.ipynb #afc3a836
-JUDGED = sorted({c.kind for c in LAYER_CASES.values() if c.kind} | {"update_rms_excess"})
+JUDGED = sorted({case.kind for case in LAYER_CASES.values() if case.kind} | {"update_rms_excess"})
+_LEADERS = {  # what moved -> the finding that tells by how many steps it led the loss
+    "activation": "activation_explosion",
+    "grad_norm": "grad_norm_explosion",
+    "update_rms": "update_rms_excess",
+}
+
+
+def _first_named(findings: Findings, kind: str | None) -> Finding | None:
+    "The first finding of a kind that names a module."
+    return next((finding for finding in findings.of(kind) if finding.modules), None) if kind else None
+
+
+def _is_raised(findings: Findings, kind: str) -> bool:
+    "Whether a kind was found with more weight than an info."
+    return any(finding.severity != "info" for finding in findings.of(kind))
+
+
+def _judged(case: LayerCase, findings: Findings) -> dict:
+    "What was found in one case, beside what had to be found."
+    mine = _first_named(findings, case.kind)
+    others = [kind for kind in JUDGED if kind != case.kind and kind not in case.also]
+    row = {
+        "kind": case.kind or "",
+        "found": mine is not None,
+        "right_module": bool(mine and case.module in mine.modules[0]),
+        "onset": case.onset,
+        "found_onset": mine.onset if mine else None,
+        "false": ", ".join(kind for kind in others if _is_raised(findings, kind)),
+    }
+    for what, kind in _LEADERS.items():
+        leader = _first_named(findings, kind)
+        row[f"lead_{what}"] = leader.evidence.get("lead_steps") if leader else None
+    return row
 
 
 def score_layer_cases(
     folder: str | Path,  # where the records are written
     seed: int = 0,  # of the runs
     names: list | None = None,  # keys of LAYER_CASES; None: all
-) -> pd.DataFrame:  # a row a case: kind, found, right_module, onset, found_onset, false (judged kinds that came besides, infos left out); lead_activation, lead_grad_norm, lead_update_rms (steps before the loss event, missing without one)
-    "Run cases and hold what `diagnose` says against the truth."
-    rows = []
+) -> pd.DataFrame:  # a row a case: kind, found, right_module, onset, found_onset, false, lead_…
+    """Run cases and hold what `diagnose` says against the truth.
+
+    `false` names judged kinds that came besides, infos left out. `lead_activation`, `lead_grad_norm` and
+    `lead_update_rms` count the steps before the loss event, and are missing without one.
+    """
+    rows = {}
     for name in LAYER_CASES if names is None else names:
-        case = LAYER_CASES[name]
-        findings = diagnose(
-            open_run(make_layer_case(name, Path(folder) / name.replace(" ", "_").replace(",", ""), seed=seed))
-        )
-
-        def first(kind):
-            return next((f for f in findings.of(kind) if f.modules), None) if kind else None
-
-        mine, leads = (
-            first(case.kind),
-            {
-                f"lead_{w}": getattr(first(k), "evidence", {}).get("lead_steps")
-                for w, k in (
-                    ("activation", "activation_explosion"),
-                    ("grad_norm", "grad_norm_explosion"),
-                    ("update_rms", "update_rms_excess"),
-                )
-            },
-        )
-        other = sorted(
-            k
-            for k in JUDGED
-            if k not in (case.kind, *case.also) and any(f.severity != "info" for f in findings.of(k))
-        )
-        rows.append(
-            {
-                "case": name,
-                "kind": case.kind or "",
-                "found": mine is not None,
-                "right_module": bool(mine and case.module in mine.modules[0]),
-                "onset": case.onset,
-                "found_onset": mine.onset if mine else None,
-                "false": ", ".join(other),
-            }
-            | leads
-        )
-    return (
-        pd.DataFrame(rows)
-        .set_index("case")
-        .astype(
-            {
-                k: "Int64"
-                for k in ("onset", "found_onset", "lead_activation", "lead_grad_norm", "lead_update_rms")
-            }
-        )
-    )
+        path = Path(folder) / name.replace(" ", "_").replace(",", "")
+        findings = diagnose(open_run(make_layer_case(name, path, seed=seed)))
+        rows[name] = _judged(LAYER_CASES[name], findings)
+    table = pd.DataFrame(list(rows.values()), index=pd.Index(rows, name="case"))
+    counts = ("onset", "found_onset", *(f"lead_{what}" for what in _LEADERS))
+    return table.astype(dict.fromkeys(counts, "Int64"))

@@ -164,8 +164,9 @@ def make_lm_high_lr(
     # step from which on the black box keeps every batch, and a snapshot every 50 steps; a multiple of 50
     replay_from: int = 300,
     seed: int = 0,  # of the weights and the batches
+    progress: bool = True,  # count the steps in a bar
 ) -> Path:  # the folder: record.zip, blackbox/, train.log, metrics.jsonl, metrics.csv, checkpoints/
-    "Train the run and write its log in three formats, and what is needed to go back to any step from `replay_from` on."
+    "Train the run, write its log in three formats, and what a return to a step from `replay_from` on needs."
     path = Path(path)
     if path.exists() and any(path.iterdir()):
         raise bad_input("path", str(path), "a new or empty folder", "the run is written whole")
@@ -186,7 +187,7 @@ def make_lm_high_lr(
     text = stdlib_bytes(1_000_000)
     held_out = list(byte_batches(text[900_000:], 4, 16, CONFIG.seq, seed=seed + 1))
     batches = byte_batches(text[:900_000], n_steps, 24, CONFIG.seq, seed)
-    batches = tqdm(batches, total=n_steps, desc="lm_high_lr", mininterval=2)
+    batches = tqdm(batches, total=n_steps, desc="lm_high_lr", mininterval=2, disable=not progress)
 
     def schedule(step: int) -> float:
         return first_lr * 10 ** (step / tenfold)

@@ -22,10 +22,29 @@ class Trace(NamedTuple):
     onsets: tuple  # records at which an event begins; () for a healthy curve
 
 # %% ../../nbs/api/cases/02_traces.ipynb #80b00f78
-def _course(rng, n):
+def _course(rng: np.random.Generator, n: int) -> np.ndarray:
     "A healthy falling loss with noise."
-    i, low, high = np.arange(n), rng.uniform(1.5, 3), rng.uniform(5, 11)
-    return low + (high - low) * np.exp(-i / rng.uniform(60, 500)) + rng.normal(0, rng.uniform(0.01, 0.04), n)
+    low, high = rng.uniform(1.5, 3), rng.uniform(5, 11)
+    fall = (high - low) * np.exp(-np.arange(n) / rng.uniform(60, 500))
+    return low + fall + rng.normal(0, rng.uniform(0.01, 0.04), n)
+
+
+_WITHOUT = {  # kind -> (generator, healthy course x, record numbers i) -> a curve without an event
+    "healthy": lambda rng, x, i: x,
+    "steep descent": lambda rng, x, i: 2 + 9 * np.exp(-i / 40) + rng.normal(0, 0.02, i.size),
+    "warm restarts": lambda rng, x, i: (
+        x + 0.15 * (1 - np.exp(-(i % 750) / 30)) * (1 - (i % 750) / 750) * (i > 750)
+    ),
+    "learning-rate decay": lambda rng, x, i: x - 0.3 * np.clip((i - 0.8 * i.size) / (0.2 * i.size), 0, 1),
+    "noisy microbatches": lambda rng, x, i: x + 0.08 * rng.standard_t(8, i.size),
+    "correlated noise": lambda rng, x, i: (
+        x + np.convolve(rng.normal(0, 0.03, i.size), 0.6 ** np.arange(20))[: i.size]
+    ),
+    "heavy tails": lambda rng, x, i: x + 0.02 * rng.standard_t(4, i.size),
+    "power law": lambda rng, x, i: 1.7 + 8 * (1 + i / 20) ** -0.4 + rng.normal(0, 0.03, i.size),
+    "step decay": lambda rng, x, i: x - 0.2 * (i > i.size // 3) - 0.15 * (i > 2 * i.size // 3),
+    "shrinking noise": lambda rng, x, i: x + rng.normal(0, 0.2, i.size) * np.exp(-i / 400),
+}
 
 
 _SHAPES = {  # kind -> (height, shape of the event over the records after its onset)
@@ -42,6 +61,8 @@ _LATER = {  # shapes that no rule was tuned on
     "flat +0.6": lambda t: 0.6 * (t < 60),
     "burst": lambda t: np.exp(-t / 20) * (t % 3 == 0),
 }
+_ONCE = ("divergence", "slow decay +3")  # shapes after which there is no place for another
+_LASTING = (*_ONCE, "long +0.25")  # shapes during which a rule may speak again
 
 
 def make_trace(
@@ -51,40 +72,14 @@ def make_trace(
 ) -> Trace:  # the trace
     "One loss curve with planted events."
     rng = np.random.default_rng([seed, sum(map(ord, kind))])
-    x, i = _course(rng, n), np.arange(n)
-    if kind == "steep descent":
-        x = 2 + 9 * np.exp(-i / 40) + rng.normal(0, 0.02, n)
-    elif kind == "warm restarts":
-        x = x + 0.15 * (1 - np.exp(-(i % 750) / 30)) * (1 - (i % 750) / 750) * (i > 750)
-    elif kind == "learning-rate decay":
-        x = x - 0.3 * np.clip((i - 0.8 * n) / (0.2 * n), 0, 1)
-    elif kind == "noisy microbatches":
-        x = x + 0.08 * rng.standard_t(8, n)
-    elif kind == "correlated noise":
-        x = x + np.convolve(rng.normal(0, 0.03, n), 0.6 ** np.arange(20))[:n]
-    elif kind == "heavy tails":
-        x = x + 0.02 * rng.standard_t(4, n)
-    elif kind == "power law":
-        x = 1.7 + 8 * (1 + i / 20) ** -0.4 + rng.normal(0, 0.03, n)
-    elif kind == "step decay":
-        x = x - 0.2 * (i > n // 3) - 0.15 * (i > 2 * n // 3)
-    elif kind == "shrinking noise":
-        x = x + rng.normal(0, 0.2, n) * np.exp(-i / 400)
-    elif kind != "healthy":
-        onsets = tuple(
-            sorted(
-                int(a)
-                for a in rng.choice(
-                    np.arange(600, n - 700, 400),
-                    1 if kind in ("divergence", "slow decay +3") else 3,
-                    replace=False,
-                )
-            )
-        )
-        for a in onsets:
-            x[a:] += (_SHAPES | _LATER)[kind](np.arange(n - a))
-        return Trace(kind, x, onsets)
-    return Trace(kind, x, ())
+    course, i = _course(rng, n), np.arange(n)
+    if kind in _WITHOUT:
+        return Trace(kind, _WITHOUT[kind](rng, course, i), ())
+    places = np.arange(600, n - 700, 400)
+    onsets = sorted(rng.choice(places, 1 if kind in _ONCE else 3, replace=False).tolist())
+    for onset in onsets:
+        course[onset:] += (_SHAPES | _LATER)[kind](i[: n - onset])
+    return Trace(kind, course, tuple(onsets))
 
 # %% ../../nbs/api/cases/02_traces.ipynb #6474be61
 HELD_OUT = (*_LATER, "correlated noise", "heavy tails", "power law", "step decay", "shrinking noise")
@@ -92,43 +87,42 @@ HELD_OUT = (*_LATER, "correlated noise", "heavy tails", "power law", "step decay
 KINDS = (*_SHAPES, "healthy", "steep descent", "warm restarts", "learning-rate decay", "noisy microbatches")
 
 
+def _is_near(event: int, onset: int, within: int) -> bool:
+    "Whether an event belongs to an onset; it may be flagged two records early, as a rule's window has width."
+    return -2 <= event - onset <= within
+
+
+def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
+    "What a rule's flags make of one trace."
+    events = events_of(flags)
+    lasting = 600 if trace.kind in _LASTING else 60
+    found = [any(_is_near(event, onset, within) for event in events) for onset in trace.onsets]
+    true = [any(_is_near(event, onset, lasting) for onset in trace.onsets) for event in events]
+    return {
+        "planted": len(trace.onsets),
+        "found": sum(found),
+        "events": len(events),
+        "true": sum(true),
+        "false_on_healthy": 0 if trace.onsets else len(events),
+    }
+
+
 def score_rules(
     seeds: int = 5,  # traces of each kind
     within: int = 20,  # records after an onset in which an event counts as found
     kinds: tuple = KINDS,  # of `make_trace`; HELD_OUT are those that no rule was tuned on
     first: int = 0,  # the first seed
-) -> (
-    pd.DataFrame
-):  # one row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
+) -> pd.DataFrame:  # a row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
     "Precision and recall of every rule on the labelled traces."
-    traces = [make_trace(k, s) for k in kinds for s in range(first, first + seeds)]
+    traces = [make_trace(kind, seed) for kind in kinds for seed in range(first, first + seeds)]
     rows = {}
     for name, rule in RULES.items():
-        planted = found = events = true = healthy = 0
-        for t in traces:
-            at = events_of(rule.flags(t.value))
-            hits = [[a for a in at if -2 <= a - o <= within] for o in t.onsets]
-            span = [
-                any(
-                    -2 <= a - o <= 600
-                    if t.kind in ("slow decay +3", "divergence", "long +0.25")
-                    else -2 <= a - o <= 60
-                    for o in t.onsets
-                )
-                for a in at
-            ]
-            planted += len(t.onsets)
-            found += sum(map(bool, hits))
-            events += len(at)
-            true += sum(span)
-            healthy += 0 if t.onsets else len(at)
-        rows[name] = {
-            "planted": planted,
-            "found": found,
-            "events": events,
-            "true": true,
-            "precision": true / events if events else np.nan,
-            "recall": found / planted,
+        of_each = pd.DataFrame([_counts(trace, rule.flags(trace.value), within) for trace in traces])
+        total = {what: int(count) for what, count in of_each.sum().items()}
+        healthy = total.pop("false_on_healthy")
+        rows[name] = total | {
+            "precision": total["true"] / total["events"] if total["events"] else np.nan,
+            "recall": total["found"] / total["planted"],
             "false_on_healthy": healthy,
             "source": rule.source,
         }

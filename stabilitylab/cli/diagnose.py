@@ -32,6 +32,10 @@ def add_command(
         metavar="F",
         help="read as this format instead of recognising it (see: stabilitylab formats)",
     )
+    p.add_argument("--step", metavar="NAME", help="the series that counts the steps, instead of finding it")
+    p.add_argument(
+        "--loss", metavar="NAME", help="the series that is the training loss, instead of finding it"
+    )
     p.add_argument(
         "--fail-on",
         metavar="LEVEL",
@@ -44,13 +48,15 @@ def add_command(
 def read_paths(
     paths: list[str],  # files, folders or records
     format: str | None = None,  # name of a format; None: recognised
+    step: str | None = None,  # name of the series that counts the steps; None: found
+    loss: str | None = None,  # name of the series that is the training loss; None: found
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
     from stabilitylab.read.runs import read_runs
 
     runs = {}
     for path in _progress(paths, "reading"):
-        for name, run in read_runs(path, format).items():
+        for name, run in read_runs(path, format, step, loss).items():
             own = str(path) if name in ("", ".") else name
             runs[_free(own, path, runs)] = run
     return runs
@@ -82,7 +88,7 @@ def run_diagnose(
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.findings import Findings
 
-    runs = read_paths(args.paths, args.format)
+    runs = read_paths(args.paths, args.format, args.step, args.loss)
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()
     _write_files(args, runs, findings, shared)

@@ -78,13 +78,13 @@ def run_trial(
         return 0
     _check(args)
     from stabilitylab.detect.diagnose import diagnose
-    from stabilitylab.read.runs import read_log
+    from stabilitylab.read.runs import read_runs
     from stabilitylab.report.trial import trial_text, trial_words
     from stabilitylab.trial.start import Start, last_snapshot_before
     from stabilitylab.trial.suggest import suggest
     from stabilitylab.trial.trial import Trial
 
-    run = read_log(args.run)
+    run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
     chosen = [] if args.fix else suggest(list(findings), run)
     arms = args.fix or [one.arm for one in chosen] or ["placebo"]
@@ -93,7 +93,7 @@ def run_trial(
     setup = None if args.setup is None else _absolute(args.setup)
     start = Start(str(Path(args.run).resolve()), step, setup)
     trial = Trial(start, arms, args.steps, args.seeds, args.folder, device=args.device)
-    result = trial.run(args.budget, progress=sys.stderr.isatty() or not args.json)
+    result = trial.run(args.budget, progress=sys.stderr.isatty())
     if args.html:
         _write_report(args.html, run, findings, result, chosen)
     if args.json:

@@ -9,8 +9,8 @@ __all__ = ['attention_of', 'find_attention_logit_growth', 'find_entropy_collapse
 # %% ../../nbs/api/detect/71_attention.ipynb #ef323a59
 import numpy as np
 import xarray as xr
-from .attention_log import growth_to
 
+from .attention_log import growth_to
 from .findings import Finding
 from .thresholds import limit
 from ..measure.curves import Curve

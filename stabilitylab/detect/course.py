@@ -12,9 +12,10 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
+from .spikes import longest_pass
 from .thresholds import limit
-from ..measure.curves import Curve, curve, loss_curve, step_interval
-from ..measure.rolling import difference_noise, smooth
+from ..measure.curves import Curve, curve, loss_curve, scalars_of, step_interval
+from ..measure.rolling import MAD_TO_SD, difference_noise, smooth
 
 # %% ../../nbs/api/detect/11_course.ipynb #4f3c9031
 class _Shape(NamedTuple):
@@ -48,14 +49,24 @@ def _is_on_its_way_back(tail: np.ndarray) -> bool:
     return bool(np.median(end) < np.quantile(tail, limit("rise_quantile")))
 
 
+def _validation_improved(validation: Curve | None, step: int) -> bool:
+    "Whether validation ended clearly lower than it was at a step: the training loss rises by design."
+    if validation is None or len(validation.value) < limit("least_validation"):
+        return False
+    few = limit("least_median")
+    then = np.median(validation.value[np.abs(validation.step - step).argsort()[:few]])
+    return bool(np.median(validation.value[-few:]) < limit("validation_improved") * then)
+
+
 def find_divergence(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Where the loss left its course for good."
-    series = loss_curve(run)
+    series = longest_pass(loss_curve(run))
     if series is None or not _is_likelihood(series) or (series.value < 0).any():
         return []
     loss, noise, window = _shape(series)
+    scatter = float(np.median(np.abs(series.value - loss))) * MAD_TO_SD  # holds the wander of slow noise too
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
     final = float(np.median(loss[-max(limit("least_median"), window // 2) :]))
@@ -77,9 +88,12 @@ def find_divergence(
         "rise": rise,
         "noise": noise,
     }
+    is_mild = rise < limit("mild_sigma") * scatter  # not more than single records scatter
+    improved = _validation_improved(curve(run, "val_loss"), int(series.step[left]))
+    severity = "info" if is_mild or improved else "error"
     return [
         Finding(
-            "divergence", "error", series.step[left], series.step[-1], evidence=evidence, series=series.name
+            "divergence", severity, series.step[left], series.step[-1], evidence=evidence, series=series.name
         )
     ]
 
@@ -88,7 +102,7 @@ def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
-    series = loss_curve(run)
+    series = longest_pass(loss_curve(run))
     if series is None or len(series.value) < limit("least_learning"):
         return []
     shape, n = _shape(series), len(series.value)
@@ -148,7 +162,7 @@ def find_overfitting(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Validation loss that rises from its best while training loss goes on falling."
-    training, validation = loss_curve(run), curve(run, "val_loss")
+    training, validation = longest_pass(loss_curve(run)), curve(run, "val_loss")
     if training is None or len(training.value) < limit("least_course"):
         return []
     if validation is None or len(validation.value) < limit("least_validation"):
@@ -178,7 +192,7 @@ def find_leak(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "A loss near zero almost at once, on validation data too: the input holds the answer, or no task."
-    series, validation = loss_curve(run), curve(run, "val_loss")
+    series, validation = longest_pass(loss_curve(run)), curve(run, "val_loss")
     if series is None or not _is_likelihood(series):
         return []
     loss = np.log(np.maximum(series.value, 1e-12)) if series.name == "perplexity" else series.value
@@ -188,7 +202,8 @@ def find_leak(
         return []
     level = float(np.median(loss[low[0] :]))
     began_low = loss[0] < limit("leak_start") * tiny
-    if began_low or level >= tiny or (loss < 0).any():
+    is_text = "perplexity" in scalars_of(run) or loss[0] >= limit("leak_language")  # else it has few answers
+    if not is_text or began_low or level >= tiny or (loss < 0).any():
         return []
     soon = limit("leak_soon") * n if n >= limit("leak_long") else limit("leak_records")
     if low[0] > soon or not _is_tiny_too(validation, tiny):
@@ -223,7 +238,7 @@ def find_level_shift(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # a finding a shift of the training loss that validation does not follow
     "Where the training loss moves to a higher level and stays while validation does not: other data."
-    series, validation = loss_curve(run), curve(run, "val_loss")
+    series, validation = longest_pass(loss_curve(run)), curve(run, "val_loss")
     if series is None or len(series.value) < limit("least_shift"):
         return []
     if validation is None or len(validation.value) < limit("least_validation"):
@@ -243,7 +258,8 @@ def find_level_shift(
         if _stays(level, at, window) and _is_abrupt(series.value, level, at, window):
             found += _level_shift(series, validation, level, at, window)
         high = high[high >= end]
-    return found
+    is_slow_climb = len(found) > limit("most_shifts")  # a loss that moves all the time did not shift
+    return [] if is_slow_climb else found
 
 
 def _stays(level: np.ndarray, at: int, window: int) -> bool:

@@ -21,6 +21,7 @@ from ..run.record import new_run
 # %% ../../nbs/api/detect/90_diagnose.ipynb #0e5260cf
 # 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
 DETECTORS = [
+    "crash:find_crash",
     "health:find_non_finite",
     "health:find_restarts",
     "health:find_changed_settings",

@@ -76,8 +76,9 @@ _COLUMNS = ("kind", "severity", "onset", "end", "series", "explanation")
 
 
 def _rank(f: Finding) -> tuple:
-    "What findings are sorted by: severity, then step, those without one last, then kind."
-    return -SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind
+    "What findings are sorted by: the end of the run first, then severity, step (without one last), kind."
+    is_end = f.kind == "crash" and bool(f.evidence.get("ended"))
+    return not is_end, -SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind
 
 
 class Findings(Sequence):

@@ -44,7 +44,8 @@ def find_hardware(
     kind, text = events.event_kind.values, events.event_text.values
     xid = np.flatnonzero(kind == "xid")
     found = [_message(events, at, len(xid)) for at in xid[: limit("most_messages")]]
-    for name in ("error", "signal"):
+    is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
+    for name in () if is_told else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
         hard = [at for at in of_kind if _names_the_machine(str(text[at]))]
         if hard:

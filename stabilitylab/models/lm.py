@@ -51,9 +51,9 @@ class Attention(nn.Module):
         x: torch.Tensor,  # (batch, seq, d_model)
     ) -> torch.Tensor:  # same shape
         "The attended values, projected back."
-        b, t, d = x.shape
+        by_head = (*x.shape[:2], self.n_head, -1)  # (batch, seq, n_head, d_head)
         q, k, v = (
-            p(x).view(b, t, self.n_head, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+            project(x).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(
             self.q_norm(q),
@@ -62,7 +62,7 @@ class Attention(nn.Module):
             is_causal=True,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.out_proj(y.transpose(1, 2).reshape(b, t, d))
+        return self.out_proj(y.transpose(1, 2).reshape(x.shape))
 
 # %% ../../nbs/api/models/01_lm.ipynb #1f23d169
 class Block(nn.Module):
@@ -74,16 +74,12 @@ class Block(nn.Module):
     ):
         super().__init__()
         d = config.d_model
-        self.norm1, self.attn, self.norm2 = (
-            nn.LayerNorm(d, bias=False),
-            Attention(config),
-            nn.LayerNorm(d, bias=False),
-        )
-        self.fc1, self.fc2, self.drop = (
-            nn.Linear(d, 4 * d, bias=False),
-            nn.Linear(4 * d, d, bias=False),
-            nn.Dropout(config.dropout),
-        )
+        self.norm1 = nn.LayerNorm(d, bias=False)
+        self.attn = Attention(config)
+        self.norm2 = nn.LayerNorm(d, bias=False)
+        self.fc1 = nn.Linear(d, 4 * d, bias=False)
+        self.fc2 = nn.Linear(4 * d, d, bias=False)
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(
         self,
@@ -105,18 +101,14 @@ class DecoderLM(nn.Module):
         if config.d_model % config.n_head:
             raise bad_input("d_model", config.d_model, f"a multiple of n_head={config.n_head}")
         self.config = config
-        self.embed, self.pos_embed = (
-            nn.Embedding(config.vocab, config.d_model),
-            nn.Embedding(config.seq, config.d_model),
-        )
+        self.embed = nn.Embedding(config.vocab, config.d_model)
+        self.pos_embed = nn.Embedding(config.seq, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm, self.lm_head = (
-            nn.LayerNorm(config.d_model, bias=False),
-            nn.Linear(config.d_model, config.vocab, bias=False),
-        )
-        for m in self.modules():
-            if isinstance(m, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(m.weight, std=config.init_std)
+        self.norm = nn.LayerNorm(config.d_model, bias=False)
+        self.lm_head = nn.Linear(config.d_model, config.vocab, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=config.init_std)
         if config.tied:
             self.lm_head.weight = self.embed.weight
 

@@ -7,6 +7,7 @@ __all__ = ['FINDING_KINDS', 'SEVERITIES', 'RECOVERIES', 'REPORTED']
 
 # %% ../../nbs/api/names/02_findings.ipynb #2abf29ee
 FINDING_KINDS = {  # kind -> what it means, in one sentence
+    "crash": "why the process died: exception or signal, first rank, step, message",
     "loss_spike": (
         "the loss jumped far above its recent range; `recovery` says whether and how fast it came back"
     ),
@@ -30,6 +31,7 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "attention_sink": "heads put most of their attention on one position",
     "layer_ignored": "removing a module hardly changes the loss",
     "update_rms_excess": "AdamW updates are larger than their second moment expects (RMS_t)",
+    "slow_rise": "the loss climbed over many records, by far more than its noise, and stayed up for a while",
     "level_shift": "the training loss changed its level while validation did not move",
     "overfitting": "validation loss rises while training loss falls",
     "not_learning": "the loss never got far from its value at the start",

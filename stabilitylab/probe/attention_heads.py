@@ -139,7 +139,9 @@ def _value_ratio(call: AttentionCall, sums: Sums, sinks: _Sinks) -> torch.Tensor
     "Value norm at each document's sink over the mean of the keys that are seen."
     if call.v is None:
         return torch.full_like(sinks.score, torch.nan)
-    norm = torch.linalg.vector_norm(call.v.detach(), dim=-1, dtype=torch.float64)
+    norm = torch.stack([v.double().norm(dim=-1) for v in call.v.detach().flatten(0, 1)]).view(
+        call.v.shape[:3]
+    )
     norm = norm.repeat_interleave(call.q.shape[1] // norm.shape[1], 1)
     seen = sums.seen > 0
     usual = torch.where(seen, norm, 0.0).sum(-1) / seen.sum(-1).clamp(min=1)

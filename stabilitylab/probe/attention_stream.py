@@ -67,9 +67,7 @@ def logit_bound(
     "The longest query times the longest key, at the call's scale."
     if not call.q.numel() or not call.k.numel():
         return 0.0
-    longest = [
-        torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).max() for x in (call.q, call.k)
-    ]
+    longest = [x.detach().norm(dim=-1).max().double() for x in (call.q, call.k)]
     return float(longest[0] * longest[1]) * abs(call.factor)
 
 # %% ../../nbs/api/probe/21_attention_stream.ipynb #a7f174c9
@@ -127,7 +125,7 @@ class _Pass:
         return self.last, True
 
     def _in_order(self, away: torch.Tensor) -> torch.Tensor | None:
-        "1 where causal order and window let a query see a key, else 0, by float arithmetic: booleans are slow."
+        "1 where causal order and window let a query see a key, else 0; float arithmetic, as booleans are slow."
         left, right = self.call.window
         right = 0 if self.call.causal else right
         weight = None

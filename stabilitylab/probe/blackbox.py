@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +78,9 @@ def batch_id(
     return digest.hexdigest()
 
 
+_PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
+
+
 @dataclass(frozen=True)
 class BoxLimits:
     "How much a black box keeps."
@@ -117,7 +121,7 @@ class BlackBox:
     ):
         self.folder = Path(path) / "blackbox" / (f"rank-{rank}" if rank else "")
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
-        self.limits, self.on_error, self.has_told = limits, on_error, False
+        self.limits, self.on_error, self.has_told, self.patience = limits, on_error, False, _PATIENCE
         self.folder.mkdir(parents=True, exist_ok=True)
         self.index = self._old_index()
         self.last, self.want, self.work = None, True, queue.Queue(maxsize=8)
@@ -149,8 +153,8 @@ class BlackBox:
                 "rng": rng,
                 "step": step,
             }
-            self.work.put(("snapshot", state | {"of": copy}))
-        self.work.put(("batch", {"batch": copy, "rng": rng, "step": step, "microbatch": microbatch}))
+            self._offer("snapshot", state | {"of": copy})
+        self._offer("batch", {"batch": copy, "rng": rng, "step": step, "microbatch": microbatch})
 
     def trigger(
         self,
@@ -158,12 +162,25 @@ class BlackBox:
     ) -> None:
         "Pin the snapshot before `step` with the batches since, and take a new snapshot at the next step."
         self.want = True
-        self.work.put(("pin", step))
+        self._offer("pin", step)
+
+    def _offer(self, what: str | None, item: Any) -> None:
+        "Hand something to the thread; a disk that does not keep up costs the loop one wait, then files."
+        if not self.thread.is_alive():
+            raise RuntimeError("the thread that writes has ended")
+        try:
+            self.work.put((what, item), timeout=self.patience)
+            self.patience = _PATIENCE
+        except queue.Full:
+            self.want, self.patience = True, 0.0
+            self._tell(f"the disk does not keep up, a {what} was not written")
 
     def close(self) -> None:
         "Write what is waiting and stop."
-        self.work.put((None, None))
-        self.thread.join(60)
+        if self.thread.is_alive():
+            self.patience = 60.0
+            self._offer(None, None)
+            self.thread.join(60)
 
     def _write_all(self) -> None:
         "The background thread; what cannot be written is told once, and the next snapshot is tried again."

@@ -129,8 +129,8 @@ def _is_whole_graph() -> bool:
         translator = InstructionTranslator.current_tx()
         is_whole = bool(translator.one_graph or translator.error_on_graph_break)
     except Exception:  # no translator: export without dynamo
-        is_whole = True
-    whole_graphs[0] += is_whole
+        return True
+    whole_graphs[0] += is_whole and not torch.compiler.is_exporting()
     return is_whole
 
 

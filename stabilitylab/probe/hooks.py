@@ -105,7 +105,9 @@ class BackwardEnd:
         "Ask autograd for the call; for a hook that runs in the backward pass."
         if self.task is None and self.after_backward is not None:
             self.task = graph_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self.guard.attempt(BACKWARD, None, self._end_backward)
+            )
 
     def _end_backward(self) -> None:
         "After every other callback (DDP's reduction, FSDP's reshard) of the same backward pass."
@@ -205,7 +207,7 @@ class ModuleProbe(BackwardEnd):
         self.inside, number, self.forward = False, self.forward, 0
         for tensor in tensors_in(out):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._back(number))
+                tensor.register_hook(lambda grad: self.guard.attempt(BACKWARD, None, self._back, number))
 
     def _back(self, forward: int) -> None:
         "A backward pass came to this forward pass."
@@ -282,13 +284,15 @@ class ModuleProbe(BackwardEnd):
         self.hooked[id(tensor)] = weakref.ref(tensor), _version(tensor), rows
 
         def hook(grad: torch.Tensor | None) -> None:
-            if grad is not None and grad.layout == torch.strided and _is_eager():
+            if grad is not None and grad.layout == torch.strided:
                 self.guard.attempt(OUTPUT_GRADIENTS, self.names[row], self._look_back, rows, forward, grad)
 
         tensor.register_hook(hook)
 
     def _look_back(self, rows: list[int], forward: int, grad: torch.Tensor) -> None:
         "Measure the gradient of an output."
+        if not _is_eager():
+            return
         self._back(forward)
         self.measure([3 * row + 2 for row in rows], grad, fresh=True)
         for row in rows:

@@ -140,7 +140,7 @@ class Recorder:
         "Hooks that take the gradients away from a step that would use a non-finite one."
         for optimizer in self.params.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
-            self.handles.append(optimizer.register_step_post_hook(self._release))
+            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
 
     def _open(self, model: torch.nn.Module) -> None:
         "The store, its writer and the black box."
@@ -168,7 +168,10 @@ class Recorder:
     def _give_up(self, why: str) -> None:
         "Say why nothing is recorded, and leave the model alone."
         self.guard.stop(why)
-        self._unhook()
+        try:
+            self._unhook()
+        except Exception as error:
+            self.guard.note(f"hooks that do nothing may be left: {error}")
 
     def _unhook(self) -> None:
         "Take every hook off."
@@ -192,7 +195,7 @@ class Recorder:
         "At the first non-finite value."
         self.sample_next = True
         if self.box is not None:
-            self.box.trigger(step)
+            self.guard.attempt("the black box", None, self.box.trigger, step)
 
     def _after_backward(self) -> None:
         "At the end of each backward pass."
@@ -247,10 +250,9 @@ class Recorder:
         is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, given)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
+        self.guard.attempt(RECORDING, None, self._sample)
         if self.off is not None:
-            self.guard.attempt("hooks", None, self._unhook)
-        else:
-            self._sample()
+            self._give_up(self.off)
         if is_bad:
             self._raise()
 
@@ -344,7 +346,7 @@ class Recorder:
             self.sample_next = True
             self.writer.put(("note", self.n, "a trigger fired", time.time()))
             if self.box is not None:
-                self.box.trigger(self.n)
+                self.guard.attempt("the black box", None, self.box.trigger, self.n)
 
     def _raise(self) -> None:
         "Stop the run and say where it broke, as the caller asked."
@@ -367,7 +369,11 @@ class Recorder:
             for p in params:
                 p.grad = None
 
-    def _release(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _release_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        "The hook after a step that may have been skipped."
+        self.guard.attempt("skipped steps", None, self._release)
+
+    def _release(self) -> None:
         "Give the gradients back."
         for p, gradient in self.held:
             p.grad = gradient
@@ -387,9 +393,12 @@ class Recorder:
         self.is_open = False
         if self.at_exit is not None:
             atexit.unregister(self.at_exit)
-        self._unhook()
-        if self.box is not None:
-            self.box.close()
+        for close in (self._unhook, None if self.box is None else self.box.close):
+            try:
+                if close is not None:
+                    close()
+            except Exception as fault:
+                self.guard.note(f"not closed as it should be: {type(fault).__name__}: {fault}"[:300])
         if self.writer is None:
             return
         self._put_news()

@@ -9,8 +9,8 @@ __all__ = ['loss_in', 'StepLoss']
 from typing import Any
 
 import torch
-from .guard import Guard, Watch
 
+from .guard import Guard, Watch
 from .hooks import graph_task
 
 # %% ../../nbs/api/probe/13_step_loss.ipynb #e28bac3f

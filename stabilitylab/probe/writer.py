@@ -52,7 +52,8 @@ class Writer:
         item: dict | tuple | None,  # one step (a dict), one event (a tuple), None: the end
     ) -> None:
         "Hand over one step or event; a disk that does not keep up costs the loop one wait, then steps."
-        if self.broken or not self.thread.is_alive():
+        is_wanted = item is None or not self.broken
+        if not is_wanted or not self.thread.is_alive():
             return
         try:
             self.work.put(item, timeout=self.patience)

@@ -29,10 +29,12 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 def _our_names(data: LogData) -> dict[str, str]:
     "The log's own names -> ours, each of ours once; of two series the one with most values gets it."
-    ours, taken = {}, set()
+    ours = {name: own for name, own in data.ours.items() if name in data.samples}
+    taken = set(ours.values())
     for name in sorted(data.samples, key=lambda name: (-len(data.samples[name].step), name)):
-        ours[name] = _free_name(name, taken)
-        taken.add(ours[name])
+        if name not in ours:
+            ours[name] = _free_name(name, taken)
+            taken.add(ours[name])
     return {name: ours[name] for name in data.samples}
 
 # %% ../../nbs/api/read/08_dataset.ipynb #edcfaef4

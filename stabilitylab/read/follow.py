@@ -26,9 +26,13 @@ from ..run.scalars import Samples
 # %% ../../nbs/api/read/10_follow.ipynb #01fbaf82
 def _joined(parts: list[Samples]) -> Samples:
     "One series from the parts that arrived one after the other."
-    step, value, order = (np.concatenate([getattr(p, k) for p in parts]) for k in ("step", "value", "order"))
-    time = None if any(p.time is None for p in parts) else np.concatenate([p.time for p in parts])
-    return Samples(step, value, order, time)
+
+    def column(name: str) -> np.ndarray:
+        "One column of all parts."
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    time = None if any(part.time is None for part in parts) else column("time")
+    return Samples(column("step"), column("value"), column("order"), time)
 
 
 def _after(samples: Samples, seen: int) -> Samples:

@@ -53,6 +53,9 @@ def recognise(
             raise bad_input("format", format, ", ".join(known))
         return known[format]
     path = Path(path)
+    if path.suffix.lower() == ".safetensors":
+        allowed = f"a log; a checkpoint is looked at with: stabilitylab scan {path.name}"
+        raise bad_input("path", path.name, allowed, "this is a file of weights")
     head = head_of(path)
     confidence = {name: known[name].sniff(head, path) for name in known}
     best = max(confidence, key=confidence.get)

@@ -6,20 +6,27 @@
 __all__ = ['read_runs', 'read_log']
 
 # %% ../../nbs/api/read/09_runs.ipynb #37a621c2
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
+from .asked import as_asked
 from .base import LogData, head_of
 from .beside import files_beside, join_logs
+from .crash import note_crashes
 from .dataset import to_dataset
+from .logs.generic import read_generic
+from .passes import chains, in_sequence
 from .recognise import formats, recognise
+from .streams import joined_streams, partner_of
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars
 
@@ -33,11 +40,29 @@ class _LogFile:
     data: LogData
 
 
-def _read_file(path: Path, format: str | None = None) -> _LogFile:
+class _Asked(NamedTuple):
+    "What the caller says of the logs instead of leaving it to be found."
+
+    format: str | None = None  # name of a format
+    step: str | None = None  # name of the series that counts the steps
+    loss: str | None = None  # name of the series that is the training loss
+
+
+_NOTHING = _Asked()
+
+
+def _read_file(path: Path, asked: _Asked = _NOTHING) -> _LogFile:
     "What one file holds; `InputError` where it cannot be read."
-    chosen = recognise(path, format)
+    chosen = recognise(path, asked.format)
     try:
-        return _LogFile(path, chosen.name, chosen.read(path))
+        if chosen.name == "generic":
+            data = read_generic(path, asked.step, asked.loss)
+        else:
+            data = as_asked(chosen.read(path), asked.step, asked.loss)
+        is_text = chosen.parse is not None or not (data.samples or data.events)
+        if is_text:
+            note_crashes(path, data)
+        return _LogFile(path, chosen.name, data)
     except (InputError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as e:
@@ -46,6 +71,21 @@ def _read_file(path: Path, format: str | None = None) -> _LogFile:
             f"`{path.name}` looked like {chosen.title} but could not be read: {why}; "
             "try --format with another name"
         ) from e
+
+
+def _with_partner(file: _LogFile, asked: _Asked) -> _LogFile:
+    "The file together with the other stream of its process, where there is one that tells anything."
+    other = partner_of(file.path)
+    if other is None:
+        return file
+    try:
+        partner = _read_file(other, asked)
+    except (InputError, OSError):
+        return file
+    joined = joined_streams(file.data, partner.data)
+    joined.attrs["also_in"] = sorted({*joined.attrs.get("also_in", []), other.name})
+    lead = file if file.data.samples else partner
+    return _LogFile(file.path, lead.format, joined)
 
 
 def _name_for(name: str, path: Path, taken: dict) -> str:
@@ -65,16 +105,19 @@ def _joined(files: list[_LogFile]) -> LogData:
         for name, samples in file.data.samples.items():
             joined.samples[_name_for(name, file.path, joined.samples)] = samples
         joined.events += file.data.events
+        joined.ours = file.data.ours | joined.ours
         joined.skipped = dict(Counter(joined.skipped) + Counter(file.data.skipped))
-        joined.attrs = file.data.attrs | joined.attrs
+        crashes = joined.attrs.get("crashes", []) + file.data.attrs.get("crashes", [])
+        joined.attrs = file.data.attrs | joined.attrs | ({"crashes": crashes} if crashes else {})
     return joined
 
 
 def _run_of(files: list[_LogFile], source: str) -> xr.DataTree:
     "One record from the files of one run."
     table = to_dataset(_joined(files), source, " + ".join(sorted({file.format for file in files})))
-    skipped = table.attrs.get("skipped", {})
-    return new_run(table, {"source": source, "format": table.attrs["format"], "skipped": skipped})
+    skipped, crashes = table.attrs.get("skipped", {}), table.attrs.pop("crashes", [])
+    attrs = {"source": source, "format": table.attrs["format"], "skipped": skipped}
+    return new_run(table, attrs | ({"crashes": crashes} if crashes else {}))
 
 # %% ../../nbs/api/read/09_runs.ipynb #11859039
 # files that are no logs, whatever numbers stand in them
@@ -123,7 +166,7 @@ def _refusal(file: _LogFile) -> str:
     return ""
 
 
-def _log_files(folder: Path, stores: set[Path], format: str | None, refused: Counter) -> Iterator[_LogFile]:
+def _log_files(folder: Path, stores: set[Path], asked: _Asked, refused: Counter) -> Iterator[_LogFile]:
     "Every log below a folder and outside the records in it; `refused` counts the other files by reason."
     for path in sorted(folder.rglob("*")):
         is_hidden = path.name.startswith(".")
@@ -133,7 +176,7 @@ def _log_files(folder: Path, stores: set[Path], format: str | None, refused: Cou
             refused[path.suffix] += 1
             continue
         try:
-            file = _read_file(path, format)
+            file = _read_file(path, asked)
         except (InputError, OSError) as e:
             refused[str(e)[:80]] += 1
             continue
@@ -151,7 +194,8 @@ def _group(file: _LogFile, folder: Path) -> str:
         return str(here)
     if file.format in ("tensorboard_csv", "tensorboard_json"):
         return str(here / str(file.data.attrs.get("run") or "export"))
-    return str(here / file.path.name)
+    other = partner_of(file.path)
+    return str(here / max(file.path.name, other.name if other else ""))  # `.out` comes after `.err`
 
 # %% ../../nbs/api/read/09_runs.ipynb #5361630b
 def _without_copies(files: list[_LogFile]) -> list[_LogFile]:
@@ -227,6 +271,31 @@ def _join_accounts(parts: dict[str, list[_LogFile]]) -> dict[str, list[_LogFile]
         other.key, other.files = lead.path.name if str(lead.path.parent) == "." else key, [lead]
     return {run.key: run.files for run in runs}
 
+
+def _begun(file: _LogFile) -> tuple:
+    "What puts event files in the order in which they were begun: the time in their names."
+    time = re.search(r"tfevents\.(\d+)", file.path.name)
+    return int(time[1]) if time else 0, file.path.name
+
+
+def _in_chains(parts: dict[str, list[_LogFile]]) -> dict[str, list[_LogFile]]:
+    "The groups of event files, each split into its runs; the passes of one run as one file."
+    split = {}
+    for key, files in parts.items():
+        if len(files) < 2 or files[0].format != "tensorboard":
+            split[key] = files
+            continue
+        files = sorted(_without_copies(files), key=_begun)
+        found = chains([file.data for file in files])
+        for chain in found:
+            members = [files[number] for number in chain]
+            joined = _LogFile(
+                members[0].path, members[0].format, in_sequence([file.data for file in members])
+            )
+            name = key if len(found) == 1 else str(Path(key) / members[0].path.name)
+            split[name] = [joined]
+    return split
+
 # %% ../../nbs/api/read/09_runs.ipynb #3671716b
 def _nothing_in(folder: Path, refused: Counter) -> InputError:
     "The error that says what the files of a folder are instead of logs."
@@ -238,17 +307,30 @@ def _nothing_in(folder: Path, refused: Counter) -> InputError:
     )
 
 
-def _read_folder(folder: Path, format: str | None) -> dict[str, xr.DataTree]:
+def _one_process(files: list[_LogFile]) -> list[_LogFile]:
+    "The files of a run; the two streams of one process are one file."
+    if len(files) != 2 or partner_of(files[0].path) != files[1].path:
+        return files
+    lead = max(files, key=lambda file: file.path.name)
+    return [_LogFile(lead.path, lead.format, joined_streams(files[0].data, files[1].data))]
+
+
+def _tells(data: LogData) -> bool:
+    "Whether a file holds anything."
+    return bool(data.samples or data.events or data.attrs.get("crashes"))
+
+
+def _read_folder(folder: Path, asked: _Asked) -> dict[str, xr.DataTree]:
     "The runs below a folder: records, and log files grouped by `_group`."
     marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
     stores = [path.parent for path in marks if is_run(path.parent)]
     runs = {str(store.relative_to(folder)): _sourced(open_run(store), store) for store in stores}
     parts, refused = {}, Counter()
-    for file in _log_files(folder, set(stores), format, refused):
+    for file in _log_files(folder, set(stores), asked, refused):
         parts.setdefault(_group(file, folder), []).append(file)
-    for key, files in _join_accounts(parts).items():
-        is_empty = not any(file.data.samples or file.data.events for file in files)
-        if is_empty and len(parts) > 1:
+    parts = {key: _one_process(files) for key, files in parts.items()}
+    for key, files in _join_accounts(_in_chains(parts)).items():
+        if not any(_tells(file.data) for file in files) and len(parts) > 1:
             continue
         name = key if key not in runs else key + " (log)"
         runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
@@ -260,25 +342,44 @@ def _read_folder(folder: Path, format: str | None) -> dict[str, xr.DataTree]:
 def read_runs(
     path: str | Path,  # a log file, a folder with logs, or a saved record
     format: str | None = None,  # name of a format; None: recognised by content
+    step: str | None = None,  # name of the series that counts the steps; None: found
+    loss: str | None = None,  # name of the series that is the training loss; None: found
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
-    path = Path(path)
+    path, asked = Path(path), _Asked(format, step, loss)
     if not path.exists():
         allowed = "a log file, a folder with logs, or a saved record"
         raise bad_input("path", str(path), allowed, "nothing is there: check the spelling")
     if is_run(path):
         return {path.name: _sourced(open_run(path), path)}
     if path.is_file():
-        return {path.name: _run_of([_read_file(path, format)], str(path))}
-    return _read_folder(path, format)
+        return {
+            path.name: _run_of([_not_empty(_with_partner(_read_file(path, asked), asked), asked)], str(path))
+        }
+    return _read_folder(path, asked)
+
+
+def _not_empty(file: _LogFile, asked: _Asked) -> _LogFile:
+    "The file, if it holds a series or an event."
+    if _tells(file.data):
+        return file
+    if asked.format:
+        fix = "leave --format away, and the format is recognised"
+        raise bad_input("format", asked.format, f"a format in which `{file.path.name}` holds records", fix)
+    raise InputError(
+        f"`{file.path.name}` holds no record: a header, settings or text, but no value of a series; "
+        "allowed: a log with at least one record"
+    )
 
 # %% ../../nbs/api/read/09_runs.ipynb #f676f18f
 def read_log(
     path: str | Path,  # a log file, or a folder that holds one run
     format: str | None = None,  # name of a format; None: recognised by content
+    step: str | None = None,  # name of the series that counts the steps; None: found
+    loss: str | None = None,  # name of the series that is the training loss; None: found
 ) -> xr.Dataset:  # dims `(step,)` and `(event,)`; attrs: source, format, skipped
     "The series and events of one log."
-    runs = read_runs(path, format)
+    runs = read_runs(path, format, step, loss)
     if len(runs) > 1:
         names = ", ".join(list(runs)[:5]) + (", …" if len(runs) > 5 else "")
         raise InputError(f"`{path}` holds {len(runs)} runs ({names}); allowed: one; read_runs gives them all")

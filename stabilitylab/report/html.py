@@ -16,6 +16,7 @@ import xarray as xr
 from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
+from ..detect.likely import MostLikely, most_likely
 from ..names.findings import FINDING_KINDS
 from ..plot.svg import css_colours, findings_svg
 from stabilitylab.report.content import (
@@ -175,6 +176,7 @@ class RunSheet(FindingSheet):
     counts: list[tuple[str, str]]  # (severity, '2 warnings'); [] where nothing was found
     count_words: str  # the same as one phrase
     verdict: str  # what is said where nothing was found
+    likely: MostLikely | None  # what the findings say together; None where nothing needs a cause
     wide: Markup  # the figure; '' for a run without series
     narrow: Markup  # the figure for a phone
     series: Rows  # of SeriesRow
@@ -200,6 +202,7 @@ def run_sheet(
         counts=severity_counts(findings),
         count_words=count_text(findings),
         verdict=verdict_line(head, findings),
+        likely=most_likely(findings),
         wide=Markup(findings_svg(run, findings, 9)),
         narrow=Markup(findings_svg(run, findings, 4.6, most=2)),
         series=_series_rows(run),

@@ -9,6 +9,7 @@ __all__ = ['run_json', 'runs_json']
 import xarray as xr
 
 from ..detect.findings import Findings
+from ..detect.likely import most_likely
 from ..names.encode import plain
 from .content import facts
 
@@ -17,10 +18,10 @@ def run_json(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # where it came from; None: what the record says
-) -> dict:  # source, format, n_steps, first_step, last_step, findings; strict JSON
+) -> dict:  # source, format, n_steps, first_step, last_step, findings, most_likely; strict JSON
     "The findings of one run as the object that machines read."
     named = source or run.attrs.get("source") or []
-    head = facts(run)
+    head, likely = facts(run), most_likely(findings)
     return plain(
         {
             "source": list(named) if isinstance(named, (list, tuple)) else [str(named)],
@@ -29,7 +30,9 @@ def run_json(
             "first_step": head.first_step,
             "last_step": head.last_step,
             "findings": findings.to_dicts(),
+            "most_likely": None if likely is None else likely.to_dict(),
         }
+        | ({"reading": head.reading} if head.reading else {})
     )
 
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
+from ..detect.likely import most_likely
 from stabilitylab.report.content import (
     evidence_items,
     facts,
@@ -41,6 +42,12 @@ def run_markdown(
     if head.skipped:
         paragraphs.append(_escaped(skipped_line(head)))
     paragraphs.append(f"**{verdict_line(head, findings)}**")
+    likely = most_likely(findings)
+    if likely is not None:
+        paragraphs.append(f"**Most likely:** {_escaped(likely.cause)}")
+        paragraphs.append(
+            "\n".join(f"{place}. {_escaped(action)}" for place, action in enumerate(likely.next, 1))
+        )
     known = set()
     for place, finding in enumerate(findings, 1):
         paragraphs += _section(place, finding)

@@ -15,6 +15,7 @@ from typing import TextIO
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
+from ..detect.likely import MostLikely, most_likely
 from stabilitylab.report.content import (
     facts,
     facts_line,
@@ -83,7 +84,7 @@ def findings_text(
     findings: Findings,  # of one run, or shared by several
     width: int = 100,  # letters a line
     colour: bool = False,  # with ANSI colours
-    remedies: int = 3,  # remedies of each verdict; 0: none
+    remedies: int = 3,  # remedies of a finding, in all; 0: none
     each: int = 4,  # findings of one kind and severity that are told in full
 ) -> str:  # '' where there is none
     "The findings as text, the gravest first."
@@ -122,6 +123,7 @@ def _remedy_lines(finding: Finding, width: int, colour: bool, most: int) -> Iter
     groups = remedies_by_verdict(finding, most)
     if len(groups) > 1:
         groups.pop("unclear", None)
+        groups = {name: rows[: most - 1] if name == "worked" else rows[:1] for name, rows in groups.items()}
     for verdict, rows in groups.items():
         tried = "; ".join(f"{remedy['name']} ({remedy['source']})" for remedy in rows)
         text = _wrapped(f"{verdict}: {tried}", width, hang=2)
@@ -142,9 +144,20 @@ def run_text(
     if head.skipped:
         lines.append(_wrapped(skipped_line(head), width, 2, 2))
     lines.append(_wrapped(verdict_line(head, findings), width, 2))
+    likely = most_likely(findings)
+    if likely is not None:
+        lines += ["", *_likely_lines(likely, width, colour)]
     if len(findings):
         lines += ["", findings_text(findings, width, colour, remedies)]
     return "\n".join(lines)
+
+
+def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
+    "The most likely cause and what to do next."
+    text = _wrapped(f"Most likely: {likely.cause}", width, 2, 2)
+    yield text.replace("Most likely:", paint("Most likely:", "head", colour), 1)
+    for number, action in enumerate(likely.next, 1):
+        yield _wrapped(f"{number}. {action}", width, 4, 3)
 
 
 def runs_text(

@@ -221,7 +221,7 @@ class Job:
         if "error" not in told and code in self.codes:
             return JobState("done", "done", 1.0, self._text("output.txt"))
         lines = self._text("errors.txt").strip().splitlines()
-        error = told.get("error") or (lines[-1].strip()[:400] if lines else _ending(code))
+        error = told.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
         return JobState("failed", "failed", self._said("share", 0.0), None, error, "\n".join(lines[-20:]))
 
     def poll(self) -> JobState:  # the same for ever once it has ended

@@ -25,11 +25,19 @@ def _number(file: Path) -> int:
     return int(file.stem.split("-")[1])
 
 
+def _settings(file: Path) -> dict:
+    "What a start wrote about itself; {} where the file is torn."
+    try:
+        return json.loads(file.read_text())
+    except ValueError:
+        return {}
+
+
 def _last_attrs(live: Path) -> dict:
     "Settings of the start before this one, {} where there is none."
     last = max(live.glob("segment-*-0.json"), key=_number, default=None)
     if last is not None:
-        return json.loads(last.read_text())["attrs"]
+        return _settings(last).get("attrs", {})
     closed = live / "closed" / ".zattrs"
     return json.loads(closed.read_text()) if closed.exists() else {}
 
@@ -97,7 +105,7 @@ class LiveStore:
         self.segment, self.tag = segment, f"{segment}-{rank}"
         self.previous = _last_attrs(self.live)
         settings = {"tables": tables, "attrs": attrs or {}, "world": world}
-        write_atomic(self.live / f"segment-{self.tag}.json", json.dumps(settings).encode())
+        write_atomic(self.live / f"segment-{self.tag}.json", json.dumps(settings).encode(), durable=True)
 
     def append(
         self,
@@ -105,10 +113,10 @@ class LiveStore:
         arrays: dict[str, np.ndarray],
         events: list = (),  # `(kind, step, text, time)`
     ) -> None:
-        "Add one part; it counts once it is whole."
+        "Add one part; it counts once it is whole and on the disk, so that a power cut leaves it."
         buffer = io.BytesIO()
         np.savez(buffer, events=np.frombuffer(json.dumps(list(events)).encode(), np.uint8), **arrays)
-        write_atomic(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer())
+        write_atomic(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer(), durable=True)
         self.n += 1
 
     def close(

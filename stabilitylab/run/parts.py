@@ -7,6 +7,8 @@ __all__ = ['Shard', 'Segment', 'scalar_samples', 'segment_starts', 'read_live']
 
 # %% ../../nbs/api/run/06_parts.ipynb #dd416c61
 import json
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,13 +44,39 @@ def _rows(part: dict, key: str) -> np.ndarray | None:
     return np.full(len(part["scalars/step"]), False if "has:" in key else np.nan)
 
 
+# what NumPy, zipfile and JSON raise on a file that is empty, cut or overwritten
+_TORN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+def _read_part(path: Path) -> tuple[dict, list]:
+    "The rows and events of one part."
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+        events = json.loads(bytes(stored["events"]).decode())
+        part = {key: stored[key] for key in stored.files if key != "events"}
+    for group in {key.split("/")[0] for key in part}:
+        sizes = {len(rows) for key, rows in part.items() if key.startswith(f"{group}/")}
+        if len(sizes) > 1:
+            raise ValueError(f"{group} has rows of different number")
+    return part, events
+
+
+def _last_step(parts: list[dict]) -> int:
+    "The last step that was read; 0 where there is none."
+    steps = [part["scalars/step"] for part in parts if len(part.get("scalars/step", ()))]
+    return int(steps[-1][-1]) if steps else 0
+
+
 def _read_shard(live: Path, segment: int, rank: int) -> Shard:
-    "The parts of one process in order; files that are not whole have another name and are not seen."
+    "The parts of one process in order; a part that is torn is left out, and that is noted."
     parts, events = [], []
     for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
-        with np.load(path) as stored:
-            events += json.loads(bytes(stored["events"]).decode())
-            parts.append({key: stored[key] for key in stored.files if key != "events"})
+        try:
+            part, told = _read_part(path)
+        except _TORN as error:
+            told = [("note", _last_step(parts), f"{path.name} is left out, it is torn: {error}"[:300], None)]
+            part = {}
+        events += told
+        parts.append(part)
     arrays = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         pieces = [_rows(part, key) for part in parts]
@@ -164,9 +192,18 @@ def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Datase
     return tables
 
 
+def _is_whole(settings: Path) -> bool:
+    "Whether what a start wrote about itself can be read; a power cut can leave it empty."
+    try:
+        return "tables" in json.loads(settings.read_text())
+    except (OSError, ValueError):
+        return False
+
+
 def _read_segment(live: Path, segment: int, number: int) -> Segment:
     "One start of the program; `number` is what the record calls it."
-    ranks = sorted(int(path.stem.split("-")[2]) for path in live.glob(f"segment-{segment}-*.json"))
+    starts = [path for path in live.glob(f"segment-{segment}-*.json") if _is_whole(path)]
+    ranks = sorted(int(path.stem.split("-")[2]) for path in starts)
     shards = {rank: _read_shard(live, segment, rank) for rank in ranks}
     tables = _joint_tables(shards, number)
     if len(ranks) > 1:
@@ -272,7 +309,7 @@ def read_live(
         attrs, events, base = dict(closed.attrs), _old_events(closed), _next_segment(closed)
         others = [group for group in closed.children if group not in ("scalars", "events")]
         tables = {group: [closed[group].to_dataset().drop_encoding()] for group in others}
-    numbers = sorted(int(file.stem.split("-")[1]) for file in live.glob("segment-*-0.json"))
+    numbers = sorted(int(f.stem.split("-")[1]) for f in live.glob("segment-*-0.json") if _is_whole(f))
     segments = [_read_segment(live, number, base + number) for number in numbers]
     for segment in segments:
         attrs |= segment.attrs

@@ -89,7 +89,10 @@ class Trial:
         self._jobs: dict[Task, Job] = {}
         self._ended: dict[Task, str] = {}  # task -> why it failed, '' where it did not
         self._stopped = False
-        verdicts_of(self.arms, [])  # arms that cannot be told apart are refused before anything is trained
+        _ = (
+            verdicts_of(self.arms, []),
+            start.words,
+        )  # what cannot be tried is refused before anything is trained
         self._claim()
         # all arms of one seed come before the next seed, so that a trial cut short can be compared
         order = ((seed, place) for seed in range(seeds) for place in range(len(self.arms)))
@@ -179,7 +182,7 @@ class Trial:
     ) -> TrialResult:  # of what was done; Ctrl-C stops it and keeps that too
         "Train until everything is done, or until the budget is spent."
         end = None if budget is None else time.monotonic() + 60 * budget
-        with tqdm(total=1.0, desc="trial", disable=not progress, bar_format=_BAR) as bar:
+        with tqdm(total=1.0, desc="trial", disable=not progress, bar_format=_BAR, mininterval=0.5) as bar:
             try:
                 while not (state := self.poll()).ended:
                     bar.update(max(state.share - bar.n, 0))

@@ -195,7 +195,7 @@ function render({ model, el }) {
   const ground = () => send('dark', document.body.dataset.jpThemeLight === 'false');
   const watch = new MutationObserver(ground);
   watch.observe(document.body, { attributes: true, attributeFilter: ['data-jp-theme-light'] });
-  model.on('change:png', draw); model.on('change:panels', take); model.on('change:cursor', cursor);
+  model.on('change:png', draw); model.on('change:panels', () => { take(); hide(); }); model.on('change:cursor', cursor);
   take(); draw(); ground();
   return () => { watch.disconnect(); if (url) URL.revokeObjectURL(url); };
 }

@@ -160,21 +160,33 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 # %% ../../nbs/api/workbench/01_state.ipynb #3168fc47
+def _named_runs(source: object) -> dict[str, xr.DataTree]:
+    "Every run of what a workbench may be opened on."
+    if isinstance(source, str | Path):
+        return read_runs(source)
+    if isinstance(source, dict):
+        return {str(name): as_run(run) for name, run in source.items()}
+    if not isinstance(source, list | tuple):
+        return {str(source.attrs.get("source", "run")): as_run(source)}
+    runs = {}
+    for path in source:
+        for name, run in _named_runs(path).items():
+            runs[name if name not in runs else f"{path}: {name}"] = run
+    return runs
+
+
 def open_state(
-    source: str | Path | xr.DataTree | xr.Dataset,  # a log, a folder, a saved record, or a record
-) -> tuple[
-    WorkbenchState, Follower | None
-]:  # the state, and a follower where the source is one file that may grow
+    # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
+    source: str | Path | xr.DataTree | xr.Dataset | list | dict,
+) -> tuple[WorkbenchState, Follower | None]:  # a follower where the source is one file that may grow
     "The state of a workbench on what lies at `source`."
-    path = Path(source) if isinstance(source, (str, Path)) else None
-    runs = (
-        read_runs(path)
-        if path is not None
-        else {str(getattr(source, "attrs", {}).get("source", "run")): as_run(source)}
-    )
+    runs = _named_runs(source)
+    if not runs:
+        raise bad_input("source", source, "at least one run")
     state = WorkbenchState(runs=runs)
     state.show(next(iter(runs)))
-    return state, Follower(path) if path is not None and path.is_file() else None
+    is_file = isinstance(source, str | Path) and Path(source).is_file()
+    return state, Follower(Path(source)) if is_file else None
 
 # %% ../../nbs/api/workbench/01_state.ipynb #700b5a46
 def around(

@@ -12,6 +12,8 @@ from pathlib import Path
 import ipywidgets as widgets
 import xarray as xr
 
+from ..names.errors import InputError
+from ..report.render import render
 from .state import open_state
 from .view_overview import VIEW as FIRST
 from .views import build_view, views
@@ -22,10 +24,20 @@ class Workbench:
 
     def __init__(
         self,
-        source: str | Path | xr.DataTree | xr.Dataset,  # a log, a folder, a saved record, or a record
+        # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
+        source: str | Path | xr.DataTree | xr.Dataset | list | dict,
         every: float = 1.0,  # seconds between two looks at a growing log
     ):
-        self.state, self._follower = open_state(source)
+        try:
+            self.state, self._follower = open_state(source)
+        except InputError as error:
+            self.state = self._follower = None
+            self.widget = widgets.HTML(render("view_error", title="This run", error=error))
+            return
+        self._show(every)
+
+    def _show(self, every: float) -> None:
+        "Builds the tabs."
         self.every, self._task, self._names = every, None, [FIRST.name]
         self.tabs = widgets.Tab([build_view(FIRST, self.state)], titles=[FIRST.title])
         self.tabs.observe(lambda change: self._see(change["new"]), names=["selected_index"])
@@ -36,7 +48,8 @@ class Workbench:
             self._add_views()
         self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run")
         self.chooser.value = self.state.name
-        self.chooser.observe(lambda change: self.state.show(change["new"]), names=["value"])
+        self.state.observe(lambda change: self.chooser.set_trait("value", change["new"]), names=["name"])
+        self.chooser.observe(lambda change: self._open(change["new"]), names=["value"])
         self.live = widgets.ToggleButton(
             description="Follow",
             icon="refresh",
@@ -57,6 +70,11 @@ class Workbench:
         "A tab was clicked."
         if index is not None:
             self.state.visible = self._names[index]
+
+    def _open(self, name: str | None) -> None:
+        "Another run was chosen."
+        if name is not None and name != self.state.name:
+            self.state.show(name)
 
     def _turn(self, name: str) -> None:
         "A view asks for another one."

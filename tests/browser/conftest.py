@@ -79,13 +79,22 @@ def lab(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def browser(lab):
+def browser_alone():
+    "A Chromium, for pages without JupyterLab."
+    if not shutil.which("chromium"):
+        pytest.skip("SKIPPED: no chromium, so the browser tests did not run")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as p:
         b = p.chromium.launch(executable_path=shutil.which("chromium"), args=ARGS)
         yield b
         b.close()
+
+
+@pytest.fixture(scope="session")
+def browser(lab, browser_alone):
+    "The same Chromium, once JupyterLab runs."
+    return browser_alone
 
 
 @pytest.fixture

@@ -1,20 +1,10 @@
 "The view Layers in a real JupyterLab: click a cell, see its module, zoom both views."
 
-from pathlib import Path
-
-from test_view_overview import shot, shown
-
-ROOT = Path(__file__).resolve().parents[2]
-RUN = str(ROOT / "data_samples" / "lm_high_lr")
-SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
+from test_view_overview import SESSION, shot, shown
 
 
 def test_click_a_cell(notebook):
-    page, errors = notebook(
-        "layers",
-        SESSION,
-        "1 + 1",
-    )
+    page, errors = notebook("layers", SESSION, "1 + 1")
     shown(page)
     page.click('.lm-TabBar-tabLabel:text-is("Layers")')
     page.wait_for_function(

@@ -1,6 +1,6 @@
-"""The workbench's first view in a real JupyterLab.
+"""The overview in a real JupyterLab.
 
-Click the divergence, brush, use the keyboard, choose series, follow a log, light and dark.
+Values under the pointer, flags, zooms and their undo, keys, series, saved data, a growing log, two themes.
 """
 
 import os
@@ -46,19 +46,51 @@ def shown(page):
     assert not warned.count(), warned.first.inner_text()
 
 
-def test_click_brush_and_keys(notebook):
-    page, errors = notebook(
-        "overview",
-        SESSION,
-        "print('ready')",
-    )
+WHERE = """
+picture = bench.tabs.children[0].picture
+panel, kinds = picture.panels[0], [f.kind for f in bench.state.findings]
+at = bench.state.findings[kinds.index("divergence")].onset
+share = panel["left"] + (at - panel["x0"]) / (panel["x1"] - panel["x0"]) * panel["width"]
+print("FLAG", share, panel["top"])
+"""
+
+
+def opened(notebook, name):
+    "The overview of the sample run, and where the flag of its divergence stands."
+    page, errors = notebook(name, SESSION, WHERE)
     shown(page)
-    shot(page, "light")
-    changes(page, lambda: page.mouse.click(*place(page, 0.86, 0.3)))
+    page.wait_for_selector('.jp-OutputArea-output pre:has-text("FLAG")', timeout=120_000)
+    words = page.locator('.jp-OutputArea-output pre:has-text("FLAG")').first.inner_text().split()
+    return page, errors, (float(words[1]), float(words[2]) - 0.01)
+
+
+def test_values_flags_and_undo(notebook):
+    page, errors, flag = opened(notebook, "values")
+    page.mouse.move(*place(page, 0.5, 0.3))
+    page.wait_for_selector(".stl-readout:visible", timeout=10_000)
+    said = page.inner_text(".stl-readout")
+    assert "step" in said and "loss" in said and "lr" in said, said
+    shot(page, "readout")
+    changes(page, lambda: page.mouse.click(*place(page, *flag)))
     page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
     assert "left its course" in page.inner_text(".stl-detail")
     shot(page, "clicked")
-    changes(page, lambda: page.keyboard.press("Escape"))
+    changes(page, lambda: page.keyboard.press("z"))
+    changes(page, lambda: page.keyboard.press("y"))
+    changes(page, lambda: page.click('button:has-text("Show all steps")'))
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".stl-readout:visible", timeout=10_000)
+    page.click('button:has-text("Export")')
+    page.wait_for_selector('a[download="data.csv"]', timeout=60_000)
+    with page.expect_download(timeout=30_000) as saved:
+        page.click('a[download="data.csv"]')
+    assert Path(saved.value.path()).read_text().startswith("step,loss")
+    assert not errors, errors
+
+
+def test_brush_keys_series_and_themes(notebook):
+    page, errors, _ = opened(notebook, "overview")
+    shot(page, "light")
     changes(page, lambda: drag(page, 0.3, 0.6))
     shot(page, "brushed")
     changes(page, lambda: page.keyboard.press("+"))
@@ -98,3 +130,11 @@ def test_a_growing_log_is_followed(notebook, tmp_path):
     changes(page, grow)
     page.wait_for_selector('.widget-select option:has-text("divergence")', state="attached", timeout=30_000)
     assert not errors, errors
+
+
+def choose_finding(page, words):
+    "Selects the finding of this kind in the list."
+    found = page.locator(".widget-select:not(.widget-select-multiple) select").first
+    at = found.evaluate("(s, words) => [...s.options].findIndex(o => o.text.includes(words))", words)
+    found.select_option(index=at)
+    page.wait_for_selector(f'.stl-detail h3:text("{words}")', timeout=30_000)

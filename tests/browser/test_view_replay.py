@@ -5,7 +5,7 @@ Click the spike, replay its batch, see the culprit, stop a job; compare two chec
 
 from pathlib import Path
 
-from test_view_overview import place, shot, shown
+from test_view_overview import choose_finding, shot, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = str(ROOT / "data_samples" / "lm_high_lr")
@@ -20,8 +20,7 @@ def test_click_the_spike_and_see_the_culprit(notebook):
         "print('ready')",
     )
     shown(page)
-    page.mouse.click(*place(page, 0.86, 0.3))
-    page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
+    choose_finding(page, "divergence")
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Replay")')
     page.wait_for_function(
         f"(document.querySelector('{VIEW} .stl-figure img') || {{}}).naturalWidth > 500", timeout=60_000

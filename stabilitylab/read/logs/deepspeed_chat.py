@@ -7,6 +7,7 @@ __all__ = ['FORMAT', 'parse_deepspeed']
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #13e648fa
 from ..base import Hit
+from .hf_stdout import parse_dict
 from ..text import line_parser, text_format
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #58284ca0
@@ -33,7 +34,7 @@ def parse_deepspeed(
     if b"verflow" in line or b"OVERFLOW" in line:
         is_first_rank = b"Rank 0" in line or b"rank 0" in line or b"[0]" in line
         return [*_scale(line)[:1], Hit(event="overflow")] if is_first_rank else []
-    return _engine(line) or _ppo(line) or _speed(line) or _quality(line)
+    return _engine(line) or _ppo(line) or _speed(line) or parse_dict(line) or _quality(line)
 
 # %% ../../../nbs/api/read/logs/deepspeed_chat.ipynb #ee3c6372
 FORMAT = text_format(

@@ -34,13 +34,17 @@ _json = line_parser(
 )
 
 
+def _without_counter(hit: Hit) -> Hit:
+    "A record without the number of updates, which is its step."
+    return hit._replace(fields=tuple(field for field in hit.fields if not field[0].endswith("num_updates")))
+
+
 def parse_fairseq(
     line: bytes,  # one line
 ) -> list[Hit]:  # records
     "The records of one line of either log format."
     hits = _json(line) if b'{"' in line else _simple(line)
-    kept = [[field for field in hit.fields if not field[0].endswith("num_updates")] for hit in hits]
-    return [hit._replace(fields=tuple(fields)) for hit, fields in zip(hits, kept, strict=True)]
+    return [_without_counter(hit) for hit in hits]
 
 # %% ../../../nbs/api/read/logs/fairseq.ipynb #85b31f64
 FORMAT = text_format(

@@ -63,7 +63,8 @@ def _sniff(head: bytes, path: Path) -> float:
         return 0.4
     if start[:1] == b"{" and _is_lines(head):
         return 0.6 if b'"_step"' in start else 0.45
-    return 0.1 if start[:1] in (b"{", b"[") else 0.0
+    is_closed = head.rstrip()[-1:] in (b"}", b"]")
+    return 0.1 if start[:1] in (b"{", b"[") and is_closed else 0.0
 
 
 FORMAT = Format("json_table", "any JSON or JSONL", _sniff, read_json_table, '{"step": 1, "loss": 2.5}')

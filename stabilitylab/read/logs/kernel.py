@@ -69,7 +69,7 @@ def _time_of(line: str) -> float | None:
 FORMAT = Format(
     "kernel",
     "Kernel log with NVRM: Xid",
-    lambda head, path: 0.8 if b"NVRM: Xid" in head else 0.0,
+    lambda head, path: 0.18 if b"NVRM: Xid" in head else 0.0,
     read_kernel,
     "NVRM: Xid (PCI:0000:3b:00): 63, pid=1234, Row Remapper",
 )

@@ -1,0 +1,139 @@
+"""The script of the picture in a page of its own: what it reads off the points and which gestures it sends.
+
+A page without JupyterLab takes a second; the tests of the views drive the same script inside JupyterLab.
+"""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.plot.picture import run_picture
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.workbench.figure import PictureWidget
+
+PAGE = """
+<style>%(css)s</style><div id="place" style="width: 900px"></div>
+<script type="module">
+const script = new Blob([%(script)s], { type: 'text/javascript' });
+const bytes = (text) => new DataView(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer);
+const state = { marks: [{ x: 400, index: 3 }], alt: 'loss', cursor: null, png: bytes(%(png)s) };
+state.panels = %(panels)s.map(p => ({ ...p, series: p.series.map(s => ({ ...s, xy: bytes(s.xy) })) }));
+const heard = {};
+window.renew = () => heard['change:panels']();
+window.sent = [];
+const model = {
+  get: (name) => state[name],
+  set: (name, value) => {
+    state[name] = value;
+    window.sent.push([name, value]);
+    (heard['change:' + name] || (() => 0))();
+  },
+  save_changes: () => 0,
+  on: (name, act) => { heard[name] = act; },
+};
+const { default: widget } = await import(URL.createObjectURL(script));
+widget.render({ model, el: document.getElementById('place') });
+window.ready = true;
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def panels():
+    "A picture of a loss that ends in NaN, with the place of its panel."
+    values = np.r_[np.linspace(3, 2, 500), [np.nan]]
+    learning_rate = np.full(501, 1e-3)
+    samples = {"loss": Samples(np.arange(501), values), "lr": Samples(np.arange(501), learning_rate)}
+    findings = Findings([Finding("loss_spike", "warning", 400, 410)])
+    return run_picture(new_run(make_scalars(samples)), findings)
+
+
+@pytest.fixture
+def page(browser_alone, panels):
+    "The script on this picture, and the panel of the loss."
+    png, places = panels
+    coded = [
+        p | {"series": [s | {"xy": base64.b64encode(s["xy"]).decode()} for s in p["series"]]} for p in places
+    ]
+    tab = browser_alone.new_page(viewport={"width": 1000, "height": 900})
+    tab.set_content(
+        PAGE
+        % {
+            "css": PictureWidget._css,
+            "script": json.dumps(str(PictureWidget._esm)),
+            "png": json.dumps(base64.b64encode(png).decode()),
+            "panels": json.dumps(coded),
+        }
+    )
+    tab.wait_for_function("window.ready && document.querySelector('img').naturalWidth > 0", timeout=30_000)
+    yield tab
+    tab.close()
+
+
+def at(page, panel, step, height=0.5):
+    "Where a step lies on the screen."
+    box = page.locator("img").bounding_box()
+    share = panel["left"] + (step - panel["x0"]) / (panel["x1"] - panel["x0"]) * panel["width"]
+    down = panel["top"] + height * panel["height"]
+    return box["x"] + share * box["width"], box["y"] + down * box["height"]
+
+
+def last_sent(page, name):
+    "The value that the script sent last under this name."
+    return page.evaluate("name => window.sent.filter(([n]) => n === name).at(-1)?.[1]", name)
+
+
+def test_values_stand_under_the_pointer(page, panels):
+    panel = panels[1][0]
+    page.mouse.move(*at(page, panel, 250))
+    words = page.inner_text(".stl-readout")
+    step = int(words.split("\n")[0].removeprefix("step "))
+    assert abs(step - 250) <= 1 and "lr" in words and "0.001" in words
+    assert f"{3 - step / 499:.3f}" in words, words
+    assert page.locator(".stl-dots i").count() == 2
+    page.mouse.move(*at(page, panel, 500))
+    assert "NaN" in page.inner_text(".stl-readout")
+    page.evaluate("window.renew()")
+    assert not page.locator(".stl-readout").is_visible() and page.locator(".stl-dots i").count() == 0
+
+
+def test_a_click_is_a_step_and_a_flag_its_finding(page, panels):
+    panel = panels[1][0]
+    page.mouse.click(*at(page, panel, 250))
+    assert abs(last_sent(page, "clicked")["x"] - 250) < 1 and last_sent(page, "clicked")["finding"] == -1
+    page.mouse.click(*at(page, panel, 400, -0.02))
+    assert last_sent(page, "clicked")["finding"] == 3
+
+
+def test_brush_pan_wheel_and_keys(page, panels):
+    panel = panels[1][0]
+    page.mouse.move(*at(page, panel, 100))
+    page.mouse.down()
+    page.mouse.move(*at(page, panel, 200), steps=3)
+    page.mouse.up()
+    assert np.allclose(last_sent(page, "brushed")["range"], (100, 200), atol=1.5)
+    page.keyboard.down("Shift")
+    page.mouse.move(*at(page, panel, 100))
+    page.mouse.down()
+    page.mouse.move(*at(page, panel, 200), steps=3)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    wanted = panel["x0"] - 100, panel["x1"] - 100
+    assert np.allclose(last_sent(page, "brushed")["range"], wanted, atol=2)
+    page.mouse.move(*at(page, panel, 300))
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    page.wait_for_timeout(200)
+    first, last = last_sent(page, "brushed")["range"]
+    assert np.isclose(last - first, 0.8 * (panel["x1"] - panel["x0"])) and first < 300 < last
+    page.keyboard.press("z")
+    assert last_sent(page, "asked")["what"] == "undo"
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".stl-readout").is_visible() and last_sent(page, "cursor") > 0
+    page.keyboard.press("Escape")
+    assert last_sent(page, "brushed")["range"] == []

@@ -1,0 +1,150 @@
+"Trials survive what happens to child processes; the command answers in the agreed form."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from stabilitylab.cases.samples import sample
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of
+from stabilitylab.trial.start import Start
+from stabilitylab.trial.trial import Trial
+from stabilitylab.trial.verdict import paired_interval, student_factor, verdicts_of
+
+COMMAND = [sys.executable, "-c", "import sys; from stabilitylab.cli.main import main; sys.exit(main())"]
+START = Start(str(sample()), 300)
+
+
+def made(arm: str, seed: int, loss: np.ndarray) -> ArmCurve:
+    "A curve of an arm."
+    return ArmCurve(arm, seed, np.arange(len(loss)), loss)
+
+
+def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
+    trial = Trial(START, ["lower_lr:factor=0.1"], steps=60, seeds=1, folder=tmp_path, workers=1)
+    trial.poll()
+    log = tmp_path / "arm-0" / "seed-0" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while time.monotonic() < end and (not log.is_file() or len(log.read_text().splitlines()) < 52):
+        time.sleep(0.05)
+    (job,) = trial._jobs.values()
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    state = trial.poll()
+    assert any("SIGKILL" in why for why in state.failed)
+    trial.cancel()
+    before = len(log.read_text().splitlines())
+    again = Trial(START, ["lower_lr:factor=0.1"], steps=60, seeds=1, folder=tmp_path, workers=2)
+    result = again.run(progress=False)
+    assert result.complete and before >= 50
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    assert [row["step"] for row in lines].count(300) == 1  # the first steps were not taken twice
+    (base, _) = result.curves
+    assert list(base.step) == list(range(300, 360))
+
+
+def test_not_finite_is_an_outcome_and_not_a_fault():
+    arms = [Arm(), Arm(({"name": "a"},))]
+    good = np.linspace(3, 2, 40) + 0.01 * np.random.default_rng(0).standard_normal(40)
+    bad = np.r_[good[:20], [np.nan] * 3]
+    curves = [
+        made(arm.name, seed, loss) for arm, loss in zip(arms, (bad, good), strict=True) for seed in range(3)
+    ]
+    base, fixed = verdicts_of(arms, curves)
+    assert base.diverged == 3 and base.final_loss == [np.inf] * 3
+    assert fixed.verdict == "helps" and fixed.effect < -0.5 and np.isfinite(fixed.effect)
+
+
+def test_interval_against_student_and_the_bootstrap_of_scipy():
+    from scipy import stats
+
+    assert [student_factor(n) for n in (1, 5, 29)] == pytest.approx(
+        [stats.t.ppf(0.975, n) for n in (1, 5, 29)], abs=2e-3
+    )
+    d = np.random.default_rng(1).normal(-0.2, 0.1, 12)
+    low, high = paired_interval(d)
+    student = stats.t.interval(0.95, len(d) - 1, d.mean(), d.std(ddof=1) / len(d) ** 0.5)
+    boot = stats.bootstrap(
+        (d,), np.mean, confidence_level=0.95, method="percentile", rng=0
+    ).confidence_interval
+    assert low == pytest.approx(min(student[0], boot.low), abs=5e-3)
+    assert high == pytest.approx(max(student[1], boot.high), abs=5e-3)
+
+
+def test_an_arm_that_only_postpones_does_not_help():
+    arms = [Arm(), Arm(({"name": "later"},))]
+
+    def failing(at: int, seed: int) -> np.ndarray:
+        loss = 2 + 0.01 * np.random.default_rng(seed).standard_normal(100)
+        loss[at:] += 1
+        return loss
+
+    curves = [made("unchanged", s, failing(40, s)) for s in range(3)]
+    curves += [made("later", s, failing(70, s + 9)) for s in range(3)]
+    told = verdicts_of(arms, curves)[1]
+    assert told.verdict == "does not help" and 25 <= told.postponed <= 35
+
+
+def test_a_real_placebo_is_bit_for_bit_the_run_unchanged():
+    result = Trial(START, ["placebo"], steps=3, seeds=2).run(progress=False)
+    for seed in range(2):
+        a, b = (
+            next(c for c in result.curves if c.arm == arm and c.seed == seed)
+            for arm in ("unchanged", "placebo")
+        )
+        assert np.array_equal(a.loss, b.loss)
+    assert result.arms[1].effect == 0 and result.arms[1].verdict == "does not help"
+    assert not np.array_equal(result.curves[0].loss, result.curves[1].loss)  # another seed, another order
+
+
+def test_the_command_prints_the_agreed_json(tmp_path):
+    words = ["trial", str(sample()), "--fix", "weight_decay", "--steps", "3", "--seeds", "2", "--json"]
+    page = tmp_path / "report.html"
+    out = subprocess.run([*COMMAND, *words, "--html", str(page)], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    told = json.loads(out.stdout)
+    assert {"start", "arms", "words"} <= set(told)
+    wanted = {
+        "fix",
+        "parameters",
+        "seeds",
+        "final_loss",
+        "diverged",
+        "verdict",
+        "effect",
+        "interval",
+        "side_effects",
+    }
+    assert all(wanted <= set(arm) for arm in told["arms"])
+    assert told["arms"][0]["fix"] == "unchanged" and told["arms"][1]["fix"] == "weight_decay"
+    html = page.read_text()
+    assert "<h2>Trial</h2>" in html and "weight_decay" in html and "<script" not in html
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--fix", "nothing_like_it"], "`name`='nothing_like_it'"),
+        (["--fix", "lower_lr:factor=7000"], "`factor`=7000"),
+        (["--seeds", "0"], "`--seeds`=0"),
+        (["--step", "7"], "`step`=7"),
+    ],
+)
+def test_bad_input_is_one_line(words, said):
+    out = subprocess.run([*COMMAND, "trial", str(sample()), *words], capture_output=True, text=True)
+    assert out.returncode == 2 and said in out.stderr and len(out.stderr.strip().splitlines()) == 1
+
+
+def test_words_of_a_command_line_make_arms():
+    assert arm_of("z_loss + qk_norm:kind=rms").parameters["qk_norm"]["kind"] == "rms"
+    with pytest.raises(ValueError, match="both take"):
+        Trial(START, ["lower_lr+raise_lr"], steps=1, seeds=1).start.build(0)
+        from stabilitylab.fixes.protocol import apply_all
+        from stabilitylab.fixes.registry import fix
+
+        apply_all(START.build(0), [fix("lower_lr"), fix("raise_lr")])
