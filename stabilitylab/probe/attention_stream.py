@@ -125,7 +125,7 @@ class _Pass:
         return self.last, True
 
     def _in_order(self, away: torch.Tensor) -> torch.Tensor | None:
-        "1 where causal order and window let a query see a key, else 0; float arithmetic, as booleans are slow."
+        "1 where causal order and window let a query see a key, else 0; in floats, as booleans are slow."
         left, right = self.call.window
         right = 0 if self.call.causal else right
         weight = None
