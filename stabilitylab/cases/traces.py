@@ -92,12 +92,22 @@ def _is_near(event: int, onset: int, within: int) -> bool:
     return -2 <= event - onset <= within
 
 
+def _is_found(onset: int, events: np.ndarray, within: int) -> bool:
+    "Whether any event belongs to an onset."
+    return any(_is_near(event, onset, within) for event in events)
+
+
+def _is_true(event: int, onsets: tuple, within: int) -> bool:
+    "Whether an event belongs to any onset."
+    return any(_is_near(event, onset, within) for onset in onsets)
+
+
 def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
     "What a rule's flags make of one trace."
     events = events_of(flags)
     lasting = 600 if trace.kind in _LASTING else 60
-    found = [any(_is_near(event, onset, within) for event in events) for onset in trace.onsets]
-    true = [any(_is_near(event, onset, lasting) for onset in trace.onsets) for event in events]
+    found = [_is_found(onset, events, within) for onset in trace.onsets]
+    true = [_is_true(event, trace.onsets, lasting) for event in events]
     return {
         "planted": len(trace.onsets),
         "found": sum(found),

@@ -80,6 +80,11 @@ _OUTCOMES = {
 }
 
 # %% ../../nbs/api/replay/05_bisect.ipynb #172ac1d8
+def _without(left_out: list[str], names: list[str]) -> list[str]:
+    "The names that are not left out."
+    return [name for name in names if name not in left_out]
+
+
 def smallest(
     names: Sequence[str],  # for all of which the test holds
     holds: Callable[[list[str]], bool],  # whether some of them are enough
@@ -93,7 +98,7 @@ def smallest(
         if alone is not None:
             kept, parts = alone, 2
             continue
-        rests = [[name for name in kept if name not in chunk] for chunk in chunks] if len(chunks) > 2 else []
+        rests = [_without(chunk, kept) for chunk in chunks] if len(chunks) > 2 else []
         rest = next((rest for rest in rests if holds(rest)), None)
         if rest is not None:
             kept, parts = rest, max(parts - 1, 2)

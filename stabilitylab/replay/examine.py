@@ -129,6 +129,7 @@ class Examination:
 
 def _precision_rows(table: xr.Dataset) -> list[dict]:
     "A row a precision from `compare_precision`."
+    rows = (table.isel(precision=i) for i in range(table.sizes["precision"]))
     return [
         {
             "precision": str(row.precision.item()),
@@ -141,7 +142,7 @@ def _precision_rows(table: xr.Dataset) -> list[dict]:
             "overflow": int(row.overflow.sum()),
             "underflow": int(row.underflow.sum()),
         }
-        for row in (table.isel(precision=i) for i in range(table.sizes["precision"]))
+        for row in rows
     ]
 
 

@@ -231,7 +231,9 @@ def make_events(
     events: list[tuple] = (),
 ) -> xr.Dataset:  # dims `(event,)`: event_kind, event_step, event_text, event_time
     "The `/events` group: what happened to the run beside its numbers."
-    kind, step, text = ([event[i] for event in events] for i in range(3))
+    kind = [event[0] for event in events]
+    step = [event[1] for event in events]
+    text = [event[2] for event in events]
     given = (event[3] if len(event) > 3 else None for event in events)
     seconds = np.array([np.nan if when is None else float(when) for when in given], dtype=float)
     time = pd.to_datetime(seconds, unit="s").to_numpy().astype("M8[ns]")
