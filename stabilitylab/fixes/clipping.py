@@ -53,7 +53,9 @@ class NoClip(Fix):
         book.set(book.training, "clip", None, "training")
 
 # %% ../../nbs/api/fixes/21_clipping.ipynb #13a30176
-def with_gradients(training) -> list:
+def with_gradients(
+    training: Training,  # the training in progress
+) -> list:
     "Parameters that have a gradient."
     return [p for p in training.model.parameters() if p.grad is not None]
 
@@ -180,10 +182,10 @@ class AdaGClipping(Hook):
             training.skip = True
             return
         total = math.sqrt(sum(n * n for n in norms))
+        together = min(1.0, 1 / total) if total else 1.0
+        is_warm = self.taken >= self.warmup
         for i, (parameter, norm) in enumerate(zip(parameters, norms, strict=True)):
-            factor = (
-                min(1.0, 1 / total if total else 1.0) if self.taken < self.warmup else self.share(i, norm)
-            )
+            factor = self.share(i, norm) if is_warm else together
             scale_gradients([parameter], factor)
             self.feed(i, norm * factor)
         self.taken += 1

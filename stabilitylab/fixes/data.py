@@ -142,7 +142,7 @@ def repeated_share(
 
 
 def map_rows(
-    part,  # nested tensors, first dim samples
+    part: torch.Tensor | dict | list | tuple,  # nested tensors, first dim samples
     keep: torch.Tensor,  # (samples,) indices
 ):  # the same with those samples
     "Some samples of a micro-batch."
@@ -154,7 +154,7 @@ def map_rows(
 
 
 def tokens_of(
-    part,  # a micro-batch: a dict with 'tokens' or 'input_ids', a pair, or a tensor
+    part: torch.Tensor | dict | list | tuple,  # with 'tokens' or 'input_ids', a pair, or a tensor
 ) -> torch.Tensor:  # (samples, seq)
     "The tokens of a micro-batch."
     if torch.is_tensor(part):
@@ -218,7 +218,7 @@ class DropRepeats(Fix):
     ) -> None:
         "Puts the filter on the batches."
 
-        def score(part) -> torch.Tensor:
+        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:
             return torch.tensor([repeated_share(row, times=self.times) for row in tokens_of(part)])
 
         new = Filtered(book.training.batches, score, self.share)
@@ -248,7 +248,7 @@ class DropHard(Fix):
         training = book.training
 
         @torch.no_grad()
-        def score(part) -> torch.Tensor:
+        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:
             count = len(tokens_of(part))
             rows = [map_rows(part, torch.tensor([i])) for i in range(count)]
             loss = torch.tensor([float(training.measure(training.model, row)) for row in rows])
@@ -335,7 +335,7 @@ def _targets(part) -> torch.Tensor | None:
 
 
 def cut_length(
-    part,  # nested tensors; those of two dims are sequences
+    part: torch.Tensor | dict | list | tuple,  # nested tensors; those of two dims are sequences
     share: float,  # of the length that stays, > 0
 ):  # the same, shorter
     "The first tokens of every sequence of a micro-batch."

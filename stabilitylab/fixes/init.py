@@ -76,8 +76,9 @@ class Redraw(Fix):
         module: nn.Module,  # the module, or None
     ) -> float:  # > 0
         "The standard deviation of one module."
-        is_matrix = not isinstance(module, nn.Embedding)
-        inputs = module.weight.shape[0 if type(module).__name__ == "Conv1D" else 1] if is_matrix else width
+        inputs = width
+        if not isinstance(module, nn.Embedding):
+            inputs = module.weight.shape[0 if type(module).__name__ == "Conv1D" else 1]
         rules = {
             "two_fifths": math.sqrt(2 / (5 * width)),
             "third": math.sqrt(1 / (3 * width)),

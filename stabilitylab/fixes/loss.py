@@ -118,7 +118,7 @@ class ZLoss(Fix):
         "Puts the term into every call of cross-entropy."
         training = book.training
 
-        def edit(logits, targets, settings):
+        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
             value = F.cross_entropy(logits, targets, **settings)
             if training.step < self.start:
                 return value
@@ -150,7 +150,7 @@ class LossFP32(Fix):
     ) -> None:
         "Widens the logits in every call of cross-entropy."
 
-        def edit(logits, targets, settings):
+        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
             with torch.autocast(logits.device.type, enabled=False):
                 return F.cross_entropy(logits.float(), targets, **settings)
 
@@ -179,14 +179,14 @@ class LabelSmoothing(Fix):
     ) -> None:
         "Sets the share in every call of cross-entropy."
 
-        def edit(logits, targets, settings):
+        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
             return F.cross_entropy(logits, targets, **settings | {"label_smoothing": self.share})
 
         _edit_loss(book, edit, f"loss with {self.share:g} label smoothing")
 
 # %% ../../nbs/api/fixes/22_loss.ipynb #e34c6be6
 def count_targets(
-    part,  # micro-batch: a dict with 'targets' or 'labels', or a pair whose second is the targets
+    part: dict | list | tuple,  # with 'targets' or 'labels', or a pair whose second is the targets
     ignore: int = -100,  # what does not count
 ) -> int:  # tokens that count
     "How many targets of a micro-batch count."

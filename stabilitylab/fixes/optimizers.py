@@ -6,6 +6,7 @@
 __all__ = ['KINDS', 'Adafactor', 'OtherOptimizer', 'Muon', 'MuonWithAdam', 'orthogonal', 'ResetMoments']
 
 # %% ../../nbs/api/fixes/31_optimizers.ipynb #2c1a7028
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(
         self,
-        closure=None,  # not used
+        closure: Callable | None = None,  # not used
     ) -> None:
         "One step."
         for group in self.param_groups:
@@ -138,8 +139,13 @@ def _head_weights(model: torch.nn.Module) -> list:
 def _groups(book: Applied, rate: float, more: tuple[str, ...] = ()) -> list[dict]:
     "The parameters of the optimizer with their learning rates, decay and more."
     keep = ("params", "lr", "weight_decay", *more)
-    groups = [{k: g[k] for k in keep if k in g} for g in book.training.optimizer.param_groups]
+    groups = [_kept(group, keep) for group in book.training.optimizer.param_groups]
     return [g | {"params": list(g["params"]), "lr": g["lr"] * rate} for g in groups]
+
+
+def _kept(group: dict, names: tuple[str, ...]) -> dict:
+    "The named entries of a group, where it has them."
+    return {name: group[name] for name in names if name in group}
 
 
 class MuonWithAdam(torch.optim.AdamW):
@@ -151,20 +157,18 @@ class MuonWithAdam(torch.optim.AdamW):
         rate: float,  # factor of the learning rate of matrices
         outside: set[int],  # ids of matrices that stay with Adam
     ):
-        split = [
-            {**g, "params": [p for p in g["params"] if p.ndim == 2 and id(p) not in outside]} for g in groups
-        ]
-        rest = [{**g, "params": [p for p in g["params"] if p.ndim != 2 or id(p) in outside]} for g in groups]
-        for group in split:
-            group.update(muon=True, lr=group["lr"] * rate)
-        for group in rest:
-            group["muon"] = False
+        split, rest = [], []
+        for group in groups:
+            matrices = [p for p in group["params"] if p.ndim == 2 and id(p) not in outside]
+            others = [p for p in group["params"] if p.ndim != 2 or id(p) in outside]
+            split.append({**group, "params": matrices, "lr": group["lr"] * rate, "muon": True})
+            rest.append({**group, "params": others, "muon": False})
         super().__init__([g for g in split + rest if g["params"]])
 
     @torch.no_grad()
     def step(
         self,
-        closure=None,  # not used
+        closure: Callable | None = None,  # not used
     ) -> None:
         "One step of both."
         matrices = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]

@@ -220,9 +220,14 @@ def _restore_child(parent, name: str, had: bool, old, order: list[str]) -> None:
         parent._modules.update({key: now[key] for key in order})
 
 
+def _holds(group: dict, parameter: object) -> bool:
+    "Whether a parameter group has this very parameter."
+    return any(p is parameter for p in group["params"])
+
+
 def _drop_group(optimizer, groups: list, parameters: list) -> None:
     "Removes the parameter group that a fix has added, and its moments."
-    groups[:] = [g for g in groups if not any(p is parameters[0] for p in g["params"])]
+    groups[:] = [group for group in groups if not _holds(group, parameters[0])]
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 

@@ -7,7 +7,7 @@ __all__ = ['Hook', 'Stepped', 'grad_norm', 'load_optimizer', 'Training']
 
 # %% ../../nbs/api/fixes/00_training.ipynb #437bd4bc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,7 +80,7 @@ class Stepped:
 
 # %% ../../nbs/api/fixes/00_training.ipynb #d657ec1b
 def grad_norm(
-    parameters,  # of a model
+    parameters: Iterable[torch.Tensor],  # of a model
 ) -> float:  # L2 norm over all gradients, in float32; 0 without any
     "One norm of all gradients."
     norms = [torch.linalg.vector_norm(p.grad.detach().float()) for p in parameters if p.grad is not None]

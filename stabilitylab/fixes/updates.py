@@ -34,7 +34,7 @@ class _UpdateHook(Hook):
     @torch.no_grad()
     def keep_share(
         self,
-        parameter,  # a tensor that learned
+        parameter: torch.Tensor,  # a tensor that learned
         share: float,  # of the update, 0 to 1
     ) -> None:
         "Leaves only a share of the update of one tensor."

@@ -114,6 +114,11 @@ def _part(mask: torch.Tensor, call: AttentionCall, block: Block) -> torch.Tensor
     return mask[tuple(s if n > 1 else slice(None) for s, n in zip(at, mask.shape, strict=True))]
 
 
+def _along(axis: int, numbers: torch.Tensor) -> torch.Tensor:
+    "Numbers along one of four axes."
+    return numbers.view([-1 if a == axis else 1 for a in range(4)])
+
+
 def block_indices(
     call: AttentionCall,  # the attention
     block: Block,  # a piece of it
@@ -121,7 +126,7 @@ def block_indices(
     "Sequence, head, query and key numbers of a block, each along its own axis."
     at = (block.batch, query_heads(call, block), block.rows, block.keys)
     numbers = (torch.arange(s.start, s.stop, device=call.q.device) for s in at)
-    return tuple(n.view([-1 if a == i else 1 for a in range(4)]) for i, n in enumerate(numbers))
+    return tuple(_along(axis, n) for axis, n in enumerate(numbers))
 
 
 def _in_order(call: AttentionCall, block: Block) -> torch.Tensor | None:

@@ -36,7 +36,9 @@ def split_heads(
         return x
     if x.ndim == 3 and heads and x.shape[0] % heads == 0:
         return x.unflatten(0, (-1, heads))
-    return x[None] if x.ndim == 3 else x[None, None] if x.ndim == 2 else x.flatten(0, -4)
+    if x.ndim == 3:
+        return x[None]
+    return x[None, None] if x.ndim == 2 else x.flatten(0, -4)
 
 
 def four_dims(
@@ -101,7 +103,8 @@ def _mha_mask(mask: torch.Tensor | None, shape: tuple[int, int], added: int) -> 
         return None
     mask = mask.detach()
     mask = ~mask if mask.dtype == torch.bool else mask
-    mask = F.pad(mask, (0, added), value=True if mask.dtype == torch.bool else 0.0) if added else mask
+    if added:
+        mask = F.pad(mask, (0, added), value=True if mask.dtype == torch.bool else 0.0)
     return four_dims(mask, *shape)
 
 

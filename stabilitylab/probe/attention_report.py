@@ -71,16 +71,7 @@ def attention_dataset(
     )
     sources = {(c.module, c.role, i): c.source for caught in steps.values() for c, i in _numbered(caught)}
     n_head = max((len(c.statistics.attn_entropy) for x in steps.values() for c in x), default=0)
-    shape = (len(steps), len(layers), n_head)
-    heads = {name: np.full(shape, np.nan) for name in PER_HEAD}
-    whole = {name: np.full(shape[:2], np.nan) for name in PER_LAYER}
-    for row, caught in enumerate(steps.values()):
-        for c, i in _numbered(caught):
-            layer = layers.index((c.module, c.role, i))
-            for name, value in _of_head(c).items():
-                heads[name][row, layer, : len(value)] = value
-            for name in PER_LAYER:
-                whole[name][row, layer] = getattr(c.statistics, name)
+    heads, whole = _tables(list(steps.values()), layers, n_head)
     described = {k: {"long_name": a, "units": b} for k, (a, b) in (PER_HEAD | PER_LAYER).items()}
     variables = {k: (("step", "layer", "head"), v, described[k]) for k, v in heads.items()}
     variables |= {k: (("step", "layer"), v, described[k]) for k, v in whole.items()}
@@ -93,6 +84,21 @@ def attention_dataset(
         "source": ("layer", [sources[key] for key in layers]),
     }
     return xr.Dataset(variables, coords)
+
+
+def _tables(passes: list[list[Caught]], layers: list[tuple[str, str, int]], n_head: int) -> tuple[dict, dict]:
+    "The statistics by variable: (step, layer, head) of every head, (step, layer) of every layer."
+    shape = (len(passes), len(layers), n_head)
+    heads = {name: np.full(shape, np.nan) for name in PER_HEAD}
+    whole = {name: np.full(shape[:2], np.nan) for name in PER_LAYER}
+    for row, caught in enumerate(passes):
+        for c, i in _numbered(caught):
+            layer = layers.index((c.module, c.role, i))
+            for name, value in _of_head(c).items():
+                heads[name][row, layer, : len(value)] = value
+            for name in PER_LAYER:
+                whole[name][row, layer] = getattr(c.statistics, name)
+    return heads, whole
 
 
 def _numbered(caught: Iterable[Caught]) -> list[tuple[Caught, int]]:

@@ -44,6 +44,12 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or (torch.is_tensor(x) and x.ndim == 0)
 
 
+def _ordered(term: str, letters: str, x: torch.Tensor) -> torch.Tensor:
+    "An operand of an einsum with those of its dims that have a letter here, in this order."
+    kept = "".join(letter for letter in letters if letter in term)
+    return torch.einsum(f"{term}->{kept}", x)
+
+
 def einsum_product(
     equation: str,  # of torch.einsum
     a: torch.Tensor,  # first operand
@@ -58,10 +64,8 @@ def einsum_product(
     summed = [c for c in left if c in right and c not in out]
     if len(summed) != 1 or query in right or key in left or query not in left or key not in right:
         return None
-    first, second = (
-        torch.einsum(f"{t}->{''.join(c for c in out[:-2] if c in t)}{x}{summed[0]}", y)
-        for t, x, y in ((left, query, a), (right, key, b))
-    )
+    first = _ordered(left, out[:-2] + query + summed[0], a)
+    second = _ordered(right, out[:-2] + key + summed[0], b)
     if second.ndim == first.ndim - 1:
         second = second.unsqueeze(-3)
     return first, second
@@ -91,12 +95,19 @@ class ScoreTrace:
             "where": self._where,
         }
 
-    def get(self, x: object) -> Scores | Weights | None:
+    def get(
+        self,
+        x: object,  # a tensor, or anything else
+    ) -> Scores | Weights | None:  # None: nothing
         "What is known of a tensor."
         hit = self.known.get(id(x))
         return hit[1] if hit is not None and hit[0]() is x else None
 
-    def put(self, x: torch.Tensor, what: Scores | Weights):
+    def put(
+        self,
+        x: torch.Tensor,  # the tensor
+        what: Scores | Weights,  # what it is
+    ):
         "Remember what a tensor is."
         self.known[id(x)] = weakref.ref(x), what
 
@@ -106,7 +117,13 @@ class ScoreTrace:
             self.done(call)
         self.known, self.pending = {}, {}
 
-    def see(self, name: str, args: tuple, kwargs: dict, out: object):
+    def see(
+        self,
+        name: str,  # of the function
+        args: tuple,  # what it got
+        kwargs: dict,  # what it got by name
+        out: object,  # what it gave back
+    ):
         "Take note of one function call."
         step = self.steps.get(name)
         if step is not None:

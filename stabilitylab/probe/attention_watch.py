@@ -168,9 +168,15 @@ class AttentionWatch(TorchFunctionMode):
         def has(name: str) -> bool:
             return any(n == name or n.startswith(name + ".") for n in names)
 
+        def is_inside(name: str) -> bool:
+            return any(name.startswith(n + ".") for n in names if n)
+
+        def is_around(name: str) -> bool:
+            return any(n.startswith(name + ".") for n in ran)
+
         ran = [plain_name(n) for n in self.looks if n in self.ran]
-        inner = [n for n in ran if not any(m.startswith(n + ".") for m in ran)]
-        within = [n for n in inner if not has(n) and not any(n.startswith(m + ".") for m in names if m)]
+        inner = [n for n in ran if not is_around(n)]
+        within = [n for n in inner if not has(n) and not is_inside(n)]
         return sorted(within) + self.problems
 
 
@@ -184,7 +190,14 @@ def _registry(watch: AttentionWatch):
         return
 
     def wrap(function: Callable) -> Callable:
-        def seen(module, query, key, value, *args, **kwargs):
+        def seen(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: object,
+            **kwargs: object,
+        ) -> object:
             before = len(watch.caught) + len(watch.trace.pending)
             out = function(module, query, key, value, *args, **kwargs)
             if len(watch.caught) + len(watch.trace.pending) == before:

@@ -56,6 +56,11 @@ def _without(module: nn.Module, kind: str) -> object:
     return module.register_forward_hook(hook, with_kwargs=True)
 
 
+def _sum_within(module: str, numbers: dict[str, float]) -> float:
+    "The sum over the parameters of a module."
+    return sum(number for name, number in numbers.items() if name.startswith(module + "."))
+
+
 def _grad_shares(model: nn.Module, loss: Callable, names: list[str]) -> dict[str, float]:
     "The share of each module in the squared gradient."
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -65,7 +70,7 @@ def _grad_shares(model: nn.Module, loss: Callable, names: list[str]) -> dict[str
         n: 0.0 if g is None else float(g.double().square().sum()) for n, g in zip(params, grads, strict=True)
     }
     total = sum(squares.values()) or 1.0
-    return {m: sum(s for n, s in squares.items() if n.startswith(m + ".")) / total for m in names}
+    return {module: _sum_within(module, squares) / total for module in names}
 
 
 def layer_readings(

@@ -91,6 +91,11 @@ class ArmCurve:
     error: str = ""  # why it ended early; '' where it did not
 
 
+def _column(rows: dict[int, dict], name: str) -> np.ndarray:
+    "One number of every row, by step."
+    return np.array([float(rows[step][name]) for step in sorted(rows)])
+
+
 def read_curve(
     folder: str | Path,  # of the arm and its seed
     arm: str,  # its name
@@ -107,9 +112,7 @@ def read_curve(
             continue
         rows[row["step"]] = row  # a step that was taken again after a resume counts once
     steps = sorted(rows)
-    loss, norm, seconds = (
-        np.array([float(rows[step][name]) for step in steps]) for name in ("loss", "grad_norm", "seconds")
-    )
+    loss, norm, seconds = (_column(rows, name) for name in ("loss", "grad_norm", "seconds"))
     size = rows[steps[-1]].get("state_bytes", 0) if steps else 0
     return ArmCurve(arm, seed, np.array(steps, np.int64), loss, norm, seconds, size, error)
 

@@ -197,12 +197,17 @@ def _postponed(base: list[Outcome], arm: list[Outcome]) -> int | None:
     return int(np.median(later)) if later and np.median(later) > 0 else None
 
 
+def _by_seed(curves: Sequence[ArmCurve], arm: str) -> dict[int, ArmCurve]:
+    "The curves of one arm that have any steps."
+    return {c.seed: c for c in curves if c.arm == arm and len(c.loss)}
+
+
 def verdicts_of(
     arms: Sequence[Arm],  # the first is the run unchanged
     curves: Sequence[ArmCurve],  # of all arms and seeds, in any order
 ) -> list[ArmVerdict]:  # one an arm, in their order
     "What the curves of a trial say of every arm."
-    by_arm = {arm.name: {c.seed: c for c in curves if c.arm == arm.name and len(c.loss)} for arm in arms}
+    by_arm = {arm.name: _by_seed(curves, arm.name) for arm in arms}
     if len(by_arm) < len(arms):
         raise bad_input("arms", [arm.name for arm in arms], "arms of different names", "give them labels")
     base = by_arm[arms[0].name]
