@@ -1,4 +1,6 @@
-"A Jupyter workbench for training runs that went unstable: open the failed run, see what moved first, replay, test fixes."
+"""A Jupyter workbench for training runs that went unstable:
+open the failed run, see what moved first, replay, test fixes.
+"""
 
 from importlib import import_module
 
