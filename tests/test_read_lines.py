@@ -108,7 +108,8 @@ def test_zero_bytes_of_a_crash_are_skipped(tmp_path):
 
 
 def test_metric_lines_one_in_ten_thousand(tmp_path):
-    words = itertools.cycle("the model said that 3 of 4 answers were right and wrote a poem".split())
+    sentence = "the model said that 3 of 4 answers were right and wrote a poem"
+    words = itertools.cycle(sentence.split())
     with open(tmp_path / "a.log", "w") as file:
         for k, loss in enumerate(LOSS[:6], 1):
             file.writelines(" ".join(itertools.islice(words, 7)) + "\n" for _ in range(10_000))
@@ -164,7 +165,7 @@ def test_a_user_names_step_and_loss(tmp_path):
 @pytest.mark.parametrize("per_flush", [1, 4, 24])
 def test_dicts_flushed_late_have_their_own_steps(tmp_path, per_flush):
     lines = []
-    for k, loss in enumerate(LOSS, 1):
+    for k in ALL:
         lines.append(f" {k}%|#  | {10 * k}/1000 [00:10<16:30,  1.0it/s]\r")
         if k % per_flush == 0:
             for at in range(k - per_flush, k):
@@ -195,7 +196,7 @@ def log(begin: int, end: int, name: str = "loss") -> LogData:
 
 def test_files_of_one_folder_become_runs():
     logs = [log(0, 9), log(5, 20), log(0, 9), log(0, 9, "accuracy")]
-    assert sorted(sum(chains(logs), [])) == [0, 1, 2, 3]
+    assert sorted(itertools.chain.from_iterable(chains(logs))) == [0, 1, 2, 3]
     assert chains(logs[:3]) == [[0, 1], [2]]
     joined = in_sequence(logs[:2])
     assert joined.samples["loss"].step.tolist() == [*range(9), *range(5, 20)]
