@@ -46,6 +46,11 @@ def _candidates(findings: Findings) -> list[Finding]:
     return [f for f in findings if f.severity != "info" or (f.kind == "crash" and f.evidence.get("ended"))]
 
 
+def _first_of(candidates: list[Finding], kind: str) -> Finding | None:
+    "The first finding of a kind."
+    return next((f for f in candidates if f.kind == kind), None)
+
+
 def most_likely(
     findings: Findings,  # of one run, with their words
 ) -> MostLikely | None:  # None where there is no problem to explain
@@ -54,7 +59,7 @@ def most_likely(
     if not candidates:
         return None
     for row in _TABLE:
-        chosen = [next((f for f in candidates if f.kind == kind), None) for kind in row["when"]]
+        chosen = [_first_of(candidates, kind) for kind in row["when"]]
         if None not in chosen and _fits(chosen[0], row["where"]):
             return MostLikely(row["cause"], tuple(f.explanation for f in chosen[:_MOST]), tuple(row["next"]))
     return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_MOST]), _OPEN_NEXT)

@@ -19,13 +19,18 @@ def as_number(
     return float("nan") if value is None else float(value)
 
 
+def _filled_row(row: Mapping, columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    "The words of one row of a table."
+    return [_cell(row[key], form) for key, (_, form) in columns.items()]
+
+
 def filled_table(
     rows: Sequence[Mapping],  # a dict a row
     columns: Mapping[str, tuple[str, str]],  # key -> (heading, number format; '' for words)
     title: str = "",  # heading above the table; '': none
 ) -> dict:  # title, heads and cells, for the template `view_tables`
     "The words of a table."
-    cells = [[_cell(row[key], form) for key, (_, form) in columns.items()] for row in rows]
+    cells = [_filled_row(row, columns) for row in rows]
     return {"title": title, "heads": [head for head, _ in columns.values()], "cells": cells}
 
 
@@ -154,6 +159,16 @@ def _short_number(value: object) -> object:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
+def _without(row: Mapping, hidden: set[str]) -> dict:
+    "A row without the columns that a page hides."
+    return {key: row[key] for key in row if key not in hidden}
+
+
+def _scan_row(row: Mapping, heads: list[str]) -> list:
+    "What a page shows of one tensor; '' where nothing is known."
+    return ["" if row[key] is None else _short_number(row[key]) for key in heads]
+
+
 def scan_html(
     told: Mapping,  # the JSON of `stabilitylab scan` or `diff`
     most: int = 60,  # rows shown
@@ -164,10 +179,10 @@ def scan_html(
         rows.sort(key=lambda row: (row["change"] is None, -as_number(row["change"])))
     else:
         hidden = {"mean", "zeros", "init_bloom", "near_dead_rows"}
-        rows = [{key: row[key] for key in row if key not in hidden} for row in rows]
+        rows = [_without(row, hidden) for row in rows]
         rows.sort(key=lambda row: row["note"] == "")
     heads = list(rows[0]) if rows else []
-    cells = [["" if row[key] is None else _short_number(row[key]) for key in heads] for row in rows[:most]]
+    cells = [_scan_row(row, heads) for row in rows[:most]]
     more = max(len(rows) - most, 0)
     return render("view_scan", settings=told.get("settings", []), heads=heads, cells=cells, more=more)
 
