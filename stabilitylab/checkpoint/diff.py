@@ -48,6 +48,13 @@ def _steps(before: torch.Tensor, moved: torch.Tensor, mantissa: int, smallest: f
     return moved[where].abs() / torch.exp2(binade - mantissa)
 
 
+def _relative(moved: float, squares: float) -> float:
+    "A change beside what was there, both as sums of squares: inf from zeros."
+    if squares:
+        return math.sqrt(moved / squares)
+    return math.inf if moved else 0.0
+
+
 def tensor_change(
     x: LazyTensor,  # the earlier
     y: LazyTensor,  # of the same shape: the later
@@ -74,7 +81,7 @@ def tensor_change(
                 ulps.append(_steps(before, delta, _MANTISSA[coarse], smallest))
     steps = torch.cat(ulps) if ulps else torch.zeros(0)
     return {
-        "change": math.sqrt(moved / squares) if squares else (math.inf if moved else 0.0),
+        "change": _relative(moved, squares),
         "max_change": largest,
         "median_ulps": float(steps.median()) if steps.numel() else 0.0,
         "unchanged": same / max(count, 1),

@@ -93,7 +93,11 @@ class Contents:
     path: list = field(default_factory=list)  # ids of what is being taken apart
     seen: set = field(default_factory=set)  # ids of objects that were taken apart
 
-    def take(self, value: object, name: str) -> None:
+    def take(
+        self,
+        value: object,  # as the pickle describes it
+        name: str,  # dotted, of where it stands; '': the whole
+    ) -> None:
         "Sort one value and everything in it."
         self.visits -= 1
         if self.visits < 0 or len(self.path) > _DEEPEST or len(name) > 4096:
@@ -105,7 +109,11 @@ class Contents:
         else:
             self.take_plain(value, name)
 
-    def take_plain(self, value: object, name: str) -> None:
+    def take_plain(
+        self,
+        value: object,  # a number, a word, a NumPy scalar or array, or what was left out
+        name: str,  # dotted, of where it stands
+    ) -> None:
         "A value that holds no others."
         if isinstance(value, LeftOut):
             self.left_out[name] = value.reason
@@ -114,14 +122,22 @@ class Contents:
         elif isinstance(value, int | float | complex | str) and len(self.extra) < _MOST_WORDS:
             self.extra[name] = value
 
-    def take_array(self, array: np.ndarray, name: str) -> None:
+    def take_array(
+        self,
+        array: np.ndarray,  # its values, in memory
+        name: str,  # dotted, of where it stands
+    ) -> None:
         "An array of NumPy that stood in the pickle."
         try:
             self.tensors[name] = in_memory(name, torch.from_numpy(array))
         except TypeError:
             self.left_out[name] = f"torch has no type for {array.dtype}"
 
-    def enter(self, value: object, name: str) -> None:
+    def enter(
+        self,
+        value: object,  # a dict, list, tuple or described object
+        name: str,  # dotted, of where it stands; '': the whole
+    ) -> None:
         "Everything inside a dict, list or object, unless it is inside itself."
         is_object = isinstance(value, Inert)
         if id(value) in self.path or (is_object and id(value) in self.seen):
@@ -135,7 +151,10 @@ class Contents:
             self.take(part, f"{name}.{key}" if name and key != "" else name or str(key))
         self.path.pop()
 
-    def take_groups(self, groups: object) -> None:
+    def take_groups(
+        self,
+        groups: object,  # what stands under `param_groups`; ignored where it is no list
+    ) -> None:
         "The settings of every group of an optimizer."
         if not isinstance(groups, list | tuple):
             return
@@ -147,7 +166,11 @@ class Contents:
             if self.visits < 0:
                 return
 
-    def setting(self, value: object, name: str) -> object:
+    def setting(
+        self,
+        value: object,  # as the pickle describes it
+        name: str,  # of the setting
+    ) -> object:  # a number, a word, a list or nothing
         "One setting as a plain value: small tensors as numbers, objects as the name of their class."
         if isinstance(value, StoredTensor):
             is_small = math.prod(value.shape) <= 64

@@ -28,7 +28,8 @@ ATTENTION_LOGIT = re.compile(  # squashed names of series that hold the largest 
 )
 ATTENTION_ENTROPY = re.compile(rf"{_ATTENTION}.*entropy|entropy.*{_ATTENTION}|head_entropy")
 OUTPUT_LOGIT = re.compile(  # log Z and the size of output logits
-    rf"(?:^|_)(?:log_?z|logsumexp|lse)(?:_(?:mean|max|abs))?$|(?:output|lm_head|head|vocab|final)_logits?_.*{_LARGEST}"
+    rf"(?:^|_)(?:log_?z|logsumexp|lse)(?:_(?:mean|max|abs))?$"
+    rf"|(?:output|lm_head|head|vocab|final)_logits?_.*{_LARGEST}"
     rf"|^(?:train_)?logits?_(?:abs_?)?{_LARGEST}$|{_LARGEST}_output_logits?"
 )
 

@@ -236,6 +236,13 @@ def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
     return is_ordinary or (is_short and (is_low or is_within))
 
 
+def _severity(is_lost: bool, is_low: bool) -> str:
+    "How much a spike matters."
+    if is_lost:
+        return "error"
+    return "info" if is_low else "warning"
+
+
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("lost_height")
@@ -246,7 +253,7 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
         evidence["grad_norm_lead_steps"] = lead
     return Finding(
         "loss_spike",
-        "error" if is_lost else "info" if is_low else "warning",
+        _severity(is_lost, is_low),
         onset=loss.step[spike.first],
         end=loss.step[spike.last],
         evidence=evidence,

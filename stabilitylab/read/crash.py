@@ -302,9 +302,8 @@ def _was_kept_back(data: bytes | mmap.mmap, place: int, records: Samples, before
     return first_after - place < _DIRECT
 
 
-def _incidents(data: bytes | mmap.mmap, records: Samples | None) -> list[Crash]:
-    "One crash for every group of signs between the same two records, those that ended the run last."
-    n = 0 if records is None else len(records.order)
+def _by_record(data: bytes | mmap.mmap, records: Samples | None, n: int) -> dict[int, list[Sign]]:
+    "The signs, grouped by how many of the `n` records stand before them; none follow those of the end."
     begin = max(0, int(records.order[-1]) - _BUFFER) if n else 0
     groups: dict[int, list[Sign]] = {}
     for sign in signs_in(data, begin):
@@ -314,17 +313,24 @@ def _incidents(data: bytes | mmap.mmap, records: Samples | None) -> list[Crash]:
             last == n or _was_kept_back(data, groups[last][-1].place, records, last)
         )
         groups.setdefault(last if is_over else before, []).append(sign)
+    return groups
+
+
+def _step_after(records: Samples | None, count: int) -> int | None:
+    "The step of the last of the first records; None where there are none."
+    return int(records.step[count - 1]) if count else None
+
+
+def _incidents(data: bytes | mmap.mmap, records: Samples | None) -> list[Crash]:
+    "One crash for every group of signs between the same two records, those that ended the run last."
+    n = 0 if records is None else len(records.order)
     found = []
-    for before, signs in groups.items():
+    for before, signs in _by_record(data, records, n).items():
         is_end = before == n or _was_kept_back(data, signs[-1].place, records, before)
         crash = _crash(data, signs)
         is_attempt = any(sign.trace for sign in signs)
         if crash is not None and (is_end or is_attempt):
-            step = (
-                int(records.step[n - 1 if is_end else max(0, before - 1)])
-                if n and (before or is_end)
-                else None
-            )
+            step = _step_after(records, n if is_end else before)
             found.append(replace(crash, died=is_end, step=step))
     return found
 

@@ -43,10 +43,17 @@ def _numbers(row: dict) -> dict:
     }
 
 
+_INDENT = " " * 13  # left of the table of gradient norms
+
+
+def _swap_row(state: str, norms: list) -> str:
+    "The gradient norms of one state, a column a batch."
+    return _INDENT + f"{state:>13}" + "".join(f"{_number(x):13.4g}" for x in norms)
+
+
 def _swap_lines(swap: dict) -> list[str]:
     "The verdict and the table of gradient norms."
-    indent = " " * 13
-    head = indent + "".join(f"{name:>13}" for name in ("gradient norm", *swap["batches"]))
+    head = _INDENT + "".join(f"{name:>13}" for name in ("gradient norm", *swap["batches"]))
     rows = zip(swap["states"], swap["grad_norm"], strict=True)
     lines = [_LINES["swap"].format(**swap), head]
     for state, row in rows:

@@ -94,22 +94,29 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     )
 
 
+def _padded(row: tuple[str, ...], widths: list[int]) -> str:
+    "One line of the table, its cells as wide as their columns."
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    "The table as lines."
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [_padded(row, widths) for row in rows]
+
+
 def trial_text(
     result: TrialResult,  # of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
 ) -> str:  # lines
     "A trial as a terminal shows it."
     rows = [_HEADS, *(_cells(arm) for arm in result.arms)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
     reasons = [
         f"  {one.name}{' (control)' if one.is_control else ''}: {'; '.join(one.reasons)}"
         for one in suggestions
     ]
     chosen = ["chosen because", *reasons, ""] if reasons else []
-    return "\n".join([*chosen, *lines, "", trial_words(result)])
+    return "\n".join([*chosen, *_aligned(rows), "", trial_words(result)])
 
 # %% ../../nbs/api/report/11_trial.ipynb #b344df38
 @dataclass(frozen=True)
