@@ -322,11 +322,13 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
     import re
 
     import stabilitylab.detect
+    import stabilitylab.probe
     from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES
     from stabilitylab.detect.thresholds import THRESHOLDS
     from stabilitylab.names.findings import FINDING_KINDS
 
-    code = "".join(p.read_text() for p in Path(stabilitylab.detect.__path__[0]).glob("*.py"))
+    rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])
+    code = "".join(p.read_text() for room in rooms for p in room.glob("*.py"))
     read = set(re.findall(r'(?:limit|_records|_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
     assert read == set(THRESHOLDS)
     assert set(PHRASES) | set(MODULE_PHRASES) <= set(FINDING_KINDS)

@@ -63,8 +63,8 @@ def is_described(parameter: ast.arg, lines: list[str]) -> bool:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_line_is_wider(name):
-    lines = enumerate(SOURCES[name].splitlines(), 1)
-    by_hand = ((n, line) for n, line in lines if not line.startswith(("#", "__all__")))  # nbdev wraps at 120
+    source = re.sub(r"^__all__ = \[.*?\]$", "", SOURCES[name], flags=re.M | re.S)  # nbdev wraps it at 120
+    by_hand = ((n, line) for n, line in enumerate(source.splitlines(), 1) if not line.startswith("#"))
     assert [n for n, line in by_hand if len(line) > WIDEST] == []
 
 

@@ -101,7 +101,8 @@ def run_diagnose(
 
 def _worst(found: Sequence) -> tuple[int, ...]:
     "How many errors and how many warnings: the runs that need most come first."
-    return tuple(sum(finding.severity == severity for finding in found) for severity in ("error", "warning"))
+    severities = [finding.severity for finding in found]
+    return severities.count("error"), severities.count("warning")
 
 
 def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> None:

@@ -53,7 +53,7 @@ class Applied:
 
     def __init__(
         self,
-        fix: "Fix",  # the fix
+        fix: Any,  # the fix, a `Fix`
         training: Training,  # what it acts on
     ):
         self.fix, self.training = fix, training

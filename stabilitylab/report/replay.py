@@ -56,9 +56,7 @@ def _swap_lines(swap: dict) -> list[str]:
     head = _INDENT + "".join(f"{name:>13}" for name in ("gradient norm", *swap["batches"]))
     rows = zip(swap["states"], swap["grad_norm"], strict=True)
     lines = [_LINES["swap"].format(**swap), head]
-    for state, row in rows:
-        cells = (f"{_number(value):13.4g}" for value in row)
-        lines.append(indent + f"{state:>13}" + "".join(cells))
+    lines += [_swap_row(state, row) for state, row in rows]
     return lines
 
 

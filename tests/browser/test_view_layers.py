@@ -8,7 +8,8 @@ def test_click_a_cell(notebook):
     shown(page)
     page.click('.lm-TabBar-tabLabel:text-is("Layers")')
     page.wait_for_function(
-        "[...document.querySelectorAll('.stl-figure img')].filter(i => i.offsetWidth > 300 && i.naturalWidth > 300).length === 1",
+        "[...document.querySelectorAll('.stl-figure img')]"
+        ".filter(i => i.offsetWidth > 300 && i.naturalWidth > 300).length === 1",
         timeout=30_000,
     )
     page.wait_for_timeout(500)
