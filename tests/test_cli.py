@@ -54,6 +54,8 @@ def test_json_has_exactly_the_keys_of_the_contract(broken):
         "first_step",
         "last_step",
         "findings",
+        "most_likely",
+        "reading",
     ]
     assert told["source"] == [str(broken)] and (told["n_steps"], told["first_step"], told["last_step"]) == (
         200,

@@ -243,6 +243,13 @@ def _severity(is_lost: bool, is_low: bool) -> str:
     return "info" if is_low else "warning"
 
 
+def _end(loss: Curve, spike: Spike) -> int:
+    "The last step of a spike; the last one before a restart, where the steps begin anew in it."
+    steps = loss.step[spike.first : spike.last + 1]
+    anew = np.flatnonzero(np.diff(steps) < 0)
+    return int(steps[anew[0]] if len(anew) else steps[-1])
+
+
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("lost_height")
@@ -255,7 +262,7 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
         "loss_spike",
         _severity(is_lost, is_low),
         onset=loss.step[spike.first],
-        end=loss.step[spike.last],
+        end=_end(loss, spike),
         evidence=evidence,
         series=loss.name,
     )

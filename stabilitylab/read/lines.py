@@ -109,11 +109,12 @@ def tables_of(
     samples: dict[str, Samples],  # what a scanner found with `parse_any`
 ) -> list[Table]:  # in the order in which their first lines stand in the file
     "The columns of a scan as tables."
-    tables: dict[str, Table] = {}
+    tables: dict[tuple[str, int], Table] = {}
     for name, column in samples.items():
-        key, _, slot = name.partition("\x1f")
+        kind_of_line, _, slot = name.partition("\x1f")
+        key = kind_of_line, len(column.order)  # a value that some lines lack is a table of its own
         if key not in tables:
-            tables[key] = Table(column.order, [], column.time, key.startswith(_ROW))
+            tables[key] = Table(column.order, [], column.time, kind_of_line.startswith(_ROW))
         word, kind, counts, unit, place = slot.split("\x1d")
         tables[key].slots.append(Slot(word, kind, bool(counts), unit, column.value, int(place)))
     return sorted(tables.values(), key=lambda table: int(table.order[0]))

@@ -148,7 +148,7 @@ class SameLayout:
         "The number that stands at one place of every line."
         parts = written(self.text[start:end])
         if parts is None:
-            return np.full(len(self.lines), float(self.text[start:end]))
+            return np.full(len(self.lines), float(self.text[start:end].replace(b",", b"")))
         if sum(b - a for a, b in parts.runs) > 16:
             value = self._slow(self.lines, start, end)
             return -value if parts.is_negative else value
@@ -230,7 +230,7 @@ class SameShape:
         "The number that stands between the same texts of every line."
         parts = written(self.text[start:end])
         if parts is None:
-            return np.full(len(self.lines), float(self.text[start:end]))
+            return np.full(len(self.lines), float(self.text[start:end].replace(b",", b"")))
         words, run = self.piece.words, self.piece.run_index(self.model, start)
         mantissa = length = size = np.zeros(len(self.lines), np.int64)
         for k in range(len(parts.runs)):

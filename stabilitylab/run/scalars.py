@@ -99,6 +99,12 @@ class _Keys(NamedTuple):
     deep: int  # how often a step occurs within a segment at most
 
 
+def _check_span(width: int, segments: int) -> None:
+    "Refuse steps whose keys would not fit 63 bits."
+    if width * segments >= 2**63:
+        raise InputError(f"`step` spans {width} values in {segments} segments; allowed: below 2**63 in all")
+
+
 def _packed(samples: dict[str, Samples], restarts: np.ndarray) -> _Keys:
     "The keys of all samples: rows are sorted and joined by them."
     records = {name: (id(one.step), id(one.order)) for name, one in samples.items()}
@@ -106,16 +112,14 @@ def _packed(samples: dict[str, Samples], restarts: np.ndarray) -> _Keys:
     steps = [one.step for one in distinct.values() if len(one.step)]
     low = min((int(step.min()) for step in steps), default=0)
     width = max((int(step.max()) for step in steps), default=0) - low + 1
+    _check_span(width, len(restarts) + 1)
     places, again = {}, {}
     for record, one in distinct.items():
         segment = np.searchsorted(restarts, one.order, side="right")
         places[record] = segment * width + one.step - low
         again[record] = _occurrences(places[record], one.order)
     deep = max((int(times.max()) for times in again.values() if len(times)), default=0) + 1
-    if width * deep * (len(restarts) + 1) >= 2**63:
-        raise InputError(
-            f"`step` spans {width} values in {len(restarts) + 1} segments; allowed: a span below 2**63 in all"
-        )
+    _check_span(width * deep, len(restarts) + 1)
     keys = {record: place * deep + again[record] for record, place in places.items()}
     return _Keys({name: keys[record] for name, record in records.items()}, low, width, deep)
 
