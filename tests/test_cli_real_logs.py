@@ -1,4 +1,4 @@
-"`stabilitylab diagnose` on every real log: 0, strict JSON and a page, or 2 and a line where nothing can be read."
+"`stabilitylab diagnose` on every real log: strict JSON and a page, or 2 and a line if there is nothing."
 
 import json
 from contextlib import redirect_stderr, redirect_stdout

@@ -196,7 +196,7 @@ class ReplayView:
             onset = self.state.findings[self.state.selected].onset
         else:
             errors = [f.onset for f in self.state.findings if f.severity == "error" and f.onset is not None]
-            onset = errors[0] if errors else None
+            onset = next((step for step in errors if step in self.steps), None)
         if onset is not None:
             self.choose(onset)
 

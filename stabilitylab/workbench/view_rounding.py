@@ -75,7 +75,8 @@ class RoundingState(HasTraits):
             self.steps = list(replayable_steps(str(run.attrs.get("source", ""))))
         except InputError:
             self.steps = []
-        onsets = [f.onset for f in findings if f.onset is not None and f.severity == "error"]
+        errors = [f.onset for f in findings if f.onset is not None and f.severity == "error"]
+        onsets = [onset for onset in errors if onset in self.steps]
         if self.steps:
             wanted = onsets[0] if onsets else self.steps[-1]
             self.step = min(self.steps, key=lambda step: abs(step - wanted))

@@ -66,10 +66,22 @@ def _time_of(line: str) -> float | None:
     return None
 
 
+_KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} ", re.M)
+
+
+def _confidence(head: bytes, path: object) -> float:
+    "High where the lines are the kernel's own; low where a training log holds a message of it."
+    if b"NVRM: Xid" not in head:
+        return 0.0
+    lines = [line for line in head.splitlines() if line.strip()]
+    ours = sum(bool(_KERNEL_LINE.search(line)) for line in lines)
+    return 0.8 if 2 * ours > len(lines) else 0.18
+
+
 FORMAT = Format(
     "kernel",
     "Kernel log with NVRM: Xid",
-    lambda head, path: 0.18 if b"NVRM: Xid" in head else 0.0,
+    _confidence,
     read_kernel,
     "NVRM: Xid (PCI:0000:3b:00): 63, pid=1234, Row Remapper",
 )
