@@ -116,7 +116,7 @@ def test_a_small_translator_learns(positions):
     )
     task = translation_task(words=6, longest=1, batch=16)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for step in range(300):
+    for step in range(600):
         optimizer.zero_grad()
         loss = model_loss(model, task.at(step))
         loss.backward()
