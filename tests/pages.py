@@ -44,7 +44,6 @@ SAME = (  # what may differ without a meaning -> what stands for it
     (r"data:image/png;base64,[\w+/=]+", "(picture)"),
     (r"0x[0-9a-fA-F]{6,}", "(address)"),
     (re.escape(str(ROOT)), "(checkout)"),
-    (r"/work/[\w./-]*?(?=/data_samples)", "(checkout)"),
     (r"[-─=━]{3,}", "(rule)"),  # its length follows the numbers above it
     (r"\s+", " "),
 )
