@@ -72,6 +72,7 @@ def finding_card(
 
 # %% ../../nbs/api/report/06_html.ipynb #93d3783c
 _SERIES_SHOWN, _EVENTS_SHOWN, _LISTED_SHOWN = 60, 60, 500  # rows; what is left out is counted
+_BOTH_FIGURES = 10  # runs up to which each has a second figure, for a phone; a page of more stays small
 _COLUMNS = {  # of the table of `summary` -> heading
     "n": "n",
     "first": "first",
@@ -178,7 +179,7 @@ class RunSheet(FindingSheet):
     verdict: str  # what is said where nothing was found
     likely: MostLikely | None  # what the findings say together; None where nothing needs a cause
     wide: Markup  # the figure; '' for a run without series
-    narrow: Markup  # the figure for a phone
+    narrow: Markup  # the figure for a phone; '' where the other one serves
     series: Rows  # of SeriesRow
     events: Rows  # of (step, kind, words)
 
@@ -188,6 +189,7 @@ def run_sheet(
     findings: Findings,  # what `diagnose` found in it
     name: str = "run",  # what to call it where it has no source
     prefix: str = "",  # of the ids of its elements
+    has_narrow: bool = True,  # with a second figure for a phone
 ) -> RunSheet:  # what the template `report` speaks of
     "The figure, the findings and the tables of one run."
     head, sheet = facts(run), finding_sheet(findings, prefix)
@@ -204,7 +206,7 @@ def run_sheet(
         verdict=verdict_line(head, findings),
         likely=most_likely(findings),
         wide=Markup(findings_svg(run, findings, 9)),
-        narrow=Markup(findings_svg(run, findings, 4.6, most=2)),
+        narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
         series=_series_rows(run),
         events=_event_rows(run),
     )
@@ -220,7 +222,8 @@ def report_html(
     is_single = len(runs) == 1
     sheets = []
     for place, (name, run) in enumerate(runs.items()):
-        sheets.append(run_sheet(run, findings[name], name, "" if is_single else f"r{place}"))
+        prefix = "" if is_single else f"r{place}"
+        sheets.append(run_sheet(run, findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
     return render(
         "report",
         title=sheets[0].title if is_single else f"{len(runs)} runs",
