@@ -191,7 +191,7 @@ class ReplayView:
         self._offer()
 
     def _follow(self) -> None:
-        "The step of the selected finding, or of the first error with an onset."
+        "The step of the selected finding, or of the first error whose step can be replayed."
         if self.state.selected >= 0:
             onset = self.state.findings[self.state.selected].onset
         else:
