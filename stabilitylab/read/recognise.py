@@ -42,6 +42,10 @@ def _looks_like(head: bytes) -> str:
     return f"text beginning with {begin!r}, without numbers behind names"
 
 
+_GENERAL = "generic"  # the reader of any text
+_MOST_OF_GENERAL = 0.2  # the most that it is ever sure of itself
+
+
 def recognise(
     path: str | Path,  # a file
     format: str | None = None,  # name of a format, to say it instead of finding out
@@ -57,7 +61,9 @@ def recognise(
         allowed = f"a log; a checkpoint is looked at with: stabilitylab scan {path.name}"
         raise bad_input("path", path.name, allowed, "this is a file of weights")
     head = head_of(path)
-    confidence = {name: known[name].sniff(head, path) for name in known}
+    confidence = {name: known[name].sniff(head, path) for name in known if name != _GENERAL}
+    if max(confidence.values()) <= _MOST_OF_GENERAL:  # its look at each line is slow
+        confidence = {_GENERAL: known[_GENERAL].sniff(head, path)} | confidence
     best = max(confidence, key=confidence.get)
     if confidence[best] <= 0:
         looks, accepted = _looks_like(head), ", ".join(known)
