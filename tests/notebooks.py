@@ -38,7 +38,7 @@ def small_picture(png):
     picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
         out, "PNG", optimize=True
     )
-    smaller = base64.b64encode(out.getvalue()).decode() + "\n"
+    smaller = base64.b64encode(out.getvalue()).decode()
     return smaller if len(smaller) < len(png) else png
 
 

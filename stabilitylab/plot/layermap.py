@@ -9,11 +9,12 @@ __all__ = ['LayerMap', 'plot_exponents', 'module_picture']
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from ..numerics.formats import binade_table
 from .layers import plot_layers
-from .picture import figure_png, panel_of
+from .picture import figure_pixels, figure_png, panel_of, pixels_png
 from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/31_layermap.ipynb #077f6155
@@ -28,6 +29,10 @@ class LayerMap:
         self.width, self.dpi = width, dpi
         self._kind, self._ax, self._bar = None, None, None
         self._of, self._table = None, None
+        self._shown, self._pixels = (
+            None,
+            None,
+        )  # what the last picture shows, and its pixels without a marked row
 
     def _axes(self, rows: int, dark: bool) -> tuple[Axes, Axes]:
         "Axes for that many rows and their colour bar, the same as before where they fit."
@@ -66,14 +71,39 @@ class LayerMap:
             table = table.isel(step=_steps_within(table.step.values, *x_range))
         if not table.size:
             return b"", []
-        rows = table.shape[0]
+        shown = (da.name, table, x_range, dark, tuple(marks))
+        if self._shown is None or not _is_same(self._shown, shown):
+            self._draw(table, dark, marks)
+            self._shown = shown
+        pixels = self._pixels
+        if marked is not None and 0 <= marked < table.shape[0]:
+            pixels = _with_row(pixels, self._ax, marked + 0.5)
+        return pixels_png(pixels), [panel_of(self._ax)]
+
+    def _draw(self, table: xr.DataArray, dark: bool, marks: list[tuple]) -> None:
+        "The map without a marked row, kept as pixels: a click marks another row and changes nothing else."
         with theme(dark, 9):
-            ax, bar = self._axes(rows, dark)
+            ax, bar = self._axes(table.shape[0], dark)
             plot_layers(table, ax=ax, bar=bar, columns=int(self.width * self.dpi * 0.68))
-            if marked is not None and 0 <= marked < rows:
-                ax.plot(ax.get_xlim(), [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.8)
             _mark(ax, marks)
-            return figure_png(ax.figure), [panel_of(ax)]
+            self._pixels = figure_pixels(ax.figure)
+
+
+def _is_same(shown: tuple, other: tuple) -> bool:
+    "Whether two pictures show the same: the tables by their memory, which a zoom or another record changes."
+    name, table, *rest = shown
+    other_name, other_table, *other_rest = other
+    is_same_table = table.shape == other_table.shape and np.shares_memory(table.values, other_table.values)
+    return is_same_table and name == other_name and rest == other_rest
+
+
+def _with_row(pixels: np.ndarray, ax: Axes, y: float) -> np.ndarray:
+    "The pixels with a line through row `y`, from end to end of the axes."
+    (left, line), (right, _) = ax.transData.transform([(x, y) for x in ax.get_xlim()])
+    row = int(len(pixels) - line)
+    marked = pixels.copy()
+    marked[max(row - 1, 0) : row + 1, int(left) : int(right)] = np.multiply(to_rgb(colour("error", ax)), 255)
+    return marked
 
 
 def _mark(ax: Axes, marks: list[tuple]) -> None:

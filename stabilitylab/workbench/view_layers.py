@@ -117,6 +117,7 @@ class LayersView(widgets.VBox):
         shared: WorkbenchState,  # with a run
     ):
         self.shared, self.look, self.draw_map, self._drawn = shared, LayersState(), LayerMap(), None
+        self._told = None
         wide = widgets.Layout(width="380px")
         self.what = widgets.Dropdown(
             description="Statistic", layout=wide, tooltip="what the colour stands for"
@@ -176,7 +177,7 @@ class LayersView(widgets.VBox):
         self.what.options, self.what.value, self.look.statistic = found, kept, kept
         self.kind.options = [("all", ""), *((kind, kind) for kind in self._kinds())]
         self.first.options = moved_first(self.shared.findings) or [("no finding names a module", None)]
-        self.first.value, self._drawn = None, None
+        self.first.value, self._drawn, self._told = None, None, None
         self.children = self.body
         self.tell()
         self.draw()
@@ -211,8 +212,9 @@ class LayersView(widgets.VBox):
         names = da[row_dim(da)].values
         if len(names):
             row = int(np.clip(place["y"] or 0, 0, len(names) - 1))
-            self.look.set_trait("step", place["x"])
-            self.look.module = str(names[row])
+            with self.look.hold_trait_notifications():  # one picture of the module, not one a trait
+                self.look.set_trait("step", place["x"])
+                self.look.module = str(names[row])
 
     def zoom(
         self,
@@ -248,6 +250,10 @@ class LayersView(widgets.VBox):
     def tell(self) -> None:
         "The value, the history and the exponents of the chosen module."
         look, run = self.look, self.shared.run
+        now = (self.shared.name, self.shared.dark, look.statistic, look.module, look.step)
+        if now == self._told:
+            return
+        self._told = now
         history = _history(run, look)
         self.detail.layout.display = "none" if history is None else ""
         if history is None:
