@@ -107,6 +107,7 @@ _WORDS = (
 _NEEDLES = [word.encode() for word in _WORDS.split()]
 _MOST_TRACES = 200  # of which the first and the last are read
 _WINDOW = 2**16  # characters that a traceback may take
+_BLOCK = 2**26  # bytes of a map that are searched before their memory is given back
 
 
 def _finds(data: bytes | mmap.mmap, word: bytes, begin: int = 0) -> Iterator[int]:
@@ -115,6 +116,18 @@ def _finds(data: bytes | mmap.mmap, word: bytes, begin: int = 0) -> Iterator[int
     while at >= 0:
         yield at
         at = data.find(word, at + len(word))
+
+
+def _finds_in_blocks(data: bytes | mmap.mmap, word: bytes) -> Iterator[int]:
+    "Every place of a word; a map holds one block in memory at a time, since a log may be larger than that."
+    for begin in range(0, len(data), _BLOCK):
+        end = min(begin + _BLOCK, len(data))
+        at = data.find(word, begin, end + len(word) - 1)
+        while at >= 0:
+            yield at
+            at = data.find(word, at + len(word), end + len(word) - 1)
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            data.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _line_begin(data: bytes | mmap.mmap, at: int) -> int:
@@ -130,7 +143,7 @@ def _line_at(data: bytes | mmap.mmap, begin: int) -> str:
 
 def _traces(data: bytes | mmap.mmap) -> Iterator[tuple[Sign, int]]:
     "The signs of the tracebacks with the places where they end; of very many the first and the last."
-    places = list(_finds(data, _HEAD.encode()))
+    places = list(_finds_in_blocks(data, _HEAD.encode()))
     if len(places) > _MOST_TRACES:
         half = _MOST_TRACES // 2
         places = places[:half] + places[-half:]
