@@ -34,10 +34,11 @@ def small_picture(png):
     picture = Image.open(io.BytesIO(base64.b64decode(png)))
     if picture.mode == "P":
         return png
-    out = io.BytesIO()
-    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        out, "PNG", optimize=True
-    )
+    is_opaque = picture.mode == "RGB" or picture.getchannel("A").getextrema() == (255, 255)
+    # the median cut is the finer one, and cannot do shades of alpha
+    method = Image.Quantize.MEDIANCUT if is_opaque else Image.Quantize.FASTOCTREE
+    source, out = picture.convert("RGB") if is_opaque else picture, io.BytesIO()
+    source.quantize(256, method=method, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     smaller = base64.b64encode(out.getvalue()).decode()
     return smaller if len(smaller) < len(png) else png
 
