@@ -37,11 +37,14 @@ def stabilitylab(model, optimizer):
 
 @contextmanager
 def trainscope(model, optimizer):
-    import trainscope as peer
+    from trainscope import TrainScope
+    from trainscope.core.config import TrainScopeConfig
 
-    watch = getattr(peer, "watch", None) or peer.Scope
-    watch(model, optimizer)
-    yield lambda loss: None
+    scope = TrainScope(model, optimizer, config=TrainScopeConfig(run_dir=tempfile.mkdtemp())).attach()
+    try:
+        yield lambda loss: scope.step(float(loss.detach().mean()), batch_index=0)
+    finally:
+        scope.detach()
 
 
 @contextmanager
