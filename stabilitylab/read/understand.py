@@ -113,9 +113,23 @@ def _rank(series: _Series, most: int) -> tuple:
     return rank + has_no_step + 3 * (series.group.kind == "epoch") * is_rare + 4 * is_rare, -series.size
 
 
+def _is_setting(series: _Series) -> bool:
+    "Whether a loss is a number of the configuration: always the same whole number, or a zero or two."
+    value = np.concatenate([value for _, value in series.parts])
+    return _is_one_whole_number(value) and (value[0] != 0 or len(value) < _FEWEST)
+
+
+def _is_measured(series: _Series) -> bool:
+    "Whether a series may tell of learning, and is not the same number again and again in a list of settings."
+    is_named = series.meaning in _MEASURES or _is_bare(series.name)
+    value = np.concatenate([value for _, value in series.parts])
+    says_when = series.group.kind != "" or series.meaning == "loss"
+    return is_named and not _is_setting(series) and (says_when or bool((value != value[0]).any()))
+
+
 def _training_loss(found: list[_Series]) -> _Series | None:
     "The series that is the training loss; None where nothing looks like one."
-    losses = [s for s in found if s.meaning == "loss" and not evaluation(s.name)]
+    losses = [s for s in found if s.meaning == "loss" and not evaluation(s.name) and not _is_setting(s)]
     if not losses:
         losses = [s for s in found if _is_bare(s.name) and not evaluation(s.name)]
     most = max((s.size for s in losses), default=0)
@@ -143,6 +157,8 @@ def _carrier(groups: list[Counted], loss: _Series | None) -> Counted | None:
 def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np.ndarray | None, str]:
     "The steps of the lines of a table, and how they were found; None where only their number is left."
     follows = carrier is not None and carrier is not group and carrier.kind == "step"
+    if follows and _is_bar(table) and not _is_bar(carrier.tables[0]):
+        return carried(table.order, carrier), f"{carrier.words} of the line beside it"
     is_summary = group.kind == "epoch" and follows and len(carrier.order) > 2 * len(table.order)
     if group.step is not None and not is_summary:
         return group.of(table), group.words
@@ -152,6 +168,14 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
     if lines_a_step > 3 and not _has_evaluation(table):
         return None, ""
     return carried(table.order, carrier), f"{carrier.words} of the line beside it"
+
+
+def _is_bar(table: Table) -> bool:
+    "Whether lines of validation or test say where in its data they are, and not where the run is."
+    measured = [slot for slot in table.slots if slot.name and meaning(slot.name) in _MEASURES]
+    is_aside = bool(measured) and all(evaluation(slot.name) for slot in measured)
+    counts = any(slot.counts and meaning(slot.name) != "step" for slot in table.slots)
+    return is_aside and counts and not any(meaning(slot.name) == "step" for slot in table.slots)
 
 
 _NUMBERED = "number of the record: the log has no steps"
@@ -227,7 +251,7 @@ def understand(
     groups = count_steps(kept, step)
     has_loss = any(meaning(s.name) == "loss" for t in kept for s in t.slots if s.name and len(t.order) > 1)
     found = [s for s in _series_of(groups, not has_loss).values() if _is_enough(s)]
-    if not any(s.meaning in _MEASURES or _is_bare(s.name) for s in found):
+    if not any(_is_measured(s) for s in found):
         return data
     main = _chosen(found, loss) if loss else _training_loss(found)
     carrier = _carrier(groups, main)

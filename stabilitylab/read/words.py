@@ -39,7 +39,7 @@ _PERPLEXITY = _words("ppl perplexity pplx")
 _MEASURE = _words(
     "acc accuracy acc1 acc5 top1 top5 prec precision recall f1 auc map bleu wer cer rouge reward",
     "rewards return returns rewmean rew score psnr ssim fid iou miou dice error err bpc bpb bpd",
-    "entropy kl elo winrate ndcg mrr spearman pearson r2 准确率 精度 точность genauigkeit",
+    "entropy kl elo winrate ndcg mrr spearman pearson r2 success successes 准确率 精度 точность genauigkeit",
 )
 # these words beside a loss word, or beside a count, say that the number is no measure of learning
 _SETTING = _words(
@@ -49,6 +49,7 @@ _SETTING = _words(
     "interval every total max maximum num number warmup frequency freq save saved saving logging log",
     "eval version count counts workers len length best lowest min minimum limit world local",
     "accumulation improved improving improve improvement decreased increased from",
+    "classes shape dim dims enable enabled reduction weighting decay thresh thres",
 )
 
 # %% ../../nbs/api/read/12_words.ipynb #7ebd1bb2
@@ -83,6 +84,7 @@ def _is_loss(words: tuple[str, ...]) -> bool:
 _NO_MEASURE = _SETTING - {"total", "best", "min", "eval", "log", "error"}
 _NO_LOSS = _SETTING - {"total", "eval", "log", "max", "min", "num", "per", "rate", "error"}
 _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accumulation"}
+_OF_TRIALS = {"success", "win", "hit"}  # `success_rate` is a measure, `learning_rate` none
 _INDEX = {"index", "idx", "no", "id", "number"}
 
 
@@ -104,7 +106,8 @@ def meaning(
     if not words:
         return "other"
     found = set(words)
-    is_setting = bool(found & _NO_MEASURE) or words[-1] in _SETTING
+    is_share = words[-1] == "rate" and bool(found & _OF_TRIALS)
+    is_setting = (bool(found & _NO_MEASURE) or words[-1] in _SETTING) and not is_share
     is_loss = _is_loss(words)
     cases: tuple[tuple[Meaning, bool], ...] = (  # the first that holds
         ("setting", is_loss and bool(found & _NO_LOSS)),
@@ -112,7 +115,7 @@ def meaning(
         ("perplexity", bool(found & _PERPLEXITY) and not found & _NO_MEASURE),
         ("step", _counts_steps(words, found)),
         ("epoch", words[-1] in _EPOCH or (words[0] in _EPOCH and words[-1] in _INDEX)),
-        ("measure", bool(found & _MEASURE) and not is_setting),
+        ("measure", (bool(found & _MEASURE) or is_share) and not is_setting),
         ("setting", is_setting),
     )
     return next((said for said, holds in cases if holds), "other")
