@@ -70,6 +70,8 @@ def to_dataset(
         samples[ours[name]] = in_our_units if is_free else own
     log_names = {our: name for name, our in ours.items()}
     attrs = {name: value for name, value in data.attrs.items() if name != "pass_starts"}
+    if "running_means" in attrs:
+        attrs["running_means"] = {ours[name]: steps for name, steps in attrs["running_means"].items()}
     starts = data.attrs.get("pass_starts")
     restarts = None if starts is None else np.array(starts, dtype=np.int64)
     scalars = make_scalars(

@@ -18,6 +18,8 @@ import pandas as pd
 
 from ..names.errors import InputError, bad_input
 from .base import LogData, first_bytes
+from .steps import by_count
+from .words import meaning, split_words
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/02_tables.ipynb #b69dd124
@@ -115,6 +117,33 @@ def _counter(column: Column | None, n: int) -> tuple[np.ndarray, np.ndarray]:
     return count, given & np.isfinite(count) & fits
 
 
+def _rises(value: np.ndarray, given: np.ndarray) -> bool:
+    "Whether a column counts up: it changes, and never goes back but for a restart or two."
+    moves = np.diff(value[given])
+    return len(moves) > 0 and bool((moves > 0).any()) and float((moves < 0).mean()) <= _FEW_BACK
+
+
+_FEW_BACK = 0.05  # share of the rows in which a count may go back
+
+
+def _other_counter(numbers: dict[str, Column], whole: set[str]) -> str | None:
+    "A column whose name says that it counts steps, the total of them first; else the epoch."
+    rising = [name for name in numbers if name in whole and _rises(*numbers[name][:2])]
+    counters = [name for name in rising if meaning(name) == "step"]
+    if counters:
+        return min(counters, key=lambda name: not {"total", "global", "far"} & set(split_words(name)))
+    epochs = (name for name in rising if split_words(name) in (("epoch",), ("epochs",)))
+    return next(epochs, None)
+
+
+def _epoch_of(numbers: dict[str, Column], step: str | None) -> np.ndarray | None:
+    "The epochs of the rows, where they are whole and known in all."
+    for name, (value, given, _) in numbers.items():
+        if name != step and split_words(str(name)) == ("epoch",) and given.all() and _is_whole(value, given):
+            return value
+    return None
+
+
 def table_log(
     columns: dict,  # name -> its values, one a row
     step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
@@ -126,13 +155,16 @@ def table_log(
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
     if not step or not numbers:
         whole = {name for name, (value, given, _) in numbers.items() if _is_whole(value, given)}
-        step = step_name(list(numbers), whole)
+        step = step_name(list(numbers), whole) or _other_counter(numbers, whole)
     time, clock = _time(numbers)
     count, known = _counter(None if step is None else numbers[step], n)
+    epoch = _epoch_of(numbers, step)
+    if epoch is not None and known.all() and (np.diff(count) < 0).any():
+        count, _ = by_count(count, epoch, None, str(step))
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - known.sum())
     for name, (value, given, bad) in numbers.items():
-        if name in (step, clock):
+        if (name == step and meaning(name) != "epoch") or name == clock:
             continue
         log.skip("values that are no numbers", bad)
         here = np.flatnonzero(given & known)

@@ -12,6 +12,7 @@ from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
 from .base import LogData
 from .lines import Slot, Table
+from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
 from .words import evaluation, loss_rank, meaning, split_words
 from ..run.scalars import Samples
@@ -270,8 +271,20 @@ def understand(
         if series is head:
             data.attrs["step_is"] = how
         _say_ours(data, name, series, main)
+        _say_mean(data, name, series)
     data.attrs["lines_used"] = sum(used.values())
     return data
+
+
+def _say_mean(data: LogData, name: str, series: _Series) -> None:
+    "Notes at which steps a series begins anew, where it is the mean since its epoch began."
+    samples, group = data.samples[name], series.group
+    if series.meaning not in _MEASURES or group.epoch is None:
+        return
+    at = np.clip(np.searchsorted(group.order, samples.order, side="right") - 1, 0, None)
+    starts = running_mean_starts(samples.value, group.epoch[at])
+    if starts is not None:
+        data.attrs.setdefault("running_means", {})[name] = [int(step) for step in samples.step[starts]]
 
 
 def _is_aside(series: _Series, samples: Samples, head: _Series) -> bool:

@@ -85,7 +85,7 @@ _NO_MEASURE = _SETTING - {"total", "best", "min", "eval", "log", "error"}
 _NO_LOSS = _SETTING - {"total", "eval", "log", "max", "min", "num", "per", "rate", "error"}
 _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accumulation"}
 _OF_TRIALS = {"success", "win", "hit"}  # `success_rate` is a measure, `learning_rate` none
-_INDEX = {"index", "idx", "no", "id", "number"}
+_INDEX = {"index", "idx", "no", "id", "number", "done"}
 
 
 def _counts_steps(words: tuple[str, ...], found: set[str]) -> bool:
