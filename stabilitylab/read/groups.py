@@ -59,6 +59,7 @@ def joined_files(
         joined.skipped = dict(Counter(joined.skipped) + Counter(file.data.skipped))
         crashes = joined.attrs.get("crashes", []) + file.data.attrs.get("crashes", [])
         joined.attrs = file.data.attrs | joined.attrs | ({"crashes": crashes} if crashes else {})
+    joined.attrs.pop("pass_starts", None)  # places in one file say nothing of those in another
     return joined
 
 # %% ../../nbs/api/read/21_groups.ipynb #051a7b00

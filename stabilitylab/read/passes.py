@@ -71,10 +71,11 @@ def _appended(parts: list[Samples]) -> Samples:
     return Samples(step, value, order, time)
 
 
-def _restarts_in(moved: dict[str, Samples]) -> list[int]:
-    "Where a log begins, and where it starts again."
+def _restarts_in(moved: dict[str, Samples], known: list[int] | None, shift: int) -> list[int]:
+    "Where a log begins, and where it starts again; `known` are such places before it was moved by `shift`."
     first = min(int(samples.order.min()) for samples in moved.values())
-    return [first, *(int(place) for place in find_restarts(moved))]
+    again = find_restarts(moved).tolist() if known is None else [place + shift for place in known]
+    return [first, *again]
 
 
 def _attempts(crashes: list[dict], is_last: bool) -> list[dict]:
@@ -90,14 +91,15 @@ def in_sequence(
     joined, parts, begin = LogData(), {}, 0
     starts, crashes = [], []
     for log in logs:
-        end, own = begin, {}
+        end, own, shift = begin, {}, begin
         for name, samples in log.samples.items():
             own[name] = _shifted(samples, begin)
             parts.setdefault(name, []).append(own[name])
             end = max(end, int(own[name].order.max(initial=0)) + 1)
         begin = end
         crashes += _attempts(log.attrs.get("crashes", []), log is logs[-1])
-        starts += _restarts_in({name: one for name, one in own.items() if len(one.step)}) if own else []
+        own = {name: one for name, one in own.items() if len(one.step)}
+        starts += _restarts_in(own, log.attrs.get("pass_starts"), shift) if own else []
         joined.events += log.events
         joined.attrs = log.attrs | joined.attrs
         joined.ours = log.ours | joined.ours
@@ -108,6 +110,7 @@ def in_sequence(
         name: _appended(series) if len(series) > 1 else series[0] for name, series in parts.items()
     }
     joined.attrs |= {"crashes": crashes} if crashes else {}
+    joined.attrs.pop("pass_starts", None)
     joined.attrs |= {"pass_starts": starts[1:]} if is_marked else {}
     return joined
 

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ..names.errors import InputError, bad_input
+from ..names.variables import canonical_name
 from .base import LogData, first_bytes
 from .steps import by_count
 from .words import meaning, split_words
@@ -144,6 +145,28 @@ def _epoch_of(numbers: dict[str, Column], step: str | None) -> np.ndarray | None
     return None
 
 
+def _with_other_counts(count: np.ndarray, known: np.ndarray, numbers: dict[str, Column]) -> np.ndarray:
+    "The steps; of rows of validation that count epochs in the same column, that of the row above."
+    losses = (given for name, (_, given, _) in numbers.items() if canonical_name(str(name)) == "loss")
+    is_training = next(losses, None)
+    if is_training is None:
+        return count
+    training, others = np.flatnonzero(known & is_training), np.flatnonzero(known & ~is_training)
+    if len(training) < 2 or len(others) < 2 or (np.diff(count[training]) < 0).any():
+        return count
+    above = np.searchsorted(training, others) - 1
+    before = count[training[np.clip(above, 0, None)]]
+    counts_otherwise = (np.diff(count[others]) > 0).all() and (count[others] < before).mean() > _MOST_BELOW
+    if not counts_otherwise:
+        return count
+    shifted = count.copy()
+    shifted[others] = before
+    return shifted
+
+
+_MOST_BELOW = 0.8  # share of the other rows whose count is below that of the row above them
+
+
 def table_log(
     columns: dict,  # name -> its values, one a row
     step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
@@ -161,6 +184,7 @@ def table_log(
     epoch = _epoch_of(numbers, step)
     if epoch is not None and known.all() and (np.diff(count) < 0).any():
         count, _ = by_count(count, epoch, None, str(step))
+    count = _with_other_counts(count, known, numbers)
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - known.sum())
     for name, (value, given, bad) in numbers.items():

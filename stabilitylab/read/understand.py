@@ -15,7 +15,7 @@ from .lines import Slot, Table
 from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
 from .words import evaluation, loss_rank, meaning, split_words
-from ..run.scalars import Samples
+from ..run.scalars import Samples, find_restarts
 
 # %% ../../nbs/api/read/17_understand.ipynb #670b56ed
 _FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so
@@ -211,11 +211,14 @@ def _samples(
     series: _Series, carrier: Counted | None, first: np.ndarray, begins: np.ndarray
 ) -> tuple[Samples, str]:
     "One series with its steps, and how they were found."
-    orders, steps, values, times, how = [], [], [], [], ""
-    for table, value in series.parts:
-        step, how = _steps_of(table, series.group, carrier)
-        if step is None:
-            step, how = _numbers(table.order, first, begins), _NUMBERED
+    orders, steps, values, times = [], [], [], []
+    found = [_steps_of(table, series.group, carrier) for table, _ in series.parts]
+    is_mixed = len({step is None for step, _ in found}) > 1
+    for (table, value), (step, _) in zip(series.parts, found, strict=True):
+        if step is None and is_mixed:
+            step = carried(table.order, carrier)
+        elif step is None:
+            step = _numbers(table.order, first, begins)
         orders.append(table.order)
         steps.append(step)
         values.append(value)
@@ -224,7 +227,8 @@ def _samples(
     by_place = np.argsort(order, kind="stable")
     time = np.concatenate(times)[by_place]
     step, value = np.concatenate(steps)[by_place], np.concatenate(values)[by_place]
-    return Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time), how
+    whole = Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time)
+    return whole, next((how for _, how in found if how), _NUMBERED)
 
 # %% ../../nbs/api/read/17_understand.ipynb #42732f65
 def _name(series: _Series, main: _Series | None, taken: dict) -> str:
@@ -270,6 +274,7 @@ def understand(
         data.samples[name] = samples
         if series is head:
             data.attrs["step_is"] = how
+            data.attrs["pass_starts"] = find_restarts({name: samples}).tolist()
         _say_ours(data, name, series, main)
         _say_mean(data, name, series)
     data.attrs["lines_used"] = sum(used.values())
