@@ -54,10 +54,8 @@ _UNIT = re.compile(rb"[A-Za-z%\xb5\xce\xbc\xc2]+(?:/[A-Za-z]+)*")
 _WRAPPED = re.compile(
     rb"(?:tensor|float\d*|np\.\w+|numpy\.\w+|array|Array|Tensor|DeviceArray|item)\(?[\[( ]*$"
 )
-_END = re.compile(
-    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?"
-    rb"[\s:=>(\[{|\"'~\x00*]*$"
-)
+_TRIMMED = b" \t\n\r\v\f:=>([{|\"'~\0*"  # between a name and its number
+_LINKS = (b"is", b"at", b"of", b"\xe2\x86\x92", b"\xef\xbc\x9a")  # words there, and an arrow and a wide colon
 _SPLIT = re.compile(
     rb"[,;|\[\]{}()\x00<>\t\"'!?\x01]|\xef\xbc\x8c|\xe2\x94\x82|\xe2\x95\x91"
     rb"|: | :|:$| - | -- | \xe2\x80\x94 | {2,}|=>| = |^ *-+ "
@@ -101,13 +99,26 @@ def _tag_of(piece: bytes) -> str | None:
     return next(said for start, said in _TAGS.items() if word.startswith(start))
 
 
+def _trimmed(gap: bytes) -> bytes:
+    "The text before a number without what links it to the number: `loss is: ` and `loss -> ` are `loss`."
+    bare = gap.rstrip(_TRIMMED)
+    if bare.endswith(b"-") and gap[len(bare) :].startswith(b">"):
+        return bare[:-1].rstrip(_TRIMMED)
+    link = next((word for word in _LINKS if bare.endswith(word)), b"")
+    before = bare[: len(bare) - len(link)]
+    is_word = link.isalpha() and (before[-1:].isalnum() or before[-1:] == b"_")
+    return before.rstrip(_TRIMMED) if link and not is_word else bare
+
+
 def _name_of(gap: bytes) -> tuple[str, str | None]:
     "The name at the end of the text before a number, and the tag that the text before the name gives."
-    gap = _END.sub(b"", _WRAPPED.sub(b"", gap))
-    unit = _IN_UNIT.search(gap)
-    gap = _END.sub(b"", gap[: unit.start()] if unit else gap)
+    gap = _trimmed(_WRAPPED.sub(b"", gap) if b"(" in gap or b"[" in gap else gap)
+    unit = _IN_UNIT.search(gap) if gap.endswith(b")") else None
+    gap = _trimmed(gap[: unit.start()]) if unit else gap
     pieces = _SPLIT.split(gap)
-    name = _NO_WORD.sub("", pieces[-1].decode("utf-8", "replace"))
+    name = pieces[-1].decode("utf-8", "replace")
+    if not (name[:1].isalnum() and name[-1:].isalnum()):
+        name = _NO_WORD.sub("", name)
     if ":" in name and name.rpartition(":")[2][:1].isalpha():
         name = name.rpartition(":")[2]  # a logger's `INFO:__main__:` before it
     words = name.split()
@@ -131,10 +142,9 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _with_tag(name: str, tag: str) -> str:
     "The name with where it was measured, if it does not say so itself."
-    is_untagged = meaning(name) in ("step", "epoch", "setting") or _tag_of(name.encode()) is not None
-    if not tag or not name or is_untagged:
+    if not tag or not name or meaning(name) in ("step", "epoch", "setting"):
         return name
-    return tag + name
+    return name if _tag_of(name.encode()) is not None else tag + name
 
 
 _COUNTED = "steps?|iters?|iterations?|(?:mini-?)?batch(?:es)?|updates?|epochs?"
@@ -143,7 +153,7 @@ _AT = re.compile(
     rf"^(?P<name>.+?) (?:at|after|for|of|in|on)(?: the)?(?: (?P<count>(?:global |train )?(?:{_COUNTED})))?$",
     re.I,
 )
-_BARE = re.compile(r"^(?:train(?:ing)?|val(?:id(?:ation)?)?|test(?:ing)?|eval(?:uation)?|dev)$", re.I)
+_BARE = {"train", "training", "val", "valid", "validation", "test", "testing", "eval", "evaluation", "dev"}
 _BRACKET = re.compile(rb"\s*\[\s*\d+/\d+")  # behind `Train: 36`: the epoch of timm, and the place in it
 _SAID = re.compile(rb"\s*(?:%b)?\s*(?:[:=,]|is\b|was\b)?\s*" % _COUNTED.encode(), re.I)
 
@@ -194,14 +204,14 @@ class _Line:
         waiting, self.waiting = self.waiting, ""
         if waiting and _SAID.fullmatch(gap):
             return _with_tag(waiting, self.tag)
-        found = _AT.match(name) if is_whole else None
+        found = _AT.match(name) if is_whole and " " in name else None
         count = found and (found["count"] or self._count_behind(behind))
         if count and meaning(found["name"]) in ("loss", "perplexity", "measure"):
             self.waiting = found["name"]
             return count.split()[-1]
         if is_whole and name.lower() in ("after", "at", "in"):
             return ""  # `After 100 steps`: the word behind it is its name
-        if _BARE.match(name):
+        if name.lower() in _BARE:
             self.tag = _tag_of(name.encode()) or ""
             return "epoch" if is_whole and _BRACKET.match(self.hidden, behind) else name
         if not self.found and evaluation(name.split(" ")[0]) and not _TRAIN.search(self.hidden):
@@ -216,8 +226,11 @@ class _Line:
 
     def _is_part_of_name(self, start: int) -> bool:
         "Whether a number belongs to a name: `acc@1`, `loss/bias:0, shape=`; in `epoch-1` it is a count."
-        if _TENSOR.match(self.hidden, max(start - 2, 0)):
-            return True
+        mark = self.hidden[start - 1 : start]
+        if mark == b":":
+            return bool(_TENSOR.match(self.hidden, max(start - 2, 0)))
+        if mark not in (b"@", b"-"):
+            return False
         if not _PART_OF_NAME.search(self.hidden[max(start - 2, 0) : start]):
             return False
         name, _ = _name_of(self.hidden[self.before : start])

@@ -39,6 +39,8 @@ def _table(words: frozenset[str]) -> tuple[np.uint64, np.ndarray]:
 _COUNTS, _MEASURES = counting_words(), telling_words() | frozenset(_ALWAYS)
 _FACTOR, _TELLING = _table(_COUNTS | _MEASURES)
 _COUNT_CODES = np.isin(_TELLING, [_code(word) for word in _COUNTS])  # by place in the table
+_INDEX_CODES = np.array([_code(word) for word in ("index", "idx", "no", "id", "number", "done")], np.uint64)
+_LINK_CODES = np.array([_code(word) for word in ("after", "at", "in")], np.uint64)  # `after 100 steps`
 _LETTER = np.zeros(256, bool)
 _LETTER[[*range(65, 91), *range(97, 123)]] = True
 _CAPITAL = np.zeros(256, bool)
@@ -58,12 +60,15 @@ class _Words:
         place = (code * _FACTOR) >> np.uint64(64 - _BITS)
         is_known = _TELLING[place] == code
         self.counts = is_known & _COUNT_CODES[place]
+        is_index = np.isin(code, _INDEX_CODES)  # of `batch index 7`
+        self.counts[1:] |= is_index[1:] & self.counts[:-1]
+        self.links = np.isin(code, _LINK_CODES)
         glued = (size > 4) & ((piece.words[end - 4] | _LOWER) & _MASKS[4] == _LOSS)  # `nllloss`
         self.measures = (is_known & ~self.counts) | glued
 
 # %% ../../nbs/api/read/25_prefilter.ipynb #089fd697
-_FAR, _NEAR = 6, 2  # words before a number among which a measure, or a count, is its name
-_POINT, _ASCII = 46, 128
+_FAR, _NEAR = 6, 1  # words before a number among which a measure, or a count, is its name
+_POINT, _ASCII, _BLANK = 46, 128, 32
 
 
 def _lines_of(piece: Piece, places: np.ndarray) -> np.ndarray:
@@ -103,7 +108,10 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
         return count[np.maximum(last, first)] > count[first]
 
     is_measure = among(words.measures, before - _FAR, before)
-    return begin[is_measure | among(words.counts, before - _NEAR, before + 1)]
+    is_count = among(words.counts, before - _NEAR, before)
+    blank = piece.buf[begin - 1] == _BLANK
+    is_unnamed = ~_LETTER[piece.buf[begin - 1 - blank]] | among(words.links, before - 1, before)
+    return begin[is_measure | is_count | (is_unnamed & among(words.counts, before, before + 1))]
 
 
 def _wanted(piece: Piece) -> np.ndarray:

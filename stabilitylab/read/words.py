@@ -68,6 +68,7 @@ def split_words(
     return tuple(word for word in _PIECES.split(_CAMEL.sub(" ", name).lower()) if word)
 
 
+@lru_cache(4096)
 def evaluation(
     name: str,  # of a series
 ) -> bool:  # whether a word of it says that it was not measured in training
