@@ -334,12 +334,33 @@ def _step_after(records: Samples | None, count: int) -> int | None:
     return int(records.step[count - 1]) if count else None
 
 
+_AT_START = {"SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError"}
+_CHAINED = re.compile(rb"During handling of the above|was the direct cause of")
+
+
+def _starts_again(data: bytes | mmap.mmap, sign: Sign, following: Sign) -> bool:
+    "Whether a traceback belongs to another attempt: the one before says that its program never ran."
+    is_other = following.trace and following.name not in _AT_START
+    is_chained = _CHAINED.search(data[sign.place : following.place])
+    return sign.trace and sign.name in _AT_START and is_other and not is_chained
+
+
+def _attempts(data: bytes | mmap.mmap, signs: list[Sign]) -> list[list[Sign]]:
+    "The signs of one place of a log, by the attempt that they belong to."
+    cuts = [at for at in range(1, len(signs)) if _starts_again(data, signs[at - 1], signs[at])]
+    return [signs[a:b] for a, b in zip([0, *cuts], [*cuts, len(signs)], strict=True)]
+
+
 def _incidents(data: bytes | mmap.mmap, records: Samples | None) -> list[Crash]:
     "One crash for every group of signs between the same two records, those that ended the run last."
     n = 0 if records is None else len(records.order)
-    found = []
+    groups = []
     for before, signs in _by_record(data, records, n).items():
-        is_end = before == n or _was_kept_back(data, signs[-1].place, records, before)
+        *failed, last = _attempts(data, signs)
+        groups += [(before, attempt, False) for attempt in failed] + [(before, last, True)]
+    found = []
+    for before, signs, is_last in groups:
+        is_end = is_last and (before == n or _was_kept_back(data, signs[-1].place, records, before))
         crash = _crash(data, signs)
         is_attempt = any(sign.trace for sign in signs)
         if crash is not None and (is_end or is_attempt):

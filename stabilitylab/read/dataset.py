@@ -69,7 +69,12 @@ def to_dataset(
         ours[name] = new if is_free else ours[name]
         samples[ours[name]] = in_our_units if is_free else own
     log_names = {our: name for name, our in ours.items()}
+    attrs = {name: value for name, value in data.attrs.items() if name != "pass_starts"}
+    if "running_means" in attrs:
+        attrs["running_means"] = {ours[name]: steps for name, steps in attrs["running_means"].items()}
+    starts = data.attrs.get("pass_starts")
+    restarts = None if starts is None else np.array(starts, dtype=np.int64)
     scalars = make_scalars(
-        samples, log_names, source=source, format=format, skipped=data.skipped, **data.attrs
+        samples, log_names, restarts, source=source, format=format, skipped=data.skipped, **attrs
     )
     return scalars.merge(make_events(data.events), combine_attrs="drop_conflicts")

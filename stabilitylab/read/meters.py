@@ -9,7 +9,7 @@ __all__ = ['hidden_stamps', 'Meter', 'meters', 'cells']
 import re
 from typing import NamedTuple
 
-from .words import meaning
+from .words import evaluation, meaning
 
 # %% ../../nbs/api/read/13_meters.ipynb #117479d2
 _STAMPS = re.compile(
@@ -17,6 +17,7 @@ _STAMPS = re.compile(
     rb"|\d{4}[-/.]\d\d?[-/.]\d\d?"  # 2024-10-26 02:52:14.809
     rb"(?:[ T_-]{1,2}\d\d?[:-]\d\d(?:[:-]\d\d)?(?:[.,]\d+)?)?(?:Z|[+-]\d\d:?\d\d(?!\d))?"
     rb"|\b\d\d?[-/.]\d\d?[-/.]\d{2,4}\b,?(?: \d\d?:\d\d:\d\d(?:[.,]\d+)?)?"  # 09/02/20 15:53:41
+    rb"|\b\d\d[-/]\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?"  # 09/02 15:53:41
     rb"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? +(?:\d\d? +)?[A-Z][a-z]{2}[a-z]* +\d[\d: ]*"
     rb"(?: [AP]M)?(?: [A-Z]{3,4})?(?: \d{4})?"  # Sun Aug 17 00:40:32 2025
     rb"|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +\d\d?,? +(?:\d{4} +)?"
@@ -31,10 +32,16 @@ _STAMPS = re.compile(
 )
 
 
+# what every stamp has: a mark between digits, or a word before a number (twenty times as fast to look for)
+_MAY_STAMP = re.compile(rb"\d[-/.:h ]|[:(]\d|line \d|0x|pu[ :=#]|cuda|pid|PID|port|xla")
+
+
 def hidden_stamps(
     line: bytes,  # one line of text
 ) -> bytes:  # as long as before
     "The line with time stamps and places in source files replaced by zero bytes."
+    if not _MAY_STAMP.search(line):
+        return line
     return _STAMPS.sub(lambda found: b"\0" * len(found[0]), line)
 
 # %% ../../nbs/api/read/13_meters.ipynb #29bd6cd6
@@ -47,10 +54,8 @@ _UNIT = re.compile(rb"[A-Za-z%\xb5\xce\xbc\xc2]+(?:/[A-Za-z]+)*")
 _WRAPPED = re.compile(
     rb"(?:tensor|float\d*|np\.\w+|numpy\.\w+|array|Array|Tensor|DeviceArray|item)\(?[\[( ]*$"
 )
-_END = re.compile(
-    rb"[\s:=>(\[{|\"'~\x00*]*(?:(?:-|=|:)>|\bis\b|\bat\b|\bof\b|:=|\xe2\x86\x92|\xef\xbc\x9a)?"
-    rb"[\s:=>(\[{|\"'~\x00*]*$"
-)
+_TRIMMED = b" \t\n\r\v\f:=>([{|\"'~\0*"  # between a name and its number
+_LINKS = (b"is", b"at", b"of", b"\xe2\x86\x92", b"\xef\xbc\x9a")  # words there, and an arrow and a wide colon
 _SPLIT = re.compile(
     rb"[,;|\[\]{}()\x00<>\t\"'!?\x01]|\xef\xbc\x8c|\xe2\x94\x82|\xe2\x95\x91"
     rb"|: | :|:$| - | -- | \xe2\x80\x94 | {2,}|=>| = |^ *-+ "
@@ -63,7 +68,9 @@ _TAG = re.compile(
     rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
     re.I,
 )
+_TRAIN = re.compile(rb"(?<![A-Za-z])train", re.I)
 _TAGS = {"train": "", "val": "val ", "test": "test ", "eval": "val ", "dev": "val "}
+_TENSOR = re.compile(rb"\w:\d+[\"']?,? ?\(?(?:shape|dtype)\b")  # TensorFlow's `name:0`
 _PART_OF_NAME = re.compile(rb"[A-Za-z][@-]$")
 _NO_WORD = re.compile(r"^[\W_]+|[\W_]+$")
 _ARROW = re.compile(rb"\s*(?:-+>|=>|\xe2\x86\x92)")  # `ppl: inf --> 4.2`: the value before is an old one
@@ -92,17 +99,32 @@ def _tag_of(piece: bytes) -> str | None:
     return next(said for start, said in _TAGS.items() if word.startswith(start))
 
 
+def _trimmed(gap: bytes) -> bytes:
+    "The text before a number without what links it to the number: `loss is: ` and `loss -> ` are `loss`."
+    bare = gap.rstrip(_TRIMMED)
+    if bare.endswith(b"-") and gap[len(bare) :].startswith(b">"):
+        return bare[:-1].rstrip(_TRIMMED)
+    link = next((word for word in _LINKS if bare.endswith(word)), b"")
+    before = bare[: len(bare) - len(link)]
+    is_word = link.isalpha() and (before[-1:].isalnum() or before[-1:] == b"_")
+    return before.rstrip(_TRIMMED) if link and not is_word else bare
+
+
 def _name_of(gap: bytes) -> tuple[str, str | None]:
     "The name at the end of the text before a number, and the tag that the text before the name gives."
-    gap = _END.sub(b"", _IN_UNIT.sub(b"", _END.sub(b"", _WRAPPED.sub(b"", gap))))
+    gap = _trimmed(_WRAPPED.sub(b"", gap) if b"(" in gap or b"[" in gap else gap)
+    unit = _IN_UNIT.search(gap) if gap.endswith(b")") else None
+    gap = _trimmed(gap[: unit.start()]) if unit else gap
     pieces = _SPLIT.split(gap)
-    name = _NO_WORD.sub("", pieces[-1].decode("utf-8", "replace"))
+    name = pieces[-1].decode("utf-8", "replace")
+    if not (name[:1].isalnum() and name[-1:].isalnum()):
+        name = _NO_WORD.sub("", name)
     if ":" in name and name.rpartition(":")[2][:1].isalpha():
         name = name.rpartition(":")[2]  # a logger's `INFO:__main__:` before it
     words = name.split()
     if len(words) > 4:
         words = words[-4:]
-    tag = None
+    tag = _tag_of(unit[0]) if unit else None  # mmengine's `Epoch(val)`
     for piece in pieces[:-1]:
         said = _tag_of(piece)
         tag = tag if said is None else said
@@ -120,12 +142,20 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _with_tag(name: str, tag: str) -> str:
     "The name with where it was measured, if it does not say so itself."
-    if not tag or not name or meaning(name) in ("step", "epoch") or _tag_of(name.encode()) is not None:
+    if not tag or not name or meaning(name) in ("step", "epoch", "setting"):
         return name
-    return tag + name
+    return name if _tag_of(name.encode()) is not None else tag + name
 
 
-_BEHIND = re.compile(rb"[\s/\d]*(steps?|iters?|iterations?|batches|updates?|epochs?)\b", re.I)
+_COUNTED = "steps?|iters?|iterations?|(?:mini-?)?batch(?:es)?|updates?|epochs?"
+_BEHIND = re.compile(rb"[\s/\d]*(%b)\b" % _COUNTED.encode(), re.I)
+_AT = re.compile(
+    rf"^(?P<name>.+?) (?:at|after|for|of|in|on)(?: the)?(?: (?P<count>(?:global |train )?(?:{_COUNTED})))?$",
+    re.I,
+)
+_BARE = {"train", "training", "val", "valid", "validation", "test", "testing", "eval", "evaluation", "dev"}
+_BRACKET = re.compile(rb"\s*\[\s*\d+/\d+")  # behind `Train: 36`: the epoch of timm, and the place in it
+_SAID = re.compile(rb"\s*(?:%b)?\s*(?:[:=,]|is\b|was\b)?\s*" % _COUNTED.encode(), re.I)
 
 
 def _named_behind(line: bytes, found: list[Meter]) -> list[Meter]:
@@ -145,6 +175,7 @@ class _Line:
     def __init__(self, line: bytes):
         self.hidden, self.found, self.taken = hidden_stamps(line), [], set()
         self.tag, self.before = "", 0  # where the numbers that follow were measured; end of the number before
+        self.waiting = ""  # a name whose value stands behind a count
         rank = _RANK.search(self.hidden)
         if rank:
             self.found.append(Meter("rank", *rank.span(1), "value", False, "", True))
@@ -162,12 +193,44 @@ class _Line:
             return
         is_whole = number[0].lstrip(b"+-").replace(b",", b"").isdigit()
         name, kind = self._name_and_kind(self.hidden[self.before : start], is_whole, behind)
+        if kind == "value":
+            name = self._said(name, self.hidden[self.before : start], is_whole, behind)
         unique = _unique(name, self.taken) if name else ""
         self.found.append(Meter(unique, start, end, kind, False, glued.decode("utf-8", "replace"), is_whole))
         self.before = behind
 
+    def _said(self, name: str, gap: bytes, is_whole: bool, behind: int) -> str:
+        "The name of a value in a sentence: `Loss at step 100: 3.2` names the step and then the loss."
+        waiting, self.waiting = self.waiting, ""
+        if waiting and _SAID.fullmatch(gap):
+            return _with_tag(waiting, self.tag)
+        found = _AT.match(name) if is_whole and " " in name else None
+        count = found and (found["count"] or self._count_behind(behind))
+        if count and meaning(found["name"]) in ("loss", "perplexity", "measure"):
+            self.waiting = found["name"]
+            return count.split()[-1]
+        if is_whole and name.lower() in ("after", "at", "in"):
+            return ""  # `After 100 steps`: the word behind it is its name
+        if name.lower() in _BARE:
+            self.tag = _tag_of(name.encode()) or ""
+            return "epoch" if is_whole and _BRACKET.match(self.hidden, behind) else name
+        if not self.found and evaluation(name.split(" ")[0]) and not _TRAIN.search(self.hidden):
+            self.tag = _tag_of(name.encode()) or self.tag  # `Test Accuracy: 89.9  Loss: 0.34`
+        return name
+
+    def _count_behind(self, behind: int) -> str:
+        "The word behind a count, where a value follows: `Loss after 3 epochs: 0.02`; '' where there is none."
+        found = _BEHIND.match(self.hidden, behind)
+        is_said = found and re.match(rb"\s*(?:[:=]|is\b|was\b)", self.hidden[found.end() :])
+        return found[1].decode().lower() if is_said else ""
+
     def _is_part_of_name(self, start: int) -> bool:
-        "Whether a number belongs to a name, as in `acc@1`; in `epoch-1` it is a count."
+        "Whether a number belongs to a name: `acc@1`, `loss/bias:0, shape=`; in `epoch-1` it is a count."
+        mark = self.hidden[start - 1 : start]
+        if mark == b":":
+            return bool(_TENSOR.match(self.hidden, max(start - 2, 0)))
+        if mark not in (b"@", b"-"):
+            return False
         if not _PART_OF_NAME.search(self.hidden[max(start - 2, 0) : start]):
             return False
         name, _ = _name_of(self.hidden[self.before : start])

@@ -6,118 +6,39 @@
 __all__ = ['read_runs', 'read_log']
 
 # %% ../../nbs/api/read/09_runs.ipynb #37a621c2
-import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
-from ..names.variables import canonical_name
-from .asked import as_asked
-from .base import LogData, head_of
+from .base import head_of
 from .beside import files_beside, join_logs
-from .crash import note_crashes
 from .dataset import to_dataset
-from .logs.generic import read_generic
-from .passes import chains, in_sequence
-from .recognise import formats, recognise
-from .streams import joined_streams, partner_of
+from stabilitylab.read.files import (
+    Asked,
+    LogFile,
+    holds_anything,
+    not_empty,
+    one_process,
+    read_files,
+    with_partner,
+)
+from .groups import continued, group_of, in_chains, join_accounts, joined_files
+from .recognise import formats
+from .run_folders import RunFolder, run_folder_of, run_folders
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars
 
 # %% ../../nbs/api/read/09_runs.ipynb #1e828ead
-@dataclass(frozen=True)
-class _LogFile:
-    "A file that was read."
-
-    path: Path
-    format: str
-    data: LogData
-
-
-class _Asked(NamedTuple):
-    "What the caller says of the logs instead of leaving it to be found."
-
-    format: str | None = None  # name of a format
-    step: str | None = None  # name of the series that counts the steps
-    loss: str | None = None  # name of the series that is the training loss
-
-
-_NOTHING = _Asked()
-
-
-def _read_file(path: Path, asked: _Asked = _NOTHING) -> _LogFile:
-    "What one file holds; `InputError` where it cannot be read."
-    chosen = recognise(path, asked.format)
-    try:
-        if chosen.name == "generic":
-            data = read_generic(path, asked.step, asked.loss)
-        else:
-            data = as_asked(chosen.read(path), asked.step, asked.loss)
-        has_text = chosen.parse is not None or chosen.name == "generic"
-        is_text = has_text or not (data.samples or data.events)
-        if is_text:
-            note_crashes(path, data)
-        return _LogFile(path, chosen.name, data)
-    except (InputError, MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as e:
-        why = f"{type(e).__name__}: {str(e)[:200]}"
-        raise InputError(
-            f"`{path.name}` looked like {chosen.title} but could not be read: {why}; "
-            "try --format with another name"
-        ) from e
-
-
-def _with_partner(file: _LogFile, asked: _Asked) -> _LogFile:
-    "The file together with the other stream of its process, where there is one that tells anything."
-    other = partner_of(file.path)
-    if other is None:
-        return file
-    try:
-        partner = _read_file(other, asked)
-    except (InputError, OSError):
-        return file
-    joined = joined_streams(file.data, partner.data)
-    joined.attrs["also_in"] = sorted({*joined.attrs.get("also_in", []), other.name})
-    lead = file if file.data.samples else partner
-    return _LogFile(file.path, lead.format, joined)
-
-
-def _name_for(name: str, path: Path, taken: dict) -> str:
-    "The name of a series among those of other files: its own, else with its folder or its file before it."
-    if name not in taken:
-        return name
-    with_folder = f"{path.parent.name}/{name}"
-    return f"{path.name}/{name}" if with_folder in taken else with_folder
-
-
-def _joined(files: list[_LogFile]) -> LogData:
-    "What the files of one run hold together."
-    if len(files) == 1:
-        return files[0].data
-    joined = LogData()
-    for file in files:
-        for name, samples in file.data.samples.items():
-            joined.samples[_name_for(name, file.path, joined.samples)] = samples
-        joined.events += file.data.events
-        joined.ours = file.data.ours | joined.ours
-        joined.skipped = dict(Counter(joined.skipped) + Counter(file.data.skipped))
-        crashes = joined.attrs.get("crashes", []) + file.data.attrs.get("crashes", [])
-        joined.attrs = file.data.attrs | joined.attrs | ({"crashes": crashes} if crashes else {})
-    return joined
-
-
-def _run_of(files: list[_LogFile], source: str) -> xr.DataTree:
+def _run_of(files: list[LogFile], source: str) -> xr.DataTree:
     "One record from the files of one run."
-    table = to_dataset(_joined(files), source, " + ".join(sorted({file.format for file in files})))
+    table = to_dataset(joined_files(files), source, " + ".join(sorted({file.format for file in files})))
     skipped, crashes = table.attrs.get("skipped", {}), table.attrs.pop("crashes", [])
     attrs = {"source": source, "format": table.attrs["format"], "skipped": skipped}
+    attrs |= {"also_in": table.attrs["also_in"]} if table.attrs.get("also_in") else {}
     return new_run(table, attrs | ({"crashes": crashes} if crashes else {}))
 
 # %% ../../nbs/api/read/09_runs.ipynb #11859039
@@ -135,7 +56,7 @@ def _tables_beside(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]
             continue
         name = str(path.relative_to(folder))
         try:
-            file = _read_file(path)
+            file = read_files(path)[0]
         except InputError as error:
             if b"loss" in head_of(path):  # settings and notes are no logs, and no fault
                 broken[name] = str(error)
@@ -156,7 +77,7 @@ def _sourced(run: xr.DataTree, path: Path) -> xr.DataTree:
     return run
 
 
-def _refusal(file: _LogFile) -> str:
+def _refusal(file: LogFile) -> str:
     "Why a file that could be read is no log after all; '' where it is one."
     names = [name.lower() for name in file.data.samples]
     has_loss = any("loss" in name for name in names)
@@ -167,177 +88,108 @@ def _refusal(file: _LogFile) -> str:
     return ""
 
 
-def _log_files(folder: Path, stores: set[Path], asked: _Asked, refused: Counter) -> Iterator[_LogFile]:
-    "Every log below a folder and outside the records in it; `refused` counts the other files by reason."
+class _Refused:
+    "The files that are no logs, with the reason of each."
+
+    def __init__(self):
+        self.reasons: dict[Path, str] = {}
+
+    def add(self, path: Path, reason: str) -> None:
+        "Notes one file."
+        self.reasons[path] = reason[:200]
+
+
+class _Taken(NamedTuple):
+    "What of a folder is read otherwise than file by file."
+
+    folders: set[Path]  # records
+    files: set[Path]  # parts of the folders of trackers
+
+
+def _log_files(folder: Path, taken: _Taken, asked: Asked, refused: _Refused) -> Iterator[LogFile]:
+    "Every log below a folder that is not taken; `refused` gets the other files."
     for path in sorted(folder.rglob("*")):
-        is_hidden = path.name.startswith(".")
-        if not path.is_file() or is_hidden or not stores.isdisjoint(path.parents):
+        is_taken = path in taken.files or not taken.folders.isdisjoint(path.parents)
+        if is_taken or path.name.startswith(".") or not path.is_file():
             continue
         if path.suffix.lower() in _NO_LOGS:
-            refused[path.suffix] += 1
+            refused.add(path, path.suffix)
             continue
         try:
-            file = _read_file(path, asked)
+            files = read_files(path, asked)
         except (InputError, OSError) as e:
-            refused[str(e)[:80]] += 1
+            refused.add(path, str(e))
             continue
-        reason = _refusal(file)
-        if reason:
-            refused[reason] += 1
-        else:
-            yield file
-
-
-def _group(file: _LogFile, folder: Path) -> str:
-    "Which run a file belongs to: event files by folder, exports by the rest of their name, others alone."
-    here = file.path.parent.relative_to(folder)
-    if file.format == "tensorboard":
-        return str(here)
-    if file.format in ("tensorboard_csv", "tensorboard_json"):
-        return str(here / str(file.data.attrs.get("run") or "export"))
-    other = partner_of(file.path)
-    return str(here / max(file.path.name, other.name if other else ""))  # `.out` comes after `.err`
-
-# %% ../../nbs/api/read/09_runs.ipynb #5361630b
-def _without_copies(files: list[_LogFile]) -> list[_LogFile]:
-    "The files without those that hold the same series again (a CSV beside the JSON of one export)."
-    kept, seen = [], set()
-    for file in files:
-        key = tuple(
-            (name, np.asarray(samples.step).tobytes(), np.asarray(samples.value, float).tobytes())
-            for name, samples in file.data.samples.items()
-        )
-        if key not in seen or not key:
-            kept.append(file)
-        seen.add(key)
-    return kept
-
-
-def _loss_of(data: LogData) -> tuple[np.ndarray, np.ndarray] | None:
-    "Steps and values of what `data` holds as training loss; None where it has less than ten."
-    losses = (samples for name, samples in data.samples.items() if canonical_name(name) == "loss")
-    loss = next(losses, None)
-    if loss is None or len(loss.step) < 10:
-        return None
-    return np.asarray(loss.step), np.asarray(loss.value, float)
-
-
-def _is_same_run(one: LogData, other: LogData) -> bool:
-    "Whether two logs have the same steps with the same losses, up to the digits that were printed."
-    first, second = _loss_of(one), _loss_of(other)
-    if first is None or second is None or not np.array_equal(first[0], second[0]):
-        return False
-    return bool(np.allclose(first[1], second[1], rtol=2e-3, atol=1e-3, equal_nan=True))
-
-
-@dataclass
-class _Run:
-    "The files of one run, and its name."
-
-    key: str
-    files: list[_LogFile]
-
-
-def _tells_of(run: _Run, files: list[_LogFile]) -> bool:
-    "Whether one file in the folder of a run of one file is another account of it."
-    if not len(files) == len(run.files) == 1:
-        return False
-    mine, theirs = files[0], run.files[0]
-    return mine.path.parent == theirs.path.parent and _is_same_run(theirs.data, mine.data)
-
-
-def _merged(one: _LogFile, other: _LogFile) -> _LogFile:
-    "The account with most series, with what only the other one has."
-    lead, extra = sorted((one, other), key=lambda file: -len(file.data.samples))
-    known_names = {canonical_name(name) for name in lead.data.samples}
-    known_events = set(lead.data.events)
-    for name, samples in extra.data.samples.items():
-        if canonical_name(name) not in known_names:
-            lead.data.samples[name] = samples
-    lead.data.events += [event for event in extra.data.events if event not in known_events]
-    lead.data.attrs["also_in"] = sorted({*lead.data.attrs.get("also_in", []), extra.path.name})
-    return lead
-
-
-def _join_accounts(parts: dict[str, list[_LogFile]]) -> dict[str, list[_LogFile]]:
-    "The runs by name, those of one folder that tell of the same run put together."
-    runs: list[_Run] = []
-    for key, files in parts.items():
-        files = _without_copies(files)
-        other = next((run for run in runs if _tells_of(run, files)), None)
-        if other is None:
-            runs.append(_Run(key, files))
-            continue
-        lead = _merged(other.files[0], files[0])
-        other.key, other.files = lead.path.name if str(lead.path.parent) == "." else key, [lead]
-    return {run.key: run.files for run in runs}
-
-
-def _begun(file: _LogFile) -> tuple:
-    "What puts event files in the order in which they were begun: the time in their names."
-    time = re.search(r"tfevents\.(\d+)", file.path.name)
-    return int(time[1]) if time else 0, file.path.name
-
-
-def _in_chains(parts: dict[str, list[_LogFile]]) -> dict[str, list[_LogFile]]:
-    "The groups of event files, each split into its runs; the passes of one run as one file."
-    split = {}
-    for key, files in parts.items():
-        if len(files) < 2 or files[0].format != "tensorboard":
-            split[key] = files
-            continue
-        files = sorted(_without_copies(files), key=_begun)
-        found = chains([file.data for file in files])
-        for chain in found:
-            members = [files[number] for number in chain]
-            joined = _LogFile(
-                members[0].path, members[0].format, in_sequence([file.data for file in members])
-            )
-            name = key if len(found) == 1 else str(Path(key) / members[0].path.name)
-            split[name] = [joined]
-    return split
+        for file in files:
+            reason = _refusal(file)
+            if reason:
+                refused.add(path, reason)
+            else:
+                yield file
 
 # %% ../../nbs/api/read/09_runs.ipynb #3671716b
-def _nothing_in(folder: Path, refused: Counter) -> InputError:
+def _nothing_in(folder: Path, refused: _Refused) -> InputError:
     "The error that says what the files of a folder are instead of logs."
-    reasons = "; ".join(f"{count} × {reason}" for reason, count in refused.most_common(3)) or "it is empty"
+    counts = Counter(reason[:80] for reason in refused.reasons.values())
+    reasons = "; ".join(f"{count} × {reason}" for reason, count in counts.most_common(3)) or "it is empty"
     accepted = ", ".join(format.name for format in formats())
     return InputError(
-        f"`{folder}` holds no log that can be read: {sum(refused.values())} other files ({reasons}); "
+        f"`{folder}` holds no log that can be read: {len(refused.reasons)} other files ({reasons}); "
         f"accepted: {accepted}"
     )
 
 
-def _one_process(files: list[_LogFile]) -> list[_LogFile]:
-    "The files of a run; the two streams of one process are one file."
-    if len(files) != 2 or partner_of(files[0].path) != files[1].path:
-        return files
-    lead = max(files, key=lambda file: file.path.name)
-    return [_LogFile(lead.path, lead.format, joined_streams(files[0].data, files[1].data))]
+def _run_folder_runs(folder: Path, found: list[RunFolder], asked: Asked) -> dict[str, LogFile]:
+    "The runs that trackers keep as folders of their own, by name."
+    runs = {}
+    for one in found:
+        name = str(one.root.relative_to(folder))
+        runs[name if name != "." else one.root.name] = one.read(asked)
+    return runs
 
 
-def _tells(data: LogData) -> bool:
-    "Whether a file holds anything."
-    return bool(data.samples or data.events or data.attrs.get("crashes"))
+def _named_parts(folder: Path, files: Iterator[LogFile]) -> dict[str, list[LogFile]]:
+    "The files of every group."
+    parts = {}
+    for file in files:
+        parts.setdefault(group_of(file, folder), []).append(file)
+    return {key: one_process(members) for key, members in parts.items()}
 
 
-def _read_folder(folder: Path, asked: _Asked) -> dict[str, xr.DataTree]:
-    "The runs below a folder: records, and log files grouped by `_group`."
+def _read_folder(folder: Path, asked: Asked) -> dict[str, xr.DataTree]:
+    "The runs below a folder: records, folders of trackers, and log files grouped by `group_of`."
     marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
     stores = [path.parent for path in marks if is_run(path.parent)]
     runs = {str(store.relative_to(folder)): _sourced(open_run(store), store) for store in stores}
-    parts, refused = {}, Counter()
-    for file in _log_files(folder, set(stores), asked, refused):
-        parts.setdefault(_group(file, folder), []).append(file)
-    parts = {key: _one_process(files) for key, files in parts.items()}
-    for key, files in _join_accounts(_in_chains(parts)).items():
-        if not any(_tells(file.data) for file in files) and len(parts) > 1:
+    kept = [] if asked.format else run_folders(folder)
+    refused = _Refused()
+    taken = _Taken({*stores}, {path for one in kept for path in one.own})
+    parts = _named_parts(folder, _log_files(folder, taken, asked, refused))
+    for name, file in _run_folder_runs(folder, kept, asked).items():
+        if holds_anything(file.data):
+            parts[name] = [file]
+    for key, files in join_accounts(continued(in_chains(parts))).items():
+        if not any(holds_anything(file.data) for file in files) and len(parts) > 1:
+            refused.add(files[0].path, "it holds no record")
             continue
         name = key if key not in runs else key + " (log)"
         runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
     if not runs:
         raise _nothing_in(folder, refused)
+    _tell_refused(runs, refused, folder)
     return runs
+
+
+_LOG_ENDINGS = {".log", ".out", ".err", ".csv", ".tsv", ".jsonl", ".wandb"}  # files that somebody may miss
+
+
+def _tell_refused(runs: dict[str, xr.DataTree], refused: _Refused, folder: Path) -> None:
+    "Notes on the first run which logs of the folder are in none."
+    first = next(iter(runs.values()))
+    missed = {path: why for path, why in refused.reasons.items() if path.suffix.lower() in _LOG_ENDINGS}
+    if missed:
+        named = {str(path.relative_to(folder)): why for path, why in missed.items()}
+        first.attrs["left_out"] = first.attrs.get("left_out", {}) | named
 
 # %% ../../nbs/api/read/09_runs.ipynb #a433e4a4
 def read_runs(
@@ -347,30 +199,26 @@ def read_runs(
     loss: str | None = None,  # name of the series that is the training loss; None: found
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
-    path, asked = Path(path), _Asked(format, step, loss)
+    path, asked = Path(path), Asked(format, step, loss)
     if not path.exists():
         allowed = "a log file, a folder with logs, or a saved record"
         raise bad_input("path", str(path), allowed, "nothing is there: check the spelling")
     if is_run(path):
         return {path.name: _sourced(open_run(path), path)}
     if path.is_file():
-        return {
-            path.name: _run_of([_not_empty(_with_partner(_read_file(path, asked), asked), asked)], str(path))
-        }
+        return {name: _run_of([file], str(path)) for name, file in _runs_of_file(path, asked).items()}
     return _read_folder(path, asked)
 
 
-def _not_empty(file: _LogFile, asked: _Asked) -> _LogFile:
-    "The file, if it holds a series or an event."
-    if _tells(file.data):
-        return file
-    if asked.format:
-        fix = "leave --format away, and the format is recognised"
-        raise bad_input("format", asked.format, f"a format in which `{file.path.name}` holds records", fix)
-    raise InputError(
-        f"`{file.path.name}` holds no record: a header, settings or text, but no value of a series; "
-        "allowed: a log with at least one record"
-    )
+def _runs_of_file(path: Path, asked: Asked) -> dict[str, LogFile]:
+    "The runs of one file, by name; of a tracker's file together with what lies beside it."
+    kept = run_folder_of(path)
+    if kept is not None and not asked.format:
+        return {path.name: kept.read(asked)}
+    files = read_files(path, asked)
+    if len(files) > 1:
+        return {file.run: not_empty(file, asked) for file in files}
+    return {path.name: not_empty(with_partner(files[0], asked), asked)}
 
 # %% ../../nbs/api/read/09_runs.ipynb #f676f18f
 def read_log(

@@ -7,7 +7,7 @@ __all__ = ['Part', 'Scan']
 
 # %% ../../nbs/api/read/05_scan.ipynb #ca13232a
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -181,8 +181,9 @@ class Scan:
         self,
         parse: Parser,  # the format's reading of one line
         max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
+        may_tell: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
     ):
-        self.parse, self.max_shapes = parse, max_shapes
+        self.parse, self.max_shapes, self.may_tell = parse, max_shapes, may_tell
         self.columns: dict[str, list[Part]] = {}
         self.events, self.unread, self.last_step, self.n_lines = [], 0, None, 0
 
@@ -198,6 +199,8 @@ class Scan:
         todo, many = np.arange(len(piece.start)), []
         self.n_lines += len(todo)
         todo = self._read_groups(piece, todo, SameLayout, many)
+        if self.may_tell is not None and todo.size >= 64:  # lines of a common layout are read by then
+            todo = todo[self.may_tell(piece)[todo]]
         if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
             todo = self._read_groups(piece, todo, SameShape, many)
         singles = [found for i in todo for found in self._read_single(piece, i)]

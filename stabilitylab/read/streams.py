@@ -40,6 +40,9 @@ def partner_of(
     return None
 
 # %% ../../nbs/api/read/13_streams.ipynb #5260134c
+_OF_SERIES = ("pass_starts", "running_means")  # attributes that speak of the series of one file
+
+
 def joined_streams(
     one: LogData,  # what one file holds
     other: LogData,  # what the other holds
@@ -53,6 +56,7 @@ def joined_streams(
     for crash in extra.attrs.get("crashes", []):
         is_end = crash["died"] and crash["step"] is None
         crashes.append(crash | {"step": last} if is_end else crash)
-    attrs = extra.attrs | lead.attrs | ({"crashes": crashes} if crashes else {})
+    said = {name: value for name, value in extra.attrs.items() if name not in _OF_SERIES}
+    attrs = said | lead.attrs | ({"crashes": crashes} if crashes else {})
     events = [*lead.events, *(event for event in extra.events if event not in lead.events)]
     return replace(lead, events=events, attrs=attrs)

@@ -17,7 +17,10 @@ import numpy as np
 import pandas as pd
 
 from ..names.errors import InputError, bad_input
+from ..names.variables import canonical_name
 from .base import LogData, first_bytes
+from .steps import by_count
+from .words import meaning, split_words
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/02_tables.ipynb #b69dd124
@@ -115,6 +118,55 @@ def _counter(column: Column | None, n: int) -> tuple[np.ndarray, np.ndarray]:
     return count, given & np.isfinite(count) & fits
 
 
+def _rises(value: np.ndarray, given: np.ndarray) -> bool:
+    "Whether a column counts up: it changes, and never goes back but for a restart or two."
+    moves = np.diff(value[given])
+    return len(moves) > 0 and bool((moves > 0).any()) and float((moves < 0).mean()) <= _FEW_BACK
+
+
+_FEW_BACK = 0.05  # share of the rows in which a count may go back
+
+
+def _other_counter(numbers: dict[str, Column], whole: set[str]) -> str | None:
+    "A column whose name says that it counts steps, the total of them first; else the epoch."
+    rising = [name for name in numbers if name in whole and _rises(*numbers[name][:2])]
+    counters = [name for name in rising if meaning(name) == "step"]
+    if counters:
+        return min(counters, key=lambda name: not {"total", "global", "far"} & set(split_words(name)))
+    epochs = (name for name in rising if split_words(name) in (("epoch",), ("epochs",)))
+    return next(epochs, None)
+
+
+def _epoch_of(numbers: dict[str, Column], step: str | None) -> np.ndarray | None:
+    "The epochs of the rows, where they are whole and known in all."
+    for name, (value, given, _) in numbers.items():
+        if name != step and split_words(str(name)) == ("epoch",) and given.all() and _is_whole(value, given):
+            return value
+    return None
+
+
+def _with_other_counts(count: np.ndarray, known: np.ndarray, numbers: dict[str, Column]) -> np.ndarray:
+    "The steps; of rows of validation that count epochs in the same column, that of the row above."
+    losses = (given for name, (_, given, _) in numbers.items() if canonical_name(str(name)) == "loss")
+    is_training = next(losses, None)
+    if is_training is None:
+        return count
+    training, others = np.flatnonzero(known & is_training), np.flatnonzero(known & ~is_training)
+    if len(training) < 2 or len(others) < 2 or (np.diff(count[training]) < 0).any():
+        return count
+    above = np.searchsorted(training, others) - 1
+    before = count[training[np.clip(above, 0, None)]]
+    counts_otherwise = (np.diff(count[others]) > 0).all() and (count[others] < before).mean() > _MOST_BELOW
+    if not counts_otherwise:
+        return count
+    shifted = count.copy()
+    shifted[others] = before
+    return shifted
+
+
+_MOST_BELOW = 0.8  # share of the other rows whose count is below that of the row above them
+
+
 def table_log(
     columns: dict,  # name -> its values, one a row
     step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
@@ -126,13 +178,17 @@ def table_log(
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
     if not step or not numbers:
         whole = {name for name, (value, given, _) in numbers.items() if _is_whole(value, given)}
-        step = step_name(list(numbers), whole)
+        step = step_name(list(numbers), whole) or _other_counter(numbers, whole)
     time, clock = _time(numbers)
     count, known = _counter(None if step is None else numbers[step], n)
+    epoch = _epoch_of(numbers, step)
+    if epoch is not None and known.all() and (np.diff(count) < 0).any():
+        count, _ = by_count(count, epoch, None, str(step))
+    count = _with_other_counts(count, known, numbers)
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - known.sum())
     for name, (value, given, bad) in numbers.items():
-        if name in (step, clock):
+        if (name == step and meaning(name) != "epoch") or name == clock:
             continue
         log.skip("values that are no numbers", bad)
         here = np.flatnonzero(given & known)

@@ -12,9 +12,10 @@ from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
 from .base import LogData
 from .lines import Slot, Table
+from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
 from .words import evaluation, loss_rank, meaning, split_words
-from ..run.scalars import Samples
+from ..run.scalars import Samples, find_restarts
 
 # %% ../../nbs/api/read/17_understand.ipynb #670b56ed
 _FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so
@@ -113,9 +114,23 @@ def _rank(series: _Series, most: int) -> tuple:
     return rank + has_no_step + 3 * (series.group.kind == "epoch") * is_rare + 4 * is_rare, -series.size
 
 
+def _is_setting(series: _Series) -> bool:
+    "Whether a loss is a number of the configuration: always the same whole number, or a zero or two."
+    value = np.concatenate([value for _, value in series.parts])
+    return _is_one_whole_number(value) and (value[0] != 0 or len(value) < _FEWEST)
+
+
+def _is_measured(series: _Series) -> bool:
+    "Whether a series may tell of learning, and is not the same number again and again in a list of settings."
+    is_named = series.meaning in _MEASURES or _is_bare(series.name)
+    value = np.concatenate([value for _, value in series.parts])
+    says_when = series.group.kind != "" or series.meaning == "loss"
+    return is_named and not _is_setting(series) and (says_when or bool((value != value[0]).any()))
+
+
 def _training_loss(found: list[_Series]) -> _Series | None:
     "The series that is the training loss; None where nothing looks like one."
-    losses = [s for s in found if s.meaning == "loss" and not evaluation(s.name)]
+    losses = [s for s in found if s.meaning == "loss" and not evaluation(s.name) and not _is_setting(s)]
     if not losses:
         losses = [s for s in found if _is_bare(s.name) and not evaluation(s.name)]
     most = max((s.size for s in losses), default=0)
@@ -143,6 +158,8 @@ def _carrier(groups: list[Counted], loss: _Series | None) -> Counted | None:
 def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np.ndarray | None, str]:
     "The steps of the lines of a table, and how they were found; None where only their number is left."
     follows = carrier is not None and carrier is not group and carrier.kind == "step"
+    if follows and _is_bar(table) and not _is_bar(carrier.tables[0]):
+        return carried(table.order, carrier), f"{carrier.words} of the line beside it"
     is_summary = group.kind == "epoch" and follows and len(carrier.order) > 2 * len(table.order)
     if group.step is not None and not is_summary:
         return group.of(table), group.words
@@ -152,6 +169,14 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
     if lines_a_step > 3 and not _has_evaluation(table):
         return None, ""
     return carried(table.order, carrier), f"{carrier.words} of the line beside it"
+
+
+def _is_bar(table: Table) -> bool:
+    "Whether lines of validation or test say where in its data they are, and not where the run is."
+    measured = [slot for slot in table.slots if slot.name and meaning(slot.name) in _MEASURES]
+    is_aside = bool(measured) and all(evaluation(slot.name) for slot in measured)
+    counts = any(slot.counts and meaning(slot.name) != "step" for slot in table.slots)
+    return is_aside and counts and not any(meaning(slot.name) == "step" for slot in table.slots)
 
 
 _NUMBERED = "number of the record: the log has no steps"
@@ -186,11 +211,14 @@ def _samples(
     series: _Series, carrier: Counted | None, first: np.ndarray, begins: np.ndarray
 ) -> tuple[Samples, str]:
     "One series with its steps, and how they were found."
-    orders, steps, values, times, how = [], [], [], [], ""
-    for table, value in series.parts:
-        step, how = _steps_of(table, series.group, carrier)
-        if step is None:
-            step, how = _numbers(table.order, first, begins), _NUMBERED
+    orders, steps, values, times = [], [], [], []
+    found = [_steps_of(table, series.group, carrier) for table, _ in series.parts]
+    is_mixed = len({step is None for step, _ in found}) > 1
+    for (table, value), (step, _) in zip(series.parts, found, strict=True):
+        if step is None and is_mixed:
+            step = carried(table.order, carrier)
+        elif step is None:
+            step = _numbers(table.order, first, begins)
         orders.append(table.order)
         steps.append(step)
         values.append(value)
@@ -199,7 +227,8 @@ def _samples(
     by_place = np.argsort(order, kind="stable")
     time = np.concatenate(times)[by_place]
     step, value = np.concatenate(steps)[by_place], np.concatenate(values)[by_place]
-    return Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time), how
+    whole = Samples(step.astype(np.int64), value, order[by_place], None if np.isnat(time).all() else time)
+    return whole, next((how for _, how in found if how), _NUMBERED)
 
 # %% ../../nbs/api/read/17_understand.ipynb #42732f65
 def _name(series: _Series, main: _Series | None, taken: dict) -> str:
@@ -227,7 +256,7 @@ def understand(
     groups = count_steps(kept, step)
     has_loss = any(meaning(s.name) == "loss" for t in kept for s in t.slots if s.name and len(t.order) > 1)
     found = [s for s in _series_of(groups, not has_loss).values() if _is_enough(s)]
-    if not any(s.meaning in _MEASURES or _is_bare(s.name) for s in found):
+    if not any(_is_measured(s) for s in found):
         return data
     main = _chosen(found, loss) if loss else _training_loss(found)
     carrier = _carrier(groups, main)
@@ -245,9 +274,22 @@ def understand(
         data.samples[name] = samples
         if series is head:
             data.attrs["step_is"] = how
+            data.attrs["pass_starts"] = find_restarts({name: samples}).tolist()
         _say_ours(data, name, series, main)
+        _say_mean(data, name, series)
     data.attrs["lines_used"] = sum(used.values())
     return data
+
+
+def _say_mean(data: LogData, name: str, series: _Series) -> None:
+    "Notes at which steps a series begins anew, where it is the mean since its epoch began."
+    samples, group = data.samples[name], series.group
+    if series.meaning not in _MEASURES or group.epoch is None:
+        return
+    at = np.clip(np.searchsorted(group.order, samples.order, side="right") - 1, 0, None)
+    starts = running_mean_starts(samples.value, group.epoch[at])
+    if starts is not None:
+        data.attrs.setdefault("running_means", {})[name] = [int(step) for step in samples.step[starts]]
 
 
 def _is_aside(series: _Series, samples: Samples, head: _Series) -> bool:

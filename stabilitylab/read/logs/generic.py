@@ -7,14 +7,16 @@ __all__ = ['FORMAT', 'read_generic']
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #77b53b74
 import re
+from functools import partial
 from pathlib import Path
 
 from ...names.errors import InputError
 from ..base import Format, LogData, head_of
 from ..lines import parse_any, tables_of
 from ..meters import meters
+from ..prefilter import may_tell
 from ..rows import name_rows
-from ..text import read_lines
+from ..text import EVENT_WORDS, read_lines
 from ..understand import understand
 from ..words import meaning
 
@@ -25,7 +27,7 @@ def read_generic(
     loss: str | None = None,  # name of the series that is the training loss; None: found
 ) -> LogData:  # series; records are numbered where the text has no steps
     "What a text of unknown form measures."
-    lines = read_lines(path, parse_any)
+    lines = read_lines(path, parse_any, partial(may_tell, needles=EVENT_WORDS))
     data = understand(name_rows(tables_of(lines.samples), Path(path)), step, loss)
     for reason, count in lines.skipped.items():
         if reason != "unreadable record":
