@@ -61,6 +61,7 @@ DETECTORS = [
     "attention:find_broken_attention",
 ]
 RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
+    "quiet:lower_quiet",
     "relate:resume_spikes",
     "relate:spikes_that_diverge",
     "relate:rises_told_otherwise",

@@ -70,6 +70,7 @@ def find_quantized(
         "likely_cast": _cast_place(run, grid.fmt),
     }
     known = {name: value for name, value in evidence.items() if value is not None}
+    severity = "warning" if grid.n_distinct >= limit("grid_told") else "info"
     return [
-        Finding("quantized_loss", "warning", loss.step[0], loss.step[-1], evidence=known, series=loss.name)
+        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=known, series=loss.name)
     ]

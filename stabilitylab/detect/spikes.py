@@ -162,9 +162,12 @@ def passes_of(
     back = np.flatnonzero(np.diff(series.segment) > 0) + 1
     near_start = step[:1] + step_interval(series)
     few, cuts = limit("fresh_records"), [0]
+    began = np.median(value[:few])
     for at in back[step[back] <= near_start]:
         ended, begins = np.median(value[max(0, at - few) : at]), np.median(value[at : at + few])
-        if begins - ended > limit("fresh_rise") * abs(ended):
+        is_higher = begins - ended > limit("fresh_rise") * abs(ended)
+        is_as_it_began = abs(begins - began) < abs(begins - ended)
+        if is_higher or is_as_it_began:
             cuts.append(int(at))
     ends = [*cuts[1:], len(value)]
     return [_cut(series, first, last) for first, last in zip(cuts, ends, strict=True)]
@@ -255,12 +258,15 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     is_lost = spike.recovery == "none" and spike.height > limit("lost_height")
     came_back = spike.recovery in ("fast", "slow")
     is_low = came_back and spike.height < limit("bump_height") and spike.z < limit("bump_sigma")
+    has_level = spike.first >= limit("least_before")
     evidence = spike.evidence()
     if lead is not None:
         evidence["grad_norm_lead_steps"] = lead
+    if not has_level:
+        evidence["note"] = evidence_words("first records")
     return Finding(
         "loss_spike",
-        _severity(is_lost, is_low),
+        _severity(is_lost, is_low) if has_level else "info",
         onset=loss.step[spike.first],
         end=_end(loss, spike),
         evidence=evidence,
