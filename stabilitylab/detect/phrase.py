@@ -7,12 +7,12 @@ __all__ = ['PHRASES', 'MODULE_PHRASES', 'explain', 'evidence_words']
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #bff649bb
 import json
-import re
 import string
 from importlib.resources import files
 
 from .findings import Finding
 from ..names.errors import bad_input
+from ..names.numbers import counted, written
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #57049b52
 _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_text(encoding="utf-8"))
@@ -21,19 +21,37 @@ MODULE_PHRASES = _TABLES[
     "findings in modules"
 ]  # kind -> pieces, where the same kind has other evidence in a module
 _ANY = _TABLES["any finding"]  # pieces for a kind that has none
-_CODED = _TABLES[
-    "coded"
-]  # field of the evidence -> name of a hole, and its words for each value of the field
+_CODED = _TABLES["coded"]  # name of a hole -> field of the evidence, and words for each value of it
 _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence itself
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
+_NOT_FINITE = ("nan", "inf", "-inf")
+_MULTIPLES = ("z", "factor")  # left out where they are not finite
+_COUNT = "n="  # a hole {n:n=matrix|matrices} is a number of things
+_NAMED = 4  # runs that a sentence names
+
+
 class _Fields(string.Formatter):
-    'Formatter that takes a number written as the string "nan" or "inf" for what it is.'
+    'Formatter that writes numbers for a person; "nan" or "inf" as a string is a number too.'
 
     def format_field(self, value: object, spec: str) -> str:
-        if isinstance(value, str) and spec:
-            return value
-        return super().format_field(value, "" if isinstance(value, (list, tuple, dict)) else spec)
+        if isinstance(value, str) and value in _NOT_FINITE:
+            value = float(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number:
+            return str(value)
+        if spec.startswith(_COUNT):
+            return counted(value, spec.removeprefix(_COUNT))
+        return _number(value, spec.replace(",", ""))
+
+
+def _number(value: int | float, spec: str) -> str:
+    "A number under a format of Python, as long as that gives one that can be read."
+    if spec.endswith("%") and abs(value) < 1e4:
+        return format(value, spec)
+    digits = int(spec[1:-1]) if spec.endswith("g") and spec != "g" else 4
+    is_plain = isinstance(value, float) and abs(value) < 1000 and bool(spec)
+    return format(value, spec) if is_plain else written(value, digits)
 
 
 _FORMAT = _Fields()
@@ -52,26 +70,38 @@ def _fill(piece: str, fields: dict) -> str:
     return _FORMAT.format(piece, **fields)
 
 
+def _listed(names: list[str]) -> str:
+    "Names as a sentence has them."
+    shown, rest = names[:_NAMED], len(names) - _NAMED
+    last = counted(rest, "more|more") if rest > 0 else shown.pop()
+    return f"{', '.join(shown)} and {last}" if shown else last
+
+
+def _key(value: object) -> str:
+    "A coded value as the table has it."
+    is_whole = isinstance(value, float) and value.is_integer()
+    return str(int(value) if is_whole else value).lower()
+
+
 def _fields(finding: Finding) -> dict:
     "What the pieces may name: evidence, steps, series, the first module and the words for coded values."
     steps = {"onset": finding.onset, "end": finding.end}
     fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
     fields |= {name: step for name, step in steps.items() if step is not None}
+    fields |= {name: None for name in _MULTIPLES if fields.get(name) in _NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
-    for field, coded in _CODED.items():
-        if field not in fields:
+    if fields.get("names"):
+        fields["names_words"] = _listed(list(fields["names"]))
+    for name, coded in _CODED.items():
+        if coded["of"] not in fields:
             continue
-        words = coded["words"].get(str(fields[field]).lower(), coded["words"].get("else"))
+        words = coded["words"].get(_key(fields[coded["of"]]), coded["words"].get("else"))
         if words is not None:
-            fields.setdefault(coded["name"], _fill(words, fields))
+            fields.setdefault(name, _fill(words, fields))
     return fields
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
-_ONE = re.compile(r"(?<![\d.,])1 (step|place|record|parameter|module|rank|overflow|halving)s\b")
-_AT_ONCE = ", 0 steps later"
-
-
 def explain(
     finding: Finding,  # a finding without words
 ) -> str:  # one to three sentences, ending in a full stop
@@ -84,7 +114,7 @@ def explain(
     if not text:
         fields["kind"] = finding.kind.replace("_", " ")
         text = "".join(_fill(piece, fields) for piece in _ANY)
-    text = _ONE.sub(r"1 \1", text.replace(_AT_ONCE, "")).strip(" ;.")
+    text = text.strip(" ,;.")
     return text[:1].upper() + text[1:] + "."
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #7ff76256

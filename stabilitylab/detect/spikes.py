@@ -253,12 +253,17 @@ def _end(loss: Curve, spike: Spike) -> int:
     return int(steps[anew[0]] if len(anew) else steps[-1])
 
 
+def _stands_for_many(loss: Curve, spike: Spike) -> bool:
+    "Whether the one record before a spike is a mean over several steps, and the loss was there again."
+    return spike.first > 0 and step_interval(loss) > 1 and spike.recovery != "none"
+
+
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("lost_height")
     came_back = spike.recovery in ("fast", "slow")
     is_low = came_back and spike.height < limit("bump_height") and spike.z < limit("bump_sigma")
-    has_level = spike.first >= limit("least_before")
+    has_level = spike.first >= limit("least_before") or _stands_for_many(loss, spike)
     evidence = spike.evidence()
     if lead is not None:
         evidence["grad_norm_lead_steps"] = lead
