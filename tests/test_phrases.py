@@ -20,7 +20,9 @@ WORDS = {
 }
 TEXTS = ("name", "cause", "message", "time", "then", "note", "what", "kind", "format", "likely_cast", "role")
 TEXTS += ("token", "near", "explains", "changed", "shape", "words", "series")
-PLURAL_OF_ONE = re.compile(r"(?<![\d.,])1 (?!of\b|is\b|has\b)\w*(?:step|place|record|parameter|module|rank|run)s\b")
+PLURAL_OF_ONE = re.compile(
+    r"(?<![\d.,])1 (?!of\b|is\b|has\b)\w*(?:step|place|record|parameter|module|rank|run)s\b"
+)
 
 
 def holes():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
+from ..knowledge.choice import TOLD
 from ..names.encode import plain, to_json
 from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS, SEVERITIES
@@ -52,8 +53,12 @@ class Finding:
         "The same finding with some fields changed."
         return replace(self, **changes)
 
-    def to_dict(self) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
+    def to_dict(
+        self,
+        all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
+    ) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as the command's JSON has it: the series stands among the evidence."
+        remedies = self.remedies if all_remedies else self.remedies[:TOLD]
         series = {"series": self.series} if self.series else {}
         return {
             "kind": self.kind,
@@ -63,7 +68,7 @@ class Finding:
             "modules": list(self.modules),
             "evidence": series | deepcopy(self.evidence),
             "explanation": self.explanation,
-            "remedies": [_told(remedy) for remedy in self.remedies],
+            "remedies": [_told(remedy) for remedy in remedies],
         }
 
 
@@ -125,9 +130,12 @@ class Findings(Sequence):
         "The kinds that occur, in rank order, each once."
         return list(dict.fromkeys(f.kind for f in self))
 
-    def to_dicts(self) -> list[dict]:
+    def to_dicts(
+        self,
+        all_remedies: bool = False,  # as in `Finding.to_dict`
+    ) -> list[dict]:  # one a finding
         "One JSON-ready dict a finding."
-        return [f.to_dict() for f in self]
+        return [f.to_dict(all_remedies) for f in self]
 
     def to_json(self, **options):  # options of json.dumps, such as `indent`
         "The findings as a JSON array."

@@ -16,7 +16,6 @@ import xarray as xr
 from .findings import Finding
 from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature
 from .phrase import evidence_words
-from .spikes import passes_of
 from .thresholds import limit
 from ..measure.curves import Curve, loss_curve
 from ..measure.rolling import difference_noise

@@ -160,6 +160,8 @@ def passes_of(
     "The runs that follow each other in one log."
     step, value = series.step, series.value
     back = np.flatnonzero(np.diff(series.segment) > 0) + 1
+    if not len(value):
+        return [series]
     near_start = step[:1] + step_interval(series)
     few, cuts = limit("fresh_records"), [0]
     began = np.median(value[:few])

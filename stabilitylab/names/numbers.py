@@ -11,7 +11,7 @@ from decimal import Decimal
 
 # %% ../../nbs/api/names/05_numbers.ipynb #2adac8d1
 _NAMED = {"trillion": 1e12, "billion": 1e9, "million": 1e6}
-_ALL_DIGITS = 8  # a whole number of so many digits is written out where that is asked for
+_ALL_DIGITS = 8  # digits that, where they are asked for, write a whole number out
 _PLAIN_BELOW = 10**15  # whole numbers below this are written out
 
 
@@ -24,10 +24,10 @@ def written(
         return f"{value:,}" if abs(value) < _PLAIN_BELOW else f"{Decimal(value):.{digits - 1}e}"
     if not math.isfinite(value):
         return {"nan": "NaN"}.get(str(value), str(value))
+    if digits >= _ALL_DIGITS and value.is_integer() and abs(value) < 10**_ALL_DIGITS:
+        return f"{int(value):,}"
     rounded = float(f"{value:.{digits}g}")
     size = abs(rounded)
-    if rounded == value and value.is_integer() and size < 10**_ALL_DIGITS:
-        return f"{int(value):,}"
     if size < 1000 or size >= _PLAIN_BELOW:
         return f"{rounded:.{digits}g}"
     for name, unit in _NAMED.items():

@@ -17,11 +17,13 @@ from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
 from ..detect.likely import MostLikely, most_likely
+from ..knowledge.choice import TOLD
 from ..names.findings import FINDING_KINDS
 from ..plot.svg import css_colours, findings_svg
 from stabilitylab.report.content import (
     SEVERITY_WORDS,
     Numbered,
+    by_severity,
     count_text,
     evidence_items,
     facts,
@@ -48,7 +50,10 @@ class FindingCard:
     severity: str  # 'error', 'warning' or 'note'
     where: str  # steps and modules
     evidence: list[tuple[str, str]]  # (what, how much)
-    remedies: dict[str, list[dict]]  # verdict -> what teams tried; {} where it was told before
+    remedies: dict[
+        str, list[dict]
+    ]  # verdict -> what to tell of what teams tried; {} where it was told before
+    more: dict[str, list[dict]]  # verdict -> the rest, behind a click
 
 
 def finding_card(
@@ -67,7 +72,8 @@ def finding_card(
         severity=SEVERITY_WORDS[finding.severity],
         where=" · ".join(where),
         evidence=evidence_items(finding),
-        remedies=remedies_by_verdict(finding) if remedies else {},
+        remedies=remedies_by_verdict(finding, TOLD) if remedies else {},
+        more=remedies_by_verdict(finding, after=TOLD) if remedies else {},
     )
 
 # %% ../../nbs/api/report/06_html.ipynb #93d3783c
@@ -221,9 +227,9 @@ def report_html(
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
     sheets = []
-    for place, (name, run) in enumerate(runs.items()):
+    for place, name in enumerate(by_severity({name: findings[name] for name in runs})):
         prefix = "" if is_single else f"r{place}"
-        sheets.append(run_sheet(run, findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
+        sheets.append(run_sheet(runs[name], findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
     return render(
         "report",
         title=sheets[0].title if is_single else f"{len(runs)} runs",

@@ -18,6 +18,7 @@ def run_json(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # where it came from; None: what the record says
+    all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
 ) -> dict:  # source, format, n_steps, first_step, last_step, findings, most_likely; strict JSON
     "The findings of one run as the object that machines read."
     named = source or run.attrs.get("source") or []
@@ -29,7 +30,7 @@ def run_json(
             "n_steps": head.n_steps,
             "first_step": head.first_step,
             "last_step": head.last_step,
-            "findings": findings.to_dicts(),
+            "findings": findings.to_dicts(all_remedies),
             "most_likely": None if likely is None else likely.to_dict(),
         }
         | ({"reading": head.reading} if head.reading else {})
