@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['run_context', 'at_step']
 
-# %% ../../nbs/api/detect/28_context.ipynb #e973907c
+# %% ../../nbs/api/detect/28_context.ipynb #b23a06b1
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from .thresholds import limit
 from ..knowledge.choice import RunContext
 from ..measure.curves import loss_curve, scalars_of, step_interval
 
-# %% ../../nbs/api/detect/28_context.ipynb #dbfafcef
+# %% ../../nbs/api/detect/28_context.ipynb #26bd2e9c
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16", "half": "fp16"}
 _SAID = ("precision", "mixed_precision", "dtype", "torch_dtype")  # settings that name a precision
 _OPTIMIZERS = ("optimizer", "optim")
@@ -86,7 +86,7 @@ def run_context(
         traits=_traits(settings, found),
     )
 
-# %% ../../nbs/api/detect/28_context.ipynb #16028054
+# %% ../../nbs/api/detect/28_context.ipynb #25e5fee1
 def at_step(
     context: RunContext,  # of the run
     run: xr.DataTree,  # the record

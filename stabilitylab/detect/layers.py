@@ -167,7 +167,7 @@ def find_grad_below_epsilon(
 
 
 def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
-    "Which parameters add the same to every score of a row: softmax does not see them, so they get no gradient."
+    "Biases of keys: they add the same to every score of a row, which softmax does not see."
     kind, name = (optimizer[label].values.astype(str) for label in ("kind", "param"))
     return (kind == "attn.k") & np.char.endswith(name, "bias")
 

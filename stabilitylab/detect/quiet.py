@@ -122,9 +122,12 @@ def _came_back_before(f: Finding, course: _Course) -> str:
     height = f.evidence["final"] - f.evidence["baseline"]
     for other in course.found:
         is_earlier = other.kind in _SPIKES and other.end < f.onset and other.evidence["recovery"] != "none"
-        if is_earlier and other.evidence["peak"] - other.evidence["baseline"] >= height:
-            if other.end - other.onset > f.end - f.onset:
-                return "came back before"
+        if not is_earlier:
+            continue
+        is_as_high = other.evidence["peak"] - other.evidence["baseline"] >= height
+        took_longer = other.end - other.onset > f.end - f.onset
+        if is_as_high and took_longer:
+            return "came back before"
     return ""
 
 # %% ../../nbs/api/detect/27_quiet.ipynb #34c9b007

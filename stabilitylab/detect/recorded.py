@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['find_first_non_finite', 'find_without_optimizer', 'find_large_steps', 'not_shown']
 
-# %% ../../nbs/api/detect/63_recorded.ipynb #b077469b
+# %% ../../nbs/api/detect/63_recorded.ipynb #39f6b20c
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from .phrase import evidence_words
 from .thresholds import limit
 from ..measure.curves import curve, group_of
 
-# %% ../../nbs/api/detect/63_recorded.ipynb #334e24bf
+# %% ../../nbs/api/detect/63_recorded.ipynb #8d778788
 _PLACES = {  # (group, variable) in the order in which a step computes them -> what it is, last one first
     ("activations", "nonfinite_count"): ("The output", False),
     ("activations", "grad_nonfinite_count"): ("The gradient at the output", True),
@@ -52,9 +52,8 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     order = np.flatnonzero(counts[rows[0]] > 0)
     order = order[::-1] if comes_backwards else order
     stays = bool((counts[rows[0] :] > 0).any(axis=1).all())
-    return _Bad(
-        int(table.step.values[rows[0]]), what, table[label], order, float(counts[rows[0], order[0]]), stays
-    )
+    count = float(counts[rows[0], order[0]])
+    return _Bad(int(table.step.values[rows[0]]), what, table[label], order, count, stays)
 
 
 def _skipped(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
@@ -77,7 +76,7 @@ def find_first_non_finite(
     severity, modules = "error" if bad.stays else "warning", first_names(bad.names, bad.order)
     return [Finding("non_finite", severity, bad.step, modules=modules, evidence=evidence)]
 
-# %% ../../nbs/api/detect/63_recorded.ipynb #7a482f36
+# %% ../../nbs/api/detect/63_recorded.ipynb #db35cd3f
 _FORGOTTEN = "trainable but in no optimizer: "
 
 
@@ -94,7 +93,7 @@ def find_without_optimizer(
     evidence = {"without_optimizer": len(names)}
     return [Finding("no_gradient", "warning", modules=names, evidence=evidence)]
 
-# %% ../../nbs/api/detect/63_recorded.ipynb #a0342824
+# %% ../../nbs/api/detect/63_recorded.ipynb #ac2de796
 def find_large_steps(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
@@ -120,7 +119,7 @@ def find_large_steps(
     onset, end = updates.step.values[at], updates.step.values[large[-1]]
     return [Finding("lr_too_high", "warning", onset, end, modules=modules, evidence=evidence)]
 
-# %% ../../nbs/api/detect/63_recorded.ipynb #10829fbf
+# %% ../../nbs/api/detect/63_recorded.ipynb #72b95dfc
 _NEEDS = {  # words of what cannot be judged -> a variable that would show it
     "unseen attention": ("attention", "attn_entropy"),
     "unseen updates": ("updates", "update_ratio"),

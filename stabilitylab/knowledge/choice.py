@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TOLD', 'RunContext', 'load_fits', 'fit_of', 'choose_remedies']
 
-# %% ../../nbs/api/knowledge/02_choice.ipynb #fe8eac86
+# %% ../../nbs/api/knowledge/02_choice.ipynb #8a36469a
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from .remedies import remedies_for
 
-# %% ../../nbs/api/knowledge/02_choice.ipynb #ad81b524
+# %% ../../nbs/api/knowledge/02_choice.ipynb #df75f885
 @dataclass(frozen=True)
 class RunContext:
     "What a log and its configuration tell of a run; '' or nothing where they do not."
@@ -32,7 +32,7 @@ class RunContext:
         value = getattr(self, name)
         return value if isinstance(value, tuple) else tuple(filter(None, (value,)))
 
-# %% ../../nbs/api/knowledge/02_choice.ipynb #21d19f3c
+# %% ../../nbs/api/knowledge/02_choice.ipynb #fb748860
 @cache
 def load_fits() -> dict[str, dict[str, list[str]]]:
     "Row of the table of remedies -> what a run must be for it."
@@ -59,7 +59,7 @@ def fit_of(
             return False, []
     return True, meets
 
-# %% ../../nbs/api/knowledge/02_choice.ipynb #96505d56
+# %% ../../nbs/api/knowledge/02_choice.ipynb #ca111241
 TOLD = 3  # remedies of a finding that are told unless all are asked for
 _WORKED, _FAILED = "worked", "did not work"
 

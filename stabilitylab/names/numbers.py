@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['written', 'counted']
 
-# %% ../../nbs/api/names/05_numbers.ipynb #9c19319e
+# %% ../../nbs/api/names/05_numbers.ipynb #2ec0f545
 import math
 from decimal import Decimal
 
-# %% ../../nbs/api/names/05_numbers.ipynb #2adac8d1
+# %% ../../nbs/api/names/05_numbers.ipynb #379ae362
 _NAMED = {"trillion": 1e12, "billion": 1e9, "million": 1e6}
 _ALL_DIGITS = 8  # digits that, where they are asked for, write a whole number out
 _PLAIN_BELOW = 10**15  # whole numbers below this are written out
@@ -35,7 +35,7 @@ def written(
             return f"{rounded / unit:.{digits}g} {name}"
     return f"{rounded:,.0f}"
 
-# %% ../../nbs/api/names/05_numbers.ipynb #221119eb
+# %% ../../nbs/api/names/05_numbers.ipynb #99b0a85a
 def counted(
     value: int | float,  # how many
     noun: str,  # 'step', or one and many as 'matrix has|matrices have'

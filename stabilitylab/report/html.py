@@ -35,6 +35,7 @@ from stabilitylab.report.content import (
     told_and_listed,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .render import render
 from ..run.summary import summary
 
@@ -50,9 +51,7 @@ class FindingCard:
     severity: str  # 'error', 'warning' or 'note'
     where: str  # steps and modules
     evidence: list[tuple[str, str]]  # (what, how much)
-    remedies: dict[
-        str, list[dict]
-    ]  # verdict -> what to tell of what teams tried; {} where it was told before
+    remedies: dict[str, list[dict]]  # verdict -> those to tell; {} where they were told before
     more: dict[str, list[dict]]  # verdict -> the rest, behind a click
 
 
@@ -184,6 +183,8 @@ class RunSheet(FindingSheet):
     count_words: str  # the same as one phrase
     verdict: str  # what is said where nothing was found
     likely: MostLikely | None  # what the findings say together; None where nothing needs a cause
+    unseen: str  # what the record cannot show; '' for a log
+    replay: str  # the command that replays the suspect step; '' where there is none
     wide: Markup  # the figure; '' for a run without series
     narrow: Markup  # the figure for a phone; '' where the other one serves
     series: Rows  # of SeriesRow
@@ -211,6 +212,8 @@ def run_sheet(
         count_words=count_text(findings),
         verdict=verdict_line(head, findings),
         likely=most_likely(findings),
+        unseen=unseen_line(run),
+        replay=replay_command(run, findings),
         wide=Markup(findings_svg(run, findings, 9)),
         narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
         series=_series_rows(run),

@@ -12,6 +12,7 @@ from ..detect.findings import Findings
 from ..detect.likely import most_likely
 from ..names.encode import plain
 from .content import facts
+from .next_step import replay_command
 
 # %% ../../nbs/api/report/03_machine.ipynb #9dc99954
 def run_json(
@@ -23,6 +24,8 @@ def run_json(
     "The findings of one run as the object that machines read."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)
+    folder = named if isinstance(named, str) else None
+    command = replay_command(run, findings, folder)
     return plain(
         {
             "source": list(named) if isinstance(named, (list, tuple)) else [str(named)],
@@ -34,6 +37,7 @@ def run_json(
             "most_likely": None if likely is None else likely.to_dict(),
         }
         | ({"reading": head.reading} if head.reading else {})
+        | ({"replay": command} if command else {})
     )
 
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e

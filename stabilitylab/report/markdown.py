@@ -25,6 +25,7 @@ from stabilitylab.report.content import (
     steps_text,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .words import clean, spaced
 
 # %% ../../nbs/api/report/05_markdown.ipynb #9be36580
@@ -58,6 +59,11 @@ def run_markdown(
         if finding.kind not in known:
             paragraphs += _tried(finding, remedies)
         known.add(finding.kind)
+    unseen, command = unseen_line(run), replay_command(run, findings, source)
+    if unseen:
+        paragraphs.append(_escaped(unseen))
+    if command:
+        paragraphs.append(f"**Replay the suspect step:**\n\n    {command}")
     return "\n\n".join(paragraphs) + "\n"
 
 

@@ -28,6 +28,7 @@ from stabilitylab.report.content import (
     told_and_listed,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .words import clean
 
 # %% ../../nbs/api/report/04_terminal.ipynb #e9c1347f
@@ -148,10 +149,15 @@ def run_text(
         lines += ["", *_likely_lines(likely, width, colour)]
     if len(findings):
         lines += ["", findings_text(findings, width, colour, remedies)]
+    unseen, command = unseen_line(run), replay_command(run, findings, source)
+    if unseen:
+        lines += ["", _wrapped(unseen, width, 2, 2)]
+    if command:
+        lines += ["", "  " + paint(_REPLAY, "head", colour) + " " + command]
     return "\n".join(lines)
 
 
-_CAUSE, _NEXT = "Most likely cause:", "What to do next:"
+_CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
 
 
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
