@@ -124,19 +124,19 @@ def _named(runs: dict | list) -> dict[str, xr.DataTree]:
     return {name: as_run(run) for name, run in runs.items()}
 
 
+def _names(group: list[_Common]) -> list[str]:
+    "The runs of a group, each once."
+    return list(dict.fromkeys(name for pair in group for name in pair.names))
+
+
 def _groups(pairs: Iterable[_Common]) -> list[list[_Common]]:
     "Pairs that hang together through a run, as one group each."
     groups = []
     for pair in pairs:
-        linked = [group for group in groups if any(set(pair.names) & set(other.names) for other in group)]
+        linked = [group for group in groups if set(pair.names) & set(_names(group))]
         groups = [group for group in groups if group not in linked]
-        groups.append([other for group in linked for other in group] + [pair])
+        groups.append([*(other for group in linked for other in group), pair])
     return groups
-
-
-def _names(group: list[_Common]) -> list[str]:
-    "The runs of a group, each once."
-    return list(dict.fromkeys(name for pair in group for name in pair.names))
 
 
 def compare_runs(
@@ -148,7 +148,8 @@ def compare_runs(
     for series, read in _SERIES.items():
         seen = [_seen(name, read(run)) for name, run in records.items()]
         known = [one for one in seen if one is not None]
-        pairs = [pair for pair in (_pair(a, b) for a, b in combinations(known, 2)) if pair is not None]
+        compared = [_pair(a, b) for a, b in combinations(known, 2)]
+        pairs = [pair for pair in compared if pair is not None]
         found += _shared_spikes(series, known, pairs)
         if series == "loss":
             found += _shared_starts(pairs)

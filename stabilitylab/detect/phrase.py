@@ -7,12 +7,12 @@ __all__ = ['PHRASES', 'MODULE_PHRASES', 'explain', 'evidence_words']
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #bff649bb
 import json
-import string
 from importlib.resources import files
 
 from .findings import Finding
 from ..names.errors import bad_input
-from ..names.numbers import counted, written
+from ..names.numbers import counted
+from ..names.words import NOT_FINITE, fill
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #57049b52
 _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_text(encoding="utf-8"))
@@ -25,49 +25,8 @@ _CODED = _TABLES["coded"]  # name of a hole -> field of the evidence, and words 
 _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence itself
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
-_NOT_FINITE = ("nan", "inf", "-inf")
 _MULTIPLES = ("z", "factor")  # left out where they are not finite
-_COUNT = "n="  # a hole {n:n=matrix|matrices} is a number of things
 _NAMED = 4  # runs that a sentence names
-
-
-class _Fields(string.Formatter):
-    'Formatter that writes numbers for a person; "nan" or "inf" as a string is a number too.'
-
-    def format_field(self, value: object, spec: str) -> str:
-        if isinstance(value, str) and value in _NOT_FINITE:
-            value = float(value)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number:
-            return str(value)
-        if spec.startswith(_COUNT):
-            return counted(value, spec.removeprefix(_COUNT))
-        return _number(value, spec.replace(",", ""))
-
-
-def _number(value: int | float, spec: str) -> str:
-    "A number under a format of Python, as long as that gives one that can be read."
-    if spec.endswith("%") and abs(value) < 1e4:
-        return format(value, spec)
-    digits = int(spec[1:-1]) if spec.endswith("g") and spec != "g" else 4
-    is_plain = isinstance(value, float) and abs(value) < 1000 and bool(spec)
-    return format(value, spec) if is_plain else written(value, digits)
-
-
-_FORMAT = _Fields()
-
-
-def _is_empty(value: object) -> bool:
-    "Whether a piece that names this value is left out; 0 is a value."
-    return value is None or value is False or value == "" or value == []
-
-
-def _fill(piece: str, fields: dict) -> str:
-    "The piece with its holes filled, or '' where the evidence lacks one of them."
-    holes = [hole.split("[")[0].split(".")[0] for _, hole, _, _ in _FORMAT.parse(piece) if hole]
-    if any(_is_empty(fields.get(hole)) for hole in holes):
-        return ""
-    return _FORMAT.format(piece, **fields)
 
 
 def _listed(names: list[str]) -> str:
@@ -88,7 +47,7 @@ def _fields(finding: Finding) -> dict:
     steps = {"onset": finding.onset, "end": finding.end}
     fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
     fields |= {name: step for name, step in steps.items() if step is not None}
-    fields |= {name: None for name in _MULTIPLES if fields.get(name) in _NOT_FINITE}
+    fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
     if fields.get("names"):
@@ -98,7 +57,7 @@ def _fields(finding: Finding) -> dict:
             continue
         words = coded["words"].get(_key(fields[coded["of"]]), coded["words"].get("else"))
         if words is not None:
-            fields.setdefault(name, _fill(words, fields))
+            fields.setdefault(name, fill(words, fields))
     return fields
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
@@ -110,10 +69,10 @@ def explain(
     pieces = PHRASES.get(finding.kind, ())
     if finding.modules:
         pieces = MODULE_PHRASES.get(finding.kind, pieces)
-    text = "".join(_fill(piece, fields) for piece in pieces)
+    text = "".join(fill(piece, fields) for piece in pieces)
     if not text:
         fields["kind"] = finding.kind.replace("_", " ")
-        text = "".join(_fill(piece, fields) for piece in _ANY)
+        text = "".join(fill(piece, fields) for piece in _ANY)
     text = text.strip(" ,;.")
     return text[:1].upper() + text[1:] + "."
 
@@ -126,4 +85,5 @@ def evidence_words(
     "Words that a detector puts into its evidence, from the same table."
     if topic not in _EVIDENCE:
         raise bad_input("topic", topic, f"one of {', '.join(_EVIDENCE)}")
-    return _FORMAT.format(_EVIDENCE[topic], **fields)
+    told = {name: "nothing" if value is None else value for name, value in fields.items()}
+    return fill(_EVIDENCE[topic], told)

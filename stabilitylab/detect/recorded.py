@@ -120,10 +120,16 @@ def find_large_steps(
     return [Finding("lr_too_high", "warning", onset, end, modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/63_recorded.ipynb #72b95dfc
-_NEEDS = {  # words of what cannot be judged -> a variable that would show it
-    "unseen attention": ("attention", "attn_entropy"),
-    "unseen updates": ("updates", "update_ratio"),
+_NEEDS = {  # words of what cannot be judged -> variables of which each would show it
+    "unseen attention": (("attention", "attn_entropy"), ("scalars", "attn_logit_max")),
+    "unseen updates": (("updates", "update_ratio"),),
 }
+
+
+def _holds(run: xr.DataTree, group: str, name: str) -> bool:
+    "Whether a record has a variable."
+    table = group_of(run, group)
+    return table is not None and name in table
 
 
 def not_shown(
@@ -132,9 +138,9 @@ def not_shown(
     "What a record does not hold, and so cannot judge."
     if group_of(run, "activations") is None:
         return []
-    missing = []
-    for topic, (group, name) in _NEEDS.items():
-        table = group_of(run, group)
-        if table is None or name not in table:
-            missing.append(evidence_words(topic))
+    missing = [
+        evidence_words(topic)
+        for topic, places in _NEEDS.items()
+        if not any(_holds(run, group, name) for group, name in places)
+    ]
     return [*missing, evidence_words("unseen samples")]
