@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from .names.display import draws
+
 __version__ = "0.1.0"
 
 # module -> its public names; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
@@ -76,6 +78,7 @@ _MODULES = {
     "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),
 }
+draws("findings", "stabilitylab.report.table:findings_table")
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)
 

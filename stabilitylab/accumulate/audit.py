@@ -16,6 +16,7 @@ import torch
 
 from .weights import DENOMINATORS, Window, known_factors, token_weights
 from ..names.errors import bad_input
+from ..names.words import say
 
 # %% ../../nbs/api/accumulate/01_audit.ipynb #4dcefd52
 class SequenceGradients(NamedTuple):
@@ -121,21 +122,21 @@ class Audit:
     @property
     def words(self) -> str:  # one or two sentences
         "The verdict in words."
-        same = f"{', '.join(self.alike)} would give the same." if self.alike else ""
+        alike = ", ".join(self.alike)
         if self.is_right:
-            right = "The gradient is that of the token mean"
-            return f"{right}; on these lengths {same}" if same else f"{right}."
+            return say("gradient of the token mean", alike=alike)
         if self.denominator == "unknown":
-            return (
-                f"No known denominator explains this gradient: the nearest leaves {self.residual:.1%} of it. "
-                "Dropout, clipping or a 16-bit accumulator inside the loop do that."
-            )
-        text = f"The loop takes {DENOMINATORS[self.denominator]}"
-        if abs(self.factor - 1) >= 1e-3:
-            text += f", times {self.factor:.4g}"
-            text += f" ({' or '.join(self.factor_names)})" if self.factor_names else ""
-        text += f". Cosine with the token mean {self.cosine:.4f}, norm ratio {self.norm_ratio:.4g}."
-        return f"{text} {same}" if same else text
+            return say("unknown denominator", residual=self.residual)
+        has_factor = abs(self.factor - 1) >= 1e-3
+        return say(
+            "other denominator",
+            denominator=DENOMINATORS[self.denominator],
+            factor=self.factor if has_factor else None,
+            factor_names=" or ".join(self.factor_names) if has_factor else "",
+            cosine=self.cosine,
+            norm_ratio=self.norm_ratio,
+            alike=alike,
+        )
 
     def to_dict(self) -> dict:  # the object that `stabilitylab audit-accumulation --json` prints
         "The verdict and its words as plain data, without the tables."

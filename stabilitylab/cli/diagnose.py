@@ -37,6 +37,11 @@ def add_command(
         "--loss", metavar="NAME", help="the series that is the training loss, instead of finding it"
     )
     p.add_argument(
+        "--all-remedies",
+        action="store_true",
+        help="tell all that teams reported of each finding, not only the three that fit the run best",
+    )
+    p.add_argument(
         "--fail-on",
         metavar="LEVEL",
         choices=("info", "warning", "error"),
@@ -87,22 +92,17 @@ def run_diagnose(
     from stabilitylab.detect.across import compare_runs
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.findings import Findings
+    from stabilitylab.report.content import by_severity
 
     runs = read_paths(args.paths, args.format, args.step, args.loss)
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
-    runs = {name: runs[name] for name in sorted(runs, key=lambda name: _worst(findings[name]), reverse=True)}
+    runs = {name: runs[name] for name in by_severity(findings)}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()
     _write_files(args, runs, findings, shared)
     print((_json if args.json else _text)(args, runs, findings, shared))
     if not args.fail_on:
         return 0
     return int(any(len(found.at_least(args.fail_on)) for found in (*findings.values(), shared)))
-
-
-def _worst(found: Sequence) -> tuple[int, ...]:
-    "How many errors and how many warnings: the runs that need most come first."
-    severities = [finding.severity for finding in found]
-    return severities.count("error"), severities.count("warning")
 
 
 def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> None:
@@ -114,7 +114,13 @@ def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: S
     if args.markdown:
         from stabilitylab.report.markdown import runs_markdown
 
-        Path(args.markdown).write_text(runs_markdown(runs, findings), encoding="utf-8")
+        remedies = _remedies(args)
+        Path(args.markdown).write_text(runs_markdown(runs, findings, shared, *remedies), encoding="utf-8")
+
+
+def _remedies(args: argparse.Namespace) -> tuple[None, ...]:
+    "How many remedies a text tells: all where that was asked for, else its own number."
+    return (None,) if args.all_remedies else ()
 
 
 def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
@@ -123,15 +129,15 @@ def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence
     from stabilitylab.report.machine import run_json, runs_json
 
     if len(runs) > 1:
-        told = [run_json(run, findings[name]) for name, run in runs.items()]
+        told = [run_json(run, findings[name], None, args.all_remedies) for name, run in runs.items()]
         return to_json(runs_json(told, shared), indent=1)
     [(name, run)] = runs.items()
-    return to_json(run_json(run, findings[name], args.paths[0]), indent=1)
+    return to_json(run_json(run, findings[name], args.paths[0], args.all_remedies), indent=1)
 
 
 def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
     "All runs as a terminal shows them, what they share first."
     from stabilitylab.report.terminal import runs_text, screen
 
-    text = runs_text(runs, findings, shared, *screen(sys.stdout))
+    text = runs_text(runs, findings, shared, *screen(sys.stdout), *_remedies(args))
     return f"{text}\n\nreport: {args.html}" if args.html else text

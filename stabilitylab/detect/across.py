@@ -7,6 +7,7 @@ __all__ = ['chance_of', 'compare_runs']
 
 # %% ../../nbs/api/detect/20_across.ipynb #fc2215c8
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -16,10 +17,10 @@ import xarray as xr
 from .diagnose import as_run
 from .environment import find_other_environments
 from .findings import Finding, Findings
-from .phrase import evidence_words, explain
+from .phrase import explain
 from .spikes import out_of_range
 from .thresholds import limit
-from ..measure.curves import Curve, loss_curve
+from ..measure.curves import Curve, curve, loss_curve
 from ..measure.stretches import stretches
 
 # %% ../../nbs/api/detect/20_across.ipynb #fc853cfd
@@ -50,39 +51,66 @@ def chance_of(
 
 # %% ../../nbs/api/detect/20_across.ipynb #667dedf1
 @dataclass(frozen=True)
-class _Common:
-    "What two losses have in common."
+class _Seen:
+    "One series of one run, with the places where it left its range."
 
+    run: str  # name of the run
+    curve: Curve
+    outliers: np.ndarray  # steps, one for each stretch
+
+
+@dataclass(frozen=True)
+class _Common:
+    "What one series of two runs has in common."
+
+    names: tuple[str, str]  # of the runs
     steps: list[int]  # of spikes that both have
     p_value: float  # chance of so many
-    spikes: list[int]  # how many each has
     same_until: int | None  # last step up to which they are identical; None where they never were
     is_copy: bool  # whether they are identical throughout
 
 
-def _outliers(loss: Curve) -> np.ndarray:
-    "Steps at which the loss is out of range, one for each stretch."
-    high, *_ = out_of_range(loss.value, limit("shared_sigma"))
-    return loss.step[[first for first, _ in stretches(high, limit("shared_gap"))]]
+def _loss(run: xr.DataTree) -> Curve | None:
+    "The loss of a run."
+    return loss_curve(run)
 
 
-def _pair(a: Curve, b: Curve) -> _Common | None:
-    "What two losses have in common, after the steps up to which they are identical; None where too little."
-    common, at_a, at_b = np.intersect1d(a.step, b.step, return_indices=True)
+def _log_grad_norm(run: xr.DataTree) -> Curve | None:
+    "The gradient norm of a run on a log scale: what multiplies it is what counts."
+    norm = curve(run, "grad_norm")
+    if norm is None or not (norm.value > 0).all():
+        return None
+    return norm._replace(value=np.log(norm.value))
+
+
+_SERIES: dict[str, Callable[[xr.DataTree], Curve | None]] = {"loss": _loss, "grad_norm": _log_grad_norm}
+
+
+def _seen(name: str, series: Curve | None) -> _Seen | None:
+    "A series that is long enough to be compared, with its outliers."
+    if series is None or len(series.value) < limit("least_common"):
+        return None
+    high, *_ = out_of_range(series.value, limit("shared_sigma"))
+    steps = series.step[[first for first, _ in stretches(high, limit("shared_gap"))]]
+    return _Seen(name, series, steps)
+
+
+def _pair(a: _Seen, b: _Seen) -> _Common | None:
+    "What two series have in common, after the steps up to which they are identical; None where too little."
+    common, at_a, at_b = np.intersect1d(a.curve.step, b.curve.step, return_indices=True)
     if len(common) < limit("least_common"):
         return None
-    is_same = a.value[at_a] == b.value[at_b]
+    is_same = a.curve.value[at_a] == b.curve.value[at_b]
     parted = len(common) if is_same.all() else int(np.argmin(is_same))
     has_same_start = parted >= limit("same_records")
     own = common[parted:] if has_same_start else common  # steps at which they are runs of their own
-    spikes_a, spikes_b = (steps[np.isin(steps, own)] for steps in (_outliers(a), _outliers(b)))
+    spikes_a, spikes_b = (seen.outliers[np.isin(seen.outliers, own)] for seen in (a, b))
     gap = int(np.median(np.diff(common)))
     hits = [int(step) for step in spikes_a if (np.abs(spikes_b - step) <= gap).any()]
-    chance = chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), limit("shared_gap"))
     return _Common(
+        names=(a.run, b.run),
         steps=hits,
-        p_value=chance,
-        spikes=[len(spikes_a), len(spikes_b)],
+        p_value=chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), limit("shared_gap")),
         same_until=int(common[parted - 1]) if has_same_start else None,
         is_copy=parted == len(common),
     )
@@ -96,43 +124,66 @@ def _named(runs: dict | list) -> dict[str, xr.DataTree]:
     return {name: as_run(run) for name, run in runs.items()}
 
 
+def _names(group: list[_Common]) -> list[str]:
+    "The runs of a group, each once."
+    return list(dict.fromkeys(name for pair in group for name in pair.names))
+
+
+def _groups(pairs: Iterable[_Common]) -> list[list[_Common]]:
+    "Pairs that hang together through a run, as one group each."
+    groups = []
+    for pair in pairs:
+        linked = [group for group in groups if set(pair.names) & set(_names(group))]
+        groups = [group for group in groups if group not in linked]
+        groups.append([*(other for group in linked for other in group), pair])
+    return groups
+
+
 def compare_runs(
     runs: dict[str, xr.DataTree] | list,  # records or tables by name, at least two
-) -> Findings:  # findings across them; their evidence names the runs
-    "What several runs share: spikes at the same steps, and identical beginnings."
+) -> Findings:  # findings across them, one for all runs that share; their evidence names the runs
+    "What several runs share: spikes of the loss or of the gradient norm at the same steps, and beginnings."
     records = _named(runs)
-    curves = {name: loss_curve(run) for name, run in records.items()}
-    long = [name for name, c in curves.items() if c is not None and len(c.value) >= limit("least_common")]
     found = find_other_environments(records)
-    for a, b in combinations(long, 2):
-        shared = _pair(curves[a], curves[b])
-        if shared is not None:
-            found += _shared_spikes(shared, [a, b]) + _shared_start(shared, [a, b])
+    for series, read in _SERIES.items():
+        seen = [_seen(name, read(run)) for name, run in records.items()]
+        known = [one for one in seen if one is not None]
+        compared = [_pair(a, b) for a, b in combinations(known, 2)]
+        pairs = [pair for pair in compared if pair is not None]
+        found += _shared_spikes(series, known, pairs)
+        if series == "loss":
+            found += _shared_starts(pairs)
     return Findings(f.with_(explanation=explain(f)) for f in found)
 
 
-def _shared_spikes(shared: _Common, names: list[str]) -> list[Finding]:
-    "The spikes at the same steps, where chance does not explain them."
-    is_enough = len(shared.steps) >= limit("shared_spikes")
-    if not is_enough or shared.p_value >= limit("shared_chance"):
-        return []
-    evidence = {
-        "count": len(shared.steps),
-        "runs": 2,
-        "names": names,
-        "steps": shared.steps[: limit("most_steps")],
-        "p_value": shared.p_value,
-        "spikes_of_each": shared.spikes,
-    }
-    onset, end = shared.steps[0], shared.steps[-1]
-    return [Finding("data_driven_spike", "warning", onset, end, evidence=evidence, series="loss")]
+def _shared_spikes(series: str, seen: list[_Seen], pairs: list[_Common]) -> list[Finding]:
+    "The spikes at the same steps, where chance does not explain them; of many pairs some agree by chance."
+    allowed = limit("shared_chance") / max(1, len(pairs))
+    told = [pair for pair in pairs if len(pair.steps) >= limit("shared_spikes") and pair.p_value < allowed]
+    spikes = {one.run: len(one.outliers) for one in seen}
+    found = []
+    for group in _groups(told):
+        names, steps = _names(group), sorted({step for pair in group for step in pair.steps})
+        evidence = {
+            "count": len(steps),
+            "what": "the loss" if series == "loss" else "the gradient norm",
+            "runs": len(names),
+            "names": names,
+            "steps": steps[: limit("most_steps")],
+            "p_value": min(1.0, min(pair.p_value for pair in group) * len(pairs)),
+            "spikes_of_each": [spikes[name] for name in names],
+        }
+        found.append(
+            Finding("data_driven_spike", "warning", steps[0], steps[-1], evidence=evidence, series=series)
+        )
+    return found
 
 
-def _shared_start(shared: _Common, names: list[str]) -> list[Finding]:
-    "The step up to which two runs are one."
-    last = shared.same_until
-    if last is None:
-        return []
-    words = evidence_words("copied run") if shared.is_copy else evidence_words("parted runs", step=last)
-    evidence = {"names": names, "changed": words, "same_until": last}
-    return [Finding("environment_change", "info", last, evidence=evidence, series="loss")]
+def _shared_starts(pairs: list[_Common]) -> list[Finding]:
+    "The step up to which runs are one."
+    found = []
+    for group in _groups(pair for pair in pairs if pair.same_until is not None):
+        is_copy, last = all(pair.is_copy for pair in group), min(pair.same_until for pair in group)
+        evidence = {"names": _names(group), "same_until": last, "is_copy": is_copy}
+        found.append(Finding("environment_change", "info", last, evidence=evidence, series="loss"))
+    return found

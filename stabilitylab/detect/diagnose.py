@@ -11,9 +11,10 @@ from importlib import import_module
 
 import xarray as xr
 
+from .context import at_step, run_context
 from .findings import Finding, Findings
 from .phrase import explain
-from ..knowledge.remedies import remedies_for
+from ..knowledge.choice import RunContext, choose_remedies
 from ..measure.curves import curve, loss_name, scalars_of
 from ..names.errors import bad_input
 from ..run.record import new_run
@@ -47,6 +48,9 @@ DETECTORS = [
     "layers:find_no_gradient",
     "layers:find_misaligned_shape",
     "layers:find_wide_init",
+    "recorded:find_first_non_finite",
+    "recorded:find_without_optimizer",
+    "recorded:find_large_steps",
     "sampled:find_overflow",
     "sampled:find_underflow",
     "sampled:find_massive_activation",
@@ -61,6 +65,7 @@ DETECTORS = [
     "attention:find_broken_attention",
 ]
 RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
+    "quiet:lower_quiet",
     "relate:resume_spikes",
     "relate:spikes_that_diverge",
     "relate:rises_told_otherwise",
@@ -112,12 +117,18 @@ def _span(run: xr.DataTree) -> dict[str, int]:
 # %% ../../nbs/api/detect/90_diagnose.ipynb #c8930a6d
 def finish(
     findings: Iterable[Finding],  # without words and remedies
+    run: xr.DataTree | None = None,  # the record that they are of; None: remedies fit any run
 ) -> list[Finding]:  # with them
-    "Findings with their words and with what is known about their kind."
-    return [
-        f.with_(explanation=f.explanation or explain(f), remedies=f.remedies or tuple(remedies_for(f.kind)))
-        for f in findings
-    ]
+    "Findings with their words and with what is known about their kind, what fits the run first."
+    found = list(findings)
+    context = RunContext() if run is None else run_context(run, found)
+    return [_finished(f, context if run is None else at_step(context, run, f.onset)) for f in found]
+
+
+def _finished(f: Finding, context: RunContext) -> Finding:
+    "One finding with its words and remedies."
+    remedies = f.remedies or tuple(choose_remedies(f.kind, context))
+    return f.with_(explanation=f.explanation or explain(f), remedies=remedies)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3
 def diagnose(
@@ -132,4 +143,4 @@ def diagnose(
     for relation in RELATIONS if detectors is None else ():
         found = _load(relation)(run, found)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    return Findings(finish(found), origin | _span(run))
+    return Findings(finish(found, run), origin | _span(run))

@@ -6,7 +6,6 @@
 __all__ = ['Finding', 'Findings']
 
 # %% ../../nbs/api/detect/00_findings.ipynb #a6b05b80
-import html
 import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
+from ..knowledge.choice import TOLD
+from ..names.display import drawn
 from ..names.encode import plain, to_json
 from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS, SEVERITIES
@@ -52,8 +53,12 @@ class Finding:
         "The same finding with some fields changed."
         return replace(self, **changes)
 
-    def to_dict(self) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
+    def to_dict(
+        self,
+        all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
+    ) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as the command's JSON has it: the series stands among the evidence."
+        remedies = self.remedies if all_remedies else self.remedies[:TOLD]
         series = {"series": self.series} if self.series else {}
         return {
             "kind": self.kind,
@@ -63,7 +68,7 @@ class Finding:
             "modules": list(self.modules),
             "evidence": series | deepcopy(self.evidence),
             "explanation": self.explanation,
-            "remedies": [_told(remedy) for remedy in self.remedies],
+            "remedies": [_told(remedy) for remedy in remedies],
         }
 
 
@@ -125,9 +130,12 @@ class Findings(Sequence):
         "The kinds that occur, in rank order, each once."
         return list(dict.fromkeys(f.kind for f in self))
 
-    def to_dicts(self) -> list[dict]:
+    def to_dicts(
+        self,
+        all_remedies: bool = False,  # as in `Finding.to_dict`
+    ) -> list[dict]:  # one a finding
         "One JSON-ready dict a finding."
-        return [f.to_dict() for f in self]
+        return [f.to_dict(all_remedies) for f in self]
 
     def to_json(self, **options):  # options of json.dumps, such as `indent`
         "The findings as a JSON array."
@@ -146,14 +154,14 @@ class Findings(Sequence):
     def __repr__(self) -> str:
         return _text(self)
 
-    def _repr_html_(self) -> str:
-        return _html(self)
+    def rows(self) -> list[tuple[str, str, str, str]]:  # severity, kind, steps, words
+        "One row a finding, as a table has it."
+        return [_cells(f) for f in self]
+
+    def _repr_html_(self) -> str | None:
+        return drawn("findings", self)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #551ec415
-_HEAD = ("severity", "kind", "steps", "what happened")
-_CELL = '<td style="text-align:left">{}</td>'
-
-
 def _steps(f: Finding) -> str:
     "The first and last step of a finding in words."
     if f.onset is None:
@@ -170,21 +178,9 @@ def _text(findings: Findings) -> str:
     "The table as plain text."
     if not len(findings):
         return "No findings."
-    rows = [_cells(f) for f in findings]
+    rows = findings.rows()
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for severity, kind, steps, words in rows:
         lines.append(f"{severity:{width[0]}}  {kind:{width[1]}}  {steps:{width[2]}}  {words}".rstrip())
     return "\n".join(lines)
-
-
-def _html(findings: Findings) -> str:
-    "The table as HTML; every word in it is escaped."
-    if not len(findings):
-        return "<p>No findings.</p>"
-    head = "".join(f"<th>{name}</th>" for name in _HEAD)
-    rows = []
-    for f in findings:
-        cells = "".join(_CELL.format(html.escape(words)) for words in _cells(f))
-        rows.append(f"<tr>{cells}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

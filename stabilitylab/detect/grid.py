@@ -66,10 +66,11 @@ def find_quantized(
         "decimals": grid.decimals,
         "chance": grid.chance,
         "share_of_steps_without_change": grid.below_spacing,
-        "steps_to_show": grid.spacing / slope if slope > 1e-12 else None,
+        "steps_to_show": max(1, grid.spacing / slope) if slope > 1e-12 else None,
         "likely_cast": _cast_place(run, grid.fmt),
     }
     known = {name: value for name, value in evidence.items() if value is not None}
+    severity = "warning" if grid.n_distinct >= limit("grid_told") else "info"
     return [
-        Finding("quantized_loss", "warning", loss.step[0], loss.step[-1], evidence=known, series=loss.name)
+        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=known, series=loss.name)
     ]

@@ -156,6 +156,7 @@ def find_grad_below_epsilon(
     is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
     share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
     share[is_table] = 0  # rows of absent tokens have no gradient at all
+    share[_is_key_bias(optimizer)] = 0
     order = np.argsort(-share)[: int((share > limit("below_epsilon")).sum())]
     if not len(order):
         return []
@@ -163,6 +164,12 @@ def find_grad_below_epsilon(
     modules = first_names(optimizer.param, order)
     onset = optimizer.step.values[0]
     return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
+
+
+def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
+    "Biases of keys: they add the same to every score of a row, which softmax does not see."
+    kind, name = (optimizer[label].values.astype(str) for label in ("kind", "param"))
+    return (kind == "attn.k") & np.char.endswith(name, "bias")
 
 
 def median_of_finite(

@@ -7,12 +7,12 @@ __all__ = ['PHRASES', 'MODULE_PHRASES', 'explain', 'evidence_words']
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #bff649bb
 import json
-import re
-import string
 from importlib.resources import files
 
 from .findings import Finding
 from ..names.errors import bad_input
+from ..names.numbers import counted
+from ..names.words import NOT_FINITE, fill
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #57049b52
 _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_text(encoding="utf-8"))
@@ -21,35 +21,25 @@ MODULE_PHRASES = _TABLES[
     "findings in modules"
 ]  # kind -> pieces, where the same kind has other evidence in a module
 _ANY = _TABLES["any finding"]  # pieces for a kind that has none
-_CODED = _TABLES[
-    "coded"
-]  # field of the evidence -> name of a hole, and its words for each value of the field
+_CODED = _TABLES["coded"]  # name of a hole -> field of the evidence, and words for each value of it
 _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence itself
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
-class _Fields(string.Formatter):
-    'Formatter that takes a number written as the string "nan" or "inf" for what it is.'
-
-    def format_field(self, value: object, spec: str) -> str:
-        if isinstance(value, str) and spec:
-            return value
-        return super().format_field(value, "" if isinstance(value, (list, tuple, dict)) else spec)
+_MULTIPLES = ("z", "factor")  # left out where they are not finite
+_NAMED = 4  # runs that a sentence names
 
 
-_FORMAT = _Fields()
+def _listed(names: list[str]) -> str:
+    "Names as a sentence has them."
+    shown, rest = names[:_NAMED], len(names) - _NAMED
+    last = counted(rest, "more|more") if rest > 0 else shown.pop()
+    return f"{', '.join(shown)} and {last}" if shown else last
 
 
-def _is_empty(value: object) -> bool:
-    "Whether a piece that names this value is left out; 0 is a value."
-    return value is None or value is False or value == "" or value == []
-
-
-def _fill(piece: str, fields: dict) -> str:
-    "The piece with its holes filled, or '' where the evidence lacks one of them."
-    holes = [hole.split("[")[0].split(".")[0] for _, hole, _, _ in _FORMAT.parse(piece) if hole]
-    if any(_is_empty(fields.get(hole)) for hole in holes):
-        return ""
-    return _FORMAT.format(piece, **fields)
+def _key(value: object) -> str:
+    "A coded value as the table has it."
+    is_whole = isinstance(value, float) and value.is_integer()
+    return str(int(value) if is_whole else value).lower()
 
 
 def _fields(finding: Finding) -> dict:
@@ -57,21 +47,20 @@ def _fields(finding: Finding) -> dict:
     steps = {"onset": finding.onset, "end": finding.end}
     fields = {"series": finding.series, "kind": finding.kind.replace("_", " ")} | finding.evidence
     fields |= {name: step for name, step in steps.items() if step is not None}
+    fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
-    for field, coded in _CODED.items():
-        if field not in fields:
+    if fields.get("names"):
+        fields["names_words"] = _listed(list(fields["names"]))
+    for name, coded in _CODED.items():
+        if coded["of"] not in fields:
             continue
-        words = coded["words"].get(str(fields[field]).lower(), coded["words"].get("else"))
+        words = coded["words"].get(_key(fields[coded["of"]]), coded["words"].get("else"))
         if words is not None:
-            fields.setdefault(coded["name"], _fill(words, fields))
+            fields.setdefault(name, fill(words, fields))
     return fields
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
-_ONE = re.compile(r"(?<![\d.,])1 (step|place|record|parameter|module|rank|overflow|halving)s\b")
-_AT_ONCE = ", 0 steps later"
-
-
 def explain(
     finding: Finding,  # a finding without words
 ) -> str:  # one to three sentences, ending in a full stop
@@ -80,11 +69,11 @@ def explain(
     pieces = PHRASES.get(finding.kind, ())
     if finding.modules:
         pieces = MODULE_PHRASES.get(finding.kind, pieces)
-    text = "".join(_fill(piece, fields) for piece in pieces)
+    text = "".join(fill(piece, fields) for piece in pieces)
     if not text:
         fields["kind"] = finding.kind.replace("_", " ")
-        text = "".join(_fill(piece, fields) for piece in _ANY)
-    text = _ONE.sub(r"1 \1", text.replace(_AT_ONCE, "")).strip(" ;.")
+        text = "".join(fill(piece, fields) for piece in _ANY)
+    text = text.strip(" ,;.")
     return text[:1].upper() + text[1:] + "."
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #7ff76256
@@ -96,4 +85,5 @@ def evidence_words(
     "Words that a detector puts into its evidence, from the same table."
     if topic not in _EVIDENCE:
         raise bad_input("topic", topic, f"one of {', '.join(_EVIDENCE)}")
-    return _FORMAT.format(_EVIDENCE[topic], **fields)
+    told = {name: "nothing" if value is None else value for name, value in fields.items()}
+    return fill(_EVIDENCE[topic], told)

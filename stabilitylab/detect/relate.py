@@ -178,7 +178,7 @@ def loss_events(
     found: list[Finding],  # so far
 ) -> list[int]:  # ascending steps
     "The steps at which the loss itself went wrong."
-    return sorted({f.onset for f in found if _is_event(f, *_LOSS_EVENTS)})
+    return sorted({f.onset for f in found if _is_event(f, *_LOSS_EVENTS) and not f.modules})
 
 
 SIGNS = ("activation_explosion", "grad_norm_explosion", "update_rms_excess", "overflow", "massive_activation")

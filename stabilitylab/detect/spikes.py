@@ -160,11 +160,16 @@ def passes_of(
     "The runs that follow each other in one log."
     step, value = series.step, series.value
     back = np.flatnonzero(np.diff(series.segment) > 0) + 1
+    if not len(value):
+        return [series]
     near_start = step[:1] + step_interval(series)
     few, cuts = limit("fresh_records"), [0]
+    began = np.median(value[:few])
     for at in back[step[back] <= near_start]:
         ended, begins = np.median(value[max(0, at - few) : at]), np.median(value[at : at + few])
-        if begins - ended > limit("fresh_rise") * abs(ended):
+        is_higher = begins - ended > limit("fresh_rise") * abs(ended)
+        is_as_it_began = abs(begins - began) < abs(begins - ended)
+        if is_higher or is_as_it_began:
             cuts.append(int(at))
     ends = [*cuts[1:], len(value)]
     return [_cut(series, first, last) for first, last in zip(cuts, ends, strict=True)]
@@ -250,17 +255,25 @@ def _end(loss: Curve, spike: Spike) -> int:
     return int(steps[anew[0]] if len(anew) else steps[-1])
 
 
+def _stands_for_many(loss: Curve, spike: Spike) -> bool:
+    "Whether the one record before a spike is a mean over several steps, and the loss was there again."
+    return spike.first > 0 and step_interval(loss) > 1 and spike.recovery != "none"
+
+
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("lost_height")
     came_back = spike.recovery in ("fast", "slow")
     is_low = came_back and spike.height < limit("bump_height") and spike.z < limit("bump_sigma")
+    has_level = spike.first >= limit("least_before") or _stands_for_many(loss, spike)
     evidence = spike.evidence()
     if lead is not None:
         evidence["grad_norm_lead_steps"] = lead
+    if not has_level:
+        evidence["note"] = evidence_words("first records")
     return Finding(
         "loss_spike",
-        _severity(is_lost, is_low),
+        _severity(is_lost, is_low) if has_level else "info",
         onset=loss.step[spike.first],
         end=_end(loss, spike),
         evidence=evidence,

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SEVERITY_WORDS', 'Numbered', 'Facts', 'facts', 'facts_line', 'reading_text', 'skipped_line', 'evidence_items',
-           'remedies_by_verdict', 'steps_text', 'severity_counts', 'count_text', 'verdict_line', 'told_and_listed']
+           'remedies_by_verdict', 'remedy_text', 'steps_text', 'severity_counts', 'by_severity', 'count_text',
+           'verdict_line', 'told_and_listed']
 
 # %% ../../nbs/api/report/01_content.ipynb #acc81d88
 from collections import Counter
@@ -154,15 +155,24 @@ def _is_blank(value: object) -> bool:
 
 def remedies_by_verdict(
     finding: Finding,  # one finding
-    most: int | None = None,  # of each verdict; None: all
+    most: int | None = None,  # in all, those that fit the run best; None: all
+    after: int = 0,  # how many of them were told before
 ) -> dict[str, list[dict]]:  # 'worked', 'did not work', 'unclear' -> remedies; only verdicts that occur
     "What teams tried, grouped by what they said of it."
-    groups = {}
+    told, groups = finding.remedies[after:most], {}
     for verdict in REPORTED:
-        rows = [remedy for remedy in finding.remedies if remedy["reported"] == verdict]
-        if rows[:most]:
-            groups[verdict] = rows[:most]
+        rows = [remedy for remedy in told if remedy["reported"] == verdict]
+        if rows:
+            groups[verdict] = rows
     return groups
+
+
+def remedy_text(
+    remedy: dict,  # of a finding
+) -> str:  # its name, who reports it, and what of this run it fits
+    "One report as a line has it."
+    fits = ", ".join(remedy.get("fits") or ())
+    return f"{remedy['name']} ({remedy['source']}{'; fits: ' + fits if fits else ''})"
 
 
 def steps_text(
@@ -186,6 +196,18 @@ def severity_counts(
         if count:
             counts.append((severity, f"{count} {SEVERITY_WORDS[severity]}{'s' * (count > 1)}"))
     return counts
+
+
+def by_severity(
+    findings: dict[str, Findings],  # name of a run -> what was found in it
+) -> list[str]:  # the names, the run that needs most first; equals in the order given
+    "The runs in the order in which a person should look at them."
+
+    def needs(name: str) -> tuple[int, int]:
+        severities = [finding.severity for finding in findings[name]]
+        return severities.count("error"), severities.count("warning")
+
+    return sorted(findings, key=needs, reverse=True)
 
 
 def count_text(

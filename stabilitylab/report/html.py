@@ -17,11 +17,13 @@ from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
 from ..detect.likely import MostLikely, most_likely
+from ..knowledge.choice import TOLD
 from ..names.findings import FINDING_KINDS
 from ..plot.svg import css_colours, findings_svg
 from stabilitylab.report.content import (
     SEVERITY_WORDS,
     Numbered,
+    by_severity,
     count_text,
     evidence_items,
     facts,
@@ -33,6 +35,7 @@ from stabilitylab.report.content import (
     told_and_listed,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .render import render
 from ..run.summary import summary
 
@@ -48,7 +51,8 @@ class FindingCard:
     severity: str  # 'error', 'warning' or 'note'
     where: str  # steps and modules
     evidence: list[tuple[str, str]]  # (what, how much)
-    remedies: dict[str, list[dict]]  # verdict -> what teams tried; {} where it was told before
+    remedies: dict[str, list[dict]]  # verdict -> those to tell; {} where they were told before
+    more: dict[str, list[dict]]  # verdict -> the rest, behind a click
 
 
 def finding_card(
@@ -67,7 +71,8 @@ def finding_card(
         severity=SEVERITY_WORDS[finding.severity],
         where=" · ".join(where),
         evidence=evidence_items(finding),
-        remedies=remedies_by_verdict(finding) if remedies else {},
+        remedies=remedies_by_verdict(finding, TOLD) if remedies else {},
+        more=remedies_by_verdict(finding, after=TOLD) if remedies else {},
     )
 
 # %% ../../nbs/api/report/06_html.ipynb #93d3783c
@@ -178,6 +183,8 @@ class RunSheet(FindingSheet):
     count_words: str  # the same as one phrase
     verdict: str  # what is said where nothing was found
     likely: MostLikely | None  # what the findings say together; None where nothing needs a cause
+    unseen: str  # what the record cannot show; '' for a log
+    replay: str  # the command that replays the suspect step; '' where there is none
     wide: Markup  # the figure; '' for a run without series
     narrow: Markup  # the figure for a phone; '' where the other one serves
     series: Rows  # of SeriesRow
@@ -205,6 +212,8 @@ def run_sheet(
         count_words=count_text(findings),
         verdict=verdict_line(head, findings),
         likely=most_likely(findings),
+        unseen=unseen_line(run),
+        replay=replay_command(run, findings),
         wide=Markup(findings_svg(run, findings, 9)),
         narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
         series=_series_rows(run),
@@ -221,9 +230,9 @@ def report_html(
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
     sheets = []
-    for place, (name, run) in enumerate(runs.items()):
+    for place, name in enumerate(by_severity({name: findings[name] for name in runs})):
         prefix = "" if is_single else f"r{place}"
-        sheets.append(run_sheet(run, findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
+        sheets.append(run_sheet(runs[name], findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
     return render(
         "report",
         title=sheets[0].title if is_single else f"{len(runs)} runs",

@@ -12,16 +12,20 @@ from ..detect.findings import Findings
 from ..detect.likely import most_likely
 from ..names.encode import plain
 from .content import facts
+from .next_step import replay_command
 
 # %% ../../nbs/api/report/03_machine.ipynb #9dc99954
 def run_json(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # where it came from; None: what the record says
+    all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
 ) -> dict:  # source, format, n_steps, first_step, last_step, findings, most_likely; strict JSON
     "The findings of one run as the object that machines read."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)
+    folder = named if isinstance(named, str) else None
+    command = replay_command(run, findings, folder)
     return plain(
         {
             "source": list(named) if isinstance(named, (list, tuple)) else [str(named)],
@@ -29,10 +33,11 @@ def run_json(
             "n_steps": head.n_steps,
             "first_step": head.first_step,
             "last_step": head.last_step,
-            "findings": findings.to_dicts(),
+            "findings": findings.to_dicts(all_remedies),
             "most_likely": None if likely is None else likely.to_dict(),
         }
         | ({"reading": head.reading} if head.reading else {})
+        | ({"replay": command} if command else {})
     )
 
 # %% ../../nbs/api/report/03_machine.ipynb #ff0f662e

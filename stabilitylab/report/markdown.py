@@ -13,15 +13,19 @@ import xarray as xr
 
 from ..detect.findings import Finding, Findings
 from ..detect.likely import most_likely
+from ..knowledge.choice import TOLD
 from stabilitylab.report.content import (
+    by_severity,
     evidence_items,
     facts,
     facts_line,
     remedies_by_verdict,
+    remedy_text,
     skipped_line,
     steps_text,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .words import clean, spaced
 
 # %% ../../nbs/api/report/05_markdown.ipynb #9be36580
@@ -34,7 +38,7 @@ def run_markdown(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | None = None,  # where it came from; None: what the record says
-    remedies: int | None = 5,  # remedies of each verdict; None: all
+    remedies: int | None = TOLD,  # remedies of a finding, those that fit the run best; None: all
 ) -> str:  # a heading, a table, one section a finding
     "The findings of one run as markdown."
     head = facts(run, source)
@@ -44,7 +48,8 @@ def run_markdown(
     paragraphs.append(f"**{verdict_line(head, findings)}**")
     likely = most_likely(findings)
     if likely is not None:
-        paragraphs.append(f"**Most likely:** {_escaped(likely.cause)}")
+        paragraphs.append(f"**Most likely cause:** {_escaped(likely.cause)}")
+        paragraphs.append("**What to do next:**")
         paragraphs.append(
             "\n".join(f"{place}. {_escaped(action)}" for place, action in enumerate(likely.next, 1))
         )
@@ -54,15 +59,29 @@ def run_markdown(
         if finding.kind not in known:
             paragraphs += _tried(finding, remedies)
         known.add(finding.kind)
+    unseen, command = unseen_line(run), replay_command(run, findings, source)
+    if unseen:
+        paragraphs.append(_escaped(unseen))
+    if command:
+        paragraphs.append(f"**Replay the suspect step:**\n\n    {command}")
     return "\n\n".join(paragraphs) + "\n"
 
 
 def runs_markdown(
     runs: dict[str, xr.DataTree],  # name -> record
     findings: dict[str, Findings],  # name -> what `diagnose` found in it
-) -> str:  # one part a run
+    shared: Findings | None = None,  # findings across the runs; None: none
+    remedies: int | None = TOLD,  # as in `run_markdown`
+) -> str:  # what they share first, then one part a run, the one that needs most first
     "Several runs as markdown."
-    return "\n".join(run_markdown(run, findings[name]) for name, run in runs.items())
+    names = by_severity({name: findings[name] for name in runs})
+    parts = [run_markdown(runs[name], findings[name], None, remedies) for name in names]
+    if shared:
+        across = [f"# Across the {len(runs)} runs"]
+        for place, finding in enumerate(shared, 1):
+            across += _section(place, finding)
+        parts.insert(0, "\n\n".join(across) + "\n")
+    return "\n".join(parts)
 
 
 def _section(place: int, finding: Finding) -> Iterator[str]:
@@ -77,5 +96,4 @@ def _section(place: int, finding: Finding) -> Iterator[str]:
 def _tried(finding: Finding, most: int | None) -> Iterator[str]:
     "What teams tried, a paragraph a verdict."
     for verdict, rows in remedies_by_verdict(finding, most).items():
-        names = (f"{_escaped(remedy['name'])} ({_escaped(remedy['source'])})" for remedy in rows)
-        yield f"**{verdict}:** " + "; ".join(names)
+        yield f"**{verdict}:** " + "; ".join(_escaped(remedy_text(remedy)) for remedy in rows)

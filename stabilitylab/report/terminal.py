@@ -16,15 +16,19 @@ import xarray as xr
 
 from ..detect.findings import Finding, Findings
 from ..detect.likely import MostLikely, most_likely
+from ..knowledge.choice import TOLD
 from stabilitylab.report.content import (
+    by_severity,
     facts,
     facts_line,
     remedies_by_verdict,
+    remedy_text,
     skipped_line,
     steps_text,
     told_and_listed,
     verdict_line,
 )
+from .next_step import replay_command, unseen_line
 from .words import clean
 
 # %% ../../nbs/api/report/04_terminal.ipynb #e9c1347f
@@ -84,7 +88,7 @@ def findings_text(
     findings: Findings,  # of one run, or shared by several
     width: int = 100,  # letters a line
     colour: bool = False,  # with ANSI colours
-    remedies: int = 3,  # remedies of a finding, in all; 0: none
+    remedies: int | None = TOLD,  # remedies of a finding, those that fit the run best; 0: none; None: all
     each: int = 4,  # findings of one kind and severity that are told in full
 ) -> str:  # '' where there is none
     "The findings as text, the gravest first."
@@ -93,7 +97,7 @@ def findings_text(
     for place, finding in told:
         lines += [_head_line(place, finding, colour), _wrapped(clean(finding.explanation, 600), width)]
         is_first = finding.kind not in known
-        if remedies and is_first and finding.severity != "info":
+        if remedies != 0 and is_first and finding.severity != "info":
             lines += _remedy_lines(finding, width, colour, remedies)
         known.add(finding.kind)
     for (severity, kind), rows in listed.items():
@@ -118,14 +122,10 @@ def _listed_line(severity: str, kind: str, findings: list[Finding], colour: bool
     return f"    {paint(f'{severity:<8}', severity, colour)} {len(findings)} more {kind}{at}"
 
 
-def _remedy_lines(finding: Finding, width: int, colour: bool, most: int) -> Iterator[str]:
-    "One line a verdict: what teams tried; what is unclear only where nothing else is known."
-    groups = remedies_by_verdict(finding, most)
-    if len(groups) > 1:
-        groups.pop("unclear", None)
-        groups = {name: rows[: most - 1] if name == "worked" else rows[:1] for name, rows in groups.items()}
-    for verdict, rows in groups.items():
-        tried = "; ".join(f"{remedy['name']} ({remedy['source']})" for remedy in rows)
+def _remedy_lines(finding: Finding, width: int, colour: bool, most: int | None) -> Iterator[str]:
+    "One line a verdict: what teams tried."
+    for verdict, rows in remedies_by_verdict(finding, most).items():
+        tried = "; ".join(map(remedy_text, rows))
         text = _wrapped(f"{verdict}: {tried}", width, hang=2)
         yield text.replace(f"{verdict}:", paint(f"{verdict}:", verdict, colour), 1)
 
@@ -136,7 +136,7 @@ def run_text(
     source: str | None = None,  # where it came from; None: what the record says
     width: int = 100,  # letters a line
     colour: bool = False,  # with ANSI colours
-    remedies: int = 3,  # remedies of each verdict; 0: none
+    remedies: int | None = TOLD,  # as in `findings_text`
 ) -> str:  # several lines
     "A run and its findings as a terminal shows them."
     head = facts(run, source)
@@ -149,13 +149,22 @@ def run_text(
         lines += ["", *_likely_lines(likely, width, colour)]
     if len(findings):
         lines += ["", findings_text(findings, width, colour, remedies)]
+    unseen, command = unseen_line(run), replay_command(run, findings, source)
+    if unseen:
+        lines += ["", _wrapped(unseen, width, 2, 2)]
+    if command:
+        lines += ["", "  " + paint(_REPLAY, "head", colour) + " " + command]
     return "\n".join(lines)
+
+
+_CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
 
 
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
     "The most likely cause and what to do next."
-    text = _wrapped(f"Most likely: {likely.cause}", width, 2, 2)
-    yield text.replace("Most likely:", paint("Most likely:", "head", colour), 1)
+    text = _wrapped(f"{_CAUSE} {likely.cause}", width, 2, 2)
+    yield text.replace(_CAUSE, paint(_CAUSE, "head", colour), 1)
+    yield "  " + paint(_NEXT, "head", colour)
     for number, action in enumerate(likely.next, 1):
         yield _wrapped(f"{number}. {action}", width, 4, 3)
 
@@ -166,10 +175,12 @@ def runs_text(
     shared: Findings | None = None,  # findings across the runs; None: none
     width: int = 100,  # letters a line
     colour: bool = False,  # with ANSI colours
-) -> str:  # what they share first, then one run after the other
+    remedies: int | None = TOLD,  # as in `findings_text`
+) -> str:  # what they share first, then one run after the other, the one that needs most first
     "Several runs as a terminal shows them."
-    parts = [run_text(run, findings[name], None, width, colour) for name, run in runs.items()]
+    names = by_severity({name: findings[name] for name in runs})
+    parts = [run_text(runs[name], findings[name], None, width, colour, remedies) for name in names]
     if shared:
         title = paint(f"Across the {len(runs)} runs", "head", colour)
-        parts.insert(0, title + "\n" + findings_text(shared, width, colour))
+        parts.insert(0, title + "\n" + findings_text(shared, width, colour, remedies))
     return "\n\n".join(parts)

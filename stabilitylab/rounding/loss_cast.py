@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..names.errors import bad_input
+from ..names.words import say
 from ..numerics.formats import quantise
 
 # %% ../../nbs/api/rounding/02_loss_cast.ipynb #c25ccab4
@@ -125,20 +126,11 @@ class LossCast:
         return {name: getattr(self, name) for name in fields} | {"fix": fix_of(self)}
 
 
-_FIX = {
-    "logits": "make the logits float32 before the loss: logits.float()",
-    "per-token loss": "keep the loss of each token in float32 until it is averaged",
-    "reduction": "average in float32 and leave the mean there",
-    "logging": "give the logger loss.float().item() and print more digits",
-    "none": "the loss is not rounded",
-}
-
-
 def fix_of(
     cast: LossCast,  # from `find_loss_cast`
 ) -> str:  # one sentence
     "What mends the cast."
-    return _FIX[cast.place]
+    return say(f"mend {cast.place}")
 
 
 def _path(

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 
 from ..names.errors import bad_input
+from ..names.words import say
 from ..numerics.formats import is_lost, number_format, quantise, spacing, stochastic_round
 
 # %% ../../nbs/api/rounding/00_lost.ipynb #12ac30bd
@@ -101,16 +102,8 @@ class EpsRegime(NamedTuple):
     advice: str  # what follows
 
 
-_ADVICE = {
-    "zero": "raise eps: rows without a gradient give 0/0 = NaN",
-    "dominates": "lower eps: the update is smaller than the learning rate means",
-    "shrinks": "lower eps if the gradient norm keeps falling (Wortsman 2023)",
-    "no effect": "leave eps as it is",
-}
-
-
 def _regime(ratio: float, eps: float) -> str:
-    "A key of `_ADVICE`."
+    "A regime of `EpsRegime`."
     if eps == 0:
         return "zero"
     if ratio < 1:
@@ -132,4 +125,4 @@ def adam_eps(
     rms = float(np.sqrt((gradient * gradient).mean()))
     ratio = rms / stored if stored else float("inf")
     regime = _regime(ratio, stored)
-    return EpsRegime(ratio, stored, regime, _ADVICE[regime])
+    return EpsRegime(ratio, stored, regime, say(f"epsilon {regime}"))

@@ -1,0 +1,167 @@
+"Alarms that nobody would act on are notes, with the reason; what needs a person stays an alarm."
+
+import numpy as np
+import pytest
+
+from stabilitylab import compare_runs, diagnose
+from stabilitylab.detect.diagnose import DETECTORS
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+
+N = 1200
+
+
+def run_of(loss, log_name="loss", step=None, **others):
+    step = np.arange(len(loss)) if step is None else step
+    made = make_scalars({name: Samples(step, v) for name, v in {"loss": loss, **others}.items()})
+    made.loss.attrs["log_name"] = log_name
+    return new_run(made)
+
+
+def alarms(run):
+    return [f.kind for f in diagnose(run) if f.severity != "info"]
+
+
+def falling(seed=0, n=N, low=1.0, high=3.0, noise=0.02):
+    rng = np.random.default_rng(seed)
+    return low + (high - low) * np.exp(-np.arange(n) / 150) + rng.normal(0, noise, n)
+
+
+def bump(value, at=700, width=12, height=1.0):
+    value = value.copy()
+    value[at : at + width] += height
+    return value
+
+
+def test_a_plain_spike_is_an_alarm():
+    assert alarms(run_of(bump(falling()))) == ["loss_spike"]
+
+
+@pytest.mark.parametrize("name", ["actor/pg_loss", "Critic_Loss", "loss_G", "td_loss"])
+def test_losses_whose_goal_moves_are_notes(name):
+    assert alarms(run_of(bump(falling()), name)) == []
+    rising = falling(noise=0.05)[::-1].copy()
+    assert alarms(run_of(rising, name)) == []
+    assert alarms(run_of(rising)) != []
+
+
+def test_a_policy_loss_whose_scatter_grows_is_an_alarm():
+    rng = np.random.default_rng(0)
+    scatter = np.where(np.arange(N) < 700, 0.2, 1.2)
+    assert "loss_spike" in alarms(run_of(rng.normal(0, 1, N) * scatter, "act_loss"))
+
+
+def test_a_preference_loss_is_a_likelihood():
+    run = run_of(bump(falling()), "loss", reward_margin=falling(1), reward_chosen=falling(2))
+    assert alarms(run) == ["loss_spike"]
+
+
+@pytest.mark.parametrize("epochs", [6, 12])
+def test_a_mean_that_begins_anew_is_quiet_and_a_real_rise_of_it_is_told(epochs):
+    per = N // epochs
+    rng, epoch = np.random.default_rng(epochs), np.repeat(np.arange(epochs), per)
+    batch = 3 * np.exp(-epoch / 4) + 1 + rng.normal(0, 0.3, N)
+
+    def running(x):
+        return np.concatenate([np.cumsum(part) / np.arange(1, per + 1) for part in np.split(x, epochs)])
+
+    assert alarms(run_of(running(batch), "Loss", epoch=epoch.astype(float))) == []
+    worse = batch + 4.0 * (epoch == epochs - 2)
+    assert "loss_spike" in alarms(run_of(running(worse), "Loss", epoch=epoch.astype(float)))
+
+
+def test_next_to_nothing_is_a_note_and_a_return_to_the_start_is_not():
+    tiny = 6 * np.exp(-np.arange(N) / 60) + 0.0005 * np.exp(np.random.default_rng(0).normal(0, 0.1, N))
+    assert alarms(run_of(bump(tiny, height=0.004))) == []
+    assert alarms(run_of(bump(tiny, height=5.0))) == ["loss_spike"]
+
+
+def test_the_first_record_of_a_resumed_log_is_no_level():
+    loss = 13.5 + np.random.default_rng(0).normal(0, 0.4, 300)
+    loss[0] = 1.4
+    step = 47_700 + 10 * np.arange(300)
+    assert alarms(run_of(loss, step=step, lr=np.linspace(1e-4, 2e-4, 300))) == []
+
+
+def test_fresh_runs_in_one_log_are_no_spikes():
+    first, second = falling(0, 400), falling(1, 400) * 0.95
+    log = Samples(np.r_[np.arange(400), np.arange(400)], np.r_[first, second])
+    run = new_run(make_scalars({"loss": log}))
+    assert not [f for f in diagnose(run) if f.kind in ("loss_spike", "resume_spike") and f.severity != "info"]
+
+
+def test_a_sum_above_all_nats_that_drifts_is_a_note_and_one_that_is_lost_is_not():
+    rng, i = np.random.default_rng(0), np.arange(400)
+    base = 95 + 80 * np.exp(-i / 60) + rng.normal(0, 2, 400)
+    assert alarms(run_of(base + 14 * np.clip((i - 320) / 40, 0, 1))) == []
+    assert "divergence" in alarms(run_of(base + 60 * np.clip((i - 320) / 40, 0, 1)))
+
+
+def test_every_lowered_alarm_says_why():
+    for run in (run_of(bump(falling()), "critic_loss"), run_of(bump(falling()), "loss_D")):
+        (note,) = diagnose(run).of("loss_spike")
+        assert note.severity == "info" and "no measure of success" in note.explanation
+
+
+def test_shared_spikes_of_gradient_norms_and_no_more_by_chance():
+    def norms(seed, at):
+        norm = np.exp(np.random.default_rng(seed).normal(0, 0.1, 20_000))
+        norm[at] *= 5
+        return new_run(make_scalars({"grad_norm": Samples(np.arange(20_000), norm)}))
+
+    rng = np.random.default_rng(0)
+    places = np.sort(rng.choice(np.arange(200, 20_000, 40), 58, replace=False))
+    a, b = np.r_[places[:8], places[8:29]], np.r_[places[:8], places[29:58]]  # 29 and 37, 8 in common
+    runs = {"a": norms(1, np.sort(a)), "b": norms(2, np.sort(b))}
+    (found,) = compare_runs(runs)
+    assert found.series == "grad_norm" and found.evidence["count"] == 8 and found.evidence["p_value"] < 1e-8
+    assert found.evidence["spikes_of_each"] == [29, 37] and "a and b" in found.explanation
+    others = [
+        norms(seed, np.sort(rng.choice(np.arange(200, 20_000, 40), 33, replace=False)))
+        for seed in range(3, 15)
+    ]
+    assert len(compare_runs(others)) == 0
+
+
+def test_many_runs_that_share_are_one_finding_that_names_them():
+    at = [400, 900, 1500, 2100, 2700]
+
+    def spiky(seed):
+        rng = np.random.default_rng(seed)
+        loss = 3 - np.arange(3000) / 3000 + rng.normal(0, 0.02, 3000)
+        loss[at] += 0.5
+        return run_of(loss)
+
+    (found,) = compare_runs({f"run{i}": spiky(i) for i in range(6)})
+    assert found.evidence["runs"] == 6 and found.evidence["steps"] == at
+    assert "run0, run1, run2, run3 and 2 more" in found.explanation
+
+
+def test_a_key_bias_is_not_said_to_be_below_epsilon():
+    import xarray as xr
+
+    from stabilitylab.detect.layers import find_grad_below_epsilon
+
+    names = ["b.k.weight", "b.k.bias"]
+    labels = {
+        "step": np.arange(9),
+        "param": names,
+        "kind": ("param", ["attn.k", "attn.k"]),
+        "layer": ("param", [0, 0]),
+    }
+    told = {"long_name": "below epsilon", "units": "1"}
+    share = np.tile([0.0, 1.0], (9, 1))
+    table = xr.Dataset({"below_eps_frac": (("step", "param"), share, told)}, coords=labels)
+    assert find_grad_below_epsilon(new_run(optimizer=table)) == []
+    assert (
+        len(
+            find_grad_below_epsilon(
+                new_run(optimizer=table.assign(below_eps_frac=table.below_eps_frac * 0 + 1))
+            )
+        )
+        == 1
+    )
+
+
+def test_the_rules_of_a_record_are_among_the_detectors():
+    assert sum(name.startswith("recorded:") for name in DETECTORS) == 3
