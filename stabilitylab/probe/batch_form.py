@@ -159,7 +159,7 @@ def _with_part(parts: Any, path: list, kind: str, of: str, places: Iterable) -> 
     key, *rest = path
     inner = _with_part(parts[key], rest, kind, of, places)
     if isinstance(parts, tuple):
-        return parts[:key] + (inner,) + parts[key + 1 :]
+        return (*parts[:key], inner, *parts[key + 1 :])
     parts[key] = inner
     return parts
 

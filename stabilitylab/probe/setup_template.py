@@ -32,12 +32,14 @@ def own_loss(
     "The loss that a model returns by itself."
     found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     parts = [found] if found is not None else list(out) if isinstance(out, (tuple, list)) else [out]
-    losses = [part for part in parts if torch.is_tensor(part) and part.numel() == 1 and part.is_floating_point()]
+    losses = [
+        part for part in parts if torch.is_tensor(part) and part.numel() == 1 and part.is_floating_point()
+    ]
     if len(losses) == 1:
         return losses[0]
     raise InputError(
-        f"the model returns a {type(out).__name__} with {len(losses)} numbers that may be its loss; allowed: one;"
-        " write in `loss` of the setup what the training loop does, such as"
+        f"the model returns a {type(out).__name__} with {len(losses)} numbers that may be its loss;"
+        " allowed: one; write in `loss` of the setup what the training loop does, such as"
         " F.cross_entropy(model(batch['x']), batch['y'])"
     )
 
@@ -68,11 +70,9 @@ class _Draft:
 
     def literal(self, value: Any) -> str | None:
         "A value as source; None where it has none."
-        if value is None or isinstance(value, (bool, int, str)):
-            return repr(value)
-        if isinstance(value, float):
-            return repr(value) if math.isfinite(value) else f"float('{value}')"
-        if isinstance(value, torch.dtype):
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"float('{value}')"
+        if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
             return repr(value)
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config(value)
@@ -109,7 +109,10 @@ class _Draft:
         "A configuration of Hugging Face's models."
         given = {key: value for key, value in config.to_diff_dict().items() if key not in _UNSAID}
         how = getattr(config, "_attn_implementation", None)
-        name, text = self.name_of(type(config)), self._container(given | ({"attn_implementation": how} if how else {}))
+        name, text = (
+            self.name_of(type(config)),
+            self._container(given | ({"attn_implementation": how} if how else {})),
+        )
         return None if name is None or text is None else f"{name}(**{text})"
 
 
@@ -134,7 +137,9 @@ def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
     "(a call that makes the model, arguments that it needs and that cannot be seen)."
     name, given, missing = draft.name_of(type(model)), [], []
     if name is None:
-        return f"TODO_{type(model).__name__}()", [f"the class {type(model).__qualname__}, from a file of yours"]
+        return f"TODO_{type(model).__name__}()", [
+            f"the class {type(model).__qualname__}, from a file of yours"
+        ]
     for key, parameter in inspect.signature(type(model)).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -233,7 +238,9 @@ def setup_source(
         batch=given,
         optimizer=single,
         clip=repr(clip),
-        clip_words="largest gradient norm" if clip else "TODO: the largest gradient norm, where the loop clips",
+        clip_words="largest gradient norm"
+        if clip
+        else "TODO: the largest gradient norm, where the loop clips",
     )
 
 

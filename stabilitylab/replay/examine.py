@@ -19,7 +19,6 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import compare_precision
-
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch, load_snapshots, replayable_steps
@@ -27,12 +26,13 @@ from .state import Batch, Setup, Snapshot
 from .step import Replayed, replay
 from .swap import SwapTest, swap_test
 from .user_code import as_input_error, load_setup
+from ..run.record import open_run
 
 # %% ../../nbs/api/replay/08_examine.ipynb #3e0374df
 _OWN = "stabilitylab."  # only the project's own sample runs may name code in a data file
 HEAVIEST = 3  # samples whose text is told
 BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
-FAR = 32  # steps from the first control state to the suspect one, at most; our convention
+FAR = 64  # steps from the first control state to the suspect one, at most; our convention
 
 
 def setup_of(
@@ -45,9 +45,10 @@ def setup_of(
         file = Path(path) / "settings.json"
         where = json.loads(file.read_text()).get("replay_setup") if file.is_file() else None
         if where is None or not where.startswith(_OWN):
-
             draft = Path(path) / "replay_setup.py"
-            fix = f"; the Recorder wrote a draft, {draft}: read it, mend it, give it" if draft.is_file() else ""
+            fix = (
+                f"; the Recorder wrote a draft, {draft}: read it, mend it, give it" if draft.is_file() else ""
+            )
             raise InputError(
                 f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a"
                 " stabilitylab.Setup; the record holds weights and batches, but not how the model is built"
@@ -63,15 +64,32 @@ def controls(
 ) -> tuple[
     list[int], list[int]
 ]:  # steps of control states, steps of control batches, all before the suspect one, ascending
-    "Earlier steps to compare with: states a little before the suspect one, and the batches just before it."
+    "Earlier steps to compare with: ordinary states not far before the suspect one, batches just before it."
     known = replayable_steps(path)
     steps = [earlier for earlier in known if earlier < step]
     if not steps:
         why = "control states and batches come from before it"
         raise bad_input("step", step, f"later than {known[0]}", why)
-    # the nearest states may be ill already, and far back training was another: 32, 16 and 8 steps before
+    # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
     distances = {max(1, min(FAR, len(steps)) >> halved) for halved in range(n)}
-    return [steps[-distance] for distance in sorted(distances, reverse=True)], steps[-n - 1 :]
+    norms = _recorded_norms(path)
+    states = [_ordinary_step(steps, distance, norms) for distance in sorted(distances, reverse=True)]
+    return states, steps[-n - 1 :]
+
+
+def _recorded_norms(path: str | Path) -> dict[int, float]:
+    "The recorded gradient norm of every step."
+    scalars = open_run(path)["scalars"].to_dataset()
+    if "grad_norm" not in scalars:
+        return {}
+    norms = scalars.grad_norm.dropna("step")
+    return dict(zip(norms.step.values.tolist(), norms.values.tolist(), strict=True))
+
+
+def _ordinary_step(steps: list[int], distance: int, norms: dict[int, float]) -> int:
+    "Of the steps around a distance from the end the one with the smallest recorded gradient norm."
+    around = steps[-(distance + distance // 4) :][: 1 + distance // 4 + distance // 8]
+    return min(around, key=lambda step: norms.get(step, float("inf")))
 
 
 def _has_matrix(module: torch.nn.Module) -> bool:
@@ -155,9 +173,6 @@ def _precision_row(row: xr.Dataset) -> dict:
         "overflow": int(row.overflow.sum()),
         "underflow": int(row.underflow.sum()),
     }
-
-
-
 
 
 def _swap(

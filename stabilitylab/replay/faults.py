@@ -23,8 +23,8 @@ from ..run.record import open_run
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 FAULTS = {
     "": "the replay is the recorded step",
-    "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not the one"
-    " that was optimized",
+    "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
+    " the one that was optimized",
     "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
     "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
@@ -40,10 +40,12 @@ FAULTS = {
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again)",
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
     " them: give it all optimizers",
-    "frozen": "the gradient is of other parameters: {names} are frozen in one of the two and not in the other",
-    "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over, a"
-    " checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of several",
-    "schedule": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}: `setup.schedule` is missing",
+    "frozen": "the gradient is of other parameters: {names} are frozen in one of the two, not in the other",
+    "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over,"
+    " a checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of"
+    " several",
+    "schedule": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}: `setup.schedule` is"
+    " missing",
     "schedule off": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}, that of the step"
     " {which}: `setup.schedule` is one step off",
     "other schedule": "the learning rate was {recorded:.6g}, `setup.schedule` gives {replayed:.6g}",
@@ -239,8 +241,6 @@ def _in_no_optimizer(facts: Facts) -> list[str]:
     "Trainable parameters that no optimizer of the record has."
     held = {id(p) for one in listed(facts.way.optimizer) for group in groups_of(one) for p in group["params"]}
     return [name for name, p in facts.way.model.named_parameters() if p.requires_grad and id(p) not in held]
-
-
 
 
 def fault_of(

@@ -87,9 +87,7 @@ def join_models(
     shapes: dict[str, list],  # parameter -> its whole shape
 ) -> dict:  # the whole state; buffers are those of rank 0
     "The state dict of the whole model."
-    return {
-        name: _whole(name, [state[name] for state in states], shapes.get(name)) for name in states[0]
-    }
+    return {name: _whole(name, [state[name] for state in states], shapes.get(name)) for name in states[0]}
 
 
 def is_sharded(

@@ -118,7 +118,9 @@ def _refuse_optimizer(error: Exception, walk: Walk, run: xr.DataTree) -> InputEr
     if is_theirs or made == was:
         return None
     words = f"`setup.optimizer` makes {', '.join(made)}, the record was made with {', '.join(was)}"
-    return InputError(f"{words}, whose state it cannot use ({type(error).__name__}: {error}); allowed: the same")
+    return InputError(
+        f"{words}, whose state it cannot use ({type(error).__name__}: {error}); allowed: the same"
+    )
 
 
 def retrace(

@@ -154,7 +154,11 @@ def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
     changed = {"changed": ", ".join(facts.changed) or "sums over ranks"}
     if facts.is_elsewhere and _is_rounding(way):
         is_near = _apart(way.steps[-1]) <= DRIFT
-        return ("rounding", changed, suspect) if is_near else ("drift", changed | {"count": len(way.steps)}, suspect)
+        return (
+            ("rounding", changed, suspect)
+            if is_near
+            else ("drift", changed | {"count": len(way.steps)}, suspect)
+        )
     if name == "loss" and step is way.steps[0] and _is_rounding(way) and _is_noise(facts):
         return "noise", {}, suspect
     fault, evidence = fault_of(step, name, facts)

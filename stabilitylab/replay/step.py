@@ -102,7 +102,7 @@ def _rate_of(optimizers: list[torch.optim.Optimizer]) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def run_step(
+def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
     setup: Setup,  # how a batch becomes a loss
     model: torch.nn.Module,  # in the state before the step
     optimizer: torch.optim.Optimizer | list | None,  # its optimizer, several, or None

@@ -30,7 +30,7 @@ VERDICTS = {
 _UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table
 _JUDGED = ("grad_norm", "loss")  # variables that a verdict may follow
 _PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
-CLEARLY = 1.5  # factor beyond the limit at which one of the two is enough; our convention
+CLEARLY = 1.25  # factor beyond the limit at which one of the two is enough; our convention
 
 
 def _spreads(controls: np.ndarray) -> dict[str, float]:
@@ -42,7 +42,7 @@ def _spreads(controls: np.ndarray) -> dict[str, float]:
 
 
 def _factors(values: np.ndarray, least: float) -> dict[str, float] | None:
-    "How far batch, state, and the cell beyond both, are out of line, and the limits of each; None: no controls."
+    "How far batch, state and the cell beyond both are out of line, with their limits; None: no controls."
     table = np.asarray(values, float)
     if table.ndim != 2 or min(table.shape) < 2:
         return None

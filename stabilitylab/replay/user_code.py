@@ -32,7 +32,8 @@ _FOREIGN = ("site-packages", "dist-packages", "lib/python3", "<frozen")  # in th
 
 def _is_theirs(file: str) -> bool:
     "Whether a file belongs to the user, not to a library or to this package."
-    return not file.startswith(_OURS) and not any(part in file for part in _FOREIGN)
+    is_made = file.startswith("<") and not file.startswith("<ipython")  # by a dataclass, by `exec`
+    return not is_made and not file.startswith(_OURS) and not any(part in file for part in _FOREIGN)
 
 
 def _place_of(trace: TracebackType | None) -> str:
@@ -94,7 +95,9 @@ def as_input_error(
     place = _place_of(error.__traceback__)
     words = " ".join(str(error).split())[:300]
     where = f" in {place}" if place else ""
-    return InputError(f"`setup.{part}` failed{where}: {type(error).__name__}: {words}{error.stabilitylab_hint}")
+    return InputError(
+        f"`setup.{part}` failed{where}: {type(error).__name__}: {words}{error.stabilitylab_hint}"
+    )
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #0ac5800d
 _loaded: dict[str, list] = {"folder": [], "modules": []}  # what the last file brought along
@@ -198,7 +201,8 @@ def _call(function: Callable, path: Path) -> object:
 
 
 def load_setup(
-    where: str,  # 'package.module:function' or 'file.py:function'; called with the folder of the run, or without
+    # 'package.module:function' or 'file.py:function'; called with the folder of the run, or without
+    where: str,
     path: str | Path,  # folder of the run
 ) -> Setup:  # what the function returns; faults in it are told with their line
     "The `Setup` that a piece of code of yours makes for a run."

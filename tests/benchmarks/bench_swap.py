@@ -1,7 +1,8 @@
 """How often the swap test tells a planted cause: 100 seeded runs of each kind, trained under clipping.
 
-Shuffled labels and huge inputs are bad batches; a burst of the learning rate and broken weights are bad states.
-Half of the runs are a classifier under SGD, half a small language model under AdamW (huge inputs: all the former).
+Shuffled labels and huge inputs are bad batches; a burst of the learning rate and broken weights are bad
+states. Half of the runs are a classifier under SGD, half a small language model under AdamW; huge inputs are
+all of the former.
 """
 
 import argparse
@@ -187,7 +188,9 @@ def main(argv=()):
     for kind, told in table(options.runs).items():
         right, unsure = told[KINDS[kind]], told["cannot tell"]
         wrong = {verdict: n for verdict, n in told.items() if verdict not in (KINDS[kind], "cannot tell")}
-        print(f"{kind:20} {KINDS[kind]:10} right {right:3} of {options.runs}, cannot tell {unsure:2}, else {wrong}")
+        print(
+            f"{kind:20} {KINDS[kind]:10} right {right:3} of {options.runs}, cannot tell {unsure:2}, else {wrong}"
+        )
 
 
 if __name__ == "__main__":
