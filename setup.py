@@ -21,7 +21,7 @@ setup(
     classifiers=["Intended Audience :: Developers", "Programming Language :: Python :: 3"],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=["stabilitylab", "stabilitylab.*"]),
-    package_data={"stabilitylab": ["**/*.c", "**/*.js", "**/*.css", "**/*.json", "**/*.j2"]},
+    package_data={"stabilitylab": ["**/*.c", "**/*.js", "**/*.css", "**/*.json", "**/*.j2", "**/*.txt"]},
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split()},

@@ -38,7 +38,7 @@ def pieces_of(
 ) -> dict:  # what the function returns
     "The pieces of an audit."
     from stabilitylab.names.errors import bad_input
-    from stabilitylab.replay.snapshot import function_at
+    from stabilitylab.replay.user_code import function_at
 
     make = function_at(where)
     try:

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 # %% ../../nbs/api/probe/04_environment.ipynb #27bdcc14
 _SECRET = re.compile(r"(key|token|secret|passw|pwd|credential|auth)", re.I)
@@ -42,6 +43,16 @@ def masked(
     return out
 
 # %% ../../nbs/api/probe/04_environment.ipynb #1154f1a5
+def _processor() -> str | None:
+    "The name of the processor, where the system tells it."
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
+
+
 def environment() -> dict:  # flat dict of JSON values
     "What this process runs on and how it was started."
     import torch
@@ -60,6 +71,7 @@ def environment() -> dict:  # flat dict of JSON values
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "matmul_precision": torch.get_float32_matmul_precision(),

@@ -55,6 +55,7 @@ class RecorderCallback(_Base):
         _OPEN[str(self.path)] = self
         own = {"scaler": getattr(optimizer, "scaler", None), "first_step": state.global_step}
         self.recorder = Recorder(model, optimizer, self.path, **(own | self.options)).__enter__()
+        self.recorder.clip = getattr(args, "max_grad_norm", None) or None  # for the draft of the setup
         self.before = model.register_forward_pre_hook(Watch(model, self._batch), with_kwargs=True)
 
     def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:

@@ -27,6 +27,7 @@ from .opening import attrs_of, open_store, opening_events, tables_of, this_rank
 from .options import LEVELS, recorder_options
 from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
 from .rows import stacked, to_host
+from .setup_template import write_setup
 from .step_loss import StepLoss
 from .values import clean_scalars
 from .writer import Writer
@@ -195,7 +196,9 @@ class Recorder:
         self.scale = scale.clone() if torch.is_tensor(scale) else None
 
     def _before_optimizer(self) -> None:
-        "Find a GradScaler that the recorder was not told of."
+        "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
+        if self.box is not None:
+            self.guard.attempt("the black box", None, self.box.settings, self.n)
         self.looks += 1
         if self.has_scaler or self.looks > _LOOKS:
             return
@@ -217,6 +220,8 @@ class Recorder:
         "The same batch, kept for replay together with the random state; call it before each forward pass."
         if self.box is not None and self.off is None:
             self.guard.attempt("the black box", None, self.box.batch, batch, self.n, self.micro)
+            if self.n == self.options.first_step and not self.micro:
+                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
         self.micro += 1
         return batch
 

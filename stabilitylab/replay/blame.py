@@ -18,7 +18,7 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.nested import map_tensors, tensors_of
-from .state import Batch, Setup, Snapshot
+from .state import Batch, Setup, Snapshot, has_items
 
 # %% ../../nbs/api/replay/06_blame.ipynb #37a489b3
 def _count_samples(part: object) -> int:
@@ -67,8 +67,11 @@ def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[
         if setup.token_loss is not None:
             _, mask = _token_losses(setup, model, part)
             tokens = mask.sum(1).tolist()
+        # a loss that is divided by the tokens of the whole step is one of samples that are added up
+        together = 1 if has_items(part) else max(sum(tokens), 1)
         for i, count in enumerate(tokens):
-            yield _Sample(m, i, int(count), count / max(sum(tokens), 1) / len(batch.parts))
+            weight = (1 if has_items(part) else count) / together / setup.divisor(batch.parts)
+            yield _Sample(m, i, int(count), weight)
 
 
 def _gradient(

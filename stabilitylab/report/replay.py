@@ -13,8 +13,10 @@ from .render import render
 # %% ../../nbs/api/report/10_replay.ipynb #c4edc1fa
 _LINES = {
     "exact": "; equal to the recorded one to the last bit",
-    "apart": "; recorded was {recorded:.6g}, {gap:.1g} away (another processor or library sums in another"
-    " order, and an unstable run magnifies it)",
+    "apart": "; recorded was {recorded:.6g}, {gap:.1g} away",
+    "check": "  check      {words}",
+    "checked": "{name:>13}{recorded:>14}{replayed:>14}  {state} (step {step})",
+    "not held": "the record does not hold {names}, which cannot be checked",
     "step": "{run}, step {step}",
     "loss": "  replayed   loss {loss:.6g}{same}",
     "norms": "             gradient norm {grad_norm:.4g}, norm of the update {update_norm:.4g}",
@@ -43,20 +45,41 @@ def _numbers(row: dict) -> dict:
     }
 
 
-_INDENT = " " * 13  # left of the table of gradient norms
+_INDENT = " " * 13  # left of a table
+_SWAPPED = {"grad_norm": "gradient norm", "loss": "loss"}  # tables of a swap test, before clipping
 
 
-def _swap_row(state: str, norms: list) -> str:
-    "The gradient norms of one state, a column a batch."
-    return _INDENT + f"{state:>13}" + "".join(f"{_number(x):13.4g}" for x in norms)
+def _swap_row(state: str, values: list) -> str:
+    "What one state gave, a column a batch."
+    return _INDENT + f"{state:>13}" + "".join(f"{_number(x):13.4g}" for x in values)
 
 
 def _swap_lines(swap: dict) -> list[str]:
-    "The verdict and the table of gradient norms."
-    head = _INDENT + "".join(f"{name:>13}" for name in ("gradient norm", *swap["batches"]))
-    rows = zip(swap["states"], swap["grad_norm"], strict=True)
-    lines = [_LINES["swap"].format(**swap), head]
-    lines += [_swap_row(state, row) for state, row in rows]
+    "The verdict and the tables of gradient norms and losses."
+    lines = [_LINES["swap"].format(**swap)]
+    for name, words in _SWAPPED.items():
+        lines.append(_INDENT + "".join(f"{title:>13}" for title in (words, *swap["batches"])))
+        lines += [_swap_row(*row) for row in zip(swap["states"], swap[name], strict=True)]
+    return lines
+
+
+def _shown(value: float | str | None) -> str:
+    "One cell of the table of checks."
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _check_lines(check: dict) -> list[str]:
+    "Whether the replay is the step, with every number beside the recorded one."
+    lines = [_LINES["check"].format(**check)]
+    for row in check["checks"]:
+        cells = {"name": row["name"].replace("_", " "), "state": row["state"], "step": row["step"]}
+        cells |= {key: _shown(row[key]) for key in ("recorded", "replayed")}
+        lines.append(_INDENT + _LINES["checked"].format(**cells))
+    if check["missing"]:
+        names = ", ".join(check["missing"]).replace("_", " ")
+        lines.append(_INDENT + _LINES["not held"].format(names=names))
     return lines
 
 
@@ -96,6 +119,8 @@ def replay_text(
     "What a replay found, for a terminal."
     numbers = _numbers(told) | {"same": _same(told)}
     lines = [_LINES[name].format(**numbers) for name in ("step", "loss", "norms")]
+    if "check" in told:
+        lines += _check_lines(told["check"])
     if "swap" in told:
         lines += _swap_lines(told["swap"])
     if "samples" in told:

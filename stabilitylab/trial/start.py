@@ -16,8 +16,9 @@ import torch
 from ..fixes.training import Training
 from ..names.errors import bad_input
 from ..replay.examine import setup_of
-from ..replay.snapshot import function_at, load_batch, load_snapshot, replayable_steps
+from ..replay.snapshot import load_batch, load_snapshot, replayable_steps
 from ..replay.state import Setup, Snapshot
+from ..replay.user_code import function_at
 
 # %% ../../nbs/api/trial/00_start.ipynb #8a9758c2
 def deal_order(
@@ -97,7 +98,7 @@ def _batches_of(start: Start, setup: Setup, seed: int) -> Callable:
         position = step - start.step
         if loader is not None and (seed or position >= len(steps)):
             return loader(step, seed)
-        return load_batch(start.path, steps[deal_order(len(steps), seed, position)]).parts
+        return load_batch(start.path, steps[deal_order(len(steps), seed, position)], setup).parts
 
     return batches
 
@@ -109,6 +110,8 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
     model, optimizer = snapshot.build(device)
     if optimizer is None:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
+    if isinstance(optimizer, list):
+        raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer")
     torch.manual_seed(seed)
     return Training(
         model,

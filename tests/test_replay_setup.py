@@ -1,0 +1,402 @@
+"A replay that is not the step says so: planted faults of the setup, of the loop and of the user's code."
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stabilitylab.cli.main import main
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.replay.examine import examine
+from stabilitylab.replay.setup_check import check_setup
+from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
+from stabilitylab.replay.state import Setup
+from stabilitylab.replay.step import replay
+from stabilitylab.replay.user_code import load_setup
+
+
+class Net(nn.Module):
+    "Two layers, dropout, heads that leave no trace in the shapes."
+
+    def __init__(self, width=8, heads=2, dropout=0.1):
+        super().__init__()
+        self.fc1, self.fc2, self.heads = nn.Linear(6, width), nn.Linear(width, 1), heads
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        hidden = self.fc1(x).view(len(x), self.heads, -1).softmax(-1).flatten(1)
+        return self.fc2(self.drop(hidden))[:, 0]
+
+
+def mean_loss(model, part):
+    return ((model(part["x"]) - part["y"]).square() * part["mask"]).mean()
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def schedule(optimizer, step):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + step)
+
+
+SETUP = Setup(Net, mean_loss, adam, schedule, clip=0.05)
+
+
+def part_of(step, micro=0):
+    generator = torch.Generator().manual_seed(10 * step + micro)
+    x = torch.randn(4, 6, generator=generator)
+    return {"x": x, "y": x.sum(1), "mask": (torch.rand(4, generator=generator) > 0.3).float()}
+
+
+def record(path, steps=5, parts=1, after=None, setup=SETUP, every=10, loss_of=None, **options):
+    "A recorded loop; `after(step, model)` runs behind the optimizer's step."
+    torch.manual_seed(0)
+    model = setup.model()
+    optimizer = setup.optimizer(model)
+    with Recorder(model, optimizer, path, snapshot_every=every, merge=False, **options) as recorder:
+        for step in range(steps):
+            if setup.schedule is not None:
+                setup.schedule(optimizer, step)
+            total = 0.0
+            for micro in range(parts):
+                part = recorder.batch(part_of(step, micro))
+                loss = setup.loss(model, part) / parts
+                loss.backward()
+                total += loss.item()
+            if setup.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(total if loss_of is None else loss_of(total))
+            if after is not None:
+                after(step, model)
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return record(tmp_path_factory.mktemp("record") / "run")
+
+
+def test_the_right_setup_is_exact_and_everything_is_compared(path):
+    check = check_setup(path, 3, SETUP)
+    assert check.is_step and check.is_exact and check.fault == "" and check.missing == ()
+    assert {c.name for c in check.checks} >= {"parameters", "loss", "grad_norm", "lr", "update_norm"}
+    assert {c.state for c in check.checks} == {"equal"}
+    assert json.loads(json.dumps(check.to_dict()))["words"] == check.words
+
+
+def test_without_a_schedule_the_recorded_settings_are_used(path):
+    assert check_setup(path, 4, replace(SETUP, schedule=None)).is_exact
+    snapshot = load_snapshot(path, 3, replace(SETUP, schedule=None))
+    _, optimizer = snapshot.build()
+    snapshot.setup.schedule(optimizer, 3)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4 and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def late(optimizer, step):
+    schedule(optimizer, max(step - 1, 0))
+
+
+def constant(optimizer, step):
+    schedule(optimizer, 0 if step == 0 else 17)
+
+
+def no_mask(model, part):
+    return (model(part["x"]) - part["y"]).square().mean()
+
+
+def frozen():
+    model = Net()
+    model.fc1.bias.requires_grad_(False)
+    return model
+
+
+def partial_adam(model):
+    return torch.optim.AdamW([{"params": model.fc1.parameters()}, {"params": []}], lr=1e-2)
+
+
+FAULTS = {
+    "schedule off": {"schedule": late},
+    "other schedule": {"schedule": constant},
+    "optimizer": {"optimizer": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-2)},
+    "clipping": {"clip": None},
+    "model": {"model": lambda: Net(heads=4)},
+    "batch key": {"loss": no_mask},
+    "frozen": {"model": frozen},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_the_setup_is_named(path, fault):
+    check = check_setup(path, 3, replace(SETUP, **FAULTS[fault]))
+    assert (check.fault, check.is_step) == (fault, False), check.words
+    assert check.words.startswith("this replay is not the recorded step")
+
+
+def test_a_record_without_settings_says_that_the_schedule_is_missing(tmp_path):
+    path = record(tmp_path / "run")
+    index = json.loads((path / "blackbox" / "index.json").read_text())
+    del index["settings"]
+    (path / "blackbox" / "index.json").write_text(json.dumps(index))
+    assert check_setup(path, 3, replace(SETUP, schedule=None)).fault == "schedule"
+    assert check_setup(path, 3, SETUP).is_exact
+
+
+def test_weights_that_change_outside_of_the_step(tmp_path):
+    def average(step, model):
+        if step == 2:
+            model.fc1.weight.data.mul_(0.5)
+
+    path = record(tmp_path / "run", after=average)
+    assert check_setup(path, 2, SETUP).is_exact
+    check = check_setup(path, 4, SETUP)
+    assert check.fault == "outside" and check.evidence["before"] == 3
+
+
+def test_weight_decay_that_no_norm_shows_at_first(path):
+    "Loaded groups bring the recorded decay; a schedule that changes it is found by the last bits."
+
+    def other(optimizer, step):
+        schedule(optimizer, step)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+
+    assert check_setup(path, 3, replace(SETUP, schedule=other)).fault in ("settings", "outside")
+
+
+def test_accumulation(tmp_path):
+    path = record(tmp_path / "run", parts=4)
+    assert check_setup(path, 2, SETUP).is_exact
+    check = check_setup(path, 2, replace(SETUP, reduction="sum"))
+    assert check.fault == "accumulation" and "4 times" in check.words
+
+
+def test_another_logged_loss_is_no_fault(tmp_path):
+    path = record(tmp_path / "run", parts=2, loss_of=lambda loss: 3 * loss)
+    check = check_setup(path, 2, SETUP)
+    assert check.is_step and check.fault == "other loss"
+
+
+def test_a_second_optimizer_that_the_recorder_does_not_know(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    known, unknown = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.fc1, model.fc2))
+    with Recorder(model, known, tmp_path / "run", snapshot_every=10, merge=False) as recorder:
+        for step in range(4):
+            loss = mean_loss(model, recorder.batch(part_of(step)))
+            loss.backward()
+            known.step()
+            unknown.step()
+            model.zero_grad()
+            recorder.step(loss)
+    one = Setup(Net, mean_loss, lambda m: torch.optim.SGD(m.fc1.parameters(), lr=0.1))
+    check = check_setup(tmp_path / "run", 2, one)
+    assert check.fault == "second optimizer" and "fc2.weight" in check.words
+
+
+def two_optimizers(model):
+    return [
+        torch.optim.SGD(model.fc1.parameters(), lr=0.1),
+        torch.optim.AdamW(model.fc2.parameters(), lr=1e-2),
+    ]
+
+
+def test_all_optimizers_and_their_schedules_are_restored(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = two_optimizers(model)
+    rates = [
+        torch.optim.lr_scheduler.StepLR(one, 1, gamma)
+        for one, gamma in zip(optimizers, (0.9, 0.5), strict=True)
+    ]
+    with Recorder(model, optimizers, tmp_path / "run", snapshot_every=3, merge=False) as recorder:
+        for step in range(6):
+            loss = mean_loss(model, recorder.batch(part_of(step)))
+            loss.backward()
+            for one in (*optimizers, *rates):
+                one.step()
+            model.zero_grad()
+            recorder.step(loss)
+    setup = Setup(Net, mean_loss, two_optimizers)
+    for step in (2, 5):
+        assert check_setup(tmp_path / "run", step, setup).is_exact
+    with pytest.raises(ValueError, match="2 allowed|has 2; allowed"):
+        load_snapshot(tmp_path / "run", 4, replace(setup, optimizer=lambda m: two_optimizers(m)[0]))
+
+
+def test_another_width_is_refused_by_name(path):
+    with pytest.raises(ValueError, match="another width.*fc1.weight is \\(8, 6\\)"):
+        check_setup(path, 3, replace(SETUP, model=lambda: Net(width=12)))
+
+
+def test_old_and_light_records_say_what_cannot_be_checked(tmp_path):
+    path = record(tmp_path / "run", level="light")
+    check = check_setup(path, 3, SETUP)
+    assert check.is_step and {"update_norm", "weight_norm"} <= set(check.missing)
+
+
+def test_no_verdict_on_top_of_another_step(path, tmp_path):
+    bad = replace(SETUP, loss=no_mask)
+    found = examine(path, 4, bad)
+    told = found.to_dict()
+    assert not found.check.is_step and found.swap is None and found.samples is None
+    assert "swap" not in told and "samples" not in told and told["check"]["fault"] == "batch key"
+    good = examine(path, 4, SETUP).to_dict()
+    assert good["check"]["is_step"] and "swap" in good and len(good["samples"]) == 4
+
+
+def test_a_rounding_of_another_processor_is_let_pass_and_nothing_larger(path, monkeypatch):
+    from stabilitylab.replay import faults
+
+    def elsewhere(size):
+        return replace(SETUP, loss=lambda model, part: mean_loss(model, part) * (1 + size))
+
+    assert check_setup(path, 3, elsewhere(1e-4)).fault != "rounding"  # on the same machine it is a fault
+    monkeypatch.setattr(faults, "environment", lambda: {"cpu": "another", "version_torch": "0"})
+    check = check_setup(path, 3, elsewhere(1e-4))
+    assert check.fault == "rounding" and check.is_step and "cpu" in check.words and not check.is_exact
+    assert not check_setup(path, 3, elsewhere(2e-2)).is_step
+    assert check_setup(path, 3, replace(SETUP, schedule=late)).fault == "schedule off"
+
+
+def test_gradients_are_measured_before_clipping(path):
+    snapshot = load_snapshot(path, 3, SETUP)
+    again = replay(snapshot, load_batch(path, 3))
+    assert again.clipped_grad_norm == pytest.approx(0.05, rel=1e-4) and again.grad_norm > 0.06
+    assert again.run["scalars"].grad_norm.item() == pytest.approx(again.grad_norm, rel=1e-6)
+
+
+TRAIN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.fc = width, nn.Linear(6, width)
+    def forward(self, x):
+        return self.fc(x).square().mean()
+
+if __name__ == "__main__":
+    from stabilitylab import Recorder
+    torch.manual_seed(0)
+    model = Net(width=4)
+    groups = [{"params": [model.fc.weight], "weight_decay": 0.3}, {"params": [model.fc.bias]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    with Recorder(model, optimizer, "run", snapshot_every=50) as recorder:
+        for step in range(8):
+            batch = recorder.batch({"x": torch.randn(4, 6)})
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+"""
+
+
+def command(capsys, *arguments):
+    "Exit code, output and errors of `stabilitylab replay`."
+    code = main(["replay", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    "A folder with a training script that was run, and a record with the draft of a setup."
+    folder = tmp_path_factory.mktemp("project")
+    root = Path(__file__).resolve().parent.parent
+    (folder / "train.py").write_text(f"import sys; sys.path.insert(0, {str(root)!r})\n" + TRAIN)
+    subprocess.run([sys.executable, "train.py"], cwd=folder, check=True)
+    return folder
+
+
+def test_the_draft_replays_to_the_last_bit_from_any_folder(project, capsys):
+    draft = (project / "run" / "replay_setup.py").read_text()
+    assert "from train import Net" in draft and "width=4" in draft and "'weight_decay': 0.3" in draft
+    code, out, error = command(
+        capsys, project / "run", "--step", 7, "--setup", f"{project}/run/replay_setup.py:setup", "--json"
+    )
+    assert code == 0, error
+    assert json.loads(out)["exact"] is True and json.loads(out)["check"]["missing"] == []
+
+
+SETUP_FILE = """
+from stabilitylab import Setup
+from train import Net
+import torch
+
+def optimizer(model):
+    groups = [{"params": [model.fc.weight]}, {"params": [model.fc.bias]}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+def loss(model, batch):
+    return model(batch["x"])
+
+def wrong_key(model, batch):
+    return model(batch["inputs"])
+
+def setup():
+    return Setup(lambda: Net(4), loss, optimizer)
+
+def with_path(path):
+    return setup()
+
+made = setup()
+
+def instance():
+    return Setup(Net(4), loss, optimizer)
+
+def key(path):
+    return Setup(lambda: Net(4), wrong_key, optimizer)
+
+def fault():
+    return Setup(lambda: Net(4 / 0), loss, optimizer)
+
+def nothing():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("made", "setup.py, line 22) is a Setup, not a function"),
+        ("instance", "setup.py, line 25"),
+        (
+            "key",
+            "setup.py, line 14 (`return model(batch[\"inputs\"])`): KeyError: 'inputs'; the recorded batch has x",
+        ),
+        ("fault", "setup.py, line 31"),
+        ("nothing", "returns a NoneType"),
+        ("missing", "has no missing"),
+    ],
+)
+def test_faults_of_the_user_are_told_as_theirs(project, capsys, name, words):
+    (project / "setup.py").write_text(SETUP_FILE)
+    code, out, error = command(capsys, project / "run", "--step", 3, "--setup", f"{project}/setup.py:{name}")
+    assert (code, out) == (2, "") and words in error and "Traceback" not in error, error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["setup", "with_path"])
+def test_setup_with_the_path_or_without(project, name):
+    (project / "setup.py").write_text(SETUP_FILE)
+    setup = load_setup(f"{project}/setup.py:{name}", project / "run")
+    assert check_setup(project / "run", 5, setup).is_exact
+    assert replayable_steps(project / "run") == list(range(8))
+
+
+def test_the_command_shows_the_table_and_no_verdict(project, capsys):
+    lines = SETUP_FILE.replace('model(batch["x"])', 'model(batch["x"]) * 2')
+    (project / "other_setup.py").write_text(lines)
+    code, out, _ = command(capsys, project / "run", "--step", 3, "--setup", f"{project}/other_setup.py")
+    assert code == 0 and "not the recorded step" in out and "differs (step 0)" in out
+    assert "swap test" not in out and "samples" not in out
