@@ -60,10 +60,9 @@ def find_output_collapse_of_run(
     if series is None or not len(series.value):
         return []
     is_low = series.value < limit("collapse_information")
-    informed = np.flatnonzero(~is_low)
-    onset = informed[-1] + 1 if len(informed) else 0
-    needed = limit("collapse_records") if len(informed) else limit("near_records")
-    if len(is_low) - onset < needed:
+    onset = 1 + np.flatnonzero(~is_low).max(initial=-1)
+    was_informed = series.value.max() >= limit("collapse_from")
+    if not was_informed or len(is_low) - onset < limit("collapse_records"):
         return []
     share = curve(run, "output_top_share")
     evidence = {"information": float(series.value[-1]), "highest": float(series.value.max())}

@@ -187,7 +187,7 @@ class AttentionProbe:
         self.got, self.outputs, self.missed = {}, {}, []
         self.attempt = attempt or (lambda function, *args: function(*args))
         # a compiled model goes on after it as before; a model in one graph never comes to it
-        hook = Watch(self.model, self._before)
+        hook = Watch(self.model, torch.compiler.disable(self._before))
         self.handle = self.model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def arm(
@@ -203,8 +203,6 @@ class AttentionProbe:
             return
         step, self.armed = self.armed, None
         self.attempt(self._measure, step, module, args, kwargs)
-
-    _before._torchdynamo_disable = True
 
     def _measure(self, step: int, module: nn.Module, args: tuple, kwargs: dict):
         with left_as_it_was(module), AttentionWatch(module, self.epsilon) as watch:
