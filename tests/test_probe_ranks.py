@@ -31,7 +31,7 @@ else:
     fully_shard(m, mesh=mesh)
 opt = torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=.1)
 x = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(7)).chunk(2)[rank]
-with Recorder(m, opt, path, every_n=2, snapshot_every=2, flush_seconds=.05 if die else 5) as rec:
+with Recorder(m, opt, path, every_n=2, attention_every=2, snapshot_every=2, flush_seconds=.05 if die else 5) as rec:
     for i in range(steps):
         rec.batch(x); l = m(x, x); l.backward(); opt.step(); opt.zero_grad(); rec.step(l)
         if die and i == steps - 1:
@@ -73,7 +73,7 @@ def one(tmp_path_factory):
     m = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=2, seq=16))
     opt = torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)
     x = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(7))
-    with Recorder(m, opt, path, every_n=2) as rec:
+    with Recorder(m, opt, path, every_n=2, attention_every=2) as rec:
         for _ in range(4):
             loss = m(x, x)
             loss.backward()
@@ -122,6 +122,8 @@ def test_two_ranks_are_one_run(tmp_path, one, how):
     assert not np.allclose(
         run["rank_activations"].rms.values[..., 0], run["rank_activations"].rms.values[..., 1]
     )
+    whole = ["attn_logit_max", "attn_entropy", "sink_score", "rows", "length", "stream_first"]
+    same(run["attention"], one["attention"], whole, 5e-3)
     same(run["sampled_weights"], one["sampled_weights"], ("zero_frac", "exponents", "underflow_frac"), 5e-3)
     same(run["sampled_activations"], one["sampled_activations"], ("exponents", "overflow_frac"), 5e-3)
     for _r, folder in enumerate((tmp_path / "r" / "blackbox", tmp_path / "r" / "blackbox" / "rank-1")):

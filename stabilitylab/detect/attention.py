@@ -19,11 +19,15 @@ from ..measure.curves import Curve
 def attention_of(
     run: xr.DataTree,  # a record
     role: str | None = None,  # 'self' or 'cross'; None: both
-) -> xr.Dataset | None:  # None where the record has none of it
+    needs: tuple[str, ...] = (),  # variables without which it is of no use
+) -> xr.Dataset | None:  # None where the record has none of it, or lacks one of `needs`
     "The `/attention` group of a record."
     if "attention" not in run.children or not run["attention"].sizes.get("step"):
         return None
     data = run["attention"].to_dataset()
+    is_known = {"module", "role"} <= set(data.coords) and set(needs) <= set(data.data_vars)
+    if not is_known or "layer" not in data.sizes:
+        return None
     if role is not None:
         data = data.isel(layer=np.flatnonzero(data.role.values == role))
     return data if data.sizes["layer"] else None
@@ -38,12 +42,13 @@ def find_attention_logit_growth(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Recorded attention logits that grew past the published alarm levels, with the layers where they did."
-    data = attention_of(run)
+    data = attention_of(run, needs=("attn_logit_max",))
     if data is None:
         return []
     by_layer = data.attn_logit_max.max("head").values
     step = data.step.values
-    top = Curve("attn_logit_max", step, np.nanmax(by_layer, 1), np.zeros(len(step), np.int32), None, 0, 0)
+    highest = np.maximum(np.nan_to_num(by_layer, nan=0.0, neginf=0.0).max(1), 0.0)
+    top = Curve("attn_logit_max", step, highest, np.zeros(len(step), np.int32), None, 0, 0)
     level = limit("attn_logit_clip")
     growth = growth_to(top, level)
     if growth is None or (len(step) > 1 and growth.peak < limit("logit_growth") * growth.start):
@@ -59,7 +64,7 @@ def find_attention_logit_growth(
         "last": growth.last,
         "doubling_steps": growth.doubling,
         "n": len(order),
-        "head": int(np.nanargmax(data.attn_logit_max.values[growth.peak_at].max(0))),
+        "head": int(np.nan_to_num(data.attn_logit_max.values[growth.peak_at], nan=-1).max(0).argmax()),
     }
     modules = tuple(str(data.module.values[i]) for _, i in order)[:8]
     severity = "warning" if high else "info"
@@ -70,7 +75,7 @@ def find_entropy_collapse(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Heads whose rows became nearly one-hot, each row on another key."
-    data = attention_of(run)
+    data = attention_of(run, needs=("attn_entropy_rel", "sink_score"))
     if data is None:
         return []
     entropy, score = data.attn_entropy_rel.values, data.sink_score.values
@@ -102,9 +107,12 @@ def sink_excess(
     return excess.assign_attrs(long_name="sink score above uniform attention", units="1")
 
 
+_OF_SINKS = ("sink_score", "sink_uniform", "sink_position", "sink_token", "sink_value_ratio", "length")
+
+
 def _one_role(run: xr.DataTree, role: str) -> list[Finding]:
     "Sinks of self- or of cross-attention."
-    data = attention_of(run, role)
+    data = attention_of(run, role, needs=_OF_SINKS)
     if data is None:
         return []
     excess = sink_excess(data).values
@@ -126,6 +134,7 @@ def _one_role(run: xr.DataTree, role: str) -> list[Finding]:
         "position": position,
         "value_ratio": float(np.nanmedian(end.sink_value_ratio.values[is_sink[-1]])),
         "length": int(np.nanmax(end.length.values)),
+        "grew": bool(hit[0] > 0),
     }
     if token is not None and token >= 0:
         evidence["token"] = token
@@ -152,7 +161,7 @@ def find_broken_attention(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Attention logits that are NaN or infinite."
-    data = attention_of(run)
+    data = attention_of(run, needs=("nonfinite_count", "rows"))
     if data is None or not float(data.nonfinite_count.fillna(0).max()):
         return []
     bad = data.nonfinite_count.fillna(0).values

@@ -155,20 +155,29 @@ def find_logged_entropy_collapse(
 LEADING = ("attention_logit_growth", "attention_entropy_collapse", "output_logit_drift", "output_collapse")
 
 
+def _leads(f: Finding, event: int, first: int) -> bool:
+    "Whether a sign came before a loss event; a sink is usual, so it has to have grown shortly before."
+    if f.kind == "attention_sink":
+        return f.evidence.get("grew", False) and event - f.onset <= limit("sink_lead") * (event - first)
+    return f.kind in LEADING
+
+
 def attention_leads(
     run: xr.DataTree,  # a record
     found: list[Finding],  # so far
 ) -> list[Finding]:  # the same; what came before the loss has its lead, and is a warning at least
     "How many steps a sign in the attention or the output came before the loss."
-    events = loss_events(found)
+    events, steps = loss_events(found), scalars_of(run).step.values
+    first = int(steps.min()) if len(steps) else 0
 
     def led(f: Finding) -> Finding:
         later = [e for e in events if f.onset is not None and e >= f.onset]
-        if f.kind not in LEADING or not later:
+        if not later or not _leads(f, later[0], first):
             return f
         lead = {"lead_steps": later[0] - f.onset, "loss_event": later[0]}
         lost = f.kind == "attention_logit_growth" and f.evidence["peak"] >= limit("attn_logit_lost")
         lost = lost and any(d.kind == "divergence" and d.onset >= f.onset for d in found)
+        lost = lost or f.severity == "error"
         return f.with_(severity="error" if lost else "warning", evidence=f.evidence | lead)
 
     return [led(f) for f in found]

@@ -21,11 +21,14 @@ from .attention_call import AttentionCall
 from .attention_heads import HeadStatistics, attention_statistics
 from .attention_inputs import flex_call, mha_call, plain_name, registry_call, sdpa_call
 from .attention_trace import ScoreTrace
+from .hooks import first_tensor
 from .kinds import module_kinds
+from .stream_peak import StreamPeak, stream_peak
 
 # %% ../../nbs/api/probe/25_attention_watch.ipynb #2aa0248f
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead")
 _CONTEXT = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states")
+_SOME_INPUTS, _SOME_PLACES = 4, 16  # logits that are kept of a pass
 _CROSS = re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I)
 
 
@@ -40,6 +43,8 @@ class Caught:
     tokens: (
         torch.Tensor | None
     )  # (document, head) token id at each document's sink; None where ids are unknown
+    stream: StreamPeak | None = None  # the largest magnitudes that its block puts out; None where it has none
+    stream_token: int = -1  # token id at the largest; -1 where unknown
 
 # %% ../../nbs/api/probe/25_attention_watch.ipynb #ee7e9d2c
 class AttentionWatch(TorchFunctionMode):
@@ -58,6 +63,8 @@ class AttentionWatch(TorchFunctionMode):
         self.trace = ScoreTrace(self._heads, self._take)
         kinds = module_kinds(model)
         self.looks = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
+        self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
+        self.peaks, self.logits = {}, None  # (input, place, vocab) some logits of the pass
 
     def __enter__(self):
         for name, module in self.model.named_modules():
@@ -73,6 +80,7 @@ class AttentionWatch(TorchFunctionMode):
         for handle in self.handles:
             handle.remove()
         self.trace.clear()
+        self.caught = [self._with_stream(c) for c in self.caught]
         self.handles, self.inside = [], []
 
     def _enter(self, name: str) -> Callable:
@@ -88,8 +96,36 @@ class AttentionWatch(TorchFunctionMode):
         return hook
 
     def _leave(self, module: nn.Module, args: tuple, out: object):
-        if self.inside:
-            self.inside.pop()
+        if not self.inside:
+            return
+        name, self.muted = self.inside.pop()[0], True
+        try:
+            if name in self.peeked:
+                self._peek(name, first_tensor(out))
+        except Exception as error:
+            self.problems.append(f"{plain_name(name)}: {type(error).__name__}: {error}")
+        self.muted = False
+
+    def _peek(self, name: str, out: torch.Tensor | None):
+        "Keep the peak of a block's output, and some of the logits."
+        if out is None or out.ndim != 3:
+            return
+        if self.peeked[name] == "lm_head":
+            step = max(1, out.shape[1] // _SOME_PLACES)
+            self.logits = out.detach()[:_SOME_INPUTS, ::step][:, :_SOME_PLACES].float().clone()
+            return
+        peak = stream_peak(out)
+        fit = [x for x in self.ids if x.shape == out.shape[:2]]
+        token = int(fit[-1][peak.sequence, peak.position]) if peak is not None and fit else -1
+        self.peaks[plain_name(name)] = peak, token
+
+    def _with_stream(self, caught: Caught) -> Caught:
+        "An attention with what its block puts out."
+        around = [name for name in self.peaks if f"{caught.module}.".startswith(f"{name}.")]
+        if not around:
+            return caught
+        peak, token = self.peaks[max(around, key=len)]
+        return replace(caught, stream=peak, stream_token=token)
 
     def _note_ids(self, ids: torch.Tensor):
         "Keep the token ids of an embedding; positions are the same in every sequence and count up."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LayerReading', 'layer_readings', 'find_ignored_layers', 'mixing_weights', 'find_ignored_by_mixture',
-           'find_output_collapse']
+           'OutputInformation', 'output_information', 'find_output_collapse']
 
 # %% ../../nbs/api/probe/27_layer_reading.ipynb #8332b7bf
 from collections.abc import Callable
@@ -17,9 +17,10 @@ import xarray as xr
 from torch import nn
 
 from ..detect.findings import Finding
+from ..detect.idle import collapsed_output, ignored_layers
 from ..detect.thresholds import limit
 from ..names.errors import bad_input
-from .attention_report import eager_model, left_as_it_was
+from .extra_pass import eager_model, left_as_it_was
 from .hooks import first_tensor
 from .kinds import module_kinds
 
@@ -106,21 +107,7 @@ def find_ignored_layers(
     step: int | None = None,  # the step that they are about
 ) -> list[Finding]:  # one for each kind of module at most
     "Layers whose removal costs less than the threshold."
-    found = []
-    for kind in dict.fromkeys(r.kind for r in readings):
-        idle = [r for r in readings if r.kind == kind and abs(r.cost) < limit("ignored_cost")]
-        if not idle:
-            continue
-        evidence = {
-            "cost": idle[0].cost,
-            "loss": idle[0].loss,
-            "grad_share": idle[0].grad_share,
-            "n": len(idle),
-            "of": sum(r.kind == kind for r in readings),
-        }
-        modules = tuple(r.module for r in idle[:8])
-        found.append(Finding("layer_ignored", "warning", step, step, modules, evidence))
-    return found
+    return ignored_layers([reading.to_dict() for reading in readings], step)
 
 # %% ../../nbs/api/probe/27_layer_reading.ipynb #ec1aa626
 def mixing_weights(
@@ -158,11 +145,23 @@ def find_ignored_by_mixture(
     return [Finding("layer_ignored", "warning", steps[hit[0]], steps[-1], named, evidence)]
 
 # %% ../../nbs/api/probe/27_layer_reading.ipynb #2da1796f
-def find_output_collapse(
+@dataclass(frozen=True)
+class OutputInformation:
+    "How much a model's outputs tell about its inputs."
+
+    information: float  # nats, mean over the places; 0: the same output whatever the input
+    n_inputs: int  # how many were compared; the information is at most the log of it
+    top_share: float  # share of the places at which the commonest token is the likeliest
+
+    def to_dict(self) -> dict:
+        "The numbers as a dict."
+        return asdict(self)
+
+
+def output_information(
     logits: torch.Tensor,  # (input, place, vocab) outputs for different inputs of equal length
-    step: int | None = None,  # the step that they are about
-) -> list[Finding]:  # at most one
-    "A model that gives the same output whatever the input."
+) -> OutputInformation:
+    "The information that outputs carry about which input they belong to."
     if logits.ndim != 3 or logits.shape[0] < 2:
         raise bad_input("logits", tuple(logits.shape), "(input, place, vocab) with two inputs or more")
     p = logits.detach().double().softmax(-1)
@@ -170,7 +169,12 @@ def find_output_collapse(
     information = torch.special.entr(mean).sum(-1) - torch.special.entr(p).sum(-1).mean(0)
     tops = logits.argmax(-1).flatten()
     share = float(torch.bincount(tops).max() / len(tops))
-    if not float(information.mean()) < limit("collapse_information"):
-        return []
-    evidence = {"information": float(information.mean()), "n_inputs": logits.shape[0], "top_share": share}
-    return [Finding("output_collapse", "error", step, step, evidence=evidence)]
+    return OutputInformation(float(information.mean()), logits.shape[0], share)
+
+
+def find_output_collapse(
+    logits: torch.Tensor,  # as for `output_information`
+    step: int | None = None,  # the step that they are about
+) -> list[Finding]:  # at most one
+    "A model that gives the same output whatever the input."
+    return collapsed_output(output_information(logits).to_dict(), step)

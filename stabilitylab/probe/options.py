@@ -39,6 +39,8 @@ class RecorderOptions:
 
     level: str = "normal"  # 'light', 'normal' or 'full' (the costly statistics every step)
     every_n: int = 50  # steps between the costly statistics, taken after a trigger too; 0: never
+    # steps between extra forward passes that measure every attention head, also after a trigger; 0: never
+    attention_every: int = 0
     select: str | None = None  # regular expression on module names; None: all
     kinds: dict | None = None  # regular expression on module names -> kind, where the rules are wrong
     scaler: Any = None  # the loop's GradScaler, or None
@@ -59,8 +61,9 @@ class RecorderOptions:
     def __post_init__(self):
         if self.level not in LEVELS:
             raise bad_input("level", self.level, ", ".join(LEVELS))
-        if self.every_n < 0:
-            raise bad_input("every_n", self.every_n, "0 or more")
+        for name in ("every_n", "attention_every"):
+            if getattr(self, name) < 0:
+                raise bad_input(name, getattr(self, name), "0 or more")
         if self.on_nonfinite not in ON_NONFINITE:
             raise bad_input("on_nonfinite", self.on_nonfinite, ", ".join(ON_NONFINITE))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError
+from .attention_recording import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
 from .guard import RECORDING, Guard, tell, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
@@ -75,7 +76,7 @@ class Recorder:
         self.is_open, self.sample_next, self.has_scaler = False, False, self.scaler is not None
         self.modules, self.params = NoModules(self.guard), None
         self.writer, self.store, self.box, self.own_loss, self.handles = None, None, None, None, []
-        self.at_exit, self.looks = None, 0
+        self.at_exit, self.looks, self.attention = None, 0, None
         self.scale, self.held, self.skipped, self.graphs = None, [], False, whole_graphs[0]
         self.begin = time.perf_counter()
 
@@ -111,6 +112,8 @@ class Recorder:
             self._guard_steps()
         self._open(model)
         self.own_loss = self.guard.attempt("the model's own loss", None, StepLoss, model, self.guard)
+        self.attention = AttentionRecording(model, self.options.attention_every, self.guard)
+        self.handles.append(self.attention)
         self._sample()
         self.at_exit = partial(_finish_at_exit, weakref.ref(self))
         atexit.register(self.at_exit)
@@ -175,6 +178,7 @@ class Recorder:
         "Decide whether the step that begins takes the costly statistics."
         every = 1 if self.options.level == "full" else self.options.every_n
         is_due = self.sample_next or bool(every and self.n % every == 0)
+        self.attention.begin_step(self.n, self.sample_next)
         self.sample_next = False
         self.modules.sampling = self.params.sampling = is_due and self.off is None
 
@@ -253,7 +257,8 @@ class Recorder:
         details, tops = self.guard.attempt("costly statistics", None, self._take_details, uses) or ({}, {})
         grads, made, stepped = self.guard.attempt(UPDATES, None, self.params.take) or ({}, {}, set())
         is_skipped = self.skipped or (bool(grads) and not stepped)
-        scalars = self._scalars(given, elapsed, is_skipped)
+        heads, told = self.attention.take()
+        scalars = self._scalars(given, elapsed, is_skipped) | told
         item = {
             "step": self.n,
             "time": time.time(),
@@ -264,6 +269,7 @@ class Recorder:
             "order": order,
             "grads": stacked(grads),
             "made": stacked(made),
+            "heads": heads,
             "scale": None if self.scale is None else to_host(self.scale.reshape(1)),
             "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
             "ready": self._ready(parts),

@@ -17,6 +17,7 @@ import numpy as np
 from .columns import first_bad, module_columns, param_columns, role_names, sampled_columns
 from .guard import RECORDING, Guard
 from .rows import fetch
+from ..run.heads import joined_rows
 
 # %% ../../nbs/api/probe/05_writer.ipynb #ab1c1802
 _ROWS = 200  # steps after which a part is written, however fast they are
@@ -40,7 +41,7 @@ class Writer:
     ):
         self.store, self.modules, self.params, self.guard = store, modules, params, guard
         self.seconds, self.counts, self.only_modules, self.on_bad = seconds, counts, only_modules, on_bad
-        self.rows, self.sampled, self.events, self.bad = [], [], [], None
+        self.rows, self.sampled, self.heads, self.events, self.bad = [], [], [], [], None
         self.broken, self.flushed, self.patience, self.lost = False, time.monotonic(), _PATIENCE, []
         self.enough = _ROWS  # steps that make a part
         self.work = queue.Queue(maxsize=64)
@@ -113,6 +114,7 @@ class Writer:
             self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
             self.lost += [row[0] for row in self.rows[:-_WAITING]]
             self.rows, self.sampled = self.rows[-_WAITING:], self.sampled[-_WAITING:]
+            self.heads = self.heads[-_WAITING:]
             if is_end:
                 self.guard.note(f"the last {len(self.rows)} steps were never written")
 
@@ -138,6 +140,8 @@ class Writer:
         self.rows.append((item["step"], item["time"], row, scalars))
         if item["details"]:
             self.sampled.append((item["step"], sampled_columns(item, n_modules, n_params, self.counts)))
+        if item.get("heads"):
+            self.heads.append(item["heads"])
         if self.bad is None:
             self._look(item, sums, grads, made)
 
@@ -181,8 +185,8 @@ class Writer:
         if self.lost:
             text = f"{len(self.lost)} steps from {min(self.lost)} to {max(self.lost)} were not recorded"
             events = [*events, ("note", min(self.lost), text, time.time())]
-        self.store.append(arrays | self._sampled_arrays(), events)
-        self.rows, self.sampled, self.events, self.lost = [], [], [], []
+        self.store.append(arrays | self._sampled_arrays() | joined_rows(self.heads), events)
+        self.rows, self.sampled, self.heads, self.events, self.lost = [], [], [], [], []
         self.flushed = time.monotonic()
 
     def _scalar_arrays(self) -> dict[str, np.ndarray]:

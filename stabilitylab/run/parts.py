@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from .heads import combine_heads, head_table
 from .ranks import combine_shards, stack_ranks
 from .scalars import Samples, make_events, make_scalars, series, series_names
 
@@ -189,6 +190,9 @@ def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Datase
             tables[group] = combine_shards(list(own.values()), group, share)
             if group == "activations":
                 tables["rank_activations"] = stack_ranks(list(own.values()), list(own))
+    heads = [head_table(s.arrays, segment) for _, s in sorted(shards.items()) if s.has("attention")]
+    if heads:
+        tables["attention"] = combine_heads(heads)
     return tables
 
 
