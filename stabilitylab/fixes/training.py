@@ -178,16 +178,15 @@ class Training:
         "Runs the hooks behind the backward pass of a micro-batch."
         self._call("after_part")
 
-    def end_step(self) -> Stepped:  # what the step did
+    def end_step(
+        self,
+        norm: float | None = None,  # of gradients that are clipped already; None: measured and clipped here
+    ) -> Stepped:  # what the step did
         "Mends, clips and applies the gradients, with all hooks, and counts the step."
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self._call("after_backward")
-        norm = grad_norm(self.model.parameters())
-        if self.scaler is not None and not math.isfinite(norm):
-            self.skip = True  # as the scaler itself decides
-        if self.clip is not None and not self.skip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        norm = self._clipped() if norm is None else norm
         self._call("before_update")
         if not self.skip:
             self.optimizer.step()
@@ -196,6 +195,16 @@ class Training:
         self._call("after_step")
         self.step += 1
         return Stepped(self.step - 1, self.last_loss, norm, self.skip)
+
+    def _clipped(self) -> float:
+        "Clips the gradients; gives their norm of before."
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = grad_norm(parameters)
+        if self.scaler is not None and not math.isfinite(norm):
+            self.skip = True  # as the scaler itself decides
+        if self.clip is not None and not self.skip:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+        return norm
 
     def _measured(self, loss: torch.Tensor, part) -> float:
         "The loss to compare by; computed again only where a changed loss does not know it."

@@ -140,7 +140,7 @@ class Lane:
         folder: str | Path,  # where it writes; an unfinished arm there goes on
         device: str = "cpu",  # where to train
     ):
-        self.place, self.steps, self.lost = Path(folder), steps, 0
+        self.place, self.steps, self.lost, self._bytes = Path(folder), steps, 0, 0
         self.place.mkdir(parents=True, exist_ok=True)
         self.training = Start(**start).build(seed, device)
         self.first = self.training.step
@@ -165,6 +165,7 @@ class Lane:
         seconds: float,  # that it took
     ) -> None:
         "Adds a step to the log."
+        self._bytes = self._bytes or _state_bytes(self.training)  # complete behind the first step
         row = {
             "step": done.step,
             "loss": done.loss,
@@ -172,7 +173,7 @@ class Lane:
             "lr": self.training.optimizer.param_groups[0]["lr"],
             "skipped": int(done.skipped),
             "seconds": round(seconds, 6),
-            "state_bytes": _state_bytes(self.training),
+            "state_bytes": self._bytes,
         }
         with open(self.place / "metrics.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(row) + "\n")

@@ -7,6 +7,7 @@ __all__ = ['LARGEST', 'shape_of', 'why_alone', 'Bundle', 'run_lanes']
 
 # %% ../../nbs/api/trial/05_bundle.ipynb #f1b5f102
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -175,13 +176,27 @@ class Bundle:
             self._hand_out(torch.autograd.grad(torch.stack(scaled).sum(), learned, allow_unused=True))
             for training in self.trainings:
                 training.end_part()
-        return [training.end_step() for training in self.trainings]
+        if len(parts[0]) > 1 or any(training.hooks for training in self.trainings):
+            return [training.end_step() for training in self.trainings]
+        return [t.end_step(norm) for t, norm in zip(self.trainings, self._clipped(), strict=True)]
+
+    def _clipped(self) -> list[float]:
+        "Clips the gradients of all arms at once; gives their norms of before."
+        rows = [torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in self._grads]
+        norms = torch.linalg.vector_norm(torch.stack(rows), dim=0)
+        limits = torch.tensor([math.inf if t.clip is None else t.clip for t in self.trainings])
+        share = (limits / (norms.cpu() + 1e-6)).clamp(max=1.0)  # as PyTorch's clip_grad_norm_
+        if bool((share < 1).any()):
+            for grad in self._grads:
+                grad.mul_(share.to(grad).view(-1, *[1] * (grad.ndim - 1)))
+        return norms.tolist()
 
     def _hand_out(self, grads: Sequence[torch.Tensor | None]) -> None:
         "Gives every arm its rows of the gradients, beside those of earlier micro-batches."
         names = [name.removeprefix("model.") for name, stack in self._weights.items() if stack.requires_grad]
         # the fused step reads gradients in the order of the weights' memory
         found = [(name, g.contiguous()) for name, g in zip(names, grads, strict=True) if g is not None]
+        self._grads = [grad for _, grad in found]
         for place, own in enumerate(self._own):
             for name, grad in found:
                 known = own[name].grad
