@@ -81,14 +81,14 @@ def run_trial(
     from stabilitylab.read.runs import read_runs
     from stabilitylab.report.trial import trial_text, trial_words
     from stabilitylab.trial.start import Start, last_snapshot_before
-    from stabilitylab.trial.suggest import suggest
+    from stabilitylab.trial.suggest import failure_onset, suggest
     from stabilitylab.trial.trial import Trial
 
     run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
     chosen = [] if args.fix else suggest(list(findings), run)
     arms = args.fix or [one.arm for one in chosen] or ["placebo"]
-    failure = next((one.onset for one in findings if one.severity == "error"), None)
+    failure = failure_onset(findings)
     step = last_snapshot_before(args.run, failure) if args.step is None else args.step
     setup = None if args.setup is None else _absolute(args.setup)
     start = Start(str(Path(args.run).resolve()), step, setup)
