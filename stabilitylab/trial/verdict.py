@@ -18,8 +18,9 @@ from ..names.errors import bad_input
 from .arm import Arm, ArmCurve
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #031f3bbb
-LEAVES = 7.0  # times the noise: the project's definition of an event, as OLMo 2's spike score
+LEAVES = 7.0  # times the noise of a level: the project's definition of an event, as OLMo 2's spike score
 _MAD_TO_SD = 1.4826
+_MEDIAN_SD = (np.pi / 2) ** 0.5  # standard deviation of a median of n normal values, times sqrt(n)
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,10 @@ class Outcome:
 
 
 def _medians(values: np.ndarray, width: int) -> np.ndarray:
-    "Running medians over the last `width` values."
-    return np.array([np.median(values[max(at - width + 1, 0) : at + 1]) for at in range(len(values))])
+    "Running medians over the last `width` values; the first ones are that of the first `width` values."
+    return np.array(
+        [np.median(values[max(at - width + 1, 0) : max(at + 1, width)]) for at in range(len(values))]
+    )
 
 
 def _noise(loss: np.ndarray) -> float:
@@ -45,6 +48,15 @@ def _noise(loss: np.ndarray) -> float:
     if not len(changes):
         return 0.0
     return float(_MAD_TO_SD * np.median(np.abs(changes - np.median(changes))) / 2**0.5)
+
+
+_QUIET = 30  # values that are enough to measure the noise of: our convention
+
+
+def _quiet_noise(loss: np.ndarray, level: np.ndarray) -> float:
+    "Noise up to the lowest level: what comes behind it may be the failure itself."
+    quiet = loss[: int(np.argmin(level)) + 1]
+    return min(_noise(quiet), _noise(loss)) if len(quiet) >= _QUIET else _noise(loss)
 
 
 def _stretches(over: np.ndarray) -> list[tuple[int, int]]:
@@ -69,7 +81,7 @@ def outcome(
     window = max(len(known) // 10, min(5, len(known)))
     level = _medians(known, window)
     lowest = np.minimum.accumulate(level)
-    over = level > lowest + LEAVES * _noise(known)
+    over = level > lowest + LEAVES * _MEDIAN_SD * _quiet_noise(known, level) / window**0.5
     final = float(np.median(known[-window:]))
     spells = _stretches(over)
     left = bool(over[-1])
