@@ -37,9 +37,8 @@ class Outcome:
 
 def _medians(values: np.ndarray, width: int) -> np.ndarray:
     "Running medians over the last `width` values; the first ones are that of the first `width` values."
-    return np.array(
-        [np.median(values[max(at - width + 1, 0) : max(at + 1, width)]) for at in range(len(values))]
-    )
+    rows = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
+    return np.r_[np.full(width - 1, rows[0]), rows]
 
 
 def _noise(loss: np.ndarray) -> float:
