@@ -1,4 +1,4 @@
-"Arms as one model, sweeps, loss scalers and clusters: the same numbers as one arm by itself, whatever happens."
+"Arms as one model, sweeps, loss scalers and clusters: the same numbers as one arm by itself."
 
 import builtins
 import json
@@ -251,9 +251,9 @@ def test_a_recorded_scaler_is_used_in_a_trial(tmp_path):
 def cluster():
     "Two workers of their own processes."
     distributed = pytest.importorskip("distributed", reason="SKIPPED: distributed is absent")
-    with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as made:
-        with distributed.Client(made) as client:
-            yield client
+    made = distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None)
+    with made, distributed.Client(made) as client:
+        yield client
 
 
 def test_a_trial_on_a_cluster_is_the_trial_of_one_machine(cluster, tmp_path):

@@ -127,7 +127,7 @@ class Bundle:
         self._inner = _Loss(first.model, first.loss)
         self._own = [dict(training.model.named_parameters()) for training in self.trainings]
         self._weights = self._shared("named_parameters")
-        self._buffers = self._shared("named_buffers")
+        self._buffers, self._buffer_axis = self._shared_buffers()
         for training in self.trainings:
             _use_fused(training.optimizer)
 
@@ -144,6 +144,14 @@ class Bundle:
             stacks[f"model.{name}"] = stack.requires_grad_(rows[0].requires_grad)
         return stacks
 
+    def _shared_buffers(self) -> tuple[dict[str, torch.Tensor], int | None]:
+        "Stacks of the buffers; one copy for all where they are alike and no hook changes them."
+        held = [dict(training.model.named_buffers()) for training in self.trainings]
+        is_alike = all(torch.equal(one[name], held[0][name]) for one in held[1:] for name in held[0])
+        if is_alike and not any(training.hooks for training in self.trainings):
+            return {f"model.{name}": buffer for name, buffer in held[0].items()}, None
+        return self._shared("named_buffers"), 0
+
     def losses(
         self,
         parts: Sequence,  # one micro-batch an arm
@@ -156,7 +164,7 @@ class Bundle:
 
         # PyTorch's fused attention of the CPU cannot be mapped; its plain one can
         with self.trainings[0].passing(), sdpa_kernel(SDPBackend.MATH):
-            mapped = vmap(one, in_dims=(0, 0, _axes(batch)), randomness="different")
+            mapped = vmap(one, in_dims=(0, self._buffer_axis, _axes(batch)), randomness="different")
             return mapped(self._weights, self._buffers, batch)
 
     def run_step(self) -> list[Stepped]:  # one an arm

@@ -35,7 +35,7 @@ class Recipe:
     weight_decay: float = 0.1  # of AdamW, times the rate
     clip: float | None = 1.0  # largest gradient norm; None: no clipping
     precision: str = "fp32"  # of the forward pass: fp32, bf16, or fp16 with a loss scaler
-    batch: int = 8  # sequences a micro-batch
+    batch: int = 4  # sequences a micro-batch
     micro_batches: int = 1  # of a step
     seq: int = 64  # tokens a sequence
     d_model: int = 64  # width
@@ -104,7 +104,11 @@ def small_training(
     torch.manual_seed(seed)
     model = LanguageModel(known.model)
     optimizer = torch.optim.AdamW(
-        model.parameters(), known.lr, known.betas, eps=known.eps, weight_decay=known.weight_decay
+        model.parameters(),
+        known.lr,
+        tuple(map(float, known.betas)),
+        eps=known.eps,
+        weight_decay=known.weight_decay,
     )
     task, count = text_task(known.seq, batch=known.batch, seed=seed), known.micro_batches
 
