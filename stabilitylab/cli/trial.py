@@ -21,11 +21,12 @@ def add_command(
         "trial",
         help="train fixes from the failing state and say which helps",
         description="Train a recorded run again from a snapshot before its failure: as it was and with fixes."
-        " Without --fix, the three that fit its findings best and one control.",
-        epilog="The record needs a black box: Recorder(..., snapshot_every=100)."
-        " exit code: 0 a trial was made; 2 it cannot be made",
+        " Without --fix, the three that fit its findings best and one control. For a log without snapshots a"
+        " small model is trained by the run's recipe; fixes are tried there if it fails in the same way.",
+        epilog="Snapshots are recorded by Recorder(..., snapshot_every=100)."
+        " exit code: 0 a trial was made, or it was said why none makes sense; 2 it cannot be made",
     )
-    parser.add_argument("run", metavar="PATH", help="folder of a record with a black box")
+    parser.add_argument("run", metavar="PATH", help="folder of a record with a black box, or any log")
     parser.add_argument(
         "--fix",
         action="append",
@@ -35,7 +36,7 @@ def add_command(
     )
     parser.add_argument("--step", type=int, metavar="N", help="start here instead of before the failure")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="orders of batches (3)")
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps of every arm (100)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (100; of a proxy 200)")
     parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="stop after this long, with what is done"
     )
@@ -43,6 +44,8 @@ def add_command(
     parser.add_argument(
         "--folder", metavar="DIR", help="keep the arms here; the same call goes on from there"
     )
+    parser.add_argument("--config", metavar="FILE", help="settings of the run, for a proxy of a log")
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="train on the workers of this Dask scheduler")
     parser.add_argument("--device", default="cpu", help="where to train (cpu)")
     parser.add_argument("--html", metavar="FILE", help="write the report of the run with the trial in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -55,7 +58,7 @@ def _check(args: argparse.Namespace) -> None:
     from stabilitylab.names.errors import bad_input
 
     for name in ("seeds", "steps"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise bad_input(f"--{name}", getattr(args, name), "1 or more")
     if args.budget is not None and not args.budget > 0:
         raise bad_input("--budget", args.budget, "minutes above 0")
@@ -79,32 +82,59 @@ def run_trial(
     _check(args)
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.read.runs import read_runs
-    from stabilitylab.report.trial import trial_text, trial_words
-    from stabilitylab.trial.start import Start, last_snapshot_before
+    from stabilitylab.report.trial import trial_sheet, trial_text, trial_words
     from stabilitylab.trial.suggest import suggest
     from stabilitylab.trial.trial import Trial
 
     run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
+    start, steps, foreword = _origin(args, run, findings)
+    if start is None:
+        return _nothing_to_try(args, foreword)
     chosen = [] if args.fix else suggest(list(findings), run)
     arms = args.fix or [one.arm for one in chosen] or ["placebo"]
-    failure = next((one.onset for one in findings if one.severity == "error"), None)
-    step = last_snapshot_before(args.run, failure) if args.step is None else args.step
-    setup = None if args.setup is None else _absolute(args.setup)
-    start = Start(str(Path(args.run).resolve()), step, setup)
-    trial = Trial(start, arms, args.steps, args.seeds, args.folder, device=args.device)
+    trial = Trial(start, arms, steps, args.seeds, args.folder, device=args.device, client=args.scheduler)
     result = trial.run(args.budget, progress=sys.stderr.isatty())
     if args.html:
-        _write_report(args.html, run, findings, result, chosen)
+        _write_report(args.html, run, findings, trial_sheet(result, chosen, foreword))
     if args.json:
         told = result.to_dict() | {
             "suggested": [one.to_dict() for one in chosen],
-            "words": trial_words(result),
+            "words": trial_words(result, foreword),
         }
         print(to_json(told, indent=1))
-    else:
-        print(trial_text(result, chosen))
-        print(f"\nreport: {args.html}" if args.html else "", end="\n" if args.html else "")
+        return 0
+    print(trial_text(result, chosen, foreword))
+    if args.html:
+        print(f"\nreport: {args.html}")
+    return 0
+
+
+def _origin(args: argparse.Namespace, run: object, findings: object) -> tuple:
+    "Where the arms set out, for how many steps, and what to say before: a snapshot, or a proxy of the run."
+    from stabilitylab.trial.start import Start, last_snapshot_before
+    from stabilitylab.trial.suggest import failure_onset
+
+    folder = Path(args.run)
+    has_snapshots = (folder / "blackbox" / "index.json").is_file()
+    if has_snapshots or args.step is not None or args.setup is not None:
+        onset = failure_onset(findings)
+        step = last_snapshot_before(folder, onset) if args.step is None else args.step
+        setup = None if args.setup is None else _absolute(args.setup)
+        return Start(str(folder.resolve()), step, setup), args.steps or _STEPS, ()
+    from stabilitylab.trial.proxy import proxy
+
+    small = proxy(run, findings, args.config, args.steps or 2 * _STEPS, progress=sys.stderr.isatty())
+    return small.start, small.steps, small.words
+
+
+_STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many
+
+
+def _nothing_to_try(args: argparse.Namespace, words: list[str]) -> int:
+    "Says why no fix was tried; that is an answer."
+    told = {"start": None, "arms": [], "words": " ".join(words)}
+    print(to_json(told, indent=1) if args.json else "\n".join(words))
     return 0
 
 
@@ -114,10 +144,9 @@ def _absolute(setup: str) -> str:
     return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else setup
 
 
-def _write_report(file: str, run: object, findings: object, result: object, chosen: list) -> None:
+def _write_report(file: str, run: object, findings: object, sheet: object) -> None:
     "The report of the run, with the trial in it."
     from stabilitylab.report.html import report_html
-    from stabilitylab.report.trial import trial_sheet
 
-    html = report_html({"run": run}, {"run": findings}, trial=trial_sheet(result, chosen))
+    html = report_html({"run": run}, {"run": findings}, trial=sheet)
     Path(file).write_text(html + "\n", encoding="utf-8")

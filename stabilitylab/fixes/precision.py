@@ -260,7 +260,9 @@ class LossScaling(Fix):
         self,
         book: Applied,  # the book of changes
     ) -> None:
-        "Hangs the scale into the step."
+        "Hangs the scale into the step, in the place of the loop's own."
+        if book.training.scaler is not None:
+            book.set(book.training, "scaler", None, "training")
         book.hook(LossScale(self.start, self.window, self.floor), f"scale from {self.start:g}")
 
 # %% ../../nbs/api/fixes/25_precision.ipynb #e3d6f160

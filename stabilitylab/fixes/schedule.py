@@ -58,7 +58,7 @@ def scale_rates(
 class LowerRate(Fix):
     "Multiply the learning rate by less than one."
 
-    factor: float = between(0.5, 1e-4, 1.0)  # IDEFICS: 0.75, 0.5, 0.25; OPT: 0.9, then two thirds
+    factor: float = between(0.3, 1e-4, 1.0)  # half a decade; IDEFICS: 0.75, 0.5, 0.25; OPT: 0.9, then 2/3
     about = About(
         "lower_lr",
         "schedule",

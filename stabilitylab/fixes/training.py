@@ -7,6 +7,7 @@ __all__ = ['Hook', 'Stepped', 'grad_norm', 'load_optimizer', 'Training']
 
 # %% ../../nbs/api/fixes/00_training.ipynb #437bd4bc
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -115,6 +116,7 @@ class Training:
     schedule: Callable | None = None  # (optimizer, step) sets the learning rate; None: it stays
     clip: float | None = None  # largest gradient norm; None: no clipping
     autocast: torch.dtype | None = None  # type of the forward pass under autocast; None: none
+    scaler: torch.amp.GradScaler | None = None  # of the loop, in its state; None: no loss scaling
     weigh: Callable | None = None  # (micro-batches) -> their weights, sum 1; None: alike
     step: int = 0  # the step that comes next
     seed: int = 0  # of what fixes draw
@@ -133,43 +135,76 @@ class Training:
 
     def run_step(self) -> Stepped:  # what it did
         "Takes one optimizer step, with all hooks."
-        self.skip, hooks = False, sorted(self.hooks, key=lambda hook: hook.order)
+        parts = self.begin_step()
+        weights = [1 / len(parts)] * len(parts) if self.weigh is None else self.weigh(parts)
+        for part, weight in zip(parts, weights, strict=True):
+            with self.passing():
+                loss = self.loss(self.model, part)
+            self.last_loss += weight * self._measured(loss, part)
+            self.to_differentiate(loss * weight).backward()
+            self.end_part()
+        return self.end_step()
+
+    def begin_step(self) -> list:  # the micro-batches of the step
+        "Sets the rates, runs the hooks in front of a step and clears the gradients."
+        self.skip = False
         if self.schedule is not None:
             self.schedule(self.optimizer, self.step)
-        for hook in hooks:
-            hook.before_step(self)
-        self.last_loss = self._backward(hooks)
-        for hook in hooks:
-            hook.after_backward(self)
-        norm = grad_norm(self.model.parameters())
-        if self.clip is not None and not self.skip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for hook in hooks:
-            hook.before_update(self)
+        self._call("before_step")
+        parts = self.batches(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.last_loss = 0.0
+        return parts
+
+    def _call(self, method: str) -> None:
+        "Calls one method of every hook, in their order."
+        for hook in sorted(self.hooks, key=lambda hook: hook.order):
+            getattr(hook, method)(self)
+
+    def passing(self) -> torch.autocast:  # a context
+        "Under which the forward pass runs."
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def to_differentiate(
+        self,
+        loss: torch.Tensor,  # of a micro-batch times its weight, a scalar
+    ) -> torch.Tensor:  # the same, scaled
+        "What is differentiated in place of a loss."
+        for hook in sorted(self.hooks, key=lambda hook: hook.order):
+            loss = hook.scale_loss(self, loss)
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def end_part(self) -> None:
+        "Runs the hooks behind the backward pass of a micro-batch."
+        self._call("after_part")
+
+    def end_step(
+        self,
+        norm: float | None = None,  # of gradients that are clipped already; None: measured and clipped here
+    ) -> Stepped:  # what the step did
+        "Mends, clips and applies the gradients, with all hooks, and counts the step."
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self._call("after_backward")
+        norm = self._clipped() if norm is None else norm
+        self._call("before_update")
         if not self.skip:
             self.optimizer.step()
-        for hook in hooks:
-            hook.after_step(self)
+        if self.scaler is not None:
+            self.scaler.update()
+        self._call("after_step")
         self.step += 1
         return Stepped(self.step - 1, self.last_loss, norm, self.skip)
 
-    def _backward(self, hooks: list[Hook]) -> float:
-        "Gradients of all micro-batches of the step; gives the measured loss."
-        parts = self.batches(self.step)
-        weights = [1 / len(parts)] * len(parts) if self.weigh is None else self.weigh(parts)
-        self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for part, weight in zip(parts, weights, strict=True):
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                loss = self.loss(self.model, part)
-            total += weight * self._measured(loss, part)
-            loss = loss * weight
-            for hook in hooks:
-                loss = hook.scale_loss(self, loss)
-            loss.backward()
-            for hook in hooks:
-                hook.after_part(self)
-        return total
+    def _clipped(self) -> float:
+        "Clips the gradients; gives their norm of before."
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = grad_norm(parameters)
+        if self.scaler is not None and not math.isfinite(norm):
+            self.skip = True  # as the scaler itself decides
+        if self.clip is not None and not self.skip:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+        return norm
 
     def _measured(self, loss: torch.Tensor, part) -> float:
         "The loss to compare by; computed again only where a changed loss does not know it."
@@ -178,10 +213,7 @@ class Training:
         if getattr(self.loss, "base", None) is self.measure and self.loss.plain is not None:
             return float(self.loss.plain)
         rng = torch.get_rng_state()
-        with (
-            torch.no_grad(),
-            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
-        ):
+        with torch.no_grad(), self.passing():
             value = float(self.measure(self.model, part))
         torch.set_rng_state(rng)
         return value
@@ -198,6 +230,7 @@ class Training:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "hooks": [hook.state_dict() for hook in self.hooks],
+                "scaler": self.scaler.state_dict() if self.scaler is not None else None,
                 "step": self.step,
                 "rng": torch.get_rng_state(),
             }
@@ -217,6 +250,8 @@ class Training:
         load_optimizer(self.optimizer, state["optimizer"])
         for hook, saved in zip(self.hooks, state["hooks"], strict=True):
             hook.load_state_dict(saved)
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         torch.set_rng_state(state["rng"])
 

@@ -19,7 +19,7 @@ from .words import number
 from ..trial.arm import ArmCurve
 from ..trial.suggest import Suggestion
 from ..trial.trial import TrialResult
-from ..trial.verdict import ArmVerdict
+from ..trial.verdict import ArmVerdict, rescue_chance
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _SAY = {
@@ -28,6 +28,13 @@ _SAY = {
     "does not help": "{name} does not help: it moves the loss by {effect} ({low} to {high}) over {n} seeds",
     "can't tell yet": "{name}: can't tell yet, {more} more seeds would probably tell"
     " (so far {effect}, {low} to {high})",
+}
+_BY_FAILURES = {  # where failures decided, whatever the final losses of failed runs are
+    "helps": "{name} helps: it rescues {rescued} of {n} seeds, which chance does at most once in {odds};"
+    " the loss moves by {effect} ({low} to {high})",
+    "harms": "{name} harms: it breaks {broken} of {n} seeds, which chance does at most once in {odds};"
+    " the loss moves by {effect} ({low} to {high})",
+    "does not help": "{name} does not help: it fails as often; the loss moves by {effect} ({low} to {high})",
 }
 _FAILS = "; it diverges on {diverged} of {n} seeds, the run unchanged on {base}"
 _LATER = "; it only postpones the failure, by {steps} steps"
@@ -43,7 +50,8 @@ def arm_sentence(
     if not n:
         return f"{arm.fix}: no seed was finished"
     low, high = arm.interval
-    said = _SAY[arm.verdict] if math.isfinite(low) else _ONE_SEED
+    known = _BY_FAILURES if arm.decided_by == "failures" else _SAY
+    said = known[arm.verdict] if math.isfinite(low) else _ONE_SEED
     words = said.format(
         name=arm.fix,
         gain=number(-arm.effect),
@@ -53,6 +61,9 @@ def arm_sentence(
         high=f"{high:+.3g}",
         n=n,
         more=arm.more_seeds,
+        rescued=arm.rescued,
+        broken=arm.broken,
+        odds=math.floor(1 / rescue_chance(max(arm.rescued, arm.broken), n)),
     )
     if arm.diverged or base.diverged:
         words += _FAILS.format(diverged=arm.diverged, n=n, base=base.diverged)
@@ -63,10 +74,11 @@ def arm_sentence(
 
 def trial_words(
     result: TrialResult,  # of a trial
+    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> str:  # sentences
     "A trial in words: where it started, what each arm did, and what is missing."
     base, *arms = result.arms
-    parts = [f"Started at {result.start.words}; {result.steps} steps an arm."]
+    parts = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
     parts += [arm_sentence(arm, base) + "." for arm in arms]
     if not result.complete:
         parts.append("Not everything that was asked for was trained.")
@@ -108,6 +120,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 def trial_text(
     result: TrialResult,  # of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
+    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> str:  # lines
     "A trial as a terminal shows it."
     rows = [_HEADS, *(_cells(arm) for arm in result.arms)]
@@ -116,7 +129,8 @@ def trial_text(
         for one in suggestions
     ]
     chosen = ["chosen because", *reasons, ""] if reasons else []
-    return "\n".join([*chosen, *_aligned(rows), "", trial_words(result)])
+    before = [*foreword, ""] if foreword else []
+    return "\n".join([*before, *chosen, *_aligned(rows), "", trial_words(result)])
 
 # %% ../../nbs/api/report/11_trial.ipynb #b344df38
 @dataclass(frozen=True)
@@ -134,10 +148,11 @@ class TrialSheet:
 def trial_sheet(
     result: TrialResult,  # of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
+    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> TrialSheet:  # what the templates `trial` and `report` speak of
     "The curves and verdicts of a trial."
     base, *arms = result.arms
-    sentences = [f"Started at {result.start.words}; {result.steps} steps an arm."]
+    sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
     sentences += [arm_sentence(arm, base) + "." for arm in arms]
     return TrialSheet(
         words=sentences,

@@ -1,0 +1,96 @@
+"How often a verdict is wrong: placebos with noise of their own, healthy and failing, with heavy tails."
+
+import numpy as np
+import pytest
+import torch
+
+from stabilitylab.trial.arm import Arm, ArmCurve
+from stabilitylab.trial.bundle import Bundle
+from stabilitylab.trial.small import small_training
+from stabilitylab.trial.verdict import outcome, rescue_chance, verdicts_of
+
+ARMS = [Arm(), Arm(({"name": "placebo"},))]
+TINY = {"d_model": 16, "n_layer": 1, "n_head": 2, "seq": 16, "batch": 4, "clip": None}
+STATED = 0.05  # of a placebo that is said to help or to harm: 2.5 % each way
+
+
+def real_pool(lr, seeds=24, steps=60):
+    "Losses of one recipe under many seeds: (seed, step)."
+    torch.set_flush_denormal(True)
+    schedule = ((0, 1.0), (1, 1.0))
+    bundle = Bundle(
+        [small_training(seed=s, lr=lr, steps=steps, schedule=schedule, **TINY) for s in range(seeds)]
+    )
+    return np.array([[done.loss for done in bundle.run_step()] for _ in range(steps)]).T
+
+
+def made_pool(tail, seeds=64, steps=60):
+    "Curves of which some fail, and end anywhere."
+    rng = np.random.default_rng(5)
+    loss = 2.5 - 0.3 * np.arange(steps) / steps + 0.03 * rng.standard_normal((seeds, steps))
+    fails = rng.random(seeds) < 0.6
+    loss[fails, steps // 2 :] += (0.4 + 0.4 * np.exp(tail * rng.standard_normal(fails.sum())))[:, None]
+    loss[:, 0] = 4.85
+    return loss
+
+
+def wrong_verdicts(pool, seeds, trials, rng):
+    "Shares of placebo trials that are said to help and to harm; every arm has other runs of the same recipe."
+    said = []
+    for _ in range(trials):
+        chosen = rng.choice(len(pool), 2 * seeds, replace=False)
+        curves = [
+            ArmCurve(ARMS[at >= seeds].name, at % seeds, np.arange(pool.shape[1]), pool[row])
+            for at, row in enumerate(chosen)
+        ]
+        said.append(verdicts_of(ARMS, curves)[1].verdict)
+    return said.count("helps") / trials, said.count("harms") / trials
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.3, 2.0], ids=["healthy", "rough", "failing"])
+def test_a_placebo_on_real_runs(lr):
+    pool = real_pool(lr)
+    for seeds in (3, 5):
+        helps, harms = wrong_verdicts(pool, seeds, 200, np.random.default_rng(seeds))
+        assert helps + harms <= STATED, (seeds, helps, harms)
+
+
+@pytest.mark.parametrize("tail", [0.3, 1.0, 2.5])
+def test_a_placebo_on_failures_with_heavy_tails(tail):
+    pool = made_pool(tail)
+    share = np.mean([outcome(ArmCurve("", 0, np.arange(60), loss)).diverged for loss in pool])
+    assert 0.4 < share < 0.75  # where most wrong verdicts are possible
+    for seeds in (3, 4, 6):
+        helps, harms = wrong_verdicts(pool, seeds, 200, np.random.default_rng(seeds))
+        assert helps + harms <= STATED, (seeds, helps, harms)
+
+
+def test_the_chance_of_rescued_seeds_bounds_that_of_every_failure_rate():
+    "By simulation: the share of trials with so many rescued seeds, for any rate of failure."
+    rng = np.random.default_rng(0)
+    for rate in (0.1, 0.3, 0.5, 0.7, 0.9):
+        base, arm = (rng.random((20_000, 5)) < rate for _ in range(2))
+        rescued = (base & ~arm).sum(1)
+        for k in (2, 3, 4, 5):
+            assert (rescued >= k).mean() <= rescue_chance(k, 5) + 0.005
+
+
+def test_healthy_curves_have_not_left():
+    rng = np.random.default_rng(0)
+    for steps in (20, 60, 300):
+        flat = 2.5 + 0.1 * rng.standard_normal((200, steps)) * (1 + 3 * (rng.random((200, steps)) < 0.02))
+        left = sum(outcome(ArmCurve("", 0, np.arange(steps), loss)).diverged for loss in flat)
+        assert left <= 2
+
+
+def test_one_wild_seed_does_not_hide_a_rescue():
+    "The unchanged run fails on every seed, once at 29 nats; the fix keeps all three."
+    rng = np.random.default_rng(0)
+    healthy = 2.4 + 0.03 * rng.standard_normal((6, 100))
+    failed = healthy[:3].copy()
+    failed[:, 60:] += np.array([0.8, 1.0, 27.0])[:, None]
+    curves = [ArmCurve("unchanged", s, np.arange(300, 400), failed[s]) for s in range(3)]
+    curves += [ArmCurve("placebo", s, np.arange(300, 400), healthy[3 + s]) for s in range(3)]
+    told = verdicts_of(ARMS, curves, start_loss=4.85)[1]
+    assert told.verdict == "helps" and told.decided_by == "failures" and told.rescued == 3
+    assert told.effect > -2.5  # 29 counts as 4.85, the loss before training
