@@ -18,13 +18,13 @@ import torch
 
 from ..fixes.protocol import Fix, apply_all
 from ..fixes.training import Training
+from ..models.attention import Attention
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
-from ..probe.attention_report import attention_report
 
 # %% ../../nbs/api/cases/30_recipes.ipynb #3ee1ff1d
-SMALL = ModelConfig(vocab=128, seq=64, d_model=64, n_layer=3, n_head=4)  # 0.16 M parameters
+SMALL = ModelConfig(vocab=128, seq=32, d_model=64, n_layer=3, n_head=4)  # 0.17 M parameters
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Recipe:
 
     config: ModelConfig = field(default=SMALL)  # of the model
     lr: float = 1e-3  # peak learning rate
-    steps: int = 200  # of the optimizer
+    steps: int = 150  # of the optimizer
     warmup: int = 30  # steps of linear warm-up
     clip: float | None = 1.0  # largest gradient norm; None: none
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
@@ -85,7 +85,7 @@ def _text() -> np.ndarray:
 
 @cache
 def held_out(
-    seq: int = 64,  # tokens a sequence
+    seq: int = 32,  # tokens a sequence
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:  # four batches of inputs and targets (16, seq)
     "Text that no training sees, the same for every arm and seed."
     return list(byte_batches(_text()[-_HELD_OUT:], 4, 16, seq, seed=12345))
@@ -175,15 +175,37 @@ class AttentionExtremes:
     sink_share: float  # share of heads whose best-fed position gets more than 0.3
 
 
+@torch.no_grad()
+def _weights_and_logits(attn: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    "Attention weights (batch, head, query, key) and the largest visible logit of one layer, without a cap."
+    rows, length, _ = x.shape
+    by_head = (rows, length, attn.n_head, -1)
+    q = attn.q_norm(attn.q_proj(x).view(by_head).transpose(1, 2))
+    k = attn.k_norm(attn.k_proj(x).view(by_head).transpose(1, 2))
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
+    logits = logits.masked_fill(hidden, -torch.inf)
+    return logits.softmax(-1), logits.max()
+
+
+@torch.no_grad()
 def attention_extremes(
-    model: torch.nn.Module,  # of text
+    model: LanguageModel,  # with learned or no positions
 ) -> AttentionExtremes:  # over all layers and heads
     "Largest logit, mean entropy and share of sinks."
-    data = attention_report(model, held_out(model.config.seq)[0][0])["attention"]
+    inputs: list[torch.Tensor] = []
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    handles = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in layers]
+    model(held_out(model.config.seq)[0][0])
+    for handle in handles:
+        handle.remove()
+    seen = [_weights_and_logits(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+    weights = torch.stack([one for one, _ in seen])  # (layer, batch, head, query, key)
+    received = weights.mean(1).mean(-2)  # (layer, head, key), over all queries
     return AttentionExtremes(
-        float(data.attn_logit_max.max()),
-        float(data.attn_entropy.mean()),
-        float((data.sink_score > 0.3).mean()),
+        float(max(largest for _, largest in seen)),
+        float(torch.special.entr(weights).sum(-1).mean()),
+        float((received.amax(-1) > 0.3).float().mean()),
     )
 
 

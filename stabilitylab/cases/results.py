@@ -138,11 +138,11 @@ REPRODUCTIONS = {
             "R5",
             "Spikes that float64 does not have",
             "2605.06152",
-            "trained:rounding_spikes",
+            "mechanisms:rounding_spikes",
             "explain/spikes_of_rounding",
         ),
         Reproduction(
-            "R6", "The softmax makes the sink", "2603.11487", "trained:sinks", "explain/attention_sinks"
+            "R6", "The softmax makes the sink", "2603.11487", "mechanisms:sinks", "explain/attention_sinks"
         ),
         Reproduction(
             "R7",
@@ -175,18 +175,20 @@ REPRODUCTIONS = {
             "Nguyen and Salazar, 1910.05895; BLOOM-104B",
             "trained:wide_init",
         ),
-        Reproduction("R11", "Repeated n-grams make large gradients", "OLMo 2, 2501.00656", "trained:repeats"),
+        Reproduction(
+            "R11", "Repeated n-grams make large gradients", "OLMo 2, 2501.00656", "mechanisms:repeats"
+        ),
         Reproduction(
             "R12",
             "Another mixture after a resume looks like a spike",
             "IDEFICS-80B memo",
-            "trained:resume_mixture",
+            "mechanisms:resume_mixture",
         ),
         Reproduction(
             "R12b",
             "Repeated data look like progress, then like a level shift",
             "ML Engineering",
-            "trained:repeated_data",
+            "mechanisms:repeated_data",
         ),
         Reproduction("R13", "Warm-up", "Wortsman et al., 2309.14322", "trained:warmup"),
         Reproduction(
