@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from stabilitylab.cases.__main__ import main
 from stabilitylab.cases.logs import LOG_CASES, RECORDS, log_case, onset_of, write_log_case
 from stabilitylab.cases.registry import (
     CaseScore,
@@ -120,13 +121,12 @@ def test_unknown_names_are_told_with_what_is_allowed():
         cases("no such kind")
 
 
-def test_the_command_lists_and_refuses():
-    def run(*words):
-        command = [sys.executable, "-m", "stabilitylab.cases", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    listed = run()
-    assert listed.returncode == 0 and all(name in listed.stdout for name in (*LOG_CASES, "R18", "non_cures"))
-    refused = run("experiment", "no_such")
-    assert refused.returncode == 2 and "positions" in refused.stderr and "Traceback" not in refused.stderr
-    assert run("no such word").returncode == 2
+def test_the_command_lists_and_refuses(capsys):
+    command = [sys.executable, "-m", "stabilitylab.cases"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert all(name in listed for name in (*LOG_CASES, "R18", "non_cures"))
+    assert main(["experiment", "no_such"]) == 2 and "positions" in capsys.readouterr().err
+    assert main(["score", "no_such"]) == 2 and "bad batch" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["no such word"])
+    assert stopped.value.code == 2

@@ -317,5 +317,7 @@ def log_case(
     with tempfile.TemporaryDirectory() as folder:
         (run,) = read_runs(write_log_case(name, folder, seed)).values()
         run = run.load()
-    run.attrs["source"] = f"case {name!r}, seed {seed}"
+    for group in run.subtree:  # the folder is gone, and another one the next time
+        if "source" in group.attrs:
+            group.attrs["source"] = f"case {name!r}, seed {seed}"
     return run
