@@ -65,7 +65,7 @@ MAY = {
     "models": {"names"},
     "fixes": {"names", "knowledge", "numerics", "models"},
     "trial": TRIAL,
-    "cases": TRIAL | {"trial"},
+    "cases": TRIAL | {"trial", "read", "rounding", "accumulate"},  # a failing run for what any of them finds
     "report": {"names", "run", "measure", "plot", "detect", "knowledge", "trial"},
     "workbench": set(ROOMS) - {"cli", "workbench"},
     "cli": set(ROOMS) - {"workbench", "cli"},

@@ -94,7 +94,8 @@ def rises_told_otherwise(
     sharper = [f for f in found if f.kind in _RISES and f.severity != "info"]
 
     def is_told(f: Finding) -> bool:
-        return any(f.onset <= other.end and other.onset <= f.end for other in sharper)
+        first, last = sorted((f.onset, f.end))  # behind a restart the later record has the lower step
+        return any(first <= other.end and other.onset <= last for other in sharper)
 
     return [f for f in found if f.kind != "slow_rise" or not is_told(f)]
 
