@@ -7,6 +7,8 @@ __all__ = ['COLUMNS', 'FACTOR', 'LOOKS', 'head_statistics', 'head_names', 'thinn
            'look_picture', 'head_picture', 'recorded_head', 'weights_picture']
 
 # %% ../../nbs/api/workbench/07_heads.ipynb #130a9dca
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +106,14 @@ def massive_profile(
 ) -> (
     xr.Dataset | None
 ):  # largest (layer, rank), median (layer,), coords module; None where it was not sampled
-    "The largest and the typical magnitude of every block at the nearest sampled step."
+    "The largest and the typical magnitude of every block at the nearest step that has them."
+    streams = find_spec("stabilitylab.detect.streams")
+    profile = import_module(streams.name).stream_profile(run, step) if streams else None
+    return _sampled_profile(run, step) if profile is None else profile
+
+
+def _sampled_profile(run: xr.DataTree, step: float) -> xr.Dataset | None:
+    "The same from sampled blocks; None where there are none."
     known = run.children
     if "sampled_activations" not in known or "activations" not in known:
         return None

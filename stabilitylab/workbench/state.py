@@ -47,6 +47,8 @@ class WorkbenchState(HasTraits):
     )
     busy = traitlets.Bool(False, help="whether the findings are still being looked for")
     error = traitlets.Unicode("", help="the last error, shown by the views")
+    trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
+    trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
 
     @property
     def run(self) -> xr.DataTree:

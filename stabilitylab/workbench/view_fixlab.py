@@ -389,6 +389,8 @@ class FixLabView(widgets.VBox):
         if result is not None:
             sheet = replace(trial_sheet(result), figure=Markup(""))
             self.verdict.value = render("view_trial", trial=sheet)
+            self.shared.trial_call = self.lab.call(self.lab.trial.arms)
+            self.shared.trial = result
 
     def open_arm(
         self,
