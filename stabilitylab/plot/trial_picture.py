@@ -8,6 +8,7 @@ __all__ = ['trial_picture']
 # %% ../../nbs/api/plot/42_trial_picture.ipynb #9aa4a134
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from .loss import DRAWN
@@ -16,10 +17,20 @@ from .theme import theme
 from .trial import SeedCurve, plot_trial
 
 # %% ../../nbs/api/plot/42_trial_picture.ipynb #3e6cd68f
+_FACTOR = 20  # largest over smallest loss from which on the axis is logarithmic, as for a run
+
+
+def _wants_log(curves: Sequence[SeedCurve]) -> bool:
+    "Whether an arm that diverges would leave the others as one flat line."
+    values = np.concatenate([one.loss for one in curves])
+    values = values[np.isfinite(values)]
+    return bool(len(values) and values.min() > 0 and values.max() > _FACTOR * values.min())
+
+
 def trial_picture(
     curves: Sequence[SeedCurve],  # of all arms and seeds, as far as they are
     dark: bool = False,  # for a dark page
-    width: float = 7.5,  # inches
+    width: float = 6.6,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; nothing before the first step
     "The curves of a trial so far."
     seen = [one for one in curves if len(one.step)]
@@ -27,9 +38,12 @@ def trial_picture(
         return b"", []
     with theme(dark, 9):
         figure = Figure((width, 3.1), dpi=120, layout="none")
-        ax = figure.add_axes((0.55 / width, 0.15, 0.66, 0.81))
+        ax = figure.add_axes((0.55 / width, 0.15, 0.68, 0.81))
         plot_trial(seen, ax=ax)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="x-small")
+        ax.set_ylabel("")
+        if _wants_log(seen):
+            ax.set_yscale("log")
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
         for line in ax.lines:
             if not str(line.get_label()).startswith("_"):
                 line.set_gid(f"{DRAWN}{line.get_label()}")

@@ -58,7 +58,9 @@ class Workbench:
             disabled=self._follower is None,
         )
         self.live.observe(lambda change: self.follow(change["new"]), names=["value"])
-        self.widget = widgets.VBox([widgets.HBox([self.chooser, self.live]), self.tabs])
+        style = widgets.HTML(render("view_workbench"))
+        self.widget = widgets.VBox([style, widgets.HBox([self.chooser, self.live]), self.tabs])
+        self.widget.add_class("stl-workbench")
 
     def _add_views(self) -> None:
         "Adds the tabs of all other views."

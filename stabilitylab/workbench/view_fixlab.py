@@ -100,10 +100,9 @@ class ArmLine(widgets.HBox):
     ):
         self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="90px"))
         self.words = widgets.Label(name, layout=widgets.Layout(min_width="220px"))
-        fit = widgets.Layout(width="auto")
-        self.stop = widgets.Button(icon="stop", tooltip=f"stop {name}, the others go on", layout=fit)
+        self.stop = widgets.Button(icon="stop", tooltip=f"stop {name}, the others go on", layout=_fit())
         self.stop.layout.visibility = "hidden" if is_base else "visible"
-        self.show = widgets.Button(description="Open as a run", icon="folder-open", layout=fit)
+        self.show = widgets.Button(description="Open as a run", icon="folder-open", layout=_fit())
         self.show.tooltip = f"the record of {name} in this workbench"
         self.stop.on_click(lambda _: stop(name))
         self.show.on_click(lambda _: show(name))
@@ -154,7 +153,7 @@ class FixLabView(widgets.VBox):
 
     def _make_controls(self) -> None:
         "What a trial is asked."
-        wide, lab = widgets.Layout(width="100%"), self.lab
+        wide, lab = widgets.Layout(width="auto"), self.lab
         self.step = widgets.BoundedIntText(description="Start at", layout=wide)
         self.setup = widgets.Text(description="Setup", placeholder="file.py:function, or empty", layout=wide)
         self.seeds = widgets.BoundedIntText(description="Seeds", min=1, max=20, layout=wide)
@@ -387,7 +386,8 @@ class FixLabView(widgets.VBox):
         "The verdicts."
         result = self.lab.result()
         if result is not None:
-            sheet = replace(trial_sheet(result), figure=Markup(""))
+            told = replace(result, arms=[arm for arm in result.arms if arm.seeds])
+            sheet = replace(trial_sheet(told), figure=Markup(""))
             self.verdict.value = render("view_trial", trial=sheet)
             self.shared.trial_call = self.lab.call(self.lab.trial.arms)
             self.shared.trial = result
@@ -403,6 +403,11 @@ class FixLabView(widgets.VBox):
             self.shared.runs = self.shared.runs | found
             self.shared.show(next(iter(found)))
             self.shared.visible = "overview"
+
+
+def _fit() -> widgets.Layout:
+    "As wide as its words."
+    return widgets.Layout(width="auto")
 
 
 def _side() -> widgets.Layout:

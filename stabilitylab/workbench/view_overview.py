@@ -15,8 +15,10 @@ import numpy as np
 from ..detect.findings import Finding
 from ..detect.likely import most_likely
 from ..plot.findings import panels_of
+from ..plot.look import alongs
 from ..plot.picture import in_range
 from ..plot.svg import page_svg
+from ..plot.theme import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
@@ -70,10 +72,15 @@ def likely_cause(
 
 def first_moved(
     state: WorkbenchState,  # with a run
-) -> int:  # index of the earliest finding that names a module; -1 where none does
+) -> int:  # index of the earliest problem that names a module; -1 where none does
     "The finding of the module that moved first."
-    named = [(f.onset, i) for i, f in enumerate(state.findings) if f.modules and f.onset is not None]
-    return min(named, default=(0, -1))[1]
+    named = [(f.severity == "info", f.onset, i) for i, f in enumerate(state.findings) if _names_module(f)]
+    return min(named, default=(False, 0, -1))[2]
+
+
+def _names_module(found: Finding) -> bool:
+    "Whether a finding says which module moved, and when."
+    return bool(found.modules) and found.onset is not None
 
 
 def detail_html(
@@ -123,6 +130,9 @@ def export_html(
     return render("view_export", files=coded, notes=notes, call=call_of(state))
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #29f6107b
+_WINDOWS = [("none", 0), *((str(n), n) for n in (5, 11, 21, 51, 101, 501, 1001))]  # records
+
+
 class SeriesControls:
     "Which series are drawn, and how."
 
@@ -142,16 +152,25 @@ class SeriesControls:
         )
         self.whole = widgets.Button(description="Show all steps", icon="expand", layout=fit)
         self.whole.tooltip = "the whole run again"
+        self.smooth = widgets.SelectionSlider(
+            options=_WINDOWS, description="Mean of", layout=widgets.Layout(width="250px")
+        )
+        self.smooth.tooltip = "records of the moving mean; the raw curve stays behind it"
+        self.along = widgets.Dropdown(description="Along", layout=widgets.Layout(width="200px"))
+        self.along.tooltip = "what the axis counts"
         self.back = widgets.Button(icon="undo", tooltip="the range before the last zoom (Z)", layout=fit)
         self.again = widgets.Button(icon="repeat", tooltip="the range that was undone (Y)", layout=fit)
         ranges = widgets.HBox([self.whole, self.back, self.again])
         pale = {"text_color": "var(--jp-ui-font-color2, #616161)"}
         which = widgets.Label("Series drawn (Ctrl-click for several)", style=pale)
         how = widgets.Label("Axis of the first one", style=pale)
-        self.children = [widgets.VBox([which, self.names]), widgets.VBox([how, self.scale, ranges])]
+        looks = widgets.VBox([self.smooth, self.along])
+        self.children = [widgets.VBox([which, self.names]), widgets.VBox([how, self.scale, ranges]), looks]
+        self.smooth.observe(lambda change: state.set_trait("smooth", change["new"]), names=["value"])
+        self.along.observe(lambda change: state.set_trait("along", change["new"] or "step"), names=["value"])
         self.names.observe(lambda change: self.take(change["new"]), names=["value"])
         self.scale.observe(lambda change: state.set_trait("log", change["new"]), names=["value"])
-        self.whole.on_click(lambda _: state.set_trait("x_range", ()))
+        self.whole.on_click(lambda _: self.show_all())
         self.back.on_click(lambda _: state.undo())
         self.again.on_click(lambda _: state.redo())
 
@@ -160,8 +179,26 @@ class SeriesControls:
         now = self.state.shown or panels_of(self.state.run, self.state.findings)
         return tuple(name for name in self.names.options if name in now)
 
+    def show_all(self) -> None:
+        "The whole run again, with every value."
+        self.state.x_range = self.state.y_range = ()
+
+    def entries(self) -> list[dict]:  # name, label and colour, as the page shows them below the picture
+        "What can be hidden: the drawn series, where there is more than one."
+        names = list(self.state.shown) or panels_of(self.state.run, self.state.findings)
+        if "val_loss" in self.state.series and names[:1] == ["loss"]:
+            names.insert(1, "val_loss")
+        shades = [COLOURS.get(name, COLOURS["other"])[self.state.dark] for name in names]
+        pairs = zip(dict.fromkeys(names), shades, strict=False)
+        rows = [{"name": name, "label": spaced(name), "colour": shade} for name, shade in pairs]
+        return rows if len(rows) > 1 else []
+
     def refill(self) -> None:
         "Shows the series of the run."
+        known = alongs(self.state.run["scalars"].to_dataset()) if self.state.series else ["step"]
+        if tuple(known) != tuple(self.along.options):
+            self.along.options = known
+        self.along.value = self.state.along if self.state.along in known else "step"
         have = self.state.series
         if have != self.names.options:
             self.names.options = have
@@ -217,9 +254,12 @@ class Overview(widgets.VBox):
         self.save.on_click(lambda _: self.export())
         picture.observe(lambda change: self.click(change["new"]), names=["clicked"])
         picture.observe(lambda change: self.zoom(change["new"]["range"]), names=["brushed"])
+        picture.observe(lambda change: self.lift(change["new"]["range"]), names=["lifted"])
+        picture.observe(lambda change: state.set_trait("hidden", tuple(change["new"])), names=["hidden"])
         picture.observe(lambda change: getattr(state, change["new"]["what"])(), names=["asked"])
         picture.observe(lambda change: state.set_trait("dark", change["new"]), names=["dark"])
-        state.observe(self.draw, names=["x_range", "shown", "log", "dark"])
+        looks = ["x_range", "y_range", "shown", "log", "dark", "smooth", "along", "hidden"]
+        state.observe(self.draw, names=looks)
         state.observe(self.mark, names=["selected", "x_range"])
         state.observe(self.tell, names=["selected", "busy"])
         state.observe(lambda _: self.controls.refill(), names=["shown"])
@@ -234,6 +274,7 @@ class Overview(widgets.VBox):
             for index, found in enumerate(findings)
             if found.onset is not None
         ]
+        self.picture.legend, self.picture.hidden = self.controls.entries(), list(self.shared.hidden)
         self.picture.png, self.picture.panels = picture_of(self.shared)
 
     def tell(self, *_: object) -> None:
@@ -296,8 +337,18 @@ class Overview(widgets.VBox):
         self,
         span: list,  # first and last step, or [] for all
     ) -> None:
-        "Shows these steps."
-        self.shared.x_range = tuple(span)
+        "Shows these steps; all of them with all values."
+        if span:
+            self.shared.x_range = tuple(span)
+        else:
+            self.controls.show_all()
+
+    def lift(
+        self,
+        span: list,  # lowest and highest value of the first panel
+    ) -> None:
+        "Shows these values."
+        self.shared.y_range = tuple(span)
 
     def export(self) -> None:
         "Offers the picture, its data and its call."

@@ -59,7 +59,7 @@ def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook):
     page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
     page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=150_000)
     shot(page, "loop-verdict")
-    assert "from one seed" in page.inner_text(FIXLAB)
+    page.wait_for_selector(f"{FIXLAB} p:has-text('from one seed')", timeout=90_000)
 
     tab(page, "Report")
     page.click('button:has-text("Make the report")')
