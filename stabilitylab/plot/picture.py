@@ -20,6 +20,7 @@ from PIL import Image
 
 from ..detect.findings import Findings
 from .findings import panels_of, plot_findings
+from .look import Look
 from .loss import BROKEN, DRAWN, wants_log
 from .theme import theme
 
@@ -154,15 +155,18 @@ class RunPicture:
         names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
         log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
         dark: bool = False,  # for a dark page
+        look: Look | None = None,  # smoothing, what the axis counts, a range of values; None: plain
     ) -> tuple[bytes, list[dict]]:  # as `run_picture`; a panel has its `drawn_series` too
         "The picture, and where each panel lies."
-        part, names = in_range(run, x_range), panels_of(run, findings) if names is None else list(names)
+        look = look or Look()
+        names = look.kept(panels_of(run, findings) if names is None else list(names))
         if not names:
             return b"", []
+        part = in_range(look.without(run, names), x_range)
         scales = [wants_log(part["scalars"][name]) for name in names]
         if log is not None:
             scales[0] = log
-        kind = (len(names), tuple(scales), dark)
+        kind = (len(names), tuple(scales), dark, look.along)
         with theme(dark):
             self._axes = self._emptied() if self._kind == kind else self._fresh(len(names))
             self._kind = None  # an error while drawing leaves no half-drawn axes behind
@@ -176,6 +180,7 @@ class RunPicture:
             )
             if x_range is not None:
                 self._axes[0].set_xlim(*x_range)
+            look.put_on(self._axes, part["scalars"].to_dataset(), names)
             data = figure_png(self._axes[0].figure)
         self._kind = kind
         return data, [panel_of(ax) | {"series": drawn_series(ax)} for ax in self._axes]

@@ -6,6 +6,8 @@
 __all__ = ['RUN_COLOURS', 'plot_runs', 'runs_picture']
 
 # %% ../../nbs/api/plot/07_runs.ipynb #a67805ce
+from collections.abc import Collection
+
 import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.axes import Axes
@@ -29,10 +31,13 @@ def plot_runs(
     ax: Axes | None = None,  # where to draw; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: where the first curve spans a factor of 20
     bins: int = 600,  # thinning: parts of the x-axis that keep their extremes
+    hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
 ) -> Axes:  # the axes, with a legend
     "One curve a run."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
     for place, (name, da) in enumerate(curves.items()):
+        if name in hidden:
+            continue
         turn, shade = divmod(place, len(RUN_COLOURS))
         look = {"color": RUN_COLOURS[shade], "linestyle": _STYLES[turn % len(_STYLES)], "linewidth": 1}
         broken = sum(len(steps) for steps in broken_points(da).values())
@@ -55,6 +60,7 @@ def runs_picture(
     x_range: tuple | None = None,  # first and last step; None: all
     dark: bool = False,  # for a dark page
     width: float = 7.5,  # inches
+    hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
 ) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`
     "The training losses of several runs as a picture."
     parts = {name: in_range(run, x_range) for name, run in runs.items()}
@@ -64,7 +70,7 @@ def runs_picture(
     with theme(dark, 9):
         figure = Figure((width, 3.6), dpi=120, layout="none")
         ax = figure.add_axes((0.55 / width, 0.13, 0.68, 0.82))
-        plot_runs(curves, ax=ax)
+        plot_runs(curves, ax=ax, hidden=hidden)
         if x_range is not None:
             ax.set_xlim(*x_range)
         return figure_png(figure), [panel_of(ax) | {"series": drawn_series(ax)}]

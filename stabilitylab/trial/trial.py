@@ -107,18 +107,22 @@ class Trial:
 
     def _claim(self) -> None:
         "Writes down what is asked for, or checks that it is what the folder holds."
-        asked = {
-            "start": self.start.to_dict(),
-            "arms": [arm.to_dict() for arm in self.arms],
-            "steps": self.steps,
-        }
         file = self.folder / "trial.json"
         if not file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, to_json(asked, indent=1))
+            self._write()
             return
-        if json.loads(file.read_text(encoding="utf-8")) != json.loads(to_json(asked)):
+        if json.loads(file.read_text(encoding="utf-8")) != json.loads(to_json(self._asked())):
             raise bad_input("folder", str(self.folder), "an empty folder, or that of the same trial")
+
+    def _asked(self) -> dict:
+        "What is asked for, as JSON has it."
+        arms = [arm.to_dict() for arm in self.arms]
+        return {"start": self.start.to_dict(), "arms": arms, "steps": self.steps}
+
+    def _write(self) -> None:
+        "Writes down what is asked for."
+        write_atomic(self.folder / "trial.json", to_json(self._asked(), indent=1))
 
     def place_of(
         self,
@@ -173,6 +177,40 @@ class Trial:
         self._stopped = True
         for job in self._jobs.values():
             job.cancel()
+
+    @property
+    def ended(self) -> dict[Task, str]:  # task -> why it failed or was stopped, '' where it was done
+        "The tasks that have ended."
+        return dict(self._ended)
+
+    def stop(
+        self,
+        name: str,  # of an arm; the run unchanged stays, as the others are measured against it
+    ) -> None:
+        "Stop one arm; its curves so far stay, and the other arms go on."
+        names = [arm.name for arm in self.arms[1:]]
+        if name not in names:
+            raise bad_input("name", name, ", ".join(names))
+        for task, job in self._jobs.items():
+            if task.arm.name == name:
+                job.cancel()
+        dropped = [task for task in self._waiting if task.arm.name == name]
+        self._waiting = [task for task in self._waiting if task.arm.name != name]
+        self._ended |= dict.fromkeys(dropped, "stopped")
+
+    def add(
+        self,
+        arm: str | Sequence | Arm,  # as `arm_of` takes it
+    ) -> Arm:  # that will train with the same start, steps and seeds
+        "One more arm, while the others train or after they have ended."
+        new = arm_of(arm)
+        _ = verdicts_of([*self.arms, new], [])  # a name that is there already is refused
+        place = len(self.arms)
+        self.arms = [*self.arms, new]
+        self._stopped = False
+        self._write()
+        self._waiting += [Task(new, place, seed) for seed in range(self.seeds)]
+        return new
 
     def curves(self) -> list[ArmCurve]:  # as far as they are, also of tasks that still train
         "Every curve so far."

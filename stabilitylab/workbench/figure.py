@@ -30,6 +30,13 @@ class PictureWidget(anywidget.AnyWidget):
     alt = traitlets.Unicode("", help="what the picture shows, for people who cannot see it").tag(sync=True)
     # x and y in data, finding: index of the flag that was clicked, or -1
     clicked = traitlets.Dict(help="the last click, and a count").tag(sync=True)
+    # range: [lowest, highest] value of the first panel
+    lifted = traitlets.Dict(help="the last upright brush, and a count").tag(sync=True)
+    # a dict an entry: name, label, colour
+    legend = traitlets.List(help="what can be hidden by a click below the picture; [] for none").tag(
+        sync=True
+    )
+    hidden = traitlets.List(help="names of entries that are hidden; the page sets it").tag(sync=True)
     # range: [first, last] in data, or [] for everything
     brushed = traitlets.Dict(help="the last brush, and a count").tag(sync=True)
     asked = traitlets.Dict(help="the last wish: what, 'undo' or 'redo', and a count").tag(sync=True)

@@ -1,6 +1,6 @@
 // A picture with places: the kernel draws, the page reads values off it and sends gestures back in data coordinates.
 const CLOSE = 9; // CSS pixels within which a flag or a rim mark is meant
-const HELP = ' Arrow keys move the cursor, Enter selects, plus and minus zoom, Escape shows everything, Z and Y undo and redo a zoom.';
+const HELP = ' Arrow keys move the cursor, Enter selects, plus and minus zoom, Escape shows everything, drag upright for a range of values, Z and Y undo and redo a zoom.';
 
 const make = (tag, name, parent) => {
   const element = document.createElement(tag);
@@ -52,7 +52,27 @@ function render({ model, el }) {
   const dots = make('div', 'stl-dots', box);
   const readout = make('div', 'stl-readout', box);
   readout.setAttribute('aria-live', 'polite');
+  const legend = make('div', 'stl-legend', el);
   let start = null, url = null, panels = [], pan = false, wheel = null;
+
+  // a button an entry; a click hides it, and shows it again
+  const list = () => {
+    const hidden = model.get('hidden') || [];
+    legend.replaceChildren();
+    for (const entry of model.get('legend') || []) {
+      const isHidden = hidden.includes(entry.name), button = make('button', isHidden ? 'off' : '', legend);
+      button.type = 'button';
+      button.setAttribute('aria-pressed', String(!isHidden));
+      button.title = (isHidden ? 'show ' : 'hide ') + entry.label;
+      make('i', '', button).style.background = entry.colour;
+      make('span', '', button).textContent = entry.label;
+      button.addEventListener('click', () => {
+        const now = model.get('hidden') || [];
+        send('hidden', now.includes(entry.name) ? now.filter(n => n !== entry.name) : [...now, entry.name]);
+        list();
+      });
+    }
+  };
 
   const draw = () => {
     const bytes = asBytes(model.get('png'));
@@ -136,6 +156,12 @@ function render({ model, el }) {
     readout.style.right = right ? 'calc(' + (1 - fx) * 100 + '% + 12px)' : 'auto';
     readout.style.top = Math.max(0, first.top) * 100 + 2 + '%';
   };
+  // a drag on the first panel that goes up or down rather than along the steps
+  const isUpright = (from, to) => {
+    const p = panels[0], inside = p && from[1] > p.top && from[1] < p.top + p.height;
+    const wide = Math.abs(to[0] - from[0]) * img.clientWidth, tall = Math.abs(to[1] - from[1]) * img.clientHeight;
+    return Boolean(inside && panels.every(q => !q.rows) && tall > 12 && tall > 2 * wide);
+  };
   const hide = () => { readout.style.display = 'none'; dots.replaceChildren(); };
 
   box.addEventListener('pointerdown', e => {
@@ -149,8 +175,13 @@ function render({ model, el }) {
     box.style.cursor = flagAt(fx, fy) >= 0 ? 'pointer' : '';
     if (!start) return read(fx, fy);
     hide();
-    band.style.display = !pan && Math.abs(fx - start[0]) > 0.005 ? 'block' : 'none';
-    band.style.left = Math.min(fx, start[0]) * 100 + '%'; band.style.width = Math.abs(fx - start[0]) * 100 + '%';
+    const upright = isUpright(start, [fx, fy]), along = upright ? fy - start[1] : fx - start[0];
+    band.style.display = !pan && Math.abs(along) > 0.005 ? 'block' : 'none';
+    band.classList.toggle('upright', upright);
+    band.style.left = upright ? 0 : Math.min(fx, start[0]) * 100 + '%';
+    band.style.width = upright ? '100%' : Math.abs(fx - start[0]) * 100 + '%';
+    band.style.top = upright ? Math.min(fy, start[1]) * 100 + '%' : 0;
+    band.style.bottom = upright ? (1 - Math.max(fy, start[1])) * 100 + '%' : 0;
   });
   box.addEventListener('pointerleave', () => { hair.style.display = 'none'; hide(); });
   box.addEventListener('pointerup', e => {
@@ -158,6 +189,9 @@ function render({ model, el }) {
     const from = start, end = place(e), a = toData(...from), b = toData(...end), p = panels[0];
     start = null; band.style.display = 'none'; setTimeout(() => box.focus({ preventScroll: true }), 0);
     if (!a || !b) return;
+    if (!pan && isUpright(from, end)) {
+      return send('lifted', { range: [Math.min(a.y, b.y), Math.max(a.y, b.y)], n: ++count });
+    }
     if (Math.abs(end[0] - from[0]) <= 0.005) return click({ ...b, finding: flagAt(...end) });
     const away = (end[0] - from[0]) / p.width * (p.x1 - p.x0);
     if (pan) brush([p.x0 - away, p.x1 - away]); else brush([Math.min(a.x, b.x), Math.max(a.x, b.x)]);
@@ -197,7 +231,8 @@ function render({ model, el }) {
   const watch = new MutationObserver(ground);
   watch.observe(document.body, { attributes: true, attributeFilter: ['data-jp-theme-light'] });
   model.on('change:png', draw); model.on('change:panels', () => { take(); hide(); }); model.on('change:cursor', cursor);
-  take(); draw(); ground();
+  model.on('change:legend', list); model.on('change:hidden', list);
+  take(); draw(); list(); ground();
   return () => { watch.disconnect(); if (url) URL.revokeObjectURL(url); };
 }
 export default { render };

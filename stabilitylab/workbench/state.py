@@ -16,6 +16,7 @@ from traitlets import HasTraits
 from ..detect.diagnose import as_run, diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError, bad_input
+from ..plot.look import Look
 from ..plot.picture import RunPicture
 from ..read.follow import Follower
 from ..read.runs import read_runs
@@ -40,6 +41,10 @@ class WorkbenchState(HasTraits):
         allow_none=True,
         help="logarithmic axis of the first series; None: where it spans a factor of 20",
     )
+    smooth = traitlets.Int(0, help="records of the moving mean that is drawn over the curves; 0: none")
+    along = traitlets.Unicode("step", help="what the axis counts: 'step', 'tokens', 'epoch' or 'time'")
+    y_range = traitlets.Tuple(help="(lowest, highest) value of the first panel; (): all")
+    hidden = traitlets.Tuple(help="names of drawn series that are hidden for now")
     dark = traitlets.Bool(False, help="whether the page has a dark theme")
     drawing = traitlets.Instance(RunPicture, (), help="draws it")
     visible = traitlets.Unicode(
@@ -47,6 +52,8 @@ class WorkbenchState(HasTraits):
     )
     busy = traitlets.Bool(False, help="whether the findings are still being looked for")
     error = traitlets.Unicode("", help="the last error, shown by the views")
+    trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
+    trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
 
     @property
     def run(self) -> xr.DataTree:
@@ -73,6 +80,13 @@ class WorkbenchState(HasTraits):
             raise bad_input("x_range", span, "(first, last) with first < last, or ()")
         return span
 
+    @traitlets.validate("y_range")
+    def _check_values(self, proposal: dict) -> tuple:
+        span = proposal["value"]
+        if span and (len(span) != 2 or not span[0] < span[1]):
+            raise bad_input("y_range", span, "(lowest, highest) with lowest < highest, or ()")
+        return span
+
     @traitlets.validate("shown")
     def _check_shown(self, proposal: dict) -> tuple:
         unknown = [name for name in proposal["value"] if name not in self.series]
@@ -84,20 +98,22 @@ class WorkbenchState(HasTraits):
         self._past, self._future, self._goes = [], [], False
         super().__init__(**traits)
 
-    @traitlets.observe("x_range")
+    @traitlets.observe("x_range", "y_range")
     def _remember(self, change: dict) -> None:
         if not self._goes:
-            self._past.append(change["old"])
+            before = {"x_range": self.x_range, "y_range": self.y_range} | {change["name"]: change["old"]}
+            self._past.append(before)
             self._future.clear()
 
     def _go(self, there: list, back: list) -> None:
         "Takes the last range of one list and keeps the present one in the other."
         if not there:
             return
-        back.append(self.x_range)
+        back.append({"x_range": self.x_range, "y_range": self.y_range})
         self._goes = True
         try:
-            self.x_range = there.pop()
+            for name, span in there.pop().items():
+                self.set_trait(name, span)
         finally:
             self._goes = False
 
@@ -118,6 +134,7 @@ class WorkbenchState(HasTraits):
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
         self.step, self.name, self.x_range, self.shown = None, name, (), ()
+        self.y_range, self.hidden, self.along = (), (), "step"
         self._past, self._future = [], []
         self._look()
 
@@ -222,4 +239,5 @@ def picture_of(
 ) -> tuple[bytes, list]:  # as `run_picture` gives them
     "The picture of what the state shows."
     span, names = tuple(state.x_range) or None, list(state.shown) or None
-    return state.drawing(state.run, state.findings, span, names, state.log, state.dark)
+    look = Look(state.smooth, state.along, tuple(state.y_range), tuple(state.hidden))
+    return state.drawing(state.run, state.findings, span, names, state.log, state.dark, look)

@@ -38,7 +38,7 @@ class Workbench:
 
     def _show(self, every: float) -> None:
         "Builds the tabs."
-        self.every, self._task, self._names = every, None, [FIRST.name]
+        self.every, self._task, self._names, self._is_filling = every, None, [FIRST.name], False
         self.tabs = widgets.Tab([build_view(FIRST, self.state)], titles=[FIRST.title])
         self.tabs.observe(lambda change: self._see(change["new"]), names=["selected_index"])
         self.state.observe(lambda change: self._turn(change["new"]), names=["visible"])
@@ -48,6 +48,7 @@ class Workbench:
             self._add_views()
         self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run")
         self.chooser.value = self.state.name
+        self.state.observe(lambda _: self._offer(), names=["runs"])
         self.state.observe(lambda change: self.chooser.set_trait("value", change["new"]), names=["name"])
         self.chooser.observe(lambda change: self._open(change["new"]), names=["value"])
         self.live = widgets.ToggleButton(
@@ -57,7 +58,9 @@ class Workbench:
             disabled=self._follower is None,
         )
         self.live.observe(lambda change: self.follow(change["new"]), names=["value"])
-        self.widget = widgets.VBox([widgets.HBox([self.chooser, self.live]), self.tabs])
+        style = widgets.HTML(render("view_workbench"))
+        self.widget = widgets.VBox([style, widgets.HBox([self.chooser, self.live]), self.tabs])
+        self.widget.add_class("stl-workbench")
 
     def _add_views(self) -> None:
         "Adds the tabs of all other views."
@@ -71,9 +74,18 @@ class Workbench:
         if index is not None:
             self.state.visible = self._names[index]
 
+    def _offer(self) -> None:
+        "Runs that came later, such as the arms of a trial, can be chosen too."
+        names, shown = list(self.state.runs), self.state.name
+        if tuple(names) != tuple(self.chooser.options):
+            self._is_filling = True  # new options choose the first one for a moment
+            self.chooser.options = names
+            self.chooser.value = shown
+            self._is_filling = False
+
     def _open(self, name: str | None) -> None:
         "Another run was chosen."
-        if name is not None and name != self.state.name:
+        if name is not None and name != self.state.name and not self._is_filling:
             self.state.show(name)
 
     def _turn(self, name: str) -> None:

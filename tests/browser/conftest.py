@@ -97,6 +97,17 @@ def browser(lab, browser_alone):
     return browser_alone
 
 
+def has_begun(page):
+    "Whether the first cell runs or has run."
+    from playwright.sync_api import TimeoutError as NotYet
+
+    try:
+        page.wait_for_selector('.jp-InputPrompt:not(:text-is("[ ]:"))', timeout=8_000)
+    except NotYet:
+        return False
+    return True
+
+
 @pytest.fixture
 def notebook(lab, browser):
     "A function that opens a notebook of these cells in a page and runs them all; (page, console errors)."
@@ -117,10 +128,13 @@ def notebook(lab, browser):
         page.goto(f"{url}/lab/workspaces/{name}/tree/{name}.ipynb?token={token}&reset")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
-        page.click(".jp-Notebook .jp-Cell")
-        page.click('text="Run"')
-        page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
         pages.append(page)
+        for _ in range(5):  # on a busy machine the first wish is lost while the kernel still connects
+            page.click(".jp-Notebook .jp-Cell")
+            page.click('text="Run"')
+            page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
+            if has_begun(page):
+                break
         return page, errors
 
     yield open_cells

@@ -24,6 +24,7 @@ const state = { marks: [{ x: 400, index: 3 }], alt: 'loss', cursor: null, png: b
 state.panels = %(panels)s.map(p => ({ ...p, series: p.series.map(s => ({ ...s, xy: bytes(s.xy) })) }));
 const heard = {};
 window.renew = () => heard['change:panels']();
+window.legend = (entries) => { state.legend = entries; heard['change:legend'](); };
 window.sent = [];
 const model = {
   get: (name) => state[name],
@@ -137,3 +138,25 @@ def test_brush_pan_wheel_and_keys(page, panels):
     assert page.locator(".stl-readout").is_visible() and last_sent(page, "cursor") > 0
     page.keyboard.press("Escape")
     assert last_sent(page, "brushed")["range"] == []
+
+
+def test_an_upright_drag_and_the_legend(page, panels):
+    panel = panels[1][0]
+    page.mouse.move(*at(page, panel, 250, 0.2))
+    page.mouse.down()
+    page.mouse.move(*at(page, panel, 252, 0.7), steps=3)
+    assert page.locator(".stl-band.upright").is_visible()
+    page.mouse.up()
+    low, high = last_sent(page, "lifted")["range"]
+    tall = panel["y1"] - panel["y0"]
+    assert np.allclose((low, high), (panel["y0"] + 0.3 * tall, panel["y0"] + 0.8 * tall), atol=0.02 * tall)
+    assert last_sent(page, "brushed") is None and last_sent(page, "clicked") is None
+    entries = [
+        {"name": "loss", "label": "loss", "colour": "#0072b2"},
+        {"name": "lr", "label": "lr", "colour": "#666666"},
+    ]
+    page.evaluate("entries => window.legend(entries)", entries)
+    page.click('.stl-legend button:has-text("lr")')
+    assert last_sent(page, "hidden") == ["lr"] and page.locator(".stl-legend .off").inner_text() == "lr"
+    page.click('.stl-legend button:has-text("lr")')
+    assert last_sent(page, "hidden") == [] and page.locator(".stl-legend .off").count() == 0

@@ -1,0 +1,82 @@
+"""The whole loop in a real JupyterLab.
+
+The sample, its most likely cause, the layer that moved, the replay, a trial with growing curves of which one
+arm is cancelled, the verdict, the report, and the page loaded anew.
+"""
+
+from pathlib import Path
+
+from test_view_overview import SESSION, shot, shown
+
+REPLAY, FIXLAB = ".stl-replay-view", ".stl-fixlab-view"
+
+
+def tab(page, words):
+    page.click(f'.jupyter-widget-tab .lm-TabBar-tab:has-text("{words}")')
+
+
+def ticked(page, *names):
+    "Ticks these fixes and no other."
+    page.wait_for_selector(f"{FIXLAB} .stl-choice", timeout=60_000)
+    for box in page.locator(f"{FIXLAB} .stl-choice").all():
+        mark = box.locator("input[type=checkbox]").first
+        wanted = box.locator(".widget-checkbox span").first.inner_text() in names
+        if mark.is_checked() != wanted:
+            mark.click()
+
+
+def number(page, label, value):
+    "Types a number into a control."
+    box = page.locator(f'{FIXLAB} .widget-inline-hbox:has(label:text-is("{label}")) input').first
+    box.fill(str(value))
+    box.press("Enter")
+
+
+def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook):
+    page, errors = notebook("loop", SESSION, "1 + 1")
+    shown(page)
+    assert "learning rate is too high" in page.inner_text(".stl-likely")
+    page.click('button:has-text("Show why")')
+    page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
+    page.click('button:has-text("Show what moved first")')
+    page.wait_for_selector('p:has-text("blocks.")', timeout=60_000)
+    shot(page, "loop-layer")
+
+    tab(page, "Replay")
+    page.click(f'{REPLAY} button:has-text("Replay")')
+    page.wait_for_selector(f"{REPLAY} h3", timeout=180_000)
+
+    tab(page, "Fix lab")
+    ticked(page, "lower_lr", "qk_norm")
+    number(page, "Seeds", 1)
+    number(page, "Steps", 250)
+    page.click(f'{FIXLAB} button:has-text("Train")')
+    page.wait_for_selector(f'{FIXLAB} .stl-figure img[src^="blob:"]', timeout=120_000)
+    first = page.evaluate(f"document.querySelector('{FIXLAB} .stl-figure img').src")
+    page.wait_for_function(f"document.querySelector('{FIXLAB} .stl-figure img').src !== '{first}'")
+    shot(page, "loop-growing")
+    page.click(f'{FIXLAB} button[title^="stop qk_norm"]')
+    page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
+    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=150_000)
+    shot(page, "loop-verdict")
+    page.wait_for_selector(f"{FIXLAB} p:has-text('from one seed')", timeout=90_000)
+
+    tab(page, "Report")
+    page.click('button:has-text("Make the report")')
+    page.wait_for_selector('a[download="report.html"]', timeout=60_000)
+    with page.expect_download(timeout=30_000) as saved:
+        page.click('a[download="report.html"]')
+    text = Path(saved.value.path()).read_text(encoding="utf-8")
+    assert "lower_lr" in text and "identity" in text and "Trial" in text
+    page.wait_for_selector('a[download="report.ipynb"]')
+
+    page.keyboard.press("Control+s")
+    page.wait_for_timeout(1500)
+    page.reload()
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+    shown(page)
+    assert "learning rate is too high" in page.inner_text(".stl-likely")
+    tab(page, "Fix lab")
+    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=60_000)
+    shot(page, "loop-reloaded")
+    assert not errors, errors

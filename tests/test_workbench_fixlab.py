@@ -1,0 +1,107 @@
+"""The fix lab without a browser: a trial whose arms are stopped, added and opened while it goes on."""
+
+import time
+
+import pytest
+
+from stabilitylab.cases.samples import sample
+from stabilitylab.names.errors import InputError
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.trial.start import Start
+from stabilitylab.trial.trial import Trial
+from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.tabs import Workbench
+from stabilitylab.workbench.view_fixlab import FixLabView
+
+
+def until(view: FixLabView, is_so: object, seconds: float = 120) -> None:
+    "Polls the trial until something is so."
+    end = time.monotonic() + seconds
+    while not is_so():
+        view.poll()
+        assert time.monotonic() < end, view.status.value
+        time.sleep(0.1)
+
+
+def opened() -> FixLabView:
+    "The view on the sample, with one fix ticked."
+    state, _ = open_state(sample())
+    state.visible = "fixlab"
+    view = FixLabView(state)
+    for box in view.boxes:
+        box.tick.value = box.choice.name == "lower_lr"
+    return view
+
+
+def tick(view: FixLabView, name: str) -> None:
+    "Ticks one more fix, offered or not."
+    known = {box.choice.name: box for box in view.boxes}
+    if name in known:
+        known[name].tick.value = True
+    else:
+        view.offer(name)
+
+
+def test_an_arm_is_stopped_another_added_and_both_are_told():
+    view = opened()
+    view.seeds.value, view.length.value = 1, 400
+    view.begin()
+    base, fixed = "unchanged", "lower_lr"
+    until(view, lambda: view.lines.keys() == {base, fixed} and view.lines[fixed].bar.value > 0)
+    assert view.picture.png and view.picture.panels[0]["series"][0]["name"] == base
+    assert not view.halt.disabled and view.lines[base].stop.layout.visibility == "hidden"
+    view.stop(fixed)
+    until(view, lambda: view.lines[fixed].stop.disabled)
+    assert "stopped" in view.lines[fixed].words.value and not view.lab.now.ended
+    seen = view.lab.taken
+    until(view, lambda: view.lab.taken > seen)  # the other arm goes on
+    tick(view, "placebo")
+    view.add()
+    assert "placebo" in view.lines
+    until(view, lambda: view.lines["placebo"].bar.value > 0)
+    view.open_arm("placebo")
+    assert view.shared.name == "trial: placebo, seed 0" and view.shared.visible == "overview"
+    assert view.shared.run["scalars"].sizes["step"] > 0
+    view.end()
+    assert view.lab.now.ended and view.halt.disabled and "Stopped" in view.status.value
+    view.shared.show("lm_high_lr")
+    view.shared.visible = "fixlab"
+    assert view.lines  # the trial is still there after its arm was looked at
+
+
+def test_a_finished_trial_gives_a_verdict_and_its_call():
+    view = opened()
+    view.seeds.value, view.length.value = 1, 6
+    view.begin()
+    until(view, lambda: view.lab.now.ended)
+    assert "All arms are done" in view.status.value
+    assert "lower_lr" in view.verdict.value and "from one seed" in view.verdict.value
+    assert "steps=6, seeds=1" in view.call.value
+    assert [line.bar.value for line in view.lines.values()] == [1.0, 1.0]
+
+
+def test_what_cannot_be_tried_is_said():
+    view = opened()
+    for box in view.boxes:
+        box.tick.value = False
+    view.begin()
+    assert "cannot be shown" in view.status.value and "tick a fix" in view.status.value
+    trial = Trial(Start(str(sample()), 300), ["lower_lr"], steps=5)
+    with pytest.raises(InputError, match="lower_lr"):
+        trial.stop("unchanged")
+    with pytest.raises(InputError, match="different names"):
+        trial.add("lower_lr")
+    state, _ = open_state({"log": new_run(make_scalars({"loss": Samples(range(50), [2.0] * 50)}))})
+    state.visible = "fixlab"
+    bare = FixLabView(state)
+    assert "no black box" in bare.notice.value and bare.go.disabled and bare.call.value == ""
+
+
+def test_the_arms_of_a_trial_are_runs_of_the_chooser():
+    bench = Workbench(sample())
+    more = new_run(make_scalars({"loss": Samples(range(5), [2.0] * 5)}))
+    bench.state.runs = bench.state.runs | {"trial: placebo, seed 0": more}
+    assert "trial: placebo, seed 0" in bench.chooser.options
+    bench.chooser.value = "trial: placebo, seed 0"
+    assert bench.state.run is more
