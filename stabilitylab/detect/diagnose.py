@@ -63,9 +63,12 @@ DETECTORS = [
     "attention:find_entropy_collapse",
     "attention:find_attention_sink",
     "attention:find_broken_attention",
+    "idle:find_ignored_layers_of_report",
+    "idle:find_output_collapse_of_run",
 ]
 RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "quiet:lower_quiet",
+    "streams:massive_at_sinks",
     "relate:resume_spikes",
     "relate:spikes_that_diverge",
     "relate:rises_told_otherwise",

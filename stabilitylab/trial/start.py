@@ -19,6 +19,7 @@ from ..replay.examine import setup_of
 from ..replay.snapshot import load_batch, load_snapshot, replayable_steps
 from ..replay.state import Setup, Snapshot
 from ..replay.user_code import function_at
+from ..run.record import is_run, open_run
 
 # %% ../../nbs/api/trial/00_start.ipynb #8a9758c2
 def deal_order(
@@ -60,6 +61,17 @@ class Start:
                 raise bad_input("function", type(training).__name__, "a function that returns a Training")
             return training
         return _recorded_training(self, seed, device)
+
+    @property
+    def first_loss(self) -> float | None:  # nats; None where no record says it
+        "The first loss of the recorded run: what it knew before any training."
+        if not (self.path and is_run(self.path)):
+            return None
+        record = open_run(self.path)
+        scalars = record["scalars"] if "scalars" in record.children else {}
+        if "loss" not in scalars or not scalars["loss"].size or int(scalars["step"].values[0]) > 1:
+            return None
+        return float(scalars["loss"].values[0])
 
     @property
     def words(self) -> str:
@@ -120,6 +132,7 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
         _batches_of(start, setup, seed),
         schedule=setup.schedule,
         clip=setup.clip,
+        scaler=snapshot.grad_scaler(device),
         step=start.step,
         seed=seed,
     )

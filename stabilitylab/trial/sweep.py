@@ -23,7 +23,7 @@ from ..fixes.registry import fix
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import write_atomic
-from ..replay.snapshot import function_at
+from ..replay.user_code import function_at
 from .arm import Arm, ArmCurve, arm_of, read_curve
 from .cluster import as_client, begin_work
 from .start import Start
