@@ -174,7 +174,7 @@ def _frame(parts: list[Part]) -> _Frame:
     return _Frame(by_place, order[by_place], step, None if time is None else time[by_place])
 
 # %% ../../nbs/api/read/05_scan.ipynb #6779e83d
-_SMALL, _PATIENCE = 0.005, 6  # so many groups below this share of the lines: the others have little in common
+_SMALL, _PATIENCE = 0.001, 6  # so many groups below this share of the lines: the others have little in common
 
 
 class Scan:
@@ -187,6 +187,7 @@ class Scan:
         may_tell: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
     ):
         self.parse, self.max_shapes, self.may_tell = parse, max_shapes, may_tell
+        self.is_scattered = False  # whether the last groups of lines were small
         self.columns: dict[str, list[Part]] = {}
         self.events, self.unread, self.last_step, self.n_lines = [], 0, None, 0
 
@@ -202,8 +203,9 @@ class Scan:
         todo, many = np.arange(len(piece.start)), []
         self.n_lines += len(todo)
         if self.may_tell is not None:
-            todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, _SMALL * len(todo))
-            if todo.size >= 64:
+            small = _SMALL * len(todo)
+            todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, small)
+            if self.is_scattered and todo.size >= 64:
                 todo = todo[self.may_tell(piece)[todo]]
         todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes)
         if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
@@ -228,7 +230,8 @@ class Scan:
                 break
             group = alike(piece, todo)
             patience = _PATIENCE if group.lines.size > small else patience - 1
-            if not patience:
+            self.is_scattered = not patience
+            if self.is_scattered:
                 break
             if group.lines.size > 1 or alike is SameShape:
                 many += self._read_group(group)
