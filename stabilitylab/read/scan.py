@@ -207,9 +207,10 @@ class Scan:
             todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, small)
             if self.is_scattered and todo.size >= 64:
                 todo = todo[self.may_tell(piece)[todo]]
-        todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes)
+        alone = 0.0 if self.may_tell is None else 1.0  # lines alone of their layout are no reason to go on
+        todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, alone)
         if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
-            todo = self._read_groups(piece, todo, SameShape, many, self.max_shapes)
+            todo = self._read_groups(piece, todo, SameShape, many, self.max_shapes, alone)
         singles = [found for i in todo for found in self._read_single(piece, i)]
         self._store(many, singles)
         return self
