@@ -33,7 +33,9 @@ _STAMPS = re.compile(
 
 
 # what every stamp has: a mark between digits, or a word before a number (twenty times as fast to look for)
-_MAY_STAMP = re.compile(rb"\d[-/.:h ]|[:(]\d|line \d|0x|pu[ :=#]|cuda|pid|PID|port|xla")
+_MAY_STAMP = re.compile(
+    rb"\d[-/.:]|\d ?[hd]|[:(]\d|0x|[A-Z][a-z]{2}\w* +\d|(?:cuda|[gcnGC][pP][uU]|xla|line|pid|PID|port)[ :=#]"
+)
 
 
 def hidden_stamps(

@@ -39,7 +39,9 @@ def _table(words: frozenset[str]) -> tuple[np.uint64, np.ndarray]:
 _COUNTS, _MEASURES = counting_words(), telling_words() | frozenset(_ALWAYS)
 _FACTOR, _TELLING = _table(_COUNTS | _MEASURES)
 _COUNT_CODES = np.isin(_TELLING, [_code(word) for word in _COUNTS])  # by place in the table
-_INDEX_CODES = np.array([_code(word) for word in ("index", "idx", "no", "id", "number", "done")], np.uint64)
+_INDEX_CODES = np.array(
+    [_code(word) for word in ("index", "idx", "no", "id", "number", "done", "of", "is", "at")], np.uint64
+)
 _LINK_CODES = np.array([_code(word) for word in ("after", "at", "in")], np.uint64)  # `after 100 steps`
 _LETTER = np.zeros(256, bool)
 _LETTER[[*range(65, 91), *range(97, 123)]] = True
@@ -84,9 +86,9 @@ def _marked(piece: Piece, places: np.ndarray) -> np.ndarray:
 
 
 def _with_point(piece: Piece) -> np.ndarray:
-    "Where a digit stands behind a point, or an exponent behind a digit."
+    "Where digits stand beside a point, or before an exponent."
     begin, end = piece.runs
-    is_behind_point = piece.buf[begin - 1] == _POINT
+    is_behind_point = (piece.buf[begin - 1] == _POINT) | (piece.buf[end] == _POINT)
     letter, sign = piece.buf[end] | 0x20, piece.buf[np.minimum(end + 1, len(piece.buf) - 1)]
     is_exponent = (letter == ord("e")) & (
         (sign == ord("-")) | (sign == ord("+")) | ((sign - np.uint8(48)) < 10)

@@ -174,6 +174,9 @@ def _frame(parts: list[Part]) -> _Frame:
     return _Frame(by_place, order[by_place], step, None if time is None else time[by_place])
 
 # %% ../../nbs/api/read/05_scan.ipynb #6779e83d
+_SMALL, _PATIENCE = 0.001, 6  # so many groups below this share of the lines: the others have little in common
+
+
 class Scan:
     "What the scanner found in the lines given so far, in columns."
 
@@ -184,6 +187,7 @@ class Scan:
         may_tell: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
     ):
         self.parse, self.max_shapes, self.may_tell = parse, max_shapes, may_tell
+        self.is_scattered = False  # whether the last groups of lines were small
         self.columns: dict[str, list[Part]] = {}
         self.events, self.unread, self.last_step, self.n_lines = [], 0, None, 0
 
@@ -198,24 +202,38 @@ class Scan:
         piece = Piece(data, offset)
         todo, many = np.arange(len(piece.start)), []
         self.n_lines += len(todo)
-        todo = self._read_groups(piece, todo, SameLayout, many)
-        if self.may_tell is not None and todo.size >= 64:  # lines of a common layout are read by then
-            todo = todo[self.may_tell(piece)[todo]]
+        if self.may_tell is not None:
+            small = _SMALL * len(todo)
+            todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, small)
+            if self.is_scattered and todo.size >= 64:
+                todo = todo[self.may_tell(piece)[todo]]
+        alone = 0.0 if self.may_tell is None else 1.0  # lines alone of their layout are no reason to go on
+        todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, alone)
         if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
-            todo = self._read_groups(piece, todo, SameShape, many)
+            todo = self._read_groups(piece, todo, SameShape, many, self.max_shapes, alone)
         singles = [found for i in todo for found in self._read_single(piece, i)]
         self._store(many, singles)
         return self
 
     def _read_groups(
-        self, piece: Piece, todo: np.ndarray, alike: type[SameLayout] | type[SameShape], many: list[_Many]
+        self,
+        piece: Piece,
+        todo: np.ndarray,
+        alike: type[SameLayout] | type[SameShape],
+        many: list[_Many],
+        most: int,
+        small: float = 0.0,
     ) -> np.ndarray:
-        "Reads lines that are alike together into `many`; the lines that are left."
-        alone = []  # a line without any other of its layout may still have others of its shape
-        for _ in range(self.max_shapes):
+        "Reads lines that are alike together into `many`, until several groups are small; the lines left."
+        alone, patience = [], _PATIENCE  # a line alone of its layout may still have others of its shape
+        for _ in range(most):
             if not todo.size:
                 break
             group = alike(piece, todo)
+            patience = _PATIENCE if group.lines.size > small else patience - 1
+            self.is_scattered = not patience
+            if self.is_scattered:
+                break
             if group.lines.size > 1 or alike is SameShape:
                 many += self._read_group(group)
             else:

@@ -40,12 +40,8 @@ class Counted:
 # %% ../../nbs/api/read/16_steps.ipynb #37c09e33
 def _is_count(value: np.ndarray) -> bool:
     "Whether all numbers are whole, not negative, and small enough to be exact."
-    return bool(
-        np.isfinite(value).all()
-        and (value >= 0).all()
-        and (value < 2**53).all()
-        and (value == np.round(value)).all()
-    )
+    is_whole = value == np.floor(value)  # never of a NaN
+    return bool((is_whole & (value >= 0) & (value < 2**53)).all())
 
 
 def _name_rank(slot: Slot) -> int:

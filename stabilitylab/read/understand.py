@@ -120,9 +120,15 @@ def _is_setting(series: _Series) -> bool:
     return _is_one_whole_number(value) and (value[0] != 0 or len(value) < _FEWEST)
 
 
+def _is_letter(series: _Series) -> bool:
+    "Whether a series is called `L`, as in formulas, and is no count."
+    value = series.parts[0][1]
+    return split_words(series.name) == ("l",) and bool((value != np.round(value)).any())
+
+
 def _is_measured(series: _Series) -> bool:
     "Whether a series may tell of learning, and is not the same number again and again in a list of settings."
-    is_named = series.meaning in _MEASURES or _is_bare(series.name)
+    is_named = series.meaning in _MEASURES or _is_bare(series.name) or _is_letter(series)
     value = np.concatenate([value for _, value in series.parts])
     says_when = series.group.kind != "" or series.meaning == "loss"
     return is_named and not _is_setting(series) and (says_when or bool((value != value[0]).any()))
@@ -133,6 +139,8 @@ def _training_loss(found: list[_Series]) -> _Series | None:
     losses = [s for s in found if s.meaning == "loss" and not evaluation(s.name) and not _is_setting(s)]
     if not losses:
         losses = [s for s in found if _is_bare(s.name) and not evaluation(s.name)]
+    if not losses and not any(s.meaning in _MEASURES for s in found):
+        losses = [s for s in found if _is_letter(s)]
     most = max((s.size for s in losses), default=0)
     return min(losses, key=lambda s: _rank(s, most), default=None)
 
@@ -308,6 +316,10 @@ def _say_ours(data: LogData, name: str, series: _Series, main: _Series | None) -
         data.attrs["loss_is"] = series.name
     elif main is not None and _is_bare(main.name) and _is_bare(series.name):
         data.ours[name] = "val_loss"
+    elif not canonical_name(name) and series.meaning == "loss":  # in letters that our names have not
+        ours = "val_loss" if evaluation(series.name) else "epoch_summary_loss"
+        if ours not in data.ours.values():
+            data.ours[name] = ours
     elif canonical_name(name) == "loss":
         data.ours[name] = "_".join(split_words(name)) + (
             "_other" if canonical_name(name) == "_".join(split_words(name)) else ""

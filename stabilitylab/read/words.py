@@ -54,7 +54,7 @@ _SETTING = _words(
 
 # %% ../../nbs/api/read/12_words.ipynb #7ebd1bb2
 _EVALUATION = re.compile(
-    r"^(?:val|valid|validation|eval|evaluation|evaluating|test|testing|dev|vali|验证|测试)$"
+    r"^(?:val|valid|validation|eval|evaluation|evaluating|test|testing|dev|vali)$|^(?:验证|测试|検証|テスト)"
 )
 _PIECES = re.compile(r"[^\w%]+|_")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -76,9 +76,12 @@ def evaluation(
     return any(_EVALUATION.match(word) for word in split_words(name))
 
 
+_GLUED = ("loss", "损失", "損失", "损失值", "손실")  # written without a blank before them: `训练损失`
+
+
 def _is_loss(words: tuple[str, ...]) -> bool:
     "Whether a word, or the end of a word, names a loss."
-    glued = any(word.endswith("loss") for word in words)
+    glued = any(word.endswith(_GLUED) for word in words)
     return glued or not _LOSS.isdisjoint(words) or {"cross", "entropy"} <= set(words)
 
 # %% ../../nbs/api/read/12_words.ipynb #0eb5dfcb
@@ -166,6 +169,6 @@ def loss_rank(
         return 5
     if any(word in _SMOOTH for word in others):
         return 2
-    if not others:
+    if not others or all(word.startswith("训练") for word in others):
         return 0 if any(word.startswith("loss") for word in words) else 1
     return 1 if all(word in _CLOSE for word in others) or "total" in words else 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.logs.generic import read_generic
 
-MEGABYTES = 20
+MEGABYTES = 8
 VOCABULARY = """
 the of and to in is that with for on as by this from are be was not it which at can all if each
 loading loaded model data worker shard tokens cache index file tensor kernel launch graph trace memory device
