@@ -109,10 +109,11 @@ def _remembers(f: Finding, course: _Course) -> str:
 # %% ../../nbs/api/detect/27_quiet.ipynb #d7b74cb7
 def _drifts(f: Finding, course: _Course) -> str:
     "A rise of a loss above all nats that is small beside what the run had learned."
-    if f.kind != "divergence" or f.evidence["baseline"] <= limit("most_nats"):
+    if f.kind not in ("divergence", "slow_rise") or f.evidence["baseline"] <= limit("most_nats"):
         return ""
     learned = course.start - f.evidence["baseline"]
-    return "drifts" if f.evidence["rise"] < limit("drift_share") * learned else ""
+    rise = f.evidence.get("final", f.evidence.get("peak")) - f.evidence["baseline"]
+    return "drifts" if rise < limit("drift_share") * learned else ""
 
 
 def _came_back_before(f: Finding, course: _Course) -> str:
