@@ -116,10 +116,7 @@ def test_shared_spikes_of_gradient_norms_and_no_more_by_chance():
     (found,) = compare_runs(runs)
     assert found.series == "grad_norm" and found.evidence["count"] == 8 and found.evidence["p_value"] < 1e-8
     assert found.evidence["spikes_of_each"] == [29, 37] and "a and b" in found.explanation
-    others = [
-        norms(seed, np.sort(rng.choice(np.arange(200, 20_000, 40), 33, replace=False)))
-        for seed in range(3, 15)
-    ]
+    others = [norms(seed, rng.choice(np.arange(200, 20_000), 33, replace=False)) for seed in range(3, 15)]
     assert len(compare_runs(others)) == 0
 
 
