@@ -70,6 +70,17 @@ def test_a_mean_that_begins_anew_is_quiet_and_a_real_rise_of_it_is_told(epochs):
     assert "loss_spike" in alarms(run_of(running(worse), "Loss", epoch=epoch.astype(float)))
 
 
+def test_means_that_the_reader_marked_are_quiet():
+    rng, per = np.random.default_rng(3), 150
+    batch = 2 + rng.normal(0, 0.3, N)
+    running = np.concatenate([np.cumsum(part) / np.arange(1, per + 1) for part in np.split(batch, N // per)])
+    running[per * 4] += 0.5
+    run = run_of(running)
+    assert "loss_spike" in alarms(run)
+    run["scalars"].attrs["running_means"] = {"loss": list(range(per, N, per))}
+    assert alarms(run) == []
+
+
 def test_next_to_nothing_is_a_note_and_a_return_to_the_start_is_not():
     tiny = 6 * np.exp(-np.arange(N) / 60) + 0.0005 * np.exp(np.random.default_rng(0).normal(0, 0.1, N))
     assert alarms(run_of(bump(tiny, height=0.004))) == []

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature
+from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature, marked_means
 from .phrase import evidence_words
 from .thresholds import limit
 from ..measure.curves import Curve, loss_curve
@@ -52,6 +52,9 @@ class _Course:
     @cached_property
     def whole_epochs(self) -> np.ndarray | None:
         "Indices of the records that hold a whole epoch; None where the loss begins nothing anew."
+        marked = marked_means(self.run, self.loss)
+        if marked is not None:
+            return marked
         epoch = epochs_of(self.run, self.loss)
         return None if epoch is None else epoch_means(self.loss, epoch)
 
