@@ -91,6 +91,7 @@ def _seen(name: str, series: Curve | None) -> _Seen | None:
     if series is None or len(series.value) < limit("least_common"):
         return None
     high, *_ = out_of_range(series.value, limit("shared_sigma"))
+    high = high[high >= limit("least_history")]  # before there is a history nothing is usual
     steps = series.step[[first for first, _ in stretches(high, limit("shared_gap"))]]
     return _Seen(name, series, steps)
 

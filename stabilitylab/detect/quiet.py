@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature
+from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature, marked_means
 from .phrase import evidence_words
 from .thresholds import limit
 from ..measure.curves import Curve, loss_curve
@@ -52,6 +52,9 @@ class _Course:
     @cached_property
     def whole_epochs(self) -> np.ndarray | None:
         "Indices of the records that hold a whole epoch; None where the loss begins nothing anew."
+        marked = marked_means(self.run, self.loss)
+        if marked is not None:
+            return marked
         epoch = epochs_of(self.run, self.loss)
         return None if epoch is None else epoch_means(self.loss, epoch)
 
@@ -109,10 +112,11 @@ def _remembers(f: Finding, course: _Course) -> str:
 # %% ../../nbs/api/detect/27_quiet.ipynb #d7b74cb7
 def _drifts(f: Finding, course: _Course) -> str:
     "A rise of a loss above all nats that is small beside what the run had learned."
-    if f.kind != "divergence" or f.evidence["baseline"] <= limit("most_nats"):
+    if f.kind not in ("divergence", "slow_rise") or f.evidence["baseline"] <= limit("most_nats"):
         return ""
     learned = course.start - f.evidence["baseline"]
-    return "drifts" if f.evidence["rise"] < limit("drift_share") * learned else ""
+    rise = f.evidence.get("final", f.evidence.get("peak")) - f.evidence["baseline"]
+    return "drifts" if rise < limit("drift_share") * learned else ""
 
 
 def _came_back_before(f: Finding, course: _Course) -> str:
