@@ -227,12 +227,12 @@ def test_all_optimizers_and_their_schedules_are_restored(tmp_path):
     setup = Setup(Net, mean_loss, two_optimizers)
     for step in (2, 5):
         assert check_setup(tmp_path / "run", step, setup).is_exact
-    with pytest.raises(ValueError, match="2 allowed|has 2; allowed"):
+    with pytest.raises(ValueError, match="the snapshot has 2; allowed"):
         load_snapshot(tmp_path / "run", 4, replace(setup, optimizer=lambda m: two_optimizers(m)[0]))
 
 
 def test_another_width_is_refused_by_name(path):
-    with pytest.raises(ValueError, match="another width.*fc1.weight is \\(8, 6\\)"):
+    with pytest.raises(ValueError, match=r"another width.*fc1.weight is \(8, 6\)"):
         check_setup(path, 3, replace(SETUP, model=lambda: Net(width=12)))
 
 
