@@ -1,6 +1,7 @@
 "A replay that is not the step says so: planted faults of the setup, of the loop and of the user's code."
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -400,3 +401,11 @@ def test_the_command_shows_the_table_and_no_verdict(project, capsys):
     code, out, _ = command(capsys, project / "run", "--step", 3, "--setup", f"{project}/other_setup.py")
     assert code == 0 and "not the recorded step" in out and "differs (step 0)" in out
     assert "swap test" not in out and "samples" not in out
+
+
+def test_the_page_names_tests_that_there_are():
+    folder = Path(__file__).parent
+    page = (folder.parent / "nbs" / "explain" / "what_a_replay_checks.ipynb").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    known = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in folder.glob("test_replay*.py"))))
+    assert len(named) > 20 and named <= known, named - known

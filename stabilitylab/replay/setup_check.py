@@ -166,7 +166,7 @@ def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
 
 
 def _is_exact(step: Retraced) -> bool:
-    "Whether a step came back to the last bit: its loss, or all its norms where the loss was added up elsewhere."
+    "Whether a step came back to the last bit: its loss, or all norms where the loss was added up elsewhere."
     is_same = {name: step.recorded.get(name) == step.replayed[name] for name in QUANTITIES}
     return is_same["loss"] or all(is_same[name] for name in ("grad_norm", "update_norm", "weight_norm"))
 
