@@ -373,7 +373,7 @@ def nothing():
         ("instance", "setup.py, line 25"),
         (
             "key",
-            "setup.py, line 14 (`return model(batch[\"inputs\"])`): KeyError: 'inputs'; the recorded batch has x",
+            "line 14 (`return model(batch[\"inputs\"])`): KeyError: 'inputs'; the recorded batch has x",
         ),
         ("fault", "setup.py, line 31"),
         ("nothing", "returns a NoneType"),
