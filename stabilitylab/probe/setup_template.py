@@ -31,7 +31,9 @@ def own_loss(
 ) -> torch.Tensor:  # a scalar with a graph
     "The loss that a model returns by itself."
     found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    parts = [found] if found is not None else list(out) if isinstance(out, (tuple, list)) else [out]
+    parts = list(out) if isinstance(out, (tuple, list)) else [out]
+    if found is not None:
+        parts = [found]
     losses = [
         part for part in parts if torch.is_tensor(part) and part.numel() == 1 and part.is_floating_point()
     ]
@@ -182,13 +184,18 @@ def _optimizer_source(draft: _Draft, optimizer: Any, names: dict[int, str]) -> s
     settings = {key: draft.literal(value) for key, value in defaults.items() if key in known}
     given = [f"{key}={source}" for key, source in settings.items() if _is_said(source, known[key].default)]
     groups = groups_of(optimizer)
-    held = [[names.get(id(p), "TODO: not of this model") for p in group["params"]] for group in groups]
+    held = [_names_of(group["params"], names) for group in groups]
     if len(held) == 1 and held[0] == list(names.values()):
         params = "model.parameters()"
     else:
         rows = [_group_source(draft, group, of, defaults) for group, of in zip(groups, held, strict=True)]
         params = "[\n" + "".join(f"            {row},\n" for row in rows) + "        ]"
     return f"{draft.name_of(cls) or 'TODO_' + cls.__name__}({', '.join([params, *given])})"
+
+
+def _names_of(params: list, names: dict[int, str]) -> list[str]:
+    "The names of some parameters."
+    return [names.get(id(p), "TODO: not of this model") for p in params]
 
 
 def _is_said(source: str | None, default: Any) -> bool:

@@ -87,7 +87,10 @@ def join_models(
     shapes: dict[str, list],  # parameter -> its whole shape
 ) -> dict:  # the whole state; buffers are those of rank 0
     "The state dict of the whole model."
-    return {name: _whole(name, [state[name] for state in states], shapes.get(name)) for name in states[0]}
+    whole = {}
+    for name in states[0]:
+        whole[name] = _whole(name, [state[name] for state in states], shapes.get(name))
+    return whole
 
 
 def is_sharded(
@@ -111,7 +114,9 @@ def join_optimizers(
     whole = {}
     for number, entry in states[0]["state"].items():
         every = [state["state"][number] for state in states]
-        whole[number] = {key: _join_values([one[key] for one in every]) for key in entry}
+        whole[number] = {}
+        for key in entry:
+            whole[number][key] = _join_values([one[key] for one in every])
     return states[0] | {"state": whole}
 
 

@@ -73,7 +73,9 @@ def _state(recorded: float | None, replayed: float) -> str:
     if recorded is None:
         return "not recorded"
     apart = distance(recorded, replayed)
-    return "equal" if apart <= EQUAL else "rounding" if apart <= ROUNDING else "differs"
+    if apart <= EQUAL:
+        return "equal"
+    return "rounding" if apart <= ROUNDING else "differs"
 
 
 def _checks_of(step: Retraced) -> list[Check]:

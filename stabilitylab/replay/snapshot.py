@@ -146,9 +146,8 @@ def saved_snapshot(
         others = (files_at(path, "snapshots", step, rank)[0] for rank in range(1, world_size(path)))
         ranks = [saved, *others]
         model = join_models([one["model"] for one in ranks], shapes)
-        optimizers = [
-            join_optimizers(list(of)) for of in zip(*(one["optimizer"] for one in ranks), strict=True)
-        ]
+        states = zip(*(one["optimizer"] for one in ranks), strict=True)
+        optimizers = list(map(join_optimizers, map(list, states)))
     if setup.schedule is None:
         setup = replace(setup, schedule=recorded_schedule(box_index(path)["settings"]))
     return Snapshot(
@@ -177,9 +176,8 @@ class Walk:
 
     def take(
         self,
-        before_update: Callable[[], None] = lambda: (
-            None
-        ),  # called when the gradient is there, before clipping
+        # called when the gradient is there, before clipping
+        before_update: Callable[[], None] = lambda: None,
     ) -> StepNumbers:  # of the step that was taken
         "Take the next recorded step; the caller's random states are left as they were."
         setup, outside = self.start.setup, rng_state()
