@@ -24,6 +24,7 @@ from stabilitylab.replay.ranks import (
     is_sharded,
     join_models,
     join_optimizers,
+    refuse_missing_ranks,
     world_size,
 )
 from .state import Batch, Setup, Snapshot, cpu_threads, listed
@@ -140,6 +141,7 @@ def saved_snapshot(
 ) -> Snapshot:  # as it was saved; shards of all ranks put together
     "A snapshot of a black box."
     attrs = open_run(path).attrs
+    refuse_missing_ranks(path, int(attrs.get("world_size") or 1))
     saved, shapes = files_at(path, "snapshots", step)[0], attrs.get("shapes", {})
     model, optimizers = saved["model"], saved["optimizer"]
     if is_sharded(model, shapes):
