@@ -46,6 +46,7 @@ _MODULES = {
     "replay.job": ("ReplayJob",),
     "replay.resume": ("rerun_verdict", "resume_check"),
     "replay.rounded_step": ("step_precision",),
+    "replay.setup_check": ("check_setup",),
     "replay.snapshot": ("batch_of", "load_batch", "load_snapshot", "replayable_steps", "snapshot_of"),
     "replay.state": ("Batch", "Setup", "Snapshot"),
     "replay.step": ("noise_floor",),

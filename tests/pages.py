@@ -36,6 +36,7 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/tutorials/from_spike_to_culprit.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/tutorials/record_your_next_run.ipynb": (0.1, "trains a model"),
     "nbs/explain": (0.1, "trains small models, and measures the noise of rounding"),
+    "nbs/howto/replay_your_own_run.ipynb": (0.1, "trains a model and replays its steps"),
     "nbs/howto/which_batch.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/howto/which_layers_in_fp32.ipynb": (0.2, "replays steps of a run that diverges"),
 }

@@ -409,3 +409,14 @@ def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):
 def test_early_steps_have_no_controls():
     with pytest.raises(ValueError, match="later than 300"):
         examine(sample(), 300)
+
+
+def test_planted_causes_are_told_under_clipping():
+    "A short form of `python -m tests.benchmarks swap`, which plants a hundred of each kind."
+    from tests.benchmarks.bench_swap import KINDS, table
+
+    runs = 8
+    told = table(runs, KINDS)
+    for kind, right in KINDS.items():
+        assert told[kind][right] >= runs - 1, told
+        assert told[kind][right] + told[kind]["cannot tell"] == runs, told

@@ -8,6 +8,7 @@ __all__ = ['add_command', 'run_replay']
 # %% ../../nbs/api/cli/14_replay.ipynb #356ca711
 import argparse
 import sys
+from contextlib import redirect_stdout
 
 from ..names.encode import to_json
 
@@ -22,15 +23,16 @@ def add_command(
         description="Run a step of a recorded run again, swap its state and its batch with earlier ones,"
         " and say which sample weighs most.",
         epilog="The record needs a black box: Recorder(..., snapshot_every=100)."
-        " exit code: 0 replayed; 2 it cannot be replayed",
+        " The replay is compared with the record first; where it is not the recorded step, that is said, and"
+        " nothing else. exit code: 0 replayed; 2 it cannot be replayed",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a record with a black box")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step")
     parser.add_argument(
         "--setup",
-        metavar="FILE.py:FUNCTION",
-        help="code that returns a stabilitylab.Setup for the folder of the run: how the model is built"
-        " and how a batch becomes a loss",
+        metavar="FILE.py[:FUNCTION]",
+        help="code that returns a stabilitylab.Setup: how the model is built and how a batch becomes a loss;"
+        " a draft is in the record, RUN/replay_setup.py (function: setup)",
     )
     parser.add_argument(
         "--precision",
@@ -59,15 +61,16 @@ def run_replay(
         if shows_progress:
             print(f"\r\x1b[K{words} …", end="", file=sys.stderr, flush=True)
 
-    found = examine(
-        args.run,
-        args.step,
-        setup_of(args.run, args.setup),
-        swap=not args.no_swap,
-        samples=not args.no_samples,
-        precisions=args.precision,
-        say=say,
-    )
+    with redirect_stdout(sys.stderr):  # a model that prints as it is built
+        found = examine(
+            args.run,
+            args.step,
+            setup_of(args.run, args.setup),
+            swap=not args.no_swap,
+            samples=not args.no_samples,
+            precisions=args.precision,
+            say=say,
+        )
     if shows_progress:
         print("\r\x1b[K", end="", file=sys.stderr)
     told = {"run": args.run} | found.to_dict()

@@ -82,7 +82,12 @@ def checksums(
 def _settings_of(optimizer: Any) -> list[dict]:
     "The settings of every group of an optimizer, without its parameters."
     groups = getattr(optimizer, "param_groups", None) or []
-    return [{key: _kept(value) for key, value in group.items() if key != "params"} for group in groups]
+    return [_kept_group(group) for group in groups]
+
+
+def _kept_group(group: dict) -> dict:
+    "The settings of one group as they are now."
+    return {key: _kept(value) for key, value in group.items() if key != "params"}
 
 
 def _kept(value: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from ..names.errors import InputError, bad_input
 from .examine import setup_of
 from .snapshot import Snapshot, load_batch, load_snapshot
+from .state import listed
 from .step import replay
 from ..rounding.attention import attention_inputs, scale_overflows
 from ..rounding.loss_cast import LossCast, find_loss_cast
@@ -67,11 +68,10 @@ def _casts(
     return {words: find_loss_cast(m.eval(), part, snapshot.setup.loss) for words, m in models.items()}
 
 
-def _epsilons(optimizer: torch.optim.Optimizer | None) -> dict[int, float]:
+def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float]:
     "Epsilon of each parameter that has one, by the parameter's id."
-    if optimizer is None:
-        return {}
-    groups = [group for group in optimizer.param_groups if group.get("eps") is not None]
+    every = [group for one in listed(optimizer) for group in one.param_groups]
+    groups = [group for group in every if group.get("eps") is not None]
     return {id(param): group["eps"] for group in groups for param in group["params"]}
 
 
@@ -85,7 +85,7 @@ def step_precision(
     if fmt not in _DTYPES:
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)
-    snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step)
+    snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
     model, optimizer = snapshot.build()
     params = {name: param for name, param in model.named_parameters() if name in after.gradients}

@@ -51,7 +51,7 @@ class SetupCheck:
     step: int  # the suspect step
     start: int  # step of the snapshot that the replay began at
     is_step: bool  # whether a verdict on the replay is one on the recorded step
-    is_exact: bool  # whether its loss is the recorded one to the last bit
+    is_exact: bool  # whether it came back to the last bit
     fault: str  # key of FAULTS; '' where everything agrees
     evidence: dict = field(default_factory=dict)  # what the words of the fault name
     checks: tuple[Check, ...] = ()  # of the first step that differs, or of the suspect one
@@ -73,7 +73,9 @@ def _state(recorded: float | None, replayed: float) -> str:
     if recorded is None:
         return "not recorded"
     apart = distance(recorded, replayed)
-    return "equal" if apart <= EQUAL else "rounding" if apart <= ROUNDING else "differs"
+    if apart <= EQUAL:
+        return "equal"
+    return "rounding" if apart <= ROUNDING else "differs"
 
 
 def _checks_of(step: Retraced) -> list[Check]:
@@ -165,6 +167,12 @@ def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
     return fault, evidence, step.step
 
 
+def _is_exact(step: Retraced) -> bool:
+    "Whether a step came back to the last bit: its loss, or all norms where the loss was added up elsewhere."
+    is_same = {name: step.recorded.get(name) == step.replayed[name] for name in QUANTITIES}
+    return is_same["loss"] or all(is_same[name] for name in ("grad_norm", "update_norm", "weight_norm"))
+
+
 def check_setup(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
@@ -177,8 +185,7 @@ def check_setup(
     fault, evidence, at = _judged(facts_of(path, setup, way), parameters)
     shown = next(one for one in way.steps if one.step == at)
     checks = (parameters, *_checks_of(shown))
-    last = way.steps[-1]
-    is_exact = not fault and last.recorded.get("loss") == last.replayed["loss"]
+    is_exact = not fault and _is_exact(way.steps[-1])
     return SetupCheck(
         step,
         way.start.step,

@@ -24,6 +24,7 @@ from stabilitylab.replay.ranks import (
     is_sharded,
     join_models,
     join_optimizers,
+    refuse_missing_ranks,
     world_size,
 )
 from .state import Batch, Setup, Snapshot, cpu_threads, listed
@@ -140,15 +141,15 @@ def saved_snapshot(
 ) -> Snapshot:  # as it was saved; shards of all ranks put together
     "A snapshot of a black box."
     attrs = open_run(path).attrs
+    refuse_missing_ranks(path, int(attrs.get("world_size") or 1))
     saved, shapes = files_at(path, "snapshots", step)[0], attrs.get("shapes", {})
     model, optimizers = saved["model"], saved["optimizer"]
     if is_sharded(model, shapes):
         others = (files_at(path, "snapshots", step, rank)[0] for rank in range(1, world_size(path)))
         ranks = [saved, *others]
         model = join_models([one["model"] for one in ranks], shapes)
-        optimizers = [
-            join_optimizers(list(of)) for of in zip(*(one["optimizer"] for one in ranks), strict=True)
-        ]
+        states = zip(*(one["optimizer"] for one in ranks), strict=True)
+        optimizers = list(map(join_optimizers, map(list, states)))
     if setup.schedule is None:
         setup = replace(setup, schedule=recorded_schedule(box_index(path)["settings"]))
     return Snapshot(
@@ -177,9 +178,8 @@ class Walk:
 
     def take(
         self,
-        before_update: Callable[[], None] = lambda: (
-            None
-        ),  # called when the gradient is there, before clipping
+        # called when the gradient is there, before clipping
+        before_update: Callable[[], None] = lambda: None,
     ) -> StepNumbers:  # of the step that was taken
         "Take the next recorded step; the caller's random states are left as they were."
         setup, outside = self.start.setup, rng_state()

@@ -56,7 +56,9 @@ def _factors(values: np.ndarray, least: float) -> dict[str, float] | None:
     suspect = float(logs[-1, -1] - np.median(controls))
     known = max(batch, 0) + max(state, 0)
     beyond = suspect - known if np.isfinite(known) else 0.0
-    limits = {f"limit of {part}": max(np.log(least), 2 * far) for part, far in _spreads(controls).items()}
+    limits = {
+        f"limit of {part}": float(max(np.log(least), 2 * far)) for part, far in _spreads(controls).items()
+    }
     return {"batch": batch, "state": state, "suspect": suspect, "beyond": beyond} | limits
 
 
@@ -132,8 +134,9 @@ class SwapTest:
         )
 
 
-def _is_out(excess: list[float]) -> bool | None:
-    "Whether something is out of line, from how far it is beyond the limit in each table; None: who knows."
+def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
+    "Whether a part is out of line in all tables, or clearly in one; None: who knows."
+    excess = [_excess(factors, part) for factors in tables]
     beyond = [value for value in excess if value > 0]
     if len(beyond) == len(excess) or max(excess) > np.log(CLEARLY):
         return True
@@ -146,7 +149,7 @@ def _decide(cells: dict[str, np.ndarray], least: float) -> tuple[str, str, dict[
     known = {name: factors for name, factors in known.items() if factors is not None}
     if not known:
         return "cannot tell", _JUDGED[0], {}
-    out = [_is_out([_excess(factors, part) for factors in known.values()]) for part in _PARTS]
+    out = [_is_out(list(known.values()), part) for part in _PARTS]
     verdict = _named(*(one is True for one in out))
     if verdict == "neither" and None in out:
         verdict = "cannot tell"

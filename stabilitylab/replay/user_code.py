@@ -33,7 +33,8 @@ _FOREIGN = ("site-packages", "dist-packages", "lib/python3", "<frozen")  # in th
 def _is_theirs(file: str) -> bool:
     "Whether a file belongs to the user, not to a library or to this package."
     is_made = file.startswith("<") and not file.startswith("<ipython")  # by a dataclass, by `exec`
-    return not is_made and not file.startswith(_OURS) and not any(part in file for part in _FOREIGN)
+    is_ours = str(Path(file).resolve()).startswith(_OURS)
+    return not is_made and not is_ours and not any(part in file for part in _FOREIGN)
 
 
 def _place_of(trace: TracebackType | None) -> str:

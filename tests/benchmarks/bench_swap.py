@@ -21,7 +21,7 @@ KINDS = {  # planted -> the verdict that is right
     "broken weights": "bad state",
     "nothing": "neither",
 }
-DISTANCES = (32, 16, 8)  # steps from a control state to the suspect one, as `controls` chooses them
+DISTANCES = (64, 32, 16)  # steps from a control state to the suspect one, as `controls` chooses them
 BURST = 3  # steps at the end of the run that a burst may take
 
 
@@ -188,9 +188,8 @@ def main(argv=()):
     for kind, told in table(options.runs).items():
         right, unsure = told[KINDS[kind]], told["cannot tell"]
         wrong = {verdict: n for verdict, n in told.items() if verdict not in (KINDS[kind], "cannot tell")}
-        print(
-            f"{kind:20} {KINDS[kind]:10} right {right:3} of {options.runs}, cannot tell {unsure:2}, else {wrong}"
-        )
+        words = f"right {right:3} of {options.runs}, cannot tell {unsure:2}, else {wrong}"
+        print(f"{kind:20} {KINDS[kind]:10} {words}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,230 @@
+"Batches of every class, Hugging Face's accumulation and several ranks come back as they were."
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.replay.blame import blame
+from stabilitylab.replay.setup_check import check_setup
+from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
+from stabilitylab.replay.state import Setup
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    y: object
+    name: str = "a"
+
+
+class Lazy:
+    "No container that can be stored."
+
+    def __init__(self, x):
+        self.x = x
+
+
+def encoding(x, y):
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x, "y": y})
+
+
+def feature(x, y):
+    from transformers import BatchFeature
+
+    return BatchFeature({"x": x, "y": y})
+
+
+def nested(x, y):
+    return {"a": [Sample(x, Pair(np.float32(0.5), y))], "b": (argparse.Namespace(scale=2), np.arange(3))}
+
+
+def attributes(batch):
+    return batch.x, batch.y
+
+
+def of_nested(batch):
+    inside = batch["a"][0]
+    assert type(inside) is Sample and type(inside.y) is Pair and batch["b"][0].scale == 2
+    assert type(inside.y.x) is np.float32 and type(batch["b"][1]) is np.ndarray
+    return inside.x, inside.y.y
+
+
+KINDS = {  # how a batch is made, how a loss reads it
+    "named tuple": (Pair, attributes),
+    "dataclass": (Sample, attributes),
+    "namespace": (lambda x, y: SimpleNamespace(x=x, y=y), attributes),
+    "ordered dict": (lambda x, y: OrderedDict(x=x, y=y), lambda batch: (batch["x"], batch["y"])),
+    "BatchEncoding": (encoding, attributes),
+    "BatchFeature": (feature, attributes),
+    "nested": (nested, of_nested),
+    "list": (lambda x, y: [x, y], tuple),
+}
+
+
+def train(path, make, read, steps=3):
+    torch.manual_seed(0)
+    setup = Setup(
+        lambda: nn.Linear(4, 1),
+        lambda model, batch: (model(read(batch)[0])[:, 0] - read(batch)[1]).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    model = setup.model()
+    optimizer = setup.optimizer(model)
+    with Recorder(model, optimizer, path, snapshot_every=10, merge=False) as recorder:
+        for _ in range(steps):
+            x = torch.randn(8, 4)
+            loss = setup.loss(model, recorder.batch(make(x, x.sum(1))))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    return setup
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_comes_back_as_what_it_was(tmp_path, kind):
+    make, read = KINDS[kind]
+    setup = train(tmp_path / "run", make, read)
+    assert check_setup(tmp_path / "run", 2, setup).is_exact
+    example = make(torch.zeros(1), torch.zeros(1))
+    assert type(load_batch(tmp_path / "run", 1, setup).parts[0]) is type(example)
+
+
+def test_a_batch_that_cannot_come_back_is_not_offered(tmp_path):
+    train(tmp_path / "run", lambda x, y: {"x": x, "lazy": Lazy(y)}, lambda b: (b["x"], b["x"].sum(1)))
+    assert replayable_steps(tmp_path / "run") == []
+    with pytest.raises(ValueError, match=r"batch\['lazy'\] is a Lazy"):
+        load_batch(tmp_path / "run", 1)
+
+
+def test_a_class_that_nobody_imported_is_not_imported(tmp_path):
+    from stabilitylab.names.errors import InputError
+    from stabilitylab.probe.batch_form import rebuilt
+
+    with pytest.raises(InputError, match="import Batch there"):
+        rebuilt({"x": 1}, [[[], "dataclass", "this:Batch"]])
+    assert "this" not in sys.modules
+
+
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40
+    )
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def test_a_run_of_the_trainer_with_accumulation(tmp_path):
+    "The loss of a micro-batch is divided by the tokens of the whole step, so that the parts are added up."
+    transformers = pytest.importorskip("transformers")
+    from stabilitylab.probe.hf import RecorderCallback
+    from stabilitylab.replay.user_code import load_setup
+
+    torch.manual_seed(0)
+    model = tiny_llama()
+    rows = [torch.randint(0, 40, (12,)) for _ in range(24)]
+    data = [{"input_ids": row, "labels": row.clone()} for row in rows]
+    for i, row in enumerate(data):  # so that micro-batches have other numbers of tokens
+        row["labels"][: i % 9] = -100
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        max_steps=4,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    recorded = RecorderCallback(tmp_path / "run", snapshot_every=10, merge=False)
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[recorded]).train()
+    setup = load_setup(f"{tmp_path}/run/replay_setup.py", tmp_path / "run")
+    part = load_batch(tmp_path / "run", 2).parts[0]
+    assert "num_items_in_batch" in part and setup.clip == 1.0
+    check = check_setup(tmp_path / "run", 3, setup)
+    assert check.is_exact, check.words
+    samples = blame(load_snapshot(tmp_path / "run", 3, setup), load_batch(tmp_path / "run", 3))
+    assert len(samples) == 6 and samples.share.sum() == pytest.approx(1)
+    mean = Setup(tiny_llama, setup.loss, setup.optimizer, clip=1.0, reduction="mean")
+    assert check_setup(tmp_path / "run", 3, mean).fault == "accumulation"
+
+
+LOOP = """
+import sys, torch, torch.distributed as dist
+from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.probe.recorder import Recorder
+path, meet, rank, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+dist.init_process_group('gloo', init_method=f'file://{meet}', rank=rank, world_size=2)
+torch.manual_seed(0)
+model = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1))
+if how == 'ddp':
+    model = torch.nn.parallel.DistributedDataParallel(model)
+else:
+    from torch.distributed.fsdp import fully_shard
+    mesh = torch.distributed.init_device_mesh('cpu', (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=.1)
+generator = torch.Generator().manual_seed(rank)
+torch.manual_seed(100 + rank)
+with Recorder(model, optimizer, path, snapshot_every=2) as recorder:
+    for step in range(5):
+        x = recorder.batch(torch.randint(0, 128, (4, 16), generator=generator))
+        loss = model(x, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step(loss)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_one_process_takes_the_step_of_two(tmp_path, how):
+    arguments = [sys.executable, "-c", LOOP, str(tmp_path / "run"), str(tmp_path / "meet")]
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    ranks = [subprocess.Popen([*arguments, str(rank), how], env=environment) for rank in (0, 1)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    config = LMConfig(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1)
+    setup = Setup(
+        lambda: DecoderLM(config),
+        lambda model, x: model(x, x),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    )
+    batch = load_batch(tmp_path / "run", 3)
+    assert len(batch.parts) == 2 and not torch.equal(*batch.parts)
+    for step in (2, 3, 4):
+        check = check_setup(tmp_path / "run", step, setup)
+        assert check.is_step and check.fault in ("", "rounding"), check.words
+        assert max(_distance(row) for row in check.checks if row.state != "not recorded") < 1e-4
+    shutil.rmtree(tmp_path / "run" / "blackbox" / "rank-1")
+    with pytest.raises(ValueError, match="1 of 2 ranks"):
+        check_setup(tmp_path / "run", 3, setup)
+
+
+def _distance(row):
+    from stabilitylab.replay.retrace import distance
+
+    return distance(row.recorded, row.replayed) if isinstance(row.recorded, float) else 0.0
