@@ -13,7 +13,7 @@ import xarray as xr
 HEAD_VARIABLES = {  # variable of /attention with dims (step, layer, head) -> (long_name, units)
     "attn_logit_max": ("largest attention logit before capping", "1"),
     "attn_entropy": ("attention entropy", "nats"),
-    "attn_entropy_rel": ("attention entropy over the log of the visible length", "1"),
+    "attn_entropy_rel": ("relative attention entropy", "1"),
     "attn_lse": ("mean log-sum-exp of attention logits", "1"),
     "attn_lse_max": ("largest log-sum-exp of attention logits", "1"),
     "mean_distance": ("mean distance between a query and what it reads", "token"),
