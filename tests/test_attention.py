@@ -209,6 +209,13 @@ ALIBI = torch.tensor([0.5, 0.25, 0.125, 0.0625])[None, :, None, None] * -(
 RELATIVE = torch.randn(1, 4, 13, 13, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(params=["compiled", "operators"])
+def way(request, monkeypatch):
+    "The compiled pass over tiles, and what a machine without a compiler does."
+    if request.param == "operators":
+        monkeypatch.setattr("stabilitylab.probe.attention_stream.tile_kernel", lambda dtype: None)
+
+
 def hide(mask, value):
     return torch.zeros(mask.shape).masked_fill(~mask, value)
 
@@ -236,6 +243,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_equals_the_twin(variant, dtype):
@@ -245,6 +253,7 @@ def test_every_variant_equals_the_twin(variant, dtype):
             assert_same(AttentionCall(q, k, v, **VARIANTS[variant]), size=size)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kv", [1, 2, 4])
 def test_grouped_heads(kv):
     q, k, v = inputs(kv=kv)
@@ -252,6 +261,7 @@ def test_grouped_heads(kv):
         assert_same(AttentionCall(q, k, v, causal=True), size=size)
 
 
+@pytest.mark.usefixtures("way")
 def test_packed_documents_are_found_in_the_mask():
     q, k, v = inputs()
     for causal in (True, False):
@@ -262,6 +272,7 @@ def test_packed_documents_are_found_in_the_mask():
         np.testing.assert_array_equal(told.sinks_at, found.sinks_at)
 
 
+@pytest.mark.usefixtures("way")
 def test_cross_attention_and_a_cache():
     q, k, v = inputs(n=7)
     assert_same(AttentionCall(q, k, v, role="cross"), size=50)
@@ -269,6 +280,7 @@ def test_cross_attention_and_a_cache():
     assert_same(AttentionCall(q, k, v, causal=True, offset=6), size=50)
 
 
+@pytest.mark.usefixtures("way")
 def test_nan_inf_and_blind_rows():
     q, k, v = inputs()
     q[0, 1, 3, 2], k[1, 0, 5, 1], q[1, 3, 12, 0] = math.nan, math.inf, -math.inf
@@ -285,6 +297,7 @@ def test_nan_inf_and_blind_rows():
     assert (nothing.attn_logit_max == -math.inf).all() and (nothing.blind_rows == 26).all()
 
 
+@pytest.mark.usefixtures("way")
 def test_what_is_hidden_does_not_matter():
     q, k, v = inputs()
     call = AttentionCall(q, k, v, masks=(PADDED & ORDER,))
@@ -309,6 +322,7 @@ def test_float32_is_as_good_where_it_is_chosen():
     assert_same(AttentionCall(q, k, v, causal=True), dtype=torch.float32)
 
 
+@pytest.mark.usefixtures("way")
 def test_sharp_heads_keep_their_digits():
     q = torch.eye(16)[None, None] * 6
     got = assert_same(AttentionCall(q, q, q, scale=0.5))

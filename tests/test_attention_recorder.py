@@ -1,4 +1,4 @@
-"Attention through the Recorder: the same bits, every group, faults that end nothing, and what diagnose says of it."
+"Attention through the Recorder: the same bits, every group, faults that end nothing, and the findings."
 
 import logging
 import os
@@ -160,13 +160,15 @@ def test_a_model_in_one_graph_is_told_and_trains_on(tmp_path):
 def test_a_model_without_attention(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="no attention that is recognised") as told:
-        with Recorder(model, optimizer, tmp_path / "r", attention_every=1) as recorder:
-            for _ in range(3):
-                loss = model(torch.ones(2, 4)).mean()
-                loss.backward()
-                optimizer.step()
-                recorder.step(loss)
+    with (
+        pytest.warns(UserWarning, match="no attention that is recognised") as told,
+        Recorder(model, optimizer, tmp_path / "r", attention_every=1) as recorder,
+    ):
+        for _ in range(3):
+            loss = model(torch.ones(2, 4)).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
     assert len(told) == 1 and "attention" not in open_run(tmp_path / "r").children
 
 

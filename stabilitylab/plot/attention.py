@@ -85,7 +85,7 @@ def plot_heads_over_steps(
     ax.set_yticks(np.arange(values.sizes["layer"]) * n_head + n_head / 2, values.layer.values)
     for i in range(1, values.sizes["layer"]):
         ax.axhline(i * n_head, color=colour("ground", ax), linewidth=0.8)
-    ax.set(xlabel="step", ylabel="layer, its heads one below the other", title=axis_label(values))
+    ax.set(xlabel="step", ylabel="layer and head", title=axis_label(values))
     ax.figure.colorbar(shown, ax=ax)
     return ax
 
@@ -159,6 +159,8 @@ def plot_weights(
     shown = ax.imshow(weights.values, **options)
     if query_tokens is None and tokens is not None and n_query == n_key:
         query_tokens = tokens
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     for words, n, put in ((tokens, n_key, ax.set_xticks), (query_tokens, n_query, ax.set_yticks)):
         if words is None:
             continue

@@ -25,7 +25,7 @@ from .guard import RECORDING, Guard, tell, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .opening import attrs_of, open_store, opening_events, tables_of, this_rank
-from .options import LEVELS, recorder_options
+from .options import LEVELS, listed, model_itself, recorder_options
 from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
 from .rows import stacked, to_host
 from .setup_template import write_setup
@@ -35,19 +35,6 @@ from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 _LOOKS = 5  # optimizer steps at which a forgotten GradScaler is looked for; our convention
-
-
-def _listed(value: Any) -> list:
-    "One thing or several, as a list."
-    if isinstance(value, list | tuple):
-        return list(value)
-    return [] if value is None else [value]
-
-
-def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    "The model itself, without what spreads it over processes."
-    is_spread = type(model).__name__ in ("DistributedDataParallel", "DataParallel")
-    return model.module if is_spread and hasattr(model, "module") else model
 
 
 def _finish_at_exit(recorder: weakref.ref) -> None:
@@ -69,7 +56,7 @@ class Recorder:
         **options: Any,  # those of `RecorderOptions`
     ):
         self.options = recorder_options(options)
-        self.model, self.path, self.optimizers = model, Path(path), _listed(optimizer)
+        self.model, self.path, self.optimizers = model, Path(path), listed(optimizer)
         self.scaler = self.options.scaler
         self.guard = Guard(str(path), self.options.first_step)
         self.n, self.micro, self.pid = self.options.first_step, 0, os.getpid()
@@ -89,7 +76,7 @@ class Recorder:
         "Put the hooks in place and open the record; where that fails, warn once and record nothing."
         self.is_open, self.begin = True, time.perf_counter()
         try:
-            self._start(_inner(self.model))
+            self._start(model_itself(self.model))
         except (OSError, InputError) as error:
             self._give_up(f"nothing is recorded, training goes on: {error}")
         except torch.distributed.DistStoreError:
