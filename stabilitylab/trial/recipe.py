@@ -34,7 +34,7 @@ _NAMES = {  # our name -> names that trainers use, letters and digits only
     "fp16": ("fp16",),
     "bf16": ("bf16",),
     "dtype": ("torchdtype", "dtype", "precision", "mixedprecision"),
-    "normalization": ("normalization", "normtype"),
+    "normalization": ("normalization", "normtype", "norm"),
     "rms_norm": ("rmsnormeps",),
     "qk_norm": ("qklayernorm", "qknorm", "useqknorm"),
     "tied": ("tiewordembeddings", "shareembeddings"),
@@ -183,8 +183,10 @@ def _shape(settings: Mapping) -> dict:
         found["n_layer"] = int(np.clip(round(math.sqrt(settings["n_layer"])), 2, 6))
     if "rms" in str(settings.get("normalization", "")).lower() or "rms_norm" in settings:
         found["norm"] = "rms"
+    elif settings.get("normalization", "") is None:
+        found["norm"] = "none"
     if _flag(settings, "qk_norm"):
-        found["qk_norm"] = found.get("norm", "ln")
+        found["qk_norm"] = "rms" if found.get("norm") == "rms" else "ln"
     if str(settings.get("activation", "")).lower() in _ACTIVATIONS or _flag(settings, "swiglu"):
         found["activation"] = _ACTIVATIONS.get(str(settings.get("activation", "")).lower(), "swiglu")
     if settings.get("rope") not in (None, False):
