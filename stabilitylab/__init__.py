@@ -76,6 +76,9 @@ _MODULES = {
     "trial.start": ("Start", "last_snapshot_before"),
     "trial.suggest": ("suggest",),
     "trial.trial": ("Trial",),
+    "trial.proxy": ("proxy",),
+    "trial.small": ("Recipe",),
+    "trial.sweep": ("Sweep", "sweep"),
     "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),
 }

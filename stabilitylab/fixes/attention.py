@@ -8,14 +8,16 @@ __all__ = ['HeadNorm', 'Ramp', 'QKNorm', 'QKVNorm', 'SoftCapAttention', 'InsideS
 
 # %% ../../nbs/api/fixes/10_attention.ipynb #be59fbd9
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from .memory import SavedHook
 from .parts import AttentionPart, need_attention
 from .patch import patched
 from .protocol import About, Applied, Fix, between, one_of, register
-from .training import Hook, Training
+from .training import Training
 from ..models.parts import make_norm
 
 # %% ../../nbs/api/fixes/10_attention.ipynb #830a3144
@@ -64,10 +66,10 @@ def _normed(module, inputs, output):
     return output
 
 
-class Ramp(Hook):
+class Ramp(SavedHook):
     "Mixes norms in over some steps."
 
-    order = 0
+    order, saved = 0, ("taken",)
 
     def __init__(self, norms: list[HeadNorm], steps: int):
         self.norms, self.steps, self.taken = norms, steps, 0
@@ -80,17 +82,6 @@ class Ramp(Hook):
         self.taken += 1
         for norm in self.norms:
             norm.share.fill_(min(1.0, self.taken / self.steps))
-
-    def state_dict(self) -> dict:
-        "How far it is."
-        return {"taken": self.taken}
-
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
-        "Goes on from there."
-        self.taken = state["taken"]
 
 
 def _insert_norms(book: Applied, roles: str, kind: str, ramp: int) -> None:
@@ -181,6 +172,19 @@ def _new_parameter(book: Applied, module: nn.Module, name: str, parameter: nn.Pa
     book.add_parameters([parameter])
 
 
+class _Switch(Fix):
+    "A fix that turns one switch of every attention on."
+
+    switch: ClassVar[str]
+
+    def change(
+        self,
+        book: Applied,  # the book of changes
+    ) -> None:
+        "Turns it on."
+        _set_patches(book, self.switch, True)
+
+
 @register
 @dataclass(frozen=True)
 class SoftCapAttention(Fix):
@@ -207,7 +211,7 @@ class SoftCapAttention(Fix):
 
 @register
 @dataclass(frozen=True)
-class InsideScale(Fix):
+class InsideScale(_Switch):
     "Scale queries and keys before their product."
 
     about = About(
@@ -218,18 +222,12 @@ class InsideScale(Fix):
         ("attention.scale",),
         formula="(n^½ q)·(n^½ k) = n (q·k), n = 1/√d",
     )
-
-    def change(
-        self,
-        book: Applied,  # the book of changes
-    ) -> None:
-        "Moves the scale in every attention."
-        _set_patches(book, "inside", True)
+    switch = "inside"
 
 
 @register
 @dataclass(frozen=True)
-class SoftmaxPlusOne(Fix):
+class SoftmaxPlusOne(_Switch):
     "One more column with logit 0 in the softmax."
 
     about = About(
@@ -241,13 +239,7 @@ class SoftmaxPlusOne(Fix):
         keeps_function=False,
         formula="A_ij = exp(z_ij)/(1 + Σ_k exp(z_ik))",
     )
-
-    def change(
-        self,
-        book: Applied,  # the book of changes
-    ) -> None:
-        "Adds the column in every attention."
-        _set_patches(book, "plus_one", True)
+    switch = "plus_one"
 
 
 @register

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .clipping import SavedHook, scale_gradients, with_gradients
+from .clipping import scale_gradients, with_gradients
+from .memory import SavedHook
 from .protocol import About, Applied, Fix, between, register
-from .training import Hook, Training, grad_norm
+from .training import Training, grad_norm
 
 # %% ../../nbs/api/fixes/27_coordinates.ipynb #c18c2280
 class SpamClipping(SavedHook):
@@ -98,10 +99,10 @@ class Spam(Fix):
         )
 
 
-class StableSpamClipping(Hook):
+class StableSpamClipping(SavedHook):
     "Clips coordinates at a running maximum and scales norms to their running mean."
 
-    order = 30
+    order, saved = 30, ("taken", "running")
 
     def __init__(self, theta: float, gamma1: float, gamma2: float, interval: int):
         self.theta, self.gamma1, self.gamma2, self.interval = theta, gamma1, gamma2, interval
@@ -139,17 +140,6 @@ class StableSpamClipping(Hook):
         )
         scale_gradients([parameter], target / norm if norm else 1.0)
         self.running[index] = (most, mean, square)
-
-    def state_dict(self) -> dict:
-        "Steps and running values."
-        return {"taken": self.taken, "running": dict(self.running)}
-
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
-        "Goes on from there."
-        self.taken, self.running = state["taken"], dict(state["running"])
 
 
 @register

@@ -73,13 +73,19 @@ class Rollback(Fix):
         self,
         book: Applied,  # the book of changes
     ) -> None:
-        "Puts the earlier state in place."
+        "Puts the earlier state in place, and whatever goes with it."
         _roll_back(book, self.depth)
+        for one in self.further():
+            one.change(book)
+
+    def further(self) -> tuple[Fix, ...]:
+        "What follows the way back."
+        return ()
 
 
 @register
 @dataclass(frozen=True)
-class RollbackLower(Fix):
+class RollbackLower(Rollback):
     "Go back and lower the learning rate."
 
     depth: int = between(200, 1, 10_000_000)  # steps at least
@@ -93,18 +99,14 @@ class RollbackLower(Fix):
         keeps_function=False,
     )
 
-    def change(
-        self,
-        book: Applied,  # the book of changes
-    ) -> None:
-        "Both, one after the other."
-        _roll_back(book, self.depth)
-        LowerRate(self.factor).change(book)
+    def further(self) -> tuple[Fix, ...]:
+        "What follows the way back."
+        return (LowerRate(self.factor),)
 
 
 @register
 @dataclass(frozen=True)
-class RollbackSkip(Fix):
+class RollbackSkip(Rollback):
     "Go back and leave the batches around the spike out."
 
     depth: int = between(100, 1, 10_000_000)  # steps at least; PaLM about 100
@@ -118,13 +120,9 @@ class RollbackSkip(Fix):
         keeps_function=False,
     )
 
-    def change(
-        self,
-        book: Applied,  # the book of changes
-    ) -> None:
-        "Both, one after the other."
-        _roll_back(book, self.depth)
-        SkipBatches(self.count).change(book)
+    def further(self) -> tuple[Fix, ...]:
+        "What follows the way back."
+        return (SkipBatches(self.count),)
 
 # %% ../../nbs/api/fixes/26_restart.ipynb #2bd224b0
 @register

@@ -7,19 +7,19 @@ __all__ = ['Skipping', 'SkipAboveHook', 'SkipAbove', 'SkipSigmaHook', 'SkipSigma
 
 # %% ../../nbs/api/fixes/28_skipping.ipynb #86904026
 import math
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
+from .memory import Recent, SavedHook
 from .protocol import About, Applied, Fix, between, register
-from .training import Hook, Training, grad_norm
+from .training import Training, grad_norm
 
 # %% ../../nbs/api/fixes/28_skipping.ipynb #7cb3cda1
-class Skipping(Hook):
+class Skipping(SavedHook):
     "Leaves steps out, and counts them."
 
-    order = 55
+    order, saved = 55, ("skipped",)
 
     def __init__(self):
         self.skipped: list[int] = []
@@ -43,20 +43,11 @@ class Skipping(Hook):
             training.skip = True
             self.skipped.append(training.step)
 
-    def state_dict(self) -> dict:
-        "The steps left out so far, and what the rule remembers."
-        return {"skipped": list(self.skipped)}
-
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
-        "Goes on from there."
-        self.skipped = list(state["skipped"])
-
 
 class SkipAboveHook(Skipping):
     "Leaves out steps above a fixed norm."
+
+    saved = ("skipped", "taken")
 
     def __init__(self, threshold: float, after: int):
         super().__init__()
@@ -70,18 +61,6 @@ class SkipAboveHook(Skipping):
         "Whether the norm is above, once training has settled."
         self.taken += 1
         return self.taken > self.after and norm > self.threshold
-
-    def state_dict(self) -> dict:
-        "Steps seen and left out."
-        return super().state_dict() | {"taken": self.taken}
-
-    def load_state_dict(
-        self,
-        state: dict,  # of `state_dict`
-    ) -> None:
-        "Goes on from there."
-        super().load_state_dict(state)
-        self.taken = state["taken"]
 
 
 @register
@@ -113,7 +92,7 @@ class SkipSigmaHook(Skipping):
 
     def __init__(self, sigma: float, window: int, least: int):
         super().__init__()
-        self.sigma, self.least, self.recent = sigma, least, (deque(maxlen=window), deque(maxlen=window))
+        self.sigma, self.recent = sigma, (Recent(window, least), Recent(window, least))
 
     def is_outlier(
         self,
@@ -121,22 +100,15 @@ class SkipSigmaHook(Skipping):
         norm: float,  # L2 norm of the gradient
     ) -> bool:
         "Whether one of the two is too large for the values before it; both are remembered."
-        verdict = any(self._above(v, r) for v, r in zip((loss, norm), self.recent, strict=True))
-        for value, recent in zip((loss, norm), self.recent, strict=True):
-            recent.append(value)
+        pairs = list(zip((loss, norm), self.recent, strict=True))
+        verdict = any(value > recent.limit(self.sigma) for value, recent in pairs)
+        for value, recent in pairs:
+            recent.put(value)
         return verdict
-
-    def _above(self, value: float, recent: deque) -> bool:
-        "Whether a value lies more than so many deviations above those before it."
-        if len(recent) < self.least:
-            return False
-        mean = sum(recent) / len(recent)
-        variance = sum((v - mean) ** 2 for v in recent) / max(len(recent) - 1, 1)
-        return value > mean + self.sigma * math.sqrt(variance)
 
     def state_dict(self) -> dict:
         "The recent values and the steps left out."
-        return super().state_dict() | {"recent": [list(r) for r in self.recent]}
+        return super().state_dict() | {"recent": [recent.state() for recent in self.recent]}
 
     def load_state_dict(
         self,
@@ -145,8 +117,7 @@ class SkipSigmaHook(Skipping):
         "Goes on from there."
         super().load_state_dict(state)
         for recent, saved in zip(self.recent, state["recent"], strict=True):
-            recent.clear()
-            recent.extend(saved)
+            recent.load(saved)
 
 
 @register

@@ -7,12 +7,12 @@ __all__ = ['UpdateRMSClipping', 'update_rms', 'UpdateClip', 'UpdateNormFilter', 
 
 # %% ../../nbs/api/fixes/29_updates.ipynb #8bdb7d62
 import math
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from .clipping import with_gradients
+from .memory import Recent
 from .protocol import About, Applied, Fix, between, register
 from .training import Hook, Training
 from ..names.errors import bad_input
@@ -109,7 +109,7 @@ class UpdateNormFilter(_UpdateHook):
     "Shortens updates whose norm is far above the recent ones."
 
     def __init__(self, sigma: float, window: int):
-        self.sigma, self.recent = sigma, deque(maxlen=window)
+        self.sigma, self.recent = sigma, Recent(window, max(window // 2, 2), unbiased=False)
 
     @torch.no_grad()
     def after_step(
@@ -121,31 +121,23 @@ class UpdateNormFilter(_UpdateHook):
             return
         moved = [(p.detach() - old).float().norm() for p, old in self.before.items()]
         norm = float(torch.stack(moved).norm()) if moved else 0.0
-        target = self.limit()
+        target = self.recent.limit(self.sigma)
         for parameter in self.before:
             self.keep_share(parameter, target / norm if norm > target else 1.0)
         if math.isfinite(norm):
-            self.recent.append(min(norm, target))
+            self.recent.put(min(norm, target))
         self.before = {}
-
-    def limit(self) -> float:  # inf until there are enough norms
-        "The longest update that is let through."
-        if len(self.recent) < 2 or len(self.recent) < self.recent.maxlen // 2:
-            return math.inf
-        mean = sum(self.recent) / len(self.recent)
-        return mean + self.sigma * math.sqrt(sum((n - mean) ** 2 for n in self.recent) / len(self.recent))
 
     def state_dict(self) -> dict:
         "The recent norms."
-        return {"recent": list(self.recent)}
+        return {"recent": self.recent.state()}
 
     def load_state_dict(
         self,
         state: dict,  # of `state_dict`
     ) -> None:
         "Goes on from there."
-        self.recent.clear()
-        self.recent.extend(state["recent"])
+        self.recent.load(state["recent"])
 
 
 @register

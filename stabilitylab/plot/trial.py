@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from .svg import _for_page
+from .svg import for_page
 from .theme import colour, theme
 
 # %% ../../nbs/api/plot/41_trial.ipynb #174244dd
@@ -79,4 +79,4 @@ def trial_svg(
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
-    return _for_page(out.getvalue(), "loss over steps of every arm of the trial")
+    return for_page(out.getvalue(), "loss over steps of every arm of the trial")

@@ -38,6 +38,7 @@ _BY_FAILURES = {  # where failures decided, whatever the final losses of failed 
 }
 _FAILS = "; it diverges on {diverged} of {n} seeds, the run unchanged on {base}"
 _LATER = "; it only postpones the failure, by {steps} steps"
+_STILL = "; where it still fails, it fails {steps} steps later"
 _ONE_SEED = "{name}: can't tell from one seed ({effect}); {more} more would probably tell"
 
 
@@ -68,7 +69,7 @@ def arm_sentence(
     if arm.diverged or base.diverged:
         words += _FAILS.format(diverged=arm.diverged, n=n, base=base.diverged)
     if arm.postponed:
-        words += _LATER.format(steps=arm.postponed)
+        words += (_STILL if arm.verdict == "helps" else _LATER).format(steps=arm.postponed)
     return words
 
 

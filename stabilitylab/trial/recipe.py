@@ -34,7 +34,7 @@ _NAMES = {  # our name -> names that trainers use, letters and digits only
     "fp16": ("fp16",),
     "bf16": ("bf16",),
     "dtype": ("torchdtype", "dtype", "precision", "mixedprecision"),
-    "normalization": ("normalization", "normtype"),
+    "normalization": ("normalization", "normtype", "norm"),
     "rms_norm": ("rmsnormeps",),
     "qk_norm": ("qklayernorm", "qknorm", "useqknorm"),
     "tied": ("tiewordembeddings", "shareembeddings"),
@@ -176,24 +176,39 @@ def _optimizer(settings: Mapping) -> dict:
     return found
 
 
-def _shape(settings: Mapping) -> dict:
-    "Depth, norms, activation and the like, shrunk."
+def _norms(settings: Mapping) -> dict:
+    "Kind of norm, and whether queries and keys have one."
     found: dict = {}
-    if isinstance(settings.get("n_layer"), float) and settings["n_layer"] >= 1:
-        found["n_layer"] = int(np.clip(round(math.sqrt(settings["n_layer"])), 2, 6))
     if "rms" in str(settings.get("normalization", "")).lower() or "rms_norm" in settings:
         found["norm"] = "rms"
+    elif settings.get("normalization", "") is None:
+        found["norm"] = "none"
     if _flag(settings, "qk_norm"):
-        found["qk_norm"] = found.get("norm", "ln")
-    if str(settings.get("activation", "")).lower() in _ACTIVATIONS or _flag(settings, "swiglu"):
-        found["activation"] = _ACTIVATIONS.get(str(settings.get("activation", "")).lower(), "swiglu")
+        found["qk_norm"] = "rms" if found.get("norm") == "rms" else "ln"
+    return found
+
+
+def _size(settings: Mapping) -> dict:
+    "Depth and the width of the init, shrunk."
+    found: dict = {}
+    depth, std, width = (settings.get(name) for name in ("n_layer", "init_std", "d_model"))
+    if isinstance(depth, float) and depth >= 1:
+        found["n_layer"] = int(np.clip(round(math.sqrt(depth)), 2, 6))
+    if isinstance(std, float) and isinstance(width, float) and std > 0 and width > 0:
+        found["init_std"] = round(std * math.sqrt(width / 64), 5)
+    return found
+
+
+def _shape(settings: Mapping) -> dict:
+    "Depth, norms, activation and the like."
+    found = _size(settings) | _norms(settings)
+    activation = str(settings.get("activation", "")).lower()
+    if activation in _ACTIVATIONS or _flag(settings, "swiglu"):
+        found["activation"] = _ACTIVATIONS.get(activation, "swiglu")
     if settings.get("rope") not in (None, False):
         found["positions"] = "rope"
     if _flag(settings, "tied") or settings.get("untied") is False:
         found["tied"] = True
-    std, width = settings.get("init_std"), settings.get("d_model")
-    if isinstance(std, float) and isinstance(width, float) and std > 0 and width > 0:
-        found["init_std"] = round(std * math.sqrt(width / 64), 5)
     return found
 
 

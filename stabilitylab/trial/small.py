@@ -41,7 +41,7 @@ class Recipe:
     d_model: int = 64  # width
     n_layer: int = 3  # depth
     n_head: int = 4  # heads
-    norm: str = "ln"  # 'ln' or 'rms'
+    norm: str = "ln"  # 'ln', 'rms' or 'none'
     norm_place: str = "pre"  # 'pre' or 'post'
     qk_norm: str = "none"  # of queries and keys
     activation: str = "gelu"  # of the MLP

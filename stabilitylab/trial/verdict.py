@@ -258,6 +258,16 @@ def verdicts_of(
     return told
 
 
+def _capped(outcomes: list[Outcome], ceiling: float) -> list[float]:
+    "Final losses, none above the ceiling."
+    return [min(one.final, ceiling) for one in outcomes]
+
+
+def _failures(outcomes: list[Outcome]) -> int:
+    "On how many seeds an arm left or was not finite."
+    return sum(one.diverged for one in outcomes)
+
+
 def _moved(before: list[Outcome], now: list[Outcome]) -> tuple[int, int]:
     "Seeds that an arm rescued, and that it broke."
     pairs = list(zip(before, now, strict=True))
@@ -270,9 +280,9 @@ def _verdict_of(
 ) -> ArmVerdict:
     "What the curves say of one arm beside the run unchanged."
     now, before = [outcome(c) for c in ours], [outcome(c) for c in theirs]
-    new, old = ([min(one.final, ceiling) for one in found] for found in (now, before))
+    new, old = _capped(now, ceiling), _capped(before, ceiling)
     differences = [a - b for a, b in zip(new, old, strict=True)]
-    diverged, moved = (sum(o.diverged for o in before), sum(o.diverged for o in now)), _moved(before, now)
+    diverged, moved = (_failures(before), _failures(now)), _moved(before, now)
     said = ArmVerdict(
         fix=arm.name,
         parameters=arm.parameters,
