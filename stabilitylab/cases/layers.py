@@ -125,7 +125,11 @@ LAYER_CASES = {  # name -> LayerCase
     ),
     "large epsilon": LayerCase("grad_below_epsilon", "blocks.", optimizer={"eps": 1e-2}),
     "bf16 weights, small steps": LayerCase(
-        "update_lost_to_rounding", "", optimizer={"lr": 1e-6}, dtype=torch.bfloat16
+        "update_lost_to_rounding",
+        "",
+        optimizer={"lr": 1e-6},
+        dtype=torch.bfloat16,
+        also=("not_learning",),
     ),
     "massive channel": LayerCase("massive_activation", "blocks.0", before=_massive),
     "dead MLP": LayerCase(
