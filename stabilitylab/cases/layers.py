@@ -96,10 +96,15 @@ LAYER_CASES = {  # name -> LayerCase
         "activation_explosion", "blocks.1.attn", 40, _scale("blocks.1.attn.v_proj.weight", 1.25, 40, True)
     ),
     "learning rate ramps": LayerCase(
-        "activation_explosion", "", 40, _ramp(40, 1.05), n_steps=200, also=("update_rms_excess",)
+        "activation_explosion",
+        "",
+        40,
+        _ramp(40, 1.05),
+        n_steps=200,
+        also=("update_rms_excess", "lr_too_high"),
     ),
     "learning rate leaps": LayerCase(
-        "activation_explosion", "", 60, _ramp(60, 1.5), n_steps=120, also=("update_rms_excess",)
+        "activation_explosion", "", 60, _ramp(60, 1.5), n_steps=120, also=("update_rms_excess", "lr_too_high")
     ),
     "head grows": LayerCase(
         "activation_explosion",
