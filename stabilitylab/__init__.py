@@ -12,6 +12,8 @@ _MODULES = {
     "accumulate.audit": ("audit_accumulation",),
     "accumulate.deal": ("compare_denominators", "deal"),
     "accumulate.weights": ("make_window", "token_weights"),
+    "cases.registry": ("case",),
+    "cases.results": ("reproduce",),
     "checkpoint.open": ("open_checkpoint",),
     "checkpoint.diff": ("diff_checkpoints",),
     "checkpoint.scan": ("scan_checkpoint",),

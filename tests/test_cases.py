@@ -28,7 +28,15 @@ from stabilitylab.run.record import validate_run
 
 LOGS = [name for name, one in all_cases().items() if one.source in ("written log", "several logs")]
 HARD = {"slow hill"}  # smaller than the fall it stands on for some seeds; counted in the stored table
-QUICK = ("deaf", "hears", "mean of means", "nothing to read", "one-hot rows", "beyond fp16", "moments forgotten")
+QUICK = (
+    "deaf",
+    "hears",
+    "mean of means",
+    "nothing to read",
+    "one-hot rows",
+    "beyond fp16",
+    "moments forgotten",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,7 @@ from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.trial.verdict import paired_interval
 
-PARTLY = {"R7": ["spikes with β₂ 0.99, above troughs of the bare loss"]}  # what does not come out, and is told
+PARTLY = {"R7": ["spikes with β₂ 0.99, troughs of the bare loss"]}  # does not come out, and is told
 
 
 @pytest.fixture(autouse=True, scope="module")

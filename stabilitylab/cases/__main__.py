@@ -17,7 +17,7 @@ import torch
 
 from .experiments import EXPERIMENTS, Outcome, run_experiment, store_outcome
 from .lm_high_lr import make_lm_high_lr
-from .registry import CaseScore, all_cases, by_kind, cases, score_case
+from .registry import CaseScore, all_cases, by_kind, cases, score_case, stored_scores
 from .results import REPRODUCTIONS, Result, reproduce, results_table, store_result
 from ..names.encode import to_json
 from ..names.errors import InputError
@@ -50,7 +50,9 @@ def _score(asked: argparse.Namespace) -> None:
             print(_told(done[-1]), file=sys.stderr, flush=True)
     if asked.store:
         command = f"python -m stabilitylab.cases score --seeds {asked.seeds} --store"
-        row = {"date": date.today().isoformat(), "command": command, "cases": [s.to_dict() for s in done]}
+        others = [row for row in stored_scores()["cases"] if row["case"] not in picked]
+        scored = others + [score.to_dict() for score in done]
+        row = {"date": date.today().isoformat(), "command": command, "cases": scored}
         file = files("stabilitylab.cases").joinpath("ground_truth.json")
         write_atomic(Path(str(file)), to_json(row, indent=1) + "\n")
     table = by_kind(done)

@@ -59,7 +59,9 @@ def _trained(arms: dict[str, Arm], settings: str) -> Outcome:
     found: dict[str, dict[str, list[float]]] = {}
     for label, (recipe, remedies) in arms.items():
         rows = [_measures(train_lm(recipe, seed, remedies), recipe.warmup) for seed in SEEDS]
-        found[label] = {name: [row[name] for row in rows] for name in rows[0]}
+        for row in rows:
+            for name, value in row.items():
+                found.setdefault(label, {}).setdefault(name, []).append(value)
     return Outcome(found, "validation loss", SEEDS, settings)
 
 

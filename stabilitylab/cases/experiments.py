@@ -59,8 +59,8 @@ class Outcome:
 
     def means(self) -> pd.DataFrame:  # a row an arm, a column a measure
         "Every measure, averaged over seeds."
-        rows = {arm: {m: np.mean(v) for m, v in measures.items()} for arm, measures in self.arms.items()}
-        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm")
+        rows = {arm: pd.Series(measures).map(np.mean) for arm, measures in self.arms.items()}
+        return pd.DataFrame(rows).T.astype(float).rename_axis("arm")
 
 
 @dataclass(frozen=True)

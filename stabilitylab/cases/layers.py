@@ -96,10 +96,15 @@ LAYER_CASES = {  # name -> LayerCase
         "activation_explosion", "blocks.1.attn", 40, _scale("blocks.1.attn.v_proj.weight", 1.25, 40, True)
     ),
     "learning rate ramps": LayerCase(
-        "activation_explosion", "", 40, _ramp(40, 1.05), n_steps=200, also=("update_rms_excess",)
+        "activation_explosion",
+        "",
+        40,
+        _ramp(40, 1.05),
+        n_steps=200,
+        also=("update_rms_excess", "lr_too_high"),
     ),
     "learning rate leaps": LayerCase(
-        "activation_explosion", "", 60, _ramp(60, 1.5), n_steps=120, also=("update_rms_excess",)
+        "activation_explosion", "", 60, _ramp(60, 1.5), n_steps=120, also=("update_rms_excess", "lr_too_high")
     ),
     "head grows": LayerCase(
         "activation_explosion",
@@ -125,7 +130,11 @@ LAYER_CASES = {  # name -> LayerCase
     ),
     "large epsilon": LayerCase("grad_below_epsilon", "blocks.", optimizer={"eps": 1e-2}),
     "bf16 weights, small steps": LayerCase(
-        "update_lost_to_rounding", "", optimizer={"lr": 1e-6}, dtype=torch.bfloat16
+        "update_lost_to_rounding",
+        "",
+        optimizer={"lr": 1e-6},
+        dtype=torch.bfloat16,
+        also=("not_learning",),
     ),
     "massive channel": LayerCase("massive_activation", "blocks.0", before=_massive),
     "dead MLP": LayerCase(

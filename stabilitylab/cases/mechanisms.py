@@ -7,6 +7,8 @@ __all__ = ['rounding_spikes', 'sinks', 'repeats', 'resume_mixture', 'repeated_da
 
 # %% ../../nbs/api/cases/35_mechanisms.ipynb #434aeb7a
 import itertools
+from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from stabilitylab.cases.recipes import (
     Recipe,
     flushed_denormals,
     held_out,
+    mean_over,
+    over_seeds,
     start_training,
     train_lm,
 )
@@ -96,14 +100,17 @@ def _on_the_flag(model: TriggerReader, seed: int) -> tuple[float, float]:
     return float(first[is_idle].mean()), float(error)
 
 
+def _reader_outcome(kind: str, seed: int) -> tuple[float, float]:
+    "The same of a reader that was trained."
+    return _on_the_flag(trained_reader(kind, 1500, seed, 3e-3), seed)
+
+
 def sinks() -> Result:
     "R6: softmax makes a sink, a learned logit or ReLU does not need one."
     seeds, kinds = (0, 1, 2), ("softmax", "learned sink", "relu")
-    rows = {
-        kind: [_on_the_flag(trained_reader(kind, 1500, seed, 3e-3), seed) for seed in seeds] for kind in kinds
-    }
-    weight = {kind: [row[0] for row in found] for kind, found in rows.items()}
-    error = {kind: float(np.mean([row[1] for row in found])) for kind, found in rows.items()}
+    rows = {kind: np.array(over_seeds(partial(_reader_outcome, kind), seeds)) for kind in kinds}
+    weight = {kind: found[:, 0].tolist() for kind, found in rows.items()}
+    error = {kind: float(found[:, 1].mean()) for kind, found in rows.items()}
     checks = (
         Check(
             "weight on the flag, softmax, by seed",
@@ -160,8 +167,8 @@ def repeats() -> Result:
         batches |= {"g4OD": _bytes_of("g4OD", 16, 32), "random characters": noise}
         for name, tokens in batches.items():
             found.setdefault(name, []).append(_norm_and_loss(model, tokens))
-    norms = {name: float(np.mean([row[0] for row in rows])) for name, rows in found.items()}
-    losses = {name: float(np.mean([row[1] for row in rows])) for name, rows in found.items()}
+    norms = {name: mean_over(rows, itemgetter(0)) for name, rows in found.items()}
+    losses = {name: mean_over(rows, itemgetter(1)) for name, rows in found.items()}
     checks = [
         Check(
             f"gradient norm of {name!r} over that of usual text",

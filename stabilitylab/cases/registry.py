@@ -66,8 +66,13 @@ def _recorded(case: LayerCase, seed: int):
         return open_run(record_layer_case(case, Path(folder) / "run", seed)).load()
 
 
+_LOSS_EVENTS = ("divergence", "loss_spike", "grad_norm_explosion", "non_finite")
+_REAL_TIME = ("throughput_drop",)  # the steps of a recorded run are as slow as this machine just is
+
+
 def _of_layer(name: str, case: LayerCase) -> Case:
-    "A recorded small run as a case."
+    "A recorded small run as a case; activations that are made to explode take loss and gradients along."
+    follows = _LOSS_EVENTS if case.kind == "activation_explosion" else ()
     return Case(
         name,
         case.kind or "",
@@ -75,7 +80,7 @@ def _of_layer(name: str, case: LayerCase) -> Case:
         lambda seed: _recorded(case, seed),
         onset=None if case.onset is None else lambda seed: case.onset,
         late=60,
-        also=case.also,
+        also=case.also + follows + _REAL_TIME,
     )
 
 

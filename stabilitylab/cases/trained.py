@@ -9,8 +9,11 @@ __all__ = ['RATES', 'attention_logits', 'bf16_weights', 'z_loss_dose', 'warmup',
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
+import pandas as pd
 import torch
 
 from stabilitylab.cases.recipes import (
@@ -20,6 +23,8 @@ from stabilitylab.cases.recipes import (
     attention_extremes,
     flushed_denormals,
     held_out,
+    mean_over,
+    over_seeds,
     rate_sensitivity,
     train_lm,
 )
@@ -47,7 +52,8 @@ def attention_logits() -> Result:
     "R1: attention logits and the loss against the learning rate."
     arms = {"plain": _over_rates(SMALL), "qk-norm": _over_rates(replace(SMALL, qk_norm="ln"))}
     start = math.log(SMALL.vocab)
-    spread = {arm: rate_sensitivity({r: e[0] for r, e in ends.items()}, start) for arm, ends in arms.items()}
+    losses = {arm: pd.DataFrame(ends).loc[0].to_dict() for arm, ends in arms.items()}
+    spread = {arm: rate_sensitivity(finals, start) for arm, finals in losses.items()}
     high = [rate for rate in RATES if rate >= 1e-2]
     ratios = [arms["plain"][rate][1] / arms["qk-norm"][rate][1] for rate in high]
     grows = [arms["plain"][rate][1] for rate in RATES]
@@ -83,7 +89,7 @@ def attention_logits() -> Result:
             spread["plain"] > 1.5 * spread["qk-norm"],
         ),
     )
-    lines = {arm: [list(RATES), [end[0] for end in ends.values()]] for arm, ends in arms.items()}
+    lines = {arm: [list(RATES), list(finals.values())] for arm, finals in losses.items()}
     curves = {"x": "learning rate", "y": "validation loss [nats]", "log": "x", "lines": lines}
     settings = "3 layers of width 64 (0.17 M parameters, not 0.84 M), 300 steps of 16 x 64 bytes"
     return Result("R1", checks, settings, (0,), curves)
@@ -169,9 +175,10 @@ def z_loss_dose() -> Result:
     "R8: how much z-loss moves log Z within a short training."
     doses, seeds = (0.0, 1e-4, 1e-3, 1e-2, 1e-1), (0, 1)
     config = replace(SMALL, qk_norm="ln")
-    rows = {dose: [train_lm(Recipe(config, lr=3e-3, z_loss=dose), seed) for seed in seeds] for dose in doses}
-    log_z = [float(np.mean([_log_z(trained) for trained in rows[dose]])) for dose in doses]
-    loss = [float(np.mean([trained.val_loss for trained in rows[dose]])) for dose in doses]
+    recipes = {dose: Recipe(config, lr=3e-3, z_loss=dose) for dose in doses}
+    rows = {dose: over_seeds(partial(train_lm, recipe), seeds) for dose, recipe in recipes.items()}
+    log_z = [mean_over(rows[dose], _log_z) for dose in doses]
+    loss = [mean_over(rows[dose], attrgetter("val_loss")) for dose in doses]
     is_falling = all(a >= b - 0.1 for a, b in itertools.pairwise(log_z))
     checks = (
         Check("log Z at 0, 1e-4, 1e-3, 1e-2 and 1e-1", log_z, "falling", is_falling and log_z[0] > log_z[-1]),
@@ -236,13 +243,11 @@ def wide_init() -> Result:
     "R10b: initial weights of a third of the rule to six times it."
     factors, seeds = (0.34, 1.0, 3.41, 6.0), (0, 1)
     base = replace(SMALL, n_layer=4, init="two_fifths")
-    rows = {
-        factor: [train_lm(Recipe(replace(base, init_factor=factor)), seed) for seed in seeds]
-        for factor in factors
-    }
-    loss = [float(np.mean([trained.val_loss for trained in found])) for found in rows.values()]
-    first = [float(np.mean([trained.loss[0] for trained in found])) for found in rows.values()]
-    norm = [float(np.mean([trained.grad_norm[0] for trained in found])) for found in rows.values()]
+    recipes = {factor: Recipe(replace(base, init_factor=factor)) for factor in factors}
+    rows = {factor: over_seeds(partial(train_lm, recipe), seeds) for factor, recipe in recipes.items()}
+    loss = [mean_over(found, attrgetter("val_loss")) for found in rows.values()]
+    first = [mean_over(found, lambda trained: trained.loss[0]) for found in rows.values()]
+    norm = [mean_over(found, lambda trained: trained.grad_norm[0]) for found in rows.values()]
     is_finite = all(np.isfinite(trained.loss).all() for found in rows.values() for trained in found)
     checks = (
         Check(
