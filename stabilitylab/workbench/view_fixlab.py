@@ -225,7 +225,7 @@ class FixLabView(widgets.VBox):
             return
         self.go.disabled = True
         path = str(self.shared.run.attrs.get("source", ""))
-        self.job = Job.of("stabilitylab.trial.proxy:proxy_of", path=path)
+        self.job = Job.of("stabilitylab.workbench.fixlab:make_proxy", path=path)
         self.hear_proxy(self.job.poll())
         with suppress(RuntimeError):  # no loop in a script, which polls by itself
             loop = asyncio.get_running_loop()
