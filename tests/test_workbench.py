@@ -1,11 +1,14 @@
 """The workbench without a browser: what it says of logs with little in them, and its zoom history."""
 
+import asyncio
+
 import pytest
 
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import WorkbenchState, open_state
 from stabilitylab.workbench.tabs import Workbench
+from stabilitylab.workbench.view_accumulation import AccumulationView
 from stabilitylab.workbench.view_overview import Overview
 
 LOGS = {
@@ -101,3 +104,38 @@ def test_the_looks_of_a_curve_are_drawn_and_undone():
     state.redo()
     view.picture.brushed = {"range": [], "n": 2}
     assert state.y_range == () and state.x_range == ()
+
+
+def test_a_growing_folder_is_followed(tmp_path):
+    text = "step,loss\n" + "".join(f"{i},{3 - i / 50}\n" for i in range(60))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.csv").write_text(text)
+    bench = Workbench(tmp_path)
+    first = bench.state.name
+    assert not bench.live.disabled and not bench.poll() and len(bench.state.runs) == 1
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "train.csv").write_text(text.replace("59,1.82", "59,1.7"))
+    with open(tmp_path / "a" / "train.csv", "a") as log:
+        log.write("60,nan\n61,nan\n62,nan\n")
+    assert bench.poll() and len(bench.chooser.options) == len(bench.state.runs) == 2
+    assert bench.state.name == first and bench.state.run["scalars"].sizes["step"] == 63
+    assert "non_finite" in [found.kind for found in bench.state.findings]
+
+
+def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled():
+    state, _ = open_state(new_run(make_scalars({"loss": Samples(range(9), [2.0] * 9)})))
+    view = AccumulationView(state)
+
+    async def cancelled():
+        view.start()
+        while view.bar.value == 0:
+            await asyncio.sleep(0.05)
+        seen = view.bar.value
+        assert view.look.busy and not view.halt.disabled and 0 < seen < 1
+        view.stop()
+        while view.look.busy:
+            await asyncio.sleep(0.05)
+        return seen
+
+    assert asyncio.run(cancelled()) > 0
+    assert view.look.parts is None and view.halt.disabled and not view.measure.disabled

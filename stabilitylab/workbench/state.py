@@ -21,6 +21,7 @@ from ..plot.picture import RunPicture
 from ..read.follow import Follower
 from ..read.runs import read_runs
 from ..run.scalars import series_names
+from .folder import FolderFollower
 
 # %% ../../nbs/api/workbench/01_state.ipynb #8365a1f1
 LONG = 100_000  # steps from which on the diagnosis no longer holds up the first picture
@@ -146,6 +147,15 @@ class WorkbenchState(HasTraits):
         self.runs = self.runs | {self.name: run}
         self._look()
 
+    def grow(
+        self,
+        runs: dict[str, xr.DataTree],  # name -> record, those that are new or have grown
+    ) -> None:
+        "Takes runs that came later or grew; the one that is shown is looked at again where it grew."
+        self.runs = self.runs | runs
+        if self.name in runs:
+            self._look()
+
     def _look(self) -> None:
         "Diagnoses the run: at once where it is short, beside the kernel's other work where it is long."
         loop = _running_loop() if self.run["scalars"].sizes.get("step", 0) >= LONG else None
@@ -195,15 +205,21 @@ def _named_runs(source: object) -> dict[str, xr.DataTree]:
 def open_state(
     # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
     source: str | Path | xr.DataTree | xr.Dataset | list | dict,
-) -> tuple[WorkbenchState, Follower | None]:  # a follower where the source is one file that may grow
+) -> tuple[WorkbenchState, Follower | FolderFollower | None]:  # a follower of what may grow, a file or folder
     "The state of a workbench on what lies at `source`."
     runs = _named_runs(source)
     if not runs:
         raise bad_input("source", source, "at least one run")
     state = WorkbenchState(runs=runs)
     state.show(next(iter(runs)))
-    is_file = isinstance(source, str | Path) and Path(source).is_file()
-    return state, Follower(Path(source)) if is_file else None
+    return state, _follower_of(source)
+
+
+def _follower_of(source: object) -> Follower | FolderFollower | None:
+    "What looks whether a file or a folder has grown; None for anything else."
+    if not isinstance(source, str | Path):
+        return None
+    return Follower(Path(source)) if Path(source).is_file() else FolderFollower(source)
 
 # %% ../../nbs/api/workbench/01_state.ipynb #700b5a46
 def around(

@@ -14,6 +14,7 @@ import xarray as xr
 
 from ..names.errors import InputError
 from ..report.render import render
+from .folder import FolderFollower
 from .state import open_state
 from .view_overview import VIEW as FIRST
 from .views import build_view, views
@@ -54,7 +55,7 @@ class Workbench:
         self.live = widgets.ToggleButton(
             description="Follow",
             icon="refresh",
-            tooltip="read what is appended to the log",
+            tooltip="read what is appended to the log, or what is new in the folder",
             disabled=self._follower is None,
         )
         self.live.observe(lambda change: self.follow(change["new"]), names=["value"])
@@ -99,6 +100,9 @@ class Workbench:
     def poll(self) -> bool:  # whether anything was new
         "Reads what was appended to the log and shows it."
         new = self._follower.poll()
+        if isinstance(self._follower, FolderFollower):
+            self.state.grow(new or {})
+            return bool(new)
         if new.samples:
             self.state.update(self._follower.run())
         return bool(new.samples)
@@ -117,5 +121,8 @@ class Workbench:
     async def _watch(self) -> None:
         "Looks at the log again and again."
         while True:
-            self.poll()
+            if isinstance(self._follower, FolderFollower):
+                self.state.grow(await asyncio.to_thread(self._follower.poll) or {})
+            else:
+                self.poll()
             await asyncio.sleep(self.every)

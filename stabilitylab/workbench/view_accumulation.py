@@ -8,7 +8,9 @@ __all__ = ['N_SEQUENCES', 'MEDIAN', 'LONGEST', 'VIEW', 'text_lengths', 'small_mo
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #b8cc25e6
 import asyncio
+import itertools
 import json
+from collections.abc import Callable
 
 import ipywidgets as widgets
 import numpy as np
@@ -27,6 +29,7 @@ from ..plot.replay import replay_png
 from ..report.step import audit_html, heading_html, means_html
 from .child import Child
 from .state import WorkbenchState
+from .table import SortableTable
 from .views import View
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #2c1cd6b7
@@ -72,12 +75,21 @@ def token_loss(
 def text_gradients(
     model: DecoderLM,  # from `small_model`
     tokens: np.ndarray,  # length of each text, (text,)
+    heard: Callable | None = None,  # (share of the texts) before each; what it raises ends the work
 ) -> SequenceGradients:  # one row a text
     "The gradient of texts of these lengths, cut from the second half of the standard library."
     data = torch.from_numpy(stdlib_bytes(400_000)[200_000:].astype(np.int64))
     starts = np.random.default_rng(1).integers(0, len(data) - LONGEST - 1, len(tokens))
     texts = [data[start : start + n + 1][None] for n, start in zip(tokens, starts, strict=True)]
-    return sequence_gradients(model, [texts], token_loss)
+    seen = itertools.count()
+
+    def told_loss(model: DecoderLM, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        "The loss of a text, once the share that is done was told."
+        if heard is not None:
+            heard(next(seen) / len(texts))
+        return token_loss(model, text)
+
+    return sequence_gradients(model, [texts], told_loss)
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #579bb960
 _YOUR_LOOP = (
@@ -123,6 +135,10 @@ class AccumulationState(HasTraits):
         return [{"mean": name, **row} for name, row in table.to_dict("index").items()]
 
 
+class _Stopped(Exception):
+    "The work was cancelled."
+
+
 class AccumulationView:
     "Sliders for lengths, micro-batches and ranks; an audit of a loop of yours."
 
@@ -131,14 +147,16 @@ class AccumulationView:
         state: WorkbenchState,  # with a run
     ):
         self.state, self.look, self.model, self._task = state, AccumulationState(), None, None
-        self.words, self.table = widgets.HTML(), widgets.HTML()
+        self.words, self.table = widgets.HTML(), SortableTable()
+        self._share, self._is_stopped = 0.0, False
         self.verdict, self.finding = widgets.HTML(), widgets.HTML()
         self.picture = widgets.Image(
             format="png", layout=widgets.Layout(max_width="100%", width="fit-content", min_height="270px")
         )
         self._controls()
         self.child = Child("Audit your loop", self._arguments, self.show, "search", codes=(0, 1))
-        turned = [self.spread, self.micro, self.ranks, self.scheme, self.measure]
+        work = widgets.HBox([self.measure, self.halt, self.bar])
+        turned = [self.spread, self.micro, self.ranks, self.scheme, work]
         left = widgets.VBox(turned, layout=widgets.Layout(flex="0 0 auto"))
         weights = widgets.HBox([left, widgets.VBox([self.picture, self.words])])
         own = widgets.HBox([self.script, self.child.widget])
@@ -178,6 +196,10 @@ class AccumulationView:
             layout=widgets.Layout(width="auto", align_self="flex-start"),
         )
         self.measure.on_click(lambda _: self.start())
+        self.halt = widgets.Button(description="Cancel", icon="stop", layout=widgets.Layout(width="auto"))
+        self.halt.on_click(lambda _: self.stop())
+        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px"))
+        traitlets.dlink((self.look, "busy"), (self.halt, "disabled"), lambda busy: not busy)
         traitlets.dlink((self.look, "busy"), (self.measure, "disabled"))
         said = {True: "measuring …", False: "Measure gradients"}
         traitlets.dlink((self.look, "busy"), (self.measure, "description"), said.get)
@@ -206,23 +228,38 @@ class AccumulationView:
         except RuntimeError:
             self.look.parts = self._gradients(tokens)
             return
-        self.look.busy = True
+        self.look.busy, self._is_stopped, self._share = True, False, 0.0
         self._task = loop.create_task(self._wait(tokens))
 
     async def _wait(self, tokens: np.ndarray) -> None:
         "The gradients from a thread; dropped where the lengths have changed meanwhile."
+        work = asyncio.ensure_future(asyncio.to_thread(self._gradients, tokens))
         try:
-            parts = await asyncio.to_thread(self._gradients, tokens)
+            while not (await asyncio.wait({work}, timeout=0.2))[0]:
+                self.bar.value = self._share
+            parts = work.result()
+        except _Stopped:
+            return
         finally:
-            self.look.busy = False
+            self.look.busy, self.bar.value = False, 0.0
         if np.array_equal(tokens, self.look.tokens):
             self.look.parts = parts
+
+    def stop(self) -> None:
+        "Ends the measurement at its next text."
+        self._is_stopped = True
+
+    def _heard(self, share: float) -> None:
+        "How far the thread is; it ends here where it was cancelled."
+        self._share = share
+        if self._is_stopped:
+            raise _Stopped
 
     def _gradients(self, tokens: np.ndarray) -> SequenceGradients:
         "The gradient of every text, with a model that is trained once."
         if self.model is None:
             self.model = small_model()
-        return text_gradients(self.model, tokens)
+        return text_gradients(self.model, tokens, self._heard)
 
     def draw(self) -> None:
         "The weights, and where gradients are there what the weights make of them."

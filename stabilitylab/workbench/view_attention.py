@@ -17,19 +17,19 @@ from traitlets import HasTraits
 
 from ..detect.attention import attention_of
 from ..names.errors import InputError
-from ..replay.snapshot import replayable_steps
-from ..report.render import render
-from ..run.job import Job, JobState
-from .figure import PictureWidget
-from stabilitylab.workbench.heads import (
+from stabilitylab.plot.heads import (
     head_map,
     head_names,
     head_picture,
-    head_statistics,
     look_picture,
     looks,
     weights_picture,
 )
+from ..replay.snapshot import replayable_steps
+from ..report.render import render
+from ..run.job import Job, JobState
+from .figure import PictureWidget
+from .heads import head_statistics
 from .state import WorkbenchState
 from .views import View
 

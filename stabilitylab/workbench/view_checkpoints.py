@@ -17,6 +17,7 @@ from traitlets import HasTraits
 from ..report.step import scan_html
 from .child import Child
 from .state import WorkbenchState
+from .table import SortableTable
 from .views import View
 
 # %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #08e0c51c
@@ -72,7 +73,7 @@ def build_checkpoints(
     state: WorkbenchState,  # with a run
 ) -> widgets.Widget:  # the view
     "Choose one or two checkpoints; scan or compare them in a child process."
-    look, out = CheckpointState(), widgets.HTML()
+    look, out = CheckpointState(), SortableTable()
     wide = widgets.Layout(width="420px")
     boxes = {
         name: widgets.Combobox(description=name.upper(), placeholder="a file or folder", layout=wide)

@@ -18,6 +18,7 @@ from ..measure.curves import group_of
 from ..probe.environment import environment, environment_change
 from ..report.render import render
 from .state import WorkbenchState
+from .table import SortableTable
 from .views import View
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #387bcb31
@@ -79,7 +80,7 @@ class EnvironmentView(widgets.VBox):
         here: Callable = environment,  # () -> the environment of this process
     ):
         self.shared, self._here, self._now, self._drawn, self._task = shared, here, None, None, None
-        self.tables = widgets.HTML()
+        self.tables = SortableTable()
         super().__init__([self.tables])
         self.add_class("stl-environment-view")
         shared.observe(lambda _: self.enter(), names=["visible", "name", "runs"])

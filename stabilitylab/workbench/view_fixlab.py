@@ -27,6 +27,7 @@ from ..trial.start import Start
 from .figure import PictureWidget
 from .fixlab import ArmRow, Choice, FixLab, arm_with, choice_of, choices, other_fixes
 from .state import WorkbenchState
+from .table import SortableTable
 from .views import View
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #73973a8a
@@ -186,7 +187,7 @@ class FixLabView(widgets.VBox):
         self.halt.on_click(lambda _: self.end())
         self.more.on_click(lambda _: self.add())
         self.status, self.notice = widgets.HTML(), widgets.HTML()
-        self.verdict, self.call = widgets.HTML(), widgets.HTML()
+        self.verdict, self.call = SortableTable(), widgets.HTML()
         self.picture = PictureWidget(dark=self.shared.dark, alt="Loss over steps of every arm of the trial.")
         self.picture.layout.display = "none"
         self.arms = widgets.VBox([])
@@ -224,7 +225,7 @@ class FixLabView(widgets.VBox):
             return
         self.go.disabled = True
         path = str(self.shared.run.attrs.get("source", ""))
-        self.job = Job.of("stabilitylab.trial.proxy:proxy_of", path=path)
+        self.job = Job.of("stabilitylab.workbench.fixlab:make_proxy", path=path)
         self.hear_proxy(self.job.poll())
         with suppress(RuntimeError):  # no loop in a script, which polls by itself
             loop = asyncio.get_running_loop()

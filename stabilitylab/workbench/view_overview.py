@@ -140,7 +140,7 @@ class SeriesControls:
         self,
         state: WorkbenchState,  # with a run
     ):
-        self.state = state
+        self.state, self._is_filling = state, False
         fit = widgets.Layout(width="auto")
         self.names = widgets.SelectMultiple(
             rows=4, layout=widgets.Layout(width="260px"), tooltip="series drawn; Ctrl-click for several"
@@ -201,7 +201,10 @@ class SeriesControls:
         self.along.value = self.state.along if self.state.along in known else "step"
         have = self.state.series
         if have != self.names.options:
+            self._is_filling = True  # a page that still has the old choice cannot show fewer options
+            self.names.value = ()
             self.names.options = have
+            self._is_filling = False
         self.names.value = self.drawn()
 
     def take(
@@ -209,7 +212,7 @@ class SeriesControls:
         chosen: tuple[str, ...],  # names of series
     ) -> None:
         "Draws what was chosen, in the usual order."
-        if chosen == self.drawn():
+        if self._is_filling or chosen == self.drawn():
             return
         usual = panels_of(self.state.run, self.state.findings, 99)
         order = [name for name in usual if name in chosen]

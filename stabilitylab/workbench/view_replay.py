@@ -223,6 +223,7 @@ class ReplayView:
         self.start.disabled = self.step.value not in self.steps or self.job is not None
         known = controls(self.path, self.step.value) if earlier else ((), ())
         for widget, chosen in zip((self.states, self.batches), known, strict=True):
+            widget.value = ()  # a page that still has the old choice cannot show fewer options
             widget.options = earlier
             widget.value = tuple(chosen)
 

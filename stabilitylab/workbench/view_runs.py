@@ -26,6 +26,7 @@ from ..report.words import number, spaced
 from ..run.scalars import series
 from .figure import PictureWidget
 from .state import WorkbenchState
+from .table import SortableTable
 from .views import View
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #20c66740
@@ -123,7 +124,8 @@ class RunsView(widgets.VBox):
     ):
         self.shared, self.rows, self.lines, self._drawn, self._task = shared, [], [], None, None
         self.picture = PictureWidget(dark=shared.dark, alt="The losses of the runs over each other.")
-        self.table, self.listing = widgets.HTML(), widgets.Select(rows=5, description="Open")
+        self.table, self.listing = SortableTable(), widgets.Select(rows=5, description="Open")
+        self.table.observe(lambda change: self.pick(change["new"]["name"]), names=["clicked"])
         super().__init__([self.picture, self.table, self.listing])
         self.listing.observe(lambda change: self.go_to(change["new"]), names=["value"])
         self.picture.observe(lambda change: self.zoom(change["new"]["range"]), names=["brushed"])
@@ -202,6 +204,14 @@ class RunsView(widgets.VBox):
         "Shows this run in every view."
         if name is not None and name != self.shared.name:
             self.shared.show(name)
+
+    def pick(
+        self,
+        name: str,  # the first cell of a row that was clicked
+    ) -> None:
+        "Shows the run of a row."
+        if name in self.shared.runs:
+            self.go_to(name)
 
     def zoom(
         self,
