@@ -7,7 +7,16 @@ __all__ = ['InputError', 'MissingExtra', 'bad_input', 'shown', 'require']
 
 # %% ../../nbs/api/names/00_errors.ipynb #3dd25f74
 class InputError(ValueError):
-    "Bad input: the message names the argument, what was got, what is allowed and, where one exists, the fix."
+    "Bad input: one line that names the argument, what was got, what is allowed and, where one exists, the fix."
+
+    def __init__(
+        self,
+        message: str = "",  # may quote a file: what cannot be printed is shown as its code
+    ):
+        super().__init__(shown(" ".join(str(message).splitlines()), _LONGEST))
+
+
+_LONGEST = 4000  # characters of a message
 
 # %% ../../nbs/api/names/00_errors.ipynb #815a8bfa
 class MissingExtra(ImportError):

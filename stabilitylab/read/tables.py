@@ -7,6 +7,7 @@ __all__ = ['STEP_NAMES', 'Column', 'to_numbers', 'step_name', 'table_log', 'csv_
            'json_lines', 'read_records']
 
 # %% ../../nbs/api/read/02_tables.ipynb #8978f35b
+import math
 import csv
 import json
 import re
@@ -318,9 +319,19 @@ def _flat(record: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield prefix + str(key), value
 
 
+def _bounded(value: object) -> object:
+    "The value; a whole number too large for a float is infinite."
+    is_huge = isinstance(value, int) and abs(value) > _LARGEST
+    return math.copysign(math.inf, value) if is_huge else value
+
+
+_LARGEST = int(np.finfo(np.float64).max)
+
+
 def _column(cells: list[tuple[int, object]], n: int) -> np.ndarray:
     "A column of `n` rows from (row, value): float64 where every row has a number, else objects and None."
     column = np.full(n, None, dtype=object)
+    cells = [(row, _bounded(value)) for row, value in cells]
     column[[row for row, _ in cells]] = [value for _, value in cells]
     kinds = {type(value) for _, value in cells}
     has_nan = float in kinds and any(value != value for _, value in cells)
