@@ -7,7 +7,7 @@ __all__ = ['InputError', 'MissingExtra', 'bad_input', 'shown', 'require']
 
 # %% ../../nbs/api/names/00_errors.ipynb #3dd25f74
 class InputError(ValueError):
-    "Bad input: one line that names the argument, what was got, what is allowed and, where one exists, the fix."
+    "Bad input: one line that names the argument, what was got, what is allowed and the fix."
 
     def __init__(
         self,

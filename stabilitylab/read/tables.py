@@ -7,9 +7,9 @@ __all__ = ['STEP_NAMES', 'Column', 'to_numbers', 'step_name', 'table_log', 'csv_
            'json_lines', 'read_records']
 
 # %% ../../nbs/api/read/02_tables.ipynb #8978f35b
-import math
 import csv
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -322,7 +322,9 @@ def _flat(record: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 def _bounded(value: object) -> object:
     "The value; a whole number too large for a float is infinite."
     is_huge = isinstance(value, int) and abs(value) > _LARGEST
-    return math.copysign(math.inf, value) if is_huge else value
+    if not is_huge:
+        return value
+    return math.inf if value > 0 else -math.inf
 
 
 _LARGEST = int(np.finfo(np.float64).max)
