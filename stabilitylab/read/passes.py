@@ -116,7 +116,7 @@ def in_sequence(
 
 # %% ../../nbs/api/read/19_passes.ipynb #743caeac
 _AGAIN = re.compile(
-    r"(?<![a-z])(?:restart(?:ed)?|resumed?|cont(?:inued?)?|again|part|attempt|retry|rerun|old|new)(?![a-z])|\d+",
+    r"(?<![a-z])(?:re(?:start(?:ed)?|sumed?|try|run)|cont(?:inued?)?|part|attempt|old|new)(?![a-z])|\d+",
     re.I,
 )
 _FEWEST = 3  # records of a log from which its interval is known
