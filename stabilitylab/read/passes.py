@@ -110,6 +110,9 @@ def in_sequence(
         name: _appended(series) if len(series) > 1 else series[0] for name, series in parts.items()
     }
     joined.attrs |= {"crashes": crashes} if crashes else {}
+    for count in ("lines", "lines_used"):
+        if count in joined.attrs:
+            joined.attrs[count] = sum(log.attrs.get(count, 0) for log in logs)
     joined.attrs.pop("pass_starts", None)
     joined.attrs |= {"pass_starts": starts[1:]} if is_marked else {}
     return joined

@@ -157,6 +157,13 @@ def _named_parts(folder: Path, files: Iterator[LogFile]) -> dict[str, list[LogFi
     return {key: one_process(members) for key, members in parts.items()}
 
 
+def _source(folder: Path, key: str, files: list[LogFile]) -> str:
+    "Where a run was read from."
+    if files[0].path.is_dir():
+        return str(files[0].path)  # the folder of a tracker
+    return str(folder / key) if key != "." else str(folder)
+
+
 def _stores(folder: Path) -> list[Path]:
     "The records below a folder."
     marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
@@ -177,7 +184,7 @@ def _read_folder(folder: Path, asked: Asked) -> dict[str, xr.DataTree]:
             refused.add(files[0].path, "it holds no record")
             continue
         name = key if key not in runs else key + " (log)"
-        runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
+        runs[name] = _run_of(files, _source(folder, key, files))
     if not runs:
         raise _nothing_in(folder, refused)
     _tell_refused(runs, refused, folder)
