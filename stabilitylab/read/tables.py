@@ -191,7 +191,7 @@ def table_log(
     n = max((len(value) for value, _, _ in numbers.values()), default=0)
     if step is not None and step not in numbers and numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
-    step = step or _found_step(numbers)
+    step = step if step and numbers else _found_step(numbers)
     time, clock = _time(numbers)
     count, known = _steps_of_rows(numbers, step, n)
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
