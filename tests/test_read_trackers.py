@@ -58,6 +58,10 @@ def test_one_run_of_mlflow_and_one_of_its_files(tmp_path):
     assert one.attrs["format"] == "mlflow"
     assert one.loss.values.tolist() == LOSS.tolist()
     assert str(one.time.values[0])[:10] == "2023-11-14"
+    assert runs["run"].attrs["source"] == str(tmp_path / "run")
+    (tmp_path / "other.log").write_text(text(0, 9))
+    with pytest.raises(InputError, match="holds records"):
+        read_runs(tmp_path / "other.log", format="mlflow")
 
 
 def long_rows(names, run="Run", time="timestamp"):
@@ -223,6 +227,7 @@ def test_a_file_that_goes_on_without_a_repeated_step_is_a_pass(tmp_path):
     (run,) = read_runs(tmp_path).values()
     assert loss_of(run)[0] == list(range(200))
     assert np.unique(run["scalars"].segment.values).tolist() == [0, 1, 2]
+    assert (run["scalars"].attrs["lines"], run["scalars"].attrs["lines_used"]) == (200, 200)
 
 
 def test_runs_of_a_sweep_stay_apart(tmp_path):

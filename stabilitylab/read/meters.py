@@ -206,19 +206,26 @@ class _Line:
         waiting, self.waiting = self.waiting, ""
         if waiting and _SAID.fullmatch(gap):
             return _with_tag(waiting, self.tag)
-        found = _AT.match(name) if is_whole and " " in name else None
-        count = found and (found["count"] or self._count_behind(behind))
-        if count and meaning(found["name"]) in ("loss", "perplexity", "measure"):
-            self.waiting = found["name"]
-            return count.split()[-1]
-        if is_whole and name.lower() in ("after", "at", "in"):
-            return ""  # `After 100 steps`: the word behind it is its name
+        count = self._count_in(name, behind) if is_whole else None
+        if count is not None:
+            return count
         if name.lower() in _BARE:
             self.tag = _tag_of(name.encode()) or ""
             return "epoch" if is_whole and _BRACKET.match(self.hidden, behind) else name
         if not self.found and evaluation(name.split(" ")[0]) and not _TRAIN.search(self.hidden):
             self.tag = _tag_of(name.encode()) or self.tag  # `Test Accuracy: 89.9  Loss: 0.34`
         return name
+
+    def _count_in(self, name: str, behind: int) -> str | None:
+        "What a number counts in a sentence; the measure that the sentence is about then waits for its value."
+        if name.lower() in ("after", "at", "in"):
+            return ""  # `After 100 steps`: the word behind it is its name
+        found = _AT.match(name) if " " in name else None
+        count = found and (found["count"] or self._count_behind(behind))
+        if not count or meaning(found["name"]) not in ("loss", "perplexity", "measure"):
+            return None
+        self.waiting = found["name"]
+        return count.split()[-1]
 
     def _count_behind(self, behind: int) -> str:
         "The word behind a count, where a value follows: `Loss after 3 epochs: 0.02`; '' where there is none."

@@ -110,13 +110,16 @@ def in_sequence(
         name: _appended(series) if len(series) > 1 else series[0] for name, series in parts.items()
     }
     joined.attrs |= {"crashes": crashes} if crashes else {}
+    for count in ("lines", "lines_used"):
+        if count in joined.attrs:
+            joined.attrs[count] = sum(log.attrs.get(count, 0) for log in logs)
     joined.attrs.pop("pass_starts", None)
     joined.attrs |= {"pass_starts": starts[1:]} if is_marked else {}
     return joined
 
 # %% ../../nbs/api/read/19_passes.ipynb #743caeac
 _AGAIN = re.compile(
-    r"(?<![a-z])(?:restart(?:ed)?|resumed?|cont(?:inued?)?|again|part|attempt|retry|rerun|old|new)(?![a-z])|\d+",
+    r"(?<![a-z])(?:re(?:start(?:ed)?|sumed?|try|run)|cont(?:inued?)?|part|attempt|old|new)(?![a-z])|\d+",
     re.I,
 )
 _FEWEST = 3  # records of a log from which its interval is known

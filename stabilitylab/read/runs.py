@@ -143,8 +143,9 @@ def _run_folder_runs(folder: Path, found: list[RunFolder], asked: Asked) -> dict
     "The runs that trackers keep as folders of their own, by name."
     runs = {}
     for one in found:
-        name = str(one.root.relative_to(folder))
-        runs[name if name != "." else one.root.name] = one.read(asked)
+        name, file = str(one.root.relative_to(folder)), one.read(asked)
+        if holds_anything(file.data):
+            runs[name if name != "." else one.root.name] = file
     return runs
 
 
@@ -156,24 +157,34 @@ def _named_parts(folder: Path, files: Iterator[LogFile]) -> dict[str, list[LogFi
     return {key: one_process(members) for key, members in parts.items()}
 
 
+def _source(folder: Path, key: str, files: list[LogFile]) -> str:
+    "Where a run was read from."
+    if files[0].path.is_dir():
+        return str(files[0].path)  # the folder of a tracker
+    return str(folder / key) if key != "." else str(folder)
+
+
+def _stores(folder: Path) -> list[Path]:
+    "The records below a folder."
+    marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
+    return [path.parent for path in marks if is_run(path.parent)]
+
+
 def _read_folder(folder: Path, asked: Asked) -> dict[str, xr.DataTree]:
     "The runs below a folder: records, folders of trackers, and log files grouped by `group_of`."
-    marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
-    stores = [path.parent for path in marks if is_run(path.parent)]
+    stores = _stores(folder)
     runs = {str(store.relative_to(folder)): _sourced(open_run(store), store) for store in stores}
     kept = [] if asked.format else run_folders(folder)
     refused = _Refused()
     taken = _Taken({*stores}, {path for one in kept for path in one.own})
     parts = _named_parts(folder, _log_files(folder, taken, asked, refused))
-    for name, file in _run_folder_runs(folder, kept, asked).items():
-        if holds_anything(file.data):
-            parts[name] = [file]
+    parts |= {name: [file] for name, file in _run_folder_runs(folder, kept, asked).items()}
     for key, files in join_accounts(continued(in_chains(parts))).items():
         if not any(holds_anything(file.data) for file in files) and len(parts) > 1:
             refused.add(files[0].path, "it holds no record")
             continue
         name = key if key not in runs else key + " (log)"
-        runs[name] = _run_of(files, str(folder / key) if key != "." else str(folder))
+        runs[name] = _run_of(files, _source(folder, key, files))
     if not runs:
         raise _nothing_in(folder, refused)
     _tell_refused(runs, refused, folder)

@@ -138,6 +138,21 @@ def _other_counter(numbers: dict[str, Column], whole: set[str]) -> str | None:
     return next(epochs, None)
 
 
+def _found_step(numbers: dict[str, Column]) -> str | None:
+    "The column that counts the steps; None where there is none."
+    whole = {name for name, (value, given, _) in numbers.items() if _is_whole(value, given)}
+    return step_name(list(numbers), whole) or _other_counter(numbers, whole)
+
+
+def _steps_of_rows(numbers: dict[str, Column], step: str | None, n: int) -> tuple[np.ndarray, np.ndarray]:
+    "The step of each of `n` rows, over all epochs where the column counts within them; where it is known."
+    count, known = _counter(None if step is None else numbers[step], n)
+    epoch = _epoch_of(numbers, step)
+    if epoch is not None and known.all() and (np.diff(count) < 0).any():
+        count, _ = by_count(count, epoch, None, str(step))
+    return _with_other_counts(count, known, numbers), known
+
+
 def _epoch_of(numbers: dict[str, Column], step: str | None) -> np.ndarray | None:
     "The epochs of the rows, where they are whole and known in all."
     for name, (value, given, _) in numbers.items():
@@ -177,15 +192,9 @@ def table_log(
     n = max((len(value) for value, _, _ in numbers.values()), default=0)
     if step is not None and step not in numbers and numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
-    if not step or not numbers:
-        whole = {name for name, (value, given, _) in numbers.items() if _is_whole(value, given)}
-        step = step_name(list(numbers), whole) or _other_counter(numbers, whole)
+    step = step if step and numbers else _found_step(numbers)
     time, clock = _time(numbers)
-    count, known = _counter(None if step is None else numbers[step], n)
-    epoch = _epoch_of(numbers, step)
-    if epoch is not None and known.all() and (np.diff(count) < 0).any():
-        count, _ = by_count(count, epoch, None, str(step))
-    count = _with_other_counts(count, known, numbers)
+    count, known = _steps_of_rows(numbers, step, n)
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - known.sum())
     for name, (value, given, bad) in numbers.items():

@@ -67,7 +67,7 @@ def read_deepspeed(
 
 _text = text_format(
     "deepspeed_chat",
-    "DeepSpeed-Chat and DeepSpeed",
+    "DeepSpeed-Chat",
     rb"\[Rank 0\] step=\d+, skipped=\d+, lr=|epoch: \d+\|step: \d+\|ppo_ep:",
     parse_deepspeed,
     "[Rank 0] step=470, skipped=6, lr=[9.6e-06], mom=[(0.9, 0.95)]",

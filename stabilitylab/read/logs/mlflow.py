@@ -43,7 +43,7 @@ def read_metric_file(
     parts = path.parts
     below = parts[parts.index("metrics") + 1 :] if "metrics" in parts[:-1] else parts[-1:]
     samples, lost = metric_samples(path)
-    log = LogData({"/".join(below): samples})
+    log = LogData({"/".join(below): samples} if len(samples.step) else {})
     log.skip("lines that are no value", lost)
     return log
 
