@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
+from .lengths import rank_correlation
 from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature, marked_means
 from .phrase import evidence_words
 from .thresholds import limit
@@ -119,6 +120,17 @@ def _drifts(f: Finding, course: _Course) -> str:
     return "drifts" if rise < limit("drift_share") * learned else ""
 
 
+def _climbs_throughout(f: Finding, course: _Course) -> str:
+    "A loss that climbs from its first records to its last as steadily as something that is maximised."
+    is_lost = f.kind == "divergence" or f.evidence.get("recovery") == "none"
+    value = course.loss.value
+    is_best_first = np.argmin(value) < limit("coarse_share") * len(value)
+    if not is_lost or not is_best_first:
+        return ""
+    climbs = rank_correlation(np.arange(len(value)), value)
+    return "climbs throughout" if climbs > limit("climb_rank") else ""
+
+
 def _came_back_before(f: Finding, course: _Course) -> str:
     "A rise at the end of the log, shorter than an earlier one of its height took to come back."
     if f.kind != "divergence" or f.end is None:
@@ -141,6 +153,7 @@ _RULES: tuple[Callable[[Finding, _Course], str], ...] = (
     _begins_anew,
     _remembers,
     _drifts,
+    _climbs_throughout,
     _came_back_before,
 )
 
