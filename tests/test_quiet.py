@@ -110,7 +110,7 @@ def test_what_is_maximised_is_a_note_and_a_loss_that_is_lost_is_not():
 
 def test_a_counter_that_begins_anew_is_no_resume_and_one_that_goes_back_a_little_is():
     rng, i = np.random.default_rng(0), np.arange(600)
-    loss = 2 + rng.normal(0, 0.01, 1000)
+    loss = 2 + np.exp(-np.arange(1000) / 400) + rng.normal(0, 0.01, 1000)
     loss[600:620] += 0.5
     for first, told in ((0, []), (400, ["resume_spike"])):
         steps = np.r_[i, first + np.arange(400)]

@@ -90,7 +90,8 @@ def _near_zero(f: Finding, course: _Course) -> str:
 # %% ../../nbs/api/detect/27_quiet.ipynb #238314e6
 def _begins_anew(f: Finding, course: _Course) -> str:
     "A rise of a mean over the epoch so far that the epochs as a whole do not have."
-    if f.kind not in _RISES or course.whole_epochs is None:
+    is_rise = f.kind in (*_RISES, "divergence")
+    if not is_rise or course.whole_epochs is None:
         return ""
     step, value = course.loss.step[course.whole_epochs], course.loss.value[course.whole_epochs]
     first = int(np.searchsorted(step, f.onset))
@@ -122,7 +123,8 @@ def _drifts(f: Finding, course: _Course) -> str:
 
 def _climbs_throughout(f: Finding, course: _Course) -> str:
     "A loss that climbs from its first records to its last as steadily as something that is maximised."
-    is_lost = f.kind == "divergence" or f.evidence.get("recovery") == "none"
+    is_open = f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
+    is_lost = f.kind == "divergence" or (f.kind in _RISES and is_open)
     value = course.loss.value
     is_best_first = np.argmin(value) < limit("coarse_share") * len(value)
     if not is_lost or not is_best_first:
