@@ -15,7 +15,14 @@ import xarray as xr
 
 from .findings import Finding
 from .lengths import rank_correlation
-from .nature import LossNature, epoch_means, epochs_of, is_smooth, loss_nature, marked_means
+from stabilitylab.detect.nature import (
+    LossNature,
+    epoch_means,
+    epochs_of,
+    is_smooth,
+    loss_nature,
+    marked_means,
+)
 from .phrase import evidence_words
 from .thresholds import limit
 from ..measure.curves import Curve, loss_curve
