@@ -101,6 +101,22 @@ def test_fresh_runs_in_one_log_are_no_spikes():
     assert not [f for f in diagnose(run) if f.kind in ("loss_spike", "resume_spike") and f.severity != "info"]
 
 
+def test_what_is_maximised_is_a_note_and_a_loss_that_is_lost_is_not():
+    i, noise = np.arange(400), np.random.default_rng(0).normal(0, 0.2, 400)
+    assert alarms(run_of(8 + 75 * (1 - np.exp(-i / 200)) + noise)) == []
+    lost = np.where(i < 60, 8 - i / 15, 4 + 9 * (1 - np.exp(-(i - 60) / 10))) + noise
+    assert "divergence" in alarms(run_of(lost))
+
+
+def test_a_counter_that_begins_anew_is_no_resume_and_one_that_goes_back_a_little_is():
+    rng, i = np.random.default_rng(0), np.arange(600)
+    loss = 2 + np.exp(-np.arange(1000) / 400) + rng.normal(0, 0.01, 1000)
+    loss[600:620] += 0.5
+    for first, told in ((0, []), (400, ["resume_spike"])):
+        steps = np.r_[i, first + np.arange(400)]
+        assert alarms(new_run(make_scalars({"loss": Samples(steps, loss)}))) == told
+
+
 def test_a_sum_above_all_nats_that_drifts_is_a_note_and_one_that_is_lost_is_not():
     rng, i = np.random.default_rng(0), np.arange(400)
     base = 95 + 80 * np.exp(-i / 60) + rng.normal(0, 2, 400)

@@ -94,7 +94,8 @@ def find_divergence(
     is_mild = rise < limit("mild_sigma") * scatter  # not more than single records scatter
     improved = validation_improved(curve(run, "val_loss"), int(series.step[left]))
     severity = "warning" if best > limit("most_nats") else "error"
-    if is_mild or improved:
+    ends_at_once = n - left < limit("rise_records")
+    if is_mild or improved or ends_at_once:
         severity = "info"
     return [
         Finding(

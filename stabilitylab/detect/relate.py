@@ -35,7 +35,9 @@ def resume_spikes(
     found: list[Finding],  # so far
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes within a few records of a restart that heal fast."
-    near, resumes = limit("resume_records") * _interval(run), _resumes(run, found)
+    interval, resumes = _interval(run), _resumes(run, found)
+    near, loss = limit("resume_records") * interval, loss_curve(run)
+    start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
 
     def renamed(f: Finding) -> Finding:
         healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
@@ -44,7 +46,12 @@ def resume_spikes(
         restarts = [step for step in resumes if 0 <= f.onset - step <= near]
         if not restarts:
             return f
-        return f.with_(kind="resume_spike", evidence=f.evidence | {"resumed_at": restarts[0]})
+        is_one_record = f.end == f.onset and f.onset - restarts[0] < interval
+        begins_anew = restarts[0] <= start  # a run that is resumed does not count from its first step
+        severity = "info" if is_one_record or begins_anew else f.severity
+        return f.with_(
+            kind="resume_spike", severity=severity, evidence=f.evidence | {"resumed_at": restarts[0]}
+        )
 
     return [renamed(f) for f in found]
 

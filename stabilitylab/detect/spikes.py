@@ -164,13 +164,14 @@ def passes_of(
         return [series]
     near_start = step[:1] + step_interval(series)
     few, cuts = limit("fresh_records"), [0]
-    began = np.median(value[:few])
+    starts = [np.median(value[:few])]
     for at in back[step[back] <= near_start]:
         ended, begins = np.median(value[max(0, at - few) : at]), np.median(value[at : at + few])
         is_higher = begins - ended > limit("fresh_rise") * abs(ended)
-        is_as_it_began = abs(begins - began) < abs(begins - ended)
-        if is_higher or is_as_it_began:
+        is_as_one_began = np.abs(begins - np.array(starts)).min() < abs(begins - ended)
+        if is_higher or is_as_one_began:
             cuts.append(int(at))
+            starts.append(begins)
     ends = [*cuts[1:], len(value)]
     return [_cut(series, first, last) for first, last in zip(cuts, ends, strict=True)]
 
@@ -257,7 +258,9 @@ def _end(loss: Curve, spike: Spike) -> int:
 
 def _stands_for_many(loss: Curve, spike: Spike) -> bool:
     "Whether the one record before a spike is a mean over several steps, and the loss was there again."
-    return spike.first > 0 and step_interval(loss) > 1 and spike.recovery != "none"
+    interval = step_interval(loss)
+    is_mean = interval > 1 and loss.step[0] >= interval
+    return spike.first > 0 and is_mean and spike.recovery != "none"
 
 
 def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
