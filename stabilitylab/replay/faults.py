@@ -201,22 +201,27 @@ def _update_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[st
     still = [name for name, norm in recorded.items() if norm > 0 and not moved.get(name, 0.0)]
     if still:
         return "groups", {"names": _some(still)}
-    clip = _clip_that_fits(step, facts) if is_first else None
+    clip = _clip_that_fits(step, facts)
     if clip is not None:
         return "clipping", {"clip": clip, "given": facts.setup.clip or "none"}
     return "settings", {"name": "the norm of the update"}
 
 
+_NEAR = 10  # steps behind a snapshot that are taken once more for every clipping; our convention
 _CLIPS = (1.0, 0.5, 0.1, 0.25, 0.3, 2.0, 5.0, 10.0)  # largest norms that loops use
 
 
 def _clip_that_fits(step: Retraced, facts: Facts) -> float | str | None:
-    "A largest gradient norm with which the first step has the recorded update."
+    "A largest gradient norm with which the step has the recorded update; looked for near the snapshot only."
+    if step.step - facts.way.start.step > _NEAR:
+        return None
     known = [clip for clip in _CLIPS if clip < step.replayed["grad_norm"]]
     apart = {}
     for clip in [*known, None]:
         start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
-        numbers, _ = Meter(Walk(facts.path, start)).take()
+        meter = Meter(Walk(facts.path, start))
+        while meter.walk.step <= step.step:
+            numbers, _ = meter.take()
         name = "none" if clip is None else clip
         apart[name] = distance(numbers["update_norm"], step.recorded["update_norm"])
     nearest = min(apart, key=apart.get)  # under Adam all of them are near
