@@ -415,7 +415,7 @@ def test_planted_causes_are_told_under_clipping():
     "A short form of `python -m tests.benchmarks swap`, which plants a hundred of each kind."
     from tests.benchmarks.bench_swap import KINDS, table
 
-    runs = 8
+    runs = 4
     told = table(runs, KINDS)
     for kind, right in KINDS.items():
         assert told[kind][right] >= runs - 1, told

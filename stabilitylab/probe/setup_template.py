@@ -47,6 +47,7 @@ def own_loss(
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #b869223f
 _CONFIGS = ("config", "cfg", "args", "hparams", "conf", "opt")  # attributes that hold arguments
+_LONG = 90  # characters of a dict that stands in one line
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -91,7 +92,10 @@ class _Draft:
         if isinstance(value, dict):
             parts = {key: self.literal(part) for key, part in value.items()}
             inner = [f"{key!r}: {part}" for key, part in parts.items()]
-            return None if None in parts.values() else "{" + ", ".join(inner) + "}"
+            text = ", ".join(inner)
+            if len(text) > _LONG:
+                text = "\n        " + ",\n        ".join(inner) + ",\n    "
+            return None if None in parts.values() else "{" + text + "}"
         inner = [self.literal(part) for part in value]
         if None in inner:
             return None
