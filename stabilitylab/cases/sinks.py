@@ -157,8 +157,3 @@ def make_sink_arms(
 def sink_arms() -> list[SinkArm]:  # one for each softmax and seed
     "The arms as they were trained when the table was made."
     return [SinkArm(**row) for row in json.loads(_TABLE.read_text())["arms"]]
-
-# %% ../../nbs/api/cases/20_sinks.ipynb #3868d2a0
-#| eval: false
-if __name__ == "__main__":
-    make_sink_arms()
