@@ -66,8 +66,8 @@ def test_only_what_can_show_in_a_small_model_is_looked_for():
 
 def test_a_rate_that_rises_without_end_shows_and_a_sane_one_does_not():
     found = [Finding("divergence", "error", 70)]
-    rising = proxy(log_of(1e-3 * 10 ** (np.arange(100) / 30)), found, steps=60, seeds=2)
-    assert rising.shows and rising.start is not None and rising.steps == 60
+    rising = proxy(log_of(1e-3 * 10 ** (np.arange(100) / 40)), found, steps=120, seeds=3)
+    assert rising.shows and rising.start is not None and rising.steps == 120
     assert rising.start.arguments["lr"] == pytest.approx(rising.known.recipe.lr * rising.times)
     assert any("shows" in sentence for sentence in rising.words)
     assert json.dumps(rising.to_dict()) and len(rising.table()) == len(rising.rungs) >= 1

@@ -92,8 +92,10 @@ def run_trial(
     if start is None:
         return _nothing_to_try(args, foreword)
     chosen = [] if args.fix else suggest(list(findings), run)
-    arms = args.fix or [one.arm for one in chosen] or ["placebo"]
-    trial = Trial(start, arms, steps, args.seeds, args.folder, device=args.device, client=args.scheduler)
+    arms, left = _fitting(start, args.fix, chosen)
+    foreword = (*foreword, *left)
+    where = {"device": args.device, "client": args.scheduler}
+    trial = Trial(start, arms, steps, args.seeds, args.folder, **where)
     result = trial.run(args.budget, progress=sys.stderr.isatty())
     if args.html:
         _write_report(args.html, run, findings, trial_sheet(result, chosen, foreword))
@@ -108,6 +110,21 @@ def run_trial(
     if args.html:
         print(f"\nreport: {args.html}")
     return 0
+
+
+def _fitting(start: object, asked: list[str], chosen: list) -> tuple[list, list[str]]:
+    "The arms to train, of the suggested ones those that fit, and what was left out."
+    from stabilitylab.names.errors import InputError
+    from stabilitylab.trial.arm import arm_of
+    from stabilitylab.trial.trial import unfit_arms
+
+    arms = [arm_of(words) for words in asked] or [one.arm for one in chosen] or [arm_of("placebo")]
+    unfit = unfit_arms(start, arms)
+    if asked and unfit:
+        raise InputError(next(iter(unfit.values())))
+    return [arm for arm in arms if arm.name not in unfit], [
+        f"{name} was suggested and cannot be tried: {why}." for name, why in unfit.items()
+    ]
 
 
 def _origin(args: argparse.Namespace, run: object, findings: object) -> tuple:

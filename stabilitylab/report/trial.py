@@ -83,8 +83,7 @@ def trial_words(
     parts += [arm_sentence(arm, base) + "." for arm in arms]
     if not result.complete:
         parts.append("Not everything that was asked for was trained.")
-    errors = [error for arm in result.arms for error in arm.side_effects.get("errors", ())]
-    parts += [f"A child process ended early: {error}." for error in errors[:3]]
+    parts += [f"A child process ended early: {why}." for why in result.failed[:3]]
     return " ".join(parts)
 
 # %% ../../nbs/api/report/11_trial.ipynb #62225e31

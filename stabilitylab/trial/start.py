@@ -77,7 +77,9 @@ class Start:
     def words(self) -> str:
         "Which state and which batches, in one sentence."
         if self.function:
-            return f"{self.function.rpartition(':')[2]} with {self.arguments or 'its defaults'}"
+            told = str(self.arguments or "its defaults")
+            told = told if len(told) < 200 else f"{len(self.arguments)} settings"
+            return f"{self.function.rpartition(':')[2]} with {told}"
         steps = recorded_steps(self.path, self.step)
         return (
             f"step {self.step} of {Path(self.path).name}; batches of steps {steps[0]} to {steps[-1]},"

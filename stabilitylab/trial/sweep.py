@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ..fixes.protocol import REGISTRY, parameter_ranges
-from ..fixes.registry import fix
+from ..fixes.registry import fix, fixes
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import write_atomic
@@ -55,7 +55,7 @@ def _check_axis(axis: str, start: Start) -> None:
     name, dot, parameter = axis.partition(".")
     if axis == "lr_times":
         return
-    if dot and name in REGISTRY and parameter in parameter_ranges(REGISTRY[name]):
+    if dot and name in set(fixes().name) and parameter in parameter_ranges(REGISTRY[name]):
         return
     if dot or not start.function:
         allowed = "'lr_times', or 'fix.parameter' such as 'adam_beta2.beta2'"
