@@ -78,6 +78,7 @@ def head_map(
         figure = Figure((width, min(6.0, max(2.2, 1.2 + 0.07 * rows))), dpi=120, layout="constrained")
         ax = figure.subplots()
         plot_heads_over_steps(thinned(da), ax=ax, log=_spans(da))
+        ax.set_ylabel("layer")
         if marked is not None and 0 <= marked < rows:
             ax.plot(ax.get_xlim(), [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.9)
         return figure_png(figure), [panel_of(ax)]
