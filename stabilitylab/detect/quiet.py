@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
+from .lengths import rank_correlation
 from stabilitylab.detect.nature import (
     LossNature,
     epoch_means,
@@ -96,7 +97,8 @@ def _near_zero(f: Finding, course: _Course) -> str:
 # %% ../../nbs/api/detect/27_quiet.ipynb #238314e6
 def _begins_anew(f: Finding, course: _Course) -> str:
     "A rise of a mean over the epoch so far that the epochs as a whole do not have."
-    if f.kind not in _RISES or course.whole_epochs is None:
+    is_rise = f.kind in (*_RISES, "divergence")
+    if not is_rise or course.whole_epochs is None:
         return ""
     step, value = course.loss.step[course.whole_epochs], course.loss.value[course.whole_epochs]
     first = int(np.searchsorted(step, f.onset))
@@ -126,6 +128,18 @@ def _drifts(f: Finding, course: _Course) -> str:
     return "drifts" if rise < limit("drift_share") * learned else ""
 
 
+def _climbs_throughout(f: Finding, course: _Course) -> str:
+    "A loss that climbs from its first records to its last as steadily as something that is maximised."
+    is_open = f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
+    is_lost = f.kind == "divergence" or (f.kind in _RISES and is_open)
+    value = course.loss.value
+    is_best_first = np.argmin(value) < limit("coarse_share") * len(value)
+    if not is_lost or not is_best_first:
+        return ""
+    climbs = rank_correlation(np.arange(len(value)), value)
+    return "climbs throughout" if climbs > limit("climb_rank") else ""
+
+
 def _came_back_before(f: Finding, course: _Course) -> str:
     "A rise at the end of the log, shorter than an earlier one of its height took to come back."
     if f.kind != "divergence" or f.end is None:
@@ -148,6 +162,7 @@ _RULES: tuple[Callable[[Finding, _Course], str], ...] = (
     _begins_anew,
     _remembers,
     _drifts,
+    _climbs_throughout,
     _came_back_before,
 )
 
