@@ -52,7 +52,7 @@ class Outcome:
         for arm, measures in self.arms.items():
             values = np.array(measures[self.measure], float)
             low, high = paired_interval(values - base)
-            said = judge(values - base, float(base.mean()), (0, 0)) if arm != first else "reference"
+            said = "reference" if arm == first else judge(values - base, float(base.mean()), (0, 0))[0]
             rows[arm] = {"mean": values.mean(), "effect": (values - base).mean(), "low": low, "high": high}
             rows[arm]["verdict"] = said
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis("arm")
