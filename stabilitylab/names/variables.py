@@ -111,7 +111,8 @@ _ALIASES = {
     "loss": (
         "loss lm_loss train_loss training_loss train_loss_total loss_train_total trl running_loss "
         "per_token_loss total_loss nll_loss ce_loss mlm_loss loss_train train_lm_loss losses "
-        "lm_losses batch_loss train_batch_loss epoch_loss train_epoch_loss loss_total train_loss_step "
+        "lm_losses training_losses train_losses batch_loss train_batch_loss "
+        "epoch_loss train_epoch_loss loss_total train_loss_step "
         "loss_step"
     ),
     "grad_norm": (

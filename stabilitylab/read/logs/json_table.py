@@ -36,6 +36,13 @@ def _unwrapped(data: object) -> object:
     return data
 
 
+def _name_of_values(path: Path) -> str:
+    "What a bare list of numbers measures, by the name of its file."
+    words = path.stem.lower()
+    names = ("val_loss", "test_loss", "loss", "accuracy", "reward")
+    return next((name for name in names if name in words), path.stem)
+
+
 def read_json_table(
     path: Path,  # JSON or JSONL
 ) -> LogData:  # one series a key; attrs `step_column`
@@ -46,7 +53,9 @@ def read_json_table(
             return log
     data, lost = load_json(path)
     data = _unwrapped(data)
-    if isinstance(data, list) and any(isinstance(r, dict) for r in data):
+    if isinstance(data, list) and data and all(type(value) in (int, float) for value in data):
+        log = table_log(_columns({_name_of_values(path): data}))
+    elif isinstance(data, list) and any(isinstance(r, dict) for r in data):
         log = records_log(r for r in data if isinstance(r, dict))
         log.skip("entries that are no record", sum(not isinstance(r, dict) for r in data))
     elif isinstance(data, dict) and _columns(data):
@@ -64,7 +73,12 @@ def _sniff(head: bytes, path: Path) -> float:
     if start[:1] == b"{" and _is_lines(head):
         return 0.6 if b'"_step"' in start else 0.45
     is_closed = head.rstrip()[-1:] in (b"}", b"]")
-    return 0.1 if start[:1] in (b"{", b"[") and is_closed else 0.0
+    if re.match(_NUMBERS, start):
+        return 0.3
+    return 0.1 if re.match(rb"[{[]\s*[\[{\"]", start) and is_closed else 0.0
+
+
+_NUMBERS = rb"\[\s*-?\d+(\.\d+)?([eE][-+]?\d+)?\s*,\s*-?\d"  # a list of them; a line may begin with [10]
 
 
 FORMAT = Format("json_table", "any JSON or JSONL", _sniff, read_json_table, '{"step": 1, "loss": 2.5}')
