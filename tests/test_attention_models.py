@@ -438,3 +438,36 @@ def test_a_model_that_fails_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="no"):
         watch_attention(model, torch.randn(1, 4, 32))
     assert hooks() == 0 and torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"cap": 0.02}, {"sink": "learned"}, {"sink": "plus_one"}], ids=str)
+def test_our_reference_models_are_measured_with_their_options(options, monkeypatch):
+    from stabilitylab.models import attention
+    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.decoder import LanguageModel
+
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=50, seq=24, d_model=32, n_layer=2, n_head=4, **options))
+    tokens = torch.randint(0, 50, (2, 24))
+    got = attention_report(model, tokens)["attention"].isel(step=0)
+    taken = []
+
+    def keep(q, k, v, bias=None, causal=False, **kwargs):
+        taken.append((q, k, kwargs | {"bias": bias, "causal": causal}))
+        return attend(q, k, v, bias, causal, **kwargs)
+
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", keep)
+    model(tokens)
+    assert len(taken) == 2
+    for layer, (q, k, kwargs) in enumerate(taken):
+        known = {name: kwargs.get(name) for name in ("bias", "causal", "scale", "cap")}
+        z = attention.attention_logits(q.double(), k.double(), **known)
+        sink = kwargs.get("sink")
+        slot = torch.full((*z.shape[:-1], 1), -torch.inf).double()
+        slot = slot if sink is None else sink.double().reshape(1, -1, 1, 1).expand_as(slot)
+        p = torch.cat([z, slot], -1).softmax(-1)
+        null = p[..., -1].mean((0, 2)).detach()
+        np.testing.assert_allclose(got.null_weight[layer], null, rtol=1e-5, atol=1e-12)
+        first = p[..., 0].mean((0, 2)).detach()
+        np.testing.assert_allclose(got.first_score[layer], first, rtol=1e-5)

@@ -19,7 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 from .attention_call import AttentionCall
 from .attention_heads import HeadStatistics, attention_statistics
-from .attention_inputs import flex_call, mha_call, plain_name, registry_call, sdpa_call
+from stabilitylab.probe.attention_inputs import (
+    flex_call,
+    mha_call,
+    option_call,
+    plain_name,
+    registry_call,
+    sdpa_call,
+)
 from .attention_trace import ScoreTrace
 from .hooks import first_tensor
 from .kinds import module_kinds
@@ -29,6 +36,9 @@ from .stream_peak import StreamPeak, stream_peak
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead")
 _CONTEXT = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states")
 _SOME_INPUTS, _SOME_PLACES = 4, 16  # logits that are kept of a pass
+_WITH_OPTIONS = (
+    "attend"  # name of the attention of our reference models, which hands its options to a watcher
+)
 _CROSS = re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I)
 
 
@@ -164,6 +174,8 @@ class AttentionWatch(TorchFunctionMode):
             self._take(mha_call(*args, **kwargs))
         elif type(func).__name__ == "FlexAttentionHOP":
             self._take(flex_call(*args, **kwargs))
+        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
+            self._take(option_call(*args, **kwargs))
         else:
             self.trace.see(name, args, kwargs, out)
 
