@@ -16,6 +16,7 @@ from ..detect.findings import Finding
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
 from ..measure.curves import curve
+from ..names.numbers import counted
 from .arm import Arm
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #e202c2e2
@@ -148,7 +149,7 @@ def suggest(
         share = (good + 1) / (good + bad + 2)
         reasons = [
             f"answers {', '.join(dict.fromkeys(tally.kinds))}",
-            f"{good} teams report that it worked, {bad} not",
+            f"{counted(good, 'team reports|teams report')} that it worked, {bad} not",
         ]
         sources = sorted({row["source"] for row in (*tally.worked, *tally.failed)})
         reasons += [said.reason] if said.reason else []

@@ -107,6 +107,7 @@ class AttentionView(widgets.VBox):
         if not found:
             self.notice.value = render("view_attention", part="notice", has_massive=bool(further))
             self.children = [self.notice, *([self.aspect, self.further] if further else [])]
+            self.aspect.value = further[0][1] if further else ""
             return
         known = [name for _, name in found]
         self.what.options = found
