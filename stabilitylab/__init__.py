@@ -85,6 +85,7 @@ _MODULES = {
     "workbench.tabs": ("Workbench",),
 }
 draws("findings", "stabilitylab.report.table:findings_table")
+draws("summary", "stabilitylab.report.table:summary_table")
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)
 

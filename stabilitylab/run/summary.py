@@ -6,12 +6,11 @@
 __all__ = ['Summary', 'summary']
 
 # %% ../../nbs/api/run/02_summary.ipynb #7fda19e3
-from html import escape
-
 import numpy as np
 import pandas as pd
 import xarray as xr
 
+from ..names.display import drawn
 from .scalars import series, series_names
 
 # %% ../../nbs/api/run/02_summary.ipynb #bf72e878
@@ -30,8 +29,7 @@ class Summary:
         return heading + self.table.to_string(float_format="{:.6g}".format)
 
     def _repr_html_(self):
-        heading = f"<p><b>{escape(self.title)}</b></p>" if self.title else ""
-        return heading + self.table.to_html(float_format="{:.6g}".format, escape=True, border=0)
+        return drawn("summary", self)
 
 # %% ../../nbs/api/run/02_summary.ipynb #c3601916
 def summary(
