@@ -7,7 +7,8 @@ part format $bin/ruff format --check nbs tests setup.py
 part lint   $bin/ruff check nbs tests setup.py
 part layout $bin/python -m pytest -q tests/test_layout.py
 part pages  $bin/python tests/pages.py
-part pytest env OMP_NUM_THREADS=1 $bin/python -m pytest -q -n 2 --dist loadfile --ignore=tests/test_layout.py tests  # a file on each core
+part pytest env OMP_NUM_THREADS=1 $bin/python -m pytest -q -n 2 --dist loadfile --ignore=tests/test_layout.py --ignore=tests/browser tests  # a file on each core
+part browser $bin/python -m pytest -q tests/browser
 part docs   $bin/python tests/docs/build.py
 part clean  $bin/python tests/notebooks.py check
 if [ ${#failed[@]} -gt 0 ]; then printf 'FAILED: %s\n' "${failed[@]}"; exit 1; fi

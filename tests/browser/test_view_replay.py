@@ -13,6 +13,19 @@ SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbenc
 VIEW = ".stl-replay-view"
 
 
+def start(page):
+    "Clicks Replay until the job runs: while the view is being filled, a busy page loses the first click."
+    from playwright.sync_api import TimeoutError as NotYet
+
+    for _ in range(3):
+        page.click(f'{VIEW} button:has-text("Replay")')
+        try:
+            page.wait_for_selector(f'{VIEW} button:has-text("Stop"):not([disabled])', timeout=8_000)
+            return
+        except NotYet:
+            continue
+
+
 def test_click_the_spike_and_see_the_culprit(notebook):
     page, errors = notebook(
         "replay",
@@ -39,7 +52,7 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     page.wait_for_function(
         f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000
     )
-    page.click(f'{VIEW} button:has-text("Replay")')
+    start(page)
     page.wait_for_selector(f'{VIEW} h3:text("bad state")', timeout=180_000)
     page.wait_for_selector(f'{VIEW} h3:text("Samples")')
     words = page.inner_text(VIEW)
@@ -55,7 +68,7 @@ def test_click_the_spike_and_see_the_culprit(notebook):
         ".map(i => i.getBoundingClientRect().height)"
     )
     assert len(heights) == 3 and min(heights) > 60, heights  # the loss, the matrix, the samples
-    page.click(f'{VIEW} button:has-text("Replay")')
+    start(page)
     page.click(f'{VIEW} button:has-text("Stop"):not([disabled])')
     page.wait_for_selector(f'{VIEW} p.bad:text("stopped")', timeout=30_000)
     assert not errors, errors
