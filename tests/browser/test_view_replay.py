@@ -52,6 +52,8 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     page.wait_for_function(
         f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000
     )
+    chosen = f"[...document.querySelectorAll('{VIEW} select')[0].selectedOptions].map(o => o.text).join()"
+    page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 351
     start(page)
     page.wait_for_selector(f'{VIEW} h3:text("bad state")', timeout=180_000)
     page.wait_for_selector(f'{VIEW} h3:text("Samples")')
