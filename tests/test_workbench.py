@@ -1,16 +1,20 @@
 """The workbench without a browser: what it says of logs with little in them, and its zoom history."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from stabilitylab.replay.examine import controls
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import WorkbenchState, open_state
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_accumulation import AccumulationView
 from stabilitylab.workbench.view_overview import Overview
+from stabilitylab.workbench.view_replay import ReplayView
 
+DATA = Path(__file__).resolve().parent.parent / "data_samples"
 LOGS = {
     "empty": "",
     "words": "starting up\nloading data\n",
@@ -139,3 +143,22 @@ def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled():
 
     assert asyncio.run(cancelled()) > 0
     assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
+
+
+def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose():
+    path = DATA / "lm_high_lr"
+    view = ReplayView(open_state(path)[0])
+    view.step.value = 337
+    late = {name: {"index": getattr(view, name).index} for name in ("states", "batches")}
+    view.step.value = 351
+    usual = dict(zip(("states", "batches"), controls(path, 351), strict=True))
+    assert usual["states"] != controls(path, 337)[0] and view.asked() == usual
+    for name, message in late.items():  # the page still had the choice of the former step
+        getattr(view, name).set_state(message)
+    assert view.asked() == usual and list(view.states.value) == usual["states"]
+    view.states.set_state({"index": [0, 2]})
+    assert view.asked() == usual | {"states": view.steps[:3:2]}
+    view.batches.set_state({"index": []})
+    assert view.asked()["batches"] == []
+    view.step.value = 350
+    assert view.asked() == dict(zip(usual, controls(path, 350), strict=True))

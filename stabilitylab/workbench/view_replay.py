@@ -94,6 +94,7 @@ class ReplayView:
     ):
         self.state, self.shown = state, ReplayState()
         self.job, self._task, self.path = None, None, Path()
+        self._is_filling, self._own, self._former = False, set(), {}
         self._make_controls()
         self._make_results()
         side = [
@@ -166,7 +167,9 @@ class ReplayView:
         "Joins widgets and state."
         self.picture.observe(lambda change: self.choose(change["new"]["x"]), names=["clicked"])
         self.picture.observe(lambda _: (self._draw(), self._show_pictures()), names=["dark"])
-        self.step.observe(lambda _: (self._draw(), self._offer()), names=["value"])
+        self.step.observe(lambda _: self._turn(), names=["value"])
+        for name in ("states", "batches"):
+            getattr(self, name).observe(lambda _, name=name: self._take(name), names=["index"])
         self.state.observe(lambda _: self.open(), names=["name", "runs"])
         self.state.observe(lambda _: self._follow(), names=["selected"])
         self.state.observe(lambda change: self.choose(change["new"]), names=["step"])
@@ -184,11 +187,18 @@ class ReplayView:
         self.body.layout.display = "flex" if self.steps else "none"
         if not self.steps:
             return
+        self._is_filling = True
         self.step.min, self.step.max = 0, self.steps[-1]
         self.step.min, self.step.value = self.steps[0], self.steps[-1]
         self._follow()
-        self._draw()
-        self._offer()
+        self._is_filling = False
+        self._turn()
+
+    def _turn(self) -> None:
+        "Shows the chosen step, once a run is opened."
+        if not self._is_filling:
+            self._offer()
+            self._draw()
 
     def _follow(self) -> None:
         "The step of the selected finding, or of the first error whose step can be replayed."
@@ -217,28 +227,58 @@ class ReplayView:
         drawn = step_picture(self.state.run, self.steps, step, self.picture.dark)
         self.picture.png, self.picture.panels = drawn
 
+    def _controls(self) -> dict[str, tuple[int, ...]]:
+        "Earlier states and batches to compare the chosen step with, as `controls` gives them."
+        if not any(step < self.step.value for step in self.steps):
+            return {"states": (), "batches": ()}
+        states, batches = controls(self.path, self.step.value)
+        return {"states": tuple(states), "batches": tuple(batches)}
+
     def _offer(self) -> None:
         "States and batches from before the step; those of `controls` chosen."
         earlier = [step for step in self.steps if step < self.step.value]
         self.start.disabled = self.step.value not in self.steps or self.job is not None
-        known = controls(self.path, self.step.value) if earlier else ((), ())
-        for widget, chosen in zip((self.states, self.batches), known, strict=True):
-            widget.value = ()  # a page that still has the old choice cannot show fewer options
-            widget.options = earlier
-            widget.value = tuple(chosen)
+        self._own = set()  # of `states` and `batches`, those that the user chose for this step
+        before = {name: getattr(self, name).index for name in ("states", "batches")}
+        self._former = {name: index for name, index in before.items() if index}
+        for name, chosen in self._controls().items():
+            self._put(name, chosen, earlier)
+
+    def _put(self, name: str, chosen: tuple[int, ...], options: list[int]) -> None:
+        "Chooses these steps without taking that for the user's choice."
+        widget, self._is_filling = getattr(self, name), True
+        widget.value = ()  # a page that still has the old choice cannot show fewer options
+        widget.options = options
+        widget.value = chosen
+        self._is_filling = False
+
+    def _take(self, name: str) -> None:
+        "Keeps that the user chose; places of the former step, from a page that was late, are put right."
+        if self._is_filling:
+            return
+        widget = getattr(self, name)
+        if self._former.pop(name, None) == widget.index:
+            self._put(name, self._controls()[name], list(widget.options))
+        else:
+            self._own.add(name)
+
+    def asked(self) -> dict[str, list[int]]:  # states, batches: steps
+        "What the step is compared with: what the user chose for this step, else what `controls` gives."
+        usual = self._controls()
+        return {name: list(getattr(self, name).value if name in self._own else usual[name]) for name in usual}
 
     def begin(self) -> None:
         "Starts the job and looks after it."
+        asked = self.asked()
         self.job = ReplayJob(
             self.path,
             self.step.value,
             self.setup.value.strip() or None,
-            swap=self.swap.value and bool(self.states.value and self.batches.value),
+            swap=self.swap.value and all(asked.values()),
             samples=self.samples.value,
             precisions=list(self.precisions.value),
             modules=self.ablate.value,
-            states=list(self.states.value),
-            batches=list(self.batches.value),
+            **asked,
         )
         self.start.disabled, self.stop.disabled = True, False
         self.poll()
