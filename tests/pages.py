@@ -199,6 +199,12 @@ def start(page: Path) -> Running:
     return Running(page, process, here, time.monotonic())
 
 
+def indented(found: list[str]) -> str:
+    "What is wrong with a page, set off from the lines of other pages; of a long text its end."
+    lines = [line for text in found for line in text.splitlines()]
+    return "\n".join(f"          {line}" for line in lines[-25:])
+
+
 def run_all(pages: list[Path]) -> dict[Path, list[str]]:
     "Page -> what is wrong with it, for those with which something is."
     import xarray  # noqa: F401 - imported here once, for all pages that need it
@@ -218,7 +224,7 @@ def run_all(pages: list[Path]) -> dict[Path, list[str]]:
             print(f"{time.monotonic() - job.begin:6.1f} s  {name}", flush=True)
             if found:
                 wrong[job.page] = found
-                print("\n".join(f"          {line}" for line in found), flush=True)
+                print(indented(found), flush=True)
     return wrong
 
 
@@ -229,10 +235,8 @@ def main(names: list[str]) -> None:
     pages = [p for p in found if not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts)]
     wrong = run_all(pages)
     if wrong:
-        names = "\n  ".join(str(page.relative_to(ROOT)) for page in wrong)
-        sys.exit(
-            f"{len(wrong)} of {len(pages)} pages fail, or show something else than is stored:\n  {names}"
-        )
+        told = "\n".join(f"  {page.relative_to(ROOT)}\n{indented(found)}" for page, found in wrong.items())
+        sys.exit(f"{len(wrong)} of {len(pages)} pages fail, or show something else than is stored:\n{told}")
     print(f"{len(pages)} pages ran and show what is stored")
 
 
