@@ -6,7 +6,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: demo test lab docs bench fuzz notebooks clean-check chromium
+.PHONY: demo test lab docs bench fuzz pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -34,6 +34,9 @@ bench: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.run 100000
+
+pictures: $(READY) chromium
+	SCREEN_SCALE=2 $(BIN)/python -m pytest -q tests/browser/pictures.py
 
 notebooks: $(READY)
 	$(BIN)/python tests/notebooks.py run $(NB)

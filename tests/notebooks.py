@@ -25,7 +25,7 @@ def tool(name):
         [Path(sys.executable).with_name(name)],
         cwd=ROOT,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -84,7 +84,7 @@ def run(paths):
             [sys.executable, __file__, "one", p],
             check=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
     tool("nbdev_export")
 

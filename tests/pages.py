@@ -1,8 +1,9 @@
 """Run every page once and compare what it shows with what is stored: `python tests/pages.py [PATH …]`.
 
 It does what `nbdev_test` does, a fresh process a page, and looks at the outputs too. Words have to agree,
-numbers up to a tolerance: another processor adds in another order. Pages that train a model, or that measure
-rounding noise, may move further; they stand in `LOOSE` with the reason.
+numbers up to a tolerance: another processor adds in another order. `ATEN_CPU_CAPABILITY=avx2` and
+`MKL_ENABLE_INSTRUCTIONS=AVX2` before the command show the numbers of an older one. Pages that train a model,
+or that measure rounding noise, may move further; they stand in `LOOSE` with the reason.
 """
 
 import base64
@@ -207,6 +208,7 @@ def indented(found: list[str]) -> str:
 
 def run_all(pages: list[Path]) -> dict[Path, list[str]]:
     "Page -> what is wrong with it, for those with which something is."
+    os.environ["OMP_NUM_THREADS"] = "1"  # as the stored outputs were made: threads add in another order
     import xarray  # noqa: F401 - imported here once, for all pages that need it
 
     waiting, running, wrong = list(pages), [], {}

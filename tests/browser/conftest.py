@@ -122,7 +122,9 @@ def notebook(lab, browser):
             metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
         )
         nbformat.write(nb, folder / f"{name}.ipynb")
-        page, errors = browser.new_page(viewport={"width": 1400, "height": 1000}), []
+        scale = float(os.environ.get("SCREEN_SCALE", "1"))  # pixels of the screen in one of the page
+        page = browser.new_page(viewport={"width": 1400, "height": 1000}, device_scale_factor=scale)
+        errors = []
         page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.goto(f"{url}/lab/workspaces/{name}/tree/{name}.ipynb?token={token}&reset")

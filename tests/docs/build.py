@@ -214,6 +214,7 @@ def build():
         target = SOURCE / p.relative_to(PROC)
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(page(nbformat.read(p, 4)), target)
+    shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
     write_indexes()
     subprocess.run(
         [
@@ -247,7 +248,7 @@ def readme_text():
         if c.cell_type == "raw" or re.search(r"^#\|\s*hide", c.source, re.M):
             continue
         if c.cell_type == "markdown":
-            parts.append(c.source.strip())
+            parts.append(c.source.strip().replace("](images/", "](nbs/images/"))
         else:
             source = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip()
             text = "\n".join(
