@@ -6,22 +6,20 @@
 __all__ = ['EXPERIMENTS', 'Outcome', 'Experiment', 'run_experiment', 'stored_outcomes', 'store_outcome']
 
 # %% ../../nbs/api/cases/40_experiments.ipynb #af656dc5
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from ..names.encode import plain, to_json
+from .stored import store_row, stored_file, stored_rows
+from ..names.encode import plain
 from ..names.errors import bad_input
-from ..names.files import write_atomic
 from ..trial.verdict import judge, paired_interval
 
 # %% ../../nbs/api/cases/40_experiments.ipynb #76cbc20c
@@ -143,19 +141,14 @@ def _read(rows: dict) -> Outcome:
 @cache
 def stored_outcomes() -> dict[str, Outcome]:
     "The stored outcomes by name."
-    file = files("stabilitylab.cases").joinpath(_STORED)
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return {name: _read(rows[name]) for name in EXPERIMENTS if name in rows}
+    rows = stored_rows(stored_file(_STORED), EXPERIMENTS)
+    return {name: _read(row) for name, row in rows.items()}
 
 
 def store_outcome(
     outcome: Outcome,  # measured
 ) -> Path:  # the file of all outcomes
     "Keep an outcome beside the code, in place of an older one."
-    file = Path(str(files("stabilitylab.cases").joinpath(_STORED)))
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    rows[outcome.name] = outcome.to_dict()
-    ordered = {name: rows[name] for name in EXPERIMENTS if name in rows}
-    write_atomic(file, to_json(ordered, indent=1) + "\n")
+    file = store_row(stored_file(_STORED), outcome.name, outcome.to_dict(), EXPERIMENTS)
     stored_outcomes.cache_clear()
     return file

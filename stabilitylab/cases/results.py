@@ -7,21 +7,19 @@ __all__ = ['REPRODUCTIONS', 'Check', 'Result', 'result_of', 'Reproduction', 'rep
            'results_table', 'checks_table']
 
 # %% ../../nbs/api/cases/31_results.ipynb #12a0c738
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
 
-from ..names.encode import plain, to_json
+from .stored import store_row, stored_file, stored_rows
+from ..names.encode import plain
 from ..names.errors import bad_input
-from ..names.files import write_atomic
 
 # %% ../../nbs/api/cases/31_results.ipynb #c7c891e4
 @dataclass(frozen=True)
@@ -259,20 +257,15 @@ _STORED = "results.json"
 @cache
 def stored_results() -> dict[str, Result]:
     "The stored results by name."
-    file = files("stabilitylab.cases").joinpath(_STORED)
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return {name: result_of(rows[name]) for name in REPRODUCTIONS if name in rows}
+    rows = stored_rows(stored_file(_STORED), REPRODUCTIONS)
+    return {name: result_of(row) for name, row in rows.items()}
 
 
 def store_result(
     result: Result,  # measured
 ) -> Path:  # the file of all results
     "Keep a result beside the code, in place of an older one."
-    file = Path(str(files("stabilitylab.cases").joinpath(_STORED)))
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    rows[result.name] = result.to_dict()
-    ordered = {name: rows[name] for name in REPRODUCTIONS if name in rows}
-    write_atomic(file, to_json(ordered, indent=1) + "\n")
+    file = store_row(stored_file(_STORED), result.name, result.to_dict(), REPRODUCTIONS)
     stored_results.cache_clear()
     return file
 

@@ -92,16 +92,6 @@ def _is_near(after: np.ndarray, within: int) -> np.ndarray:
     return (after >= -2) & (after <= within)
 
 
-def _is_found(onset: int, events: np.ndarray, within: int) -> bool:
-    "Whether any event belongs to an onset."
-    return any(_is_near(event, onset, within) for event in events)
-
-
-def _is_true(event: int, onsets: tuple, within: int) -> bool:
-    "Whether an event belongs to any onset."
-    return any(_is_near(event, onset, within) for onset in onsets)
-
-
 def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
     "What a rule's flags make of one trace."
     events = events_of(flags)

@@ -7,251 +7,75 @@ __all__ = ['Pickle', 'read_pickle']
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #74dfc8a1
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from .inert import Inert, Named, WantsToRun, call, describe, plain_key, storage
+from .machine import Machine, does
 from ..names.errors import InputError, shown
 
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #ce352cb3
-_MOST = 40_000_000  # opcodes of one pickle: a million tensors need about 20 million
-_SIZED = (str, bytes, list, tuple, dict)
-_LONGEST = 256  # bytes of a whole number; a random generator's state has 17
-
-
-@dataclass(frozen=True)
-class Pickle:
-    "What a pickle described."
-
-    value: object  # plain data, `Inert` objects, `StoredTensor`s
-    end: int  # byte after it
-    storages: dict  # key -> Storage, every one it refers to
-
-
-class _Machine:
-    "The stack, the memo and the place in the bytes."
-
-    step: ClassVar[dict[int, Callable]] = {}  # opcode -> what it does
-
-    def __init__(self, data: bytes, at: int):
-        self.data, self.at = data, at
-        self.stack: list = []
-        self.marks: list[int] = []
-        self.memo: dict = {}
-        self.storages: dict = {}
-        self.weight = 0
-
-    def run(self) -> object:
-        "Every opcode up to the first stop, and what is on the stack then."
-        step, data, end = self.step, self.data, len(self.data)
-        for _ in range(_MOST):
-            if self.at >= end:
-                raise ValueError("it ends in the middle")
-            code = data[self.at]
-            self.at += 1
-            if code == 0x2E:  # '.'
-                return self.stack.pop()
-            step[code](self)
-        raise ValueError(f"more than {_MOST:,} operations")
-
-    def take(self, count: int) -> bytes:
-        "The next bytes."
-        if count < 0 or self.at + count > len(self.data):
-            raise ValueError("it ends in the middle")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def line(self) -> str:
-        "The text up to the end of the line."
-        end = self.data.find(b"\n", self.at)
-        if end < 0:
-            raise ValueError("it ends in the middle")
-        text = self.data[self.at : end]
-        self.at = end + 1
-        return text.decode("utf-8")
-
-    def since_mark(self) -> list:
-        "What was pushed since the last mark."
-        begin = self.marks.pop()
-        values = self.stack[begin:]
-        del self.stack[begin:]
-        return values
-
-    def weigh(self, values: tuple) -> tuple:
-        "The arguments of a builder, unless all that was built is far more than the bytes can hold."
-        self.weight += sum(len(value) for value in values if isinstance(value, _SIZED))
-        if self.weight > 8 * len(self.data) + 2**20:
-            raise ValueError("it builds more than it holds")
-        return values
-
-    def keep(self, key: int) -> None:
-        "Remember the top of the stack."
-        self.memo[key] = self.stack[-1]
-
-
-def _does(*codes: str) -> Callable:
-    "Register what some opcodes do."
-
-    def register(function: Callable) -> Callable:
-        for code in codes:
-            _Machine.step[ord(code)] = function
-        return function
-
-    return register
-
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #08527d5e
-def _constant(code: str, make: Callable) -> None:
-    "An opcode that pushes a fixed value."
-    _Machine.step[ord(code)] = lambda machine: machine.stack.append(make())
-
-
-def _number(code: str, form: str) -> None:
-    "An opcode that pushes a number of fixed size."
-    read, size = struct.Struct(form).unpack, struct.calcsize(form)
-    _Machine.step[ord(code)] = lambda machine: machine.stack.append(read(machine.take(size))[0])
-
-
-def _counted(code: str, form: str, make: Callable) -> None:
-    "An opcode whose bytes follow their own length."
-    read, size = struct.Struct(form).unpack, struct.calcsize(form)
-
-    def push(machine: _Machine) -> None:
-        (count,) = read(machine.take(size))
-        machine.stack.append(make(machine.take(count)))
-
-    _Machine.step[ord(code)] = push
-
-
-def _text(data: bytes) -> str:
-    "A text; halves of pairs stay as they were written."
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _old_text(data: bytes) -> str:
-    "A text of Python 2."
-    return data.decode("utf-8", "replace")
-
-
-def _whole(data: bytes) -> int:
-    "A whole number of any size that a checkpoint can need."
-    if len(data) > _LONGEST:
-        raise ValueError(f"a number of {len(data):,} bytes")
-    return int.from_bytes(data, "little", signed=True)
-
-
-for _code, _make in {"N": lambda: None, "\x88": lambda: True, "\x89": lambda: False}.items():
-    _constant(_code, _make)
-for _code, _make in {"]": list, "}": dict, ")": tuple, "\x8f": list}.items():
-    _constant(_code, _make)
-for _code, _form in {"J": "<i", "K": "<B", "M": "<H", "G": ">d"}.items():
-    _number(_code, _form)
-for _code, _form in {"X": "<I", "\x8c": "<B", "\x8d": "<Q"}.items():
-    _counted(_code, _form, _text)
-for _code, _form in {"T": "<i", "U": "<B"}.items():
-    _counted(_code, _form, _old_text)
-for _code, _form in {"B": "<I", "C": "<B", "\x8e": "<Q", "\x96": "<Q"}.items():
-    _counted(_code, _form, bytes)
-for _code, _form in {"\x8a": "<B", "\x8b": "<i"}.items():
-    _counted(_code, _form, _whole)
-
-
-@_does("I", "L")
-def _written_int(machine: _Machine) -> None:
-    "A whole number as digits; 00 and 01 are False and True."
-    word = machine.line().removesuffix("L")
-    if len(word) > _LONGEST:
-        raise ValueError("a number of too many digits")
-    machine.stack.append({"00": False, "01": True}.get(word) if word in ("00", "01") else int(word))
-
-
-@_does("F")
-def _written_float(machine: _Machine) -> None:
-    "A number as digits."
-    machine.stack.append(float(machine.line()))
-
-
-@_does("S", "V")
-def _written_text(machine: _Machine) -> None:
-    "A text on a line of its own."
-    machine.stack.append(machine.line().strip("'\""))
-
-
-@_does("\x80")
-def _protocol(machine: _Machine) -> None:
-    "The version of the pickle."
-    if machine.take(1)[0] > 5:
-        raise ValueError("a protocol later than 5")
-
-
-@_does("\x95")
-def _frame(machine: _Machine) -> None:
-    "The length of a part; the bytes are all there anyway."
-    machine.take(8)
-
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #386a44e1
-@_does("(")
-def _mark(machine: _Machine) -> None:
+@does("(")
+def _mark(machine: Machine) -> None:
     machine.marks.append(len(machine.stack))
 
 
-@_does("0")
-def _pop(machine: _Machine) -> None:
+@does("0")
+def _pop(machine: Machine) -> None:
     machine.stack.pop()
 
 
-@_does("1")
-def _pop_mark(machine: _Machine) -> None:
+@does("1")
+def _pop_mark(machine: Machine) -> None:
     machine.since_mark()
 
 
-@_does("2")
-def _twice(machine: _Machine) -> None:
+@does("2")
+def _twice(machine: Machine) -> None:
     machine.stack.append(machine.stack[-1])
 
 
-@_does("q")
-def _put_short(machine: _Machine) -> None:
+@does("q")
+def _put_short(machine: Machine) -> None:
     machine.keep(machine.take(1)[0])
 
 
-@_does("r")
-def _put_long(machine: _Machine) -> None:
+@does("r")
+def _put_long(machine: Machine) -> None:
     machine.keep(int.from_bytes(machine.take(4), "little"))
 
 
-@_does("p")
-def _put_written(machine: _Machine) -> None:
+@does("p")
+def _put_written(machine: Machine) -> None:
     machine.keep(int(machine.line()[:20]))
 
 
-@_does("\x94")
-def _put_next(machine: _Machine) -> None:
+@does("\x94")
+def _put_next(machine: Machine) -> None:
     machine.keep(len(machine.memo))
 
 
-@_does("h")
-def _get_short(machine: _Machine) -> None:
+@does("h")
+def _get_short(machine: Machine) -> None:
     machine.stack.append(machine.memo[machine.take(1)[0]])
 
 
-@_does("j")
-def _get_long(machine: _Machine) -> None:
+@does("j")
+def _get_long(machine: Machine) -> None:
     machine.stack.append(machine.memo[int.from_bytes(machine.take(4), "little")])
 
 
-@_does("g")
-def _get_written(machine: _Machine) -> None:
+@does("g")
+def _get_written(machine: Machine) -> None:
     machine.stack.append(machine.memo[int(machine.line()[:20])])
 
 
-@_does("t")
-def _tuple(machine: _Machine) -> None:
+@does("t")
+def _tuple(machine: Machine) -> None:
     machine.stack.append(tuple(machine.since_mark()))
 
 
-@_does("\x85", "\x86", "\x87")
-def _short_tuple(machine: _Machine) -> None:
+@does("\x85", "\x86", "\x87")
+def _short_tuple(machine: Machine) -> None:
     count = machine.data[machine.at - 1] - 0x84
     if count > len(machine.stack):
         raise ValueError("an empty stack")
@@ -259,19 +83,19 @@ def _short_tuple(machine: _Machine) -> None:
     machine.stack[-count:] = [values]
 
 
-@_does("l", "\x91")
-def _list(machine: _Machine) -> None:
+@does("l", "\x91")
+def _list(machine: Machine) -> None:
     machine.stack.append(machine.since_mark())
 
 
-@_does("a")
-def _append(machine: _Machine) -> None:
+@does("a")
+def _append(machine: Machine) -> None:
     value = machine.stack.pop()
     _extend(machine.stack[-1], [value])
 
 
-@_does("e", "\x90")
-def _appends(machine: _Machine) -> None:
+@does("e", "\x90")
+def _appends(machine: Machine) -> None:
     values = machine.since_mark()
     _extend(machine.stack[-1], values)
 
@@ -284,21 +108,21 @@ def _extend(owner: object, values: list) -> None:
     items.extend(values)
 
 
-@_does("d")
-def _dict(machine: _Machine) -> None:
+@does("d")
+def _dict(machine: Machine) -> None:
     values = machine.since_mark()
     machine.stack.append({})
     _set(machine.stack[-1], values)
 
 
-@_does("s")
-def _set_item(machine: _Machine) -> None:
+@does("s")
+def _set_item(machine: Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _set(machine.stack[-1], [key, value])
 
 
-@_does("u")
-def _set_items(machine: _Machine) -> None:
+@does("u")
+def _set_items(machine: Machine) -> None:
     values = machine.since_mark()
     _set(machine.stack[-1], values)
 
@@ -313,45 +137,45 @@ def _set(owner: object, values: list) -> None:
         entries[key if type(key) is str else plain_key(key)] = values[i + 1]
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #d6e29061
-@_does("c")
-def _global(machine: _Machine) -> None:
+@does("c")
+def _global(machine: Machine) -> None:
     machine.stack.append(Named(machine.line(), machine.line()))
 
 
-@_does("\x93")
-def _global_of_stack(machine: _Machine) -> None:
+@does("\x93")
+def _global_of_stack(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
         raise ValueError("a name that is no text")
     machine.stack.append(Named(module, name))
 
 
-@_does("R")
-def _reduce(machine: _Machine) -> None:
+@does("R")
+def _reduce(machine: Machine) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(call(function, machine.weigh(_tuple_of(args))))
 
 
-@_does("\x81")
-def _new(machine: _Machine) -> None:
+@does("\x81")
+def _new(machine: Machine) -> None:
     args, kind = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
 
 
-@_does("\x92")
-def _new_by_name(machine: _Machine) -> None:
+@does("\x92")
+def _new_by_name(machine: Machine) -> None:
     _, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
 
 
-@_does("o")
-def _object(machine: _Machine) -> None:
+@does("o")
+def _object(machine: Machine) -> None:
     kind, *args = machine.since_mark()
     machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
 
 
-@_does("i")
-def _instance(machine: _Machine) -> None:
+@does("i")
+def _instance(machine: Machine) -> None:
     kind = Named(machine.line(), machine.line())
     machine.stack.append(_made(kind, machine.weigh(tuple(machine.since_mark()))))
 
@@ -369,8 +193,8 @@ def _made(kind: object, args: tuple) -> object:
     return call(kind, args) if is_dict else describe(kind, args)
 
 
-@_does("b")
-def _build(machine: _Machine) -> None:
+@does("b")
+def _build(machine: Machine) -> None:
     "Set the state of an object; what was built already (a dict, a tensor) takes none."
     state, owner = machine.stack.pop(), machine.stack[-1]
     if isinstance(owner, Inert):
@@ -379,8 +203,8 @@ def _build(machine: _Machine) -> None:
         owner.fill(machine.weigh(state))
 
 
-@_does("Q")
-def _place(machine: _Machine) -> None:
+@does("Q")
+def _place(machine: Machine) -> None:
     place = machine.stack.pop()
     if place[0] == "module":  # before torch 1.6 the class of a model stood with its source text
         machine.stack.append(place[1])
@@ -389,6 +213,15 @@ def _place(machine: _Machine) -> None:
     machine.stack.append(machine.storages.setdefault(described.key, described))
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #2bb770fc
+@dataclass(frozen=True)
+class Pickle:
+    "What a pickle described."
+
+    value: object  # plain data, `Inert` objects, `StoredTensor`s
+    end: int  # byte after it
+    storages: dict  # key -> Storage, every one it refers to
+
+
 _FAULTS = (
     ValueError,
     IndexError,
@@ -407,7 +240,7 @@ def read_pickle(
     at: int = 0,  # where the pickle begins
 ) -> Pickle:  # its value, where it ended, and the storages it refers to
     "What a pickle describes."
-    machine = _Machine(data, at)
+    machine = Machine(data, at)
     try:
         value = machine.run()
         return Pickle(value, machine.at, machine.storages)

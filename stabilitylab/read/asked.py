@@ -10,8 +10,7 @@ import numpy as np
 
 from ..names.errors import bad_input
 from ..names.variables import canonical_name
-from .base import LogData
-from ..run.scalars import Samples
+from .base import LogData, order_of
 
 # %% ../../nbs/api/read/18_asked.ipynb #781eb072
 def _find(data: LogData, what: str, name: str) -> str:
@@ -20,11 +19,6 @@ def _find(data: LogData, what: str, name: str) -> str:
         if name.lower() == own.lower() or name == canonical_name(own):
             return own
     raise bad_input(what, name, ", ".join(data.samples)[:300] or "no series at all")
-
-
-def _order(samples: Samples) -> np.ndarray:
-    "The place of each value in the log."
-    return np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)
 
 
 def as_asked(
@@ -39,11 +33,11 @@ def as_asked(
     if step:
         name = _find(data, "step", step)
         counter = data.samples.pop(name)
-        count, places = np.asarray(counter.value), _order(counter)
+        count, places = np.asarray(counter.value), order_of(counter)
         if not (np.isfinite(count).all() and (count == np.round(count)).all()):
             raise bad_input("step", step, "a series of whole numbers")
         for other, samples in data.samples.items():
-            at = np.clip(np.searchsorted(places, _order(samples), side="right") - 1, 0, None)
+            at = np.clip(np.searchsorted(places, order_of(samples), side="right") - 1, 0, None)
             data.samples[other] = samples._replace(step=count[at].astype(np.int64))
         data.attrs["step_is"] = name
     return data

@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from ..names.errors import InputError
-from .base import Hit, LogData
+from .base import Hit, LogData, order_of
 from .dataset import to_dataset
 from .recognise import recognise
 from .scan import Scan
@@ -37,9 +37,8 @@ def _joined(parts: list[Samples]) -> Samples:
 
 def _after(samples: Samples, seen: int) -> Samples:
     "The values of a series behind the first `seen`."
-    order = np.arange(len(samples.step)) if samples.order is None else samples.order
     time = None if samples.time is None else np.asarray(samples.time)[seen:]
-    step, value, order = (np.asarray(a)[seen:] for a in (samples.step, samples.value, order))
+    step, value, order = (np.asarray(a)[seen:] for a in (samples.step, samples.value, order_of(samples)))
     return Samples(step, value, order, time)
 
 # %% ../../nbs/api/read/10_follow.ipynb #44c94ca7

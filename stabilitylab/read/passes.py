@@ -11,7 +11,7 @@ import re
 import numpy as np
 
 from ..names.variables import canonical_name
-from .base import LogData
+from .base import LogData, order_of
 from ..run.scalars import Samples, find_restarts
 
 # %% ../../nbs/api/read/19_passes.ipynb #1f85e616
@@ -49,8 +49,7 @@ def chains(
 # %% ../../nbs/api/read/19_passes.ipynb #b5293421
 def _shifted(samples: Samples, by: int) -> Samples:
     "The series with its places moved behind those of the logs before."
-    order = np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)
-    return samples._replace(order=order + by)
+    return samples._replace(order=order_of(samples) + by)
 
 
 def _time_of(samples: Samples) -> np.ndarray:
@@ -122,8 +121,8 @@ _AGAIN = re.compile(
     r"(?<![a-z])(?:re(?:start(?:ed)?|sumed?|try|run)|cont(?:inued?)?|part|attempt|old|new)(?![a-z])|\d+",
     re.I,
 )
-_FEWEST = 3  # records of a log from which its interval is known
-_GAP = 0.1  # of the steps so far: a later log that begins further behind them is another run
+_FEWEST = 3  # records of a log from which its interval is known; ours: two intervals that can agree
+_GAP = 0.1  # of the steps so far: a later log that begins further on is another run (ours)
 
 
 def stem_of(

@@ -53,7 +53,7 @@ _DOCUMENTED = (
 
 # %% ../../nbs/api/read/15_rows.ipynb #2db00ba8
 _RULE = re.compile(rb"^[\s\-=+|_:#*]*$")
-_FEWEST = 3  # rows that must agree
+_FEWEST = 3  # rows that must agree; ours: two may by chance
 _BEFORE = 8192  # bytes above a row in which its header is looked for
 
 

@@ -6,7 +6,6 @@
 __all__ = ['RunFolder', 'read_mlflow_run', 'read_wandb_folder', 'run_folders', 'run_folder_of']
 
 # %% ../../nbs/api/read/22_run_folders.ipynb #d2b3c4b6
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

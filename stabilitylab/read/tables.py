@@ -125,7 +125,7 @@ def _rises(value: np.ndarray, given: np.ndarray) -> bool:
     return len(moves) > 0 and bool((moves > 0).any()) and float((moves < 0).mean()) <= _FEW_BACK
 
 
-_FEW_BACK = 0.05  # share of the rows in which a count may go back
+_FEW_BACK = 0.05  # share of the rows in which a count may go back; ours: a restart every twenty rows
 
 
 def _other_counter(numbers: dict[str, Column], whole: set[str]) -> str | None:
@@ -180,7 +180,7 @@ def _with_other_counts(count: np.ndarray, known: np.ndarray, numbers: dict[str, 
     return shifted
 
 
-_MOST_BELOW = 0.8  # share of the other rows whose count is below that of the row above them
+_MOST_BELOW = 0.8  # share of the other rows whose count is below that of the row above them; ours
 
 
 def table_log(

@@ -18,7 +18,7 @@ from .words import evaluation, loss_rank, meaning, split_words
 from ..run.scalars import Samples, find_restarts
 
 # %% ../../nbs/api/read/17_understand.ipynb #670b56ed
-_FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so
+_FEWEST = 3  # lines of a kind whose numbers may be a series although no word says so; ours
 _MEASURES = ("loss", "perplexity", "measure")
 
 

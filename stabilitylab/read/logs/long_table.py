@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ...names.errors import bad_input
-from ..base import Format, LogData
+from ..base import Format, LogData, first_bytes, runs_as_one
 from ..tables import csv_shape, json_lines, load_json, read_table, to_numbers
 from ...run.scalars import Samples
 
@@ -150,7 +150,7 @@ def read_long_table(
     path: Path,  # CSV, TSV, JSON or JSONL
 ) -> dict[str, LogData]:  # run -> its series
     "The runs of an export with a row a value."
-    begin = Path(path).read_bytes()[:64].lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    begin = first_bytes(path, 64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if begin in (b"{", b"["):
         return long_pieces(_records(path))
     table, dropped = read_table(path)
@@ -162,13 +162,7 @@ def read_long_table(
 
 def _one(path: Path) -> LogData:
     "The series of an export; of several runs under `<run> - <metric>`."
-    runs = read_long_table(path)
-    if len(runs) == 1:
-        return next(iter(runs.values()))
-    log = LogData(attrs={"runs": ", ".join(runs)})
-    for run, piece in runs.items():
-        log.samples |= {f"{run} - {name}": samples for name, samples in piece.samples.items()}
-    return log
+    return runs_as_one(read_long_table(path))
 
 
 _FIRST_RECORD = re.compile(rb'\{[^{}\[\]]*"(?:step|timestamp|value|key|metric\w*)"[^{}\[\]]*\}')

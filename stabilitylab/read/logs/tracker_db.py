@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from ...names.errors import InputError, bad_input
-from ..base import Format, LogData
+from ..base import Format, LogData, runs_as_one
 from .long_table import long_pieces
 from ..tables import records_log
 
@@ -94,13 +94,7 @@ def read_tracker_db(
 
 def _one(path: Path) -> LogData:
     "The series of a database; of several runs under `<run> - <metric>`."
-    runs = read_tracker_db(path)
-    if len(runs) == 1:
-        return next(iter(runs.values()))
-    log = LogData(attrs={"runs": ", ".join(runs)})
-    for run, piece in runs.items():
-        log.samples |= {f"{run} - {name}": samples for name, samples in piece.samples.items()}
-    return log
+    return runs_as_one(read_tracker_db(path))
 
 
 FORMAT = Format(

@@ -9,7 +9,7 @@ __all__ = ['FORMAT', 'wandb_csv_pieces', 'read_wandb_csv']
 import re
 from pathlib import Path
 
-from ..base import Format, LogData
+from ..base import Format, LogData, runs_as_one
 from ..tables import csv_shape, read_table, table_log
 
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #d7a8082b
@@ -42,15 +42,7 @@ def read_wandb_csv(
     path: Path,  # the exported CSV
 ) -> LogData:  # the metrics under their own names where there is one run, else under `<run> - <metric>`
     "The series of an exported chart."
-    logs = wandb_csv_pieces(path)
-    if len(logs) == 1:
-        return next(iter(logs.values()))
-    log = LogData(attrs={"runs": ", ".join(logs)})
-    for run, piece in logs.items():
-        log.samples |= {f"{run} - {n}" if run else n: s for n, s in piece.samples.items()}
-        for reason, count in piece.skipped.items():
-            log.skipped[reason] = max(count, log.skipped.get(reason, 0))
-    return log
+    return runs_as_one(wandb_csv_pieces(path))
 
 # %% ../../../nbs/api/read/logs/wandb_csv.ipynb #c21d1a5e
 def _sniff(head: bytes, path: Path) -> float:
