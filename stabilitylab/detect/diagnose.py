@@ -11,7 +11,7 @@ from importlib import import_module
 
 import xarray as xr
 
-from .context import at_step, run_context
+from .context import at_step, loss_span, run_context
 from .findings import Finding, Findings
 from .phrase import explain
 from ..knowledge.choice import RunContext, choose_remedies
@@ -124,8 +124,10 @@ def finish(
 ) -> list[Finding]:  # with them
     "Findings with their words and with what is known about their kind, what fits the run first."
     found = list(findings)
-    context = RunContext() if run is None else run_context(run, found)
-    return [_finished(f, context if run is None else at_step(context, run, f.onset)) for f in found]
+    if run is None:
+        return [_finished(f, RunContext()) for f in found]
+    context, span = run_context(run, found), loss_span(run)
+    return [_finished(f, at_step(context, span, f.onset)) for f in found]
 
 
 def _finished(f: Finding, context: RunContext) -> Finding:

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .spikes import out_of_range
+from .spikes import high_grad_norm
 from .thresholds import limit
 from ..measure.curves import curve
 from ..measure.stretches import stretches
@@ -21,10 +21,10 @@ def find_grad_norm(
 ) -> list[Finding]:  # at most one, with every place where the norm left its range
     "Where the gradient norm explodes; an info until `relate` finds that the loss followed."
     norm = curve(run, "grad_norm")
-    if norm is None or len(norm.value) < limit("least_spike") or (norm.value <= 0).all():
+    judged = high_grad_norm(norm)
+    if judged is None:
         return []
-    log = np.log(np.maximum(norm.value, 1e-30))
-    high, level, _ = out_of_range(log, limit("grad_sigma"))
+    high, level, log = judged
     is_explosion = log[high] - level[high] > np.log(limit("grad_factor"))
     places = stretches(high[is_explosion & (norm.value[high] > 0)], limit("near_records"))
     if not places:

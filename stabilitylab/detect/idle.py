@@ -11,7 +11,7 @@ import xarray as xr
 
 from .findings import Finding
 from .thresholds import limit
-from ..measure.curves import curve
+from ..measure.curves import curve, group_of
 
 # %% ../../nbs/api/detect/72_idle.ipynb #3d45b404
 def ignored_layers(
@@ -36,8 +36,10 @@ def find_ignored_layers_of_report(
     run: xr.DataTree,  # a record; attrs: layer_readings
 ) -> list[Finding]:  # [] where the layers were not tried
     "Layers that the report on a live model found to be worth nothing."
-    steps = run["attention"].step.values if "attention" in run.children else [None]
-    return ignored_layers(run.attrs.get("layer_readings", []), None if steps[-1] is None else int(steps[-1]))
+    attention = group_of(run, "attention")
+    has_steps = attention is not None and attention.sizes.get("step", 0) > 0
+    last = int(attention.step.values[-1]) if has_steps else None
+    return ignored_layers(run.attrs.get("layer_readings", []), last)
 
 # %% ../../nbs/api/detect/72_idle.ipynb #5c1b5a0c
 def collapsed_output(

@@ -112,10 +112,14 @@ def _begins_anew(f: Finding, course: _Course) -> str:
     return "" if is_high else "begins anew"
 
 
+def _is_open(f: Finding) -> bool:
+    "Whether a rise did not come back."
+    return f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
+
+
 def _remembers(f: Finding, course: _Course) -> str:
     "A rise of a running mean that came back."
-    is_open = f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
-    came_back = f.kind in _RISES and not is_open
+    came_back = f.kind in _RISES and not _is_open(f)
     return "running mean" if came_back and course.is_running_mean else ""
 
 # %% ../../nbs/api/detect/27_quiet.ipynb #d7b74cb7
@@ -130,8 +134,7 @@ def _drifts(f: Finding, course: _Course) -> str:
 
 def _climbs_throughout(f: Finding, course: _Course) -> str:
     "A loss that climbs from its first records to its last as steadily as something that is maximised."
-    is_open = f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
-    is_lost = f.kind == "divergence" or (f.kind in _RISES and is_open)
+    is_lost = f.kind == "divergence" or (f.kind in _RISES and _is_open(f))
     value = course.loss.value
     is_best_first = np.argmin(value) < limit("coarse_share") * len(value)
     if not is_lost or not is_best_first:
