@@ -29,6 +29,7 @@ _MODULES = {
     "numerics.lattice": ("debias", "lattice"),
     "plot.findings": ("plot_findings",),
     "plot.loss": ("plot_loss",),
+    "plot.runs": ("plot_losses",),
     "plot.replay": ("plot_precision", "plot_samples", "plot_swap"),
     "detect.attention_log": ("find_logged_attention_logits",),
     "plot.attention": ("plot_heads", "plot_sinks", "plot_weights"),

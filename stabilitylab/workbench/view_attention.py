@@ -30,7 +30,7 @@ from ..report.render import render
 from ..run.job import Job, JobState
 from .figure import PictureWidget
 from .heads import head_statistics
-from .state import WorkbenchState
+from .state import WorkbenchState, steer
 from .views import View
 
 # %% ../../nbs/api/workbench/16_view_attention.ipynb #728caa72
@@ -90,12 +90,12 @@ class AttentionView(widgets.VBox):
         )
         self.aspect.observe(lambda _: self.draw_further(), names=["value"])
         self.picture.observe(lambda change: self.click(change["new"]), names=["clicked"])
-        self.picture.observe(lambda change: self.zoom(change["new"]["range"]), names=["brushed"])
+        steer(self.picture, self.shared)
         self.look.observe(lambda _: self.draw(), names=["statistic", "row", "step"])
         self.look.observe(lambda _: self.draw_head(), names=["told"])
         self.shared.observe(lambda _: self.draw(), names=["x_range", "dark", "visible"])
         self.shared.observe(lambda _: self.fill(), names=["name", "findings"])
-        self.shared.observe(lambda change: self.follow(change["new"]), names=["selected"])
+        self.shared.observe(lambda _: self.follow(), names=["selected"])
         self.fetch.on_click(lambda _: self.begin())
 
     def fill(self) -> None:
@@ -189,20 +189,9 @@ class AttentionView(widgets.VBox):
             self.look.step, self.look.told = float(place["x"]), None
             self.look.row = int(np.clip(place["y"] or 0, 0, last))
 
-    def zoom(
-        self,
-        span: list,  # first and last step; [] for all
-    ) -> None:
-        "Shows these steps in every view."
-        self.shared.x_range = tuple(span)
-
-    def follow(
-        self,
-        index: int,  # of the selected finding; -1: none
-    ) -> None:
+    def follow(self) -> None:
         "Shows the first head of the first module that the selected finding names."
-        data = attention_of(self.shared.run)
-        found = self.shared.findings[index] if index >= 0 else None
+        data, found = attention_of(self.shared.run), self.shared.finding
         if data is None or found is None or "module" not in data.coords:
             return
         rows = [i for i, name in enumerate(data.module.values) if str(name) in found.modules]
