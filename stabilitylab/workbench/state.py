@@ -31,6 +31,7 @@ class WorkbenchState(HasTraits):
     "The run, its findings, and what the user looks at."
 
     runs = traitlets.Dict(help="name -> record")
+    origins = traitlets.Dict(help="name -> (path, name there) of the runs that were read from the disk")
     name = traitlets.Unicode("", help="the run that is shown")
     findings = traitlets.Instance(Findings, (), help="what `diagnose` found in it")
     selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
@@ -187,19 +188,23 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 # %% ../../nbs/api/workbench/01_state.ipynb #3168fc47
-def _named_runs(source: object) -> dict[str, xr.DataTree]:
-    "Every run of what a workbench may be opened on."
+def _named_runs(source: object) -> tuple[dict[str, xr.DataTree], dict[str, tuple[str, str]]]:
+    "Every run of what a workbench may be opened on, and the places of those that were read."
     if isinstance(source, str | Path):
-        return read_runs(source)
+        runs = read_runs(source)
+        return runs, {name: (str(source), name) for name in runs}
     if isinstance(source, dict):
-        return {str(name): as_run(run) for name, run in source.items()}
+        return {str(name): as_run(run) for name, run in source.items()}, {}
     if not isinstance(source, list | tuple):
-        return {str(source.attrs.get("source", "run")): as_run(source)}
-    runs = {}
+        return {str(source.attrs.get("source", "run")): as_run(source)}, {}
+    runs, origins = {}, {}
     for path in source:
-        for name, run in _named_runs(path).items():
-            runs[name if name not in runs else f"{path}: {name}"] = run
-    return runs
+        found, places = _named_runs(path)
+        for name, run in found.items():
+            kept = name if name not in runs else f"{path}: {name}"
+            runs[kept] = run
+            origins |= {kept: places[name]} if name in places else {}
+    return runs, origins
 
 
 def open_state(
@@ -207,10 +212,10 @@ def open_state(
     source: str | Path | xr.DataTree | xr.Dataset | list | dict,
 ) -> tuple[WorkbenchState, Follower | FolderFollower | None]:  # a follower of what may grow, a file or folder
     "The state of a workbench on what lies at `source`."
-    runs = _named_runs(source)
+    runs, origins = _named_runs(source)
     if not runs:
         raise bad_input("source", source, "at least one run")
-    state = WorkbenchState(runs=runs)
+    state = WorkbenchState(runs=runs, origins=origins)
     state.show(next(iter(runs)))
     return state, _follower_of(source)
 
