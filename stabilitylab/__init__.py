@@ -16,6 +16,7 @@ _MODULES = {
     "cases.results": ("reproduce",),
     "checkpoint.open": ("open_checkpoint",),
     "checkpoint.diff": ("diff_checkpoints",),
+    "checkpoint.optimizer_names": ("optimizer_names",),
     "checkpoint.scan": ("scan_checkpoint",),
     "detect.across": ("compare_runs",),
     "detect.diagnose": ("diagnose",),

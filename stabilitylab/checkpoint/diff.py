@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 
 from .open import open_checkpoint
+from .optimizer_names import optimizer_names
 from .scan import real_values, with_bar
 from .tensors import Checkpoint, LazyTensor
 
@@ -100,16 +101,34 @@ def plain_name(
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _owned(ckpt: Checkpoint) -> dict:
+    "Tensor of the optimizer -> what it is and of which parameter, without wrappers."
+    names = optimizer_names(ckpt).names
+    parts = {tensor: name.partition(" of ") for tensor, name in names.items()}
+    return {tensor: (what, plain_name(param)) for tensor, (what, _, param) in parts.items()}
+
+
+def _same_number(a: Checkpoint, b: Checkpoint) -> dict:
+    "Name in `a` -> name in `b` where both have it; a numbered state goes with its parameter."
+    ours, theirs = _owned(a), _owned(b)
+    of_parameter = {param: tensor for tensor, param in theirs.items()}
+    pairs = {name: of_parameter[ours[name]] for name in a if ours.get(name) in of_parameter}
+    taken = set(pairs.values())
+    is_other = {name for name in ours if name in theirs and ours[name] != theirs[name]}
+    free = (name for name in a if name in b and name not in pairs and name not in is_other)
+    return pairs | {name: name for name in free if name not in taken}
+
+
 def matched_names(
     a: Checkpoint,  # the earlier
     b: Checkpoint,  # the later
 ) -> dict:  # name in `a` -> name in `b`, of the tensors of both
-    "Which tensors of two checkpoints are the same parameter."
-    pairs = {name: name for name in a if name in b}
+    "Which tensors of two checkpoints are the same parameter, or its state in the optimizer."
+    pairs = _same_number(a, b)
     ours, theirs = ({}, {})
     for names, other, found in ((a, b, ours), (b, a, theirs)):
         for name in names:
-            if name not in other:
+            if name not in other and name not in pairs:
                 found.setdefault(plain_name(name), []).append(name)
     for plain, names in ours.items():
         partners = theirs.get(plain, [])
@@ -128,7 +147,8 @@ def diff_checkpoints(
     # a row a tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
     # max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of
     # values), nonfinite, became_nonfinite; attrs: only_a, only_b, reshaped, renamed [(in a, in b)],
-    # settings [(what, a, b)]
+    # settings [(what, a, b)], names {tensor of the optimizer: such as 'exp_avg of blocks.0.fc1.weight'},
+    # unnamed {tensor whose number stays: why}
 ) -> pd.DataFrame:
     "What changed between two checkpoints."
     a, b = (x if isinstance(x, Checkpoint) else open_checkpoint(x) for x in (a, b))
@@ -140,13 +160,15 @@ def diff_checkpoints(
     ]
     rows.sort(key=lambda row: -row["became_nonfinite"])  # stable: the others stay in the order of the file
     table = pd.DataFrame(rows, columns=_COLUMNS).set_index("tensor")
-    partners = set(pairs.values())
+    partners, owned = set(pairs.values()), optimizer_names(a)
     table.attrs = {
         "only_a": [name for name in a if name not in pairs],
         "only_b": [name for name in b if name not in partners],
         "reshaped": [name for name in pairs if a[name].shape != b[pairs[name]].shape],
         "renamed": [(name, other) for name, other in pairs.items() if name != other],
         "settings": _settings(a, b),
+        "names": owned.names,
+        "unnamed": owned.unknown,
     }
     return table
 

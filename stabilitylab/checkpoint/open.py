@@ -8,6 +8,7 @@ __all__ = ['open_checkpoint']
 # %% ../../nbs/api/checkpoint/05_open.ipynb #a413e694
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from stabilitylab.checkpoint.folders import (
@@ -23,7 +24,7 @@ from ..names.errors import InputError, bad_input, shown
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #3a808a26
 def _read_file(path: Path) -> tuple:
-    "(format, tensors, groups, extra, left_out) of one file, recognised by its first bytes."
+    "(format, tensors, groups, extra, left_out, optimizers) of one file, recognised by its first bytes."
     with open(path, "rb") as file:
         head = file.read(256)
     if head.startswith(b"version https://git-lfs"):
@@ -31,12 +32,12 @@ def _read_file(path: Path) -> tuple:
     if not head:
         raise InputError(f"`{path}` is empty")
     if head[4:9] == b"\0\0\0\0{":  # before pickles: the size of a header may begin with their first byte
-        return "safetensors", read_safetensors(path), [], {}, {}
+        return "safetensors", read_safetensors(path), [], {}, {}, []
     if head[:4] == b"PK\3\4" or head[:1] == b"\x80":
         found = read_archive(path) if head[:4] == b"PK\3\4" else read_chain(path)
-        return "torch", found.tensors, found.groups, found.extra, found.left_out
+        return "torch", found.tensors, found.groups, found.extra, found.left_out, found.optimizers
     if head[8:9] == b"{":
-        return "safetensors", read_safetensors(path), [], {}, {}
+        return "safetensors", read_safetensors(path), [], {}, {}, []
     raise InputError(
         f"`{path}` is no checkpoint that is known: it begins with {head[:8]!r}; accepted: safetensors,"
         " torch (.pt, .pth, .bin), folders with an index, torch DCP"
@@ -101,25 +102,26 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def _open_single(path: Path, file: Path) -> Checkpoint:
     "A folder with one file of weights; of an adapter with its settings."
-    kind, tensors, groups, extra, left_out = _read_file(file)
+    kind, tensors, groups, extra, left_out, optimizers = _read_file(file)
     config = path / "adapter_config.json"
     if not (config.is_file() and file.name.startswith("adapter")):
-        return Checkpoint(path, kind, tensors, groups, extra, left_out)
+        return Checkpoint(path, kind, tensors, groups, extra, left_out, optimizers)
     try:
         settings = dict(json.loads(config.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as e:
         raise InputError(f"`{config}` is no JSON object: {e}") from e
     words = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
-    return Checkpoint(path, "adapter", tensors, groups, extra | words, left_out)
+    return Checkpoint(path, "adapter", tensors, groups, extra | words, left_out, optimizers)
 
 
 def _open_ranks(path: Path, ranks: dict, words: str) -> Checkpoint:
     "A folder with one file a rank."
-    tensors, groups, extra, left_out = {}, [], {"written by": words}, {}
+    tensors, groups, extra, left_out, optimizers = {}, [], {"written by": words}, {}, []
     for prefix, file in ranks.items():
-        _, inside, settings, beside, without = _read_file(file)
+        _, inside, settings, beside, without, held = _read_file(file)
         tensors |= {prefix + name: tensor for name, tensor in inside.items()}
         extra |= {prefix + name: value for name, value in beside.items()}
         left_out |= {prefix + name: why for name, why in without.items()}
         groups += settings
-    return Checkpoint(path, "ranks", tensors, groups, extra, left_out)
+        optimizers += [replace(one, name=prefix + one.name) for one in held]
+    return Checkpoint(path, "ranks", tensors, groups, extra, left_out, optimizers)

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from .kernel import piece_sums
 from .open import open_checkpoint
+from .optimizer_names import optimizer_names
 from .tensors import Checkpoint, LazyTensor
 from ..names.errors import bad_input, shown
 
@@ -77,7 +78,8 @@ def scan_checkpoint(
     progress: bool = True,  # show a bar
     limit: int = 2**21,  # bytes read at once
     # a row a tensor: shape, dtype, the statistics, init_small and init_bloom (std over the two rules), note;
-    # attrs: width, exponents {name: (256,)}, left_out {name: why it has no values}
+    # attrs: width, exponents {name: (256,)}, left_out {name: why it has no values}, names {tensor of the
+    # optimizer: such as 'exp_avg of blocks.0.fc1.weight'}, unnamed {tensor whose number stays: why}
 ) -> pd.DataFrame:
     "Statistics of every tensor of a checkpoint; at most a few chunks are in memory."
     ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -91,7 +93,9 @@ def scan_checkpoint(
         exponents[name] = found.pop("exponents")
         rows.append({"tensor": name, **_row(ckpt[name], found, width)})
     table = pd.DataFrame(rows).set_index("tensor")
+    owned = optimizer_names(ckpt)
     table.attrs = {"width": width, "exponents": exponents, "left_out": dict(ckpt.left_out)}
+    table.attrs |= {"names": owned.names, "unnamed": owned.unknown}
     return table
 
 

@@ -20,7 +20,7 @@ import torch
 
 from .inert import Inert, LeftOut, StoredTensor
 from .pickles import Pickle, read_pickle
-from .tensors import LazyTensor, in_file, in_memory
+from .tensors import LazyTensor, held_params, in_file, in_memory
 from ..names.errors import InputError, shown
 
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #93de6e7c
@@ -90,6 +90,7 @@ class Contents:
     groups: list = field(default_factory=list)  # settings of optimizer groups
     extra: dict = field(default_factory=dict)  # numbers and words
     left_out: dict = field(default_factory=dict)  # name -> why
+    optimizers: list = field(default_factory=list)  # a `HeldParams` an optimizer
     path: list = field(default_factory=list)  # ids of what is being taken apart
     seen: set = field(default_factory=set)  # ids of objects that were taken apart
 
@@ -147,6 +148,8 @@ class Contents:
         self.path.append(id(value))
         if isinstance(value, dict) and "param_groups" in value:
             self.take_groups(value["param_groups"])
+            held = held_params(name, value["param_groups"])
+            self.optimizers += [held] if held else []
         for key, part in _parts(value):
             self.take(part, f"{name}.{key}" if name and key != "" else name or str(key))
         self.path.pop()

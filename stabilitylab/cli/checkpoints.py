@@ -62,6 +62,12 @@ def _short(name: object, width: int = 44) -> str:
     return words if len(words) <= width else "…" + words[1 - width :]
 
 
+def _unnamed_lines(unnamed: dict) -> list[str]:
+    "Why tensors of the optimizer keep their number, a line a reason."
+    reasons = list(unnamed.values())
+    return [f"{reasons.count(why)} tensors keep their number: {why}" for why in dict.fromkeys(reasons)]
+
+
 def _scan_line(name: object, row: dict) -> str:
     "One tensor of a checkpoint."
     shape = "×".join(map(str, row["shape"])) or "scalar"
@@ -80,17 +86,21 @@ def run_scan(
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
     if args.json:
         told = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
-        _print(told | {"left_out": ckpt.left_out, "tensors": _rows(table)})
+        told |= {key: table.attrs[key] for key in ("left_out", "names", "unnamed")}
+        _print(told | {"tensors": _rows(table)})
         return 0
+    names = table.attrs["names"]
     print(f"{ckpt!r}\n{'tensor':44} {'shape':>16} {'dtype':9} {'absmax':>10} {'rms':>10} {'std':>10}  note")
     for name, row in zip(table.index, table.to_dict("records"), strict=True):
-        print(_scan_line(name, row))
+        print(_scan_line(names.get(name, name), row))
     for i, group in enumerate(ckpt.groups):
         given = {what: value for what, value in group.items() if value is not None and value is not False}
         told = [f"{shown(what)} {shown(value)}" for what, value in given.items()]
         print(f"optimizer group {i}: {', '.join(told)}")
     for name, why in ckpt.left_out.items():
         print(f"left out: {_short(name)}: {why}")
+    for line in _unnamed_lines(table.attrs["unnamed"]):
+        print(line)
     return 0
 
 
@@ -124,8 +134,10 @@ def run_diff(
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
+    names = extra["names"]
     if args.json:
-        apart = {key: extra[key] for key in ("only_a", "only_b", "reshaped", "renamed")}
+        kept = ("only_a", "only_b", "reshaped", "renamed", "names", "unnamed")
+        apart = {key: extra[key] for key in kept}
         settings = [list(map(str, setting)) for setting in extra["settings"]]
         _print({"a": args.a, "b": args.b, "settings": settings, **apart, "tensors": _rows(table)})
         return 0
@@ -137,6 +149,9 @@ def run_diff(
         table = table[~averages]
     table = table.sort_values(["became_nonfinite", "change"], ascending=False)
     for name, row in zip(table.index, table.to_dict("records"), strict=True):
-        print(_diff_line(name, row))
+        print(_diff_line(names.get(name, name), row))
     _print_rest(table, extra)
+    if args.all:
+        for line in _unnamed_lines(extra["unnamed"]):
+            print(line)
     return 0

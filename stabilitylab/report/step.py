@@ -7,7 +7,8 @@ __all__ = ['as_number', 'filled_table', 'heading_html', 'step_text', 'step_html'
            'audit_html']
 
 # %% ../../nbs/api/report/07_step.ipynb #2f5b41cc
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from .render import render
 
@@ -175,6 +176,11 @@ def _short_cells(row: Mapping, heads: list[str]) -> list[str]:
     return ["" if row[head] is None else _short_number(row[head]) for head in heads]
 
 
+def _counted(words: Iterable[str]) -> dict[str, int]:
+    "How often each of some words is there, in the order in which they come first."
+    return dict(Counter(words))
+
+
 def scan_html(
     told: Mapping,  # the JSON of `stabilitylab scan` or `diff`
     most: int = 60,  # rows shown
@@ -187,10 +193,11 @@ def scan_html(
         hidden = {"mean", "zeros", "init_bloom", "near_dead_rows"}
         rows = [_without(row, hidden) for row in rows]
         rows.sort(key=lambda row: row["note"] == "")
-    heads = list(rows[0]) if rows else []
-    cells = [_short_cells(row, heads) for row in rows[:most]]
-    more = max(len(rows) - most, 0)
-    return render("view_scan", settings=told.get("settings", []), heads=heads, cells=cells, more=more)
+    heads, names = list(rows[0]) if rows else [], told.get("names", {})
+    named = [row | {"tensor": names.get(row["tensor"], row["tensor"])} for row in rows[:most]]
+    cells = [_short_cells(row, heads) for row in named]
+    rest = {"more": max(len(rows) - most, 0), "unnamed": _counted(told.get("unnamed", {}).values())}
+    return render("view_scan", settings=told.get("settings", []), heads=heads, cells=cells, **rest)
 
 
 _MEANS = {
