@@ -33,6 +33,7 @@ from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/43_heads.ipynb #8008fe0e
 COLUMNS = 1200  # steps that a picture keeps; each keeps the largest value of its stretch
+_WORDS = 32  # tokens that are written at an axis at the most
 FACTOR = 20  # span from which colours are logarithmic; our convention, as for the curves
 
 
@@ -229,8 +230,14 @@ def head_picture(
         return figure_png(figure)
 
 # %% ../../nbs/api/plot/43_heads.ipynb #7a5e9f3f
+def _spread(tokens: list[str]) -> list[str] | None:
+    "As many of the words as there is room for; None without any."
+    every = -(-len(tokens) // _WORDS)
+    return [word if place % every == 0 else "" for place, word in enumerate(tokens)] if tokens else None
+
+
 def weights_picture(
-    told: dict,  # of `recorded_head`, as JSON has it
+    told: dict,  # of `recorded_head`, as JSON has it: weights, module, head and, where known, tokens
     dark: bool = False,  # for a dark page
 ) -> bytes:  # PNG
     "The attention picture of one head."
@@ -239,5 +246,6 @@ def weights_picture(
     da = xr.DataArray(table, dims=("query", "key"), attrs=attrs)
     with theme(dark, 9):
         figure = Figure((4.6, 4.0), dpi=110, layout="constrained")
-        plot_weights(da, ax=figure.subplots())
+        ax = plot_weights(da, tokens=_spread(told.get("tokens", [])), ax=figure.subplots())
+        ax.set_xlabel("key (token id)" if told.get("tokens") else "key")
         return figure_png(figure)
