@@ -12,24 +12,28 @@ from importlib.util import find_spec
 
 import numpy as np
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..detect.attention import attention_of
 from ..detect.sampled import typical_magnitude
 from ..names.errors import bad_input
 from stabilitylab.plot.attention import (
+    linear_below,
     plot_entropy_against_logit,
     plot_heads,
     plot_heads_over_steps,
     plot_massive,
     plot_sinks,
     plot_weights,
+    signed_ticks,
 )
 from .picture import figure_png, panel_of
-from .theme import colour, theme
+from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/43_heads.ipynb #8008fe0e
 COLUMNS = 1200  # steps that a picture keeps; each keeps the largest value of its stretch
+_WORDS = 32  # tokens that are written at an axis at the most
 FACTOR = 20  # span from which colours are logarithmic; our convention, as for the curves
 
 
@@ -54,11 +58,35 @@ def thinned(
 
 
 def _spans(da: xr.DataArray) -> bool:
-    "Whether the positive values span so much that colours should be logarithmic."
-    good = da.values[np.isfinite(da.values) & (da.values > 0)]
-    return bool(
-        good.size and good.max() > FACTOR * good.min() and (da.values[np.isfinite(da.values)] >= 0).all()
-    )
+    "Whether values span so much that a scale should be logarithmic: of both signs, beside the usual size."
+    sizes = np.abs(da.values[np.isfinite(da.values) & (da.values != 0)])
+    if not sizes.size:
+        return False
+    usual = np.median(sizes) if linear_below(da.values) else sizes.min()
+    return bool(sizes.max() > FACTOR * usual)
+
+
+def _log_axis(ax: Axes, values: np.ndarray) -> None:
+    "A logarithmic axis for these values, with a few labels."
+    small = linear_below(values)
+    if not small:
+        ax.set_yscale("log")
+        return
+    ax.set_yscale("symlog", linthresh=small, linscale=0.5)
+    ax.set_yticks(signed_ticks(values))
+    ax.axhline(0, color=colour("faint", ax), linewidth=0.6)
+
+
+def _short_name(da: xr.DataArray, name: str) -> str:
+    "A statistic and its unit, short enough for a low picture."
+    units = da.attrs.get("units", "1")
+    return label(name.replace("_", " ") + (f" [{units}]" if units != "1" else ""), 36)
+
+
+def _step_words(da: xr.DataArray, drawn: str) -> str:
+    "What the axis of the steps says: also how many values are not finite, and how they are drawn."
+    bad = int((~np.isfinite(da.values)).sum())
+    return f"step ({drawn}: {bad:,} not finite)" if bad else "step"
 
 
 def head_map(
@@ -78,7 +106,7 @@ def head_map(
         figure = Figure((width, min(6.0, max(2.2, 1.2 + 0.07 * rows))), dpi=120, layout="constrained")
         ax = figure.subplots()
         plot_heads_over_steps(thinned(da), ax=ax, log=_spans(da))
-        ax.set_ylabel("layer")
+        ax.set(xlabel=_step_words(da, "grey"), ylabel="layer")
         if marked is not None and 0 <= marked < rows:
             ax.plot(ax.get_xlim(), [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.9)
         return figure_png(figure), [panel_of(ax)]
@@ -195,13 +223,21 @@ def head_picture(
         right.plot(history.step.values, history.values, color=colour("grad_norm", right))
         right.axvline(da.step.values[at], color=colour("error", right), linewidth=0.9)
         if _spans(history):
-            right.set_yscale("log")
-        right.set(xlabel="step", title=f"{head_names(data)[layer * data.sizes['head'] + head]}")
+            _log_axis(right, history.values)
+        title = head_names(data)[layer * data.sizes["head"] + head]
+        words = _step_words(history, "left out")
+        right.set(xlabel=words, ylabel=_short_name(da, name), title=label(title, 48))
         return figure_png(figure)
 
 # %% ../../nbs/api/plot/43_heads.ipynb #7a5e9f3f
+def _spread(tokens: list[str]) -> list[str] | None:
+    "As many of the words as there is room for; None without any."
+    every = -(-len(tokens) // _WORDS)
+    return [word if place % every == 0 else "" for place, word in enumerate(tokens)] if tokens else None
+
+
 def weights_picture(
-    told: dict,  # of `recorded_head`, as JSON has it
+    told: dict,  # of `recorded_head`, as JSON has it: weights, module, head and, where known, tokens
     dark: bool = False,  # for a dark page
 ) -> bytes:  # PNG
     "The attention picture of one head."
@@ -210,5 +246,6 @@ def weights_picture(
     da = xr.DataArray(table, dims=("query", "key"), attrs=attrs)
     with theme(dark, 9):
         figure = Figure((4.6, 4.0), dpi=110, layout="constrained")
-        plot_weights(da, ax=figure.subplots())
+        ax = plot_weights(da, tokens=_spread(told.get("tokens", [])), ax=figure.subplots())
+        ax.set_xlabel("key (token id)" if told.get("tokens") else "key")
         return figure_png(figure)

@@ -8,6 +8,7 @@ __all__ = ['head_statistics', 'recorded_head']
 # %% ../../nbs/api/workbench/07_heads.ipynb #6fbdf233
 from pathlib import Path
 
+import torch
 import xarray as xr
 from torch import nn
 
@@ -41,6 +42,16 @@ class _WithLoss(nn.Module):
         return self.loss(self.model, part)
 
 
+def _token_ids(part: object, count: int) -> list[str]:
+    "The first sequence of token ids that is as long as the keys, also one longer; [] without one."
+    found = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else [part]
+    for held in found:
+        is_ids = torch.is_tensor(held) and held.ndim == 2 and not held.dtype.is_floating_point
+        if is_ids and held.shape[1] - count in (0, 1):
+            return [str(int(one)) for one in held[0, :count]]
+    return []
+
+
 def recorded_head(
     path: str | Path,  # folder of a record with a black box
     step: int,  # whose state and batch are taken
@@ -48,10 +59,15 @@ def recorded_head(
     head: int,  # which head
     setup: str | None = None,  # 'file.py:function', as in `setup_of`
     longest: int = 512,  # more tokens than this are refused
-) -> dict:  # weights, a list of rows; module, head
+) -> dict:  # weights, a list of rows; module, head; tokens, the ids of the keys, [] where they are not known
     "The attention weights of one head on the batch of a recorded step; what a child process does."
     known = setup_of(path, setup)
     model, _ = load_snapshot(path, step, known).build()
     part = load_batch(path, step).parts[0]
     weights = head_weights(_WithLoss(model, known.loss), (part,), layer, head, longest=longest)
-    return {"weights": weights.values, "module": weights.attrs["module"].removeprefix("model."), "head": head}
+    return {
+        "weights": weights.values,
+        "module": weights.attrs["module"].removeprefix("model."),
+        "head": head,
+        "tokens": _token_ids(part, weights.sizes["key"]),
+    }

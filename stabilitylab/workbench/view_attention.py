@@ -53,27 +53,35 @@ class AttentionView(widgets.VBox):
         self,
         shared: WorkbenchState,  # with a run
     ):
-        self.shared, self.look, self.job, self._drawn, self._task = shared, HeadLook(), None, None, None
+        self.shared, self.look, self.job = shared, HeadLook(), None
+        self._drawn, self._of, self._task = None, None, None
         self.what = widgets.Dropdown(description="Statistic", layout=widgets.Layout(width="360px"))
-        self.aspect = widgets.Dropdown(description="Below", layout=widgets.Layout(width="300px"))
-        self.aspect.tooltip = "a further look at the same heads"
+        self.aspect = widgets.Dropdown(description="Also draw", layout=widgets.Layout(width="300px"))
+        self.aspect.tooltip = "a further look at the same heads, below"
         self.picture = PictureWidget(dark=shared.dark, alt="Heat map, a row an attention head.")
         self.detail, self.further, self.head = (_image(width) for width in ("1000px", "900px", "480px"))
         self.fetch = widgets.Button(
             description="Draw this head", icon="th", layout=widgets.Layout(width="auto")
         )
         self.fetch.tooltip = "its attention on the batch of this step, from the black box"
+        self.stop = widgets.Button(description="Cancel", icon="stop", layout=widgets.Layout(width="auto"))
+        self.stop.on_click(lambda _: self.cancel())
+        self.state = widgets.HTML()
         self.setup = widgets.Text(
             placeholder="setup: file.py:function, or empty", layout=widgets.Layout(width="280px")
         )
+        self.setup.tooltip = "a function that returns the Setup of the run, where its record has none"
         self.words, self.notice, self.call = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        wrap = widgets.Layout(flex_flow="row wrap")
+        wrap, top = (
+            widgets.Layout(flex_flow="row wrap"),
+            widgets.Layout(flex_flow="row wrap", margin="0 0 6px 0"),
+        )
         self.body = [
-            widgets.HBox([self.what, self.aspect], layout=wrap),
+            widgets.HBox([self.what, self.aspect], layout=top),
             self.picture,
             self.words,
             self.detail,
-            widgets.HBox([self.fetch, self.setup], layout=wrap),
+            widgets.HBox([self.fetch, self.stop, self.setup, self.state], layout=wrap),
             self.head,
             self.further,
             self.call,
@@ -102,16 +110,21 @@ class AttentionView(widgets.VBox):
         "Offers what the run has."
         run = self.shared.run
         found, further = head_statistics(run), looks(run)
-        self.look.row, self.look.told, self._drawn = -1, None, None
+        if self._of != self.shared.name:  # a run that grew keeps its head
+            self.cancel()
+            self.look.row, self.look.told, self._of = -1, None, self.shared.name
+        self._drawn = None
+        kept = self.aspect.value if self.aspect.value in [name for _, name in further] else ""
         self.aspect.options = [("nothing", ""), *further]
+        self.aspect.value = kept
         if not found:
-            self.notice.value = render("view_attention", part="notice", has_massive=bool(further))
+            self.notice.value = _say("notice", has_massive=bool(further))
             self.children = [self.notice, *([self.aspect, self.further] if further else [])]
             self.aspect.value = further[0][1] if further else ""
             return
-        known = [name for _, name in found]
+        known, usual = [name for _, name in found], self.look.statistic or _USUAL
         self.what.options = found
-        self.what.value = self.look.statistic = _USUAL if _USUAL in known else known[0]
+        self.what.value = self.look.statistic = usual if usual in known else known[0]
         self.children = self.body
         self.draw()
 
@@ -149,18 +162,31 @@ class AttentionView(widgets.VBox):
     ) -> None:
         "The value, the history and the neighbours of the chosen head."
         look, count = self.look, data.sizes["head"]
-        is_chosen = look.row >= 0
-        self.fetch.disabled = not (is_chosen and self._replayable())
+        is_chosen, steps = look.row >= 0, self._replayable()
+        self.offer_head(is_chosen, bool(steps))
         _show(self.detail, b"")
         if not is_chosen:
-            self.words.value = render("view_attention", part="click", has_massive=False)
+            self.words.value = _say("click")
             return
         layer, head = divmod(look.row, count)
         da = data[look.statistic].isel(layer=layer, head=head)
         at = int(np.argmin(np.abs(da.step.values - look.step)))
         said = {"name": head_names(data)[look.row], "step": da.step.values[at], "value": float(da.values[at])}
-        self.words.value = render("view_attention", part="value", statistic=look.statistic, **said)
+        self.words.value = _say("value", statistic=look.statistic, **said)
         _show(self.detail, head_picture(data, look.statistic, look.step, layer, head, self.shared.dark))
+
+    def offer_head(
+        self,
+        is_chosen: bool,  # whether a head is chosen
+        has_steps: bool,  # whether the black box can replay one
+    ) -> None:
+        "Whether the attention of a head can be had, and if not, why."
+        is_running = self.job is not None
+        self.fetch.disabled = is_running or not (is_chosen and has_steps)
+        self.fetch.layout.display = self.setup.layout.display = "" if is_chosen and has_steps else "none"
+        self.stop.layout.display = "" if is_running else "none"
+        if not is_running:
+            self.state.value = _say("no_box") if is_chosen and not has_steps else ""
 
     def draw_further(self) -> None:
         "The further look that was chosen."
@@ -208,7 +234,9 @@ class AttentionView(widgets.VBox):
         step = min(steps, key=lambda known: abs(known - self.look.step))
         path, setup = str(self.shared.run.attrs["source"]), self.setup.value.strip() or None
         where = {"path": path, "step": step, "layer": layer, "head": head, "setup": setup}
-        self.job, self.fetch.disabled = Job.of("stabilitylab.workbench.heads:recorded_head", **where), True
+        self.job = Job.of("stabilitylab.workbench.heads:recorded_head", **where)
+        self.state.value = _say("running", step=step)
+        self.offer_head(True, True)
         with suppress(RuntimeError):  # no loop in a script, which polls by itself
             self._task = asyncio.get_running_loop().create_task(self.job.watch(self.hear))
 
@@ -217,18 +245,30 @@ class AttentionView(widgets.VBox):
         state: JobState,  # of the job
     ) -> None:
         "Takes over what the child process says."
-        if not state.ended:
+        if not state.ended or self.job is None:
             return
-        self.fetch.disabled = False
+        self.job = None
+        self.offer_head(True, True)
         if state.phase == "done":
             self.look.told = state.result
-        else:
-            self.words.value = render("view_error", title="This head", error=state.error)
+        elif state.phase == "failed":
+            self.state.value = render("view_error", title="This head", error=state.error)
+
+    def cancel(self) -> None:
+        "Gives up the head that is being fetched."
+        if self.job is not None:
+            self.job.cancel()
+            self.hear(self.job.poll())
 
     def draw_head(self) -> None:
         "The attention of the chosen head."
         told = self.look.told
         _show(self.head, weights_picture(told, self.shared.dark) if told else b"")
+
+
+def _say(part: str, **said: object) -> str:
+    "A sentence of this view."
+    return render("view_attention", part=part, **({"has_massive": False} | said))
 
 
 def _image(width: str) -> widgets.Image:

@@ -123,6 +123,7 @@ class FixLabView(widgets.VBox):
             control.layout.display = "" if has_state else "none"
         if has_state:
             wanted = self.lab.step
+            self.step.min = 0  # a new largest step below the old smallest one is refused
             self.step.max, self.step.min = self.lab.steps[-1], self.lab.steps[0]
             self.step.value = wanted
         self._offer_later()

@@ -171,6 +171,7 @@ class PrecisionView:
         self.body.layout.display = "" if steps else "none"
         if steps:
             wanted = self.look.step
+            self.step.min = 0  # a new largest step below the old smallest one is refused
             self.step.max, self.step.min = steps[-1], steps[0]
             self.step.value = wanted
         if not self._drawn:  # once the options stand
