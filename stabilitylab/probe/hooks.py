@@ -226,8 +226,7 @@ class ModuleProbe(BackwardEnd):
             given = first_tensor(args)
             if given is not None:
                 self.measure([3 * row + 1], given)
-            self.measure([3 * row], tensor)
-            self._split(row, tensor, 0)
+            self._measure_output([row], 0, tensor)
         if self.backward and tensor.requires_grad:
             self._watch_grad(row, tensor)
 
@@ -235,27 +234,40 @@ class ModuleProbe(BackwardEnd):
         self,
         slots: list[int],  # rows of sums that the tensor fills, `3*module + role`
         tensor: torch.Tensor,  # floating point or complex
-        fresh: bool = False,  # read it even if it was read before
     ) -> None:
         "Read a tensor for `slots`, unless that was done for another module."
-        hit = None if fresh else self.seen.get(id(tensor))
-        is_known = hit is not None and hit[0]() is tensor and hit[1] == _version(tensor)
-        numbers = None
-        if is_known:
-            key = hit[2]
-        else:
+        keys, numbers = self._known(tensor), None
+        if keys is None:
             numbers = readable(tensor)
-            key, sums = self.rows.new(numbers.device)
-            add_sums(numbers, sums)
-            if not fresh:
-                self.seen[id(tensor)] = weakref.ref(tensor), _version(tensor), key
-        for slot in slots:
-            if slot not in self.uses and not is_known:
-                self.order.append(slot)
-            self.uses.setdefault(slot, []).append((key, self.forward))
-            self.dtypes[slot] = tensor.dtype
+            keys = [self._read(numbers)]
+            self._remember(tensor, keys)
+        self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
         if self.sampling and slots[0] % 3 != 1:
-            self._detail(slots[0], key, readable(tensor) if numbers is None else numbers)
+            self._detail(slots[0], keys[0], readable(tensor) if numbers is None else numbers)
+
+    def _known(self, tensor: torch.Tensor) -> list[tuple] | None:
+        "The rows of sums that hold a tensor; None where it was not read, or was written since."
+        hit = self.seen.get(id(tensor))
+        is_known = hit is not None and hit[0]() is tensor and hit[1] == _version(tensor)
+        return hit[2] if is_known else None
+
+    def _remember(self, tensor: torch.Tensor, keys: list[tuple]) -> None:
+        "Which rows of sums hold a tensor."
+        self.seen[id(tensor)] = weakref.ref(tensor), _version(tensor), keys
+
+    def _read(self, numbers: torch.Tensor) -> tuple:
+        "A new row with the sums of a tensor; its key."
+        key, sums = self.rows.new(numbers.device)
+        add_sums(numbers, sums)
+        return key
+
+    def _use(self, slots: list[int], keys: list[tuple], dtype: torch.dtype, is_first: bool) -> None:
+        "Note which rows of sums are of these slots."
+        for slot in slots:
+            if slot not in self.uses and is_first:
+                self.order.append(slot)
+            self.uses.setdefault(slot, []).extend((key, self.forward) for key in keys)
+            self.dtypes[slot] = dtype
 
     def _detail(self, slot: int, key: tuple, numbers: torch.Tensor) -> None:
         "The costly statistics of a tensor, once."
@@ -265,14 +277,29 @@ class ModuleProbe(BackwardEnd):
             is_image = self.kinds[slot // 3] == "conv" and numbers.ndim > 2
             self.channels[key] = channel_maxima(numbers, 1 if is_image else -1)
 
-    def _split(self, row: int, tensor: torch.Tensor, role: int) -> None:
-        "Queries, keys and values of a fused projection, each in its own row."
-        if row not in self.split:
+    def _measure_output(self, rows: list[int], role: int, tensor: torch.Tensor) -> None:
+        "Read an output or its gradient for the modules that share it."
+        parts = [part for row in rows for part in self._split(row, tensor)]
+        slots = [3 * row + role for row in rows]
+        # a fused projection is the sum of its parts; its channels, which are looked at now and then, are not
+        is_sum_of_parts = len(parts) == len("qkv") and not self.sampling and self._known(tensor) is None
+        if not is_sum_of_parts:
+            self.measure(slots, tensor)
+            for part_row, part in parts:
+                self.measure([3 * part_row + role], part)
             return
+        keys = [self._read(readable(part)) for _, part in parts]
+        self._remember(tensor, keys)
+        self._use(slots, keys, tensor.dtype, is_first=True)
+        for (part_row, _), key in zip(parts, keys, strict=True):
+            self._use([3 * part_row + role], [key], tensor.dtype, is_first=True)
+
+    def _split(self, row: int, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        "Queries, keys and values of a fused projection, each with its own row; [] where it is none."
+        if row not in self.split or tensor.shape[-1] != self.split[row][1].width:
+            return []
         rows, layout = self.split[row]
-        if tensor.shape[-1] == layout.width:
-            for part_row, part in zip(rows, split_qkv(tensor.detach(), layout).values(), strict=True):
-                self.measure([3 * part_row + role], part, fresh=True)
+        return list(zip(rows, split_qkv(tensor.detach(), layout).values(), strict=True))
 
     def _watch_grad(self, row: int, tensor: torch.Tensor) -> None:
         "One hook on the gradient of an output, for every module that returns it."
@@ -294,9 +321,7 @@ class ModuleProbe(BackwardEnd):
         if not _is_eager():
             return
         self._back(forward)
-        self.measure([3 * row + 2 for row in rows], grad, fresh=True)
-        for row in rows:
-            self._split(row, grad, 2)
+        self._measure_output(rows, 2, grad)
 
     def _kept_uses(self) -> dict[int, list]:
         "The rows of each slot, without forward passes that no backward pass came to, if one came to others."

@@ -14,6 +14,10 @@
 // hands them to `block` where the largest magnitude says that squares would leave float32 (0x5d000000 = 2**59,
 // 0x2a000000 = 2**-43) or that an entry is not finite.
 //
+// Both ask for what lies AHEAD bytes further on: the processor's own prefetcher stops at the end of a page, so
+// that without it one core reads a tensor that lies in memory at about half the speed. It changes no sum, and
+// asking beyond the end of a tensor is harmless.
+//
 // rows that come back
 //     tensor_sums   [ n | sum | sum of squares | largest | not finite ]
 //     tensor_detail [ n | not finite | mean | s1 s2 s3 s4 | zeros | 4 over | 4 under | 256 exponents ]
@@ -22,6 +26,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <math.h>
+#define AHEAD 2048
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
@@ -51,6 +56,7 @@ static inline __attribute__((always_inline)) void block(const char *x, int64_t n
       memcpy(t, x + (half ? 2 : 4) * k, (half ? 2 : 4) * (n - k));
       v = load(t, 0, half);
     }
+    __builtin_prefetch(x + (half ? 2 : 4) * k + AHEAD);
     vi b = v & 0x7fffffff, nf = b >= 0x7f800000, g;
     b &= ~nf;
     v &= ~nf;
@@ -90,6 +96,9 @@ static inline __attribute__((always_inline)) void quick(const char *x, int64_t n
     vf s0 = {0}, s1 = {0}, q0 = {0}, q1 = {0};
     vi m0 = {0}, m1 = {0};
     for (int64_t k = 0; k < 1024; k += 32) {
+      __builtin_prefetch(p + (half ? 2 : 4) * k + AHEAD);
+      if (!half)
+        __builtin_prefetch(p + 4 * k + AHEAD + 64);
       vi u = load(p, k, half), v = load(p, k + 16, half), b = u & 0x7fffffff, c = v & 0x7fffffff,
          g = b > m0, h = c > m1;
       m0 = (b & g) | (m0 & ~g);
