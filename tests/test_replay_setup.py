@@ -1,6 +1,7 @@
 "A replay that is not the step says so: planted faults of the setup, of the loop and of the user's code."
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -410,3 +411,28 @@ def test_the_page_names_tests_that_there_are():
     named = set(re.findall(r"`(test_\w+)`", page))
     known = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in folder.glob("test_replay*.py"))))
     assert len(named) > 20 and named <= known, named - known
+
+
+OTHER_PROCESSOR = """
+from dataclasses import replace
+from stabilitylab.cases.samples import sample
+from stabilitylab.replay.examine import setup_of
+from stabilitylab.replay.setup_check import check_setup
+
+path, setup = sample(), setup_of(sample())
+good, bad = check_setup(path, 351, setup), check_setup(path, 351, replace(setup, schedule=None))
+print(good.fault, good.is_step, bad.fault, bad.is_step)
+"""
+
+
+def test_the_sample_is_replayed_on_another_processor_although_its_state_magnifies_rounding():
+    # kernels without wide vectors add in another order, which two steps of this run make a percent of
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESSOR],
+        env=os.environ | other,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["rounding", "True", "schedule", "False"]

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['QUANTITIES', 'EQUAL', 'ROUNDING', 'DRIFT', 'recorded_numbers', 'recorded_params', 'Retraced', 'Meter', 'Retrace',
-           'retrace', 'distance']
+           'retrace', 'distance', 'rounding_reach']
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #996308d5
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
@@ -151,7 +151,7 @@ def retrace(
     return Retrace(tuple(found), start, before, walk.model, walk.optimizer)
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #d1931ace
-EQUAL, ROUNDING, DRIFT = 1e-6, 1e-3, 0.05  # relative
+EQUAL, ROUNDING, DRIFT = 1e-6, 1e-3, 0.05  # relative; ours, from replays of one record on several processors
 
 
 def distance(
@@ -162,3 +162,33 @@ def distance(
     if not (isfinite(one) and isfinite(other)):
         return 0.0 if isfinite(one) == isfinite(other) else float("inf")
     return abs(one - other) / max(abs(one), abs(other), 1e-300) if one != other else 0.0
+
+# %% ../../nbs/api/replay/12_retrace.ipynb #1bc9be33
+def _moved(weights: dict) -> dict:
+    """Weights moved by one unit in their last place, up or down: all of 32 bits and more, and of 16 bits so
+    many that the sum moves as far."""
+    dice = torch.Generator().manual_seed(0)
+    moved = dict(weights)
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        unit = torch.finfo(tensor.dtype).eps
+        share = max(min(1.0, torch.finfo(torch.float32).eps / unit), 1 / tensor.numel())
+        draw = torch.rand(tensor.shape, generator=dice)
+        sign = (draw < share / 2).double() - ((draw >= share / 2) & (draw < share)).double()
+        moved[name] = (tensor * (1 + unit * sign.to(tensor.device))).to(tensor.dtype)
+    return moved
+
+
+def rounding_reach(
+    path: str | Path,  # folder of the record
+    way: Retrace,  # of `retrace`
+) -> list[float]:  # one a step: the largest relative distance over `QUANTITIES`
+    "How far the numbers of every step go when the weights before the first are moved by their rounding."
+    other = Walk(path, replace(way.start, model=_moved(way.start.model)))
+    meter, reach = Meter(other), []
+    for step in way.steps:
+        numbers, _ = meter.take()
+        reach.append(max(distance(numbers[name], step.replayed[name]) for name in QUANTITIES))
+    meter.probe.remove()
+    return reach

@@ -9,6 +9,7 @@ __all__ = ['Check', 'SetupCheck', 'check_setup']
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..names.encode import plain
@@ -24,6 +25,7 @@ from stabilitylab.replay.retrace import (
     Retraced,
     distance,
     retrace,
+    rounding_reach,
 )
 from .state import Setup, Snapshot
 from .step import noise_floor
@@ -98,7 +100,7 @@ def _parameters(path: str | Path, start: Snapshot) -> Check:
     return Check("parameters", start.step, of_saved, of_here, state)
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #74f4de4c
-_GROWTH = 30.0  # factor by which rounding may grow from one step to the next; our convention
+_MARGIN = 30.0  # factor over one trial of rounding within which a difference is another one; ours
 
 
 def _apart(step: Retraced) -> float:
@@ -114,32 +116,50 @@ def _is_other_loss(way: Retrace) -> bool:
     return len(known) > 2 and max(others) <= EQUAL
 
 
-def _is_rounding(way: Retrace) -> bool:
-    "Whether differences begin at the size of rounding and grow no faster than an unstable run makes them."
-    before = ROUNDING / _GROWTH
-    for step in way.steps:
-        apart = _apart(step)
-        if apart > max(ROUNDING, _GROWTH * before):
-            return False
-        before = max(before, apart)
-    rates = [step for step in way.steps if "lr" in step.recorded]
-    return all(distance(step.recorded["lr"], step.replayed["lr"]) <= EQUAL for step in rates)
+def _allowed(facts: Facts, is_other_order: bool) -> list[float]:
+    "How far each step may be from the record where sums are, or may be, added in another order; relative."
+    reach = np.maximum.accumulate(rounding_reach(facts.path, facts.way))
+    if not is_other_order:  # a processor may hide behind the name of another: only what was tried counts
+        return np.maximum(EQUAL, _MARGIN * reach).tolist()
+    begin = min(_apart(facts.way.steps[0]), ROUNDING)
+    growth = reach[1:] / max(reach[0], EQUAL / _MARGIN)
+    later = np.maximum(_MARGIN * reach[1:], _MARGIN * begin * growth)
+    return np.maximum(ROUNDING, np.append(_MARGIN * reach[0], later)).tolist()
 
 
-def _is_noise(facts: Facts) -> bool:
-    "Whether the first step repeated here differs from itself by as much."
+def _is_noise(facts: Facts, step: Retraced, name: str) -> bool:
+    "Whether the first step repeated here differs from itself by as much as from the record."
     first = facts.way.steps[0]
+    if facts.is_elsewhere or name != "loss" or step is not first:
+        return False
     floor = noise_floor(facts.way.start, facts.first, times=3)
     return 0 < abs(first.recorded["loss"] - first.replayed["loss"]) <= 10 * floor.loss
 
 
-def _first_difference(way: Retrace) -> tuple[Retraced, str] | None:
-    "The first step and number in which record and replay are further apart than a sum in another order."
-    for step in way.steps:
-        for check in _checks_of(step):
-            if check.state in ("rounding", "differs"):
-                return step, check.name
+def _first_difference(way: Retrace, allowed: list[float] | None = None) -> tuple[Retraced, str] | None:
+    "The first step and number in which record and replay are further apart than allowed, one bound a step."
+    bounds = [EQUAL] * len(way.steps) if allowed is None else allowed
+    for step, bound in zip(way.steps, bounds, strict=True):
+        for name in QUANTITIES:
+            limit = EQUAL if name == "lr" else bound  # a rate is computed, not added up
+            is_known = name in step.recorded and step.replayed[name] is not None
+            if is_known and distance(step.recorded[name], step.replayed[name]) > limit:
+                return step, name
     return None
+
+
+def _may_be_rounding(facts: Facts, step: Retraced, name: str) -> bool:
+    "Whether a first difference is one that another order of sums can make."
+    is_sum = step is facts.way.steps[0] and name in ("loss", "grad_norm")
+    return facts.is_elsewhere or (is_sum and _apart(step) <= ROUNDING)
+
+
+def _rounded(facts: Facts) -> tuple[str, dict]:
+    "The words of differences that rounding makes: small still, or magnified."
+    changed = {"changed": ", ".join(facts.changed) or "not told by the record"}
+    if _apart(facts.way.steps[-1]) <= DRIFT:
+        return "rounding", changed
+    return "drift", changed | {"count": len(facts.way.steps)}
 
 
 def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
@@ -153,16 +173,12 @@ def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
     step, name = found
     if name == "loss" and _is_other_loss(way):
         return "other loss", {}, suspect
-    changed = {"changed": ", ".join(facts.changed) or "sums over ranks"}
-    if facts.is_elsewhere and _is_rounding(way):
-        is_near = _apart(way.steps[-1]) <= DRIFT
-        return (
-            ("rounding", changed, suspect)
-            if is_near
-            else ("drift", changed | {"count": len(way.steps)}, suspect)
-        )
-    if name == "loss" and step is way.steps[0] and _is_rounding(way) and _is_noise(facts):
-        return "noise", {}, suspect
+    is_noise = _is_noise(facts, step, name)
+    if is_noise or _may_be_rounding(facts, step, name):
+        beyond = _first_difference(way, _allowed(facts, is_noise or facts.is_elsewhere))
+        if beyond is None:
+            return ("noise", {}, suspect) if is_noise else (*_rounded(facts), suspect)
+        step, name = beyond
     fault, evidence = fault_of(step, name, facts)
     return fault, evidence, step.step
 
