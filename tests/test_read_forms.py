@@ -151,3 +151,35 @@ def test_sizes_of_a_model_are_no_history(tmp_path):
     )
     with pytest.raises(InputError, match="no training metric"):
         read_log(tmp_path / "run.log")
+
+
+def test_lines_that_a_program_logs_twice_are_one_record(tmp_path):
+    lines = []
+    for i in range(20):
+        record = f"Train Epoch: [0][{20 * i}/400]  Loss {3 - i / 20:.4f} ({3 - i / 40:.4f})"
+        lines += [f"[2025/01/30 01:22:{i:02d}] - {record}", record]
+    log = written(tmp_path, "\n".join(lines) + "\n")
+    assert steps_of(log, "loss") == list(range(0, 400, 20))
+    lines = []
+    for i in range(1, 21):
+        record = f"[{1000 * i:6d}] | gnorm  8.33 lr  0.000125 | loss {6 - i / 20:.3f}"
+        lines += [f"INFO:tensorflow:{record}", f"I1212 15:09:{i:02d}.226866 128529 train.py:471] {record}"]
+    log = written(tmp_path, "\n".join(lines) + "\n")
+    assert steps_of(log, "loss") == [1000 * i for i in range(1, 21)]
+    assert log.loss.size == 20
+
+
+def test_records_that_happen_to_agree_are_all_kept(tmp_path):
+    lines = [f"step {i} loss {0.5 if i % 2 else 0.25}\n" for i in range(30)]
+    assert written(tmp_path, "".join(lines)).loss.size == 30
+
+
+def test_right_answers_of_all_are_no_count_of_steps(tmp_path):
+    lines = []
+    for epoch in range(1, 30):
+        right = 600 + 10 * epoch + 23 * (epoch % 3)
+        lines += [f"epoch  {epoch:2d}", "", f"loss: {6 / epoch:.6f}", ""]
+        lines += [f"test accuracy: {right / 10:.2f}%, ({right}/1000)", ""]
+    log = written(tmp_path, "\n".join(lines) + "\n")
+    assert steps_of(log, "loss") == list(range(1, 30))
+    assert log.segment.values.max() == 0

@@ -27,6 +27,7 @@ _STAMPS = re.compile(
     rb"|[\w./\\-]*\.(?:py|cpp|cc|cu|c|h|hpp|go|rs|jl|js|ts|lua|java|R)[\"']?"
     rb"(?:, line |:|\()\d+\)?"  # train.py:58
     rb"|\b[A-Za-z_][\w.]*:[A-Za-z_<>]\w*>?:\d+(?=[\s\]-])"  # __main__:train:58
+    rb"|\b(?:DEBUG|INFO|WARNING|ERROR):[A-Za-z_][\w.]*:"  # INFO:tensorflow:
     rb"|\b[A-Za-z_]\w*(?:\.\w+)+:\d+(?=[\s\]-])"  # olmo.train:990
     rb"|\b(?:cuda|gpu|GPU|cpu|npu|xla|line|pid|PID|port)[ :=#]{1,2}\d+\b|\b0x[0-9a-fA-F]+\b"
 )
@@ -34,7 +35,8 @@ _STAMPS = re.compile(
 
 # what every stamp has: a mark between digits, or a word before a number (twenty times as fast to look for)
 _MAY_STAMP = re.compile(
-    rb"\d[-/.:]|\d ?[hd]|[:(]\d|0x|[A-Z][a-z]{2}\w* +\d|(?:cuda|[gcnGC][pP][uU]|xla|line|pid|PID|port)[ :=#]"
+    rb"\d[-/.:]|\d ?[hd]|[:(]\d|0x|(?:UG|FO|NG|OR):\w"
+    rb"|[A-Z][a-z]{2}\w* +\d|(?:cuda|[gcnGC][pP][uU]|xla|line|pid|PID|port)[ :=#]"
 )
 
 

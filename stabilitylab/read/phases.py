@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .lines import Slot, Table
+from .lines import Slot, Table, some_lines
 from .steps import total_of
 from .words import evaluation, meaning
 
@@ -47,12 +47,6 @@ def _renamed(slot: Slot) -> Slot:
     return slot if is_own else replace(slot, name="val " + slot.name)
 
 
-def _some(table: Table, keep: np.ndarray) -> Table:
-    "Some lines of a kind."
-    slots = [replace(slot, value=slot.value[keep]) for slot in table.slots]
-    return Table(table.order[keep], slots, None if table.time is None else table.time[keep], table.is_row)
-
-
 def phases_apart(
     tables: list[Table],  # the kinds of lines of a log
 ) -> list[Table]:  # the same; lines of evaluation apart, their measures with `val ` before the name
@@ -66,7 +60,7 @@ def phases_apart(
         return tables
     apart = [table for index, table in enumerate(tables) if index not in bars]
     for index, total in bars.items():
-        other = _some(tables[index], total != size)
+        other = some_lines(tables[index], total != size)
         other.slots = [_renamed(slot) for slot in other.slots]
-        apart += [part for part in (_some(tables[index], total == size), other) if len(part.order)]
+        apart += [part for part in (some_lines(tables[index], total == size), other) if len(part.order)]
     return sorted(apart, key=lambda table: int(table.order[0]))

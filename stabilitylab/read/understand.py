@@ -11,7 +11,7 @@ import numpy as np
 from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
 from .base import LogData
-from .lines import Slot, Table
+from .lines import Slot, Table, some_lines
 from .phases import phases_apart
 from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
@@ -47,9 +47,7 @@ def _one_rank(table: Table) -> tuple[Table, int]:
     if ranks is None or (ranks == ranks.min()).all():
         return table, 0
     keep = ranks == ranks.min()
-    slots = [Slot(s.name, s.kind, s.counts, s.unit, s.value[keep], s.place) for s in table.slots]
-    time = None if table.time is None else table.time[keep]
-    return Table(table.order[keep], slots, time, table.is_row), int((~keep).sum())
+    return some_lines(table, keep), int((~keep).sum())
 
 
 def _is_bare(name: str) -> bool:
@@ -112,7 +110,8 @@ def _rank(series: _Series, most: int) -> tuple:
     rank = loss_rank(series.name) + 2 * series.is_average
     is_rare = series.size < 0.1 * most
     is_result = not series.group.kind and series.size < 0.5 * most  # of a run or a fold, told once
-    has_no_step = 0.5 * (not series.group.kind) + 2 * is_result
+    stands = series.group.kind == "step" and len(np.unique(series.group.step)) == 1 < series.size
+    has_no_step = 0.5 * (not series.group.kind or stands) + 2 * is_result
     return rank + has_no_step + 3 * (series.group.kind == "epoch") * is_rare + 4 * is_rare, -series.size
 
 
