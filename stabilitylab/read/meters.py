@@ -27,6 +27,7 @@ _STAMPS = re.compile(
     rb"|[\w./\\-]*\.(?:py|cpp|cc|cu|c|h|hpp|go|rs|jl|js|ts|lua|java|R)[\"']?"
     rb"(?:, line |:|\()\d+\)?"  # train.py:58
     rb"|\b[A-Za-z_][\w.]*:[A-Za-z_<>]\w*>?:\d+(?=[\s\]-])"  # __main__:train:58
+    rb"|\b(?:DEBUG|INFO|WARNING|ERROR):[A-Za-z_][\w.]*:"  # INFO:tensorflow:
     rb"|\b[A-Za-z_]\w*(?:\.\w+)+:\d+(?=[\s\]-])"  # olmo.train:990
     rb"|\b(?:cuda|gpu|GPU|cpu|npu|xla|line|pid|PID|port)[ :=#]{1,2}\d+\b|\b0x[0-9a-fA-F]+\b"
 )
@@ -34,7 +35,8 @@ _STAMPS = re.compile(
 
 # what every stamp has: a mark between digits, or a word before a number (twenty times as fast to look for)
 _MAY_STAMP = re.compile(
-    rb"\d[-/.:]|\d ?[hd]|[:(]\d|0x|[A-Z][a-z]{2}\w* +\d|(?:cuda|[gcnGC][pP][uU]|xla|line|pid|PID|port)[ :=#]"
+    rb"\d[-/.:]|\d ?[hd]|[:(]\d|0x|(?:UG|FO|NG|OR):\w"
+    rb"|[A-Z][a-z]{2}\w* +\d|(?:cuda|[gcnGC][pP][uU]|xla|line|pid|PID|port)[ :=#]"
 )
 
 
@@ -67,7 +69,7 @@ _AVERAGE = re.compile(rb"\s*[\(\[]\s*(?:avg|mean|ave|average|ema|\xc3\xb8)?\.?\s
 _OF = re.compile(rb"\s*(?:/|of|out of)\s*$")
 _TAG = re.compile(
     rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?"
-    rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-\w)",
+    rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-(?!set\b)\w)",
     re.I,
 )
 _TRAIN = re.compile(rb"(?<![A-Za-z])train", re.I)
@@ -131,6 +133,17 @@ def _name_of(gap: bytes) -> tuple[str, str | None]:
         said = _tag_of(piece)
         tag = tag if said is None else said
     return " ".join(words), tag
+
+
+_BAR_END = re.compile(rb"(?:it/s|s/it)\]")
+
+
+def _behind_bar(gap: bytes) -> bytes | None:
+    "What begins anew behind the end of a progress bar, a message with its time or an epoch; None: nothing."
+    end = max((found.end() for found in _BAR_END.finditer(gap)), default=0)
+    behind = gap[end:]
+    is_new = end and (b"\0" in behind or meaning(_name_of(behind)[0]) in ("step", "epoch"))
+    return behind if is_new else None
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -253,6 +266,9 @@ class _Line:
             return (f"{last.name} total" if last.name else ""), "total"
         if last and self._is_average(last, gap, behind):
             return f"{last.name} avg", "average"
+        behind_bar = _behind_bar(gap) if b"]" in gap else None
+        if behind_bar is not None:  # what the bar is of says nothing of the message behind it
+            self.tag, gap = "", behind_bar
         name, said = _name_of(gap)
         self.tag = self.tag if said is None else said
         return ("" if self._is_aside(name, behind) else _with_tag(name, self.tag)), "value"

@@ -71,7 +71,7 @@ def _lines_around(path: Path, place: int) -> tuple[list[bytes], bytes]:
 
 def _is_header(words: list[bytes], n_cells: int) -> bool:
     "Whether words may be the names of so many cells."
-    has_letters = sum(bool(re.match(rb"[^\W\d]", word)) for word in words)
+    has_letters = sum(bool(re.match(rb"#*[^\W\d]", word)) for word in words)  # Caffe's begins with `#Iters`
     return n_cells <= len(words) <= n_cells + 2 and has_letters >= 0.8 * len(words)
 
 

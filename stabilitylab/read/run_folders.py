@@ -18,10 +18,11 @@ from .asked import as_asked
 from .base import LogData
 from .crash import note_crashes
 from .files import NOTHING, Asked, LogFile, read_files
+from .json_file import load_json
 from .logs.mlflow import metric_samples
 from .logs.wandb_offline import read_wandb
 from .streams import joined_streams
-from .tables import load_json, read_records
+from .tables import read_records
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/22_run_folders.ipynb #27156e71

@@ -11,10 +11,11 @@ import numpy as np
 from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
 from .base import LogData
-from .lines import Slot, Table
+from .lines import Slot, Table, some_lines
+from .phases import phases_apart
 from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
-from .words import evaluation, loss_rank, meaning, split_words
+from .words import evaluation, is_fold, loss_rank, meaning, split_words
 from ..run.scalars import Samples, find_restarts
 
 # %% ../../nbs/api/read/17_understand.ipynb #670b56ed
@@ -46,9 +47,7 @@ def _one_rank(table: Table) -> tuple[Table, int]:
     if ranks is None or (ranks == ranks.min()).all():
         return table, 0
     keep = ranks == ranks.min()
-    slots = [Slot(s.name, s.kind, s.counts, s.unit, s.value[keep], s.place) for s in table.slots]
-    time = None if table.time is None else table.time[keep]
-    return Table(table.order[keep], slots, time, table.is_row), int((~keep).sum())
+    return some_lines(table, keep), int((~keep).sum())
 
 
 def _is_bare(name: str) -> bool:
@@ -64,7 +63,7 @@ def _is_series(slot: Slot) -> bool:
     said = meaning(slot.name)
     if slot.kind == "average" and said not in _MEASURES:
         return False
-    if said == "step":
+    if said == "step" or is_fold(slot.name):
         return False
     ours = canonical_name(slot.name)
     is_ours = ours in SCALARS or ours.removeprefix("val_") in SCALARS
@@ -110,7 +109,9 @@ def _rank(series: _Series, most: int) -> tuple:
     "How little a series is the training loss; the least is taken."
     rank = loss_rank(series.name) + 2 * series.is_average
     is_rare = series.size < 0.1 * most
-    has_no_step = 0.5 * (not series.group.kind)
+    is_result = not series.group.kind and series.size < 0.5 * most  # of a run or a fold, told once
+    stands = series.group.kind == "step" and len(np.unique(series.group.step)) == 1 < series.size
+    has_no_step = 0.5 * (not series.group.kind or stands) + 2 * is_result
     return rank + has_no_step + 3 * (series.group.kind == "epoch") * is_rare + 4 * is_rare, -series.size
 
 
@@ -118,6 +119,11 @@ def _is_setting(series: _Series) -> bool:
     "Whether a loss is a number of the configuration: always the same whole number, or a zero or two."
     value = np.concatenate([value for _, value in series.parts])
     return _is_one_whole_number(value) and (value[0] != 0 or len(value) < _FEWEST)
+
+
+def _is_no_loss(series: _Series) -> bool:
+    "Whether a loss is -1 in every record: what a program shows that has none."
+    return series.meaning == "loss" and all(bool((value == -1).all()) for _, value in series.parts)
 
 
 def _is_letter(series: _Series) -> bool:
@@ -197,7 +203,7 @@ def _has_evaluation(table: Table) -> bool:
 
 def _new_passes(groups: list[Counted]) -> np.ndarray:
     "Places at which the epoch goes back, or at which a line of its own says the first one again."
-    places = []
+    places = [_new_folds(groups)]
     for group in groups:
         if group.epoch is None or all(_has_evaluation(table) for table in group.tables):
             continue
@@ -205,7 +211,23 @@ def _new_passes(groups: list[Counted]) -> np.ndarray:
         is_header = not any(_tells(table) for table in group.tables) and group.kind == "epoch"
         goes_back = (change < 0) | (is_header & (change == 0) & (group.epoch[1:] <= 1))
         places.append(group.order[1:][goes_back])
-    return np.unique(np.concatenate(places)) if places else np.zeros(0, np.int64)
+    return np.unique(np.concatenate(places))
+
+
+def _new_folds(groups: list[Counted]) -> np.ndarray:
+    "Places at which another fold of a cross-validation begins."
+    folds = [
+        (table.order, slot.value)
+        for group in groups
+        for table in group.tables
+        for slot in table.slots
+        if slot.name and slot.kind == "value" and is_fold(slot.name)
+    ]
+    if not folds:
+        return np.zeros(0, np.int64)
+    order, number = (np.concatenate(parts) for parts in zip(*folds, strict=True))
+    by_place = np.argsort(order, kind="stable")
+    return order[by_place][1:][np.diff(number[by_place]) != 0]
 
 
 def _numbers(order: np.ndarray, first: np.ndarray, begins: np.ndarray) -> np.ndarray:
@@ -261,9 +283,9 @@ def understand(
         table, left_out = _one_rank(table)
         data.skip("records of other ranks", left_out)
         kept.append(table)
-    groups = count_steps(kept, step)
+    groups = count_steps(phases_apart(kept), step)
     has_loss = any(meaning(s.name) == "loss" for t in kept for s in t.slots if s.name and len(t.order) > 1)
-    found = [s for s in _series_of(groups, not has_loss).values() if _is_enough(s)]
+    found = [s for s in _series_of(groups, not has_loss).values() if _is_enough(s) and not _is_no_loss(s)]
     if not any(_is_measured(s) for s in found):
         return data
     main = _chosen(found, loss) if loss else _training_loss(found)

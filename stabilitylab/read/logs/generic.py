@@ -13,6 +13,7 @@ from pathlib import Path
 from ...names.errors import InputError
 from ..base import Format, LogData, head_of
 from ..lines import parse_any, tables_of
+from ..lists import lists_log
 from ..meters import meters
 from ..prefilter import may_tell
 from ..rows import name_rows
@@ -29,6 +30,9 @@ def read_generic(
     "What a text of unknown form measures."
     lines = read_lines(path, parse_any, partial(may_tell, needles=EVENT_WORDS))
     data = understand(name_rows(tables_of(lines.samples), Path(path)), step, loss)
+    if "loss_is" not in data.attrs and not (step or loss):
+        printed = lists_log(path)
+        data = printed if printed.samples else data
     for reason, count in lines.skipped.items():
         if reason != "unreadable record":
             data.skip(reason, count)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...names.errors import bad_input
 from ..base import Format, LogData
-from ..tables import load_json, to_numbers
+from ..json_file import load_json
+from ..tables import to_numbers
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/golden_json.ipynb #befaeff0

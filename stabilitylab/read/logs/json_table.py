@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...names.errors import bad_input
 from ..base import Format, LogData, first_bytes
-from ..tables import load_json, read_records, records_log, table_log
+from ..json_file import load_json
+from ..tables import read_records, records_log, table_log
 
 # %% ../../../nbs/api/read/logs/json_table.ipynb #b631bb99
 def _is_lines(head: bytes) -> bool:
@@ -75,7 +76,8 @@ def _sniff(head: bytes, path: Path) -> float:
     is_closed = head.rstrip()[-1:] in (b"}", b"]")
     if re.match(_NUMBERS, start):
         return 0.3
-    return 0.1 if re.match(rb"[{[]\s*[\[{\"]", start) and is_closed else 0.0
+    is_open = re.match(rb'[{[]\s*[{"]|\[\s*\[\s*[\[{"\-\d][^\s\]]*\s*[,\]]', start)  # `[[255 255]` is no JSON
+    return 0.1 if is_open and is_closed else 0.0
 
 
 _NUMBERS = rb"\[\s*-?\d+(\.\d+)?([eE][-+]?\d+)?\s*,\s*-?\d"  # a list of them; a line may begin with [10]

@@ -17,7 +17,8 @@ import pandas as pd
 
 from ...names.errors import bad_input
 from ..base import Format, LogData, first_bytes, runs_as_one
-from ..tables import csv_shape, json_lines, load_json, read_table, to_numbers
+from ..json_file import load_json
+from ..tables import csv_shape, json_lines, read_table, to_numbers
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/long_table.ipynb #12b0047a

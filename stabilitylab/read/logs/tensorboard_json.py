@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ...names.errors import bad_input
 from ..base import Format, LogData
+from ..json_file import load_json
 from .tensorboard_csv import export_tag
-from ..tables import load_json, table_log
+from ..tables import table_log
 
 # %% ../../../nbs/api/read/logs/tensorboard_json.ipynb #0b91541d
 def read_tensorboard_json(

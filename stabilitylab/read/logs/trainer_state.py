@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...names.errors import bad_input
 from ..base import Format, LogData
-from ..tables import load_json, records_log
+from ..json_file import load_json
+from ..tables import records_log
 
 # %% ../../../nbs/api/read/logs/trainer_state.ipynb #c0d94c3e
 def read_trainer_state(
