@@ -566,6 +566,26 @@ def test_black_box_stays_within_its_bytes(tmp_path):
     )
 
 
+def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
+    from stabilitylab.probe.blackbox import BlackBox, BoxLimits
+
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=5, keep=2))
+    for step in range(203):
+        opt.param_groups[0]["lr"] = 1 / (1 + step)  # a schedule: every step has settings of its own
+        box.batch(torch.zeros(1, 2), step, 0)
+        box.settings(step)
+        if step == 7:
+            box.trigger(step)
+    box.close()
+    rows = {row["step"]: row["optimizers"][0][0]["lr"] for row in box.index["settings"]}
+    pinned, *free = box.index["snapshots"]
+    assert pinned["pinned"] and pinned["step"] == 5 and pinned["suspect"] == 7
+    want = [*range(5, 8), *range(free[0]["step"], 203)]
+    assert sorted(rows) == want and all(lr == 1 / (1 + step) for step, lr in rows.items())
+
+
 def test_a_rule_on_line_pins_the_spike(tmp_path):
     import json
 

@@ -230,19 +230,23 @@ class Slice(io.RawIOBase):
         self.begin, self.size, self.at = begin, size, 0
 
     def readable(self) -> bool:
+        "It can be read."
         return True
 
     def seekable(self) -> bool:
+        "It can be read from any byte on."
         return True
 
     def tell(self) -> int:
+        "The next byte, counted from the beginning of the part."
         return self.at
 
     def seek(
         self,
         to: int,  # byte
         whence: int = 0,  # 0: from the beginning, 1: from here, 2: from the end
-    ) -> int:
+    ) -> int:  # the next byte
+        "Go to a byte; before the first is the first, behind the last nothing is left."
         self.at = max(0, (0, self.at, self.size)[whence] + to)
         return self.at
 
@@ -250,6 +254,7 @@ class Slice(io.RawIOBase):
         self,
         count: int | None = -1,  # bytes; None or -1: all that is left
     ) -> bytes:
+        "The next bytes, none of them behind the part."
         left = max(0, self.size - self.at)
         self.file.seek(self.begin + self.at)
         data = self.file.read(left if count is None or count < 0 else min(count, left))
@@ -257,6 +262,7 @@ class Slice(io.RawIOBase):
         return data
 
     def close(self) -> None:
+        "Close the file that it is a part of."
         self.file.close()
         super().close()
 

@@ -13,10 +13,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from .book import Applied
 from .memory import SavedHook
 from .parts import AttentionPart, need_attention
 from .patch import patched
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from .training import Training
 from ..models.parts import make_norm
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .clipping import scale_gradients, with_gradients
 from .memory import SavedHook
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from .training import Training, grad_norm
 
 # %% ../../nbs/api/fixes/27_coordinates.ipynb #c18c2280

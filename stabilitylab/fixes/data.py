@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .book import Applied
 from .loss import count_targets
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/fixes/24_data.ipynb #8a3beb1d

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .parts import embeddings, output_head
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from ..models.parts import sinusoids
 
 # %% ../../nbs/api/fixes/14_embeddings.ipynb #8e1eb869

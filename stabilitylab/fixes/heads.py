@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .book import Applied
 from .parts import AttentionPart, is_transposed, need_attention
 from .patch import AttentionPatch, patched
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from .training import Hook, Training
 
 # %% ../../nbs/api/fixes/13_heads.ipynb #00e89e30

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .book import Applied
 from .parts import embeddings, linears, output_head, writers
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from ..names.errors import InputError
 
 # %% ../../nbs/api/fixes/12_init.ipynb #3173cf78

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .protocol import About, Applied, Fix, between, register
+from .book import Applied
+from .protocol import About, Fix, between, register
 from .training import Hook, Training
 from ..names.errors import bad_input
 

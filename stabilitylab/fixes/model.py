@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .book import Applied
 from .parts import embeddings, is_transposed, norms, parent_of, writers
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 
 # %% ../../nbs/api/fixes/11_model.ipynb #e834f52b
 class DyT(nn.Module):

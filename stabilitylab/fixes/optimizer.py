@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .parts import embeddings, output_head
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from .training import Hook, Training
 from ..names.errors import InputError, bad_input
 

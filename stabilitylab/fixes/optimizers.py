@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .parts import embeddings, output_head
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from ..names.errors import InputError
 
 # %% ../../nbs/api/fixes/31_optimizers.ipynb #bf66d896

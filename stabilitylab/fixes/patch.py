@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .book import Applied
 from .parts import AttentionPart, need_attention
-from .protocol import Applied
 from ..models.attention import attend, attention_logits
 from ..names.errors import bad_input
 

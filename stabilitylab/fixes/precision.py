@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .protocol import About, Applied, Fix, between, one_of, register
+from .book import Applied
+from .protocol import About, Fix, between, one_of, register
 from .training import Hook, Training
 from ..names.errors import bad_input
 from ..numerics.formats import quantise, stochastic_round

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .clipping import ClipNorm
 from .data import SkipBatches
 from .loss import ZLoss
 from .optimizer import AdamEps, NoDecayOnSmall
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from .schedule import LowerRate
 from .training import load_optimizer
 from ..names.errors import bad_input

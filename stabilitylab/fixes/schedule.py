@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .protocol import About, Applied, Fix, between, one_of, register
+from .book import Applied
+from .protocol import About, Fix, between, one_of, register
 from .training import Hook, Training
 
 # %% ../../nbs/api/fixes/23_schedule.ipynb #e50806e3

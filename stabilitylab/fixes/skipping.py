@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .memory import Recent, SavedHook
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from .training import Training, grad_norm
 
 # %% ../../nbs/api/fixes/28_skipping.ipynb #7cb3cda1

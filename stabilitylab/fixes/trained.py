@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .book import Applied
 from .model import matrix_sizes
 from .parts import embeddings, linears, norms, param_name
-from .protocol import About, Applied, Fix, between, one_of, register
+from .protocol import About, Fix, between, one_of, register
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/fixes/15_trained.ipynb #1edb33f2

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .book import Applied
 from .clipping import with_gradients
 from .memory import Recent
-from .protocol import About, Applied, Fix, between, register
+from .protocol import About, Fix, between, register
 from .training import Hook, Training
 from ..names.errors import bad_input
 

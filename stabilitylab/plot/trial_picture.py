@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from .loss import DRAWN
 from .picture import drawn_series, figure_png, panel_of
-from .theme import theme
+from .theme import label, theme
 from .trial import SeedCurve, plot_trial
 
 # %% ../../nbs/api/plot/42_trial_picture.ipynb #3e6cd68f
@@ -31,6 +31,7 @@ def trial_picture(
     curves: Sequence[SeedCurve],  # of all arms and seeds, as far as they are
     dark: bool = False,  # for a dark page
     width: float = 6.6,  # inches
+    log_name: str = "loss",  # what the run's own log calls its loss
 ) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; nothing before the first step
     "The curves of a trial so far."
     seen = [one for one in curves if len(one.step)]
@@ -38,9 +39,10 @@ def trial_picture(
         return b"", []
     with theme(dark, 9):
         figure = Figure((width, 3.1), dpi=120, layout="none")
-        ax = figure.add_axes((0.55 / width, 0.15, 0.68, 0.81))
+        ax = figure.add_axes((0.72 / width, 0.15, 0.66, 0.81))
         plot_trial(seen, ax=ax)
-        ax.set_ylabel("")
+        if log_name != "loss":
+            ax.set_ylabel(f"loss ({label(log_name, 24)}) [nats]")
         if _wants_log(seen):
             ax.set_yscale("log")
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))

@@ -132,10 +132,19 @@ def _total_bytes(rows: list[dict]) -> int:
     return sum(row["bytes"] for row in rows)
 
 
-def _is_needed(batch: dict, pinned: list[dict], free: list[dict]) -> bool:
-    "Whether a snapshot that is kept leads to this batch."
-    in_pinned = any(shot["step"] <= batch["step"] <= shot["suspect"] for shot in pinned)
-    return in_pinned or bool(free and batch["step"] >= free[0]["step"])
+def _is_needed(row: dict, pinned: list[dict], free: list[dict]) -> bool:
+    "Whether a snapshot that is kept leads to the step of this batch or these settings."
+    in_pinned = any(shot["step"] <= row["step"] <= shot["suspect"] for shot in pinned)
+    return in_pinned or bool(free and row["step"] >= free[0]["step"])
+
+
+def _needed_settings(rows: list[dict], pinned: list[dict], free: list[dict]) -> list[dict]:
+    "The settings of every step that a kept snapshot leads to, and those in force where it begins."
+    in_force = set()
+    for shot in pinned + free:
+        earlier = [row["step"] for row in rows if row["step"] <= shot["step"]]
+        in_force.update(earlier[-1:])
+    return [row for row in rows if row["step"] in in_force or _is_needed(row, pinned, free)]
 
 
 class BlackBox:
@@ -301,10 +310,7 @@ class BlackBox:
             rows = [batch for batch in batches if _is_needed(batch, pinned, free)]
         kept = sorted(pinned + free, key=lambda shot: shot["step"])
         gone = {row["file"] for row in shots + batches} - {row["file"] for row in kept + rows}
-        first = kept[0]["step"] if kept else 0
-        settings = self.index["settings"]
-        before = [row for row in settings if row["step"] <= first][-1:]
-        settings = before + [row for row in settings if row["step"] > first]
+        settings = _needed_settings(self.index["settings"], pinned, free)
         self.index = {"snapshots": kept, "batches": rows, "settings": settings}
         self._put_index()
         for name in gone:

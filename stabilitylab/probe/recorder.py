@@ -27,7 +27,7 @@ from .kinds import module_kinds
 from .opening import attrs_of, open_store, opening_events, tables_of, this_rank
 from .options import LEVELS, listed, model_itself, recorder_options
 from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
-from .rows import stacked, to_host
+from .rows import has_bad, stacked, to_host, when_ready
 from .setup_template import write_setup
 from .step_loss import StepLoss
 from .values import clean_scalars
@@ -259,7 +259,7 @@ class Recorder:
             "heads": heads,
             "scale": None if self.scale is None else to_host(self.scale.reshape(1)),
             "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
-            "ready": self._ready(parts),
+            "ready": when_ready((*parts.values(), *grads.values(), *made.values(), *scalars.values())),
         }
         self.skipped = False
         self._look_at_graphs()
@@ -268,17 +268,7 @@ class Recorder:
         self.guard.attempt("triggers", None, self._pull_triggers, scalars)
         if self.options.on_nonfinite != "stop":
             return False
-        tables = list(parts.values())
-        tables += [rows for _, rows in item["grads"]]
-        return any(bool((rows[:, 4] > 0).any()) for rows in tables)
-
-    def _ready(self, parts: dict) -> Any:
-        "What says that the copies to the CPU are there; None where nothing had to be copied."
-        if not any(rows.is_cuda for rows in parts.values()):
-            return None
-        ready = torch.cuda.Event()
-        ready.record()
-        return ready
+        return has_bad((*parts.values(), *grads.values()))
 
     def _scalars(self, given: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
         "The values of this step."
@@ -347,7 +337,7 @@ class Recorder:
 
     def _hold(self, optimizer: Any) -> None:
         "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
-        if any(bool(row[4] > 0) for row in self.params.grads.values()):
+        if has_bad(self.params.grads.values()):
             params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
             self.held, self.skipped = [(p, p.grad) for p in params], True
             for p in params:

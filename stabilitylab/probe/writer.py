@@ -120,8 +120,8 @@ class Writer:
 
     def _row(self, item: dict) -> None:
         "One step as columns."
-        if item["ready"] is not None:
-            item["ready"].synchronize()
+        for event in item["ready"]:
+            event.synchronize()
         scale = float(item["scale"]) if item["scale"] is not None else 1.0
         n_modules, n_params = len(self.modules.names), len(self.params.names)
         sums = fetch(item["modules"], item["uses"], 3 * n_modules)

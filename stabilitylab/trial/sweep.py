@@ -24,7 +24,7 @@ from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import write_atomic
 from ..replay.user_code import function_at
-from .arm import Arm, ArmCurve, arm_of, read_curve
+from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve
 from .cluster import as_client, begin_work
 from .start import Start
 from .trial import TrialState, check_positive, run_to_end
@@ -246,11 +246,11 @@ class Sweep:
         lane: _Lane,  # of this sweep
     ) -> Path:  # the folder of its curve
         "Where a point with a seed writes."
-        return self.folder / f"point-{lane.place}" / f"seed-{lane.seed}"
+        return lane_folder(self.folder, f"point-{lane.place}", lane.seed)
 
     def _is_done(self, lane: _Lane) -> bool:
         "Whether it was trained before."
-        return (self.place_of(lane) / "done.json").is_file()
+        return done_file(self.place_of(lane)).is_file()
 
     def _begin(self, part: list[_Lane]) -> None:
         "Starts a part."
@@ -264,7 +264,7 @@ class Sweep:
             }
             for lane in part
         ]
-        proof = self.place_of(part[-1]) / "done.json"
+        proof = done_file(self.place_of(part[-1]))
         request = {"lanes": rows, "device": self.device}
         self._jobs.append(
             (part, begin_work(self._client, "stabilitylab.trial.bundle:run_lanes", request, proof))

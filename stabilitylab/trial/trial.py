@@ -23,7 +23,7 @@ from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..run.job import Job
-from .arm import Arm, ArmCurve, arm_of, read_curve
+from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve
 from .cluster import ClusterJob, as_client, begin_work
 from .start import Start
 from .verdict import ArmVerdict, verdicts_of
@@ -132,12 +132,12 @@ class Trial:
         task: Task,  # of this trial
     ) -> Path:  # the folder of its curve
         "Where a task writes."
-        return self.folder / f"arm-{task.place}" / f"seed-{task.seed}"
+        return lane_folder(self.folder, f"arm-{task.place}", task.seed)
 
     def _begin(self, task: Task) -> None:
         "Starts a task, unless it was done before."
         place = self.place_of(task)
-        if (place / "done.json").is_file():
+        if done_file(place).is_file():
             self._ended[task] = ""
             return
         request = {
@@ -152,7 +152,7 @@ class Trial:
             self._client,
             "stabilitylab.trial.arm:run_arm",
             request,
-            place / "done.json",
+            done_file(place),
             lambda: _lines(place / "metrics.jsonl") / self.steps,
         )
 

@@ -293,9 +293,15 @@ class FixLabView(widgets.VBox):
 
     def draw(self) -> None:
         "The curves so far."
-        png, panels = trial_picture(self.lab.curves(), self.shared.dark)
+        png, panels = trial_picture(self.lab.curves(), self.shared.dark, log_name=self._loss_name())
         self.picture.layout.display = "" if png else "none"
         self.picture.png, self.picture.panels = png, panels
+
+    def _loss_name(self) -> str:
+        "What the run's log calls its loss."
+        if "loss" not in self.shared.series:
+            return "loss"
+        return self.shared.run["scalars"]["loss"].attrs.get("log_name", "loss")
 
     def judge(self) -> None:
         "The verdicts."
