@@ -25,6 +25,7 @@ DETECTORS = [
     "crash:find_crash",
     "health:find_non_finite",
     "health:find_restarts",
+    "spikes:find_fresh_models",
     "health:find_changed_settings",
     "environment:find_environment_change",
     "spikes:find_loss_spikes",
