@@ -90,3 +90,37 @@ def test_what_noise_hides_is_not_said_to_have_failed():
     at_once = 1 + rng.normal(0, 0.12, 160)
     at_once[0] = 16.3
     assert alarms(run_of(at_once)) == []
+
+
+def test_one_high_record_of_a_coarse_log_came_back_at_once():
+    rng = np.random.default_rng(6)
+    step = 1000 * np.arange(400)
+    loss = 2 + np.exp(-np.arange(400) / 60) + rng.normal(0, 0.01, 400)
+    loss[300] = 4.0
+    run = new_run(make_scalars({"loss": Samples(step, loss)}))
+    (spike,) = [f for f in diagnose(run) if f.kind == "loss_spike"]
+    assert spike.severity == "warning" and spike.evidence["recovery"] == "fast"
+
+
+def test_many_runs_and_many_slow_stretches_are_told_once():
+    rng = np.random.default_rng(7)
+    step = np.tile(np.arange(200), 6)
+    runs = np.concatenate([fold(200, rng) for _ in range(6)])
+    found = diagnose(new_run(make_scalars({"loss": Samples(step, runs)})))
+    assert [f.evidence for f in found if f.kind == "restart"] == [{"count": 5}]
+    time = np.full(6000, 1.0) + rng.normal(0, 0.01, 6000)
+    for first in range(800, 6000, 1000):
+        time[first : first + 60] = 3.0
+    (slow,) = [f for f in diagnose(run_of(fold(6000, rng), step_time=time)) if f.kind == "throughput_drop"]
+    assert slow.evidence["count"] == 6 and "6 such stretches" in slow.explanation
+
+
+def test_what_nobody_has_to_act_on_has_no_remedies():
+    rng = np.random.default_rng(8)
+    loss = fold(3000, rng)
+    loss[[700, 1500, 2100]] += 0.06
+    (note,) = [f for f in diagnose(run_of(loss)) if f.kind == "loss_spike"]
+    assert note.severity == "info" and "bad batches" in note.explanation and note.remedies == ()
+    loss[2500:2540] += 0.5
+    alarm = next(f for f in diagnose(run_of(loss)) if f.severity != "info")
+    assert alarm.kind == "loss_spike" and alarm.remedies

@@ -12,8 +12,8 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
+from .passes import longest_pass
 from .phrase import evidence_words
-from .spikes import longest_pass
 from .thresholds import limit
 from ..measure.curves import Curve, curve, loss_curve, scalars_of, step_interval
 from ..measure.rolling import MAD_TO_SD, difference_noise, smooth

@@ -69,7 +69,7 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
 # %% ../../nbs/api/detect/02_health.ipynb #c331e18b
 def find_restarts(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding a restart, from the steps that repeat and from the log's own words
+) -> list[Finding]:  # one a restart, from the steps that repeat; many runs from the first step on are one
     "Where the run was resumed or rolled back."
     scalars = scalars_of(run)
     if "segment" not in scalars.coords:
@@ -80,7 +80,11 @@ def find_restarts(
         before = int(step[at - 1])
         evidence = {"before": before, "steps_repeated": before - int(step[at])}
         found.append(Finding("restart", "info", step[at], evidence=evidence))
-    return found
+    fresh = [f for f in found if f.onset <= step[0]]
+    if len(fresh) <= limit("most_alike"):
+        return found
+    together = Finding("restart", "info", fresh[0].onset, evidence={"count": len(fresh)})
+    return [together, *(f for f in found if f.onset > step[0])]
 
 # %% ../../nbs/api/detect/02_health.ipynb #38a0ebea
 _SETTINGS = (
