@@ -12,7 +12,8 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .spikes import longest_pass
+from .passes import longest_pass
+from .phrase import evidence_words
 from .thresholds import limit
 from ..measure.curves import Curve, curve, loss_curve, scalars_of, step_interval
 from ..measure.rolling import MAD_TO_SD, difference_noise, smooth
@@ -118,7 +119,7 @@ def find_not_learning(
     by_noise = limit("moved_sigma") * shape.noise / np.sqrt(shape.window)
     is_high = float(shape.loss[0]) > limit("hardly_loss") and series.name == "loss"
     least = limit("hardly_share") if is_high else limit("moved_share")
-    has_moved = moved >= max(by_noise, least * abs(float(shape.loss[0])))
+    has_moved = moved >= max(by_noise, least * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
     shows_start = series.step[0] <= limit("fresh_start") * step_interval(series)
     if has_moved or not shows_start:
         return _plateau(series, shape.loss, drop)
@@ -128,11 +129,21 @@ def find_not_learning(
         "drop": drop,
         "noise": shape.noise,
     }
+    can_tell = by_noise < limit("telling_share") * abs(float(shape.loss[0]))
+    severity = "warning" if can_tell else "info"
+    if not can_tell:
+        evidence["note"] = evidence_words("too noisy")
     return [
         Finding(
-            "not_learning", "warning", series.step[0], series.step[-1], evidence=evidence, series=series.name
+            "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name
         )
     ]
+
+
+def _fell_at_once(series: Curve, shape: _Shape) -> bool:
+    "Whether the first record alone lies far above all that follows: what was learned was learned in one."
+    first, usual = float(series.value[0]), float(np.median(series.value[1:]))
+    return first > limit("early_ratio") * usual > 0 and first - usual > limit("spike_sigma") * shape.noise
 
 
 def _plateau(series: Curve, loss: np.ndarray, drop: float) -> list[Finding]:

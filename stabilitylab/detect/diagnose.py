@@ -25,6 +25,7 @@ DETECTORS = [
     "crash:find_crash",
     "health:find_non_finite",
     "health:find_restarts",
+    "passes:find_fresh_models",
     "health:find_changed_settings",
     "environment:find_environment_change",
     "spikes:find_loss_spikes",
@@ -131,8 +132,10 @@ def finish(
 
 
 def _finished(f: Finding, context: RunContext) -> Finding:
-    "One finding with its words and remedies."
-    remedies = f.remedies or tuple(choose_remedies(f.kind, context))
+    "One finding with its words and remedies; a note that says why nobody has to act has none."
+    is_harmless = f.severity == "info" and "note" in f.evidence
+    known = () if is_harmless else tuple(choose_remedies(f.kind, context))
+    remedies = f.remedies or known
     return f.with_(explanation=f.explanation or explain(f), remedies=remedies)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3

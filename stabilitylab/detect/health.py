@@ -12,17 +12,33 @@ import xarray as xr
 from .findings import Finding
 from .phrase import evidence_words
 from .thresholds import limit
-from ..measure.curves import scalars_of
+from ..measure.curves import loss_name, scalars_of
+from ..names.findings import SEVERITIES
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/02_health.ipynb #7695ed58
 def find_non_finite(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding a series that holds NaN or infinity
+) -> list[Finding]:  # one for all series that hold NaN or infinity at the same steps, the loss first
     "The series that hold NaN or infinity, and from which step on."
     scalars = scalars_of(run)
-    found = [_non_finite(name, series(scalars, name)) for name in series_names(scalars)]
-    return [finding for finding in found if finding is not None]
+    loss, together = loss_name(scalars), {}
+    for name in sorted(series_names(scalars), key=lambda name: (name != loss, "loss" not in name)):
+        finding = _non_finite(name, series(scalars, name))
+        if finding is not None:
+            together.setdefault((finding.onset, finding.end), []).append(finding)
+    return [_one_for_all(same) for same in together.values()]
+
+
+def _one_for_all(same: list[Finding]) -> Finding:
+    "The first of the findings at the same steps, with the names of the other series."
+    first, *others = same
+    if not others:
+        return first
+    names = [f.series for f in others]
+    worst = max(same, key=lambda f: SEVERITIES.index(f.severity)).severity
+    also = {"others": len(names), "names": names[: limit("most_modules")]}
+    return first.with_(severity=worst, evidence=first.evidence | also)
 
 
 def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
@@ -53,7 +69,7 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
 # %% ../../nbs/api/detect/02_health.ipynb #c331e18b
 def find_restarts(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # one finding a restart, from the steps that repeat and from the log's own words
+) -> list[Finding]:  # one a restart, from the steps that repeat; many runs from the first step on are one
     "Where the run was resumed or rolled back."
     scalars = scalars_of(run)
     if "segment" not in scalars.coords:
@@ -64,7 +80,11 @@ def find_restarts(
         before = int(step[at - 1])
         evidence = {"before": before, "steps_repeated": before - int(step[at])}
         found.append(Finding("restart", "info", step[at], evidence=evidence))
-    return found
+    fresh = [f for f in found if f.onset <= step[0]]
+    if len(fresh) <= limit("most_alike"):
+        return found
+    together = Finding("restart", "info", fresh[0].onset, evidence={"count": len(fresh)})
+    return [together, *(f for f in found if f.onset > step[0])]
 
 # %% ../../nbs/api/detect/02_health.ipynb #38a0ebea
 _SETTINGS = (

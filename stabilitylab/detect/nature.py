@@ -37,12 +37,18 @@ def _words(scalars: xr.Dataset, name: str) -> set[str]:
     return set(re.split(r"[^a-z]+", f"{name} {own}".lower()))
 
 
+def _has_opponent(beside: list[set[str]]) -> bool:
+    "Whether a loss of an adversary stands beside the loss."
+    losses = [words for words in beside if "loss" in words]
+    return any(words & set(_WORDS["beside an adversary"]) for words in losses)
+
+
 def _moving(own: set[str], beside: list[set[str]], loss: Curve) -> str:
     "Whose loss it is: of a policy, of an adversary, or of neither."
     every = set().union(own, *beside)
     if every & set(_WORDS["preference"]):
         return ""
-    if own & set(_WORDS["adversarial loss"]):
+    if own & set(_WORDS["adversarial loss"]) or _has_opponent(beside):
         return "adversarial"
     if own & set(_WORDS["policy loss"]) or every & set(_WORDS["beside a policy"]):
         return "policy"

@@ -80,9 +80,20 @@ def _scatter_grew(loss: Curve, at: int) -> bool:
     return bool(difference_noise(after) > limit("scatter_growth") * difference_noise(before))
 
 
+def _runs_away(f: Finding, course: _Course) -> bool:
+    "Whether a loss stayed for many records at many times its start."
+    reached = f.evidence.get("peak", f.evidence.get("final", 0.0))
+    inside = (course.loss.step >= f.onset) & (course.loss.step <= f.end)
+    is_high = course.loss.value > limit("moving_far") * course.start
+    lasts = int((inside & is_high).sum()) > limit("near_records")
+    return lasts and reached > limit("moving_far") * course.start > 0
+
+
 def _moving_goal(f: Finding, course: _Course) -> str:
     "A loss whose goal moves as the model learns."
     if f.kind not in _COURSES or not course.nature.moving:
+        return ""
+    if _runs_away(f, course):
         return ""
     if f.kind in _SPIKES and _scatter_grew(course.loss, course.first_record(f.onset)):
         return ""

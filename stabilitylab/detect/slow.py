@@ -13,7 +13,7 @@ import xarray as xr
 
 from .course import validation_improved
 from .findings import Finding
-from .spikes import longest_pass
+from .passes import longest_pass
 from .thresholds import limit
 from ..measure.curves import Curve, curve, loss_curve
 from ..measure.rolling import difference_noise

@@ -29,7 +29,7 @@ def _step_times(run: xr.DataTree) -> Curve | None:
 
 def find_throughput(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a lasting drop
+) -> list[Finding]:  # a finding a lasting drop; many are one
     "Stretches in which steps took much longer than before."
     times, n = _step_times(run), limit("slow_records")
     if times is None or len(times.value) < 3 * n or (times.value <= 0).any():
@@ -47,4 +47,8 @@ def find_throughput(
         found.append(
             Finding("throughput_drop", severity, times.step[first], end, evidence=evidence, series=times.name)
         )
-    return found
+    if len(found) <= limit("most_alike"):
+        return found
+    worst = max(found, key=lambda f: f.evidence["factor"])
+    many = {"count": len(found), "steps": [f.onset for f in found][: limit("most_steps")]}
+    return [worst.with_(evidence=worst.evidence | many)]

@@ -20,11 +20,6 @@ def as_number(
     return float("nan") if value is None else float(value)
 
 
-def _filled_row(row: Mapping, columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    "The words of one row of a table."
-    return [_cell(row[key], form) for key, (_, form) in columns.items()]
-
-
 def filled_table(
     rows: Sequence[Mapping],  # a dict a row
     columns: Mapping[str, tuple[str, str]],  # key -> (heading, number format; '' for words)
