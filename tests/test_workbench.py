@@ -35,7 +35,7 @@ def test_a_poor_log_is_shown_or_refused_in_words(name, tmp_path):
     overview = bench.tabs.children[0]
     assert isinstance(overview, Overview), overview.value
     if bench.state.series:
-        assert overview.picture.png
+        assert overview.picture.sheet and all(panel["x_ticks"] for panel in overview.picture.panels)
     else:
         assert "has no series" in overview.detail.value
     assert "out of the ordinary" not in overview.detail.value
@@ -86,12 +86,12 @@ def test_the_looks_of_a_curve_are_drawn_and_undone():
     view = Overview(state)
     assert view.controls.along.options == ("step", "tokens")
     assert [entry["name"] for entry in view.picture.legend][:2] == ["loss", "val_loss"]
-    seen = [view.picture.png]
+    seen = [view.picture.panels]
 
     def drawn():
         "The names of what is drawn, once the picture is another one."
-        assert view.picture.png not in seen
-        seen.append(view.picture.png)
+        assert view.picture.panels not in seen
+        seen.append(view.picture.panels)
         return [one["name"] for panel in view.picture.panels for one in panel["series"]]
 
     view.controls.smooth.value = 21

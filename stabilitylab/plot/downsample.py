@@ -24,14 +24,14 @@ def keep_extremes(
         raise bad_input("bins", bins, "1 or more")
     if len(x) <= 4 * bins:
         return np.arange(len(x))
-    scale = bins / max(x[-1] - x[0], 1e-300)
-    place = np.minimum(((x - x[0]) * scale).astype(np.int64), bins - 1)
-    start = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
+    edges = x[0] + (x[-1] - x[0]) / bins * np.arange(1, bins)  # the points are sought, not sorted into parts
+    start = np.unique(np.r_[0, np.searchsorted(x, edges)])
     size = np.diff(np.r_[start, len(x)])
     kept = [start, start + size - 1]
     for extreme in (np.minimum, np.maximum):
         at = np.flatnonzero(y == np.repeat(extreme.reduceat(y, start), size))
-        kept.append(at[np.unique(place[at], return_index=True)[1]])
+        place = np.searchsorted(start, at, side="right")
+        kept.append(at[np.unique(place, return_index=True)[1]])
     return np.unique(np.concatenate(kept))
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #ef458294
@@ -50,7 +50,7 @@ def line_pieces(
     # (step, value, whether a later pass repeats these steps); repeated ones first
 ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     "The lines that draw a series: the passes that were repeated, and the course that was kept."
-    step, value = da.step.values, da.values.astype(float)
+    step, value = da.step.values, np.asarray(da.values, float)
     if not len(step):
         return []
     longest = max(1, gap * int(np.ptp(step)))
@@ -88,7 +88,7 @@ def broken_points(
     positive: bool = False,  # the y-axis is logarithmic: zero and negative values have no place either
 ) -> dict[str, np.ndarray]:  # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
     "The steps at which a series has a value that no axis can show."
-    values, step = da.values.astype(float), da.step.values
+    values, step = np.asarray(da.values, float), da.step.values
     kinds = {"NaN": np.isnan(values), "inf": values == np.inf, "-inf": values == -np.inf}
     if positive:
         kinds["≤ 0"] = np.isfinite(values) & (values <= 0)

@@ -11,10 +11,14 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 
 from ..numerics.formats import binade_table
 from .layers import plot_layers
-from .picture import figure_pixels, figure_png, panel_of, pixels_png
+from .loss import short_number
+from .picture import figure_pixels, figure_png, panel_of, pixels_png, scene_of
+from .scene import line_mark
 from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/31_layermap.ipynb #077f6155
@@ -29,10 +33,8 @@ class LayerMap:
         self.width, self.dpi = width, dpi
         self._kind, self._ax, self._bar = None, None, None
         self._of, self._table = None, None
-        self._shown, self._pixels = (
-            None,
-            None,
-        )  # what the last picture shows, and its pixels without a marked row
+        # the last map, its pixels and its scene, without a marked row
+        self._shown = self._pixels = self._told = None
 
     def _axes(self, rows: int, dark: bool) -> tuple[Axes, Axes]:
         "Axes for that many rows and their colour bar, the same as before where they fit."
@@ -43,7 +45,7 @@ class LayerMap:
             self._ax = figure.add_axes([0.2, bottom, 0.68, tall])
             self._bar = figure.add_axes([0.895, bottom, 0.015, tall])
             self._kind = rows, dark
-        for artist in (*self._ax.images, *self._ax.lines):
+        for artist in (*self._ax.images, *self._ax.lines, *self._ax.texts):
             artist.remove()
         self._bar.cla()
         return self._ax, self._bar
@@ -63,30 +65,56 @@ class LayerMap:
         x_range: tuple | None = None,  # first and last step; None: all
         dark: bool = False,  # for a dark page
         marked: int | None = None,  # row that is marked
-        marks: list[tuple] = (),  # findings as (step, row)
+        marks: list[tuple] = (),  # findings as (step, row), or (step, row, number)
     ) -> tuple[bytes, list[dict]]:  # PNG, and the panel, as `run_picture`; y counts rows from the top
         "The heat map as a picture."
+        if not self._drawn(da, x_range, dark, marks):
+            return b"", []
+        if self._pixels is None:
+            self._pixels = figure_pixels(self._ax.figure)
+        pixels, rows = self._pixels, self._shown[1].shape[0]
+        if marked is not None and 0 <= marked < rows:
+            pixels = _with_row(pixels, self._ax, marked + 0.5)
+        return pixels_png(pixels), [panel_of(self._ax)]
+
+    def scene(
+        self,
+        da: xr.DataArray,  # a statistic, >= 0; dims (step, module) or (step, param)
+        x_range: tuple | None = None,  # first and last step; None: all
+        dark: bool = False,  # for a dark page
+        marked: int | None = None,  # row that is marked
+        marks: list[tuple] = (),  # findings as (step, row), or (step, row, number)
+    ) -> tuple[dict, list[dict]]:  # the sheet, and the panels of map and colour bar; ({}, []) for nothing
+        "The heat map as data from which a page draws it, and reads its values."
+        if not self._drawn(da, x_range, dark, marks):
+            return {}, []
+        if self._told is None:
+            with theme(dark, 9):
+                sheet, (panel, bar) = scene_of([self._ax, self._bar])
+            image = self._ax.images[0]
+            ticks = [[place, short_number(float(words), 1e3)] for place, words in bar["y_ticks"]]
+            scale = {"right": True, "map": _scale_of(image), "y_ticks": ticks}
+            self._told = sheet, panel | {"map": _map_of(image)}, bar | scale
+        sheet, panel, bar = self._told
+        if marked is not None and 0 <= marked < self._shown[1].shape[0]:
+            panel = panel | {"lines": [*panel["lines"], _row_line(self._ax, marked + 0.5)]}
+        return sheet, [panel, bar]
+
+    def _drawn(self, da: xr.DataArray, x_range: tuple | None, dark: bool, marks: list[tuple]) -> bool:
+        "Whether there is a map on the axes, without a marked row, which is all that a click changes."
         table = self._rows(da)
         if x_range:
             table = table.isel(step=_steps_within(table.step.values, *x_range))
         if not table.size:
-            return b"", []
+            return False
         shown = (da.name, table, x_range, dark, tuple(marks))
         if self._shown is None or not _is_same(self._shown, shown):
-            self._draw(table, dark, marks)
-            self._shown = shown
-        pixels = self._pixels
-        if marked is not None and 0 <= marked < table.shape[0]:
-            pixels = _with_row(pixels, self._ax, marked + 0.5)
-        return pixels_png(pixels), [panel_of(self._ax)]
-
-    def _draw(self, table: xr.DataArray, dark: bool, marks: list[tuple]) -> None:
-        "The map without a marked row, kept as pixels: a click marks another row and changes nothing else."
-        with theme(dark, 9):
-            ax, bar = self._axes(table.shape[0], dark)
-            plot_layers(table, ax=ax, bar=bar, columns=int(self.width * self.dpi * 0.68))
-            _mark(ax, marks)
-            self._pixels = figure_pixels(ax.figure)
+            with theme(dark, 9):
+                ax, bar = self._axes(table.shape[0], dark)
+                plot_layers(table, ax=ax, bar=bar, columns=int(self.width * self.dpi * 0.68))
+                _mark(ax, marks)
+            self._shown, self._pixels, self._told = shown, None, None
+        return True
 
 
 def _is_same(shown: tuple, other: tuple) -> bool:
@@ -107,12 +135,55 @@ def _with_row(pixels: np.ndarray, ax: Axes, y: float) -> np.ndarray:
 
 
 def _mark(ax: Axes, marks: list[tuple]) -> None:
-    "A ring where a finding begins in a module."
+    "A ring where a finding begins in a module, with its number."
     first, last = ax.get_xlim()
-    seen = [(step, row + 0.5) for step, row in marks if first <= step <= last]
-    if seen:
-        look = {"markerfacecolor": "none", "markeredgecolor": "#ffffff", "markeredgewidth": 1.2}
-        ax.plot(*zip(*seen, strict=True), "o", markersize=6, **look)
+    seen = [(step, row + 0.5, *number) for step, row, *number in marks if first <= step <= last]
+    look = {"markerfacecolor": "none", "markeredgecolor": "#ffffff", "markeredgewidth": 1.2}
+    ax.plot([step for step, *_ in seen], [row for _, row, *_ in seen], "o", markersize=6, **look)
+    box = {"boxstyle": "round,pad=0.2", "facecolor": "#1c1f23", "edgecolor": "none"}
+    beside = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7, "color": "#ffffff", "bbox": box}
+    for step, row, *number in seen:
+        for words in number:
+            ax.annotate(str(words), (step, row), xycoords=ax.transData, ha="left", **beside)
+
+
+def _colours(image: AxesImage) -> bytes:
+    "256 colours of the scale, the one for what has none, and the one for infinite values, (258, 3) uint8."
+    cmap = image.cmap
+    every = [
+        *cmap(np.arange(256), bytes=True)[:, :3],
+        *(np.multiply(c[:3], 255) for c in (cmap.get_bad(), cmap.get_over())),
+    ]
+    return np.array(every, np.uint8).tobytes()
+
+
+def _map_of(image: AxesImage) -> dict:
+    "The values of a map and its colours, from which a page draws it."
+    values = np.ma.filled(image.get_array().astype(float), np.nan)
+    values = np.where(values >= np.finfo(float).max, np.inf, values)
+    return _told_map(image, values)
+
+
+def _scale_of(image: AxesImage) -> dict:
+    "The colours of the scale themselves, the highest on top."
+    return _told_map(image, np.geomspace(image.norm.vmax, image.norm.vmin, 128)[:, None])
+
+
+def _told_map(image: AxesImage, values: np.ndarray) -> dict:
+    "A table of values with the scale of a map."
+    with np.errstate(over="ignore"):
+        told = np.ascontiguousarray(values, dtype=np.float32).tobytes()
+    scale = {"low": float(image.norm.vmin), "high": float(image.norm.vmax), "colours": _colours(image)}
+    return scale | {"values": told, "rows": int(values.shape[0]), "columns": int(values.shape[1])}
+
+
+def _row_line(ax: Axes, y: float) -> dict:
+    "A line through a row, as `drawn_marks` tells lines."
+    line = Line2D(
+        [0, 1], [y, y], transform=ax.get_yaxis_transform(), color=colour("error", ax), linewidth=1.5
+    )
+    line.set_figure(ax.figure)
+    return line_mark(ax, line)
 
 
 def _steps_within(step: np.ndarray, first: float, last: float) -> slice | np.ndarray:

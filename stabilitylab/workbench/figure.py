@@ -20,9 +20,13 @@ _HERE = files("stabilitylab.workbench")
 class PictureWidget(anywidget.AnyWidget):
     "A picture that tells values and returns clicks, brushes and keys in data coordinates."
 
-    _esm = _HERE.joinpath("picture.js").read_text(encoding="utf-8")
+    _esm = "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8") for name in ("sheet.js", "picture.js"))
     _css = _HERE.joinpath("picture.css").read_text(encoding="utf-8")
-    png = traitlets.Bytes(b"", help="the picture").tag(sync=True)
+    png = traitlets.Bytes(b"", help="the picture, where it comes in pixels").tag(sync=True)
+    # as `plot.scene.sheet_of` tells it; then the panels have their `drawn_marks`
+    sheet = traitlets.Dict(help="the paper on which the page draws the panels; {}: the picture is `png`").tag(
+        sync=True
+    )
     # a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log; series
     # as `drawn_series` tells them; rows, the names of the rows of a map
     panels = traitlets.List(help="where the panels lie, and what is drawn on them").tag(sync=True)
@@ -42,6 +46,15 @@ class PictureWidget(anywidget.AnyWidget):
     asked = traitlets.Dict(help="the last wish: what, 'undo' or 'redo', and a count").tag(sync=True)
     dark = traitlets.Bool(False, help="whether the page has a dark theme; the page sets it").tag(sync=True)
     cursor = traitlets.Float(None, allow_none=True, help="where the keyboard cursor stands").tag(sync=True)
+
+    def show(
+        self,
+        sheet: dict,  # as `plot.scene.sheet_of` tells it
+        panels: list[dict],  # with their marks
+    ) -> None:
+        "Lets the page draw a scene, in one message."
+        with self.hold_sync():
+            self.sheet, self.panels = sheet, panels
 
     @traitlets.validate("brushed")
     def _check_brush(self, proposal: dict) -> dict:

@@ -45,8 +45,9 @@ function render({ model, el }) {
   box.tabIndex = 0;
   box.setAttribute('role', 'application');
   box.dataset.lmSuppressShortcuts = 'true';
-  const img = make('img', '', box);
+  const img = make('img', '', box), canvas = make('canvas', '', box);
   img.draggable = false;
+  canvas.setAttribute('aria-hidden', 'true');
   const band = make('div', 'stl-band', box);
   const hair = make('div', 'stl-hair', box);
   const dots = make('div', 'stl-dots', box);
@@ -74,20 +75,36 @@ function render({ model, el }) {
     }
   };
 
+  const isDrawn = () => Boolean((model.get('sheet') || {}).ratio);
+  // the marks of a scene, again whenever the page gives them another width or another screen
+  let drawn = 0;
+  const paint = () => {
+    canvas.style.display = isDrawn() ? 'block' : 'none';
+    if (!isDrawn() || !box.clientWidth) return;
+    if (!panels.length) take();
+    drawSheet(canvas, model.get('sheet'), panels, box.clientWidth);
+    box.dataset.drawn = ++drawn;
+  };
   const draw = () => {
     const bytes = asBytes(model.get('png'));
     if (url) URL.revokeObjectURL(url);
     url = bytes.length ? URL.createObjectURL(new Blob([bytes], { type: 'image/png' })) : null;
     if (url) img.src = url; else img.removeAttribute('src');
     img.alt = model.get('alt');
+    img.style.display = isDrawn() ? 'none' : '';
     box.setAttribute('aria-label', model.get('alt') + HELP);
   };
   const take = () => {
-    panels = (model.get('panels') || []).map(p => ({ ...p, series: (p.series || []).map(asPoints) }));
+    panels = (model.get('panels') || []).map(p => ({
+      ...p,
+      series: (p.series || []).map(asPoints),
+      lines: (p.lines || []).map(line => ({ ...line, points: asFloats(line.xy) })),
+      map: p.map ? { ...p.map, values: asFloats(p.map.values), colours: asBytes(p.map.colours) } : null,
+    }));
   };
   const place = (event) => {
     if (!panels.length) take(); // a view that was hidden may have missed the event
-    const r = img.getBoundingClientRect();
+    const r = box.getBoundingClientRect();
     return [(event.clientX - r.left) / r.width, (event.clientY - r.top) / r.height];
   };
   const panelAt = (fy) => panels.findIndex(p => fy >= p.top - 0.02 && fy <= p.top + p.height + 0.02);
@@ -110,7 +127,7 @@ function render({ model, el }) {
   const flagAt = (fx, fy) => {
     const p = panels[0];
     if (!p || fy > p.top + 0.03) return -1;
-    const away = (model.get('marks') || []).map(m => [Math.abs(toShare(p, m.x) - fx) * img.clientWidth, m.index]);
+    const away = (model.get('marks') || []).map(m => [Math.abs(toShare(p, m.x) - fx) * box.clientWidth, m.index]);
     const [best] = away.filter(([pixels]) => pixels <= CLOSE).sort((a, b) => a[0] - b[0]);
     return best ? best[1] : -1;
   };
@@ -124,7 +141,7 @@ function render({ model, el }) {
     panels.forEach((p, i) => {
       for (const s of p.series) {
         if (!s.x.length) continue;
-        const k = nearest(s.x, at.x), near = Math.abs(toShare(p, s.x[k]) - fx) * img.clientWidth;
+        const k = nearest(s.x, at.x), near = Math.abs(toShare(p, s.x[k]) - fx) * box.clientWidth;
         if (s.broken) { if (near <= CLOSE / 2) lines.push([s.colour, s.label, s.broken]); continue; }
         if (!lines.length) step = s.x[k];
         lines.push([s.colour, s.label, words(s.y[k]) + (s.units && s.units !== '1' ? ' ' + s.units : '')]);
@@ -132,8 +149,11 @@ function render({ model, el }) {
         if (s.x[k] >= p.x0 && s.x[k] <= p.x1 && height >= p.top && height <= p.top + p.height) spots.push([toShare(p, s.x[k]), height, s.colour]);
       }
       if (p.rows && panelAt(fy) === i) {
-        const row = p.rows[Math.floor(at.y)];
-        if (row !== undefined) lines.push(['transparent', row, '']);
+        const row = p.rows[Math.floor(at.y)], map = p.map;
+        if (row === undefined) return;
+        const column = map && Math.min(map.columns - 1, Math.max(0, Math.floor((at.x - p.x0) / (p.x1 - p.x0) * map.columns)));
+        const value = map ? map.values[Math.floor(at.y) * map.columns + column] : null;
+        lines.push(['transparent', row, map ? (Number.isFinite(value) ? words(value) : String(value)) : '']);
       }
     });
     if (!lines.length) return hide();
@@ -159,8 +179,8 @@ function render({ model, el }) {
   // a drag on the first panel that goes up or down rather than along the steps
   const isUpright = (from, to) => {
     const p = panels[0], inside = p && from[1] > p.top && from[1] < p.top + p.height;
-    const wide = Math.abs(to[0] - from[0]) * img.clientWidth, tall = Math.abs(to[1] - from[1]) * img.clientHeight;
-    return Boolean(inside && panels.every(q => !q.rows) && tall > 12 && tall > 2 * wide);
+    const wide = Math.abs(to[0] - from[0]) * box.clientWidth, tall = Math.abs(to[1] - from[1]) * box.clientHeight;
+    return Boolean(inside && tall > 12 && tall > 2 * wide);
   };
   const hide = () => { readout.style.display = 'none'; dots.replaceChildren(); };
 
@@ -230,9 +250,11 @@ function render({ model, el }) {
   const ground = () => send('dark', document.body.dataset.jpThemeLight === 'false');
   const watch = new MutationObserver(ground);
   watch.observe(document.body, { attributes: true, attributeFilter: ['data-jp-theme-light'] });
-  model.on('change:png', draw); model.on('change:panels', () => { take(); hide(); }); model.on('change:cursor', cursor);
+  const wider = new ResizeObserver(() => requestAnimationFrame(paint));
+  wider.observe(box);
+  model.on('change:png', draw); model.on('change:sheet', draw); model.on('change:panels', () => { take(); hide(); paint(); }); model.on('change:cursor', cursor);
   model.on('change:legend', list); model.on('change:hidden', list);
-  take(); draw(); list(); ground();
-  return () => { watch.disconnect(); if (url) URL.revokeObjectURL(url); };
+  take(); draw(); list(); ground(); paint();
+  return () => { watch.disconnect(); wider.disconnect(); if (url) URL.revokeObjectURL(url); };
 }
 export default { render };

@@ -96,6 +96,7 @@ class LayersState(HasTraits):
     find = traitlets.Unicode("", help="part of the names that are shown; '': all")
     module = traitlets.Unicode("", help="module or parameter that was clicked; '': none")
     step = traitlets.Float(0.0, help="step that was clicked")
+    rows = traitlets.Tuple(help="(first, last) row shown of those that kind and name leave; (): all")
 
     def of(
         self,
@@ -107,7 +108,12 @@ class LayersState(HasTraits):
         kept = np.array([self.find.lower() in str(name).lower() for name in da[row].values], bool)
         if self.kind and "kind" in da.coords:
             kept &= da["kind"].values == self.kind
-        return da if kept.all() else da.isel({row: kept})
+        da = da if kept.all() else da.isel({row: kept})
+        return da.isel({row: slice(*self.rows)}) if self.rows else da
+
+    @traitlets.observe("statistic", "kind", "find")
+    def _all_rows(self, _: dict) -> None:
+        self.rows = ()
 
 
 def layers_call(
@@ -130,6 +136,9 @@ def layers_call(
             f"table = table.isel(step=(table.step.values >= {first:g}) & (table.step.values <= {last:g}))"
         )
     return "\n".join([*lines, "plot_layers(table)"])
+
+
+_CLOSE = 0.012  # share of the map within which a click means the ring of a finding
 
 
 class LayersView(widgets.VBox):
@@ -183,8 +192,10 @@ class LayersView(widgets.VBox):
         self.first.observe(lambda change: self.go_to(change["new"]), names=["value"])
         self.picture.observe(lambda change: self.click(change["new"]), names=["clicked"])
         steer(self.picture, self.shared)
+        self.picture.observe(lambda change: self.lift(change["new"]["range"]), names=["lifted"])
+        self.picture.observe(lambda change: self.widen(change["new"]["range"]), names=["brushed"])
         self.look.observe(lambda _: self.tell(), names=["statistic", "module", "step"])
-        self.look.observe(lambda _: self.draw(), names=["statistic", "kind", "find", "module"])
+        self.look.observe(lambda _: self.draw(), names=["statistic", "kind", "find", "module", "rows"])
         self.shared.observe(lambda _: self.draw(), names=["x_range", "dark", "visible"])
         self.shared.observe(lambda _: self.fill(), names=["name", "findings"])
         self.shared.observe(lambda _: self.follow(), names=["selected"])
@@ -218,29 +229,63 @@ class LayersView(widgets.VBox):
         "Draws the map where it is seen and what it shows has changed."
         shared, look = self.shared, self.look
         now = (shared.name, shared.x_range, shared.dark, look.statistic, look.kind, look.find, look.module)
+        now = (*now, look.rows)
         if shared.visible != VIEW.name or not look.statistic or now == self._drawn:
             return
         self._drawn, da = now, look.of(shared.run)
         names = [str(name) for name in da[row_dim(da)].values]
         marked = names.index(look.module) if look.module in names else None
-        marks = [(f.onset, names.index(m)) for f in shared.findings for m in f.modules[:1] if m in names]
         span = tuple(shared.x_range) or None
-        png, panels = self.draw_map(da, span, shared.dark, marked, [m for m in marks if m[0] is not None])
-        self.picture.png, self.picture.panels = png, [panel | {"rows": names} for panel in panels]
+        sheet, panels = self.draw_map.scene(da, span, shared.dark, marked, self._marks(names))
+        self.picture.show(sheet, [panel | {"rows": names} for panel in panels[:1]] + panels[1:])
         self.call.call = layers_call(shared, look)
+
+    def _marks(self, names: list[str]) -> list[tuple[int, int, int]]:
+        "Step, row and number of every finding that names a module that is shown."
+        found = enumerate(self.shared.findings, 1)
+        named = [(one, number) for number, one in found if one.onset is not None and one.modules[:1]]
+        pairs = [(one.onset, one.modules[0], number) for one, number in named]
+        return [(step, names.index(module), number) for step, module, number in pairs if module in names]
 
     def click(
         self,
         place: dict,  # x, a step, and y, a row
     ) -> None:
-        "Chooses the module in this row."
+        "Chooses the module in this row, and the finding whose ring was meant."
         da = self.look.of(self.shared.run)
-        names = da[row_dim(da)].values
-        if len(names):
-            row = int(np.clip(place["y"] or 0, 0, len(names) - 1))
-            with self.look.hold_trait_notifications():  # one picture of the module, not one a trait
-                self.look.set_trait("step", place["x"])
-                self.look.module = str(names[row])
+        names = [str(name) for name in da[row_dim(da)].values]
+        if not names:
+            return
+        row = int(np.clip(place["y"] or 0, 0, len(names) - 1))
+        panel = self.picture.panels[0]
+        near = _CLOSE * (panel["x1"] - panel["x0"]), max(0.5, _CLOSE * len(names))
+        rings = [
+            (abs(step - place["x"]), number)
+            for step, at, number in self._marks(names)
+            if abs(step - place["x"]) <= near[0] and abs(at - row) <= near[1]
+        ]
+        if rings:
+            return self.go_to(min(rings)[1] - 1)
+        with self.look.hold_trait_notifications():  # one picture of the module, not one a trait
+            self.look.set_trait("step", place["x"])
+            self.look.module = names[row]
+
+    def lift(
+        self,
+        span: list,  # first and last row that are shown, of those that were
+    ) -> None:
+        "Shows these rows only, taller."
+        first = self.look.rows[0] if self.look.rows else 0
+        low, high = int(np.floor(span[0])), int(np.ceil(span[1]))
+        self.look.rows = (first + low, first + max(high, low + 1))
+
+    def widen(
+        self,
+        span: list,  # of the steps that were brushed; [] for all
+    ) -> None:
+        "Shows every row again with every step."
+        if not span:
+            self.look.rows = ()
 
     def go_to(
         self,
@@ -258,7 +303,7 @@ class LayersView(widgets.VBox):
         for _, statistic in [("", self.look.statistic), *self.what.options]:
             da = self.shared.run[statistic[0]][statistic[1]]
             if found.modules[0] in da[row_dim(da)].values:
-                self.look.kind, self.look.find = "", ""
+                self.look.kind, self.look.find, self.look.rows = "", "", ()
                 self.what.value = statistic
                 self.look.step, self.look.module = float(found.onset or 0), found.modules[0]
                 return

@@ -15,7 +15,7 @@ import numpy as np
 from ..detect.findings import Finding
 from ..detect.likely import most_likely
 from ..plot.findings import panels_of
-from ..plot.look import alongs
+from ..plot.look import Look, alongs
 from ..plot.picture import in_range
 from ..plot.svg import page_svg
 from ..plot.theme import COLOURS
@@ -23,8 +23,9 @@ from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
 from ..report.words import spaced
+from .call import CallLine, run_lines
 from .figure import PictureWidget
-from .state import WorkbenchState, around, picture_of
+from .state import WorkbenchState, around, module_series, picture_of, scene_shown
 from .views import View
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #411ac6bc
@@ -100,25 +101,25 @@ def call_of(
     state: WorkbenchState,  # with a run
 ) -> str:  # Python that can be run by itself
     "The calls that make the picture."
-    source = str(state.run.attrs.get("source", state.name))
-    names = list(state.shown) or panels_of(state.run, state.findings)
-    return (
-        "from stabilitylab import diagnose, plot_findings, read_log\n"
-        "from stabilitylab.plot.picture import in_range\n"
-        f"run = read_log({source!r})\n"
-        f"part = in_range(run, {tuple(state.x_range) or None!r})\n"
-        f"plot_findings(part, diagnose(run), names={names!r}, log={state.log!r})"
+    names = Look(hidden=tuple(state.hidden)).kept(list(state.shown) or panels_of(state.run, state.findings))
+    return "\n".join(
+        [
+            *run_lines(state),
+            "from stabilitylab import diagnose, plot_findings",
+            "from stabilitylab.plot.picture import in_range",
+            f"part = in_range(run, {tuple(state.x_range) or None!r})",
+            f"plot_findings(part, diagnose(run), names={names!r}, log={state.log!r})",
+        ]
     )
 
 
 def export_html(
     state: WorkbenchState,  # with a run
-    png: bytes,  # the picture that is shown
-) -> str:  # HTML: links that save a file, and the calls
-    "The picture as PNG and SVG, its data as CSV, and the call that makes it."
+) -> str:  # HTML: links that save a file
+    "The picture as PNG and SVG, and its data as CSV."
     names = list(state.shown) or panels_of(state.run, state.findings)
     part = in_range(state.run, tuple(state.x_range) or None)
-    files, notes = [("picture.png", "image/png", png)], []
+    files, notes = [("picture.png", "image/png", picture_of(state)[0])], []
     if names:
         files.append(("picture.svg", "image/svg+xml", page_svg(part, state.findings, names).encode()))
     table = part["scalars"].to_dataset()[names]
@@ -127,7 +128,7 @@ def export_html(
     else:
         notes.append(f"data.csv holds at most {MOST_ROWS:,} steps: zoom in for it.")
     coded = [(name, mime, base64.b64encode(data).decode()) for name, mime, data in files]
-    return render("view_export", files=coded, notes=notes, call=call_of(state))
+    return render("view_export", files=coded, notes=notes)
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #29f6107b
 _WINDOWS = [("none", 0), *((str(n), n) for n in (5, 11, 21, 51, 101, 501, 1001))]  # records
@@ -226,14 +227,14 @@ class Overview(widgets.VBox):
         self,
         shared: WorkbenchState,  # with a run
     ):
-        self.shared, self.controls = shared, SeriesControls(shared)
+        self.shared, self.controls, self._module = shared, SeriesControls(shared), ""
         self.picture, self.detail = PictureWidget(dark=shared.dark), widgets.HTML()
         self.listing = widgets.Select(rows=7, layout=widgets.Layout(width="100%", min_height="130px"))
         fit = widgets.Layout(width="auto", display="none")
         self.layers = widgets.Button(description="Show its module", icon="th", layout=fit)
         self.save = widgets.Button(description="Export", icon="download", layout=widgets.Layout(width="auto"))
-        self.save.tooltip = "the picture, its data and the call that makes it"
-        self.files = widgets.HTML()
+        self.save.tooltip = "the picture as PNG and SVG, its data as CSV"
+        self.files, self.call = widgets.HTML(), CallLine()
         scroll = widgets.Layout(max_height="460px", overflow="auto", width="100%")
         self.likely, self.why = widgets.HTML(), widgets.Button(description="Show why", icon="search")
         self.why.tooltip, self.why.layout = "the finding that says so", widgets.Layout(width="auto")
@@ -242,7 +243,7 @@ class Overview(widgets.VBox):
             [*self.controls.children, self.save], layout=widgets.Layout(flex_flow="row wrap")
         )
         flexible = widgets.Layout(flex="3 1 420px", min_width="320px")
-        wide = widgets.VBox([self.picture, below, self.files], layout=flexible)
+        wide = widgets.VBox([self.picture, below, self.files, self.call], layout=flexible)
         narrow = widgets.VBox(side, layout=widgets.Layout(flex="1 1 340px", min_width="300px"))
         super().__init__([widgets.HBox([wide, narrow], layout=widgets.Layout(flex_flow="row wrap"))])
         self._observe()
@@ -263,6 +264,7 @@ class Overview(widgets.VBox):
         picture.observe(lambda change: state.set_trait("dark", change["new"]), names=["dark"])
         looks = ["x_range", "y_range", "shown", "log", "dark", "smooth", "along", "hidden"]
         state.observe(self.draw, names=looks)
+        state.observe(lambda _: self.draw_module(), names=["selected"])
         state.observe(self.mark, names=["selected", "x_range"])
         state.observe(self.tell, names=["selected", "busy"])
         state.observe(lambda _: self.controls.refill(), names=["shown"])
@@ -278,7 +280,16 @@ class Overview(widgets.VBox):
             if found.onset is not None
         ]
         self.picture.legend, self.picture.hidden = self.controls.entries(), list(self.shared.hidden)
-        self.picture.png, self.picture.panels = picture_of(self.shared)
+        one = module_series(self.shared)
+        self._module = one.name if one is not None else ""
+        self.picture.show(*scene_shown(self.shared))
+        self.call.call = call_of(self.shared) if self.shared.series else ""
+
+    def draw_module(self) -> None:
+        "Draws again where the selected finding brings the curve of a module, or takes it away."
+        one = module_series(self.shared)
+        if self._module != (one.name if one is not None else ""):
+            self.draw()
 
     def tell(self, *_: object) -> None:
         "Writes the words beside the picture."
@@ -355,7 +366,7 @@ class Overview(widgets.VBox):
 
     def export(self) -> None:
         "Offers the picture, its data and its call."
-        self.files.value = export_html(self.shared, self.picture.png)
+        self.files.value = export_html(self.shared)
 
 
 def build_overview(

@@ -8,6 +8,7 @@ __all__ = ['VIEW', 'RunRow', 'row_of', 'settings_that_differ', 'legend_of', 'run
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #3cb06662
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ipywidgets as widgets
@@ -20,7 +21,7 @@ from ..detect.findings import Findings
 from ..measure.curves import loss_name
 from ..names.errors import InputError
 from ..names.findings import SEVERITIES
-from ..plot.runs import RUN_COLOURS, runs_picture
+from ..plot.runs import RUN_COLOURS, runs_scene
 from ..report.render import render
 from ..report.words import number, spaced
 from ..run.scalars import series
@@ -109,11 +110,13 @@ _HEADS = ("run", "worst finding", "severity", "steps", "last loss", "lowest loss
 
 
 def legend_of(
-    names: list[str],  # of runs, in the order in which they are drawn
+    names: list[str],  # of runs, as the workbench holds them: a run keeps its colour
+    order: Sequence[str] = (),  # the same names, those first that stand first
 ) -> list[dict]:  # name, label and colour, as the page shows them below the picture
     "What can be hidden by a click."
     shades = [RUN_COLOURS[place % len(RUN_COLOURS)] for place in range(len(names))]
-    return [{"name": name, "label": name, "colour": shade} for name, shade in zip(names, shades, strict=True)]
+    known = dict(zip(names, shades, strict=True))
+    return [{"name": name, "label": name, "colour": known[name]} for name in order or names]
 
 
 def runs_call(
@@ -159,19 +162,20 @@ class RunsView(widgets.VBox):
         if state.visible != VIEW.name or len(state.runs) < 2:
             return
         hidden = tuple(self.picture.hidden)
-        now = id(state.runs), state.x_range, state.dark, hidden
+        now = id(state.runs), state.x_range, state.dark, hidden, self._order()
         if self._drawn != now:
-            span, runs = tuple(state.x_range) or None, self._ordered()
-            self.picture.legend = legend_of(list(runs))
-            self.picture.png, self.picture.panels = runs_picture(runs, span, state.dark, hidden=hidden)
-        if self._drawn is None or self._drawn[0] != id(state.runs):
-            self._look()
+            span, order = tuple(state.x_range) or None, self._order()
+            self.picture.legend = legend_of(list(state.runs), order)
+            self.picture.show(*runs_scene(state.runs, span, state.dark, hidden, order))
+        is_new = self._drawn is None or self._drawn[0] != id(state.runs)
         self._drawn, self.call.call = now, runs_call(state, hidden)
+        if is_new:
+            self._look()
 
-    def _ordered(self) -> dict[str, xr.DataTree]:
+    def _order(self) -> tuple[str, ...]:
         "The runs, the worst first where that is known."
         names = [row.name for row in self.rows if row.name in self.shared.runs]
-        return {name: self.shared.runs[name] for name in dict.fromkeys([*names, *self.shared.runs])}
+        return tuple(dict.fromkeys([*names, *self.shared.runs]))
 
     def _look(self) -> None:
         "Diagnoses every run: beside a running loop one after the other, else at once."
@@ -198,6 +202,8 @@ class RunsView(widgets.VBox):
         self.rows = sorted(rows, key=lambda row: (-row.severity, -np.nan_to_num(row.last, nan=np.inf)))
         self.lines = lines
         self.tell()
+        if len(rows) == len(self.shared.runs):
+            self.draw()
 
     def tell(self) -> None:
         "Writes the table."

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RUN = str(ROOT / "data_samples" / "lm_high_lr")
 SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
-SRC = "document.querySelector('.stl-figure img').src"
+SRC = "document.querySelector('.stl-figure > div').dataset.drawn"
 
 
 def shot(page, name):
@@ -26,7 +26,7 @@ def changes(page, act):
 
 
 def place(page, x, y):
-    box = page.locator(".stl-figure img").first.bounding_box()
+    box = page.locator(".stl-figure > div").first.bounding_box()
     return box["x"] + x * box["width"], box["y"] + y * box["height"]
 
 
@@ -39,8 +39,8 @@ def drag(page, x0, x1, y=0.3):
 
 
 def shown(page):
-    page.wait_for_selector('.stl-figure img[src^="blob:"]', timeout=120_000)
-    page.wait_for_function("document.querySelector('.stl-figure img').naturalWidth > 500")
+    page.wait_for_selector(".stl-figure > div[data-drawn]", timeout=120_000)
+    page.wait_for_function("document.querySelector('.stl-figure canvas').width > 500")
     page.wait_for_timeout(1000)
     warned = page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
     assert not warned.count(), warned.first.inner_text()
