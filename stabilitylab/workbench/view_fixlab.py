@@ -34,6 +34,7 @@ from .views import View
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #9627d2fe
 _EVERY = 0.4  # seconds between two looks at the arms
 _PROXY, _STATE, _NOWHERE = "a small proxy", "this state", "choose …"
+_APART = "2px 14px 2px 2px"  # between two controls of a row
 _WIDTHS = {"step": 150, "seeds": 120, "length": 130, "budget": 140, "setup": 300}  # pixels
 _TICKED = 2  # fixes that are ticked at first, beside the control
 _RUNNING = "{done} of {total} done · {running}"
@@ -56,7 +57,7 @@ class FixLabView(widgets.VBox):
         asked = widgets.HBox([self.origin, *self.numbers], layout=fit)
         buttons = widgets.HBox([self.go, self.halt, self.more, self.status], layout=fit)
         main = [asked, self.proxied, self.plan, buttons, self.picture, self.arms, self.verdict, self.call]
-        wide = widgets.VBox(main, layout=widgets.Layout(flex="3 1 460px", min_width="320px"))
+        wide = widgets.VBox(main, layout=widgets.Layout(flex="3 1 560px", min_width="320px"))
         side = widgets.VBox([self.heading, self.offered, self.other], layout=_side())
         self.body = widgets.HBox([wide, side], layout=fit)
         super().__init__([self.notice, self.body])
@@ -77,6 +78,7 @@ class FixLabView(widgets.VBox):
         for trait, pixels in _WIDTHS.items():
             control = getattr(self, trait)
             control.layout.width, control.style.description_width = f"{pixels}px", "initial"
+            control.layout.margin = _APART
             control.tooltip = FixLab.class_traits()[trait].help
             if trait != "step":
                 traitlets.link((lab, trait), (control, "value"))
@@ -84,6 +86,7 @@ class FixLabView(widgets.VBox):
         self.numbers = [getattr(self, trait) for trait in _WIDTHS]
         self.origin = widgets.Dropdown(options=[_STATE], description="From")
         self.origin.layout.width, self.origin.style.description_width = "190px", "initial"
+        self.origin.layout.margin = _APART
         self.origin.tooltip = "the state before the failure, or a small model with the run's recipe"
         self.origin.observe(lambda change: self.set_origin(change["new"]), names=["value"])
         self.proxied, self.plan = widgets.HTML(), widgets.HTML()
@@ -352,7 +355,7 @@ class FixLabView(widgets.VBox):
 
 def _side() -> widgets.Layout:
     "The column of the choices, which scrolls by itself."
-    return widgets.Layout(flex="1 1 330px", min_width="300px", max_height="860px", overflow="auto")
+    return widgets.Layout(flex="1 1 300px", min_width="290px", max_height="860px", overflow="auto")
 
 
 def _status(now: object) -> str:
