@@ -9,6 +9,7 @@ __all__ = ['VIEW', 'screen_of', 'report_files', 'call_of', 'ReportView']
 import asyncio
 import base64
 import json
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def _contents(state: WorkbenchState, screen: Screen) -> dict:
         "rows": stamp(screen, state.run),
         "files": [],
         "has_notebook": bool(screen.source),
-        "counts": [sum(one.severity == severity for one in findings) for severity in SEVERITIES],
+        "counts": Counter(one.severity for one in findings),
         "severities": SEVERITIES,
         "chosen": chosen.kind if chosen else "",
         "arms": len(state.trial.arms) if state.trial is not None else 0,
