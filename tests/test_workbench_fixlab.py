@@ -6,8 +6,10 @@ import pytest
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.names.errors import InputError
+from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.trial.recipe import recipe_of
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
 from stabilitylab.workbench.state import open_state
@@ -105,3 +107,41 @@ def test_the_arms_of_a_trial_are_runs_of_the_chooser():
     assert "trial: placebo, seed 0" in bench.chooser.options
     bench.chooser.value = "trial: placebo, seed 0"
     assert bench.state.run is more
+
+
+def test_a_log_without_a_black_box_trains_from_a_proxy():
+    log = sample() / "metrics.csv"
+    state, _ = open_state(log)
+    state.visible = "fixlab"
+    view = FixLabView(state)
+    assert view.origin.value == "choose …" and view.go.disabled and view.lab.path == str(log)
+    view.origin.value = "a small proxy"
+    assert view.job is not None and not view.halt.disabled and "Training small models" in view.proxied.value
+    view.end()
+    assert view.job is None and view.origin.value == "choose …" and view.halt.disabled
+    view.origin.value = "a small proxy"
+    made = recipe_of(state.run, None, steps=12).recipe.start
+    told = {"words": ["It shows."], "start": made.to_dict(), "steps": 12}
+    view.hear_proxy(JobState("done", "done", 1.0, told))
+    assert "It shows." in view.proxied.value and not view.go.disabled and view.length.value == 12
+    assert "small_training" in view.plan.value and view.step.layout.display == "none"
+    for box in view.boxes:
+        box.tick.value = box.choice.name == "lower_lr"
+    view.seeds.value = 1
+    view.begin()
+    until(view, lambda: view.lab.now.ended)
+    assert "lower_lr" in view.verdict.value and view.lab.result().arms[1].final_loss
+
+
+def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
+    state, _ = open_state(sample() / "metrics.csv")
+    state.visible = "fixlab"
+    view = FixLabView(state)
+    for answer, words in [
+        (JobState("failed", "failed", 0.0, None, "no loss in this log"), "no loss in this log"),
+        (JobState("done", "done", 1.0, {"words": ["It does not show."], "start": None}), "does not show"),
+    ]:
+        view.origin.value = "a small proxy"
+        view.hear_proxy(answer)
+        assert words in view.proxied.value and view.go.disabled and view.plan.value == ""
+        view.origin.value = "choose …"

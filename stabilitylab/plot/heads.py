@@ -232,8 +232,10 @@ def head_picture(
 # %% ../../nbs/api/plot/43_heads.ipynb #7a5e9f3f
 def _spread(tokens: list[str]) -> list[str] | None:
     "As many of the words as there is room for; None without any."
+    if not tokens:
+        return None
     every = -(-len(tokens) // _WORDS)
-    return [word if place % every == 0 else "" for place, word in enumerate(tokens)] if tokens else None
+    return [word if place % every == 0 else "" for place, word in enumerate(tokens)]
 
 
 def weights_picture(

@@ -22,7 +22,7 @@ from ..fixes.registry import fix
 from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
-from ..run.job import Job
+from ..run.job import Job, tell
 from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve
 from .cluster import ClusterJob, as_client, begin_work
 from .start import Start
@@ -299,6 +299,7 @@ def run_to_end(
             while not (state := work.poll()).ended:
                 bar.update(max(state.share - bar.n, 0))
                 bar.set_postfix_str(f"{state.done} of {state.total} done; {'; '.join(state.running)}"[:80])
+                tell(f"{state.done} of {state.total} done", share=state.share)
                 if heard is not None:
                     heard(state)
                 if end is not None and time.monotonic() > end:

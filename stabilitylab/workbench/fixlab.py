@@ -133,8 +133,9 @@ class FixLab(HasTraits):
         "Takes another run; a trial that trains goes on."
         source = str(run.attrs.get("source", ""))
         failures = [one.onset for one in findings if one.severity == "error" and one.onset is not None]
+        self.path = source
         try:
-            self.path, self.steps = source, replayable_steps(source)
+            self.steps = replayable_steps(source)
             self.step = last_snapshot_before(source, failures[0] if failures else None)
         except InputError:
             self.steps = []

@@ -16,6 +16,7 @@ from .fixlab import ArmRow, Choice, arm_with
 
 # %% ../../nbs/api/workbench/06_fixlab_widgets.ipynb #c6f4b098
 _NARROW = widgets.Layout(width="250px")
+_AS_WIDE = {"description_width": "initial"}  # a long name is not cut
 
 
 def parameter_widget(
@@ -23,7 +24,7 @@ def parameter_widget(
     rules: dict,  # default, and low and high, or choices
 ) -> widgets.Widget:  # whose `value` is the parameter
     "A control that allows what the fix allows."
-    default, look = rules["default"], {"description": name, "layout": _NARROW}
+    default, look = rules["default"], {"description": name, "layout": _NARROW, "style": _AS_WIDE}
     if "choices" in rules:
         return widgets.Dropdown(options=list(rules["choices"]), value=default, **look)
     if isinstance(default, bool):
@@ -89,7 +90,7 @@ class ArmLine(widgets.HBox):
         self.show.tooltip = f"the record of {name} in this workbench"
         self.stop.on_click(lambda _: stop(name))
         self.show.on_click(lambda _: show(name))
-        super().__init__([self.bar, self.stop, self.show, self.words])
+        super().__init__([self.words, self.bar, self.stop, self.show])
 
     def take(
         self,

@@ -44,7 +44,8 @@ class _WithLoss(nn.Module):
 
 def _token_ids(part: object, count: int) -> list[str]:
     "The first sequence of token ids that is as long as the keys, also one longer; [] without one."
-    found = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else [part]
+    found = part if isinstance(part, list | tuple) else [part]
+    found = part.values() if isinstance(part, dict) else found
     for held in found:
         is_ids = torch.is_tensor(held) and held.ndim == 2 and not held.dtype.is_floating_point
         if is_ids and held.shape[1] - count in (0, 1):

@@ -62,7 +62,7 @@ def command_words(
     command: list[str],  # the arguments of a program, as `sys.argv` has them
 ) -> str:  # as it would be typed
     "How a run was started."
-    first, rest = (str(command[0]), [str(one) for one in command[1:]]) if command else ("", [])
+    first, *rest = [str(one) for one in command] or [""]
     if _KERNEL in first:
         return "a notebook (Jupyter kernel)"
     if first in ("-c", "-m"):  # Python keeps the code or the name of the module to itself

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
-from importlib.util import find_spec
+from pathlib import Path
 
 import ipywidgets as widgets
 import traitlets
@@ -33,7 +33,9 @@ from .views import View
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #9627d2fe
 _EVERY = 0.4  # seconds between two looks at the arms
-_PROXY = "a small proxy"
+_PROXY, _STATE, _NOWHERE = "a small proxy", "this state", "choose …"
+_APART = "2px 14px 2px 2px"  # between two controls of a row
+_WIDTHS = {"step": 150, "seeds": 120, "length": 130, "budget": 140, "setup": 300}  # pixels
 _TICKED = 2  # fixes that are ticked at first, beside the control
 _RUNNING = "{done} of {total} done · {running}"
 _ENDED = {True: "All arms are done.", False: "Stopped; what was finished counts."}
@@ -52,11 +54,11 @@ class FixLabView(widgets.VBox):
         self._make_controls()
         self._make_results()
         fit = widgets.Layout(flex_flow="row wrap")
+        asked = widgets.HBox([self.origin, *self.numbers], layout=fit)
         buttons = widgets.HBox([self.go, self.halt, self.more, self.status], layout=fit)
-        main = [buttons, self.picture, self.arms, self.verdict, self.call]
-        wide = widgets.VBox(main, layout=widgets.Layout(flex="3 1 420px", min_width="320px"))
-        asked = [self.origin, self.proxied, *self.numbers]
-        side = widgets.VBox([*asked, self.offered, self.other], layout=_side())
+        main = [asked, self.proxied, self.plan, buttons, self.picture, self.arms, self.verdict, self.call]
+        wide = widgets.VBox(main, layout=widgets.Layout(flex="3 1 560px", min_width="320px"))
+        side = widgets.VBox([self.heading, self.offered, self.other], layout=_side())
         self.body = widgets.HBox([wide, side], layout=fit)
         super().__init__([self.notice, self.body])
         self.add_class("stl-fixlab-view")
@@ -68,22 +70,27 @@ class FixLabView(widgets.VBox):
     def _make_controls(self) -> None:
         "What a trial is asked."
         wide, lab = widgets.Layout(width="auto"), self.lab
-        self.step = widgets.BoundedIntText(description="Start at", layout=wide)
-        self.setup = widgets.Text(description="Setup", placeholder="file.py:function, or empty", layout=wide)
-        self.seeds = widgets.BoundedIntText(description="Seeds", min=1, max=20, layout=wide)
-        self.length = widgets.BoundedIntText(description="Steps", min=5, max=100_000, layout=wide)
-        self.budget = widgets.BoundedFloatText(description="Minutes", min=0, max=10_000, layout=wide)
-        for trait in ("step", "setup", "seeds", "length", "budget"):
+        self.step = widgets.BoundedIntText(description="Start at")
+        self.setup = widgets.Text(description="Setup", placeholder="file.py:function, or empty")
+        self.seeds = widgets.BoundedIntText(description="Seeds", min=1, max=20)
+        self.length = widgets.BoundedIntText(description="Steps", min=5, max=100_000)
+        self.budget = widgets.BoundedFloatText(description="Minutes", min=0, max=10_000)
+        for trait, pixels in _WIDTHS.items():
             control = getattr(self, trait)
+            control.layout.width, control.style.description_width = f"{pixels}px", "initial"
+            control.layout.margin = _APART
             control.tooltip = FixLab.class_traits()[trait].help
             if trait != "step":
                 traitlets.link((lab, trait), (control, "value"))
         self.step.observe(lambda change: lab.set_trait("step", change["new"]), names=["value"])
-        self.numbers = [self.step, self.setup, self.seeds, self.length, self.budget]
-        self.origin = widgets.Dropdown(options=["this state"], description="From", layout=wide)
+        self.numbers = [getattr(self, trait) for trait in _WIDTHS]
+        self.origin = widgets.Dropdown(options=[_STATE], description="From")
+        self.origin.layout.width, self.origin.style.description_width = "190px", "initial"
+        self.origin.layout.margin = _APART
         self.origin.tooltip = "the state before the failure, or a small model with the run's recipe"
         self.origin.observe(lambda change: self.set_origin(change["new"]), names=["value"])
-        self.proxied = widgets.HTML()
+        self.proxied, self.plan = widgets.HTML(), widgets.HTML()
+        self.heading = widgets.HTML(render("view_fixlab", part="heading", choice=None))
         self.offered = widgets.VBox([])
         self.other = widgets.Dropdown(description="Another", options=[("a fix …", "")], layout=wide)
         self.other.observe(lambda change: self.offer(change["new"]), names=["value"])
@@ -115,9 +122,10 @@ class FixLabView(widgets.VBox):
         self.lab.open(shared.run, shared.findings)
         has_state = bool(self.lab.steps)
         self.notice.value = "" if has_state else render("view_fixlab", part="notice", choice=None)
-        self.proxied.value, self.lab.origin, self.job = "", None, None
-        origins = ["this state"] * has_state + [_PROXY] * (find_spec("stabilitylab.trial.proxy") is not None)
-        self.origin.options = origins or ["nothing"]
+        self.end_proxy()
+        self.proxied.value, self.lab.origin = "", None
+        can_shrink = bool(self.lab.path) and Path(self.lab.path).exists()
+        self.origin.options = [_STATE if has_state else _NOWHERE, *([_PROXY] if can_shrink else [])]
         self.go.disabled = not has_state
         for control in (self.step, self.setup):
             control.layout.display = "" if has_state else "none"
@@ -134,10 +142,14 @@ class FixLabView(widgets.VBox):
     ) -> None:
         "Where the arms set out; a proxy is made first, in a child process."
         self.lab.origin = None
+        self.end_proxy()
+        for control in (self.step, self.setup):
+            control.layout.display = "" if name == _STATE else "none"
         if name != _PROXY:
             self.go.disabled, self.proxied.value = not self.lab.steps, ""
+            self.tell_call()
             return
-        self.go.disabled = True
+        self.go.disabled, self.halt.disabled = True, False
         path = str(self.shared.run.attrs.get("source", ""))
         self.job = Job.of("stabilitylab.workbench.fixlab:make_proxy", path=path)
         self.hear_proxy(self.job.poll())
@@ -150,17 +162,26 @@ class FixLabView(widgets.VBox):
         state: JobState,  # of the job that makes the proxy
     ) -> None:
         "Takes over what the proxy is, and whether the symptom shows in it."
-        if self.origin.value != _PROXY:
+        if self.origin.value != _PROXY or self.job is None:
             return
+        if state.ended:
+            self.job, self.halt.disabled = None, self.lab.now.ended
         told = state.result if state.phase == "done" else {}
-        words = told.get("words", [state.error] if state.ended else [f"making a proxy: {state.words}"])
-        self.proxied.value = render("view_fixlab", part="proxy", choice=words)
+        shown = {"choice": told.get("words", []), "state": state}
+        self.proxied.value = render("view_fixlab", part="proxy", **shown)
         if told.get("start"):
             known = {one.name for one in fields(Start)}
             self.lab.origin = Start(**{key: value for key, value in told["start"].items() if key in known})
             self.length.value = int(told.get("steps", self.length.value))
             self.go.disabled = False
         self.tell_call()
+
+    def end_proxy(self) -> None:
+        "Gives up a proxy that is being made."
+        job, self.job = self.job, None
+        if job is not None:
+            job.cancel()
+            self.halt.disabled = self.lab.now.ended
 
     def _offer_later(self) -> None:
         "The choices: in a thread beside a running loop, as the registry is large, else at once."
@@ -170,7 +191,7 @@ class FixLabView(widgets.VBox):
         except RuntimeError:
             self.take(choices(findings, run))
             return
-        self.status.value = render("view_fixlab", part="status", choice="Looking for fixes …")
+        self.heading.value = render("view_fixlab", part="heading", choice="Looking for fixes …")
         self._task = loop.create_task(self._offer_beside(findings, run))
 
     async def _offer_beside(self, findings: list, run: object) -> None:
@@ -184,7 +205,7 @@ class FixLabView(widgets.VBox):
     ) -> None:
         "Offers these fixes, the first ones and the control ticked."
         none = "No fix is known to answer the findings of this run; choose one below."
-        self.status.value = "" if found else render("view_fixlab", part="status", choice=none)
+        self.heading.value = render("view_fixlab", part="heading", choice="" if found else none)
         ticked = [one.name for one in found if not one.is_control][:_TICKED]
         ticked += [one.name for one in found if one.is_control]
         self.boxes = [ChoiceBox(one, one.name in ticked) for one in found]
@@ -215,9 +236,18 @@ class FixLabView(widgets.VBox):
         return [box.arm() for box in self.boxes if box.tick.value]
 
     def tell_call(self) -> None:
-        "The call that makes this trial."
-        can_start = bool(self.lab.steps or self.lab.origin)
-        self.call.value = render("view_call", call=self.lab.call(self.ticked())) if can_start else ""
+        "What the trial will be, and the call that makes it."
+        self.call.value = self.plan.value = ""
+        if not (self.lab.steps or self.lab.origin):
+            return
+        try:
+            arms, words = self.ticked(), self.lab.start().words
+        except InputError as error:
+            self.plan.value = render("view_error", title="This trial", error=error)
+            return
+        self.call.value = render("view_call", call=self.lab.call(arms))
+        names = [arm.name for arm in arms]
+        self.plan.value = render("view_fixlab", part="plan", choice=names, lab=self.lab, words=words)
 
     def _try(self, action: Callable, *arguments: object) -> bool:
         "Does it; what cannot be done is said in the view."
@@ -264,7 +294,10 @@ class FixLabView(widgets.VBox):
         return has_ended
 
     def end(self) -> None:
-        "Stops everything."
+        "Stops everything, also a proxy that is being made."
+        if self.job is not None:
+            self.end_proxy()
+            self.origin.value = self.origin.options[0]
         self.lab.cancel()
         self.show()
 
@@ -327,8 +360,8 @@ class FixLabView(widgets.VBox):
 
 
 def _side() -> widgets.Layout:
-    "The column of the choices."
-    return widgets.Layout(flex="1 1 330px", min_width="300px")
+    "The column of the choices, which scrolls by itself."
+    return widgets.Layout(flex="1 1 300px", min_width="290px", max_height="860px", overflow="auto")
 
 
 def _status(now: object) -> str:

@@ -7,7 +7,6 @@ __all__ = ['VIEW', 'RunRow', 'row_of', 'settings_that_differ', 'legend_of', 'run
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #3cb06662
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from ..names.errors import InputError
 from ..names.findings import SEVERITIES
 from ..plot.runs import RUN_COLOURS, runs_scene
 from ..report.render import render
+from ..report.screen import opened_setting
 from ..report.words import number, spaced
 from ..run.scalars import series
 from .call import CallLine, runs_lines
@@ -86,20 +86,10 @@ def _settings(run: xr.DataTree) -> dict[str, str]:
     "The short attributes of a record, those inside its configuration included."
     flat = {}
     for key, value in run.attrs.items():
-        held = _opened(value)
+        held = opened_setting(value)
         flat |= {f"{key}.{inner}": found for inner, found in held.items()} if held else {key: value}
     words = {key: str(value) for key, value in flat.items() if key not in _ALIKE}
     return {key: value for key, value in words.items() if len(value) <= 40}
-
-
-def _opened(value: object) -> dict:
-    "A configuration that is kept as JSON; {} for anything else."
-    if isinstance(value, str) and value.startswith("{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    return value if isinstance(value, dict) else {}
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #743542f5
 _ONE = (

@@ -1,0 +1,169 @@
+"""The views Attention, Environment and Report without a browser: what they say of what there is."""
+
+import json
+
+import numpy as np
+import pytest
+import xarray as xr
+from nbclient import NotebookClient
+from nbformat import reads
+
+from stabilitylab.cases.samples import sample
+from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
+from stabilitylab.plot.heads import head_map, head_picture
+from stabilitylab.run.job import JobState
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.tabs import Workbench
+from stabilitylab.workbench.view_attention import AttentionView
+from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
+from stabilitylab.workbench.view_report import ReportView, report_files
+
+STEPS = np.arange(60)
+GROWN = np.broadcast_to(10.0 ** (STEPS / 10 - 1), (2, 2, 60)).T.copy()  # 0.1 to 80,000
+
+
+def recorded(logit: np.ndarray, **attrs: object) -> xr.DataTree:
+    "A run whose heads had these logits."
+    unit = {"long_name": "largest attention logit", "units": "1"}
+    tables = {"attn_logit_max": logit, "attn_entropy_rel": np.full_like(logit, 0.5)}
+    cells = {name: (("step", "layer", "head"), table, unit) for name, table in tables.items()}
+    names = {"module": ("layer", ["h.0.attn", "h.1.attn"]), "role": ("layer", ["self", "self"])}
+    group = xr.Dataset(cells, {"step": STEPS, "layer": [0, 1], "head": [0, 1]} | names)
+    run = new_run(make_scalars({"loss": Samples(STEPS, 3 - STEPS / 100)}), attention=group)
+    run.attrs |= attrs
+    return run
+
+
+def opened(view: str, source: object) -> object:
+    "The state of a workbench on which a view is seen."
+    state, _ = open_state(source)
+    state.visible = view
+    return state
+
+
+def test_growth_beside_negative_logits_is_seen():
+    logit = GROWN.copy()
+    logit[:4, 0] = -0.05
+    drawn = plot_heads_over_steps(recorded(logit)["attention"].to_dataset().attn_logit_max, log=True)
+    shades = [float(drawn.images[0].norm(value)) for value in (-0.05, 0.1, 10, 1000, 80_000)]
+    assert 0 <= min(shades) < shades[1] and shades[-1] == pytest.approx(1, abs=0.02)
+    assert np.diff(shades)[1:].min() > 0.1  # a linear scale would leave 0.0001 for 0.1 to 10
+    ticks = signed_ticks(logit)
+    assert 0 in ticks and ticks.max() == 1e4 and (np.diff(ticks) > 0).all()
+    assert linear_below(GROWN) == 0 and 0 < linear_below(logit) < 1
+
+
+def test_pictures_of_heads_stand_values_that_are_not_finite():
+    for bad in (np.nan, np.inf, -np.inf):
+        logit = GROWN.copy()
+        logit[10:20, 1, 1] = bad
+        data = recorded(logit)["attention"].to_dataset()
+        png, [panel] = head_map(data.attn_logit_max)
+        assert png and (panel["y0"], panel["y1"]) == (4, 0)
+        assert head_picture(data, "attn_logit_max", 15, 1, 1)
+    everywhere = recorded(np.full_like(GROWN, np.nan))["attention"].to_dataset()
+    assert head_map(everywhere.attn_logit_max)[0] and head_picture(everywhere, "attn_logit_max", 15, 1, 1)
+
+
+def test_the_chosen_head_stays_while_its_run_grows_and_goes_with_another_run():
+    state = opened("attention", {"first": recorded(GROWN), "second": recorded(-GROWN)})
+    view = AttentionView(state)
+    assert view.aspect.value == "" and view.aspect.index == 0  # and not blank
+    view.picture.clicked = {"x": 30.0, "y": 3.2, "finding": -1, "n": 1}
+    view.aspect.value = "entropy"
+    state.update(recorded(2 * GROWN))
+    assert view.look.row == 3 and "200" in view.words.value and view.aspect.value == "entropy"
+    assert "no black box" in view.state.value and view.fetch.layout.display == "none"
+    state.show("second")
+    assert view.look.row == -1 and "Click a head" in view.words.value and view.aspect.value == "entropy"
+
+
+def test_the_attention_of_a_head_is_fetched_given_up_or_refused():
+    run = recorded(GROWN, source=str(sample()))  # whose black box can replay steps
+    view = AttentionView(opened("attention", {"run": run}))
+    view.picture.clicked = {"x": 59.0, "y": 0.2, "finding": -1, "n": 1}
+    assert not view.fetch.disabled and view.stop.layout.display == "none"
+    view.begin()
+    assert view.fetch.disabled and view.stop.layout.display == "" and "Running the batch" in view.state.value
+    view.cancel()
+    assert view.job is None and not view.fetch.disabled and view.state.value == ""
+    view.begin()
+    view.hear(JobState("failed", "failed", 0.0, None, "this setup has no model"))
+    assert "this setup has no model" in view.state.value and not view.fetch.disabled
+    view.begin()
+    weights = np.eye(40).tolist()
+    told = {"weights": weights, "module": "h.0.attn", "head": 0, "tokens": [str(i) for i in range(40)]}
+    view.hear(JobState("done", "done", 1.0, told))
+    assert bytes(view.head.value[:4]) == b"\x89PNG" and view.head.layout.display == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train.py", "--lr", "1e-3", "--name", "a b"], "python train.py --lr 1e-3 --name 'a b'"),
+        (["-c"], "python -c …"),
+        (["-m", "x"], "python -m … x"),
+        (["/usr/bin/torchrun", "train.py"], "/usr/bin/torchrun train.py"),
+        (["/env/ipykernel_launcher.py", "-f", "kernel.json"], "a notebook (Jupyter kernel)"),
+        ([""], "an interactive Python"),
+    ],
+)
+def test_what_was_run_is_said(command, words):
+    assert command_words(command) == words
+
+
+def test_runs_are_set_side_by_side_and_a_setting_is_escaped():
+    first = {"version_torch": "2.7.0", "command": ["a.py"], "deterministic": False, "strange": "<b>"}
+    runs = {
+        "a": recorded(GROWN, environment=first),
+        "b": recorded(GROWN, environment=json.dumps(first | {"version_torch": "2.13.0"})),
+        "c": recorded(GROWN),
+        "d": recorded(GROWN, environment="{not json"),
+    }
+    assert between_runs(runs) == (["a", "b"], [["PyTorch", "2.7.0", "2.13.0"]])
+    said = EnvironmentView(opened("environment", runs), here=lambda: first).tables.value
+    assert "&lt;b&gt;" in said and "python a.py" in said and "runs on the same" in said
+    for name in ("c", "d"):
+        bare = opened("environment", {name: runs[name]})
+        assert "does not say what it ran on" in EnvironmentView(bare, here=dict).tables.value
+
+
+def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
+    run = open_state(sample())[0].run
+    bench = Workbench({"late": run, "early": run.copy()})
+    for module in ("fixlab", "view_rounding"):
+        monkeypatch.setattr(f"stabilitylab.workbench.{module}.replayable_steps", lambda path: [120, 121])
+    monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
+    bench.state.visible = "fixlab"
+    view = bench.tabs.children[bench._names.index("fixlab")]
+    before = view.step.min
+    bench.chooser.value = "early"
+    assert before > 121 and (view.step.min, view.step.value, view.step.max) == (120, 120, 121)
+
+
+def test_the_notebook_of_the_screen_runs_and_finds_the_same(monkeypatch):
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # as in a kernel of a reader, which shows its figures
+    state = opened("report", sample())
+    state.x_range, state.selected = (300, 360), 0
+    view = ReportView(state)
+    assert "300 to 360" in view.about.value and "screen_html" in view.about.value
+    (_, _, page), (_, kind, notebook) = report_files(state, "2026-01-01 12:00")
+    assert kind == "application/x-ipynb+json" and b"2026-01-01 12:00" in page and b"identity" in page
+    done = NotebookClient(reads(notebook.decode(), 4), timeout=120).execute()
+    outputs = [cell.outputs for cell in done.cells if cell.cell_type == "code"]
+    same = outputs[0][-1]["data"]["text/plain"]
+    then, now = (part.split(":")[1].strip(" {}'") for part in same.split(","))
+    assert then == now and len(then) == 12
+    assert all(found.kind in outputs[1][-1]["data"]["text/html"] for found in state.findings)
+    assert any("image/png" in one.get("data", {}) for one in outputs[2])
+    assert state.findings[0].kind in str(outputs[3])
+
+
+def test_a_record_in_memory_has_a_page_and_says_why_it_has_no_notebook():
+    state = opened("report", {"made": recorded(GROWN)})
+    view = ReportView(state)
+    view.begin()
+    assert view.files.value.count("<a download") == 1 and "save_run" in view.files.value
+    assert "handed over in memory" in view.about.value
