@@ -7,6 +7,7 @@ __all__ = ['QUANTITIES', 'EQUAL', 'ROUNDING', 'DRIFT', 'recorded_numbers', 'reco
            'retrace', 'distance', 'rounding_reach']
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #996308d5
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -130,6 +131,7 @@ def retrace(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     setup: Setup,  # how to build and run it
+    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
 ) -> Retrace:
     "Take every step from the last snapshot through a step again, beside what was recorded."
     run, first = open_run(path), start_before(path, step)
@@ -138,6 +140,7 @@ def retrace(
     meter, found = Meter(walk), []
     while walk.step <= step:
         at = walk.step
+        heard(at - first, step + 1 - first)
         before = walk.snapshot() if at == step and at > first else start
         try:
             numbers, params = meter.take()

@@ -1,0 +1,176 @@
+"""The view Replay without a browser: setups are found, drafted, checked; calls run as they stand."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stabilitylab.names.errors import InputError
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.replay.setup_file import checked
+from stabilitylab.run.job import JobState
+from stabilitylab.workbench.setup_panel import SetupPanel
+from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.view_replay import ReplayView
+
+DATA = Path(__file__).resolve().parent.parent / "data_samples"
+SETUP = """
+import torch
+from stabilitylab import Setup
+
+
+def setup():
+    return Setup(
+        lambda: torch.nn.Linear(4, 1),
+        lambda model, batch: model(batch).square().mean(),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    )
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    "A record with a black box and without a setup."
+    torch.manual_seed(0)
+    model, path = nn.Linear(4, 1), tmp_path / "run"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Recorder(model, optimizer, path, snapshot_every=3) as recorder:
+        for _ in range(6):
+            loss = model(recorder.batch(torch.randn(8, 4))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    (path / "replay_setup.py").unlink()
+    return path
+
+
+def in_this_process(panel):
+    "What the child process of a check would tell, without the seconds of its imports."
+    try:
+        told = checked(panel.path, panel.step(), panel.chosen).to_dict()
+        panel.show(JobState("done", "done", 1.0, told))
+    except InputError as error:
+        panel.show(JobState("failed", "failed", 0.0, None, str(error)))
+
+
+def test_ordinary_mistakes_with_a_setup_are_told_with_their_place(run, tmp_path):
+    panel = SetupPanel(lambda: 4)
+    panel.open(run)
+    assert panel.check.disabled and panel.draft.layout.display == ""
+    mine = tmp_path / "mine.py"
+    panel.where.value = str(mine)
+    assert "No file is at" in panel.says.value and panel.check.disabled
+    faults = {
+        "SyntaxError": ("def setup(:\n", "mine.py, line 1"),
+        "wrong name": (SETUP.replace("def setup", "def make"), "has no setup"),
+        "no Setup": ("def setup():\n    return 3\n", "returns a int"),
+        "their line": (SETUP.replace("model(batch)", "model(batch['x'])"), "mine.py, line 9"),
+        "other loss": (SETUP.replace(".square()", ".abs()"), "not the run's"),
+        "other rate": (
+            SETUP.replace("lambda model: torch.optim.AdamW", "lambda model: torch.optim.SGD"),
+            "SGD",
+        ),
+    }
+    for name, (text, words) in faults.items():
+        mine.write_text(text)
+        panel.where.value = ""
+        panel.where.value = str(mine)
+        assert not panel.check.disabled, name
+        in_this_process(panel)
+        assert words in panel.says.value and "This setup is the run&#39;s" not in panel.says.value, (
+            name,
+            panel.says.value,
+        )
+        assert panel.stop.disabled and panel.bar.layout.visibility == "hidden"
+    mine.write_text(SETUP)
+    in_this_process(panel)
+    assert panel.answer["check"]["is_exact"] and "This setup is the run's" in panel.says.value
+    panel.where.value = str(run)
+    assert panel.answer is None
+
+
+def test_a_draft_is_offered_once_and_never_written_over(run):
+    view = ReplayView(open_state(run)[0])
+    assert view.steps == list(range(6)) and view.panel.draft.layout.display == ""
+    view.panel.write()
+    file = run / "replay_setup.py"
+    assert view.panel.chosen == str(file) and "TODO_YourModel()" in view.panel.says.value
+    file.write_text(SETUP)
+    view.panel.write()
+    assert file.read_text() == SETUP and "replay_setup.py is there" in view.panel.says.value
+    (file).rename(run.parent / "replay_setup.py")
+    view.panel.open(run)
+    assert "lies beside the record" in view.panel.says.value and view.panel.draft.layout.display == "none"
+
+
+def test_a_check_shows_how_far_it_is_and_can_be_cancelled():
+    view = ReplayView(open_state(DATA / "lm_high_lr")[0])
+    panel, seen = view.panel, []
+
+    async def cancelled():
+        panel.begin()
+        while panel.bar.value == 0:
+            await asyncio.sleep(0.05)
+        seen.append((panel.bar.value, panel.says.value, panel.bar.layout.visibility))
+        panel.cancel()
+        await asyncio.sleep(0.3)
+
+    asyncio.run(cancelled())
+    ((share, words, shown),) = seen
+    assert 0 < share < 1 and "of 38" in words and shown == "visible"
+    assert "cancelled" in panel.says.value and not panel.check.disabled and panel.stop.disabled
+
+
+def test_nothing_of_a_failure_is_left_when_another_replay_begins(run):
+    view = ReplayView(open_state(run)[0])
+    view.start.click()
+    while not view.poll():
+        pass
+    assert "missing" in view.head.value and view.bar.value == 0 and view.words.value == ""
+    assert view.bar.layout.visibility == "hidden" and not view.start.disabled
+    view.begin()
+    assert view.head.value == "" and view.bar.layout.visibility == "visible"
+    view.end()
+    view.step.value = 5
+    view.open()
+    assert view.head.value == ""
+
+
+def test_another_machine_is_told_before_the_replay(run):
+    state, _ = open_state(run)
+    view = ReplayView(state)
+    assert "should come back to the last bit" in view.foresight.value
+    state.run.attrs["environment"] = {"cpu": "another one", "processor": "XYZ"}
+    view.step.value = 4
+    words = view.foresight.value
+    assert "will hardly come back" in words and "XYZ" in words and "Step 3 stands at a snapshot" in words
+
+
+def test_a_step_that_is_not_there_becomes_the_nearest(run):
+    rows = json.loads((run / "blackbox" / "index.json").read_text())
+    rows["batches"] = [row for row in rows["batches"] if row["step"] not in (1, 2)]
+    (run / "blackbox" / "index.json").write_text(json.dumps(rows))
+    view = ReplayView(open_state(run)[0])
+    assert view.steps == [0, 3, 4, 5]
+    view.step.value = 2
+    assert view.step.value == 3
+
+
+def test_the_call_of_a_replay_runs_as_it_stands(run):
+    (run / "replay_setup.py").write_text(SETUP)
+    view = ReplayView(open_state(run)[0])
+    view.step.value = 4
+    for control in (view.swap, view.samples, view.ablate):
+        control.value = False
+    view.precisions.value = ("bf16",)
+    names = {}
+    exec(view.call.call, names)
+    found = names["found"]
+    assert found.check.is_exact and found.step == 4 and found.swap is None and found.samples is None
+    view.show(found.to_dict())
+    assert view.call.call.endswith("plot_precision(found.precision)")
+    exec(view.call.call, names)
