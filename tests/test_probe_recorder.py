@@ -150,6 +150,81 @@ def test_frozen_parts_and_several_optimizers(tmp_path):
     assert any("in no optimizer" in t for t in run["events"].event_text.values)
 
 
+def _whole(parameters):
+    "Gradient norm over some parameters, in float64."
+    return torch.stack([p.grad.double().norm() for p in parameters]).norm().item()
+
+
+def _two_players(rec):
+    "Two modules in a container that is never called, clipped; the second is trained every other step, twice."
+    players = nn.ModuleDict({"value": nn.Linear(6, 1), "policy": nn.Linear(6, 2)})
+    value, policy = players["value"], players["policy"]
+    first, second = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (value, policy))
+    with rec(players, [first, second]) as r:
+        for step in range(6):
+            x, norms = torch.randn(8, 6), [0.0]
+            first.zero_grad()
+            loss = value(x).square().mean()
+            loss.backward()
+            norms.append(_whole(value.parameters()))
+            nn.utils.clip_grad_norm_(value.parameters(), 1e-3)
+            first.step()
+            for _ in range(2 * (step % 2)):
+                second.zero_grad()
+                (value(x) * policy(x)).mean().backward()  # reaches `value` too, which takes no step of it
+                norms[0] = _whole(policy.parameters())
+                nn.utils.clip_grad_norm_(policy.parameters(), 1e-3)
+                second.step()
+            yield np.linalg.norm(norms)
+            r.step(loss)
+
+
+def _penalty(rec):
+    "A gradient penalty: its backward pass reaches the parameters past the model's output."
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with rec(model, opt) as r:
+        for _ in range(4):
+            opt.zero_grad()
+            x = torch.randn(8, 6, requires_grad=True)
+            loss = model(x).mean()
+            loss.backward()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (slope.norm(dim=1) - 1).square().mean().backward()
+            yield _whole(model.parameters())
+            opt.step()
+            r.step(loss)
+
+
+@pytest.mark.parametrize("level", ["light", "normal"])
+@pytest.mark.parametrize("program", [_two_players, _penalty])
+def test_gradient_norms_of_loops_with_several_backward_passes(tmp_path, program, level):
+    torch.manual_seed(0)
+    own = list(program(lambda model, opt: Recorder(model, opt, tmp_path, level=level)))
+    assert np.allclose(open_run(tmp_path)["scalars"].grad_norm, own, rtol=1e-5, atol=0)
+
+
+def test_sparse_batches_are_kept(tmp_path):
+    from stabilitylab.probe.blackbox import batch_id
+
+    dense = torch.randn(5, 5) * (torch.rand(5, 5) < 0.4)
+    layouts = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()]
+    model = nn.Linear(5, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, opt, tmp_path, snapshot_every=1, keep_snapshots=3) as rec:
+        for adjacency in layouts:
+            batch = rec.batch({"adjacency": adjacency, "x": torch.ones(5, 5)})
+            torch.mm(batch["adjacency"], model(batch["x"])).square().mean().backward()
+            opt.step()
+            rec.step()
+    for step, adjacency in enumerate(layouts):
+        kept = torch.load(tmp_path / "blackbox" / f"batch-{step}-0.pt", weights_only=True)["batch"][
+            "adjacency"
+        ]
+        assert kept.layout == adjacency.layout and torch.equal(kept.to_dense(), dense)
+        assert batch_id(kept) == batch_id(adjacency) != batch_id(adjacency * 2)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_counts_once(tmp_path, reentrant):
     from torch.utils.checkpoint import checkpoint

@@ -55,8 +55,19 @@ def set_rng_state(
         torch.cuda.set_rng_state_all(state["cuda"])
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #d188b7e6
+_SPARSE = {  # layout -> methods that give the tensors which a sparse one is made of
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    "The bytes of a tensor on the CPU, as they lie there."
+    "The bytes of a tensor on the CPU, as they lie there; of a sparse one those of its parts."
+    if tensor.layout in _SPARSE:
+        return torch.cat([_bits(getattr(tensor, part)()) for part in _SPARSE[tensor.layout]])
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

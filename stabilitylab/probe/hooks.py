@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROLES', 'graph_task', 'OUTPUTS', 'OUTPUT_GRADIENTS', 'BACKWARD', 'tensors_in', 'first_tensor', 'local', 'readable',
-           'check_hookable', 'BackwardEnd', 'ModuleProbe', 'NoModules']
+           'version_of', 'check_hookable', 'BackwardEnd', 'ModuleProbe', 'NoModules']
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #9b145ec9
 import re
@@ -71,7 +71,9 @@ def readable(
     return tensor.abs() if tensor.is_complex() else tensor
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(
+    tensor: torch.Tensor,  # any
+) -> int:
     "How often a tensor was written in place; tensors of the inference mode do not count."
     return 0 if tensor.is_inference() else tensor._version
 
@@ -248,12 +250,12 @@ class ModuleProbe(BackwardEnd):
     def _known(self, tensor: torch.Tensor) -> list[tuple] | None:
         "The rows of sums that hold a tensor; None where it was not read, or was written since."
         hit = self.seen.get(id(tensor))
-        is_known = hit is not None and hit[0]() is tensor and hit[1] == _version(tensor)
+        is_known = hit is not None and hit[0]() is tensor and hit[1] == version_of(tensor)
         return hit[2] if is_known else None
 
     def _remember(self, tensor: torch.Tensor, keys: list[tuple]) -> None:
         "Which rows of sums hold a tensor."
-        self.seen[id(tensor)] = weakref.ref(tensor), _version(tensor), keys
+        self.seen[id(tensor)] = weakref.ref(tensor), version_of(tensor), keys
 
     def _read(self, numbers: torch.Tensor) -> tuple:
         "A new row with the sums of a tensor; its key."
@@ -304,11 +306,11 @@ class ModuleProbe(BackwardEnd):
     def _watch_grad(self, row: int, tensor: torch.Tensor) -> None:
         "One hook on the gradient of an output, for every module that returns it."
         hit = self.hooked.get(id(tensor))
-        if hit is not None and hit[0]() is tensor and hit[1] == _version(tensor):
+        if hit is not None and hit[0]() is tensor and hit[1] == version_of(tensor):
             hit[2].append(row)
             return
         rows, forward = [row], self.forward
-        self.hooked[id(tensor)] = weakref.ref(tensor), _version(tensor), rows
+        self.hooked[id(tensor)] = weakref.ref(tensor), version_of(tensor), rows
 
         def hook(grad: torch.Tensor | None) -> None:
             if grad is not None and grad.layout == torch.strided:

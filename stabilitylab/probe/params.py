@@ -7,6 +7,7 @@ __all__ = ['GRADIENTS', 'UPDATES', 'STEPS', 'adam_update', 'copies_of', 'unwrapp
 
 # %% ../../nbs/api/probe/12_params.ipynb #f6815bca
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from .detail import lost_updates, tensor_detail
 from .guard import Guard
-from .hooks import local, readable
+from .hooks import local, readable, version_of
 from .kinds import param_kinds
 from .stats import AdamRule, adam_sums, add_sums
 
@@ -133,6 +134,8 @@ class ParamProbe:
         self.copies, self.updates = copies_of(self.params), updates
         self.optimizers, self.handles = [unwrapped(o) for o in optimizers], []
         self.grads, self.made, self.old, self.frozen = {}, {}, {}, set()
+        # gradients that came after their parameter's step; those that were there when the last one closed
+        self.later, self.known = {}, {}
         self.stepped, self.depth = set(), {}
         self.sampling, self.details, self.lr = False, {}, None
         self.before_step = None  # called before an optimizer steps
@@ -155,7 +158,7 @@ class ParamProbe:
         self,
         arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
     ) -> None:
-        "Ask the parameters themselves, where a model has no hooks that run."
+        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
         for p in self.params:
             if p.requires_grad and p.is_leaf:
                 hook = p.register_post_accumulate_grad_hook(
@@ -164,18 +167,26 @@ class ParamProbe:
                 self.handles.append(hook)
 
     def after_backward(self) -> None:
-        "Read every gradient once; a later backward pass overwrites, until the optimizer steps."
+        "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
         for i, p in enumerate(self.params):
-            if p.grad is not None and i not in self.frozen:
+            if p.grad is not None and not self._is_left_over(i, p.grad):
                 self.guard.attempt(GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
         if self.loose and self.updates:
             self._keep([p for p in self.params if p.requires_grad and self.at[id(p)] not in self.old])
 
+    def _is_left_over(self, i: int, gradient: torch.Tensor) -> bool:
+        "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
+        known = self.known.get(i)
+        return known is not None and known[0]() is gradient and known[1] == version_of(gradient)
+
     def _read_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        "The sums of one gradient."
+        "The sums of one gradient; after its parameter's step they count if there is one more such step."
         numbers = _dense(gradient)
         row = torch.zeros(5, dtype=torch.float64, device=numbers.device)
         add_sums(numbers, row)
+        if i in self.frozen:
+            self.later[i] = row
+            return
         self.grads[i] = row
         if self.sampling:
             self._detail("gradients", i, numbers)
@@ -203,11 +214,19 @@ class ParamProbe:
             return
         if self.before_step is not None:
             self.guard.attempt("the loss scale", None, self.before_step)
-        if not self.grads:
-            self.guard.attempt(GRADIENTS, None, self.after_backward)
+        self._use_gradients(optimizer)
         if self.updates:
             has_closure = any(map(callable, given))
             self.guard.attempt(UPDATES, None, self._keep_groups, optimizer, has_closure)
+
+    def _use_gradients(self, optimizer: Any) -> None:
+        "The gradients of an optimizer's step are those it is about to use."
+        for p in [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]:
+            i = self.at.get(id(p))
+            if i in self.later:
+                self.grads[i] = self.later.pop(i)
+            elif i is not None and i not in self.grads:  # no backward pass that brought it was seen
+                self.guard.attempt(GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
 
     def _keep_groups(self, optimizer: Any, has_closure: bool) -> None:
         "Copies of the weights whose update does not follow from the optimizer's state."
@@ -318,7 +337,9 @@ class ParamProbe:
             self.loose = list(range(len(self.optimizers)))
         got = self.grads, self.made, self.stepped
         self.grads, self.made, self.stepped, self.old = {}, {}, set(), {}
-        self.frozen, self.depth = set(), {}
+        self.frozen, self.depth, self.later = set(), {}, {}
+        present = [(i, p.grad) for i, p in enumerate(self.params) if p.grad is not None]
+        self.known = {i: (weakref.ref(g), version_of(g)) for i, g in present if not hasattr(g, "to_local")}
         return got
 
     def take_details(self) -> dict[str, dict]:

@@ -93,8 +93,7 @@ class Recorder:
         self.params = ParamProbe(model, self.optimizers, options.kinds, level.updates, self.guard)
         self.params.before_step = self._before_optimizer
         self.modules.after_backward = self._after_backward
-        if found is None:
-            self.params.watch_arrivals(self.modules.begin_backward)
+        self.params.watch_arrivals(self.modules.begin_backward)
         if options.on_nonfinite == "skip":
             self._guard_steps()
         self._open(model)
@@ -294,7 +293,6 @@ class Recorder:
             self.guard.note(
                 "activations missing: the model is compiled as one graph; parameters are recorded"
             )
-            self.params.watch_arrivals(self.modules.begin_backward)
 
     def _put_news(self) -> None:
         "What was switched off, into the record."
