@@ -87,6 +87,7 @@ def test_what_noise_hides_is_not_said_to_have_failed():
     flat = 2.3 + rng.normal(0, 0.02, 400)
     assert alarms(run_of(flat)) == ["not_learning"]
     assert alarms(run_of(0.45 + rng.normal(0, 0.25, 400).clip(-0.4))) == []
+    assert alarms(run_of(np.full(400, -1.0))) == [] and alarms(run_of(np.full(400, 2.3))) == ["not_learning"]
     at_once = 1 + rng.normal(0, 0.12, 160)
     at_once[0] = 16.3
     assert alarms(run_of(at_once)) == []

@@ -112,6 +112,8 @@ def find_not_learning(
     series = longest_pass(loss_curve(run))
     if series is None or len(series.value) < limit("least_learning"):
         return []
+    if series.value[0] < 0 and not np.ptp(series.value):
+        return []  # one negative number in every record stands for a loss that was not computed
     shape, n = _shape(series), len(series.value)
     coarse = smooth(series.value, max(limit("smooth_least"), int(limit("coarse_share") * n)))
     drop = float(max(shape.loss[0], coarse[0]) - coarse.min())
