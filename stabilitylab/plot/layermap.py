@@ -249,4 +249,4 @@ def module_picture(
         first.set_title(name, fontsize="medium")
         for ax in others:
             plot_exponents(exponents, ax=ax)
-        return figure_png(figure)
+        return figure_png(figure, sharp=2)

@@ -118,6 +118,18 @@ class Look:
         gone = [name for name in self.hidden if name in scalars and name not in names]
         return xr.DataTree.from_dict({"/scalars": scalars.drop_vars(gone)}) if gone else run
 
+    def counted(
+        self,
+        scalars: xr.Dataset,  # the group of a record
+        most: int = 2000,  # places at which it is told
+    ) -> dict:  # label, and xy: float64 bytes, all steps and then what is counted there; {} along the steps
+        "What the axis counts, so that a page reads it beside the step."
+        if self.along == "step" or self.along not in alongs(scalars):
+            return {}
+        step, values, words = along_values(scalars, self.along)
+        at = np.unique(np.linspace(0, len(step) - 1, min(most, len(step))).astype(int))
+        return {"label": words, "xy": np.ascontiguousarray([step[at], values[at]], float).tobytes()}
+
     def put_on(
         self,
         axes: Sequence[Axes],  # with the panels drawn, the steps of the last one labelled

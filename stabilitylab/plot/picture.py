@@ -109,9 +109,15 @@ def pixels_png(
 
 def figure_png(
     figure: Figure,  # made without pyplot
+    sharp: int = 1,  # pixels along a dot of the figure: 2 where the page shows it at a width of its own
 ) -> bytes:  # PNG
     "A figure as a file, drawn once."
-    return pixels_png(figure_pixels(figure))
+    dots = figure.dpi
+    figure.set_dpi(sharp * dots)
+    try:
+        return pixels_png(figure_pixels(figure))
+    finally:
+        figure.set_dpi(dots)
 
 
 def scene_of(
@@ -189,7 +195,11 @@ class RunPicture:
         "The same picture as data from which a page draws it."
         with theme(dark):
             axes = self._drawn(run, findings, x_range, names, log, dark, look or Look())
-            return scene_of(axes) if axes else ({}, [])
+            if not axes:
+                return {}, []
+            sheet, panels = scene_of(axes)
+            counted = look.counted(run["scalars"].to_dataset()) if look else None
+            return sheet, [panels[0] | {"counted": counted}, *panels[1:]] if counted else panels
 
     def _drawn(
         self,

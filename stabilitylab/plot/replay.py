@@ -106,7 +106,7 @@ def step_picture(
         ax.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
-        return figure_png(figure), [panel_of(ax)]
+        return figure_png(figure, sharp=2), [panel_of(ax)]
 
 
 def replay_png(

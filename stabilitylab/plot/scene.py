@@ -105,7 +105,7 @@ def _keys(ax: Axes) -> list[dict]:
 def _heading(ax: Axes) -> dict:
     "The words above the axes, and how many points above them they stand."
     pad = ax.titleOffsetTrans.get_matrix()[1, 2] * 72 / ax.figure.dpi
-    return {"words": ax.get_title(loc="left").replace(r"\$", "$"), "above": float(pad)}
+    return {"words": ax.get_title(loc="left").replace(r"\$", "$"), "above": round(float(pad), 3)}
 
 
 def drawn_marks(

@@ -28,6 +28,15 @@ const nearest = (values, at) => {
   return at - values[low] <= values[high] - at ? low : high;
 };
 
+// what the axis counts beside the steps, read between the places where it is known
+const counted = (panel, step) => {
+  const told = panel.counted;
+  if (!told || !told.x.length) return '';
+  const k = nearest(told.x, step), other = told.x[k] < step ? Math.min(k + 1, told.x.length - 1) : Math.max(k - 1, 0);
+  const wide = told.x[other] - told.x[k], share = wide ? Math.min(1, (step - told.x[k]) / wide) : 0;
+  return ' · ' + words(told.y[k] + share * (told.y[other] - told.y[k])) + ' ' + told.label;
+};
+
 const words = (value) => {
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(3);
@@ -98,6 +107,7 @@ function render({ model, el }) {
     panels = (model.get('panels') || []).map(p => ({
       ...p,
       series: (p.series || []).map(asPoints),
+      counted: p.counted ? asPoints(p.counted) : null,
       lines: (p.lines || []).map(line => ({ ...line, points: asFloats(line.xy) })),
       map: p.map ? { ...p.map, values: asFloats(p.map.values), colours: asBytes(p.map.colours) } : null,
     }));
@@ -158,7 +168,7 @@ function render({ model, el }) {
     });
     if (!lines.length) return hide();
     readout.replaceChildren();
-    make('b', '', readout).textContent = 'step ' + step.toLocaleString('en-US');
+    make('b', '', readout).textContent = 'step ' + step.toLocaleString('en-US') + counted(first, step);
     for (const [colour, label, value] of lines) {
       const row = make('div', '', readout), chip = make('i', '', row);
       chip.style.background = colour;

@@ -278,9 +278,11 @@ def steer(
 
 def picture_of(
     state: WorkbenchState,  # with a run
+    sharp: int = 1,  # times as many pixels
 ) -> tuple[bytes, list]:  # as `run_picture` gives them
     "The picture of what the state shows, in pixels."
-    return state.drawing(*_shown(state))
+    drawing = state.drawing if sharp == 1 else RunPicture(dpi=sharp * state.drawing.dpi)
+    return drawing(*_shown(state))
 
 
 def scene_shown(

@@ -119,7 +119,7 @@ def export_html(
     "The picture as PNG and SVG, and its data as CSV."
     names = list(state.shown) or panels_of(state.run, state.findings)
     part = in_range(state.run, tuple(state.x_range) or None)
-    files, notes = [("picture.png", "image/png", picture_of(state)[0])], []
+    files, notes = [("picture.png", "image/png", picture_of(state, sharp=2)[0])], []
     if names:
         files.append(("picture.svg", "image/svg+xml", page_svg(part, state.findings, names).encode()))
     table = part["scalars"].to_dataset()[names]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.plot.picture import run_picture
+from stabilitylab.plot.look import Look
+from stabilitylab.plot.picture import RunPicture, run_picture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.figure import PictureWidget
@@ -160,3 +161,59 @@ def test_an_upright_drag_and_the_legend(page, panels):
     assert last_sent(page, "hidden") == ["lr"] and page.locator(".stl-legend .off").inner_text() == "lr"
     page.click('.stl-legend button:has-text("lr")')
     assert last_sent(page, "hidden") == [] and page.locator(".stl-legend .off").count() == 0
+
+
+SCENE = """
+<style>%(css)s</style><div id="place" style="width: 600px"></div>
+<script type="module">
+const script = new Blob([%(script)s], { type: 'text/javascript' });
+const bytes = (text) => new DataView(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer);
+const read = (o) => Array.isArray(o) ? o.map(read) : o === null || typeof o !== 'object' ? o
+  : o.bytes !== undefined ? bytes(o.bytes)
+  : Object.fromEntries(Object.entries(o).map(([name, value]) => [name, read(value)]));
+const state = { marks: [], alt: 'loss', cursor: null, png: null, sheet: %(sheet)s, panels: read(%(panels)s) };
+const set = (name, value) => { state[name] = value; };
+const model = { get: (name) => state[name], set, save_changes: () => 0, on: () => 0 };
+const { default: widget } = await import(URL.createObjectURL(script));
+widget.render({ model, el: document.getElementById('place') });
+window.ready = true;
+</script>
+"""
+
+
+def coded(thing):
+    "Data with its bytes as words, for a page without a kernel."
+    if isinstance(thing, bytes):
+        return {"bytes": base64.b64encode(thing).decode()}
+    if isinstance(thing, dict):
+        return {name: coded(value) for name, value in thing.items()}
+    return [coded(one) for one in thing] if isinstance(thing, list) else thing
+
+
+@pytest.mark.parametrize("sharp", [1, 2])
+def test_a_scene_has_as_many_pixels_as_the_screen(browser_alone, sharp):
+    steps = np.arange(400)
+    samples = {"loss": Samples(steps, np.full(400, 2.0)), "tokens": Samples(steps, 1000.0 * steps)}
+    run, look = new_run(make_scalars(samples)), Look(along="tokens")
+    sheet, panels = RunPicture().scene(run, Findings([]), names=["loss"], look=look)
+    tab = browser_alone.new_page(viewport={"width": 900, "height": 700}, device_scale_factor=sharp)
+    script = {"css": PictureWidget._css, "script": json.dumps(str(PictureWidget._esm))}
+    tab.set_content(SCENE % (script | {"sheet": json.dumps(sheet), "panels": json.dumps(coded(panels))}))
+    tab.wait_for_function("window.ready && document.querySelector('[data-drawn]')", timeout=30_000)
+    wide, tall, shown = tab.evaluate(
+        "(c => [c.width, c.height, c.clientWidth])(document.querySelector('canvas'))"
+    )
+    assert (wide, shown) == (600 * sharp, 600) and tall == round(600 * sharp * sheet["ratio"])
+    share = panels[0]["left"] + 0.5 * panels[0]["width"]
+    column = [share * wide, panels[0]["top"] * tall, panels[0]["height"] * tall]
+    pixels = "([x, y, tall]) => [...document.querySelector('canvas').getContext('2d')"
+    seen = tab.evaluate(pixels + ".getImageData(x, y, 1, tall).data]", column)
+    away = np.abs(np.array(seen).reshape(-1, 4)[:, :3] - [0, 114, 178]).sum(1)
+    # a level line: a stroke of 1.5 pixels of the page, so of twice as many pixels on a dense screen
+    assert sharp <= (away < 200).sum() <= 2 * sharp
+    box = tab.locator("canvas").bounding_box()
+    tab.mouse.move(box["x"] + share * box["width"], box["y"] + 0.4 * box["height"])
+    said = tab.inner_text(".stl-readout").split("\n")[0]
+    step = int(said.split(" · ")[0].removeprefix("step "))
+    assert abs(step - 200) <= 2 and f"{1000 * step:,} tokens" in said, said
+    tab.close()
