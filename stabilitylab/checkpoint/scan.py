@@ -19,6 +19,7 @@ from .open import open_checkpoint
 from .optimizer_names import optimizer_names
 from .tensors import Checkpoint, LazyTensor
 from ..names.errors import bad_input, shown
+from ..run.job import tell
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #ade1fb1d
 _FIRST = 2**20  # values of a tensor whose bf16 patterns are counted
@@ -106,11 +107,15 @@ def with_bar(
     progress: bool,  # show it
 ) -> Iterator[str]:  # the names, in order
     "The names of tensors, with a bar that counts the bytes behind them."
-    total = sum(ckpt[name].nbytes for name in names)
+    total, done, told = sum(ckpt[name].nbytes for name in names), 0, 0.0
     with tqdm(total=total, unit="B", unit_scale=True, desc=words, disable=not progress, leave=False) as bar:
         for name in names:
+            if done >= told:  # a checkpoint of a million tensors tells a hundred lines too
+                tell(words, done / max(total, 1))
+                told += total / 100
             yield name
             bar.update(ckpt[name].nbytes)
+            done += ckpt[name].nbytes
 
 
 def _width(shapes: list[tuple]) -> int | None:

@@ -20,6 +20,7 @@ from .step import replay
 from ..rounding.attention import attention_inputs, scale_overflows
 from ..rounding.loss_cast import LossCast, find_loss_cast
 from ..rounding.lost import EpsRegime, adam_eps, lost_updates
+from ..run.job import tell
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,8 +86,11 @@ def step_precision(
     if fmt not in _DTYPES:
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)
+    tell("going back to the step", 0.1)
     snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
+    tell("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
+    tell("what 16 bits take from it", 0.8)
     model, optimizer = snapshot.build()
     params = {name: param for name, param in model.named_parameters() if name in after.gradients}
     updates = None

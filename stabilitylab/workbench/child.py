@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import ipywidgets as widgets
 
+from ..names.errors import InputError
 from ..report.render import render
 from ..run.job import Job, JobState
 
@@ -21,7 +22,7 @@ class Child:
     def __init__(
         self,
         words: str,  # on the button
-        arguments: Callable,  # () -> list of arguments of `stabilitylab`
+        arguments: Callable,  # () -> list of arguments of `stabilitylab`; an InputError is shown instead
         done: Callable,  # (standard output) is called when it ended well
         icon: str = "play",  # of the button
         codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
@@ -32,13 +33,20 @@ class Child:
         self.go = widgets.Button(description=words, icon=icon, button_style="primary", layout=fit)
         self.stop = widgets.Button(description="Cancel", icon="stop", disabled=True, layout=fit)
         self.says = widgets.HTML()
+        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", display="none"))
         self.go.on_click(lambda _: self.start())
         self.stop.on_click(lambda _: self.cancel())
-        self.widget = widgets.HBox([self.go, self.stop, self.says])
+        row = widgets.Layout(flex_flow="row wrap", align_items="center")
+        self.widget = widgets.HBox([self.go, self.stop, self.bar, self.says], layout=row)
 
     def start(self) -> None:
         "Run the command: beside a running loop in the background, else until it ends."
-        self.job = Job.cli(*self.arguments(), codes=self.codes)
+        try:
+            asked = self.arguments()
+        except InputError as error:
+            self.says.value = render("view_child", phase="failed", error=str(error))
+            return
+        self.job = Job.cli(*asked, codes=self.codes)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -58,12 +66,13 @@ class Child:
     ) -> None:
         "What the job says; its output is handed on when it ended well."
         self.go.disabled, self.stop.disabled = not state.ended, state.ended
+        self.bar.value, self.bar.layout.display = state.share, "none" if state.ended else ""
         is_silent = state.phase == "done" and not state.result
         if state.phase == "cancelled":
             self.says.value = "cancelled"
         elif is_silent:
             self.says.value = render("view_child", phase="failed", error="it ended without a word")
         else:
-            self.says.value = render("view_child", phase=state.phase, error=state.error)
+            self.says.value = render("view_child", phase=state.phase, error=state.error, words=state.words)
         if state.result:
             self.done(state.result)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['N_SEQUENCES', 'MEDIAN', 'LONGEST', 'VIEW', 'text_lengths', 'small_model', 'token_loss', 'text_gradients',
-           'AccumulationState', 'AccumulationView']
+           'AccumulationState', 'weights_call', 'audit_call', 'AccumulationView']
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #b8cc25e6
 import asyncio
@@ -24,9 +24,11 @@ from ..accumulate.deal import compare_denominators, deal
 from ..accumulate.weights import DENOMINATORS, token_weights
 from ..models.lm import DecoderLM, LMConfig
 from ..models.text import byte_batches, stdlib_bytes
+from ..names.errors import bad_input
 from ..plot.precision import plot_token_weights
 from ..plot.replay import replay_png
 from ..report.step import audit_html, heading_html, means_html
+from .call import CallLine
 from .child import Child
 from .state import WorkbenchState
 from .table import SortableTable
@@ -135,6 +137,29 @@ class AccumulationState(HasTraits):
         return [{"mean": name, **row} for name, row in table.to_dict("index").items()]
 
 
+def weights_call(
+    look: AccumulationState,  # what is seen
+) -> str:  # lines of Python
+    "The call that makes the picture of the weights."
+    names = "import numpy as np", "from stabilitylab import deal, plot_token_weights, token_weights"
+    dealt = f"window = deal(tokens, {look.micro}, {look.ranks})"
+    chosen, true = f'token_weights(window, "{look.scheme}")', 'token_weights(window, "token_mean")'
+    drawn = f"plot_token_weights(tokens, {chosen}, {true})"
+    return "\n".join((*names, f"tokens = np.array({look.tokens.tolist()})", dealt, drawn))
+
+
+def audit_call(
+    where: str,  # FILE.py:FUNCTION, or FILE.py alone with a function `setup`
+) -> str:  # lines of Python
+    "The call that audits a loop of one's own."
+    file, _, function = where.rpartition(":") if not where.endswith(".py") else (where, "", "setup")
+    lines = "import runpy", "from stabilitylab import audit_accumulation"
+    if not file.endswith(".py"):
+        lines = f"from {file} import {function}", lines[1]
+        return "\n".join((*lines, f"audit_accumulation(**{function}())"))
+    return "\n".join((*lines, f"audit_accumulation(**runpy.run_path({file!r})[{function!r}]())"))
+
+
 class _Stopped(Exception):
     "The work was cancelled."
 
@@ -148,6 +173,7 @@ class AccumulationView:
     ):
         self.state, self.look, self.model, self._task = state, AccumulationState(), None, None
         self.words, self.table = widgets.HTML(), SortableTable()
+        self.call, self.audit_call = CallLine(), CallLine()
         self._share, self._is_stopped = 0.0, False
         self.verdict, self.finding = widgets.HTML(), widgets.HTML()
         self.picture = widgets.Image(
@@ -158,13 +184,15 @@ class AccumulationView:
         work = widgets.HBox([self.measure, self.halt, self.bar])
         turned = [self.spread, self.micro, self.ranks, self.scheme, work]
         left = widgets.VBox(turned, layout=widgets.Layout(flex="0 0 auto"))
-        weights = widgets.HBox([left, widgets.VBox([self.picture, self.words])])
-        own = widgets.HBox([self.script, self.child.widget])
+        flow = widgets.Layout(flex_flow="row wrap")
+        weights = widgets.HBox([left, widgets.VBox([self.picture, self.words])], layout=flow)
+        own = widgets.HBox([self.script, self.child.widget], layout=flow)
         heads = (
             widgets.HTML(heading_html("What a token weighs")),
             widgets.HTML(heading_html("Your loop", _YOUR_LOOP)),
         )
-        self.widget = widgets.VBox([self.finding, heads[0], weights, self.table, heads[1], own, self.verdict])
+        above = [self.finding, heads[0], weights, self.table, self.call]
+        self.widget = widgets.VBox([*above, heads[1], own, self.verdict, self.audit_call])
         self.widget.add_class("stl-accumulation-view")
         self.look.observe(lambda _: self._lengths(), names=["spread"])
         self.look.observe(lambda _: self.draw(), names=["micro", "ranks", "scheme", "parts"])
@@ -206,7 +234,12 @@ class AccumulationView:
 
     def _arguments(self) -> list[str]:
         "What the child process is asked."
-        return ["audit-accumulation", self.look.script.strip(), "--json"]
+        self.verdict.value = self.audit_call.call = ""
+        where = self.look.script.strip()
+        if not where:
+            fix = "the function returns a dict with model, microbatches, token_loss and, if yours, step"
+            raise bad_input("script", "nothing", "FILE.py:FUNCTION", fix)
+        return ["audit-accumulation", where, "--json"]
 
     def _said(self) -> None:
         "What the log itself shows."
@@ -272,6 +305,7 @@ class AccumulationView:
 
         self.picture.value = replay_png(on, None, self.state.dark, (6, 2.5))
         self.words.value = heading_html("", self.look.words())
+        self.call.call = weights_call(self.look)
         means = self.look.means()
         self.table.value = means_html(means, self.look.scheme) if means else ""
 
@@ -281,6 +315,7 @@ class AccumulationView:
     ) -> None:
         "Shows what the audit found."
         self.verdict.value = audit_html(json.loads(text))
+        self.audit_call.call = audit_call(self.look.script.strip())
 
 
 VIEW = View("accumulation", "Accumulation", 50, lambda state: AccumulationView(state).widget)
