@@ -133,11 +133,11 @@ def test_runs_are_set_side_by_side_and_a_setting_is_escaped():
 def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     run = open_state(sample())[0].run
     bench = Workbench({"late": run, "early": run.copy()})
+    bench.state.visible = "fixlab"
+    view = bench.tabs.children[bench._names.index("fixlab")]
     for module in ("fixlab", "view_rounding"):
         monkeypatch.setattr(f"stabilitylab.workbench.{module}.replayable_steps", lambda path: [120, 121])
     monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
-    bench.state.visible = "fixlab"
-    view = bench.tabs.children[bench._names.index("fixlab")]
     before = view.step.min
     bench.chooser.value = "early"
     assert before > 121 and (view.step.min, view.step.value, view.step.max) == (120, 120, 121)
