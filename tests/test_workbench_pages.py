@@ -1,6 +1,7 @@
 """The views Attention, Environment and Report without a browser: what they say of what there is."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,15 +10,18 @@ from nbclient import NotebookClient
 from nbformat import reads
 
 from stabilitylab.cases.samples import sample
+from stabilitylab.names.errors import InputError
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
 from stabilitylab.plot.heads import head_map, head_picture
+from stabilitylab.replay.snapshot import replayable_steps
 from stabilitylab.run.job import JobState
-from stabilitylab.run.record import new_run
+from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import open_state
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
+from stabilitylab.workbench.view_fixlab import FixLabView
 from stabilitylab.workbench.view_report import ReportView, report_files
 
 STEPS = np.arange(60)
@@ -133,11 +137,11 @@ def test_runs_are_set_side_by_side_and_a_setting_is_escaped():
 def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     run = open_state(sample())[0].run
     bench = Workbench({"late": run, "early": run.copy()})
+    bench.state.visible = "fixlab"
+    view = bench.tabs.children[bench._names.index("fixlab")]
     for module in ("fixlab", "view_rounding"):
         monkeypatch.setattr(f"stabilitylab.workbench.{module}.replayable_steps", lambda path: [120, 121])
     monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
-    bench.state.visible = "fixlab"
-    view = bench.tabs.children[bench._names.index("fixlab")]
     before = view.step.min
     bench.chooser.value = "early"
     assert before > 121 and (view.step.min, view.step.value, view.step.max) == (120, 120, 121)
@@ -167,3 +171,23 @@ def test_a_record_in_memory_has_a_page_and_says_why_it_has_no_notebook():
     view.begin()
     assert view.files.value.count("<a download") == 1 and "save_run" in view.files.value
     assert "handed over in memory" in view.about.value
+
+
+def test_a_record_that_was_cut_off_is_refused_in_words(tmp_path):
+    save_run(recorded(GROWN), tmp_path / "run")
+    files = [file for file in (tmp_path / "run" / "scalars" / "loss").rglob("*") if file.is_file()]
+    chunk = max(files, key=lambda file: file.name.startswith(("c", "0")))
+    chunk.write_bytes(chunk.read_bytes()[:20])
+    bench = Workbench(tmp_path / "run")
+    assert bench.state is None and "a record that is whole" in bench.widget.value
+
+
+def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):
+    shutil.copytree(sample(), tmp_path / "run")
+    index = tmp_path / "run" / "blackbox" / "index.json"
+    index.write_text(index.read_text()[:100])
+    with pytest.raises(InputError, match="copy the record anew"):
+        replayable_steps(tmp_path / "run")
+    state = opened("fixlab", tmp_path / "run")
+    view = FixLabView(state)
+    assert "no black box" in view.notice.value and view.go.disabled and "a small proxy" in view.origin.options

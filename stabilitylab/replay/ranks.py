@@ -31,7 +31,11 @@ def box_index(
     if not file.is_file():
         why = f"a step of several ranks is replayed with the batches of all; rank {rank} has no Recorder"
         raise bad_input("path", str(path), "a record with the black box of every rank", why)
-    return {"settings": []} | json.loads(file.read_text())
+    try:
+        return {"settings": []} | json.loads(file.read_text())
+    except ValueError as error:
+        why = "its list of files was cut off: copy the record anew"
+        raise bad_input("path", str(path), "a record with a whole black box", why) from error
 
 
 def box_folder(

@@ -225,7 +225,11 @@ def open_state(
     if not runs:
         raise bad_input("source", source, "at least one run")
     state = WorkbenchState(runs=runs, origins=origins)
-    state.show(next(iter(runs)))
+    try:
+        state.show(next(iter(runs)))
+    except (RuntimeError, OSError) as error:  # what the storage raises where a piece was cut off
+        why = f"a part of it cannot be read ({error}): copy it anew"
+        raise bad_input("source", source, "a record that is whole", why) from error
     return state, _follower_of(source)
 
 
