@@ -172,6 +172,8 @@ def test_lines_that_a_program_logs_twice_are_one_record(tmp_path):
 def test_records_that_happen_to_agree_are_all_kept(tmp_path):
     lines = [f"step {i} loss {0.5 if i % 2 else 0.25}\n" for i in range(30)]
     assert written(tmp_path, "".join(lines)).loss.size == 30
+    lines = [f"round done, loss {1 / (1 + i // 10):.2f}\n" for i in range(30)]  # it stands ten times in a row
+    assert written(tmp_path, "".join(lines)).loss.size == 30
 
 
 def test_right_answers_of_all_are_no_count_of_steps(tmp_path):

@@ -80,8 +80,10 @@ def scale_of(
     unit: str,  # what is written right behind it
 ) -> float:  # 1000 for steps written `24K`; 1 where the letters are no factor
     "The factor that letters behind a count stand for."
+    if unit not in _SCALES:
+        return 1.0
     is_count = meaning(name) == "step" or not _COUNTED.isdisjoint(split_words(name))
-    return _SCALES.get(unit, 1.0) if is_count else 1.0
+    return _SCALES[unit] if is_count else 1.0
 
 
 def parse_row(
@@ -151,21 +153,23 @@ def tables_of(
     return sorted(map(_without_echo, tables.values()), key=lambda table: int(table.order[0]))
 
 
-_ECHOED, _FEWEST = (
-    0.45,
-    3,
-)  # share of the lines that repeat the one before, lines that differ; ours: half echoed
+# ours: share of the runs of equal lines that are even, share of those of two, lines that differ
+_EVEN, _PAIRS, _FEWEST = 0.9, 0.5, 3
 
 
 def _without_echo(table: Table) -> Table:
     "The lines of a kind; where each is there twice, as of a program that logs to file and console, once."
+    if len(table.order) < 2 * _FEWEST:
+        return table
     rows = np.stack([slot.value for slot in table.slots])
     is_same = np.r_[False, ((rows[:, 1:] == rows[:, :-1]) | np.isnan(rows[:, 1:] + rows[:, :-1])).all(axis=0)]
-    first = np.maximum.accumulate(np.where(is_same, 0, np.arange(len(is_same))))
-    is_echo = (np.arange(len(is_same)) - first) % 2 == 1  # of four alike two are new
-    if is_echo.mean() < _ECHOED or (~is_same).sum() < _FEWEST:
+    begins = np.flatnonzero(~is_same)
+    lengths = np.diff(np.r_[begins, len(is_same)])
+    is_paired = (lengths % 2 == 0).mean() >= _EVEN and (lengths == 2).mean() >= _PAIRS
+    if not is_paired or len(begins) < _FEWEST:
         return table
-    return some_lines(table, ~is_echo)
+    place = np.arange(len(is_same)) - np.repeat(begins, lengths)
+    return some_lines(table, place % 2 == 0)  # of four alike two are new
 
 
 def some_lines(

@@ -8,6 +8,7 @@ __all__ = ['Counted', 'total_of', 'by_count', 'count_steps', 'carried']
 # %% ../../nbs/api/read/16_steps.ipynb #f143c535
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,11 @@ class Counted:
     words: str  # how the step was found, '' where it was not
     kind: str  # 'step', 'epoch' or '' by what the lines count
     is_named: bool  # the count has a name
+
+    @cached_property
+    def n_steps(self) -> int:
+        "How many steps the lines tell apart."
+        return 0 if self.step is None else len(np.unique(self.step))
 
     def of(
         self,

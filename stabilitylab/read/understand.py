@@ -110,7 +110,7 @@ def _rank(series: _Series, most: int) -> tuple:
     rank = loss_rank(series.name) + 2 * series.is_average
     is_rare = series.size < 0.1 * most
     is_result = not series.group.kind and series.size < 0.5 * most  # of a run or a fold, told once
-    stands = series.group.kind == "step" and len(np.unique(series.group.step)) == 1 < series.size
+    stands = series.group.kind == "step" and series.group.n_steps == 1 < series.size
     has_no_step = 0.5 * (not series.group.kind or stands) + 2 * is_result
     return rank + has_no_step + 3 * (series.group.kind == "epoch") * is_rare + 4 * is_rare, -series.size
 
@@ -179,7 +179,7 @@ def _steps_of(table: Table, group: Counted, carrier: Counted | None) -> tuple[np
         return group.of(table), group.words
     if carrier is None or carrier is group:
         return None, ""
-    lines_a_step = len(table.order) / max(1, len(np.unique(carrier.step)))
+    lines_a_step = len(table.order) / max(1, carrier.n_steps)
     if lines_a_step > 3 and not _has_evaluation(table):
         return None, ""
     return carried(table.order, carrier), f"{carrier.words} of the line beside it"

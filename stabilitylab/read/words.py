@@ -56,11 +56,12 @@ _SETTING = _words(
 _EVALUATION = re.compile(
     r"^(?:val|valid|validation|eval|evaluation|evaluating|test|testing|dev|vali)$|^(?:验证|测试|検証|テスト)"
 )
+_NAMES = 2**15  # whose words are kept; of free text nearly every number has a name of its own
 _PIECES = re.compile(r"[^\w%]+|_")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-@lru_cache(4096)
+@lru_cache(_NAMES)
 def split_words(
     name: str,  # of a series, as the log writes it
 ) -> tuple[str, ...]:  # its words in lower case: `CeLoss` and `ce_loss` are two words each
@@ -68,7 +69,7 @@ def split_words(
     return tuple(word for word in _PIECES.split(_CAMEL.sub(" ", name).lower()) if word)
 
 
-@lru_cache(4096)
+@lru_cache(_NAMES)
 def evaluation(
     name: str,  # of a series
 ) -> bool:  # whether a word of it says that it was not measured in training
@@ -90,6 +91,7 @@ _NO_LOSS = _SETTING - {"total", "eval", "log", "max", "min", "num", "per", "rate
 _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accumulation"}
 _OF_TRIALS = {"success", "win", "hit"}  # `success_rate` is a measure, `learning_rate` none
 _INDEX = {"index", "idx", "no", "id", "number", "done"}
+_EVERY_WORD = _STEP | _EPOCH | _LOSS | _PERPLEXITY | _MEASURE | _SETTING | _OF_TRIALS | {"so"}
 
 
 def _counts_steps(words: tuple[str, ...], found: set[str]) -> bool:
@@ -104,7 +106,7 @@ def _counts_steps(words: tuple[str, ...], found: set[str]) -> bool:
 _FOLD = _words("fold folds kfold")
 
 
-@lru_cache(4096)
+@lru_cache(_NAMES)
 def is_fold(
     name: str,  # of a number
 ) -> bool:  # whether it says which part of a cross-validation is run
@@ -124,7 +126,7 @@ def telling_words() -> frozenset[str]:  # in lower case and ASCII, without digit
     return frozenset(word.rstrip("0123456789") for word in every if word.isascii())
 
 
-@lru_cache(4096)
+@lru_cache(_NAMES)
 def meaning(
     name: str,  # of a series, as the log writes it
 ) -> Meaning:  # `setting` where the name says that the number is no measure of learning
@@ -133,12 +135,14 @@ def meaning(
     if not words:
         return "other"
     found = set(words)
+    is_loss = _is_loss(words)
+    if not is_loss and found.isdisjoint(_EVERY_WORD):
+        return "other"
     is_share = words[-1] == "rate" and bool(found & _OF_TRIALS)
     is_setting = (bool(found & _NO_MEASURE) or words[-1] in _SETTING) and not is_share
-    is_loss = _is_loss(words)
+    if is_loss:
+        return "setting" if found & _NO_LOSS else "loss"
     cases: tuple[tuple[Meaning, bool], ...] = (  # the first that holds
-        ("setting", is_loss and bool(found & _NO_LOSS)),
-        ("loss", is_loss),
         ("perplexity", bool(found & _PERPLEXITY) and not found & _NO_MEASURE),
         ("step", _counts_steps(words, found)),
         ("epoch", words[-1] in _EPOCH or (words[0] in _EPOCH and words[-1] in _INDEX)),
@@ -168,7 +172,7 @@ _SMOOTH = {"avg", "average", "ema", "smooth", "smoothed", "moving", "epoch", "me
 _PART = _words("aux auxiliary kl reg l1 l2 z disc discriminator adv adversarial d vf value")
 
 
-@lru_cache(4096)
+@lru_cache(_NAMES)
 def loss_rank(
     name: str,  # of a loss
 ) -> int:  # 0: the training loss itself; the higher, the further from it
