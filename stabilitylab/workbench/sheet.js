@@ -129,7 +129,7 @@ const drawTicks = (pen, panel, sheet, place, scale) => {
   pen.textBaseline = 'top';
   if (panel.has_steps) {
     for (const [at, words] of panel.x_ticks) pen.fillText(words, place(at, 0)[0], low + 6);
-    pen.fillText(panel.x_name, (left + right) / 2, low + 6 + 12 * POINT * scale);
+    pen.fillText(panel.x_name, (left + right) / 2, low + 5 + 10 * POINT * scale);
   }
   if (panel.y_name && panel.right) { // the scale: its name has no room beside it
     pen.font = 8.2 * POINT * scale + 'px ' + FONT;
