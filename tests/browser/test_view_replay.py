@@ -86,5 +86,19 @@ def test_two_checkpoints_are_compared(notebook):
     page.click('.jupyter-widget-tab .lm-TabBar-tab:has-text("Checkpoints")')
     page.click('button:has-text("Compare A with B")')
     page.wait_for_selector('td:text("blocks.0.norm1.weight")', timeout=120_000)
+    table = ".stl-checkpoints-view table"
+    page.wait_for_selector(f'{table} td:text-is("exp_avg of blocks.1.fc2.weight")', timeout=10_000)
+    head = page.locator(f'{table} th:text-is("max_change")')
+    assert "largest change" in head.get_attribute("title")
+    column = "rows => [...rows].slice(1).map(row => Number(row.cells[2].textContent))"
+    for direction in ("ascending", "descending"):
+        head.click()
+        page.wait_for_selector(f'{table} th[aria-sort="{direction}"]', timeout=10_000)
+        seen = page.locator(f"{table} tr").evaluate_all(column)
+        known = [value for value in seen if value == value]
+        assert len(known) > 80 and known == sorted(known, reverse=direction == "descending")
+    tall = page.locator(".stl-checkpoints-view .tall")
+    assert tall.evaluate("box => box.scrollHeight > box.clientHeight + 100")
+    page.wait_for_selector('.stl-checkpoints-view pre:has-text("diff_checkpoints(")', state="attached")
     shot(page, "checkpoints")
     assert not errors, errors
