@@ -52,7 +52,8 @@ class SetupPanel:
             description="Check", icon="check", tooltip="compare it with the record", layout=fit
         )
         self.stop = widgets.Button(description="Cancel", icon="stop", disabled=True, layout=fit)
-        self.draft = widgets.Button(description="Write a draft", icon="pencil", layout=fit)
+        alone = widgets.Layout(width="auto", flex="0 0 auto")  # hidden by itself
+        self.draft = widgets.Button(description="Write a draft", icon="pencil", layout=alone)
         self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", visibility="hidden"))
         self.says = widgets.HTML()
         row = [self.where, self.check, self.stop, self.draft, self.bar]
