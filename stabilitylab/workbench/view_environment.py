@@ -136,7 +136,7 @@ def differing_rows(
     "In what two environments differ, apart from how the program was started."
     changed = environment_change(before, after)
     seen = {key: pair for key, pair in changed.items() if key not in _NOT_COMPARED}
-    return [(key, _words(was, key), _words(now, key)) for key, (was, now) in seen.items()]
+    return [(key, _words(old, key), _words(new, key)) for key, (old, new) in seen.items()]
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #e47bac56
 class EnvironmentView(widgets.VBox):
