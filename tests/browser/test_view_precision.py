@@ -35,6 +35,9 @@ def test_a_step_is_measured(notebook):
     page.wait_for_timeout(500)
     page.click(f'{PRECISION} button:has-text("Measure the step")')
     page.wait_for_selector(f'{PRECISION} i:text("working")', timeout=10_000)
+    page.click(f'{PRECISION} button:has-text("Cancel"):not([disabled])')
+    page.wait_for_selector(f'{PRECISION} div:text-is("cancelled")', timeout=30_000)
+    page.click(f'{PRECISION} button:has-text("Measure the step"):not([disabled])')
     page.wait_for_selector(f'{PRECISION} h3:text("Where the loss is rounded")', timeout=180_000)
     words = page.inner_text(PRECISION)
     assert "its logits are bf16 numbers" in words and "blocks.2.attn" in words and "RMS(g)/ε" in words
@@ -87,6 +90,8 @@ def test_sliders_move_weights_and_cosine(notebook):
     open_tab(page, "Accumulation")
     page.wait_for_selector(f'{MEANS} p:has-text("64 texts in 64 accumulation steps")', timeout=60_000)
     page.click(f'{MEANS} button:has-text("Measure gradients")')
+    page.click(f'{MEANS} .widget-vbox button:has-text("Cancel"):not([disabled]) >> nth=0', timeout=30_000)
+    page.click(f'{MEANS} button:has-text("Measure gradients"):not([disabled])', timeout=60_000)
     page.wait_for_selector(f'{MEANS} td:text("microbatch mean")', timeout=120_000)
 
     def cosine():

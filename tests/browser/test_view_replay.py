@@ -54,6 +54,17 @@ def test_click_the_spike_and_see_the_culprit(notebook):
     )
     chosen = f"[...document.querySelectorAll('{VIEW} select')[0].selectedOptions].map(o => o.text).join()"
     page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 351
+    page.wait_for_selector(f'{VIEW} .stl-foresight p:has-text("1 step behind the snapshot at 350")')
+    page.click(f'{VIEW} .stl-setup-panel button:has-text("Check")')
+    page.wait_for_selector(f'{VIEW} .stl-setup p:has-text("This setup is the run")', timeout=90_000)
+    shot(page, "replay-checked")
+    box = page.locator(f"{VIEW} .stl-setup-panel input[type=text]")
+    box.fill("gone.py")
+    box.press("Enter")
+    page.wait_for_selector(f'{VIEW} .stl-setup p.bad:has-text("No file is at gone.py")', timeout=30_000)
+    box.fill("")
+    box.press("Enter")
+    page.wait_for_selector(f'{VIEW} .stl-setup p:has-text("brings its own setup")', timeout=30_000)
     start(page)
     page.wait_for_selector(f'{VIEW} h3:text("bad state")', timeout=180_000)
     page.wait_for_selector(f'{VIEW} h3:text("Samples")')
