@@ -162,3 +162,13 @@ def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose()
     assert view.asked()["batches"] == []
     view.step.value = 350
     assert view.asked() == dict(zip(usual, controls(path, 350), strict=True))
+
+
+def test_what_moved_first_is_shown_although_the_picture_stands_at_later_steps():
+    bench = Workbench(DATA / "lm_high_lr")
+    overview, state = bench.tabs.children[0], bench.state
+    overview.choose(state.findings.kinds.index("lr_too_high"))
+    assert state.x_range[0] > 218
+    overview.go_to_layers()
+    assert state.finding.kind == "activation_explosion" and state.finding.onset == 218
+    assert state.visible == "layers" and state.x_range == ()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from .loss import DRAWN
+from .loss import DRAWN, log_axis
 from .picture import drawn_series, figure_png, panel_of
 from .theme import label, theme
 from .trial import SeedCurve, plot_trial
@@ -44,9 +44,9 @@ def trial_picture(
         if log_name != "loss":
             ax.set_ylabel(f"loss ({label(log_name, 24)}) [nats]")
         if _wants_log(seen):
-            ax.set_yscale("log")
+            log_axis(ax)
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
         for line in ax.lines:
             if not str(line.get_label()).startswith("_"):
                 line.set_gid(f"{DRAWN}{line.get_label()}")
-        return figure_png(figure), [panel_of(ax) | {"series": drawn_series(ax)}]
+        return figure_png(figure, sharp=2), [panel_of(ax) | {"series": drawn_series(ax)}]

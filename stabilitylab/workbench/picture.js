@@ -100,7 +100,7 @@ function render({ model, el }) {
     url = bytes.length ? URL.createObjectURL(new Blob([bytes], { type: 'image/png' })) : null;
     if (url) img.src = url; else img.removeAttribute('src');
     img.alt = model.get('alt');
-    img.style.display = isDrawn() ? 'none' : '';
+    img.style.display = isDrawn() || !url ? 'none' : '';  // nothing to show yet is no broken picture
     box.setAttribute('aria-label', model.get('alt') + HELP);
   };
   const take = () => {

@@ -19,7 +19,7 @@ from ..report.render import render
 from ..report.words import spaced
 from .call import CallLine, run_lines
 from .figure import PictureWidget
-from .state import WorkbenchState, steer
+from .state import WorkbenchState, reveal, steer
 from .views import View
 
 # %% ../../nbs/api/workbench/10_view_layers.ipynb #37a0e0e4
@@ -293,7 +293,7 @@ class LayersView(widgets.VBox):
     ) -> None:
         "Selects a finding in every view."
         if index is not None:
-            self.shared.selected = index
+            reveal(self.shared, index)
 
     def follow(self) -> None:
         "Shows the first module that the selected finding names."

@@ -25,7 +25,14 @@ from ..report.render import render
 from ..report.words import spaced
 from .call import CallLine, run_lines
 from .figure import PictureWidget
-from .state import WorkbenchState, around, module_series, picture_of, scene_shown
+from stabilitylab.workbench.state import (
+    WorkbenchState,
+    around,
+    module_series,
+    picture_of,
+    reveal,
+    scene_shown,
+)
 from .views import View
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #411ac6bc
@@ -344,7 +351,7 @@ class Overview(widgets.VBox):
         "The module of the selected finding, or the one that moved first."
         state = self.shared
         if state.selected >= 0 and not state.findings[state.selected].modules:
-            state.selected = first_moved(state)
+            reveal(state, first_moved(state))
         state.visible = "layers"
 
     def zoom(
