@@ -11,9 +11,12 @@ from test_loop import FIXLAB, number, tab, ticked
 from test_view_overview import SESSION, shown
 
 TAKEN = Path(__file__).resolve().parents[2] / "nbs" / "images"
-WIDTH, COLOURS = 1600, 128  # pixels: twice what the page shows; colours of a picture that is mostly plain
+WIDTH, COLOURS = 1600, 256  # pixels: twice what the page shows; colours of a picture that is mostly plain
 VIEWS = ".jupyter-widgets.jupyter-widget-tab"
-DRAWN = "[...document.querySelectorAll('.stl-figure img')].every(i => !i.offsetParent || i.naturalWidth > 0)"
+DRAWN = (  # whether every picture that can be seen is there
+    "[...document.querySelectorAll('.stl-figure > div[role]')].every("
+    "f => !f.offsetParent || f.dataset.drawn || f.querySelector('img').naturalWidth > 0)"
+)
 
 
 def taken(page, name):
@@ -31,7 +34,7 @@ def taken(page, name):
 def test_pictures(notebook):
     page, errors = notebook("pictures", SESSION, "1 + 1")
     page.keyboard.press("Control+b")  # the list of files away
-    page.set_viewport_size({"width": 1280, "height": 1300})
+    page.set_viewport_size({"width": 1280, "height": 1500})
     shown(page)
     page.click('button:has-text("Show why")')
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
