@@ -109,7 +109,7 @@ def head_map(
         ax.set(xlabel=_step_words(da, "grey"), ylabel="layer")
         if marked is not None and 0 <= marked < rows:
             ax.plot(ax.get_xlim(), [marked + 0.5] * 2, color=colour("error", ax), linewidth=0.9)
-        return figure_png(figure), [panel_of(ax)]
+        return figure_png(figure, sharp=2), [panel_of(ax)]
 
 # %% ../../nbs/api/plot/43_heads.ipynb #f1c9dfdd
 def massive_profile(
@@ -200,7 +200,7 @@ def look_picture(
     with theme(dark, 9):
         figure = Figure((7.5, 2.8), dpi=120, layout="constrained")
         LOOKS[name][1](run, at, figure.subplots())
-        return figure_png(figure)
+        return figure_png(figure, sharp=2)
 
 
 def head_picture(
@@ -227,7 +227,7 @@ def head_picture(
         title = head_names(data)[layer * data.sizes["head"] + head]
         words = _step_words(history, "left out")
         right.set(xlabel=words, ylabel=_short_name(da, name), title=label(title, 48))
-        return figure_png(figure)
+        return figure_png(figure, sharp=2)
 
 # %% ../../nbs/api/plot/43_heads.ipynb #7a5e9f3f
 def _spread(tokens: list[str]) -> list[str] | None:
@@ -250,4 +250,4 @@ def weights_picture(
         figure = Figure((4.6, 4.0), dpi=110, layout="constrained")
         ax = plot_weights(da, tokens=_spread(told.get("tokens", [])), ax=figure.subplots())
         ax.set_xlabel("key (token id)" if told.get("tokens") else "key")
-        return figure_png(figure)
+        return figure_png(figure, sharp=2)

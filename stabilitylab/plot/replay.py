@@ -115,9 +115,9 @@ def replay_png(
     dark: bool = False,  # for a dark page
     size: tuple = (6, 2.4),  # inches
     **options: object,  # of the plot
-) -> bytes:  # PNG
+) -> bytes:  # PNG, twice 110 pixels an inch
     "One of these plots as a picture for a page."
     with theme(dark, 8):
         figure = Figure(size, dpi=110, layout="constrained")
         plot(table, ax=figure.add_subplot(), **options)
-        return figure_png(figure)
+        return figure_png(figure, sharp=2)

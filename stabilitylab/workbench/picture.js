@@ -59,6 +59,7 @@ function render({ model, el }) {
   canvas.setAttribute('aria-hidden', 'true');
   const band = make('div', 'stl-band', box);
   const hair = make('div', 'stl-hair', box);
+  const chosen = make('div', 'stl-chosen', box);
   const dots = make('div', 'stl-dots', box);
   const readout = make('div', 'stl-readout', box);
   readout.setAttribute('aria-live', 'polite');
@@ -257,14 +258,22 @@ function render({ model, el }) {
     hair.style.display = 'block'; hair.style.left = toShare(p, at) * 100 + '%';
     read(toShare(p, at), p.top + p.height / 2);
   };
+  // the line of the selected place, where the picture shows it
+  const choose = () => {
+    const p = panels[0], at = model.get('chosen');
+    const isSeen = p && at !== null && at >= p.x0 && at <= p.x1;
+    chosen.style.display = isSeen ? 'block' : 'none';
+    if (isSeen) chosen.style.left = toShare(p, at) * 100 + '%';
+  };
   const ground = () => send('dark', document.body.dataset.jpThemeLight === 'false');
   const watch = new MutationObserver(ground);
   watch.observe(document.body, { attributes: true, attributeFilter: ['data-jp-theme-light'] });
   const wider = new ResizeObserver(() => requestAnimationFrame(paint));
   wider.observe(box);
-  model.on('change:png', draw); model.on('change:sheet', draw); model.on('change:panels', () => { take(); hide(); paint(); }); model.on('change:cursor', cursor);
+  model.on('change:png', draw); model.on('change:sheet', draw); model.on('change:panels', () => { take(); hide(); paint(); choose(); });
+  model.on('change:cursor', cursor); model.on('change:chosen', choose);
   model.on('change:legend', list); model.on('change:hidden', list);
-  take(); draw(); list(); ground(); paint();
+  take(); draw(); list(); ground(); paint(); choose();
   return () => { watch.disconnect(); wider.disconnect(); if (url) URL.revokeObjectURL(url); };
 }
 export default { render };

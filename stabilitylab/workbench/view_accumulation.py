@@ -30,6 +30,7 @@ from ..plot.replay import replay_png
 from ..report.step import audit_html, heading_html, means_html
 from .call import CallLine
 from .child import Child
+from .figure import show_sharp
 from .state import WorkbenchState
 from .table import SortableTable
 from .views import View
@@ -303,7 +304,7 @@ class AccumulationView:
         def on(_: object, ax: object) -> None:
             plot_token_weights(tokens, weights, true, ax=ax)
 
-        self.picture.value = replay_png(on, None, self.state.dark, (6, 2.5))
+        show_sharp(self.picture, replay_png(on, None, self.state.dark, (6, 2.5)))
         self.words.value = heading_html("", self.look.words())
         self.call.call = weights_call(self.look)
         means = self.look.means()

@@ -28,7 +28,7 @@ from stabilitylab.plot.heads import (
 from ..replay.snapshot import replayable_steps
 from ..report.render import render
 from ..run.job import Job, JobState
-from .figure import PictureWidget
+from .figure import PictureWidget, show_sharp
 from .heads import head_statistics
 from .state import WorkbenchState, steer
 from .views import View
@@ -280,7 +280,7 @@ def _show(image: widgets.Image, png: bytes) -> None:
     "Shows a picture, or nothing."
     image.layout.display = "" if png else "none"
     if png:
-        image.value = png
+        show_sharp(image, png)
 
 
 VIEW = View("attention", "Attention", 15, AttentionView)

@@ -18,7 +18,7 @@ from ..plot.layermap import LayerMap, module_picture
 from ..report.render import render
 from ..report.words import spaced
 from .call import CallLine, run_lines
-from .figure import PictureWidget
+from .figure import PictureWidget, show_sharp
 from .state import WorkbenchState, reveal, steer
 from .views import View
 
@@ -326,7 +326,7 @@ class LayersView(widgets.VBox):
         said = {"module": look.module, "kind": kind, "step": look.step, "value": value}
         self.words.value = render("view_layers", statistic=look.statistic[1], **said)
         counts = exponents_at(run, look.statistic[0], look.module, look.step)
-        self.detail.value = module_picture(history, counts, look.step, self.shared.dark)
+        show_sharp(self.detail, module_picture(history, counts, look.step, self.shared.dark))
 
 
 def _history(run: xr.DataTree, look: LayersState) -> xr.DataArray | None:

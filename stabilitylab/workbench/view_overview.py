@@ -11,6 +11,7 @@ import base64
 
 import ipywidgets as widgets
 import numpy as np
+import traitlets
 
 from ..detect.findings import Finding
 from ..detect.likely import most_likely
@@ -273,6 +274,7 @@ class Overview(widgets.VBox):
         state.observe(self.draw, names=looks)
         state.observe(lambda _: self.draw_module(), names=["selected"])
         state.observe(self.mark, names=["selected", "x_range"])
+        traitlets.dlink((state, "step"), (self.picture, "chosen"))
         state.observe(self.tell, names=["selected", "busy"])
         state.observe(lambda _: self.controls.refill(), names=["shown"])
         state.observe(self.fill, names=["findings", "runs", "name"])

@@ -27,7 +27,7 @@ from ..report.render import render
 from ..report.replay import foresight_html, replay_html
 from ..run.job import JobState
 from .call import CallLine
-from .figure import PictureWidget
+from .figure import PictureWidget, show_sharp
 from .setup_panel import SetupPanel
 from .state import WorkbenchState
 from .views import View
@@ -370,7 +370,7 @@ class ReplayView:
         for name, widget in self.images.items():
             widget.layout.display = "block" if name in found else "none"
             if name in found:
-                widget.value = found[name]
+                show_sharp(widget, found[name])
 
 
 VIEW = View("replay", "Replay", 20, lambda state: ReplayView(state).widget)

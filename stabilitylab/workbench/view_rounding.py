@@ -27,6 +27,7 @@ from ..report.step import heading_html, lattice_html, step_html
 from ..run.scalars import series, series_names
 from .call import CallLine, run_lines
 from .child import Child
+from .figure import show_sharp
 from .state import WorkbenchState
 from .views import View
 
@@ -273,7 +274,7 @@ class PrecisionView:
         def on(_: object, ax: object) -> None:
             plot_lattice(step, values, tick, behind, name=name, ax=ax)
 
-        self.picture.value = replay_png(on, None, self.state.dark, (7.5, 2.3))
+        show_sharp(self.picture, replay_png(on, None, self.state.dark, (7.5, 2.3)))
 
     def draw_room(self) -> None:
         "The attention products of the measured step, grown."
@@ -283,7 +284,7 @@ class PrecisionView:
         def on(_: object, ax: object) -> None:
             plot_scaling(layers, self.look.growth, ax=ax)
 
-        self.room.value = replay_png(on, None, self.state.dark, (7.5, 2.6))
+        show_sharp(self.room, replay_png(on, None, self.state.dark, (7.5, 2.6)))
 
     def show(
         self,

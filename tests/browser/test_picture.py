@@ -25,6 +25,7 @@ const state = { marks: [{ x: 400, index: 3 }], alt: 'loss', cursor: null, png: b
 state.panels = %(panels)s.map(p => ({ ...p, series: p.series.map(s => ({ ...s, xy: bytes(s.xy) })) }));
 const heard = {};
 window.renew = () => heard['change:panels']();
+window.choose = (x) => { state.chosen = x; heard['change:chosen'](); };
 window.legend = (entries) => { state.legend = entries; heard['change:legend'](); };
 window.sent = [];
 const model = {
@@ -111,11 +112,24 @@ def test_a_click_is_a_step_and_a_flag_its_finding(page, panels):
     assert last_sent(page, "clicked")["finding"] == 3
 
 
+def test_the_selected_step_has_a_line(page, panels):
+    panel = panels[1][0]
+    line = page.locator(".stl-chosen")
+    assert not line.is_visible()
+    page.evaluate("window.choose(250)")
+    assert abs(line.bounding_box()["x"] - at(page, panel, 250)[0]) < 2
+    page.evaluate("window.choose(9999)")  # outside of what is shown
+    assert not line.is_visible()
+
+
 def test_brush_pan_wheel_and_keys(page, panels):
     panel = panels[1][0]
     page.mouse.move(*at(page, panel, 100))
     page.mouse.down()
     page.mouse.move(*at(page, panel, 200), steps=3)
+    band, picture = (page.locator(what).bounding_box() for what in (".stl-band", "img"))
+    assert abs(band["y"] - picture["y"]) < 2 and abs(band["height"] - picture["height"]) < 2
+    assert abs(band["x"] - at(page, panel, 100)[0]) < 3
     page.mouse.up()
     assert np.allclose(last_sent(page, "brushed")["range"], (100, 200), atol=1.5)
     page.keyboard.down("Shift")
@@ -146,7 +160,9 @@ def test_an_upright_drag_and_the_legend(page, panels):
     page.mouse.move(*at(page, panel, 250, 0.2))
     page.mouse.down()
     page.mouse.move(*at(page, panel, 252, 0.7), steps=3)
-    assert page.locator(".stl-band.upright").is_visible()
+    band = page.locator(".stl-band.upright").bounding_box()
+    assert abs(band["y"] - at(page, panel, 250, 0.2)[1]) < 3
+    assert abs(band["y"] + band["height"] - at(page, panel, 250, 0.7)[1]) < 3
     page.mouse.up()
     low, high = last_sent(page, "lifted")["range"]
     tall = panel["y1"] - panel["y0"]

@@ -14,6 +14,7 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROC, SOURCE, HTML, SITE = ROOT / "_proc", ROOT / "_build" / "site", ROOT / "_build" / "html", ROOT / "_docs"
+WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a kernel, which a page does not have
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "tutorials": ("Tutorials", "Whole jobs from start to end, on the runs that come with the project."),
     "howto": ("How-to guides", "One question each, for the moment when you have it."),
@@ -133,6 +134,7 @@ def page(nb):
             else:
                 options = re.findall(r"^#\|\s*(.*)$", c.source, re.M)
                 c.source = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip()
+                c.outputs = [o for o in c.outputs if WIDGET not in o.get("data", {})]
                 if "echo: false" in options:
                     c.metadata["tags"] = [*c.metadata.get("tags", []), "remove-input"]
         if c.source.strip():
