@@ -63,11 +63,8 @@ def _last_line(lines: list[str], front: str) -> tuple[int, re.Match] | None:
 
 def _goes_on(lines: list[str]) -> str:
     "The first words of the lines below an exception whose message has none of its own."
-    for line in lines[:4]:
-        text = _FRONT.sub("", line).strip()
-        if text:
-            return text
-    return ""
+    texts = (_FRONT.sub("", line).strip() for line in lines[:4])
+    return next((text for text in texts if text), "")
 
 
 def _traceback(text: str, place: int) -> tuple[Sign, int] | None:
