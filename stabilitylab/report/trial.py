@@ -95,7 +95,8 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     finals = [value for value in arm.final_loss if math.isfinite(value)]
     time = arm.side_effects.get("step_time_ratio", float("nan"))
     low, high = arm.interval
-    effect = "" if arm.verdict == "unchanged" else f"{arm.effect:+.3f} [{low:+.3f}, {high:+.3f}]"
+    interval = f"[{low:+.3f}, {high:+.3f}]" if math.isfinite(high - low) else "(one seed)"
+    effect = "" if arm.verdict == "unchanged" else f"{arm.effect:+.3f} {interval}"
     return (
         arm.fix,
         arm.verdict,

@@ -80,7 +80,7 @@ def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook):
     tab(page, "Fix lab")
     page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=60_000)
     shot(page, "loop-reloaded")
-    page.locator(f'{FIXLAB} button:has-text("Open as a run")').nth(1).click()
+    page.locator(f'{FIXLAB} button:has-text("Open as a run")').last.click()
     opened = "[...document.querySelectorAll('select')].some(s => /lower_lr/.test(s.selectedOptions[0]?.text))"
     page.wait_for_function(opened, timeout=60_000)
     shown(page)
