@@ -15,6 +15,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from ..numerics.formats import binade_table
+from .downsample import keep_extremes
 from .layers import plot_layers
 from .loss import short_number
 from .picture import figure_pixels, figure_png, panel_of, pixels_png, scene_of
@@ -227,6 +228,9 @@ def _name_end(ax: Axes, name: str, at: float) -> None:
     ax.text(at, 1, f"{name} ", transform=ax.get_xaxis_transform(), **look)
 
 
+_COLUMNS = 450  # of a history: what lies in one of them is drawn as its extremes
+
+
 def module_picture(
     history: xr.DataArray,  # dims (step,): the statistic of one module
     exponents: np.ndarray | None = None,  # counts of 256 binades; None where none were recorded
@@ -235,11 +239,14 @@ def module_picture(
 ) -> bytes:  # PNG
     "The history of a module beside the exponents of its values."
     with theme(dark, 8):
-        figure = Figure((9, 2.1), dpi=110, layout="constrained")
-        first, *others = figure.subplots(1, 2 if exponents is not None else 1, squeeze=False)[0]
+        figure = Figure((9, 2.1), dpi=110, layout="none")
+        room = {"left": 0.06, "right": 0.99, "bottom": 0.2, "top": 0.88, "wspace": 0.17}  # laid out by hand:
+        count = 2 if exponents is not None else 1  # a layout engine takes as long as the drawing
+        first, *others = figure.subplots(1, count, squeeze=False, gridspec_kw=room)[0]
         is_shown = np.isfinite(history.values) & (history.values > 0)
         values = np.where(is_shown, history.values, np.nan)
-        first.plot(history.step.values, values, color=colour("grad_norm", first))
+        kept = keep_extremes(history.step.values, np.nan_to_num(values), _COLUMNS)
+        first.plot(history.step.values[kept], values[kept], color=colour("grad_norm", first))
         if is_shown.any() and np.nanmax(values) > 20 * np.nanmin(values):
             first.set_yscale("log")
         if at is not None:
