@@ -74,4 +74,6 @@ def show_sharp(
 ) -> None:
     "Show a picture at half its width, so that it is crisp on every screen."
     image.value = png
-    image.width = str(int.from_bytes(png[16:20], "big") // 2)  # where a PNG has its width
+    width = int.from_bytes(png[16:20], "big") // 2  # where a PNG has its width
+    image.layout.width, image.layout.max_width = f"{width}px", "100%"
+    image.layout.object_fit = "contain"  # where the page keeps more height than it needs
