@@ -265,3 +265,15 @@ class Job:
             await asyncio.sleep(every)
         heard(state)
         return state
+
+    def look_after(
+        self,
+        heard: Callable[[JobState], None],  # called with every look, the last time with the end
+    ) -> asyncio.Task | None:  # to be kept while it runs; None: it has ended
+        "Watch it in the background of a running event loop; in a script wait for its end."
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            heard(self.wait())
+            return None
+        return loop.create_task(self.watch(heard))

@@ -6,7 +6,6 @@
 __all__ = ['Child']
 
 # %% ../../nbs/api/workbench/05_child.ipynb #d884f3ca
-import asyncio
 from collections.abc import Callable
 
 import ipywidgets as widgets
@@ -47,12 +46,7 @@ class Child:
             self.says.value = render("view_child", phase="failed", error=str(error))
             return
         self.job = Job.cli(*asked, codes=self.codes)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.show(self.job.wait())
-            return
-        self._task = loop.create_task(self.job.watch(self.show))
+        self._task = self.job.look_after(self.show)
 
     def cancel(self) -> None:
         "Stop it; what it had done so far is dropped."

@@ -6,7 +6,6 @@
 __all__ = ['SetupPanel']
 
 # %% ../../nbs/api/workbench/11_setup_panel.ipynb #e8317790
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,12 +118,7 @@ class SetupPanel:
         self.cancel()
         arguments = {"path": str(self.path.absolute()), "step": int(self.step()), "setup": self.chosen}
         self.job = Job.of(_WORK, **arguments)
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.show(self.job.wait())
-            return
-        self._task = loop.create_task(self.job.watch(self.show))
+        self._task = self.job.look_after(self.show)
 
     def cancel(self) -> None:
         "Ends a check that runs."
