@@ -121,8 +121,14 @@ def test_a_killed_run_keeps_what_was_flushed(tmp_path):
 import os, sys, time
 sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r})
 from test_attention_recorder import trained
+from stabilitylab.run.record import open_run
+def written():
+    try: return open_run({str(tmp_path / "r")!r})["attention"].step.values.tolist()[:2] == [0, 2]
+    except Exception: return False
 def look(step, recorder):
     time.sleep(0.05)
+    end = time.monotonic() + 60
+    while step == 5 and not written() and time.monotonic() < end: time.sleep(0.05)
     if step == 5: os._exit(9)
 trained({str(tmp_path / "r")!r}, 2, look=look)
 """

@@ -51,7 +51,7 @@ def test_bombs_are_defused(name, tmp_path):
         assert len(open_checkpoint(path)) == 0
     except InputError as e:
         assert len(str(e).splitlines()) == 1
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 30  # a hang, not a benchmark
 
 
 def test_meta_sparse_and_complex_tensors(tmp_path):

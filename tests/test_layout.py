@@ -166,7 +166,7 @@ def test_import_is_light():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
     assert out.split() == [], f"import stabilitylab pulls in {out}"
-    assert time.perf_counter() - begin < 5  # a hang, not a benchmark: that is in tests/benchmarks
+    assert time.perf_counter() - begin < 30  # a hang, not a benchmark: that is in tests/benchmarks
 
 
 def test_public_names_exist():

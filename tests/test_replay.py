@@ -337,14 +337,9 @@ def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
 
     from stabilitylab.replay.job import ReplayJob
 
-    job, heard = ReplayJob(sample(), 350, swap=False, modules=True), set()
-    for _ in range(1200):
-        now = job.poll()
-        heard.add(now.words)
-        if now.ended:
-            break
-        time.sleep(0.05)
-    told = now.result
+    job = ReplayJob(sample(), 350, swap=False, modules=True)
+    told = job.wait(120).result
+    heard = {event.get("words") for event in job.events}
     assert (
         abs(told["loss"] - told["recorded_loss"]) < 1e-3
         and len(told["samples"]) == 24

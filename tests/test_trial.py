@@ -26,7 +26,8 @@ def made(arm: str, seed: int, loss: np.ndarray) -> ArmCurve:
 
 
 def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
-    trial = Trial(START, ["lower_lr:factor=0.1"], steps=60, seeds=1, folder=tmp_path, workers=1)
+    how = {"steps": 120, "seeds": 1, "folder": tmp_path}
+    trial = Trial(START, ["lower_lr:factor=0.1"], **how, workers=1)
     trial.poll()
     log = tmp_path / "arm-0" / "seed-0" / "metrics.jsonl"
     end = time.monotonic() + 120
@@ -39,13 +40,13 @@ def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
     assert any("SIGKILL" in why for why in state.failed)
     trial.cancel()
     before = len(log.read_text().splitlines())
-    again = Trial(START, ["lower_lr:factor=0.1"], steps=60, seeds=1, folder=tmp_path, workers=2)
+    again = Trial(START, ["lower_lr:factor=0.1"], **how, workers=2)
     result = again.run(progress=False)
     assert result.complete and before >= 50
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
     assert [row["step"] for row in lines].count(300) == 1  # the first steps were not taken twice
     (base, _) = result.curves
-    assert list(base.step) == list(range(300, 360))
+    assert list(base.step) == list(range(300, 420))
 
 
 def test_not_finite_is_an_outcome_and_not_a_fault():

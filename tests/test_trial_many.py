@@ -286,8 +286,8 @@ def slow(seed=0, pause=0.05, **recipe):
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     from stabilitylab.trial.start import Start
 
-    start = Start(function="tests.test_trial_many:slow", arguments=TINY | {"steps": 80})
-    trial = Trial(start, ["lower_lr:factor=0.3"], steps=80, seeds=1, folder=tmp_path, client=cluster)
+    start = Start(function="tests.test_trial_many:slow", arguments=TINY | {"steps": 120})
+    trial = Trial(start, ["lower_lr:factor=0.3"], steps=120, seeds=1, folder=tmp_path, client=cluster)
     log, end = tmp_path / "arm-0" / "seed-0" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < end and (not log.is_file() or log.read_text().count("\n") < 55):
         trial.poll()
@@ -296,7 +296,7 @@ def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     result = trial.run(progress=False, budget=2)
-    assert result.complete and [len(curve.loss) for curve in result.curves] == [80, 80]
+    assert result.complete and [len(curve.loss) for curve in result.curves] == [120, 120]
     assert log.read_text().count('"step": 0,') == 1  # it went on from step 50, and not from the first
     assert set(cluster.run(os.getpid).values()).isdisjoint(pids)
 

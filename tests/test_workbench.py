@@ -1,6 +1,8 @@
 """The workbench without a browser: what it says of logs with little in them, and its zoom history."""
 
 import asyncio
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from stabilitylab.replay.examine import controls
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.workbench import view_accumulation
 from stabilitylab.workbench.state import WorkbenchState, open_state
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_accumulation import AccumulationView
@@ -126,22 +129,50 @@ def test_a_growing_folder_is_followed(tmp_path):
     assert "non_finite" in [found.kind for found in bench.state.findings]
 
 
-def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled():
+def measuring(monkeypatch):
+    "A view whose measurement waits halfway until it is let go."
+    go, told = threading.Event(), view_accumulation.token_loss
+    calls = itertools.count()
+
+    def held(model, text):
+        if next(calls) == 32:
+            assert go.wait(60)
+        return told(model, text)
+
+    monkeypatch.setattr(view_accumulation, "token_loss", held)
     state, _ = open_state(new_run(make_scalars({"loss": Samples(range(9), [2.0] * 9)})))
-    view = AccumulationView(state)
+    return AccumulationView(state), go
+
+
+def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypatch):
+    view, go = measuring(monkeypatch)
 
     async def cancelled():
         view.start()
-        while view.bar.value == 0:
-            await asyncio.sleep(0.05)
-        seen = view.bar.value
-        assert view.look.busy and not view.halt.disabled and 0 < seen < 1
+        while view.bar.value != 0.5:
+            await asyncio.sleep(0.01)
+        assert view.look.busy and not view.halt.disabled
         view.stop()
+        go.set()
         while view.look.busy:
-            await asyncio.sleep(0.05)
-        return seen
+            await asyncio.sleep(0.01)
 
-    assert asyncio.run(cancelled()) > 0
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
+
+
+def test_a_measurement_that_ended_before_it_heard_of_the_stop_is_not_shown(monkeypatch):
+    view, go = measuring(monkeypatch)
+    monkeypatch.setattr(view, "_heard", lambda share: None)
+
+    async def cancelled():
+        view.start()
+        view.stop()
+        go.set()
+        while view.look.busy:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
     assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
+from stabilitylab.replay import setup_file
 from stabilitylab.replay.setup_file import checked
-from stabilitylab.run.job import JobState
+from stabilitylab.run.job import JobState, tell
+from stabilitylab.workbench import setup_panel
 from stabilitylab.workbench.setup_panel import SetupPanel
 from stabilitylab.workbench.state import open_state
 from stabilitylab.workbench.view_replay import ReplayView
@@ -107,19 +110,32 @@ def test_a_draft_is_offered_once_and_never_written_over(run):
     assert "lies beside the record" in view.panel.says.value and view.panel.draft.layout.display == "none"
 
 
-def test_a_check_shows_how_far_it_is_and_can_be_cancelled():
+def held_check(path, step, setup):
+    "A check that stays at its fourth step until it is ended."
+
+    def heard(words=None, share=None):
+        tell(words, share)
+        if words and "step 4" in words:
+            time.sleep(120)
+
+    setup_file.tell = heard  # this runs in a child process of its own
+    return setup_file.check_work(path, step, setup)
+
+
+def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
+    monkeypatch.setattr(setup_panel, "_WORK", "tests.test_workbench_replay:held_check")
     view = ReplayView(open_state(DATA / "lm_high_lr")[0])
     panel, seen = view.panel, []
 
     async def cancelled():
         panel.begin()
-        while panel.bar.value == 0:
+        while "step 4" not in panel.says.value:
             await asyncio.sleep(0.05)
         seen.append((panel.bar.value, panel.says.value, panel.bar.layout.visibility))
         panel.cancel()
-        await asyncio.sleep(0.3)
+        await panel._task
 
-    asyncio.run(cancelled())
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
     ((share, words, shown),) = seen
     assert 0 < share < 1 and "of 38" in words and shown == "visible"
     assert "cancelled" in panel.says.value and not panel.check.disabled and panel.stop.disabled

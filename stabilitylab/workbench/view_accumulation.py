@@ -276,7 +276,8 @@ class AccumulationView:
             return
         finally:
             self.look.busy, self.bar.value = False, 0.0
-        if np.array_equal(tokens, self.look.tokens):
+        is_wanted = not self._is_stopped  # a stop after the last text came too late for the thread
+        if is_wanted and np.array_equal(tokens, self.look.tokens):
             self.look.parts = parts
 
     def stop(self) -> None:
