@@ -1,8 +1,12 @@
-"Shared by all tests: where the real logs are, and warnings as errors in our own code."
+"Shared by all tests: where the real logs are, and the same made-up inputs in every run."
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True, deadline=None)  # `make fuzz` is for new ones
+settings.load_profile("same")
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_LOGS = ROOT.parent / "shared" / "real_logs"

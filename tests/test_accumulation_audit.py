@@ -211,13 +211,10 @@ def test_accumulator_equals_the_full_batch(scaled):
     )
 
 
-def ddp_rank(rank, port, queue):
+def ddp_rank(rank, meet, queue):
     "One of two processes: three micro-batches a rank, DDP, one step."
-    import os
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     try:
         parts = [microbatch(n, 14, i) for i, n in enumerate([[5, 9], [4], [13, 3], [2, 2, 3], [14], [3]])]
         plain = Tiny().eval()
@@ -239,15 +236,10 @@ def ddp_rank(rank, port, queue):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_accumulator_under_two_process_ddp():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def test_accumulator_under_two_process_ddp(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    workers = [context.Process(target=ddp_rank, args=(r, port, queue)) for r in range(2)]
+    workers = [context.Process(target=ddp_rank, args=(r, tmp_path / "meet", queue)) for r in range(2)]
     for w in workers:
         w.start()
     got = [queue.get(timeout=120) for _ in workers]

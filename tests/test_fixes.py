@@ -377,11 +377,9 @@ def test_parameters_have_ranges(name):
 RANKS = ["qk_norm", "zclip", "update_clip", "loss_scaling", "z_loss", "embedding_norm"]
 
 
-def _rank(rank, port, queue):
+def _rank(rank, meet, queue):
     "Three steps under DDP; the ranks see different rows."
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     for name in RANKS:
         training = _plain_training()
@@ -416,15 +414,10 @@ def _plain_training():
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_do_what_one_does():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+def test_two_ranks_do_what_one_does(tmp_path):
     context = mp.get_context("spawn")
     queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, port, queue)) for r in range(2)]
+    ranks = [context.Process(target=_rank, args=(r, tmp_path / "meet", queue)) for r in range(2)]
     for process in ranks:
         process.start()
     got = dict(queue.get(timeout=200) for _ in RANKS)

@@ -432,24 +432,26 @@ def test_errors_say_what_was_found(tmp_path):
 
 
 WRITER = """
-import sys, time
+import sys
 f = open(sys.argv[1], 'w', buffering=700)
 for i in range(300):
     f.write(f'iter {i}: loss {5-i/100:.4f}, time 1.00ms, mfu 1%\\n')
-    if i % 60 == 0: time.sleep(0.3)
+    if i == 250: sys.stdin.readline() # what has left the buffer by then is read first
 """
 
 
 def test_follow_a_buffered_writer(tmp_path):
     path = tmp_path / "train.log"
     follower, got, bursts = Follower(path), [], 0
-    with subprocess.Popen([sys.executable, "-c", WRITER, path]):
+    with subprocess.Popen([sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE) as writer:
         end = time.monotonic() + 60
         while len(got) < 300 and time.monotonic() < end:
             new = follower.poll()
             if "loss" in new.samples:
                 got += new.samples["loss"].step.tolist()
                 bursts += 1
+                if bursts == 1:
+                    writer.stdin.close()
             time.sleep(0.005)
     assert got == list(range(300)) and bursts > 1
     assert series(follower.run()).size == 300

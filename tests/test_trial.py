@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stabilitylab.cases.samples import sample
+from stabilitylab.fixes.training import Training
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
@@ -25,9 +27,24 @@ def made(arm: str, seed: int, loss: np.ndarray) -> ArmCurve:
     return ArmCurve(arm, seed, np.arange(len(loss)), loss)
 
 
+def held(seed: int, at: int, until: str) -> Training:
+    "The run of the sample, which stays before step `at` until there is a file `until`."
+    training = START.build(seed)
+    batches = training.batches
+
+    def later(step: int) -> list:
+        while step >= at and not Path(until).exists():
+            time.sleep(0.02)
+        return batches(step)
+
+    training.batches = later
+    return training
+
+
 def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
-    how = {"steps": 120, "seeds": 1, "folder": tmp_path}
-    trial = Trial(START, ["lower_lr:factor=0.1"], **how, workers=1)
+    how, go_on = {"steps": 120, "seeds": 1, "folder": tmp_path}, tmp_path / "go_on"
+    start = Start(function="tests.test_trial:held", arguments={"at": 360, "until": str(go_on)})
+    trial = Trial(start, ["lower_lr:factor=0.1"], **how, workers=1)
     trial.poll()
     log = tmp_path / "arm-0" / "seed-0" / "metrics.jsonl"
     end = time.monotonic() + 120
@@ -40,7 +57,8 @@ def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
     assert any("SIGKILL" in why for why in state.failed)
     trial.cancel()
     before = len(log.read_text().splitlines())
-    again = Trial(START, ["lower_lr:factor=0.1"], **how, workers=2)
+    go_on.touch()
+    again = Trial(start, ["lower_lr:factor=0.1"], **how, workers=2)
     result = again.run(progress=False)
     assert result.complete and before >= 50
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,13 +271,14 @@ def test_a_sweep_on_a_cluster(cluster, tmp_path):
     assert found.complete and found.together == 4
 
 
-def slow(seed=0, pause=0.05, **recipe):
-    "A training whose steps take their time."
+def held(seed=0, at=0, until="", **recipe):
+    "A training that stays before step `at` until there is a file `until`."
     training = small_training(seed=seed, **recipe)
     batches = training.batches
 
     def later(step):
-        time.sleep(pause)
+        while step >= at and not Path(until).exists():
+            time.sleep(0.02)
         return batches(step)
 
     training.batches = later
@@ -286,7 +288,9 @@ def slow(seed=0, pause=0.05, **recipe):
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     from stabilitylab.trial.start import Start
 
-    start = Start(function="tests.test_trial_many:slow", arguments=TINY | {"steps": 120})
+    go_on = tmp_path / "go_on"
+    how = {"steps": 120, "at": 60, "until": str(go_on)}
+    start = Start(function="tests.test_trial_many:held", arguments=TINY | how)
     trial = Trial(start, ["lower_lr:factor=0.3"], steps=120, seeds=1, folder=tmp_path, client=cluster)
     log, end = tmp_path / "arm-0" / "seed-0" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < end and (not log.is_file() or log.read_text().count("\n") < 55):
@@ -295,6 +299,7 @@ def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     pids = list(cluster.run(os.getpid).values())
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    go_on.touch()
     result = trial.run(progress=False, budget=2)
     assert result.complete and [len(curve.loss) for curve in result.curves] == [120, 120]
     assert log.read_text().count('"step": 0,') == 1  # it went on from step 50, and not from the first
