@@ -116,7 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=_list)
     words = parser.add_subparsers(metavar="WORD")
 
-    def word(name: str, run: Callable) -> argparse.ArgumentParser:
+    def word(name: str, run: Callable) -> argparse.ArgumentParser:  # run: its docstring is the help
+        "A further word of the command."
         one = words.add_parser(name, help=run.__doc__, description=run.__doc__)
         one.set_defaults(run=run)
         return one

@@ -41,7 +41,8 @@ class LayerCase:
 def _scale(name: str, factor: float, start: int, every: bool = False) -> Callable:
     "Multiply a weight at one step, or at each step from then on."
 
-    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
+        "Changes the weight where it is time."
         if step == start or (every and step > start):
             with torch.no_grad():
                 model.get_parameter(name).mul_(factor)
@@ -69,7 +70,8 @@ def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
 def _ramp(start: int, factor: float) -> Callable:
     "A learning rate that grows at every step from one on."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+        "Raises the rate where it is time."
         if step > start:
             for group in optimizer.param_groups:
                 group["lr"] *= factor

@@ -44,8 +44,11 @@ def watch_logits(
     "A dict that each forward pass fills with the largest attention logit of every layer, before the softmax."
     seen = {}
 
-    def hook(layer: int) -> Callable:
-        def look(attn: Attention, inputs: tuple, output: torch.Tensor) -> None:
+    def hook(layer: int) -> Callable:  # its number, from 0
+        "The hook of one layer."
+
+        def look(attn: Attention, inputs: tuple, output: torch.Tensor) -> None:  # a forward hook
+            "Notes the largest logit."
             with torch.no_grad():
                 seen[layer] = _logit_max(attn, inputs[0].detach())
 
@@ -189,7 +192,8 @@ def make_lm_high_lr(
     batches = byte_batches(text[:900_000], n_steps, 24, CONFIG.seq, seed)
     batches = tqdm(batches, total=n_steps, desc="lm_high_lr", mininterval=2, disable=not progress)
 
-    def schedule(step: int) -> float:
+    def schedule(step: int) -> float:  # from 0
+        "The learning rate of a step."
         return first_lr * 10 ** (step / tenfold)
 
     rows = _train(recorder, path, batches, held_out, schedule, checkpoints)
@@ -212,15 +216,21 @@ def replay_setup(
     settings = json.loads((Path(path) / "settings.json").read_text())
     config = LMConfig(**settings["config"])
 
-    def optimizer(model: DecoderLM) -> torch.optim.Optimizer:
+    def optimizer(model: DecoderLM) -> torch.optim.Optimizer:  # freshly built
+        "AdamW as the run had it."
         lr = settings["first_lr"]
         return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.0)
 
-    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:  # step: the one that comes
+        "Sets the rate of a step."
         for group in optimizer.param_groups:
             group["lr"] = settings["first_lr"] * 10 ** (step / settings["tenfold"])
 
-    def token_loss(model: DecoderLM, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_loss(
+        model: DecoderLM,  # of the run
+        batch: dict,  # tokens and targets
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        "Loss of each token, and which of them count."
         logits, targets = model(batch["tokens"]).flatten(0, 1).float(), batch["targets"]
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return losses.view(targets.shape), targets >= 0

@@ -196,7 +196,8 @@ def _strata(seed: int, steps: int, shares: np.ndarray) -> tuple[np.ndarray, np.n
     training, rng = start_training(recipe, seed), np.random.default_rng(seed)
     source, each, mean = training.batches, [], []
 
-    def mixed(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def mixed(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:  # from 0
+        "The batch of a step with its share of noise."
         ((x, y),) = source(step)
         hard = round(float(shares[step]) * len(x))
         noise = torch.from_numpy(rng.integers(0, 128, (hard, x.shape[1] + 1)))
@@ -268,7 +269,8 @@ def repeated_data() -> Result:
     training = start_training(Recipe(config, lr=1e-3, steps=fresh + again + 200, warmup=30), 0)
     source, resumed = training.batches, fresh + again * passes
 
-    def looped(step: int) -> list:
+    def looped(step: int) -> list:  # from 0
+        "The batch of a step: fresh, again and again, or fresh again."
         if step < fresh:
             return source(step)
         return source(fresh + (step - fresh) % again if step < resumed else step - resumed + fresh + again)

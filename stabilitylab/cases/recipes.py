@@ -106,7 +106,8 @@ def z_regularised(
 ) -> Callable:  # (model, (tokens, targets)) -> loss
     "Cross-entropy plus z-loss."
 
-    def loss(model: torch.nn.Module, part: tuple) -> torch.Tensor:
+    def loss(model: torch.nn.Module, part: tuple) -> torch.Tensor:  # part: inputs and targets
+        "The loss with z-loss of one micro-batch."
         logits = model(part[0]).float()
         log_z = logits.logsumexp(-1)
         chosen = logits.gather(-1, part[1][..., None])[..., 0]
@@ -128,7 +129,8 @@ def start_training(
         model.parameters(), recipe.lr, recipe.betas, recipe.eps, recipe.weight_decay
     )
 
-    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:  # step: the one that comes
+        "Sets the rate of a step."
         for group in optimizer.param_groups:
             group["lr"] = rate_at(recipe, step)
 

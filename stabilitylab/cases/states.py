@@ -28,7 +28,8 @@ from ..run.record import new_run
 def _scale_weight(name: str, factor: float, at: int) -> Callable:
     "Multiply a weight once."
 
-    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
+        "Changes the weight where it is time."
         if step == at:
             with torch.no_grad():
                 model.get_parameter(name).mul_(factor)
@@ -39,7 +40,8 @@ def _scale_weight(name: str, factor: float, at: int) -> Callable:
 def _forget_moments(at: int) -> Callable:
     "Make the second moments a thousandth, as a bad resume does."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+        "Changes the moments where it is time."
         if step == at:
             for state in optimizer.state.values():
                 state["exp_avg_sq"].mul_(1e-3)

@@ -99,7 +99,8 @@ def _rounder(kind: str, lost: list[float]):
     "What is done to the weights after each step; the share of lost updates goes into a list."
     before: dict[int, torch.Tensor] = {}
 
-    def after_step(training: Training) -> None:
+    def after_step(training: Training) -> None:  # that just took a step
+        "Rounds the weights and counts those that did not move."
         moved = total = 0
         for i, p in enumerate(training.model.parameters()):
             if kind == "nearest":

@@ -211,7 +211,11 @@ class _Assembler:
         self.pieces = pieces
         self.opened: dict[_Piece, LazyTensor] = {}
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
+    def rows(
+        self,
+        first: int,  # of the rows, from 0
+        last: int,  # behind the last row
+    ) -> torch.Tensor:
         "Rows first..last-1."
         self.check_size(first, last)
         if not self.shape:
@@ -233,7 +237,11 @@ class _Assembler:
             )
         return out
 
-    def check_size(self, first: int, last: int) -> None:
+    def check_size(
+        self,
+        first: int,  # of the rows wanted
+        last: int,  # behind the last of them
+    ) -> None:
         "Refuse to reserve more than the folder can hold."
         wanted = (last - first) * math.prod(self.shape[1:])
         held = sum(math.prod(piece.size) for piece in self.pieces)
@@ -247,7 +255,12 @@ class _Assembler:
         "The one value of a tensor without dimensions."
         return self.open(self.pieces[0]).load().reshape(1)
 
-    def part(self, piece: _Piece, begin: int, end: int) -> torch.Tensor:
+    def part(
+        self,
+        piece: _Piece,  # that overlaps the rows
+        begin: int,  # first row wanted
+        end: int,  # behind the last
+    ) -> torch.Tensor:
         "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
         tensor, row = self.open(piece), math.prod(piece.size[1:])
         low, high = begin - piece.offset[0], end - piece.offset[0]
@@ -256,7 +269,10 @@ class _Assembler:
         )
         return values.reshape(high - low, *piece.size[1:])
 
-    def open(self, piece: _Piece) -> LazyTensor:
+    def open(
+        self,
+        piece: _Piece,  # of this tensor
+    ) -> LazyTensor:
         "One piece, not read yet."
         if piece not in self.opened:
             path = inside(self.folder, piece.file)

@@ -194,7 +194,10 @@ class _Array:
 
     value: object = None
 
-    def fill(self, state: tuple) -> None:
+    def fill(
+        self,
+        state: tuple,  # as the pickle holds it
+    ) -> None:
         "Takes (version, shape, type, column order, bytes)."
         shape, kind, by_column, data = state[-4:]
         self.value = _array(data, kind, shape, "F" if by_column else "C")
@@ -206,7 +209,10 @@ class _Kind:
     def __init__(self, code: str):
         self.code = code
 
-    def fill(self, state: tuple) -> None:
+    def fill(
+        self,
+        state: tuple,  # as the pickle holds it
+    ) -> None:
         "Takes (version, byte order, …)."
         if state[1] in ("<", ">", "|", "="):
             self.code = state[1] + self.code.lstrip("<>|=")

@@ -95,7 +95,8 @@ def does(
 ) -> Callable:  # a decorator of the function that takes the machine
     "Registers what some opcodes do."
 
-    def register(function: Callable) -> Callable:
+    def register(function: Callable) -> Callable:  # (machine) -> None
+        "Files the function under each opcode."
         for code in codes:
             Machine.step[ord(code)] = function
         return function
@@ -118,7 +119,8 @@ def _counted(code: str, form: str, make: Callable) -> None:
     "An opcode whose bytes follow their own length."
     read, size = struct.Struct(form).unpack, struct.calcsize(form)
 
-    def push(machine: Machine) -> None:
+    def push(machine: Machine) -> None:  # machine: stands behind the opcode
+        "Puts the value of a counted argument on the stack."
         (count,) = read(machine.take(size))
         machine.stack.append(make(machine.take(count)))
 

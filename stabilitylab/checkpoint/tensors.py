@@ -76,7 +76,8 @@ def in_file(
     "A tensor whose values lie together in a file."
     row = math.prod(shape[1:])
 
-    def flat(first: int, last: int) -> torch.Tensor:
+    def flat(first: int, last: int) -> torch.Tensor:  # counted in entries
+        "Entries `first` to `last - 1` in the order of the file."
         out = torch.empty(last - first, dtype=dtype)
         if out.numel():
             with open(path, "rb", buffering=0) as file:
@@ -84,7 +85,8 @@ def in_file(
                 _fill(file, memoryview(out.view(torch.uint8).numpy()), path, name)
         return out
 
-    def rows(first: int, last: int) -> torch.Tensor:
+    def rows(first: int, last: int) -> torch.Tensor:  # counted along the first dimension
+        "Rows `first` to `last - 1`."
         return flat(first * row, last * row).reshape(last - first, *shape[1:])
 
     return LazyTensor(name, shape, dtype, rows, flat)

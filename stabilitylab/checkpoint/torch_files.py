@@ -65,7 +65,8 @@ def _strided(tensor: StoredTensor, path: Path, begin: int, held: int) -> Callabl
     "A reader of rows that lie apart; the file is mapped only while it reads."
     size = tensor.dtype.itemsize
 
-    def read(first: int, last: int) -> torch.Tensor:
+    def read(first: int, last: int) -> torch.Tensor:  # counted in rows
+        "Rows `first` to `last - 1`, copied, so that the file can be closed."
         mapped = np.memmap(path, np.uint8, "c", begin, (held // size * size,))
         whole = torch.frombuffer(mapped, dtype=torch.uint8).view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride, tensor.offset)[first:last].clone()
@@ -280,7 +281,11 @@ class _Archive:
         if order.strip() != b"little":
             raise InputError(f"`{self.path}` has byte order {shown(order[:20])}; allowed: little")
 
-    def make(self, name: str, tensor: StoredTensor) -> LazyTensor:
+    def make(
+        self,
+        name: str,  # in the state dict
+        tensor: StoredTensor,  # as the pickle describes it
+    ) -> LazyTensor:
         "A described tensor as one that can be read."
         return stored_tensor(name, tensor, self.path, *self.places[tensor.storage.key])
 
@@ -320,7 +325,8 @@ def read_chain(
         keys = read_pickle(data, str(path), described.end)
         places = _places(data, keys, described.storages, path)
 
-    def make(name: str, tensor: StoredTensor) -> LazyTensor:
+    def make(name: str, tensor: StoredTensor) -> LazyTensor:  # name: in the state dict
+        "A described tensor as one that can be read."
         if tensor.storage.key not in places:
             raise InputError(f"`{path}` lacks the values of {shown(name)}; copy it again")
         return stored_tensor(name, tensor, path, *places[tensor.storage.key])
@@ -331,7 +337,8 @@ def read_chain(
 def _homeless(path: Path) -> Callable:
     "For a pickle that names storages, but no torch file around it."
 
-    def make(name: str, _: StoredTensor) -> LazyTensor:
+    def make(name: str, _: StoredTensor) -> LazyTensor:  # name: in the state dict
+        "Refuses every tensor by its name."
         raise InputError(f"`{path}` is no torch file that can be read: {shown(name)} has no values in it")
 
     return make

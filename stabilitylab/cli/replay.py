@@ -57,7 +57,8 @@ def run_replay(
 
     shows_progress = sys.stderr.isatty()
 
-    def say(words: str) -> None:
+    def say(words: str) -> None:  # of one line
+        "Shows what is being done, where a person looks."
         if shows_progress:
             print(f"\r\x1b[K{words} …", end="", file=sys.stderr, flush=True)
 

@@ -170,7 +170,8 @@ def attention_leads(
     events, steps = loss_events(found), scalars_of(run).step.values
     first = int(steps.min()) if len(steps) else 0
 
-    def led(f: Finding) -> Finding:
+    def led(f: Finding) -> Finding:  # f: as found
+        "The finding with the event of the loss that it led."
         later = [e for e in events if f.onset is not None and e >= f.onset]
         if not later or not _leads(f, later[0], first):
             return f

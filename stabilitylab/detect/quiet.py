@@ -66,7 +66,10 @@ class _Course:
         epoch = epochs_of(self.run, self.loss)
         return None if epoch is None else epoch_means(self.loss, epoch)
 
-    def first_record(self, step: int) -> int:
+    def first_record(
+        self,
+        step: int,  # of the loss, as the log counts
+    ) -> int:
         "Index of the first record of a step."
         return int(np.argmax(self.loss.step == step))
 

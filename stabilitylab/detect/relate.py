@@ -39,7 +39,8 @@ def resume_spikes(
     near, loss = limit("resume_records") * interval, loss_curve(run)
     start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
 
-    def renamed(f: Finding) -> Finding:
+    def renamed(f: Finding) -> Finding:  # f: as found
+        "The finding; a fast spike behind a restart is a resume spike."
         healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
         if not healed_fast or f.severity == "info":
             return f
@@ -100,7 +101,8 @@ def rises_told_otherwise(
     "A slow rise is told only where nothing sharper explains it."
     sharper = [f for f in found if f.kind in _RISES and f.severity != "info"]
 
-    def is_told(f: Finding) -> bool:
+    def is_told(f: Finding) -> bool:  # f: a slow rise
+        "Whether a sharper finding tells of the same steps."
         first, last = sorted((f.onset, f.end))  # behind a restart the later record has the lower step
         return any(first <= other.end and other.onset <= last for other in sharper)
 
@@ -121,7 +123,8 @@ def grad_norm_and_loss(
     near = limit("near_records") * interval
     events = [f.onset for f in found if _is_event(f, "loss_spike", "divergence", "resume_spike")]
 
-    def raised(f: Finding) -> Finding:
+    def raised(f: Finding) -> Finding:  # f: as found
+        "The finding, raised where one of its steps came before an event."
         for step in f.evidence.get("steps", []):
             for event in events:
                 if -interval <= event - step <= near:
@@ -168,7 +171,8 @@ def hardware_and_spikes(
     near = limit("hardware_records") * _interval(run)
     events = [f for f in found if _is_event(f, "loss_spike", "divergence", "non_finite")]
 
-    def marked(f: Finding) -> Finding:
+    def marked(f: Finding) -> Finding:  # f: as found
+        "The finding with the event of the loss near it."
         if f.onset is None:
             return f
         for event in events:
@@ -215,7 +219,8 @@ def layer_leads(
     "How many steps a sign in a layer came before the loss."
     events, near = loss_events(found), limit("rms_lead") * _interval(run)
 
-    def led(f: Finding) -> Finding:
+    def led(f: Finding) -> Finding:  # f: as found
+        "The finding with the event of the loss that it led."
         is_sign = f.kind in SIGNS and f.modules and f.onset is not None
         if not is_sign:
             return f

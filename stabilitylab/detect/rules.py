@@ -34,7 +34,8 @@ class Rule(NamedTuple):
 def _sigma(k: float, window: int, least: int, unbiased: bool) -> Callable[[np.ndarray], np.ndarray]:
     "`k` standard deviations above the mean of the records before."
 
-    def flags(x: np.ndarray) -> np.ndarray:
+    def flags(x: np.ndarray) -> np.ndarray:  # x: of the series, in order
+        "Which records stand out."
         mean, sd = before(x, window, least, "mean"), before(x, window, least, "std")
         n = np.minimum(np.arange(len(x)), window)
         if unbiased:

@@ -90,7 +90,8 @@ class Shuffle(Fix):
         "Puts a random order on the batches, from the step that comes next."
         first = book.training.step
 
-        def where(step: int) -> int:
+        def where(step: int) -> int:  # from 0
+            "The step whose batch stands at `step`."
             if step < first:
                 return step
             block, at = divmod(step - first, self.block)
@@ -219,7 +220,8 @@ class DropRepeats(Fix):
     ) -> None:
         "Puts the filter on the batches."
 
-        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:
+        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:  # a micro-batch
+            "The share of repeated tokens of each row."
             return torch.tensor([repeated_share(row, times=self.times) for row in tokens_of(part)])
 
         new = Filtered(book.training.batches, score, self.share)
@@ -249,7 +251,8 @@ class DropHard(Fix):
         training = book.training
 
         @torch.no_grad()
-        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:
+        def score(part: torch.Tensor | dict | list | tuple) -> torch.Tensor:  # a micro-batch
+            "1 for the hardest rows, 0 for the others."
             count = len(tokens_of(part))
             rows = [map_rows(part, torch.tensor([i])) for i in range(count)]
             loss = torch.tensor([float(training.measure(training.model, row)) for row in rows])
@@ -283,7 +286,8 @@ class LargerBatch(Fix):
         "Joins coming batches, from the step that comes next."
         base, first = book.training.batches, book.training.step
 
-        def joined(step: int) -> list:
+        def joined(step: int) -> list:  # from 0
+            "The micro-batches of several steps as those of one."
             if step < first:
                 return base(step)
             start = first + (step - first) * self.times
@@ -315,7 +319,8 @@ class Curriculum(Fix):
         "Cuts the sequences of coming batches."
         base, first = book.training.batches, book.training.step
 
-        def shortened(step: int) -> list:
+        def shortened(step: int) -> list:  # from 0
+            "The micro-batches of a step, cut to its length."
             share = min(1.0, self.start + (1 - self.start) * max(step - first, 0) / self.steps)
             return [cut_length(part, _enough(part, share)) for part in base(step)]
 

@@ -222,6 +222,7 @@ def _parametrise(book: Applied, module: nn.Module, form: nn.Module, part: str) -
     book.note(part, "weight", weight, f"{type(form).__name__} of it")
 
     def restore() -> None:
+        "Puts the plain weight back under its name."
         module.__class__ = kind
         module._modules.pop("parametrizations")
         module._parameters["weight"] = weight

@@ -119,7 +119,12 @@ class ZLoss(Fix):
         "Puts the term into every call of cross-entropy."
         training = book.training
 
-        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+        def edit(
+            logits: torch.Tensor,  # (token, class)
+            targets: torch.Tensor,  # (token,)
+            settings: dict,  # further arguments of the call
+        ) -> torch.Tensor:
+            "Cross-entropy with z-loss from the first step on."
             value = F.cross_entropy(logits, targets, **settings)
             if training.step < self.start:
                 return value
@@ -151,7 +156,12 @@ class LossFP32(Fix):
     ) -> None:
         "Widens the logits in every call of cross-entropy."
 
-        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+        def edit(
+            logits: torch.Tensor,  # (token, class)
+            targets: torch.Tensor,  # (token,)
+            settings: dict,  # further arguments of the call
+        ) -> torch.Tensor:
+            "Cross-entropy of widened logits."
             with torch.autocast(logits.device.type, enabled=False):
                 return F.cross_entropy(logits.float(), targets, **settings)
 
@@ -180,7 +190,12 @@ class LabelSmoothing(Fix):
     ) -> None:
         "Sets the share in every call of cross-entropy."
 
-        def edit(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+        def edit(
+            logits: torch.Tensor,  # (token, class)
+            targets: torch.Tensor,  # (token,)
+            settings: dict,  # further arguments of the call
+        ) -> torch.Tensor:
+            "Cross-entropy with the share set."
             return F.cross_entropy(logits, targets, **settings | {"label_smoothing": self.share})
 
         _edit_loss(book, edit, f"loss with {self.share:g} label smoothing")

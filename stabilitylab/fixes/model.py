@@ -65,7 +65,8 @@ class RMSNorms(Fix):
         "Replaces them, keeping their gains."
         names = [n for n, m in norms(book.training.model).items() if isinstance(m, nn.LayerNorm)]
 
-        def make(old: nn.LayerNorm) -> nn.Module:
+        def make(old: nn.LayerNorm) -> nn.Module:  # of the model
+            "An RMSNorm with the scale of a LayerNorm."
             new = nn.RMSNorm(old.normalized_shape, eps=old.eps)
             new.weight.data.copy_(old.weight)
             return new

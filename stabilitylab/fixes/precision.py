@@ -89,6 +89,7 @@ def _cast(book: Applied, tensor: torch.Tensor, kind: torch.dtype, name: str) -> 
     book.note(name, "type", old, new)
 
     def restore() -> None:
+        "Puts the data of the old type back."
         tensor.grad = None
         tensor.data = old
 

@@ -124,7 +124,8 @@ class Warmup(Fix):
         "Puts the rise on the schedule, from the step that comes next."
         first = book.training.step
 
-        def factor(step: int) -> float:
+        def factor(step: int) -> float:  # from 0
+            "The share of the rate at a step, 0..1."
             share = min(1.0, (step - first + 1) / self.steps)
             return share if self.shape == "linear" else (1 - math.cos(math.pi * share)) / 2
 

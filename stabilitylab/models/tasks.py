@@ -65,7 +65,8 @@ def text_task(
     "Next byte of the sources of Python's standard library."
     text = stdlib_bytes(n_bytes)
 
-    def make(rng: np.random.Generator, rows: int) -> dict:
+    def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
+        "Pieces of text from random places."
         at = rng.integers(0, len(text) - seq, rows)[:, None] + np.arange(seq + 1)
         return _shifted(text[at])
 
@@ -80,7 +81,8 @@ def copy_task(
 ) -> Task:  # sequences of 2*length + 1 tokens
     "Say a row of random tokens once more."
 
-    def make(rng: np.random.Generator, rows: int) -> dict:
+    def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
+        "Rows of random tokens, each said twice."
         first = rng.integers(1, vocab, (rows, length))
         whole = np.concatenate([first, np.zeros((rows, 1), int), first], axis=1)
         counts = np.broadcast_to(np.arange(2 * length + 1) > length, whole.shape)
@@ -96,7 +98,8 @@ def addition_task(
 ) -> Task:  # sequences 'a b =', of which the last target counts
     "The sum of two numbers modulo p."
 
-    def make(rng: np.random.Generator, rows: int) -> dict:
+    def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
+        "Rows of two numbers and their sum."
         a, b = rng.integers(0, p, (2, rows))
         whole = np.stack([a, b, np.full(rows, p), (a + b) % p], axis=1)
         return _shifted(whole, np.broadcast_to(np.arange(4) == 3, whole.shape))
@@ -122,12 +125,14 @@ def translation_task(
 ) -> Task:  # vocabulary 3 + 2*words; source up to 2*longest + 4 tokens
     "Translate sentences with distant word order and variable lengths."
 
-    def sentence(rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    def sentence(rng: np.random.Generator) -> tuple[list[int], list[int]]:  # rng: of this batch
+        "One sentence and its translation."
         parts = [rng.integers(3, 3 + words, 1 + rng.integers(0, longest + 1)).tolist() for _ in range(2)]
         verb = int(rng.integers(3, 3 + words))
         return [*parts[0], verb, END, *parts[1]], translated(parts[0], verb, parts[1], words)
 
-    def make(rng: np.random.Generator, rows: int) -> dict:
+    def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
+        "Sentences, padded to the longest."
         pairs = [sentence(rng) for _ in range(rows)]
         source = _padded([s for s, _ in pairs], PAD)
         tokens = _padded([[START, *t] for _, t in pairs], PAD)
@@ -174,7 +179,8 @@ def picture_task(
 ) -> Task:  # pictures (batch, 3, 16, 16), captions of 6 words and their end, `label` in 0..8
     "Say what is in a picture."
 
-    def make(rng: np.random.Generator, rows: int) -> dict:
+    def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
+        "Pictures and their words."
         shape, colour = rng.integers(0, 3, (2, rows))
         column, row = rng.integers(4, 12, (2, rows))
         drawn = [

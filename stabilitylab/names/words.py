@@ -21,7 +21,12 @@ _COUNT = "n="
 class _Writer(string.Formatter):
     'Formatter that writes numbers for a person; "nan" or "inf" as a string is a number too.'
 
-    def format_field(self, value: object, spec: str) -> str:
+    def format_field(
+        self,
+        value: object,  # of the evidence
+        spec: str,  # behind the colon of the field, '' for none
+    ) -> str:
+        "A value as a person reads it."
         if isinstance(value, str) and value in NOT_FINITE:
             value = float(value)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -50,7 +50,8 @@ def short_number(
 def _tick(axis: Axis) -> FuncFormatter:
     "A formatter with thousands written out on an axis that ends below ten thousand."
 
-    def words(value: float, _: int) -> str:
+    def words(value: float, _: int) -> str:  # in units of the axis
+        "A tick in words."
         return short_number(value, 1e3 if axis.get_view_interval()[1] >= 1e4 else 1e4)
 
     return FuncFormatter(words)

@@ -215,7 +215,8 @@ def _row_means(call: AttentionCall, sums: Sums) -> dict[str, torch.Tensor]:
     if call.sinks is not None:
         whole = torch.logaddexp(lse, call.sinks.to(lse)[:, None])
 
-    def mean(values: torch.Tensor, rows: torch.Tensor = usable) -> torch.Tensor:
+    def mean(values: torch.Tensor, rows: torch.Tensor = usable) -> torch.Tensor:  # (batch, head, query) both
+        "The mean of each head over its usable rows."
         return torch.where(rows, values, 0.0).sum((0, 2)) / rows.sum((0, 2))
 
     blind = sums.count == 0

@@ -101,7 +101,11 @@ class _Pass:
         kernel = tile_kernel(dtype) if call.q.device.type == "cpu" else None
         self.tiles = None if kernel is None else TileSums(self.sums, kernel, call.sinks)
 
-    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def buffer(
+        self,
+        name: str,  # of the use
+        shape: tuple[int, ...],  # that is needed now
+    ) -> torch.Tensor:
         "Memory that is used again from block to block."
         size = math.prod(shape)
         have = self.buffers.get(name)
@@ -109,7 +113,10 @@ class _Pass:
             have = self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.call.q.device)
         return have[:size].view(shape)
 
-    def mask(self, block: Block) -> tuple[_Seen, bool]:
+    def mask(
+        self,
+        block: Block,  # that is read now
+    ) -> tuple[_Seen, bool]:
         "Who sees whom, and whether it was not asked before: heads and sequences often share it."
         key = (block.rows.start, block.heads.start * self.by_head, block.batch.start * self.by_batch)
         if self.last is not None and self.last.key == key:
@@ -141,7 +148,10 @@ class _Pass:
             weight = near if weight is None else weight.mul_(near)
         return weight
 
-    def add_tile(self, block: Block):
+    def add_tile(
+        self,
+        block: Block,  # that is read now
+    ):
         "Add one block to the sums by the compiled function."
         n_key, call = block.keys.stop - block.keys.start, self.call
         if not n_key:
@@ -156,7 +166,10 @@ class _Pass:
         order = (call.offset, left, 0 if call.causal else right)
         self.tiles.add(s, raw, seen, start, order, not self.clean)
 
-    def add(self, block: Block):
+    def add(
+        self,
+        block: Block,  # that is read now
+    ):
         "Add one block to the sums."
         if self.tiles is not None:
             self.add_tile(block)

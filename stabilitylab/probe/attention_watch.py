@@ -96,7 +96,8 @@ class AttentionWatch(TorchFunctionMode):
     def _enter(self, name: str) -> Callable:
         "A hook that notes which module runs."
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict):
+        def hook(module: nn.Module, args: tuple, kwargs: dict):  # before its forward
+            "Notes that the module runs, and whether it reads a context."
             reads = any(kwargs.get(word) is not None for word in _CONTEXT)
             self.inside.append((name, module, reads))
             self.ran.add(name)
@@ -213,13 +214,16 @@ class AttentionWatch(TorchFunctionMode):
         "Modules that look like attention, ran, and in which no attention was seen."
         names = {c.module for c in self.caught}
 
-        def has(name: str) -> bool:
+        def has(name: str) -> bool:  # name: of the module
+            "Whether a call was caught in or below a module."
             return any(n == name or n.startswith(name + ".") for n in names)
 
-        def is_inside(name: str) -> bool:
+        def is_inside(name: str) -> bool:  # name: of the module
+            "Whether a module lies below one with a caught call."
             return any(name.startswith(n + ".") for n in names if n)
 
-        def is_around(name: str) -> bool:
+        def is_around(name: str) -> bool:  # name: of the module
+            "Whether a module that ran lies below this one."
             return any(n.startswith(name + ".") for n in ran)
 
         ran = [plain_name(n) for n in self.looks if n in self.ran]
@@ -237,15 +241,18 @@ def _registry(watch: AttentionWatch):
         yield
         return
 
-    def wrap(function: Callable) -> Callable:
+    def wrap(function: Callable) -> Callable:  # as transformers registers it
+        "An attention function that is looked at as it is called."
+
         def seen(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
+            module: nn.Module,  # that calls
+            query: torch.Tensor,  # (batch, head, query, dim)
+            key: torch.Tensor,  # (batch, head, key, dim)
+            value: torch.Tensor,  # as `key`
             *args: object,
             **kwargs: object,
         ) -> object:
+            "Notes the call and makes it."
             before = len(watch.caught) + len(watch.trace.pending)
             out = function(module, query, key, value, *args, **kwargs)
             if len(watch.caught) + len(watch.trace.pending) == before:

@@ -88,7 +88,13 @@ class _Columns:
     def __init__(self, n_modules: int, n_params: int, counts: bool):
         self.n_modules, self.n_params, self.counts, self.rows = n_modules, n_params, counts, {}
 
-    def put(self, group: str, name: str, i: int, value: Any) -> None:
+    def put(
+        self,
+        group: str,  # of the record
+        name: str,  # of the variable
+        i: int,  # place of its module or parameter
+        value: Any,  # one number, or one a bin
+    ) -> None:
         "One entry of one variable."
         key, further = f"{group}/{name}", SAMPLED_VARIABLES[group].get(name, ())[2:]
         if key not in self.rows:
@@ -96,14 +102,23 @@ class _Columns:
             self.rows[key] = np.full((count, *map(_SIZES.get, further)), np.nan, np.float32)
         self.rows[key][i] = value
 
-    def put_detail(self, group: str, prefix: str, i: int, row: np.ndarray) -> None:
+    def put_detail(
+        self,
+        group: str,  # of the record
+        prefix: str,  # of the variables' names
+        i: int,  # place of its module or parameter
+        row: np.ndarray,  # sums of one tensor
+    ) -> None:
         "Everything that one row of details says."
         for name, value in detail_statistics(row).items():
             self.put(group, prefix + name, i, value)
         if self.counts:
             self.put(group, f"n:{prefix}", i, row[0] - row[1])
 
-    def put_tops(self, tops: list) -> None:
+    def put_tops(
+        self,
+        tops: list,  # (slots, array) pairs of one step
+    ) -> None:
         "The channels that stand out."
         for slots, found in tops:
             for slot, (top, median, at) in zip(slots, found.numpy(), strict=True):
@@ -111,7 +126,12 @@ class _Columns:
                 for name, value in zip(_TOP, values, strict=True):
                     self.put("sampled_activations", name, slot // 3, value)
 
-    def put_param(self, what: str, i: int, row: np.ndarray) -> None:
+    def put_param(
+        self,
+        what: str,  # m, v, lost or the tensor
+        i: int,  # place of the parameter
+        row: np.ndarray,  # sums of one tensor
+    ) -> None:
         "What was taken of one parameter."
         if what == "lost":
             self.put("sampled_updates", "lost_frac", i, row[1] / row[0])

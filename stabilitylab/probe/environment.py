@@ -57,7 +57,8 @@ def environment() -> dict:  # flat dict of JSON values
     "What this process runs on and how it was started."
     import torch
 
-    def version(p: str) -> str | None:
+    def version(p: str) -> str | None:  # p: name of a package
+        "The installed version; None where it is absent."
         try:
             return metadata.version(p)
         except metadata.PackageNotFoundError:

@@ -115,6 +115,7 @@ class BackwardEnd:
         "After every other callback (DDP's reduction, FSDP's reshard) of the same backward pass."
 
         def last() -> None:
+            "Ends the backward pass."
             self.task = None
             if self.after_backward is not None:
                 self.guard.attempt(BACKWARD, None, self.after_backward)
@@ -178,7 +179,8 @@ class ModuleProbe(BackwardEnd):
         has_matrix = shape is not None and len(shape) == 2 and not isinstance(module, nn.Embedding)
         takes_input, name, guard = self.inputs and has_matrix, self.names[row], self.guard
 
-        def hook(module: nn.Module, args: tuple, out: Any) -> None:
+        def hook(module: nn.Module, args: tuple, out: Any) -> None:  # out: of its forward
+            "Looks at what the module gave; what goes wrong is noted."
             if not guard.is_on(OUTPUTS, name):
                 return
             try:
@@ -312,7 +314,8 @@ class ModuleProbe(BackwardEnd):
         rows, forward = [row], self.forward
         self.hooked[id(tensor)] = weakref.ref(tensor), version_of(tensor), rows
 
-        def hook(grad: torch.Tensor | None) -> None:
+        def hook(grad: torch.Tensor | None) -> None:  # of the output
+            "Looks at the gradient as it arrives."
             if grad is not None and grad.layout == torch.strided:
                 self.guard.attempt(OUTPUT_GRADIENTS, self.names[row], self._look_back, rows, forward, grad)
 

@@ -177,7 +177,8 @@ def module_kinds(
     if unknown:
         raise bad_input("overrides", unknown[0], f"one of {', '.join(MODULE_KINDS)}")
 
-    def kind(name: str, module: nn.Module) -> str:
+    def kind(name: str, module: nn.Module) -> str:  # name: dotted
+        "The kind that was wished for, or that its place tells."
         wanted = next((k for pattern, k in overrides.items() if re.search(pattern, name)), None)
         return wanted or _kind_of(_place_of(name, model), module)
 
@@ -192,7 +193,8 @@ def param_kinds(
     "What every parameter belongs to."
     kinds = module_kinds(model, overrides)
 
-    def of(name: str) -> tuple[str, int]:
+    def of(name: str) -> tuple[str, int]:  # name: dotted
+        "Kind and layer of the module that a parameter belongs to."
         owner, _, leaf = name.partition(".parametrizations.")[0].rpartition(".")
         if ".parametrizations." in name:
             owner = name.partition(".parametrizations.")[0]

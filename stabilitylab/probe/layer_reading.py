@@ -43,12 +43,14 @@ class LayerReading:
 def _without(module: nn.Module, kind: str) -> object:
     "A hook that skips a block or silences a part of one."
 
-    def swap(x: object, new: torch.Tensor) -> object:
+    def swap(x: object, new: torch.Tensor) -> object:  # x: of a module
+        "An output whose first tensor is another."
         if torch.is_tensor(x):
             return new
         return type(x)([new, *x[1:]]) if isinstance(x, (tuple, list)) else x
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict, out: object) -> object:
+    def hook(module: nn.Module, args: tuple, kwargs: dict, out: object) -> object:  # behind a forward
+        "The block's input or zeros for its output."
         given = first_tensor([*args, *kwargs.values()])
         kept = first_tensor(out)
         new = given if kind == "block" and given.shape == kept.shape else torch.zeros_like(kept)
@@ -89,6 +91,7 @@ def layer_readings(
     readings, modules = [], dict(model.named_modules())
 
     def now() -> float:
+        "The loss as the model is now."
         with left_as_it_was(model):
             return float(loss())
 

@@ -84,7 +84,8 @@ def map_leaves(
 ) -> object:  # the same nesting, of plain dicts, lists and tuples
     "A nested batch with every leaf replaced."
 
-    def replaced(leaf: object) -> object:
+    def replaced(leaf: object) -> object:  # of the batch
+        "One leaf, replaced; what only looks like one is opened."
         return map_leaves(function, opened(leaf)) if _is_special(leaf) else function(leaf)
 
     return _pytree.tree_map(replaced, batch, is_leaf=_is_special)

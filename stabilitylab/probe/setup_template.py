@@ -71,7 +71,10 @@ class _Draft:
         self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
         return cls.__qualname__
 
-    def literal(self, value: Any) -> str | None:
+    def literal(
+        self,
+        value: Any,  # of a setting
+    ) -> str | None:
         "A value as source; None where it has none."
         if isinstance(value, float) and not math.isfinite(value):
             return f"float('{value}')"

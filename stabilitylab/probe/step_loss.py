@@ -47,7 +47,8 @@ class StepLoss:
             return
         value = loss.detach()
 
-        def add(grad: torch.Tensor) -> None:
+        def add(grad: torch.Tensor) -> None:  # of the step's loss by this one
+            "Adds what this loss weighs in the step."
             self.guard.attempt("the model's own loss", None, self._add, value * grad)
 
         loss.register_hook(add)

@@ -27,7 +27,7 @@ from ..run.scalars import Samples
 def _joined(parts: list[Samples]) -> Samples:
     "One series from the parts that arrived one after the other."
 
-    def column(name: str) -> np.ndarray:
+    def column(name: str) -> np.ndarray:  # name: of a field of `Samples`
         "One column of all parts."
         return np.concatenate([getattr(part, name) for part in parts])
 
@@ -107,7 +107,8 @@ class Follower:
         "New whole lines of a text log."
         parse = self.format.parse
 
-        def both(line: bytes) -> list[Hit]:
+        def both(line: bytes) -> list[Hit]:  # line: without its end
+            "What the format, or else a message, says."
             return parse(line) or message_events(line)
 
         if self._scan is None:

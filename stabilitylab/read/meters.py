@@ -197,7 +197,10 @@ class _Line:
             zeros = b"\0" * (rank.end() - rank.start())
             self.hidden = self.hidden[: rank.start()] + zeros + self.hidden[rank.end() :]
 
-    def take(self, number: re.Match) -> None:
+    def take(
+        self,
+        number: re.Match,  # where it stands in the line
+    ) -> None:
         "Adds one number, unless it is a part of a word."
         start, end = number.span()
         unit = _UNIT.match(self.hidden, end)

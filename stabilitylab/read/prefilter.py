@@ -103,7 +103,11 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
     low, high = (np.searchsorted(words.start, edge)[line] for edge in (piece.start, piece.end))
     before = np.searchsorted(words.start, begin)  # words that stand before the number
 
-    def among(mark: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def among(
+        mark: np.ndarray,  # of each word
+        first: np.ndarray,  # of the words, by its index
+        last: np.ndarray,  # behind them
+    ) -> np.ndarray:
         "Whether a marked word of the line is among those from `first` to `last`."
         count = np.r_[0, np.cumsum(mark)]
         first, last = np.maximum(first, low), np.minimum(last, high)

@@ -94,7 +94,11 @@ class _Refused:
     def __init__(self):
         self.reasons: dict[Path, str] = {}
 
-    def add(self, path: Path, reason: str) -> None:
+    def add(
+        self,
+        path: Path,  # of the file
+        reason: str,  # why it was not read
+    ) -> None:
         "Notes one file."
         self.reasons[path] = reason[:200]
 

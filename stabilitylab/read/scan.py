@@ -77,7 +77,10 @@ class _Steps:
         "The last step of the piece; None where it says none."
         return int(self.step[-1]) if len(self.step) else None
 
-    def at(self, order: np.ndarray | int) -> np.ndarray:
+    def at(
+        self,
+        order: np.ndarray | int,  # places in the log, counted as records are
+    ) -> np.ndarray:
         "The step of the last record before each place."
         if not len(self.step):
             return np.full(np.shape(order), self.before)

@@ -89,7 +89,7 @@ def _model_words(piece: Piece, i: int) -> tuple[list[int], np.ndarray, np.ndarra
     text = piece.buf[start + place]
     is_digit, is_inside = (text - np.uint8(48)) < 10, place >= 0
 
-    def words(digit: int, other: np.ndarray | int) -> np.ndarray:
+    def words(digit: int, other: np.ndarray | int) -> np.ndarray:  # other: for all that is no digit
         "One word a place, with `digit` where the model has a digit."
         chosen = np.where(is_digit, digit, other)
         return np.where(is_inside, chosen, 0).astype(np.uint8).view("<u8").ravel()

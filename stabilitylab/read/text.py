@@ -100,7 +100,12 @@ def line_parser(
     shape, pair = re.compile(record), re.compile(pairs.replace(b"%N", b"(?P<value>" + NUMBER + b")"))
     clearer = rename or {}
 
-    def fields_of(line: bytes, begin: int, end: int, front: str) -> list[tuple[str, int, int]]:
+    def fields_of(
+        line: bytes,  # without its end
+        begin: int,  # of the record
+        end: int,  # of the record
+        front: str,  # what stands before its names
+    ) -> list[tuple[str, int, int]]:
         "The name of each value between two places, and where the value stands."
         fields = []
         for found in pair.finditer(line, begin, end):
@@ -109,7 +114,8 @@ def line_parser(
                 fields.append((front + clearer.get(name, name), *found.span("value")))
         return fields
 
-    def parse(line: bytes) -> list[Hit]:
+    def parse(line: bytes) -> list[Hit]:  # line: without its end
+        "The records of one line."
         records = list(shape.finditer(line))
         if not records:
             return []
@@ -170,7 +176,8 @@ def read_lines(
 ) -> LogData:  # its series and events
     "A text log, read with `parse` and, for the lines it does not know, with `message_events`."
 
-    def both(line: bytes) -> list[Hit]:
+    def both(line: bytes) -> list[Hit]:  # line: without its end
+        "What the format, or else a message, says."
         return parse(line) or message_events(line)
 
     scan, skipped = Scan(both, may_tell=may_tell), Counter()
@@ -221,7 +228,8 @@ def text_format(
     "A text format, recognised by how often its signature is found."
     shape = re.compile(signature, re.M)
 
-    def sniff(head: bytes, path: Path) -> float:
+    def sniff(head: bytes, path: Path) -> float:  # head: its first bytes
+        "How sure it is that a file is of this format, 0..1."
         if b"\0" in head[:4096]:
             return 0.0
         if b"\x1b[" in head:

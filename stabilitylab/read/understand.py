@@ -32,10 +32,12 @@ class _Series:
 
     @property
     def size(self) -> int:
+        "Records of all parts."
         return sum(len(value) for _, value in self.parts)
 
     @property
     def meaning(self) -> str:
+        "What its name says it is."
         return meaning(self.name)
 
 

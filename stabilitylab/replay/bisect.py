@@ -149,7 +149,8 @@ def bisect_precision(
     fine = None if good in ("fp32", "float32") else number_format(good).name
     check, tries = healthy or is_healthy, []
 
-    def run(kept: Sequence[str]) -> tuple[float, float]:
+    def run(kept: Sequence[str]) -> tuple[float, float]:  # kept: modules in the fine format
+        "Loss and gradient norm of the step."
         formats = [(coarse, [name for name in modules if name not in kept])]
         if fine is not None:
             formats.append((fine, kept))
@@ -157,7 +158,8 @@ def bisect_precision(
 
     whole = run(modules)
 
-    def holds(kept: list[str]) -> bool:
+    def holds(kept: list[str]) -> bool:  # modules in the fine format
+        "Whether the step is healthy; each try is noted."
         bar.update()
         result = run(kept)
         tries.append(Try(tuple(kept), *result, check(*result, *whole)))

@@ -257,7 +257,8 @@ def without(
 ) -> Iterator[torch.nn.Module]:  # inside the `with` block the module is out
     "Take one module out of a model."
 
-    def hook(_module: torch.nn.Module, args: tuple, out: object) -> object:
+    def hook(_module: torch.nn.Module, args: tuple, out: object) -> object:  # a forward hook
+        "Zeros, or the module's input, for its output."
         return _zeros(out) if how == "zero" else _first_input(name, args, out)
 
     handle = dict(model.named_modules())[name].register_forward_hook(hook)

@@ -52,10 +52,12 @@ def _rounded_scaled(x: torch.Tensor, fmt: str) -> torch.Tensor:
 def _round_module(module: nn.Module, rounded: Callable) -> tuple[list, list]:
     "Makes one module compute that way: (its parameters with the data they had, the handles of its hooks)."
 
-    def inputs(_module: nn.Module, args: tuple) -> tuple:
+    def inputs(_module: nn.Module, args: tuple) -> tuple:  # before the forward
+        "What goes in, rounded."
         return tuple(rounded(x) for x in args)
 
-    def output(_module: nn.Module, _args: tuple, out: object) -> object:
+    def output(_module: nn.Module, _args: tuple, out: object) -> object:  # behind the forward
+        "What comes out, rounded."
         return rounded(out)
 
     kept = [(p, p.data) for p in module.parameters(recurse=False)]
@@ -73,7 +75,8 @@ def rounded_modules(
     "Run some modules of a model in a simulated number format; the gradients flow as if nothing were rounded."
     round_to = _rounded_scaled if fmt.startswith("fp8") else _rounded
 
-    def rounded(x: object) -> object:
+    def rounded(x: object) -> object:  # x: of any module
+        "A tensor of floats, rounded; anything else as it is."
         return round_to(x, fmt) if torch.is_tensor(x) and x.is_floating_point() else x
 
     modules, kept, handles = dict(model.named_modules()), [], []
@@ -143,8 +146,11 @@ def _kept_outputs(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     "The outputs of every leaf module by name, of its first call, in float64."
     seen, handles = {}, []
 
-    def keep(name: str) -> Callable:
-        def hook(_module: nn.Module, _args: tuple, out: object) -> None:
+    def keep(name: str) -> Callable:  # its dotted name
+        "The hook of one module."
+
+        def hook(_module: nn.Module, _args: tuple, out: object) -> None:  # a forward hook
+            "Keeps the first output."
             if torch.is_tensor(out):
                 seen.setdefault(name, out.detach().double())
 
@@ -164,7 +170,8 @@ def _outputs(
 ) -> _Outputs:
     "Loss, gradient norm and outputs of the first micro-batch in a precision."
 
-    def there(t: torch.Tensor) -> torch.Tensor:
+    def there(t: torch.Tensor) -> torch.Tensor:  # t: of the batch
+        "A tensor in the precision, on the device."
         return (t.to(precision.weights) if t.is_floating_point() else t).to(device)
 
     model, _ = snapshot.build(device, precision.weights)

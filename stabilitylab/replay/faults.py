@@ -117,7 +117,12 @@ class _Watched(dict):
         self.read.add(key)
         return super().__getitem__(key)
 
-    def get(self, key: object, default: object = None) -> object:
+    def get(
+        self,
+        key: object,  # asked for
+        default: object = None,  # where it is absent
+    ) -> object:
+        "As of a dict, and noted."
         self.read.add(key)
         return super().get(key, default)
 
@@ -125,13 +130,16 @@ class _Watched(dict):
         return iter(self.keys())
 
     def keys(self) -> list:
+        "As of a dict; all count as read."
         self.read.update(super().keys())
         return list(super().keys())
 
     def items(self) -> list:
+        "As of a dict; all count as read."
         return [(key, self[key]) for key in self.keys()]
 
     def values(self) -> list:
+        "As of a dict; all count as read."
         return [self[key] for key in self.keys()]
 
 

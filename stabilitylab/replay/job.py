@@ -23,7 +23,8 @@ def work(
     parts = 2 + sum(bool(options[part]) for part in ("swap", "samples", "precisions", "modules"))
     done = itertools.count()
 
-    def say(words: str) -> None:
+    def say(words: str) -> None:  # words: of the part that begins
+        "Tells a part and the share that is done."
         tell(words, next(done) / parts)
 
     return {"run": path} | examine(path, step, setup_of(path, setup), say=say, **options).to_dict()

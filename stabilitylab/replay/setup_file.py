@@ -172,7 +172,8 @@ def check_work(
     "What the child process of a check does: take the steps and tell how far it is."
     tell("importing the setup", 0.0)
 
-    def heard(done: int, count: int) -> None:
+    def heard(done: int, count: int) -> None:  # done: of `count` checks
+        "Tells the check that is made now."
         tell(_CHECKING.format(done=done + 1, count=count), 0.95 * done / count)
 
     return checked(path, step, setup, heard).to_dict()

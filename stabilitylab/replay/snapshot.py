@@ -108,7 +108,8 @@ def recorded_schedule(
     if not rows:
         return None
 
-    def schedule(optimizer: object, step: int) -> None:
+    def schedule(optimizer: object, step: int) -> None:  # step: that comes
+        "Sets what the last noted step up to this one had."
         known = [row for row in rows if row["step"] <= step]
         for one, groups in zip(listed(optimizer), known[-1]["optimizers"] if known else [], strict=False):
             for group, settings in zip(one.param_groups, groups, strict=False):

@@ -203,7 +203,8 @@ def by_severity(
 ) -> list[str]:  # the names, the run that needs most first; equals in the order given
     "The runs in the order in which a person should look at them."
 
-    def needs(name: str) -> tuple[int, int]:
+    def needs(name: str) -> tuple[int, int]:  # name: of the run
+        "Errors and warnings of a run."
         severities = [finding.severity for finding in findings[name]]
         return severities.count("error"), severities.count("warning")
 

@@ -73,7 +73,8 @@ class _Calls(TorchFunctionMode):
     def _enter(self, name: str) -> Callable:
         "A hook that notes which module runs."
 
-        def note(module: torch.nn.Module, args: tuple) -> None:
+        def note(module: torch.nn.Module, args: tuple) -> None:  # before its forward
+            "Notes that the module runs."
             self.inside.append(name)
 
         return note
@@ -146,7 +147,8 @@ def loss_rounding(
         wanted = f"one target for each row of logits {tuple(logits.shape)}"
         raise bad_input("targets", tuple(targets.shape), wanted)
 
-    def rounded(values: torch.Tensor) -> torch.Tensor:
+    def rounded(values: torch.Tensor) -> torch.Tensor:  # of any shape
+        "Values rounded to the format."
         return torch.from_numpy(np.asarray(quantise(values.numpy(), fmt)))
 
     full, picked = logits.detach().double().cpu(), targets.cpu()[:, None]

@@ -90,7 +90,8 @@ class _Largest:
     def _after(self, name: str) -> Callable:
         "A forward hook that looks at the outputs of one module."
 
-        def look(module: torch.nn.Module, args: tuple, out: object) -> None:
+        def look(module: torch.nn.Module, args: tuple, out: object) -> None:  # behind a forward
+            "Notes the size of the outputs, and of their gradients when they come."
             outputs = out if isinstance(out, (tuple, list)) else [out]
             floats = [t for t in outputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
             for tensor in floats:

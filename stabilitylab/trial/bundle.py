@@ -93,7 +93,11 @@ class _Loss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, part: object) -> torch.Tensor:
+    def forward(
+        self,
+        part: object,  # as the training's batches hold it
+    ) -> torch.Tensor:
+        "The loss of a micro-batch."
         return self.loss(self.model, part)
 
 
@@ -159,7 +163,8 @@ class Bundle:
         "The loss of every arm on its own micro-batch, in one pass."
         batch = _stacked(parts)
 
-        def one(weights: dict, buffers: dict, part: object) -> torch.Tensor:
+        def one(weights: dict, buffers: dict, part: object) -> torch.Tensor:  # part: of its own batch
+            "The loss of one arm."
             return functional_call(self._inner, (weights, buffers), (part,))
 
         # PyTorch's fused attention of the CPU cannot be mapped; its plain one can
@@ -315,6 +320,7 @@ def run_lanes(
     total = sum(lane.steps for lane in made)
 
     def share() -> float:
+        "Share of all steps that are taken, 0..1."
         return sum(lane.taken for lane in made) / total
 
     for group in groups:

@@ -88,7 +88,8 @@ def rate_at(
 def _schedule(recipe: Recipe) -> Callable:
     "(optimizer, step) sets the rate of the recipe; step 0 has the height one step in."
 
-    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:  # step: that comes, from 0
+        "Sets the rate of a step."
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * rate_at(recipe.schedule, (step + 1) / recipe.steps)
 
@@ -112,7 +113,8 @@ def small_training(
     )
     task, count = text_task(known.seq, batch=known.batch, seed=seed), known.micro_batches
 
-    def batches(step: int) -> list[dict]:
+    def batches(step: int) -> list[dict]:  # from 0
+        "The micro-batches of a step."
         return [task.at(step * count + part) for part in range(count)]
 
     return Training(

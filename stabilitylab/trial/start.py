@@ -108,7 +108,8 @@ def _batches_of(start: Start, setup: Setup, seed: int) -> Callable:
     steps = recorded_steps(start.path, start.step)
     loader = setup.batches
 
-    def batches(step: int) -> list:
+    def batches(step: int) -> list:  # of the run, not of the trial
+        "The micro-batches of a step."
         position = step - start.step
         if loader is not None and (seed or position >= len(steps)):
             return loader(step, seed)

@@ -37,7 +37,10 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, part: object) -> object:
+    def forward(
+        self,
+        part: object,  # of the batch
+    ) -> object:
         "The loss of a micro-batch."
         return self.loss(self.model, part)
 

@@ -86,7 +86,10 @@ def text_gradients(
     texts = [data[start : start + n + 1][None] for n, start in zip(tokens, starts, strict=True)]
     seen = itertools.count()
 
-    def told_loss(model: DecoderLM, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def told_loss(
+        model: DecoderLM,  # to measure
+        text: torch.Tensor,  # token ids
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         "The loss of a text, once the share that is done was told."
         if heard is not None:
             heard(next(seen) / len(texts))
@@ -302,7 +305,8 @@ class AccumulationView:
             return
         tokens, (weights, true) = self.look.tokens, self.look.weights()
 
-        def on(_: object, ax: object) -> None:
+        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
+            "Draws the weights."
             plot_token_weights(tokens, weights, true, ax=ax)
 
         show_sharp(self.picture, replay_png(on, None, self.state.dark, (6, 2.5)))

@@ -271,7 +271,8 @@ class PrecisionView:
         span = step[0].item(), step[-1].item()
         self.grid_call.call = grid_call(self.state, name, window, span, seen.fmt)
 
-        def on(_: object, ax: object) -> None:
+        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
+            "Draws the grid."
             plot_lattice(step, values, tick, behind, name=name, ax=ax)
 
         show_sharp(self.picture, replay_png(on, None, self.state.dark, (7.5, 2.3)))
@@ -281,7 +282,8 @@ class PrecisionView:
         rows = (self.look.told or {}).get("attention")
         layers = pd.DataFrame(rows) if rows else None
 
-        def on(_: object, ax: object) -> None:
+        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
+            "Draws the room of each layer."
             plot_scaling(layers, self.look.growth, ax=ax)
 
         show_sharp(self.room, replay_png(on, None, self.state.dark, (7.5, 2.6)))

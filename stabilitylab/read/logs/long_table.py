@@ -58,7 +58,7 @@ def long_columns(
     "The columns of a table with a row a value."
     plain = {str(name).strip().lower(): str(name) for name in names}
 
-    def first(wanted: tuple[str, ...]) -> str:
+    def first(wanted: tuple[str, ...]) -> str:  # wanted: lower case, best first
         "The first of the wanted columns that is there."
         return next((plain[word] for word in wanted if word in plain), "")
 
