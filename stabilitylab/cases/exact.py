@@ -321,9 +321,7 @@ def embedding_scale() -> Result:
 def embedding_shrink() -> Result:
     "R15: the same output, a share of the gradient."
 
-    def measured(
-        share: float | None,  # of the gradient; None: without the fix
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def measured(share: float | None) -> tuple[torch.Tensor, ...]:  # share of the gradient; None: no fix
         "Loss, and gradients of embedding and head."
         torch.manual_seed(0)
         model = LanguageModel(_WIDE)
