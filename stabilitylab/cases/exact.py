@@ -35,19 +35,7 @@ from ..run.record import new_run
 from ..run.scalars import Samples, make_scalars
 
 # %% ../../nbs/api/cases/32_exact.ipynb #6fded37f
-MEMO = [
-    "1.6562",
-    "1.6641",
-    "1.6719",
-    "1.6797",
-    "1.6875",
-    "1.6953",
-    "1.7031",
-    "1.7109",
-    "1.7188",
-    "1.7266",
-    "1.7344",
-]
+MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344".split()
 
 
 def eleven_values() -> Result:
