@@ -108,7 +108,7 @@ def _write(path: Path, rows: list[dict], settings: dict) -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
     names = ["step", "loss", "val_loss", "grad_norm", "lr", "attn_logit_max"]
-    with open(path / "metrics.csv", "w", newline="") as file:
+    with open(path / "metrics.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, names, lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
@@ -125,7 +125,7 @@ def _train(
     "Train on all batches, logging as it goes; the rows of the log."
     model, optimizer = recorder.model, recorder.optimizers[0]
     logits, rows = watch_logits(model), []
-    with recorder, open(path / "train.log", "w") as log:
+    with recorder, open(path / "train.log", "w", encoding="utf-8") as log:
         (path / "checkpoints").mkdir()
         for step, (x, y) in enumerate(batches):
             begin, lr = time.perf_counter(), schedule(step)
@@ -213,7 +213,7 @@ def replay_setup(
     path: str | Path,  # folder of the run
 ) -> Setup:  # how its steps are run
     "How to replay the run: the model of its settings, its learning rate, and the loss of every token."
-    settings = json.loads((Path(path) / "settings.json").read_text())
+    settings = json.loads((Path(path) / "settings.json").read_text(encoding="utf-8"))
     config = LMConfig(**settings["config"])
 
     def optimizer(model: DecoderLM) -> torch.optim.Optimizer:  # freshly built

@@ -156,4 +156,4 @@ def make_sink_arms(
 
 def sink_arms() -> list[SinkArm]:  # one for each softmax and seed
     "The arms as they were trained when the table was made."
-    return [SinkArm(**row) for row in json.loads(_TABLE.read_text())["arms"]]
+    return [SinkArm(**row) for row in json.loads(_TABLE.read_text(encoding="utf-8"))["arms"]]

@@ -45,7 +45,7 @@ def compiled(
 def _processor() -> list[str]:
     "What tells one processor from another on Linux: a library built for one may not run on the next."
     told = Path("/proc/cpuinfo")
-    first = told.read_text(errors="replace").split("\n\n")[0] if told.exists() else ""
+    first = told.read_text(encoding="utf-8", errors="replace").split("\n\n")[0] if told.exists() else ""
     return [line for line in first.splitlines() if line.startswith(("model name", "flags", "Features"))]
 
 
@@ -54,7 +54,7 @@ def _build(compiler: str, source: str, flags: tuple, library: Path) -> None:
     # linked without libgomp, so that PyTorch's threads are used
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        Path(folder, "k.c").write_text(source)
+        Path(folder, "k.c").write_text(source, encoding="utf-8")
         subprocess.run(
             [compiler, *flags, "-c", f"{folder}/k.c", "-o", f"{folder}/k.o"],
             check=True,

@@ -17,7 +17,8 @@ from ..numerics.native import compiled
 
 # %% ../../nbs/api/probe/19_attention_kernel.ipynb #353ce0cb
 _ADDRESSES = ("peak", "total", "spread", "far", "count", "column", "had", "uniform", "first", "last")
-_SOURCE = files("stabilitylab.probe").joinpath("attention.c").read_text()  # how it reads is drawn there
+# how it reads is drawn there
+_SOURCE = files("stabilitylab.probe").joinpath("attention.c").read_text("utf-8")
 
 
 class Tile(ctypes.Structure):

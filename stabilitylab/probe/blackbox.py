@@ -184,7 +184,7 @@ class BlackBox:
     def _old_index(self) -> dict:
         "What an earlier start left here; a torn index is as good as none."
         try:
-            return {"settings": []} | json.loads((self.folder / "index.json").read_text())
+            return {"settings": []} | json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {"snapshots": [], "batches": [], "settings": []}
 

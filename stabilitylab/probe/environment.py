@@ -46,7 +46,7 @@ def masked(
 def _processor() -> str | None:
     "The name of the processor, where the system tells it."
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or None
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

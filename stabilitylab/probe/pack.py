@@ -34,7 +34,7 @@ def pack_batches(
 ) -> Path:  # the file that holds all batches now
     "Put every batch of a black box into one file."
     folder = Path(path) / "blackbox"
-    index = json.loads((folder / "index.json").read_text())
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     loose = [entry for entry in index["batches"] if "key" not in entry]
     packed = {entry["key"]: read_entry(folder, entry) for entry in index["batches"] if "key" in entry}
     for entry in loose:

@@ -244,7 +244,7 @@ def setup_source(
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     words = f"TODO: {', '.join(missing)} could not be seen" if missing else "as far as it could be seen"
-    return Template(_TEXT.read_text()).substitute(
+    return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_WRITTEN,
         record=record,
         project=repr(str(Path(file).resolve().parent if file else Path.cwd())),
@@ -283,7 +283,7 @@ def record_source(
     call, given = _call_source(None, batch)
     some = ", ".join(f"{name} {tuple(shape)}" for name, shape in list(shapes.items())[:3])
     made = [_torch_optimizer(name, told) for name, told in zip(optimizers, settings, strict=True)]
-    return Template(_TEXT.read_text()).substitute(
+    return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_GATHERED,
         record=record,
         project=repr(str(Path(record).resolve().parent)),

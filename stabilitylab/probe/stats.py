@@ -17,7 +17,7 @@ import torch
 from ..numerics.native import compiled
 
 # %% ../../nbs/api/probe/01_stats.ipynb #6ed9e24c
-_SOURCE = files("stabilitylab.probe").joinpath("sums.c").read_text()  # how it reads is drawn there
+_SOURCE = files("stabilitylab.probe").joinpath("sums.c").read_text("utf-8")  # how it reads is drawn there
 
 
 @cache

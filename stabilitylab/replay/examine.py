@@ -40,7 +40,7 @@ def own_setup(
 ) -> str | None:  # 'package.module:function' of this project; None for every run but its samples
     "The setup that a sample run of the project brings along."
     file = Path(path) / "settings.json"
-    where = json.loads(file.read_text()).get("replay_setup") if file.is_file() else None
+    where = json.loads(file.read_text(encoding="utf-8")).get("replay_setup") if file.is_file() else None
     return where if isinstance(where, str) and where.startswith(_OWN) else None
 
 

@@ -32,7 +32,7 @@ def box_index(
         why = f"a step of several ranks is replayed with the batches of all; rank {rank} has no Recorder"
         raise bad_input("path", str(path), "a record with the black box of every rank", why)
     try:
-        return {"settings": []} | json.loads(file.read_text())
+        return {"settings": []} | json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         why = "its list of files was cut off: copy the record anew"
         raise bad_input("path", str(path), "a record with a whole black box", why) from error

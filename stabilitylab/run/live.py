@@ -28,7 +28,7 @@ def _number(file: Path) -> int:
 def _settings(file: Path) -> dict:
     "What a start wrote about itself; {} where the file is torn."
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return {}
 
@@ -39,7 +39,7 @@ def _last_attrs(live: Path) -> dict:
     if last is not None:
         return _settings(last).get("attrs", {})
     closed = live / "closed" / ".zattrs"
-    return json.loads(closed.read_text()) if closed.exists() else {}
+    return json.loads(closed.read_text(encoding="utf-8")) if closed.exists() else {}
 
 
 def _unclose(path: Path) -> None:

@@ -82,7 +82,7 @@ def _read_shard(live: Path, segment: int, rank: int) -> Shard:
     for key in dict.fromkeys(key for part in parts for key in part):
         pieces = [_rows(part, key) for part in parts]
         arrays[key] = np.concatenate([piece for piece in pieces if piece is not None])
-    settings = json.loads((live / f"segment-{segment}-{rank}.json").read_text())
+    settings = json.loads((live / f"segment-{segment}-{rank}.json").read_text(encoding="utf-8"))
     return Shard(arrays, events, settings)
 
 
@@ -199,7 +199,7 @@ def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Datase
 def _is_whole(settings: Path) -> bool:
     "Whether what a start wrote about itself can be read; a power cut can leave it empty."
     try:
-        return "tables" in json.loads(settings.read_text())
+        return "tables" in json.loads(settings.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 

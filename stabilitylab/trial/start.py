@@ -148,7 +148,11 @@ def last_snapshot_before(
     "The step of the last snapshot before a failure, or of the first one there is."
     index = Path(path) / "blackbox" / "index.json"
     known = set(replayable_steps(path))
-    steps = sorted(row["step"] for row in json.loads(index.read_text())["snapshots"] if row["step"] in known)
+    steps = sorted(
+        row["step"]
+        for row in json.loads(index.read_text(encoding="utf-8"))["snapshots"]
+        if row["step"] in known
+    )
     if not steps:
         raise bad_input("path", str(path), "a record whose black box holds a snapshot and its batches")
     before = [step for step in steps if onset is not None and step < onset]
