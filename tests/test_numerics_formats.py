@@ -1,5 +1,7 @@
 "Format functions against casts of ml_dtypes, numpy and torch; stochastic rounding and its standard error."
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from stabilitylab.numerics.formats import (
     stochastic_round,
     ulp_distance,
 )
+from stabilitylab.numerics.native import compiled
 
 CASTS = {
     "bf16": (ml_dtypes.bfloat16, torch.bfloat16),
@@ -146,3 +149,12 @@ def test_shapes_and_no_change_of_the_input():
     t = torch.tensor(x, requires_grad=True).transpose(0, 2)
     for f in FORMATS:
         assert same(quantise(t, f).numpy(), quantise(x.T, f))
+
+
+def test_a_user_without_a_home_takes_the_slower_way(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    assert compiled("int one(void) { return 1; }", "one") is None

@@ -23,12 +23,15 @@ def compiled(
     name: str,  # of the file in the cache
     flags: tuple = (),  # for the compiler, beside the usual ones
     tries: tuple = ((),),  # further flags, the first that build are taken
-) -> ctypes.CDLL | None:  # None where there is no compiler, the build fails or STABILITYLAB_KERNEL=0
+) -> ctypes.CDLL | None:  # None: no compiler, no home, a failed build, or STABILITYLAB_KERNEL=0
     "A library made of C source."
     compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
     if compiler is None or os.environ.get("STABILITYLAB_KERNEL") == "0":
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stabilitylab"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stabilitylab"
+    except RuntimeError:  # a user whom the machine does not know has no home, as in many containers
+        return None
     processor = _processor()
     for extra in tries:
         key = hashlib.sha256(repr((source, flags, extra, processor)).encode()).hexdigest()[:16]
