@@ -169,6 +169,14 @@ def mha_call(
     return AttentionCall(q, k, v, None, causal, masks=masks, role=role, source="nn.MultiheadAttention")
 
 
+def _refuse_unknown_tensors(options: dict) -> None:
+    "Raises where a kernel gets numbers, such as a bias, of which nobody knows what it does with them."
+    numbers = {k: x for k, x in options.items() if torch.is_tensor(x) and x.is_floating_point()}
+    unknown = sorted(set(numbers) - {"s_aux"})
+    if unknown:
+        raise bad_input(unknown[0], f"a tensor {tuple(numbers[unknown[0]].shape)}", "s_aux")
+
+
 def registry_call(
     module: nn.Module,  # the attention module
     query: torch.Tensor,  # (batch, head, query, d)
@@ -186,6 +194,7 @@ def registry_call(
         flat = attention_mask.ndim == 2
         masks = (attention_mask.bool()[:, None, None] if flat else attention_mask.detach(),)
         causal = causal and flat
+    _refuse_unknown_tensors(kwargs)
     sinks = kwargs.get("s_aux")
     return AttentionCall(
         query.detach(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..names.errors import bad_input
 from .attention_call import AttentionCall, Block, biased, products, visible
 
 # %% ../../nbs/api/probe/23_attention_trace.ipynb #5f85e929
@@ -78,8 +79,11 @@ class ScoreTrace:
         self,
         shape_of: Callable[[], int | None],  # () -> number of heads of the module that is running, or None
         done: Callable[[AttentionCall], None],  # called with every attention, once its values are known
+        # names the module that runs, for attentions whose values never come; None: nothing is named
+        named: Callable[[AttentionCall], AttentionCall] | None = None,
     ):
         self.heads, self.done, self.known, self.pending = shape_of, done, {}, {}
+        self.named = named or (lambda call: call)
         self.steps = {
             **dict.fromkeys(("matmul", "__matmul__", "bmm"), self._product),
             **dict.fromkeys(("baddbmm", "baddbmm_"), self._biased_product),
@@ -221,6 +225,8 @@ class ScoreTrace:
 
     def _filled(self, args: tuple, kwargs: dict, out: torch.Tensor):
         origin = self.get(args[0])
+        if isinstance(origin, Weights):  # what was hidden before the softmax is set to zero once more
+            self.put(out, origin)
         if not isinstance(origin, Scores):
             return
         mask = args[1] if len(args) > 1 else kwargs["mask"]
@@ -228,8 +234,11 @@ class ScoreTrace:
         self._hide(out, origin, ~mask.bool(), value)
 
     def _where(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        if len(args) == 3 and isinstance(self.get(args[1]), Scores):
-            self._hide(out, self.get(args[1]), args[0].bool(), args[2])
+        origin = self.get(args[1]) if len(args) == 3 else None
+        if isinstance(origin, Weights):
+            self.put(out, origin)
+        elif isinstance(origin, Scores):
+            self._hide(out, origin, args[0].bool(), args[2])
 
     def _hide(self, out: torch.Tensor, origin: Scores, seen: torch.Tensor, value: object):
         "Scores of which some were replaced by a value."
@@ -260,6 +269,7 @@ class ScoreTrace:
             return
         call = as_call(origin, args[0].detach(), self.heads())
         if call is not None:
+            call = self.named(call)
             self.pending[id(call)] = call
             self.put(out, Weights(call))
 
@@ -311,6 +321,14 @@ def _agrees(call: AttentionCall, scores: torch.Tensor) -> bool:
     return True
 
 
+def _one_a_head(column: torch.Tensor) -> torch.Tensor:
+    "The logit of the slot without a value by head; a column that changes from query to query is refused."
+    by_head = column[0, :, 0, 0]
+    if not torch.equal(column, by_head[None, :, None, None].expand_as(column)):
+        raise bad_input("sinks", "a logit of its own for every query", "one logit a head")
+    return by_head
+
+
 def as_call(
     origin: Scores,  # what is known of the scores
     scores: torch.Tensor,  # (…, query, key) what the softmax gets
@@ -331,7 +349,7 @@ def as_call(
         return None
     k = k.expand(n_batch, -1, -1, -1)
     masks = tuple(_split(m, n_batch, heads) for m in origin.masks)
-    sinks = None if origin.sinks is None else _split(origin.sinks, n_batch, heads)[0, :, 0, 0]
+    sinks = None if origin.sinks is None else _one_a_head(_split(origin.sinks, n_batch, heads))
     common = {"scale": origin.scale, "source": "eager"}
     call = AttentionCall(q, k, masks=masks, softcap=origin.softcap, sinks=sinks, **common)
     known = origin.is_exact and origin.tanh == (origin.softcap is not None)

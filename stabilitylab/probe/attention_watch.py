@@ -40,6 +40,13 @@ _WITH_OPTIONS = (
     "attend"  # name of the attention of our reference models, which hands its options to a watcher
 )
 _CROSS = re.compile(r"cross|encdec|encoder_attn|multihead_attn", re.I)
+_BESIDE = re.compile(r"dropout|identity|conv", re.I)  # classes of what stands beside an attention
+
+
+def _is_beside(module: nn.Module) -> bool:
+    "Whether a module is named after an attention and does something else, such as its dropout."
+    name = type(module).__name__
+    return bool(_BESIDE.search(name)) and "attention" not in name.lower()
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,10 @@ class AttentionWatch(TorchFunctionMode):
         self.model, self.caught, self.ran, self.inside, self.ids, self.handles = model, [], set(), [], [], []
         self.problems, self.muted = [], False
         self.measure = measure or (lambda call: attention_statistics(call, epsilon))
-        self.trace = ScoreTrace(self._heads, self._take)
+        self.trace = ScoreTrace(self._heads, self._take, self._role)
         kinds = module_kinds(model)
-        self.looks = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
+        named = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
+        self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
         self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
         self.peaks, self.logits = {}, None  # (input, place, vocab) some logits of the pass
 
@@ -180,22 +188,28 @@ class AttentionWatch(TorchFunctionMode):
         else:
             self.trace.see(name, args, kwargs, out)
 
+    def heard(self) -> int:
+        "How many attentions were seen, those that are not understood among them."
+        return len(self.caught) + len(self.trace.pending) + len(self.problems)
+
     def _name(self) -> str:
         return plain_name(self.inside[-1][0]) if self.inside else ""
 
     def _role(self, call: AttentionCall) -> AttentionCall:
         "The call with its role, its module, and the place of its first query where there is a cache."
-        name, module, reads = self.inside[-1] if self.inside else ("", None, False)
+        around = [x for x in self.inside if not isinstance(x[1], nn.Softmax)] or [("", None, False)]
+        name, module, reads = around[-1]
         is_cross = call.role == "cross" or reads or bool(_CROSS.search(name))
         shorter = call.q.shape[2] < call.k.shape[2]
         if not is_cross and call.q.shape[2] != call.k.shape[2]:
             is_cross = not (shorter and (getattr(module, "is_causal", False) or call.offset))
-        offset = 0 if is_cross else call.k.shape[2] - call.q.shape[2]
+        from_first = call.causal and call.source == "sdpa"  # torch counts queries from the first key on
+        offset = 0 if is_cross or from_first else call.k.shape[2] - call.q.shape[2]
         return replace(call, role="cross" if is_cross else "self", module=plain_name(name), offset=offset)
 
     def _take(self, call: AttentionCall):
-        "Measure one attention."
-        call = self._role(call)
+        "Measure one attention; outside of all modules it is one that was named before."
+        call = self._role(call) if self.inside else call
         got = self.measure(call)
         tokens = self._tokens(call, got) if isinstance(got, HeadStatistics) else None
         self.caught.append(Caught(call.module, call.role, call.source, got, tokens))
@@ -253,10 +267,13 @@ def _registry(watch: AttentionWatch):
             **kwargs: object,
         ) -> object:
             "Notes the call and makes it."
-            before = len(watch.caught) + len(watch.trace.pending)
+            before = watch.heard()
             out = function(module, query, key, value, *args, **kwargs)
-            if len(watch.caught) + len(watch.trace.pending) == before:
-                watch._take(registry_call(module, query, key, value, *args, **kwargs))
+            if watch.heard() == before:
+                try:
+                    watch._take(registry_call(module, query, key, value, *args, **kwargs))
+                except Exception as error:  # the model that is measured goes on
+                    watch.problems.append(f"{watch._name()}: {type(error).__name__}: {error}")
             return out
 
         return seen

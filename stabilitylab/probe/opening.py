@@ -130,7 +130,9 @@ def opening_events(
     if changed:
         text = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changed.items())
         events.append(("environment", step, text[:500], now))
-    if params.unknown:
+    if not params.optimizers:
+        events.append(("note", step, "no optimizer was given: no update is recorded", now))
+    elif params.unknown:
         names = ", ".join(params.unknown[:20])
         events.append(("note", 0, f"trainable but in no optimizer: {names}", now))
     return events

@@ -10,11 +10,13 @@ import inspect
 import math
 import pprint
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -56,6 +58,8 @@ class _Draft:
 
     def __init__(self):
         self.imports: set[str] = set()
+        self.folders: list[str] = []  # where what is imported stands, beside the script
+        self.untold: list[str] = []  # arguments that could not be seen and have a default
 
     def name_of(self, cls: type) -> str | None:
         "A class by its name, imported; None where no file defines it at its top level."
@@ -69,7 +73,20 @@ class _Draft:
         if module.startswith("torch.nn"):
             return f"torch.nn.{cls.__name__}"
         self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
+        self._note_folder(module)
         return cls.__qualname__
+
+    def _note_folder(self, module: str) -> None:
+        "Keep the folder of a module that the program found by a path of its own."
+        name = module.partition(".")[0]
+        top = sys.modules.get(name)
+        held = list(getattr(top, "__path__", None) or [getattr(top, "__file__", None)])
+        if name == "stabilitylab" or not held or held[0] is None:
+            return
+        place = Path(held[0]).resolve().parent
+        standard = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+        if place not in standard and str(place) not in self.folders:
+            self.folders.append(str(place))
 
     def literal(
         self,
@@ -133,6 +150,8 @@ def _main_module() -> str | None:
 
 def _seen(model: nn.Module, name: str) -> tuple[bool, Any]:
     "Whether an argument of a model's class can still be seen, and what it was."
+    if name == "bias" and name in model._parameters:
+        return True, model._parameters[name] is not None
     holders = [vars(model)]
     holders += [vars(model)[key] for key in _CONFIGS if key in vars(model)]
     for holder in holders:
@@ -142,26 +161,69 @@ def _seen(model: nn.Module, name: str) -> tuple[bool, Any]:
     return False, None
 
 
+_PLACES = ("device", "dtype")  # arguments that a state brings by itself
+_CONTAINERS = {nn.Sequential: "{}", nn.ModuleList: "[{}]", nn.ModuleDict: "{{{}}}"}
+
+
+def _container_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
+    "A container of torch by what it contains."
+    made = {name: _model_source(draft, child) for name, child in model.named_children()}
+    is_dict = type(model) is nn.ModuleDict
+    parts = [f"{name!r}: {source}" if is_dict else source for name, (source, _) in made.items()]
+    text = ", ".join(parts)
+    if len(text) > _LONG:
+        text = "\n" + indent(",\n".join(parts), " " * 8) + ",\n    "
+    missing = [what for _, absent in made.values() for what in absent]
+    return f"torch.nn.{type(model).__name__}({_CONTAINERS[type(model)].format(text)})", missing
+
+
+def _arguments(draft: _Draft, model: nn.Module) -> tuple[list[str], list[str]]:
+    "(arguments of a model's class, those that it needs and that cannot be seen)."
+    given, missing = [], []
+    parameters = inspect.signature(type(model)).parameters
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for parameter in named:
+        key, default = parameter.name, parameter.default
+        is_seen, value = _seen(model, key)
+        source = draft.literal(value) if is_seen else None
+        if source is None and default is parameter.empty:
+            missing.append(key)
+            given.append(f"{key}=TODO")
+        elif source is None and key not in _PLACES:
+            draft.untold.append(f"{key}={default!r}" if draft.literal(default) else key)
+        elif source is not None and source != repr(default):
+            given.append(f"{key}={source}")
+    if parameters and not named:
+        given.append("TODO")
+        missing.append(f"what {type(model).__name__} was given")
+    return given, missing
+
+
 def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
-    "(a call that makes the model, arguments that it needs and that cannot be seen)."
-    name, given, missing = draft.name_of(type(model)), [], []
+    "(a call that makes a part of the model, arguments that it needs and that cannot be seen)."
+    if type(model) in _CONTAINERS:
+        return _container_source(draft, model)
+    name = draft.name_of(type(model))
     if name is None:
         return f"TODO_{type(model).__name__}()", [
             f"the class {type(model).__qualname__}, from a file of yours"
         ]
-    for key, parameter in inspect.signature(type(model)).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        is_seen, value = _seen(model, key)
-        source = draft.literal(value) if is_seen else None
-        if source is None and parameter.default is parameter.empty:
-            missing.append(key)
-            given.append(f"{key}=TODO")
-        elif source is not None and source != repr(parameter.default):
-            given.append(f"{key}={source}")
+    given, missing = _arguments(draft, model)
+    return f"{name}({', '.join(given)})", missing
+
+
+def _cast_source(model: nn.Module) -> str:
+    "What casts a model to its number format; '' for float32 and for several."
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    cast = f".to({dtypes.pop()!r})" if len(dtypes) == 1 and torch.float32 not in dtypes else ""
-    return f"{name}({', '.join(given)}){cast}", missing
+    return f".to({dtypes.pop()!r})" if len(dtypes) == 1 and torch.float32 not in dtypes else ""
+
+
+def _seen_words(missing: list[str], untold: list[str]) -> str:
+    "What the draft says of its model."
+    parts = [f"{', '.join(missing)} could not be seen"] if missing else []
+    if untold:
+        parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(untold))}")
+    return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
 
 
 def _call_source(model: nn.Module, batch: Any) -> tuple[str, str]:
@@ -192,10 +254,11 @@ def _optimizer_source(draft: _Draft, optimizer: Any, names: dict[int, str]) -> s
     given = [f"{key}={source}" for key, source in settings.items() if _is_said(source, known[key].default)]
     groups = groups_of(optimizer)
     held = [_names_of(group["params"], names) for group in groups]
-    if len(held) == 1 and held[0] == list(names.values()):
+    own = [_own_settings(draft, group, defaults) for group in groups]
+    if len(held) == 1 and held[0] == list(names.values()) and not own[0]:
         params = "model.parameters()"
     else:
-        rows = [_group_source(draft, group, of, defaults) for group, of in zip(groups, held, strict=True)]
+        rows = [_group_source(settings, of) for settings, of in zip(own, held, strict=True)]
         params = "[\n" + "".join(f"            {row},\n" for row in rows) + "        ]"
     return f"{draft.name_of(cls) or 'TODO_' + cls.__name__}({', '.join([params, *given])})"
 
@@ -210,12 +273,19 @@ def _is_said(source: str | None, default: Any) -> bool:
     return source is not None and source != repr(default)
 
 
-def _group_source(draft: _Draft, group: dict, names: list[str], defaults: dict) -> str:
-    "One group: its parameters by name, and what differs from the optimizer's own settings."
-    own = {k: v for k, v in group.items() if k in defaults and k != "lr" and not _is_same(v, defaults[k])}
-    settings = "".join(f", {key!r}: {draft.literal(value)}" for key, value in own.items())
+def _own_settings(draft: _Draft, group: dict, defaults: dict) -> dict[str, str]:
+    "What a group has that its optimizer has not, as source; learning rates come from the black box."
+    differs = {k: v for k, v in group.items() if k not in defaults or not _is_same(v, defaults[k])}
+    left_out = {"params", "param_names", "initial_lr"} | ({"lr"} & set(defaults))
+    sources = {key: draft.literal(value) for key, value in differs.items() if key not in left_out}
+    return {key: source for key, source in sources.items() if source is not None}
+
+
+def _group_source(settings: dict[str, str], names: list[str]) -> str:
+    "One group: its parameters by name, and its own settings."
+    own = "".join(f", {key!r}: {source}" for key, source in settings.items())
     listed = pprint.pformat(names, width=90, compact=True, indent=1).replace("\n", "\n" + " " * 16)
-    return f'{{"params": [named[name] for name in {listed}]{settings}}}'
+    return f'{{"params": [named[name] for name in {listed}]{own}}}'
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -244,13 +314,14 @@ def setup_source(
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     words = f"TODO: {', '.join(missing)} could not be seen" if missing else "as far as it could be seen"
+    folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_WRITTEN,
         record=record,
-        project=repr(str(Path(file).resolve().parent if file else Path.cwd())),
+        project=repr(list(dict.fromkeys(folders))),
         imports="\n".join(sorted(draft.imports)),
-        model=made,
-        seen=words,
+        model=made + _cast_source(model),
+        seen=_seen_words(missing, draft.untold),
         call=call,
         batch=given,
         optimizer=single,
@@ -286,7 +357,7 @@ def record_source(
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_GATHERED,
         record=record,
-        project=repr(str(Path(record).resolve().parent)),
+        project=repr([str(Path(record).resolve().parent)]),
         imports="# TODO: from your_file import YourModel",
         model="TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
