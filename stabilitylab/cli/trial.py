@@ -8,6 +8,7 @@ __all__ = ['add_command', 'run_trial']
 # %% ../../nbs/api/cli/18_trial.ipynb #8058ce6e
 import argparse
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from ..names.encode import to_json
@@ -86,17 +87,20 @@ def run_trial(
     from stabilitylab.trial.suggest import suggest
     from stabilitylab.trial.trial import Trial
 
+    asked = _asked(args.fix)
     run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
-    start, steps, foreword = _origin(args, run, findings)
+    chosen = [] if asked else suggest(list(findings), run)
+    with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
+        start, steps, foreword = _origin(args, run, findings)
+        arms, left = ([], []) if start is None else _fitting(start, asked, chosen)
     if start is None:
         return _nothing_to_try(args, foreword)
-    chosen = [] if args.fix else suggest(list(findings), run)
-    arms, left = _fitting(start, args.fix, chosen)
     foreword = (*foreword, *left)
     where = {"device": args.device, "client": args.scheduler}
     trial = Trial(start, arms, steps, args.seeds, args.folder, **where)
     result = trial.run(args.budget, progress=sys.stderr.isatty())
+    foreword = (*foreword, *_unfinished(trial, result, args.folder))
     if args.html:
         _write_report(args.html, run, findings, trial_sheet(result, chosen, foreword))
     if args.json:
@@ -112,13 +116,37 @@ def run_trial(
     return 0
 
 
-def _fitting(start: object, asked: list[str], chosen: list) -> tuple[list, list[str]]:
+def _unfinished(trial: object, result: object, folder: str | None) -> tuple[str, ...]:
+    "Where a trial that was stopped can go on; raises where no arm could be trained at all."
+    from stabilitylab.names.errors import InputError
+
+    faults = [why for why in result.failed if not why.endswith(": stopped")]
+    if faults and not result.curves:
+        raise InputError(f"no arm could be trained: {faults[0]}")
+    if result.complete or folder is not None:
+        return ()
+    return (f"The arms so far lie in {trial.keep()}; the same call with --folder and this name goes on.",)
+
+
+def _asked(words: list[str]) -> list:
+    "The arms that were asked for; raises before anything is read or trained."
+    from stabilitylab.names.errors import bad_input
+    from stabilitylab.trial.arm import arm_of, told_apart
+
+    arms = [arm_of(one) for one in words]
+    for one, arm in zip(words, arms, strict=True):
+        if not arm.fixes:
+            raise bad_input("--fix", one, "a name that --list shows; the run unchanged is trained anyway")
+    return told_apart(arms)
+
+
+def _fitting(start: object, asked: list, chosen: list) -> tuple[list, list[str]]:
     "The arms to train, of the suggested ones those that fit, and what was left out."
     from stabilitylab.names.errors import InputError
     from stabilitylab.trial.arm import arm_of
     from stabilitylab.trial.trial import unfit_arms
 
-    arms = [arm_of(words) for words in asked] or [one.arm for one in chosen] or [arm_of("placebo")]
+    arms = asked or [one.arm for one in chosen] or [arm_of("placebo")]
     unfit = unfit_arms(start, arms)
     if asked and unfit:
         raise InputError(next(iter(unfit.values())))
@@ -138,11 +166,30 @@ def _origin(args: argparse.Namespace, run: object, findings: object) -> tuple:
         onset = failure_onset(findings)
         step = last_snapshot_before(folder, onset) if args.step is None else args.step
         setup = None if args.setup is None else _absolute(args.setup)
-        return Start(str(folder.resolve()), step, setup), args.steps or _STEPS, ()
+        start = Start(str(folder.resolve()), step, setup)
+        late = _late(step, onset) if args.step is None else ()
+        return start, args.steps or _STEPS, (*late, *_doubts(start))
     from stabilitylab.trial.proxy import proxy
 
     small = proxy(run, findings, args.config, args.steps or 2 * _STEPS, progress=sys.stderr.isatty())
     return small.start, small.steps, small.words
+
+
+def _late(step: int, onset: int | None) -> tuple[str, ...]:
+    "What to say where no state from before the failure was kept."
+    if onset is None or step < onset:
+        return ()
+    told = f"The failure began at step {onset}, and the earliest state that was kept is that of step {step}"
+    return (f"{told}: every arm sets out behind it. Recorder(..., keep_snapshots=5) keeps more of them.",)
+
+
+def _doubts(start: object) -> tuple[str, ...]:
+    "What to say before the verdicts where the run unchanged is not the recorded run."
+    check = start.compare()
+    if check.is_step:
+        return ()
+    told = check.words[:1].upper() + check.words[1:].rstrip("?")
+    return (f"{told}. Mend the setup first: the verdicts are of the training it makes.",)
 
 
 _STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many

@@ -242,6 +242,11 @@ class TokenMean(Fix):
         book: Applied,  # the book of changes
     ) -> None:
         "Sets the weights of the training."
+        if book.training.weigh is not None:
+            allowed = "a training that averages its micro-batches"
+            raise bad_input(
+                "fix", self.name, allowed, "the loss of this one is divided by its tokens already"
+            )
         book.set(book.training, "weigh", token_weights, "training", "weights of micro-batches")
 
 

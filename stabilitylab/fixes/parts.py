@@ -17,11 +17,23 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/fixes/02_parts.ipynb #3fa888be
 _LEAVES = {
-    "q": ["q_proj", "query", "wq", "q_lin", "to_q", "q"],
-    "k": ["k_proj", "key", "wk", "k_lin", "to_k", "k"],
-    "v": ["v_proj", "value", "wv", "v_lin", "to_v", "v"],
-    "qkv": ["c_attn", "qkv", "query_key_value", "wqkv", "qkv_proj", "in_proj"],
-    "out": ["out_proj", "o_proj", "out_lin", "to_out", "wo", "c_proj", "dense", "o"],
+    "q": ["q_proj", "query", "wq", "q_lin", "to_q", "w_q", "fc_q", "q"],
+    "k": ["k_proj", "key", "wk", "k_lin", "to_k", "w_k", "fc_k", "k"],
+    "v": ["v_proj", "value", "wv", "v_lin", "to_v", "w_v", "fc_v", "v"],
+    "qkv": ["c_attn", "qkv", "query_key_value", "wqkv", "qkv_proj", "qkv_projection", "in_proj"],
+    "out": [
+        "out_proj",
+        "o_proj",
+        "out_lin",
+        "to_out",
+        "wo",
+        "w_o",
+        "fc_o",
+        "w_concat",
+        "c_proj",
+        "dense",
+        "o",
+    ],
 }
 _MLP_OUT = ["fc2", "down_proj", "c_proj", "dense_4h_to_h", "lin2", "linear2", "w2", "fc_out", "wo"]
 _HEADS = ["lm_head", "embed_out", "head", "output", "output_projection", "unembed", "proj_out"]

@@ -9,6 +9,7 @@ __all__ = ['REGISTRY', 'between', 'one_of', 'About', 'register', 'Fix', 'paramet
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -42,8 +43,12 @@ def _check(name: str, value: Any, rules: Field) -> None:
     allowed = rules.metadata
     if "choices" in allowed and value not in allowed["choices"]:
         raise bad_input(name, value, ", ".join(map(str, allowed["choices"])))
-    if "low" in allowed and not allowed["low"] <= value <= allowed["high"]:
-        raise bad_input(name, value, f"{allowed['low']} to {allowed['high']}")
+    if "low" not in allowed:
+        return
+    wanted, word = (Integral, "a whole number, ") if rules.type is int else (Real, "")
+    is_number = isinstance(value, wanted) and not isinstance(value, bool)
+    if not is_number or not allowed["low"] <= value <= allowed["high"]:
+        raise bad_input(name, value, f"{word}{allowed['low']} to {allowed['high']}")
 
 # %% ../../nbs/api/fixes/01_protocol.ipynb #46170d36
 @dataclass(frozen=True)

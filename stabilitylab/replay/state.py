@@ -72,13 +72,19 @@ class Setup:
         if self.reduction not in REDUCTIONS:
             raise bad_input("reduction", self.reduction, ", ".join(REDUCTIONS))
 
+    def adds_up(
+        self,
+        parts: list,  # micro-batches of a step
+    ) -> bool:  # False: they are averaged
+        "Whether the losses of micro-batches are added up."
+        return self.reduction == "sum" or (self.reduction == "auto" and all(map(has_items, parts)))
+
     def divisor(
         self,
         parts: list,  # micro-batches of a step
     ) -> int:  # their number, or 1 where the losses are added up
         "By what the loss of each micro-batch is divided."
-        is_sum = self.reduction == "sum" or (self.reduction == "auto" and all(map(has_items, parts)))
-        return 1 if is_sum else len(parts)
+        return 1 if self.adds_up(parts) else len(parts)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import importlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -101,36 +103,35 @@ def as_input_error(
     )
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #0ac5800d
-_loaded: dict[str, list] = {"folder": [], "modules": []}  # what the last file brought along
+_loaded: dict[str, list] = {"folders": [], "before": []}  # what the last file put in the path, what was there
 
 
 def _forget() -> None:
     "Take away what an earlier file brought along: another run may have a module of the same name."
-    for name in _loaded["modules"]:
-        sys.modules.pop(name, None)
-    for folder in _loaded["folder"]:
+    folders = tuple(str(Path(folder).resolve()) + os.sep for folder in _loaded["folders"])
+    for name in set(sys.modules) - set(_loaded["before"]) if folders else ():
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if str(Path(file).resolve()).startswith(folders) and _is_theirs(file):
+            del sys.modules[name]
+    for folder in _loaded["folders"]:
         if folder in sys.path:
             sys.path.remove(folder)
-    _loaded.update(folder=[], modules=[])
+    _loaded.update(folders=[], before=[])
 
 
 def _from_file(file: Path) -> ModuleType:
     "The module in a file, which may import what stands beside it."
     _forget()
-    folder, before = str(file.parent), set(sys.modules)
+    folder, path, before = str(file.parent), Counter(sys.path), list(sys.modules)
     name = file.stem if file.stem not in sys.modules else f"{file.stem}_of_setup"
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        _loaded["folder"].append(folder)
+    sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    finally:
-        new = set(sys.modules) - before
-        places = {n: getattr(sys.modules[n], "__file__", None) or "" for n in new}
-        _loaded["modules"] += [n for n, place in places.items() if place.startswith(folder)]
+    finally:  # a draft adds the folder of its training script
+        _loaded.update(folders=list((Counter(sys.path) - path).elements()), before=before)
     return module
 
 

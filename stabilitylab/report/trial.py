@@ -73,18 +73,22 @@ def arm_sentence(
     return words
 
 
+def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
+    "Where a trial started, what each arm did, and what is missing."
+    base, *arms = result.arms
+    told = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
+    told += [arm_sentence(arm, base) + "." for arm in arms]
+    if not result.complete:
+        told.append("Not everything that was asked for was trained.")
+    return told + [f"A child process ended early: {why}." for why in result.failed[:3]]
+
+
 def trial_words(
     result: TrialResult,  # of a trial
     foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> str:  # sentences
     "A trial in words: where it started, what each arm did, and what is missing."
-    base, *arms = result.arms
-    parts = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
-    parts += [arm_sentence(arm, base) + "." for arm in arms]
-    if not result.complete:
-        parts.append("Not everything that was asked for was trained.")
-    parts += [f"A child process ended early: {why}." for why in result.failed[:3]]
-    return " ".join(parts)
+    return " ".join(_sentences(result, foreword))
 
 # %% ../../nbs/api/report/11_trial.ipynb #62225e31
 _HEADS = ("arm", "verdict", "final loss", "effect [95 %]", "diverged", "step time")
@@ -152,11 +156,8 @@ def trial_sheet(
     foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> TrialSheet:  # what the templates `trial` and `report` speak of
     "The curves and verdicts of a trial."
-    base, *arms = result.arms
-    sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
-    sentences += [arm_sentence(arm, base) + "." for arm in arms]
     return TrialSheet(
-        words=sentences,
+        words=_sentences(result, foreword),
         heads=_HEADS,
         rows=[_cells(arm) for arm in result.arms],
         verdicts=[arm.verdict.replace(" ", "-").replace("'", "") for arm in result.arms],

@@ -81,6 +81,8 @@ def why_alone(
         return "its loss is another than the one that arms are compared by"
     if training.scaler is not None:
         return "it has a loss scaler"
+    if callable(training.clip):
+        return "it clips in a way of its own"
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in training.model.parameters()):
         return "its weights have 16 bits"
     return ""

@@ -16,7 +16,10 @@ import torch
 from ..fixes.training import Training
 from ..names.errors import bad_input
 from ..replay.examine import setup_of
-from ..replay.snapshot import load_batch, load_snapshot, replayable_steps
+from ..replay.ranks import box_index
+from ..replay.setup_check import SetupCheck
+from ..replay.setup_file import checked
+from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule, replayable_steps
 from ..replay.state import Setup, Snapshot
 from ..replay.user_code import function_at
 from ..run.record import is_run, open_run
@@ -61,6 +64,14 @@ class Start:
                 raise bad_input("function", type(training).__name__, "a function that returns a Training")
             return training
         return _recorded_training(self, seed, device)
+
+    def compare(self) -> SetupCheck | None:  # None: a function, which has no record
+        "Whether the first steps from here are the recorded ones: with the setup of another run they are not."
+        if self.function:
+            return None
+        later = self.step + 1
+        step = later if later in replayable_steps(self.path) else self.step
+        return checked(self.path, step, self.setup).check
 
     @property
     def first_loss(self) -> float | None:  # nats; None where no record says it
@@ -118,6 +129,36 @@ def _batches_of(start: Start, setup: Setup, seed: int) -> Callable:
     return batches
 
 
+def _recorded_changes(path: str, first: int) -> Callable | None:
+    "(optimizer, step) sets what the run itself changed from a step on, such as its rate; None: nothing."
+    rows = box_index(path)["settings"]
+    rows = [row for row in rows if row["step"] <= first][-1:] + [row for row in rows if row["step"] > first]
+    groups = [[group for groups in row["optimizers"] for group in groups] for row in rows]
+    pairs = [pair for later in groups[1:] for pair in zip(groups[0], later, strict=False)]
+    names = {name for old, new in pairs for name in new if new[name] != old.get(name)}
+    if not names:
+        return None
+    told = [row | {"optimizers": [_only(names, groups) for groups in row["optimizers"]]} for row in rows]
+    set_known = recorded_schedule(told)
+
+    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+        set_known(optimizer, step)
+        for group in optimizer.param_groups[len(groups[0]) :]:  # of fixes: at the first group's rate
+            group["lr"] = optimizer.param_groups[0]["lr"]
+
+    return schedule
+
+
+def _only(names: set[str], groups: list[dict]) -> list[dict]:
+    "Some of the settings: those that a run did not change are left to fixes."
+    return [{name: group[name] for name in names if name in group} for group in groups]
+
+
+def _added_up(parts: list) -> list[float]:
+    "Weights of micro-batches whose losses make the loss of a step by their sum."
+    return [1.0] * len(parts)
+
+
 def _recorded_training(start: Start, seed: int, device: str) -> Training:
     "The training of a recorded run before a step."
     setup = setup_of(start.path, start.setup)
@@ -127,14 +168,19 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
     if isinstance(optimizer, list):
         raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer")
+    schedule = setup.schedule
+    if schedule is None and snapshot.setup.schedule is not None:
+        snapshot.setup.schedule(optimizer, start.step)
+        schedule = _recorded_changes(start.path, start.step)
     torch.manual_seed(seed)
     return Training(
         model,
         optimizer,
         setup.loss,
         _batches_of(start, setup, seed),
-        schedule=setup.schedule,
+        schedule=schedule,
         clip=setup.clip,
+        weigh=_added_up if setup.adds_up(load_batch(start.path, start.step, setup).parts) else None,
         scaler=snapshot.grad_scaler(device),
         step=start.step,
         seed=seed,

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..fixes.protocol import REGISTRY, parameter_ranges
 from ..fixes.registry import fix, fixes
 from ..names.encode import to_json
 from ..names.errors import bad_input
-from ..names.files import write_atomic
+from ..names.files import Scratch, write_atomic
 from ..replay.user_code import function_at
 from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve
 from .cluster import as_client, begin_work
@@ -211,8 +210,8 @@ class Sweep:
         check_positive(steps=steps, seeds=seeds)
         self.axes, self.steps, self.seeds, self.device = dict(axes), steps, seeds, device
         self.points, self._client = points_of(start, axes, fixes), as_client(client)
-        self._kept = tempfile.TemporaryDirectory(prefix="stabilitylab-sweep-") if folder is None else None
-        self.folder = Path(self._kept.name if self._kept else folder).resolve()
+        self._kept = Scratch("sweep") if folder is None else None
+        self.folder = Path(self._kept.path if self._kept else folder).resolve()
         self._claim(start, fixes)
         lanes = [_Lane(point, at, seed) for at, point in enumerate(self.points) for seed in range(seeds)]
         lanes.sort(key=lambda lane: (to_json(_shape_hint(lane.point)), lane.place, lane.seed))

@@ -8,22 +8,22 @@ __all__ = ['TrialResult', 'Task', 'TrialState', 'Trial', 'unfit_arms', 'Work', '
 # %% ../../nbs/api/trial/03_trial.ipynb #130a0d72
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from tqdm.auto import tqdm
 
 from ..fixes.protocol import apply_all
 from ..fixes.registry import fix
 from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
-from ..names.files import write_atomic
+from ..names.files import Scratch, try_lock, write_atomic
 from ..run.job import Job, tell
-from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve
+from .arm import Arm, ArmCurve, arm_of, done_file, lane_folder, read_curve, told_apart
 from .cluster import ClusterJob, as_client, begin_work
 from .start import Start
 from .verdict import ArmVerdict, verdicts_of
@@ -89,16 +89,16 @@ class Trial:
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         check_positive(steps=steps, seeds=seeds)
-        known = [arm_of(arm) for arm in arms]
+        known = told_apart([arm_of(arm) for arm in arms])
         self.start, self.steps, self.seeds, self.device = start, steps, seeds, device
         self.arms = [Arm(), *(arm for arm in known if arm.fixes)]
         self._client = as_client(client)
         self._room = workers or (_MANY if self._client is not None else os.cpu_count() or 1)
-        self._kept = tempfile.TemporaryDirectory(prefix="stabilitylab-trial-") if folder is None else None
-        self.folder = Path(self._kept.name if self._kept else folder).resolve()
+        self._kept = Scratch("trial") if folder is None else None
+        self.folder = Path(self._kept.path if self._kept else folder).resolve()
         self._jobs: dict[Task, Job | ClusterJob] = {}
         self._ended: dict[Task, str] = {}  # task -> why it failed, '' where it did not
-        self._stopped = False
+        self._stopped, self._lock = False, None
         _ = (
             verdicts_of(self.arms, []),
             start.words,
@@ -108,13 +108,32 @@ class Trial:
         order = ((seed, place) for seed in range(seeds) for place in range(len(self.arms)))
         self._waiting = [Task(self.arms[place], place, seed) for seed, place in order]
 
+    def keep(self) -> Path:  # where the curves so far lie
+        "Leaves a temporary folder where it is, so that the same trial can go on there."
+        return self.folder if self._kept is None else self._kept.keep()
+
+    def _take(self) -> None:
+        "Keeps other trials out of the folder while this one trains there."
+        if self._lock is None:
+            self._lock = try_lock(self.folder / ".trial.lock")
+        if self._lock is None:
+            raise bad_input("folder", str(self.folder), "a folder in which no other trial trains just now")
+
+    def _let_go(self) -> None:
+        "Lets other trials into the folder."
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
+
     def _claim(self) -> None:
-        "Writes down what is asked for, or checks that it is what the folder holds."
+        "Writes down what is asked for, or checks that it is what the folder holds, and nobody trains there."
         file = self.folder / "trial.json"
         if not file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write()
             return
+        self._take()
+        self._let_go()
         if json.loads(file.read_text(encoding="utf-8")) != json.loads(to_json(self._asked())):
             raise bad_input("folder", str(self.folder), "an empty folder, or that of the same trial")
 
@@ -140,6 +159,7 @@ class Trial:
         if done_file(place).is_file():
             self._ended[task] = ""
             return
+        self._take()
         request = {
             "start": self.start.to_dict(),
             "arm": task.arm.to_dict(),
@@ -171,6 +191,8 @@ class Trial:
         running = tuple(f"{task.arm.name}, seed {task.seed}" for task in self._jobs)
         failed = tuple(f"{t.arm.name}, seed {t.seed}: {why}" for t, why in self._ended.items() if why)
         ended = not self._jobs and (self._stopped or not self._waiting)
+        if ended:
+            self._let_go()
         return TrialState(
             len(self._ended), total, running, (len(self._ended) + shares) / total, ended, failed
         )
@@ -180,6 +202,7 @@ class Trial:
         self._stopped = True
         for job in self._jobs.values():
             job.cancel()
+        self._let_go()
 
     @property
     def ended(self) -> dict[Task, str]:  # task -> why it failed or was stopped, '' where it was done
@@ -206,7 +229,7 @@ class Trial:
         arm: str | Sequence | Arm,  # as `arm_of` takes it
     ) -> Arm:  # that will train with the same start, steps and seeds
         "One more arm, while the others train or after they have ended."
-        new = arm_of(arm)
+        *_, new = told_apart([*self.arms, arm_of(arm)])
         _ = verdicts_of([*self.arms, new], [])  # a name that is there already is refused
         place = len(self.arms)
         self.arms = [*self.arms, new]
@@ -252,27 +275,36 @@ def _lines(file: Path) -> int:
 def unfit_arms(
     start: Start,  # where all arms set out
     arms: Sequence[Arm],  # to be tried
-) -> dict[str, str]:  # name of an arm -> why it cannot be tried
-    "Arms whose fixes cannot be applied there; raises where the start itself cannot be built."
+) -> dict[str, str]:  # name of an arm -> why it cannot be tried, in one line
+    "Arms whose fixes cannot be applied there, or not take a step; raises where the start itself cannot."
     try:
-        training = start.build(0)
+        _take_a_step(start, Arm())
     except InputError:
         raise
     except Exception as error:  # code of the user may raise anything
-        why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise bad_input(
-            "start", start.setup or start.function or start.path, "one that builds", why
-        ) from error
+        allowed = "one that builds and takes a step"
+        asked = start.setup or start.function or start.path
+        raise bad_input("start", asked, allowed, _one_line(error)) from error
     unfit = {}
     for arm in arms:
         try:
-            books = apply_all(training, [fix(one["name"], **one.get("parameters", {})) for one in arm.fixes])
-        except InputError as error:
-            unfit[arm.name] = str(error)
-            continue
-        for book in reversed(books):
-            book.undo()
+            _take_a_step(start, arm)
+        except Exception as error:
+            unfit[arm.name] = str(error) if isinstance(error, InputError) else _one_line(error)
     return unfit
+
+
+def _take_a_step(start: Start, arm: Arm) -> None:
+    "The first step of an arm; random states stay as they were."
+    with torch.random.fork_rng(devices=[]):
+        training = start.build(0)
+        apply_all(training, [fix(one["name"], **one.get("parameters", {})) for one in arm.fixes])
+        training.run_step()
+
+
+def _one_line(error: Exception) -> str:
+    "What code that is not ours raised."
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Work(Protocol):

@@ -248,7 +248,9 @@ def verdicts_of(
     "What the curves of a trial say of every arm."
     by_arm = {arm.name: _by_seed(curves, arm.name) for arm in arms}
     if len(by_arm) < len(arms):
-        raise bad_input("arms", [arm.name for arm in arms], "arms of different names", "give them labels")
+        raise bad_input(
+            "arms", [arm.name for arm in arms], "arms of different names", "each once, or with a label"
+        )
     base, ceiling = by_arm[arms[0].name], _ceiling(curves, start_loss)
     told = []
     for place, arm in enumerate(arms):
