@@ -313,7 +313,6 @@ def setup_source(
     made_optimizers = [_optimizer_source(draft, one, names) for one in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    words = f"TODO: {', '.join(missing)} could not be seen" if missing else "as far as it could be seen"
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_WRITTEN,
