@@ -18,6 +18,7 @@ from ..names.errors import bad_input
 from ..replay.examine import setup_of
 from ..replay.snapshot import load_batch, load_snapshot, replayable_steps
 from ..replay.state import Setup, Snapshot
+from ..replay.step import needs_closure
 from ..replay.user_code import function_at
 from ..run.record import is_run, open_run
 
@@ -126,6 +127,9 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
     if isinstance(optimizer, list):
         raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer")
+    if needs_closure(optimizer):
+        words = f"a Setup with {type(optimizer).__name__}, whose step needs a closure"
+        raise bad_input("setup", words, "an optimizer that steps with the gradients it finds")
     torch.manual_seed(seed)
     return Training(
         model,
