@@ -57,6 +57,14 @@ VIT = {k: v for k, v in SMALL.items() if not k.startswith(("vocab", "max"))} | {
 }
 GEMMA = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0}
 OSS = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "num_local_experts": 2}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 1}
+GEMMA3 = GROUPED | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+MLA = SMALL | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+MLA |= {"v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+MLA |= {"n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+MODERN = SMALL | {"pad_token_id": 1, "global_attn_every_n_layers": 2, "local_attention": 8}
+JAMBA = GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+JAMBA |= {"num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 4}
 SDPA, FLEX = "sdpa", "flex_attention"
 MODELS = {  # name -> config class, model class, settings, inputs, other implementations than eager
     "GPT-2": ("GPT2Config", "GPT2LMHeadModel", GPT2, "text", [SDPA]),
@@ -83,6 +91,17 @@ MODELS = {  # name -> config class, model class, settings, inputs, other impleme
     "Whisper": ("WhisperConfig", "WhisperForConditionalGeneration", WHISPER, "sound", [SDPA, FLEX]),
     "ViT": ("ViTConfig", "ViTModel", VIT, "image", [SDPA, FLEX]),
     "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", GEMMA | {"query_pre_attn_scalar": 8}, "text", [FLEX]),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED, "text", []),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", GROUPED, "text", [SDPA]),
+    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3, "text", [SDPA]),
+    "Phi-3": ("Phi3Config", "Phi3ForCausalLM", GROUPED, "text", []),
+    "OLMo 2": ("Olmo2Config", "Olmo2ForCausalLM", GROUPED, "text", []),
+    "StableLM": ("StableLmConfig", "StableLmForCausalLM", GROUPED, "text", []),
+    "DeepSeek-V3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", MLA, "text", [SDPA]),
+    "Falcon": ("FalconConfig", "FalconForCausalLM", SMALL | {"multi_query": True}, "text", [SDPA]),
+    "RoBERTa": ("RobertaConfig", "RobertaForMaskedLM", SMALL | {"pad_token_id": 1}, "text", []),
+    "ModernBERT": ("ModernBertConfig", "ModernBertForMaskedLM", MODERN, "text", []),
+    "Jamba": ("JambaConfig", "JambaForCausalLM", JAMBA, "text", []),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", OSS | {"num_experts_per_tok": 1}, "text", []),
 }
 
@@ -170,6 +189,64 @@ def test_implementations_of_one_model_agree(name, other):
                 np.testing.assert_allclose(
                     getattr(a, field), getattr(b, field), rtol=2e-3, atol=2e-4, err_msg=field
                 )
+
+
+def detr(config, model, **options):
+    "A detector of two layers with a small ResNet, and a batch of two images of which one is padded."
+    stages = {"hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage1", "stage2"]}
+    backbone = transformers.ResNetConfig(embedding_size=8, **stages)
+    sizes = {k: v for k, v in PAIR.items() if "ffn" in k or "layers" in k or "heads" in k}
+    given = {"backbone_config": backbone, "d_model": 32, "num_queries": 5, **sizes, **options}
+    config = getattr(transformers, config)(use_timm_backbone=False, backbone=None, **given)
+    torch.manual_seed(0)
+    model = getattr(transformers, model)._from_config(config, attn_implementation="eager").eval()
+    seen = torch.ones(2, 32, 32).long()
+    seen[0, 16:] = 0
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "pixel_mask": seen}
+
+
+def test_a_detector_reads_its_image_by_cross_attention():
+    model, batch = detr("DetrConfig", "DetrForObjectDetection")
+    calls = calls_of(model, batch)
+    with torch.no_grad():
+        out = model(**batch, output_attentions=True)
+    decoder = [x for pair in zip(out.decoder_attentions, out.cross_attentions, strict=True) for x in pair]
+    assert [c.role for c in calls] == ["self"] * 2 + ["self", "cross"] * 2
+    for call, want in zip(calls, [*out.encoder_attentions, *decoder], strict=True):
+        sums = attention_sums(call)
+        rows = usable_rows(sums.peak, sums.total, sums.count)
+        np.testing.assert_allclose(sums.column, (want.double() * rows[..., None]).sum(2), atol=1e-5)
+
+
+def test_an_attention_that_samples_places_is_listed():
+    model, batch = detr("DeformableDetrConfig", "DeformableDetrForObjectDetection", num_feature_levels=2)
+    watch = watch_attention(model, batch)
+    assert [c.module for c in watch.caught] == [f"model.decoder.layers.{i}.self_attn" for i in (0, 1)]
+    listed = [f"model.{part}.layers.{i}" for part in ("decoder", "encoder") for i in (0, 1)]
+    assert [name.rsplit(".", 2)[0] for name in watch.unrecognised()] == listed
+
+
+def test_a_kernel_with_numbers_that_nobody_knows_is_listed():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def hidden(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        with torch._C.DisableTorchFunction():
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    class Biased(nn.Module):
+        def forward(self, x):
+            q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+            bias = torch.zeros(1, 4, x.shape[1], x.shape[1])
+            attend = ALL_ATTENTION_FUNCTIONS["hidden_biased"]
+            return attend(self, q, q, q, None, position_bias=bias)[0].flatten(2)
+
+    ALL_ATTENTION_FUNCTIONS.register("hidden_biased", hidden)
+    try:
+        watch = watch_attention(nn.ModuleDict({"attn": Biased()})["attn"], torch.randn(2, 5, 32))
+        assert not watch.caught and "position_bias" in " ".join(watch.unrecognised())
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["hidden_biased"]
 
 
 def test_a_hidden_kernel_of_the_registry_is_read_from_its_arguments():

@@ -601,7 +601,8 @@ def test_accelerate(tmp_path):
 def test_the_page_names_tests_that_exist():
     folder = Path(__file__).parent
     page = (folder.parent / "nbs" / "explain" / "what_the_recorder_survives.ipynb").read_text()
-    sources = (folder / name for name in ("test_guest.py", "test_probe_kinds.py"))
+    files = ("test_guest.py", "test_probe_kinds.py", "test_strangers.py")
+    sources = (folder / name for name in files)
     tests = {
         name for path in sources for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }

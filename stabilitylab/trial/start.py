@@ -21,6 +21,7 @@ from ..replay.setup_check import SetupCheck
 from ..replay.setup_file import checked
 from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule, replayable_steps
 from ..replay.state import Setup, Snapshot
+from ..replay.step import needs_closure
 from ..replay.user_code import function_at
 from ..run.record import is_run, open_run
 
@@ -168,6 +169,9 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
     if isinstance(optimizer, list):
         raise bad_input("setup", f"a Setup with {len(optimizer)} optimizers", "one optimizer")
+    if needs_closure(optimizer):
+        words = f"a Setup with {type(optimizer).__name__}, whose step needs a closure"
+        raise bad_input("setup", words, "an optimizer that steps with the gradients it finds")
     schedule = setup.schedule
     if schedule is None and snapshot.setup.schedule is not None:
         snapshot.setup.schedule(optimizer, start.step)

@@ -1,0 +1,252 @@
+"Programs that nobody here wrote: what recording, replay and attention owe them."
+
+import ast
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stabilitylab import Recorder, diagnose, open_run, replayable_steps
+from stabilitylab.probe.attention_report import watch_attention
+from stabilitylab.probe.attention_stream import attention_sums
+from stabilitylab.probe.setup_template import setup_source
+from stabilitylab.replay.retrace import retrace
+from stabilitylab.replay.setup_check import check_setup
+from stabilitylab.replay.setup_file import todo_lines
+from stabilitylab.replay.state import Setup
+from stabilitylab.trial import start
+
+
+def model_of(source):
+    "What the draft's `make_model` returns."
+    part = source[source.index("def make_model") : source.index("def loss(")]
+    scope = {"torch": torch}
+    exec(compile(ast.parse(part), "draft", "exec"), scope)
+    return scope["make_model"]()
+
+
+def test_containers_of_torch_are_drafted_with_what_they_contain():
+    inner = nn.Sequential(nn.Conv1d(1, 2, 3, bias=False), nn.BatchNorm1d(2, eps=1e-3))
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Dropout(0.3)), "b": inner})
+    model["c"] = nn.ModuleList([nn.LayerNorm(4), nn.Embedding(7, 3)])
+    made = model_of(setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.zeros(2, 8)))
+    assert str(made) == str(model)
+    assert {k: v.shape for k, v in made.state_dict().items()} == {
+        k: v.shape for k, v in model.state_dict().items()
+    }
+
+
+class Hidden(nn.Module):
+    "Keeps none of its arguments."
+
+    def __init__(self, size, dropout=0.5, tied=False, *, norm=nn.LayerNorm):
+        super().__init__()
+        self.tied = tied
+        self.layers = nn.Sequential(nn.Linear(size, size), norm(size), nn.Dropout(dropout))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def test_a_draft_says_which_defaults_could_not_be_seen(tmp_path):
+    model = Hidden(4, dropout=0.1, tied=True)
+    text = setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.zeros(2, 4))
+    assert "Hidden(size=TODO, tied=True)" in text
+    file = tmp_path / "replay_setup.py"
+    file.write_text(text)
+    (_, words), *_ = todo_lines(file)
+    assert "size could not be seen" in words and "dropout=0.5" in words and "norm" in words
+    assert "tied" not in words
+
+
+def test_settings_of_a_group_that_the_optimizer_has_not_are_drafted():
+    model = nn.Linear(4, 3)
+    group = {"params": model.parameters(), "use_muon": True, "weight_decay": 0.2, "lr": 0.3}
+    optimizer = torch.optim.SGD([group], lr=0.1)
+    text = setup_source(model, [optimizer], torch.zeros(2, 4))
+    assert "'use_muon': True, 'weight_decay': 0.2}" in text
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.layer = width, nn.Linear(width, 1)
+"""
+
+
+@pytest.mark.parametrize("is_package", [True, False], ids=["package", "folder of modules"])
+def test_a_draft_finds_what_the_script_found_by_a_path_of_its_own(tmp_path, monkeypatch, is_package):
+    elsewhere, name = tmp_path / "elsewhere", f"theirs_{is_package}"
+    (elsewhere / name).mkdir(parents=True)
+    (elsewhere / name / "net.py").write_text(NET)
+    if is_package:
+        (elsewhere / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(elsewhere)
+    model = importlib.import_module(f"{name}.net").Net(6)
+    text = setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.zeros(2, 6))
+    (line,) = [line for line in text.splitlines() if line.startswith("sys.path.extend(")]
+    folders = ast.literal_eval(line.removeprefix("sys.path.extend(").removesuffix(")"))
+    assert folders[1:] == [str(elsewhere.resolve())]
+    for module in (name, f"{name}.net"):
+        del sys.modules[module]
+
+
+class Curve(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x, y):
+        return F.mse_loss(self.layers(x)[:, 0], y)
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=3)
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["in the closure", "before it"])
+def test_a_step_with_a_closure_comes_back_to_the_last_bit(tmp_path, is_inside):
+    torch.manual_seed(0)
+    model, data = Curve(), {"x": torch.randn(12, 3), "y": torch.randn(12)}
+    optimizer = lbfgs(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(6):
+            kept = data if is_inside else recorder.batch(data)
+
+            def closure(kept=kept):
+                optimizer.zero_grad()
+                loss = model(**(recorder.batch(kept) if is_inside else kept))
+                loss.backward()
+                return loss
+
+            recorder.step(optimizer.step(closure))
+    setup = Setup(Curve, lambda model, batch: model(**batch), lbfgs)
+    step = replayable_steps(tmp_path / "run")[-1]
+    way = retrace(tmp_path / "run", step, setup)
+    check = check_setup(tmp_path / "run", step, setup, way)
+    assert step == 5 and check.is_step
+    assert all(one.recorded["loss"] == one.replayed["loss"] for one in way.steps)
+    assert all(torch.equal(a, b) for a, b in zip(way.model.parameters(), model.parameters(), strict=True))
+
+
+def test_a_trial_refuses_a_closure(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model, data = Curve(), {"x": torch.randn(12, 3), "y": torch.randn(12)}
+    optimizer = lbfgs(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(4):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(**recorder.batch(data))
+                loss.backward()
+                return loss
+
+            recorder.step(optimizer.step(closure))
+    setup = Setup(Curve, lambda model, batch: model(**batch), lbfgs)
+    monkeypatch.setattr(start, "setup_of", lambda path, name: setup)
+    with pytest.raises(ValueError, match="LBFGS, whose step needs a closure"):
+        start._recorded_training(SimpleNamespace(path=tmp_path / "run", step=2, setup=""), 0, "cpu")
+
+
+class Layerwise(Curve):
+    "Its `train` is a training loop."
+
+    def train(self, x, y):
+        return self(x, y)
+
+
+def test_a_model_whose_train_is_its_loop_is_built_in_training_mode(tmp_path):
+    torch.manual_seed(0)
+    model = Layerwise()
+    make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731 - one line, used twice
+    optimizer = make(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model.train(**recorder.batch({"x": torch.randn(4, 3), "y": torch.randn(4)}))
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    setup = Setup(Layerwise, lambda model, batch: model(**batch), make)
+    way = retrace(tmp_path / "run", 2, setup)
+    assert check_setup(tmp_path / "run", 2, setup, way).is_step
+
+
+def test_weights_that_a_loop_moves_by_hand_are_not_said_to_stand_still(tmp_path):
+    torch.manual_seed(0)
+    model = Curve()
+    with Recorder(model, None, tmp_path / "run") as recorder:
+        for _ in range(12):
+            loss = model(torch.randn(8, 3), torch.randn(8))
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.05 * p.grad
+            model.zero_grad()
+            recorder.step(loss)
+    run = open_run(tmp_path / "run").load()
+    assert "no_gradient" not in diagnose(run).kinds
+    assert any("no optimizer was given" in text for text in run["events"].event_text.values.tolist())
+
+
+class Twice(nn.Module):
+    "Hides keys before the softmax and sets them to zero behind it, as CPM-Ant does."
+
+    def __init__(self, slot=None):
+        super().__init__()
+        self.slot, self.softmax = slot, nn.Softmax(dim=-1)
+
+    def forward(self, x):
+        hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        scores = (q @ q.mT / 2).masked_fill(hidden, float("-inf"))
+        if self.slot is not None:
+            scores = torch.cat([scores, self.slot(q)], -1)
+        weights = self.softmax(scores)[..., : x.shape[1]].masked_fill(hidden, 0.0)
+        return weights @ q
+
+
+class Holder(nn.Module):
+    def __init__(self, slot=None):
+        super().__init__()
+        self.attn, self.post_attention_dropout = Twice(slot), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.post_attention_dropout(self.attn(x))
+
+
+def test_weights_that_are_masked_once_more_stay_those_of_their_module():
+    watch = watch_attention(Holder(), torch.randn(2, 5, 8), measure=lambda call: call)
+    (caught,) = watch.caught
+    assert caught.module == "attn" and caught.statistics.v is not None and watch.unrecognised() == []
+
+
+def test_a_sink_that_changes_from_query_to_query_is_listed():
+    x = torch.randn(2, 5, 8)
+    same = watch_attention(Holder(lambda q: torch.full_like(q[..., :1], 0.5)), x, measure=lambda c: c)
+    assert same.caught[0].statistics.sinks.tolist() == [0.5, 0.5]
+    other = watch_attention(Holder(lambda q: q[..., :1]), x, measure=lambda c: c)
+    assert not other.caught and "sinks" in " ".join(other.unrecognised())
+
+
+class Kernel(nn.Module):
+    is_causal = True
+
+    def forward(self, q, k):
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def test_torch_counts_causal_queries_from_the_first_key():
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    (caught,) = watch_attention(Kernel(), (q, k), measure=lambda call: call).caught
+    seen = torch.ones(3, 7).tril().bool()
+    want = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1).sum(2)
+    torch.testing.assert_close(attention_sums(caught.statistics).column, want.double(), rtol=1e-5, atol=1e-6)
