@@ -189,3 +189,86 @@ def test_a_key_bias_is_not_said_to_be_below_epsilon():
 
 def test_the_rules_of_a_record_are_among_the_detectors():
     assert sum(name.startswith("recorded:") for name in DETECTORS) == 3
+
+
+def test_a_mean_that_begins_anew_in_every_fold_is_quiet():
+    "The steps of every fold begin at 0 again; the first record of an epoch is no jump."
+    rng = np.random.default_rng(2)
+    records, step, begins = [], [], []
+    for _fold in range(4):
+        for epoch in range(12):
+            mean = np.cumsum(rng.normal(0.6 - 0.01 * epoch, 0.05, 40)) / np.arange(1, 41)
+            records.append(mean)
+            step.append(40 * epoch + np.arange(40))
+            begins.append(40 * epoch)
+    records[30][0] += 0.3
+    run = run_of(np.concatenate(records), step=np.concatenate(step))
+    run["scalars"].attrs["running_means"] = {"loss": begins[1:]}
+    assert alarms(run) == []
+    records[30] += 0.3  # the epoch as a whole is high
+    raised = run_of(np.concatenate(records), step=np.concatenate(step))
+    raised["scalars"].attrs["running_means"] = {"loss": begins[1:]}
+    assert "loss_spike" in alarms(raised)
+
+
+def shifts(rise, noise, seed):
+    "The level shifts told of a loss with an additional `rise`."
+    rng = np.random.default_rng(seed)
+    loss = np.linspace(1.0, 0.9, len(rise)) + rise + rng.normal(0, noise, len(rise))
+    validation = Samples(np.arange(0, len(rise), 200), np.full(len(rise) // 200, 0.9))
+    made = make_scalars({"loss": Samples(np.arange(len(rise)), loss), "val_loss": validation})
+    return [f for f in diagnose(new_run(made)) if f.kind == "level_shift"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shift_is_told_from_a_slow_rise_in_noise(seed):
+    n = 12_000
+    slow = 0.2 * np.clip((np.arange(n) - 6000) / 800, 0, 1)
+    abrupt = 0.2 * (np.arange(n) >= 6000)
+    assert shifts(slow, 0.15, seed) == shifts(slow, 0.05, seed) == []
+    (found,) = shifts(abrupt, 0.05, seed)
+    assert found.severity == "warning" and abs(found.onset - 6000) < 300
+
+
+def test_a_restart_of_another_attempt_is_no_jump():
+    "One attempt stood at 6.7, another at 1.7; what begins at 6.5 and stays goes on from the first."
+    rng = np.random.default_rng(0)
+    first, low = np.linspace(7.5, 6.7, 10), 1.7 + rng.normal(0, 0.02, 60)
+    again, last = np.linspace(6.5, 4.5, 20), 1.7 + rng.normal(0, 0.02, 60)
+    step = np.concatenate([np.arange(10), np.arange(60), np.arange(30, 50), np.arange(10, 70)])
+    (note,) = [
+        f
+        for f in diagnose(run_of(np.r_[first, low, again, last], step=step))
+        if f.kind in ("loss_spike", "resume_spike") and f.onset == 30
+    ]
+    assert note.severity == "info" and "attempt" in note.evidence["note"]
+    healed = np.r_[
+        np.linspace(6.5, 4.5, 4), 1.7 + rng.normal(0, 0.02, 26)
+    ]  # it comes down: a jump of this run
+    step = np.concatenate([np.arange(10), np.arange(60), np.arange(30, 60), np.arange(60, 120)])
+    jump = [
+        f for f in diagnose(run_of(np.r_[first, low, healed, last], step=step)) if f.kind == "resume_spike"
+    ]
+    assert {f.severity for f in jump} == {"warning"}
+
+
+def test_a_record_below_the_beginning_soon_after_it_is_a_note():
+    loss = falling(noise=0.01)
+    soon, later = loss.copy(), loss.copy()
+    soon[100] += 0.6
+    later[700] += 0.6
+    assert alarms(run_of(soon)) == []
+    assert alarms(run_of(later)) == ["loss_spike"]
+
+
+def test_the_end_of_a_tail_of_single_records_is_a_note_and_what_stands_out_of_it_is_not():
+    rng, n = np.random.default_rng(0), 20_000
+    loss = np.linspace(2.8, 2.3, n) + 0.1 * rng.normal(0, 1, n)
+    places = np.arange(400, n - 400, 400)
+    loss[places] += np.linspace(0.3, 1.05, len(places))  # a batch now and then, up to ten deviations
+    assert alarms(run_of(loss)) == []
+    loss[10_050] += 4.0
+    assert alarms(run_of(loss)) == ["loss_spike"]
+    plain = np.linspace(2.8, 2.3, n) + 0.1 * rng.normal(0, 1, n)
+    plain[10_050] += 1.3
+    assert alarms(run_of(plain)) == ["loss_spike"]

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from stabilitylab.names.errors import InputError
+from stabilitylab.read.lines import parse_any
 from stabilitylab.read.meters import meters
 from stabilitylab.read.prefilter import may_tell
 from stabilitylab.read.runs import read_log
+from stabilitylab.read.scan import Scan
 from stabilitylab.read.shapes import Piece
 from stabilitylab.read.words import evaluation, meaning
 
@@ -166,3 +168,30 @@ def test_rows_of_deepxde_and_epochs_of_ultralytics(tmp_path):
     log = read_log(tmp_path / "results.csv")
     assert (log.loss.values.tolist(), log.step.values.tolist()) == ([4.0, 3.5], [1, 2])
     assert log.val_loss.values.tolist() == [3.0, 2.0]
+
+
+def test_lines_of_one_layout_are_read_once_and_names_with_digits_stay_apart():
+    "Against the reading of every line by itself."
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(400):
+        word = str(rng.choice(["loss", "batch", "x1_loss", "x2_loss"]))
+        lines.append(f"  {word}_{rng.integers(1, 9)}: {rng.integers(100, 999)}")
+        lines.append(f"  {word}: {rng.integers(10, 99)}")
+    text = [line.encode() for line in lines]
+    scan = Scan(parse_any, max_shapes=0).feed(b"\n".join(text) + b"\n")
+    assert scan.known
+    expected = {}
+    for line in text:
+        for hit in parse_any(line):
+            for name, start, end in hit.fields:
+                expected.setdefault(name, []).append(float(line[start:end]))
+    assert {name: column.value.tolist() for name, column in scan.samples().items()} == expected
+
+
+@pytest.mark.parametrize("line", ["is=100 steps", "after 100 steps", "100 steps done", "= 100 steps"])
+def test_a_count_behind_a_number_without_a_name_is_kept(line):
+    piece = Piece(f"{line}\nsize=100 steps\n".encode())
+    assert may_tell(piece).tolist() == [True, False]
+    assert [meter.name for meter in meters(line.encode())] == ["steps"]
+    assert [meter.name for meter in meters(b"size=100 steps")] == ["size"]

@@ -271,12 +271,16 @@ def find_level_shift(
     error = _shape(series).noise / np.sqrt(window) * limit("shift_margin")
     least_rise = limit("shift_share") * abs(float(np.median(level)))
     high = np.flatnonzero(jump > max(limit("shift_sigma") * error, least_rise))
-    found = []
+    found, edges = [], []
     while len(high):
         end = high[0] + 2 * window
         near = high[high < end]
         at = window + int(near[np.argmax(jump[near])])
-        if _stays(level, at, window) and _is_abrupt(series.value, level, at, window):
+        rise = float(level[at + window] - level[at - window])
+        edge = _edge(series, at, window, rise) if _stays(level, at, window) else None
+        is_new = edge is not None and (not edges or edge - edges[-1] > window)
+        if is_new:
+            edges.append(edge)
             found += _level_shift(series, validation, level, at, window)
         high = high[high >= end]
     is_slow_climb = len(found) > limit("most_shifts")  # a loss that moves all the time did not shift
@@ -290,12 +294,23 @@ def _stays(level: np.ndarray, at: int, window: int) -> bool:
     return len(later) > 0 and bool(np.median(later) > before + limit("shift_stays") * rise)
 
 
-def _is_abrupt(value: np.ndarray, level: np.ndarray, at: int, window: int) -> bool:
-    "Whether a rise happens within a few records, or in one."
-    rise, few = level[at + window] - level[at - window], limit("shift_abrupt_records")
-    step_up = np.median(value[at : at + few]) - np.median(value[at - few : at])
-    largest = np.abs(np.diff(value[at - window : at + window])).max(initial=0)
-    return bool(step_up > limit("shift_abrupt") * rise or largest > limit("shift_jump") * rise)
+_MEDIAN_ERROR = np.sqrt(np.pi / 2)  # of a median of normal noise, in standard errors of a mean
+
+
+def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
+    "The record at which a rise happens within a few, or in one; None where noise hides how it happens."
+    value, noise = series.value[at - window : at + window], _shape(series).noise
+    difference = np.sqrt(2) * noise  # the standard deviation of the difference of two records
+    needed = (limit("shift_sigma") * _MEDIAN_ERROR * difference / (limit("shift_abrupt") * rise)) ** 2
+    few = int(min(max(limit("shift_abrupt_records"), np.ceil(needed)), window))
+    level = smooth(value, few)
+    step_up = level[few:] - level[:-few]  # from the records before a place to those behind it
+    can_tell = few <= max(limit("shift_abrupt_records"), limit("shift_tell") * window)
+    if can_tell and step_up.max(initial=0) > limit("shift_abrupt") * rise:
+        return at - window + few // 2 + int(np.argmax(step_up))
+    jump = np.diff(value)
+    is_one_jump = jump.max(initial=0) > max(limit("shift_jump") * rise, limit("spike_sigma") * difference)
+    return at - window + 1 + int(np.argmax(jump)) if is_one_jump else None
 
 
 def _median_between(series: Curve, first: int, last: int) -> float:

@@ -66,12 +66,16 @@ class _Course:
         epoch = epochs_of(self.run, self.loss)
         return None if epoch is None else epoch_means(self.loss, epoch)
 
-    def first_record(
+    def span(
         self,
-        step: int,  # of the loss, as the log counts
-    ) -> int:
-        "Index of the first record of a step."
-        return int(np.argmax(self.loss.step == step))
+        f: Finding,  # of the loss
+    ) -> tuple[int, int]:
+        "Indices of the first and last record of a finding; where steps come again, those around its peak."
+        step, evidence = self.loss.step, f.evidence
+        is_peak = (step == evidence.get("peak_step")) & (self.loss.value == evidence.get("peak"))
+        at = int(np.argmax(is_peak if is_peak.any() else step == f.onset))
+        before, behind = np.flatnonzero(step[: at + 1] == f.onset), np.flatnonzero(step[at:] == f.end)
+        return int(before[-1]) if len(before) else at, at + int(behind[0]) if len(behind) else at
 
 # %% ../../nbs/api/detect/27_quiet.ipynb #1c8e185d
 def _scatter_grew(loss: Curve, at: int) -> bool:
@@ -98,7 +102,7 @@ def _moving_goal(f: Finding, course: _Course) -> str:
         return ""
     if _runs_away(f, course):
         return ""
-    if f.kind in _SPIKES and _scatter_grew(course.loss, course.first_record(f.onset)):
+    if f.kind in _SPIKES and _scatter_grew(course.loss, course.span(f)[0]):
         return ""
     return f"{course.nature.moving} loss"
 
@@ -114,9 +118,8 @@ def _begins_anew(f: Finding, course: _Course) -> str:
     is_rise = f.kind in (*_RISES, "divergence")
     if not is_rise or course.whole_epochs is None:
         return ""
-    step, value = course.loss.step[course.whole_epochs], course.loss.value[course.whole_epochs]
-    first = int(np.searchsorted(step, f.onset))
-    last = int(np.searchsorted(step, f.end))
+    value = course.loss.value[course.whole_epochs]
+    first, last = np.searchsorted(course.whole_epochs, course.span(f))
     before = value[:first][-limit("least_median") :]
     inside = value[first : last + 1]
     if not len(before) or not len(inside):
@@ -135,6 +138,25 @@ def _remembers(f: Finding, course: _Course) -> str:
     "A rise of a running mean that came back."
     came_back = f.kind in _RISES and not _is_open(f)
     return "running mean" if came_back and course.is_running_mean else ""
+
+
+def _is_another_attempt(f: Finding, course: _Course) -> str:
+    "A restart that begins as high as an earlier attempt stood, and stays there until the next restart."
+    if f.kind not in _SPIKES:
+        return ""
+    loss, (first, _) = course.loss, course.span(f)
+    own = np.flatnonzero(loss.segment == loss.segment[first])
+    baseline, peak = f.evidence["baseline"], f.evidence["peak"]
+    middle = baseline + limit("partial_share") * (peak - baseline)
+    is_first = first - own[0] <= limit("outlier_records")
+    if not is_first or loss.value[own].min() < middle:
+        return ""
+    for segment in np.unique(loss.segment[: own[0]]):
+        is_before = (loss.segment == segment) & (loss.step <= loss.step[own[0]])
+        stood = loss.value[is_before][-1:]
+        if len(stood) and stood[0] > middle:
+            return "another attempt"
+    return ""
 
 # %% ../../nbs/api/detect/27_quiet.ipynb #d7b74cb7
 def _drifts(f: Finding, course: _Course) -> str:
@@ -177,6 +199,7 @@ _RULES: tuple[Callable[[Finding, _Course], str], ...] = (
     _moving_goal,
     _near_zero,
     _begins_anew,
+    _is_another_attempt,
     _remembers,
     _drifts,
     _climbs_throughout,

@@ -198,8 +198,10 @@ def find_loss_spikes(
     for series in passes_of(loss):
         spikes = spike_events(series)
         is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
+        tail = _tail_height(series, spikes)
         for spike in spikes:
-            is_single = _is_bad_batch(spike, is_ordinary, is_positive) or _is_low_record(spike, start)
+            is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
+            is_single = _is_bad_batch(spike, is_ordinary, is_positive) or is_low or _is_tail_end(spike, tail)
             kept = single if is_single else own
             kept.append((series, spike))
     high = _high_steps(run) if own else np.array([], int)
@@ -235,6 +237,32 @@ def _is_in_tail(spike: Spike) -> bool:
 def _is_low_record(spike: Spike, highest: float) -> bool:
     "Whether a spike is one record that was back at once and far below where the run began."
     return spike.recovery == "fast" and spike.records == 1 and 0 < spike.peak < highest
+
+
+def _is_tail_end(spike: Spike, tail: float) -> bool:
+    "Whether a spike is one record, back at once, and as high as others of this loss are now and then."
+    is_lone = spike.recovery == "fast" and spike.records == 1
+    return is_lone and spike.z < min(tail, limit("wide_sigma"))
+
+
+def _tail_height(series: Curve, spikes: list[Spike]) -> float:
+    "How far the tail of single high records reaches, in noise deviations; 0 where nothing needs it."
+    few = limit("common_outliers")
+    if not any(_is_tail_end(spike, np.inf) for spike in spikes) or len(series.value) <= few:
+        return 0.0
+    _, level, noise = out_of_range(series.value)
+    z = (series.value - level) / np.where(noise > 0, noise, np.inf)
+    beside = np.maximum(np.r_[0.0, z[:-1]], np.r_[z[1:], 0.0])
+    alone = np.where(z > limit("tail_factor") * beside, z, 0.0)
+    return limit("tail_factor") * float(np.partition(alone, -few)[-few])
+
+
+def _is_early_low(spike: Spike, series: Curve) -> bool:
+    "Whether a spike is a record or two, back at once, below where its pass began less than a history before."
+    is_short = spike.recovery == "fast" and spike.records <= limit("outlier_records")
+    is_early = spike.first < limit("history") and series.segment[spike.first] == series.segment[0]
+    began = float(np.median(series.value[: limit("fresh_records")]))
+    return is_short and is_early and 0 < spike.peak < began
 
 
 def _severity(is_lost: bool, is_low: bool) -> str:

@@ -42,9 +42,13 @@ _COUNT_CODES = np.isin(_TELLING, [_code(word) for word in _COUNTS])  # by place 
 _INDEX_CODES = np.array(
     [_code(word) for word in ("index", "idx", "no", "id", "number", "done", "of", "is", "at")], np.uint64
 )
-_LINK_CODES = np.array([_code(word) for word in ("after", "at", "in")], np.uint64)  # `after 100 steps`
+_LINK_CODES = np.array(  # of `after 100 steps`, `is 100 steps`
+    [_code(word) for word in ("after", "at", "in", "is", "of")], np.uint64
+)
 _LETTER = np.zeros(256, bool)
 _LETTER[[*range(65, 91), *range(97, 123)]] = True
+_IS_LINK = np.zeros(256, np.int64)
+_IS_LINK[[ord("="), ord(":")]] = 1
 _CAPITAL = np.zeros(256, bool)
 _CAPITAL[65:91] = True
 
@@ -96,6 +100,14 @@ def _with_point(piece: Piece) -> np.ndarray:
     return begin[is_behind_point | is_exponent]
 
 
+def _follows_name(piece: Piece, begin: np.ndarray) -> np.ndarray:
+    "Whether a letter stands before each number, or before the sign that links it to its name: `size=7`."
+    blank = piece.buf[begin - 1] == _BLANK
+    before = begin - 1 - blank
+    before = before - _IS_LINK[piece.buf[before]]
+    return _LETTER[piece.buf[before]]
+
+
 def _named(piece: Piece, words: _Words) -> np.ndarray:
     "Where a number has a measure before it in its line, or a count right before or behind it."
     begin = piece.runs[0]
@@ -115,19 +127,18 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
 
     is_measure = among(words.measures, before - _FAR, before)
     is_count = among(words.counts, before - _NEAR, before)
-    blank = piece.buf[begin - 1] == _BLANK
-    is_unnamed = ~_LETTER[piece.buf[begin - 1 - blank]] | among(words.links, before - 1, before)
+    is_unnamed = ~_follows_name(piece, begin) | among(words.links, before - 1, before)
     return begin[is_measure | is_count | (is_unnamed & among(words.counts, before, before + 1))]
 
 
 def _wanted(piece: Piece) -> np.ndarray:
     "Which lines hold a digit, or letters that may be a number."
-    text = piece.buf.tobytes()
+    text = piece.buf.tobytes().lower()
     places = [place for word in _NO_NUMBERS for place in _finds(text, word)]
     return (piece.n_runs > 0) | _marked(piece, np.array(places, dtype=np.int64))
 
 
-_NO_NUMBERS = (b"nan", b"NaN", b"NAN", b"inf", b"Inf", b"INF")
+_NO_NUMBERS = (b"nan", b"inf")
 
 
 def _part(piece: Piece, lines: np.ndarray) -> Piece:

@@ -147,6 +147,23 @@ def _is_number(text: bytes) -> bool:
     return True
 
 
+_DIGITS = b"0123456789"
+_AS_ZERO = bytes.maketrans(_DIGITS, b"0" * len(_DIGITS))
+_MOST_KNOWN = 2**12  # layouts that are remembered
+
+
+def _n_digits(text: bytes) -> int:
+    "How many digits a text has."
+    return len(text) - len(text.translate(None, _DIGITS))
+
+
+def _is_all_values(hits: list[Hit], text: bytes) -> bool:
+    "Whether each digit of a line is part of a value, so that no name, stamp or step depends on it."
+    spans = [(start, end) for hit in hits for _, start, end in hit.fields]
+    is_plain = all(hit.event is None and hit.step is None for hit in hits)
+    return is_plain and sum(_n_digits(text[start:end]) for start, end in spans) == _n_digits(text) > 0
+
+
 def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
     "The lines of `todo` that are not in `done`; both rising, `done` a part of `todo`."
     if done.size == todo.size:
@@ -167,6 +184,8 @@ class _Frame(NamedTuple):
 
 def _frame(parts: list[Part]) -> _Frame:
     "The places, steps and times of the parts, in the order of the file."
+    if len(parts) == 1 and len(parts[0].order) == 1:  # of free text most series
+        return _Frame(slice(None), parts[0].order, np.maximum(parts[0].step, 0), parts[0].time)
     order, step = np.concatenate([p.order for p in parts]), np.concatenate([p.step for p in parts])
     time = None
     if any(p.time is not None for p in parts):
@@ -195,6 +214,7 @@ class Scan:
         self.is_scattered = False  # whether the last groups of lines were small
         self.columns: dict[str, list[Part]] = {}
         self.events, self.unread, self.last_step, self.n_lines = [], 0, None, 0
+        self.known: dict[bytes, list[Hit]] = {}  # by layout, what lines alone of their shape gave
 
     def feed(
         self,
@@ -270,9 +290,19 @@ class Scan:
             found = _Many(found.hit, found.order[is_step], found.step[is_step], time, values, texts)
         return found._replace(step=found.step.astype(np.int64) + found.hit.step_shift)
 
+    def _parsed(self, text: bytes) -> list[Hit]:
+        "What the format finds in a line; remembered for all lines of its layout whose digits are all values."
+        layout = text.translate(_AS_ZERO)
+        hits = self.known.get(layout)
+        if hits is None:
+            hits = self.parse(text)
+            if len(self.known) < _MOST_KNOWN and _is_all_values(hits, text):
+                self.known[layout] = hits
+        return hits
+
     def _hits(self, text: bytes, count: int) -> list[Hit]:
         "What the format finds in a line; `count` lines like it are unread where that is nothing sound."
-        hits = self.parse(text)
+        hits = self._parsed(text)
         sound = [good for hit in hits if (good := _sound(hit, text))]
         if len(sound) < len(hits) or (not hits and _LOSS.search(text)):
             self.unread += count
@@ -313,9 +343,10 @@ class Scan:
     def _store_singles(self, singles: list[_Single], steps: _Steps) -> None:
         "The lines of rare shapes, those with the same fields as one part of their columns."
         groups: dict[tuple, list[_Single]] = {}
-        for found in singles:
+        before = steps.at(np.array([found.order for found in singles], dtype=np.int64)).tolist()
+        for found, step in zip(singles, before, strict=True):
             if found.step is None:
-                found = found._replace(step=int(steps.at(found.order)))
+                found = found._replace(step=step)
             if found.hit.event:
                 text = found.text.decode("utf-8", "replace")
                 self.events.append((found.order, found.hit.event, found.step, text, None))

@@ -46,6 +46,9 @@ class Counted:
 # %% ../../nbs/api/read/16_steps.ipynb #37c09e33
 def _is_count(value: np.ndarray) -> bool:
     "Whether all numbers are whole, not negative, and small enough to be exact."
+    if len(value) == 1:  # of free text most columns
+        number = float(value[0])
+        return number.is_integer() and 0 <= number < 2**53
     is_whole = value == np.floor(value)  # never of a NaN
     return bool((is_whole & (value >= 0) & (value < 2**53)).all())
 
