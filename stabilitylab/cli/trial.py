@@ -100,7 +100,7 @@ def run_trial(
     where = {"device": args.device, "client": args.scheduler}
     trial = Trial(start, arms, steps, args.seeds, args.folder, **where)
     result = trial.run(args.budget, progress=sys.stderr.isatty())
-    foreword = (*foreword, *_unfinished(trial, result, args.folder))
+    foreword = (*foreword, *_unfinished(trial, result, args.folder), *_unfailed(result))
     if args.html:
         _write_report(args.html, run, findings, trial_sheet(result, chosen, foreword))
     if args.json:
@@ -126,6 +126,15 @@ def _unfinished(trial: object, result: object, folder: str | None) -> tuple[str,
     if result.complete or folder is not None:
         return ()
     return (f"The arms so far lie in {trial.keep()}; the same call with --folder and this name goes on.",)
+
+
+def _unfailed(result: object) -> tuple[str, ...]:
+    "What to say where the state of a failing run was trained again and did not fail."
+    base = result.arms[0]
+    if not base.seeds or base.diverged or base.side_effects["spikes"]:
+        return ()
+    told = f"The run unchanged failed on no seed within {result.steps} steps: nothing was there to rescue"
+    return (f"{told}, and a verdict is one on the final loss. --steps and --step move where it looks.",)
 
 
 def _asked(words: list[str]) -> list:
