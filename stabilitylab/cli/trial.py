@@ -91,9 +91,10 @@ def run_trial(
     run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
     chosen = [] if asked else suggest(list(findings), run)
+    device = "cpu" if args.scheduler else args.device  # this machine need not be like the workers
     with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
         start, steps, foreword = _origin(args, run, findings)
-        arms, left = ([], []) if start is None else _fitting(start, asked, chosen)
+        arms, left = ([], []) if start is None else _fitting(start, asked, chosen, device)
     if start is None:
         return _nothing_to_try(args, foreword)
     foreword = (*foreword, *left)
@@ -149,14 +150,14 @@ def _asked(words: list[str]) -> list:
     return told_apart(arms)
 
 
-def _fitting(start: object, asked: list, chosen: list) -> tuple[list, list[str]]:
+def _fitting(start: object, asked: list, chosen: list, device: str) -> tuple[list, list[str]]:
     "The arms to train, of the suggested ones those that fit, and what was left out."
     from stabilitylab.names.errors import InputError
     from stabilitylab.trial.arm import arm_of
     from stabilitylab.trial.trial import unfit_arms
 
     arms = asked or [one.arm for one in chosen] or [arm_of("placebo")]
-    unfit = unfit_arms(start, arms)
+    unfit = unfit_arms(start, arms, device)
     if asked and unfit:
         raise InputError(next(iter(unfit.values())))
     return [arm for arm in arms if arm.name not in unfit], [
