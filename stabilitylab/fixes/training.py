@@ -200,14 +200,25 @@ class Training:
     def _clipped(self) -> float:
         "Clips the gradients; gives their norm of before."
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = grad_norm(parameters)
+        grads = [p.grad for p in parameters]
+        is_plain = all(grad.dtype == torch.float32 and not grad.is_sparse for grad in grads)
+        # the norm that clipping would take once more; 16 bits are added up in float32 by `grad_norm`
+        total = torch.nn.utils.get_total_norm(grads) if is_plain else None
+        norm = grad_norm(parameters) if total is None else float(total)
         if self.scaler is not None and not math.isfinite(norm):
             self.skip = True  # as the scaler itself decides
-        if callable(self.clip) and not self.skip:
-            self.clip(self.model)
-        elif self.clip is not None and not self.skip:
-            torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+        if not self.skip:
+            self._clip(parameters, total)
         return norm
+
+    def _clip(self, parameters: list, total: torch.Tensor | None) -> None:
+        "Clips gradients whose norm is `total`, or not known."
+        if callable(self.clip):
+            self.clip(self.model)
+        elif self.clip is not None and total is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, total)
+        elif self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip)
 
     def _measured(self, loss: torch.Tensor, part) -> float:
         "The loss to compare by; computed again only where a changed loss does not know it."
