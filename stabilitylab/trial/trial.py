@@ -229,8 +229,8 @@ class Trial:
         arm: str | Sequence | Arm,  # as `arm_of` takes it
     ) -> Arm:  # that will train with the same start, steps and seeds
         "One more arm, while the others train or after they have ended."
-        *_, new = told_apart([*self.arms, arm_of(arm)])
-        _ = verdicts_of([*self.arms, new], [])  # a name that is there already is refused
+        *known, new = told_apart([*self.arms, arm_of(arm)])
+        _ = verdicts_of([*known, new], [])  # a name that is there already is refused
         place = len(self.arms)
         self.arms = [*self.arms, new]
         self._stopped = False
