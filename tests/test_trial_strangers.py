@@ -3,20 +3,24 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
-from stabilitylab.cli.trial import _late
+from stabilitylab.cli.trial import _late, _unfailed
+from stabilitylab.detect.findings import Finding
 from stabilitylab.fixes.protocol import apply_all
 from stabilitylab.fixes.registry import fix
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.user_code import _forget, function_at
-from stabilitylab.trial.arm import arm_of, told_apart
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, told_apart
 from stabilitylab.trial.bundle import why_alone
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.trial import Trial, unfit_arms
+from stabilitylab.trial.suggest import failure_onset
+from stabilitylab.trial.trial import Trial, TrialResult, unfit_arms
+from stabilitylab.trial.verdict import outcome, verdicts_of
 
 SETUP = """
 import torch
@@ -142,6 +146,39 @@ def test_two_settings_of_one_fix_are_two_arms_and_the_same_arm_twice_is_refused(
 def test_a_parameter_that_is_no_number_is_refused_with_its_range(words):
     with pytest.raises(InputError, match=r"`factor`=.* is not accepted; allowed: 0\.0001 to 1\.0"):
         arm_of(words)
+
+
+def test_a_run_with_warnings_alone_is_tried_before_the_loss_tells():
+    def found(kind, severity, onset):
+        return Finding(kind, severity, onset, explanation="")
+
+    early, spike = found("grad_below_epsilon", "warning", 0), found("loss_spike", "warning", 160)
+    error = found("activation_explosion", "error", 90)
+    assert failure_onset([early, spike]) == 160 and failure_onset([early]) is None
+    assert failure_onset([early, spike, error]) == 90
+
+
+def test_a_run_that_does_not_fail_again_is_told():
+    def result(loss):
+        curves = [ArmCurve("unchanged", seed, np.arange(60), loss) for seed in range(2)]
+        return TrialResult(Start(), 60, verdicts_of([Arm()], curves), curves, True)
+
+    noise = 0.01 * np.random.default_rng(0).standard_normal(60)
+    (told,) = _unfailed(result(2 + noise))
+    assert "failed on no seed within 60 steps" in told
+    assert not _unfailed(result(2 + noise + (np.arange(60) > 40)))
+
+
+def test_a_run_that_left_with_its_first_step_and_knows_nothing_has_failed():
+    noise = np.random.default_rng(0).standard_normal((3, 90))
+    arms = [Arm(), Arm(({"name": "low"},)), Arm(({"name": "none"},))]
+    curves = [ArmCurve("unchanged", s, np.arange(150, 240), 90 + 20 * noise[s]) for s in range(3)]
+    curves += [ArmCurve("low", s, np.arange(150, 240), 2.9 + 0.1 * noise[s]) for s in range(3)]
+    curves += [ArmCurve("none", s, np.arange(150, 153), np.array([2.6, np.inf, np.nan])) for s in range(3)]
+    base, low, none = verdicts_of(arms, curves, start_loss=4.8)
+    assert (base.diverged, low.diverged, none.diverged) == (3, 0, 3)
+    assert low.verdict == "helps" and low.rescued == 3 and none.verdict == "does not help"
+    assert outcome(curves[0], 4.8).onset == 150 and not outcome(curves[3], 2.85).diverged
 
 
 def test_a_state_behind_the_failure_is_said():

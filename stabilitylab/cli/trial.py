@@ -91,16 +91,17 @@ def run_trial(
     run = next(iter(read_runs(args.run).values()))
     findings = diagnose(run)
     chosen = [] if asked else suggest(list(findings), run)
+    device = "cpu" if args.scheduler else args.device  # this machine need not be like the workers
     with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer
         start, steps, foreword = _origin(args, run, findings)
-        arms, left = ([], []) if start is None else _fitting(start, asked, chosen)
+        arms, left = ([], []) if start is None else _fitting(start, asked, chosen, device)
     if start is None:
         return _nothing_to_try(args, foreword)
     foreword = (*foreword, *left)
     where = {"device": args.device, "client": args.scheduler}
     trial = Trial(start, arms, steps, args.seeds, args.folder, **where)
     result = trial.run(args.budget, progress=sys.stderr.isatty())
-    foreword = (*foreword, *_unfinished(trial, result, args.folder))
+    foreword = (*foreword, *_unfinished(trial, result, args.folder), *_unfailed(result))
     if args.html:
         _write_report(args.html, run, findings, trial_sheet(result, chosen, foreword))
     if args.json:
@@ -128,6 +129,15 @@ def _unfinished(trial: object, result: object, folder: str | None) -> tuple[str,
     return (f"The arms so far lie in {trial.keep()}; the same call with --folder and this name goes on.",)
 
 
+def _unfailed(result: object) -> tuple[str, ...]:
+    "What to say where the state of a failing run was trained again and did not fail."
+    base = result.arms[0]
+    if not base.seeds or base.diverged or base.side_effects["spikes"]:
+        return ()
+    told = f"The run unchanged failed on no seed within {result.steps} steps: nothing was there to rescue"
+    return (f"{told}, and a verdict is one on the final loss. --steps and --step move where it looks.",)
+
+
 def _asked(words: list[str]) -> list:
     "The arms that were asked for; raises before anything is read or trained."
     from stabilitylab.names.errors import bad_input
@@ -140,14 +150,14 @@ def _asked(words: list[str]) -> list:
     return told_apart(arms)
 
 
-def _fitting(start: object, asked: list, chosen: list) -> tuple[list, list[str]]:
+def _fitting(start: object, asked: list, chosen: list, device: str) -> tuple[list, list[str]]:
     "The arms to train, of the suggested ones those that fit, and what was left out."
     from stabilitylab.names.errors import InputError
     from stabilitylab.trial.arm import arm_of
     from stabilitylab.trial.trial import unfit_arms
 
     arms = asked or [one.arm for one in chosen] or [arm_of("placebo")]
-    unfit = unfit_arms(start, arms)
+    unfit = unfit_arms(start, arms, device)
     if asked and unfit:
         raise InputError(next(iter(unfit.values())))
     return [arm for arm in arms if arm.name not in unfit], [

@@ -202,7 +202,7 @@ class Training:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [p.grad for p in parameters]
         is_plain = all(grad.dtype == torch.float32 and not grad.is_sparse for grad in grads)
-        # the norm that clipping would take once more; grad_norm, where 16 bits are added up in float32
+        # the norm that clipping would take once more; 16 bits are added up in float32 by `grad_norm`
         total = torch.nn.utils.get_total_norm(grads) if is_plain else None
         norm = grad_norm(parameters) if total is None else float(total)
         if self.scaler is not None and not math.isfinite(norm):

@@ -70,8 +70,7 @@ class Start:
         "Whether the first steps from here are the recorded ones: with the setup of another run they are not."
         if self.function:
             return None
-        later = self.step + 1
-        step = later if later in replayable_steps(self.path) else self.step
+        step = recorded_steps(self.path, self.step)[:2][-1]  # what clipping does shows in the second one
         return checked(self.path, step, self.setup).check
 
     @property
@@ -134,13 +133,12 @@ def _recorded_changes(path: str, first: int) -> Callable | None:
     "(optimizer, step) sets what the run itself changed from a step on, such as its rate; None: nothing."
     rows = box_index(path)["settings"]
     rows = [row for row in rows if row["step"] <= first][-1:] + [row for row in rows if row["step"] > first]
-    groups = [[group for groups in row["optimizers"] for group in groups] for row in rows]
-    pairs = [pair for later in groups[1:] for pair in zip(groups[0], later, strict=False)]
-    names = {name for old, new in pairs for name in new if new[name] != old.get(name)}
+    groups = [row["optimizers"][0] for row in rows]  # a trial has one optimizer
+    names = set().union(*(_changed(groups[0], later) for later in groups))
     if not names:
         return None
-    told = [row | {"optimizers": [_only(names, groups) for groups in row["optimizers"]]} for row in rows]
-    set_known = recorded_schedule(told)
+    # what the run did not change is left to fixes
+    set_known = recorded_schedule([_only(names, row) for row in rows])
 
     def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
         set_known(optimizer, step)
@@ -150,9 +148,22 @@ def _recorded_changes(path: str, first: int) -> Callable | None:
     return schedule
 
 
-def _only(names: set[str], groups: list[dict]) -> list[dict]:
-    "Some of the settings: those that a run did not change are left to fixes."
-    return [{name: group[name] for name in names if name in group} for group in groups]
+def _changed(before: list[dict], now: list[dict]) -> set[str]:
+    "Names of the settings that differ in any group."
+    pairs = zip(before, now, strict=False)
+    return {name for old, new in pairs for name in new if new[name] != old.get(name)}
+
+
+def _only(names: set[str], row: dict) -> dict:
+    "The settings of a step, with some of their names."
+    groups = row["optimizers"][0]
+    kept = [dict(_picked(group, names)) for group in groups]
+    return row | {"optimizers": [kept]}
+
+
+def _picked(group: dict, names: set[str]) -> list[tuple]:
+    "Some of the settings of a group."
+    return [(name, value) for name, value in group.items() if name in names]
 
 
 def _added_up(parts: list) -> list[float]:

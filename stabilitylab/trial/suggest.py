@@ -114,11 +114,17 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _Said:
     )
 
 
+_IN_THE_LOSS = ("divergence", "slow_rise", "loss_spike", "resume_spike", "lr_too_high")  # kinds of findings
+
+
 def failure_onset(
     findings: Sequence[Finding],  # of `diagnose`
-) -> int | None:  # None where no finding is an error with a step
-    "The step at which a run failed: that of the first error, in the order of the findings."
-    return next((one.onset for one in findings if one.severity == "error" and one.onset is not None), None)
+) -> int | None:  # None where no finding is an error with a step, nor a warning of the loss itself
+    "The step at which a run failed: of the first error, or else of the first warning that the loss shows."
+    known = [one for one in findings if one.onset is not None]
+    errors = [one.onset for one in known if one.severity == "error"]
+    seen = [one.onset for one in known if one.severity == "warning" and one.kind in _IN_THE_LOSS]
+    return next(iter(errors + seen), None)
 
 
 def _said_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _Said:

@@ -229,8 +229,8 @@ class Trial:
         arm: str | Sequence | Arm,  # as `arm_of` takes it
     ) -> Arm:  # that will train with the same start, steps and seeds
         "One more arm, while the others train or after they have ended."
-        *_, new = told_apart([*self.arms, arm_of(arm)])
-        _ = verdicts_of([*self.arms, new], [])  # a name that is there already is refused
+        *known, new = told_apart([*self.arms, arm_of(arm)])
+        _ = verdicts_of([*known, new], [])  # a name that is there already is refused
         place = len(self.arms)
         self.arms = [*self.arms, new]
         self._stopped = False
@@ -275,10 +275,11 @@ def _lines(file: Path) -> int:
 def unfit_arms(
     start: Start,  # where all arms set out
     arms: Sequence[Arm],  # to be tried
+    device: str = "cpu",  # where they will train
 ) -> dict[str, str]:  # name of an arm -> why it cannot be tried, in one line
     "Arms whose fixes cannot be applied there, or not take a step; raises where the start itself cannot."
     try:
-        _take_a_step(start, Arm())
+        _take_a_step(start, Arm(), device)
     except InputError:
         raise
     except Exception as error:  # code of the user may raise anything
@@ -288,16 +289,16 @@ def unfit_arms(
     unfit = {}
     for arm in arms:
         try:
-            _take_a_step(start, arm)
+            _take_a_step(start, arm, device)
         except Exception as error:
             unfit[arm.name] = str(error) if isinstance(error, InputError) else _one_line(error)
     return unfit
 
 
-def _take_a_step(start: Start, arm: Arm) -> None:
+def _take_a_step(start: Start, arm: Arm, device: str) -> None:
     "The first step of an arm; random states stay as they were."
     with torch.random.fork_rng(devices=[]):
-        training = start.build(0)
+        training = start.build(0, device)
         apply_all(training, [fix(one["name"], **one.get("parameters", {})) for one in arm.fixes])
         training.run_step()
 
