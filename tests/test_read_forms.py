@@ -185,15 +185,3 @@ def test_right_answers_of_all_are_no_count_of_steps(tmp_path):
     log = written(tmp_path, "\n".join(lines) + "\n")
     assert steps_of(log, "loss") == list(range(1, 30))
     assert log.segment.values.max() == 0
-
-
-def test_a_bar_that_is_drawn_again_at_its_end_counts_once(tmp_path):
-    def bar(epoch, i, rate):
-        loss = 3 - epoch / 2 - i / 400
-        return f"\rEpoch {epoch}: {i}%|###  | {i}/100 [00:05<00:00, {rate:.2f}it/s, loss={loss:.4f}]"
-
-    epochs = [
-        "".join(bar(e, i, 20 + i) for i in range(10, 101, 10)) + bar(e, 100, 19) + "\n" for e in range(3)
-    ]
-    log = written(tmp_path, "".join(epochs))
-    assert steps_of(log, "loss") == list(range(10, 301, 10))

@@ -150,9 +150,7 @@ def tables_of(
         scale = scale_of(word, unit)
         value = column.value if scale == 1 else np.round(column.value * scale)
         tables[key].slots.append(Slot(word, kind, bool(counts), unit, value, int(place)))
-    return sorted(
-        map(_without_echo, map(_drawn_once, tables.values())), key=lambda table: int(table.order[0])
-    )
+    return sorted(map(_without_echo, tables.values()), key=lambda table: int(table.order[0]))
 
 
 # ours: share of the runs of equal lines that are even, share of those of two, lines that differ
@@ -172,19 +170,6 @@ def _without_echo(table: Table) -> Table:
         return table
     place = np.arange(len(is_same)) - np.repeat(begins, lengths)
     return some_lines(table, place % 2 == 0)  # of four alike two are new
-
-
-_RATES = ("it/s", "s/it")  # what tqdm writes behind its speed
-
-
-def _drawn_once(table: Table) -> Table:
-    "The lines of a kind; of a bar that is drawn again at the same place, with the same values, once."
-    is_bar = any(slot.unit in _RATES for slot in table.slots) and any(slot.counts for slot in table.slots)
-    if not is_bar or len(table.order) < 2:
-        return table
-    rows = np.stack([slot.value for slot in table.slots if slot.unit not in _RATES])
-    is_again = ((rows[:, 1:] == rows[:, :-1]) | (np.isnan(rows[:, 1:]) & np.isnan(rows[:, :-1]))).all(axis=0)
-    return some_lines(table, np.r_[True, ~is_again]) if is_again.any() else table
 
 
 def some_lines(
