@@ -83,6 +83,8 @@ def _refusal(file: LogFile) -> str:
     has_loss = any("loss" in name for name in names)
     if file.format == "generic" and file.path.suffix.lower() in _SETTINGS and not has_loss:
         return "no loss in it"
+    if file.format in ("numbers", "numpy") and not has_loss:
+        return "numbers that nothing calls losses"
     if file.format == "torch_curves" and not has_loss and not any("acc" in name for name in names):
         return "tensors, but no curve of a loss"
     return ""

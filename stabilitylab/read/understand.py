@@ -12,6 +12,7 @@ from ..names.errors import bad_input
 from ..names.variables import SCALARS, canonical_name
 from .base import LogData
 from .lines import Slot, Table, some_lines
+from .opponents import opponents_of
 from .phases import phases_apart
 from .running import running_mean_starts
 from .steps import Counted, carried, count_steps
@@ -273,6 +274,22 @@ def _name(series: _Series, main: _Series | None, taken: dict) -> str:
     return name
 
 
+_OF_OPPONENTS = "none: generator against discriminator"
+
+
+def _place(series: _Series, main: _Series | None, opponents: frozenset[str]) -> tuple:
+    "Where a series stands among those of a log: the training loss first, then what measures learning."
+    measures = series.meaning in _MEASURES or series.name in opponents
+    return series is not main, not measures, series.is_average, -series.size
+
+
+def _found_in(groups: list[Counted], tables: list[Table]) -> list[_Series]:
+    "The series that have enough values, and are not the mark of a program that has no loss."
+    has_loss = any(meaning(s.name) == "loss" for t in tables for s in t.slots if s.name and len(t.order) > 1)
+    every = _series_of(groups, not has_loss).values()
+    return [series for series in every if _is_enough(series) and not _is_no_loss(series)]
+
+
 def understand(
     tables: list[Table],  # the kinds of lines of a log
     step: str | None = None,  # name of the count that is the step; None: found
@@ -285,21 +302,21 @@ def understand(
         table, left_out = _one_rank(table)
         data.skip("records of other ranks", left_out)
         kept.append(table)
+    kept, opponents = opponents_of(kept)
     groups = count_steps(phases_apart(kept), step)
-    has_loss = any(meaning(s.name) == "loss" for t in kept for s in t.slots if s.name and len(t.order) > 1)
-    found = [s for s in _series_of(groups, not has_loss).values() if _is_enough(s) and not _is_no_loss(s)]
-    if not any(_is_measured(s) for s in found):
+    found = _found_in(groups, kept)
+    if not any(_is_measured(s) or s.name in opponents for s in found):
         return data
     main = _chosen(found, loss) if loss else _training_loss(found)
     carrier = _carrier(groups, main)
-    ranked = sorted(found, key=lambda s: (s is not main, s.meaning not in _MEASURES, s.is_average, -s.size))
+    ranked = sorted(found, key=lambda s: _place(s, main, opponents))
     head = ranked[0]
     first = np.sort(np.concatenate([table.order for table, _ in head.parts]))
     begins = _new_passes(groups)
     used: dict[int, int] = {}
     for series in ranked:
         samples, how = _samples(series, carrier, first, begins)
-        if series is not head and _is_aside(series, samples, head):
+        if series is not head and series.name not in opponents and _is_aside(series, samples, head):
             continue
         used |= {id(table): len(table.order) for table, _ in series.parts}
         name = _name(series, main, data.samples)
@@ -309,6 +326,7 @@ def understand(
             data.attrs["pass_starts"] = find_restarts({name: samples}).tolist()
         _say_ours(data, name, series, main)
         _say_mean(data, name, series)
+    data.attrs |= {"loss_is": _OF_OPPONENTS} if main is None and opponents else {}
     data.attrs["lines_used"] = sum(used.values())
     return data
 

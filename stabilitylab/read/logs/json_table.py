@@ -9,7 +9,10 @@ __all__ = ['FORMAT', 'read_json_table']
 import re
 from pathlib import Path
 
+import numpy as np
+
 from ...names.errors import bad_input
+from ..bare import numbers_log
 from ..base import Format, LogData, first_bytes
 from ..json_file import load_json
 from ..tables import read_records, records_log, table_log
@@ -29,19 +32,12 @@ def _columns(data: dict) -> dict[str, list]:
     return columns
 
 
-def _unwrapped(data: object) -> object:
-    "What a dict of one entry holds, if that may be the log itself."
+def _unwrapped(data: object, stem: str) -> tuple[object, str]:
+    "What a dict of one entry holds, if that may be the log itself, and the name that says what it is."
     if isinstance(data, dict) and len(data) == 1:
-        inner = next(iter(data.values()))
-        return inner if isinstance(inner, (list, dict)) else data
-    return data
-
-
-def _name_of_values(path: Path) -> str:
-    "What a bare list of numbers measures, by the name of its file."
-    words = path.stem.lower()
-    names = ("val_loss", "test_loss", "loss", "accuracy", "reward")
-    return next((name for name in names if name in words), path.stem)
+        name, inner = next(iter(data.items()))
+        return (inner, str(name)) if isinstance(inner, (list, dict)) else (data, stem)
+    return data, stem
 
 
 def read_json_table(
@@ -53,9 +49,9 @@ def read_json_table(
         if log.samples:
             return log
     data, lost = load_json(path)
-    data = _unwrapped(data)
+    data, name = _unwrapped(data, path.stem)
     if isinstance(data, list) and data and all(type(value) in (int, float) for value in data):
-        log = table_log(_columns({_name_of_values(path): data}))
+        log = numbers_log([np.array(data, dtype=np.float64)], name, path.stem)
     elif isinstance(data, list) and any(isinstance(r, dict) for r in data):
         log = records_log(r for r in data if isinstance(r, dict))
         log.skip("entries that are no record", sum(not isinstance(r, dict) for r in data))
