@@ -152,7 +152,7 @@ def test_the_notebook_of_the_screen_runs_and_finds_the_same(monkeypatch):
     state = opened("report", sample())
     state.x_range, state.selected = (300, 360), 0
     view = ReportView(state)
-    assert "300 to 360" in view.about.value and "screen_html" in view.about.value
+    assert "300 to 360" in view.about.value and "screen_html" in view.call.call
     (_, _, page), (_, kind, notebook) = report_files(state, "2026-01-01 12:00")
     assert kind == "application/x-ipynb+json" and b"2026-01-01 12:00" in page and b"identity" in page
     done = NotebookClient(reads(notebook.decode(), 4), timeout=120).execute()
