@@ -162,6 +162,8 @@ class ReplayView:
         self.step = widgets.BoundedIntText(description="Step", min=0, max=0, layout=wide)
         self.panel = SetupPanel(lambda: self.step.value)
         self.states, self.batches, self.precisions = (widgets.SelectMultiple(layout=rows) for _ in range(3))
+        for choice in (self.states, self.batches, self.precisions):
+            choice.tooltip = "Ctrl-click for several"
         self.precisions.options = list(PRECISIONS)
         self.chosen = {name: _faint("") for name in _CHOSEN}
         self.swap = _checkbox("swap states and batches", True)
@@ -319,7 +321,7 @@ class ReplayView:
     def _say_chosen(self, name: str) -> None:
         "The chosen steps above their list, which does not show them all."
         steps = ", ".join(str(step) for step in getattr(self, name).value)
-        self.chosen[name].value = f"{_CHOSEN[name]} {steps or 'none'} (Ctrl-click)"
+        self.chosen[name].value = f"{_CHOSEN[name]} {steps or 'none'}"
 
     def asked(self) -> dict[str, list[int]]:  # states, batches: steps
         "What the step is compared with: what the user chose for this step, else what `controls` gives."

@@ -75,12 +75,10 @@ def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
         and "of the gradient" in words
         and page.locator(f"{VIEW} .text span").count() >= 64
     )
-    page.wait_for_timeout(500)
+    seen = f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth)"
+    page.wait_for_function(f"{seen}.length === 3", timeout=60_000)
     shot(page, "replay-done")
-    heights = page.evaluate(
-        f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth)"
-        ".map(i => i.getBoundingClientRect().height)"
-    )
+    heights = page.evaluate(f"{seen}.map(i => i.getBoundingClientRect().height)")
     assert len(heights) == 3 and min(heights) > 60, heights  # the loss, the matrix, the samples
     box.fill(f"{written(tmp_path)}:never")  # a replay that goes on until it is stopped
     box.press("Enter")
