@@ -139,8 +139,8 @@ def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     bench = Workbench({"late": run, "early": run.copy()})
     bench.state.visible = "fixlab"
     view = bench.tabs.children[bench._names.index("fixlab")]
-    for module in ("fixlab", "view_rounding"):
-        monkeypatch.setattr(f"stabilitylab.workbench.{module}.replayable_steps", lambda path: [120, 121])
+    monkeypatch.setattr("stabilitylab.workbench.fixlab.replayable_steps", lambda path: [120, 121])
+    monkeypatch.setattr("stabilitylab.workbench.view_rounding.steps_again", lambda run: [120, 121])
     monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
     before = view.step.min
     bench.chooser.value = "early"
