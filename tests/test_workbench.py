@@ -129,6 +129,24 @@ def test_a_growing_folder_is_followed(tmp_path):
     assert "non_finite" in [found.kind for found in bench.state.findings]
 
 
+def test_a_run_that_grows_is_drawn_again_and_stays_the_one_that_is_shown(tmp_path):
+    line = "{},{}\n"
+    for place, name in enumerate(("a.csv", "b.csv", "c.csv")):
+        rows = (line.format(i, 3 + place - i / 50) for i in range(60))
+        (tmp_path / name).write_text("step,loss\n" + "".join(rows))
+    bench = Workbench(tmp_path)
+    bench.state.show("b.csv")
+    bench.state.visible = "runs"  # whose table puts the worst run first
+    before = bench.tabs.children[0].picture.panels[0]["x1"]
+    with open(tmp_path / "b.csv", "a") as log:
+        log.write("".join(line.format(i, 4 - i / 50) for i in range(60, 120)))
+    assert bench.poll() and bench.state.name == bench.chooser.value == "b.csv"
+    assert before < 65 and bench.tabs.children[0].picture.panels[0]["x1"] > 115
+    seen = []
+    bench.state.observe(seen.append, names=["runs"])
+    assert not bench.poll() and not seen
+
+
 def measuring(monkeypatch):
     "A view whose measurement waits halfway until it is let go."
     go, told = threading.Event(), view_accumulation.token_loss

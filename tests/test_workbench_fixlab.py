@@ -79,7 +79,7 @@ def test_a_finished_trial_gives_a_verdict_and_its_call():
     until(view, lambda: view.lab.now.ended)
     assert "All arms are done" in view.status.value
     assert "lower_lr" in view.verdict.value and "from one seed" in view.verdict.value
-    assert "steps=6, seeds=1" in view.call.value
+    assert "steps=6, seeds=1" in view.call.call
     assert [line.bar.value for line in view.lines.values()] == [1.0, 1.0]
 
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_tried_is_said():
     state, _ = open_state({"log": new_run(make_scalars({"loss": Samples(range(50), [2.0] * 50)}))})
     state.visible = "fixlab"
     bare = FixLabView(state)
-    assert "no black box" in bare.notice.value and bare.go.disabled and bare.call.value == ""
+    assert "no black box" in bare.notice.value and bare.go.disabled and bare.call.call == ""
 
 
 def test_the_arms_of_a_trial_are_runs_of_the_chooser():

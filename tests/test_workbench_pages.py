@@ -139,8 +139,8 @@ def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     bench = Workbench({"late": run, "early": run.copy()})
     bench.state.visible = "fixlab"
     view = bench.tabs.children[bench._names.index("fixlab")]
-    for module in ("fixlab", "view_rounding"):
-        monkeypatch.setattr(f"stabilitylab.workbench.{module}.replayable_steps", lambda path: [120, 121])
+    monkeypatch.setattr("stabilitylab.workbench.fixlab.replayable_steps", lambda path: [120, 121])
+    monkeypatch.setattr("stabilitylab.workbench.view_rounding.steps_again", lambda run: [120, 121])
     monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
     before = view.step.min
     bench.chooser.value = "early"
@@ -152,7 +152,7 @@ def test_the_notebook_of_the_screen_runs_and_finds_the_same(monkeypatch):
     state = opened("report", sample())
     state.x_range, state.selected = (300, 360), 0
     view = ReportView(state)
-    assert "300 to 360" in view.about.value and "screen_html" in view.about.value
+    assert "300 to 360" in view.about.value and "screen_html" in view.call.call
     (_, _, page), (_, kind, notebook) = report_files(state, "2026-01-01 12:00")
     assert kind == "application/x-ipynb+json" and b"2026-01-01 12:00" in page and b"identity" in page
     done = NotebookClient(reads(notebook.decode(), 4), timeout=120).execute()

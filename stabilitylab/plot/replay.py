@@ -90,7 +90,7 @@ def plot_precision(
 def step_picture(
     run: xr.DataTree,  # a record
     steps: list[int],  # steps that can be chosen
-    step: int,  # the chosen one
+    step: int | None = None,  # the chosen one; None: none is marked
     dark: bool = False,  # for a dark page
     width: float = 7.5,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `run_picture` gives them
@@ -102,7 +102,8 @@ def step_picture(
         if loss is not None:
             near = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
             ax.plot(near.step, near, color=colour("loss", ax), marker=".", markersize=4)
-        ax.axvline(step, color=colour("error", ax), linewidth=1.4)
+        if step is not None:
+            ax.axvline(step, color=colour("error", ax), linewidth=1.4)
         ax.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")

@@ -119,13 +119,14 @@ def foresee(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     was: Mapping,  # the environment of the record, as its attributes have it
+    place: Mapping | None = None,  # of `changed_place`, where it is known; None: it is looked for
 ) -> Foresight:
     "What will differ when a step is replayed here, and which nearby step will differ least."
     start = start_before(path, step)
     known = set(replayable_steps(path))
     starts = [row["step"] for row in box_index(path)["snapshots"] if row["step"] in known]
     nearest = min(starts, key=lambda other: abs(other - step), default=None)
-    place = changed_place(dict(was))
+    place = changed_place(dict(was)) if place is None else place
     untold = tuple(name for name, (then, _) in place.items() if then is None)
     changed = {name: pair for name, pair in place.items() if name not in untold}
     return Foresight(step, start, changed, untold, None if step in starts else nearest)

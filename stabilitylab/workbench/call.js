@@ -21,7 +21,8 @@ const copy = async (text, fold, shown) => {
 };
 
 function render({ model, el }) {
-  el.classList.add('stl-call');
+  const line = document.createElement('div'); // the page decides itself whether `el` is seen
+  line.className = 'stl-call';
   el.dataset.lmSuppressShortcuts = 'true';
   const button = document.createElement('button'), fold = document.createElement('details');
   const head = document.createElement('summary'), shown = document.createElement('pre');
@@ -29,7 +30,8 @@ function render({ model, el }) {
   button.setAttribute('aria-live', 'polite');
   head.textContent = 'The call that makes this';
   fold.append(head, shown);
-  el.append(button, fold);
+  line.append(button, fold);
+  el.append(line);
   const rest = () => { button.textContent = 'Copy the call'; };
   button.addEventListener('click', async () => {
     const done = await copy(model.get('call'), fold, shown);
@@ -38,7 +40,7 @@ function render({ model, el }) {
   });
   const draw = () => {
     shown.textContent = model.get('call');
-    el.style.display = model.get('call') ? '' : 'none';
+    line.style.display = model.get('call') ? '' : 'none';
   };
   model.on('change:call', draw);
   rest();

@@ -18,29 +18,35 @@ const compare = (a, b, turn) => {
 
 function render({ model, el }) {
   el.classList.add('stl-sortable');
-  let count = 0;
-  const sort = (table, column, head) => {
-    const turn = head.getAttribute('aria-sort') === 'ascending' ? -1 : 1;
+  let count = 0, chosen = []; // of every table: the heading by which it is sorted, and the direction
+  const sort = (table, column, head, turn) => {
     const body = head.parentElement.parentElement, rows = [...body.rows].filter(row => row !== head.parentElement);
     rows.sort((a, b) => compare(a.cells[column]?.textContent || '', b.cells[column]?.textContent || '', turn));
     for (const other of head.parentElement.cells) other.removeAttribute('aria-sort');
     head.setAttribute('aria-sort', turn > 0 ? 'ascending' : 'descending');
     body.append(...rows);
   };
+  const turned = (table, column, head, place) => {
+    const turn = head.getAttribute('aria-sort') === 'ascending' ? -1 : 1;
+    sort(table, column, head, turn);
+    chosen[place] = { words: head.textContent.trim(), turn };
+  };
   const draw = () => {
     el.innerHTML = model.get('value'); // markup of the project's own templates, which escape what they are given
     const helps = model.get('helps') || {};
-    for (const table of el.querySelectorAll('table')) {
+    [...el.querySelectorAll('table')].forEach((table, place) => {
       [...(table.rows[0]?.querySelectorAll('th') || [])].forEach((head, column) => {
         const words = head.textContent.trim();
         head.title = helps[words] ? words + ': ' + helps[words] : 'sort by ' + words;
         head.tabIndex = 0;
-        head.addEventListener('click', () => sort(table, column, head));
+        head.addEventListener('click', () => turned(table, column, head, place));
         head.addEventListener('keydown', e => {
           if (e.key !== 'Enter' && e.key !== ' ') return;
           e.preventDefault(); e.stopPropagation();
-          sort(table, column, head);
+          turned(table, column, head, place);
         });
+        const known = chosen[place]; // rows that came later keep the order that was asked for
+        if (known && known.words === words) sort(table, column, head, known.turn);
       });
       for (const row of [...table.rows].slice(1)) {
         row.addEventListener('click', () => {
@@ -48,7 +54,7 @@ function render({ model, el }) {
           model.save_changes();
         });
       }
-    }
+    });
   };
   model.on('change:value', draw);
   draw();

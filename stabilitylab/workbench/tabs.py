@@ -47,7 +47,8 @@ class Workbench:
             asyncio.get_running_loop().call_soon(self._add_views)
         except RuntimeError:
             self._add_views()
-        self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run")
+        names = widgets.Layout(width="max-content", min_width="280px", max_width="560px")
+        self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run", layout=names)
         self.chooser.value = self.state.name
         self.state.observe(lambda _: self._offer(), names=["runs"])
         self.state.observe(lambda change: self.chooser.set_trait("value", change["new"]), names=["name"])

@@ -230,9 +230,11 @@ class AccumulationView:
         self.measure.on_click(lambda _: self.start())
         self.halt = widgets.Button(description="Cancel", icon="stop", layout=widgets.Layout(width="auto"))
         self.halt.on_click(lambda _: self.stop())
-        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px"))
+        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", visibility="hidden"))
         traitlets.dlink((self.look, "busy"), (self.halt, "disabled"), lambda busy: not busy)
         traitlets.dlink((self.look, "busy"), (self.measure, "disabled"))
+        seen = {True: "visible", False: "hidden"}.get
+        traitlets.dlink((self.look, "busy"), (self.bar.layout, "visibility"), seen)
         said = {True: "measuring …", False: "Measure gradients"}
         traitlets.dlink((self.look, "busy"), (self.measure, "description"), said.get)
 

@@ -28,6 +28,7 @@ from stabilitylab.plot.heads import (
 from ..replay.snapshot import replayable_steps
 from ..report.render import render
 from ..run.job import Job, JobState
+from .call import CallLine, run_lines
 from .figure import PictureWidget, show_sharp
 from .heads import head_statistics
 from .state import WorkbenchState, steer
@@ -71,7 +72,7 @@ class AttentionView(widgets.VBox):
             placeholder="setup: file.py:function, or empty", layout=widgets.Layout(width="280px")
         )
         self.setup.tooltip = "a function that returns the Setup of the run, where its record has none"
-        self.words, self.notice, self.call = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self.words, self.notice, self.call = widgets.HTML(), widgets.HTML(), CallLine()
         wrap, top = (
             widgets.Layout(flex_flow="row wrap"),
             widgets.Layout(flex_flow="row wrap", margin="0 0 6px 0"),
@@ -133,27 +134,27 @@ class AttentionView(widgets.VBox):
         shared, look = self.shared, self.look
         now = shared.name, shared.x_range, shared.dark, look.statistic, look.row, look.step
         data = attention_of(shared.run) if shared.runs else None
-        if shared.visible != VIEW.name or data is None or not look.statistic or now == self._drawn:
+        if data is None:
+            return self.draw_further()
+        if shared.visible != VIEW.name or not look.statistic or now == self._drawn:
             return
         self._drawn = now
         marked = look.row if look.row >= 0 else None
         png, panels = head_map(data[look.statistic], tuple(shared.x_range) or None, shared.dark, marked)
         names = head_names(data)
         self.picture.png, self.picture.panels = png, [panel | {"rows": names} for panel in panels]
-        self.call.value = render("view_call", call=self.call_of())
+        self.call.call = self.call_of()
         self.tell(data)
         self.draw_further()
 
     def call_of(self) -> str:  # Python that can be run by itself
         "The call that makes the map."
         shared = self.shared
-        source = str(shared.run.attrs.get("source", shared.name))
         span = f".sel(step=slice({shared.x_range[0]:g}, {shared.x_range[1]:g}))" if shared.x_range else ""
         return (
-            "from stabilitylab import read_runs\n"
-            "from stabilitylab.plot.attention import plot_heads_over_steps\n"
-            f"run = next(iter(read_runs({source!r}).values()))\n"
-            f'plot_heads_over_steps(run["attention"][{self.look.statistic!r}]{span})'
+            "\n".join(run_lines(shared))
+            + "\nfrom stabilitylab.plot.attention import plot_heads_over_steps\n"
+            + f'plot_heads_over_steps(run["attention"][{self.look.statistic!r}]{span})'
         )
 
     def tell(

@@ -20,6 +20,7 @@ from ..detect.environment import find_environment_change
 from ..measure.curves import group_of
 from ..probe.environment import environment, environment_change
 from ..report.render import render
+from .call import CallLine, run_lines
 from .state import WorkbenchState
 from .table import SortableTable
 from .views import View
@@ -148,8 +149,8 @@ class EnvironmentView(widgets.VBox):
         here: Callable = environment,  # () -> the environment of this process
     ):
         self.shared, self._here, self._now, self._drawn, self._task = shared, here, None, None, None
-        self.tables = SortableTable()
-        super().__init__([self.tables])
+        self.tables, self.call = SortableTable(), CallLine()
+        super().__init__([self.tables, self.call])
         self.add_class("stl-environment-view")
         shared.observe(lambda _: self.enter(), names=["visible", "name", "runs"])
         self.enter()
@@ -186,17 +187,15 @@ class EnvironmentView(widgets.VBox):
             is_asked=self._now is not None,
             names=names,
             others=others,
-            call=self.call_of(),
         )
+        self.call.call = self.call_of()
 
     def call_of(self) -> str:  # Python that can be run by itself
         "The call that says the same."
-        source = str(self.shared.run.attrs.get("source", self.shared.name))
         return (
-            "from stabilitylab import read_runs\n"
-            "from stabilitylab.probe.environment import environment, environment_change\n"
-            f"run = next(iter(read_runs({source!r}).values()))\n"
-            'environment_change(run.attrs.get("environment", {}), environment())'
+            "\n".join(run_lines(self.shared))
+            + "\nfrom stabilitylab.probe.environment import environment, environment_change\n"
+            + 'environment_change(run.attrs.get("environment", {}), environment())'
         )
 
 

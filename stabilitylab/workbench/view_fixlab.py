@@ -24,6 +24,7 @@ from ..report.trial import trial_sheet
 from ..run.job import Job, JobState
 from ..trial.arm import Arm
 from ..trial.start import Start
+from .call import CallLine
 from .figure import PictureWidget
 from .fixlab import Choice, FixLab, choice_of, choices, other_fixes
 from .fixlab_widgets import ArmLine, ChoiceBox
@@ -107,7 +108,7 @@ class FixLabView(widgets.VBox):
         self.halt.on_click(lambda _: self.end())
         self.more.on_click(lambda _: self.add())
         self.status, self.notice = widgets.HTML(), widgets.HTML()
-        self.verdict, self.call = SortableTable(), widgets.HTML()
+        self.verdict, self.call = SortableTable(), CallLine()
         self.picture = PictureWidget(dark=self.shared.dark, alt="Loss over steps of every arm of the trial.")
         self.picture.layout.display = "none"
         self.arms = widgets.VBox([])
@@ -237,7 +238,7 @@ class FixLabView(widgets.VBox):
 
     def tell_call(self) -> None:
         "What the trial will be, and the call that makes it."
-        self.call.value = self.plan.value = ""
+        self.call.call = self.plan.value = ""
         if not (self.lab.steps or self.lab.origin):
             return
         try:
@@ -245,7 +246,7 @@ class FixLabView(widgets.VBox):
         except InputError as error:
             self.plan.value = render("view_error", title="This trial", error=error)
             return
-        self.call.value = render("view_call", call=self.lab.call(arms))
+        self.call.call = self.lab.call(arms)
         names = [arm.name for arm in arms]
         self.plan.value = render("view_fixlab", part="plan", choice=names, lab=self.lab, words=words)
 

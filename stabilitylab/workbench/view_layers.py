@@ -158,7 +158,7 @@ class LayersView(widgets.VBox):
             options=[("all", "")], description="Kind", layout=widgets.Layout(width="220px")
         )
         self.find = widgets.Text(
-            placeholder="part of a name, such as blocks.3",
+            placeholder="a part of it, as blocks.3",
             description="Name",
             continuous_update=False,
             layout=widgets.Layout(width="300px"),
@@ -167,7 +167,7 @@ class LayersView(widgets.VBox):
         self.words, self.notice = widgets.HTML(), widgets.HTML()
         self.detail = widgets.Image(format="png", layout=widgets.Layout(max_width="1000px", display="none"))
         self.call = CallLine()
-        self.first = widgets.Select(rows=4, layout=widgets.Layout(width="100%", max_width="1000px"))
+        self.first = widgets.Select(rows=4, layout=widgets.Layout(width="min(1000px, 100% - 4px)"))
         said = widgets.Label("What moved first (click to see it)")
         self.body = [
             widgets.HBox([self.what, self.kind, self.find], layout=widgets.Layout(flex_flow="row wrap")),

@@ -196,9 +196,9 @@ class SeriesControls:
         "What can be hidden: the drawn series, where there is more than one."
         names = list(self.state.shown) or panels_of(self.state.run, self.state.findings)
         if "val_loss" in self.state.series and names[:1] == ["loss"]:
-            names.insert(1, "val_loss")
+            names = [names[0], "val_loss", *(name for name in names[1:] if name != "val_loss")]
         shades = [COLOURS.get(name, COLOURS["other"])[self.state.dark] for name in names]
-        pairs = zip(dict.fromkeys(names), shades, strict=False)
+        pairs = zip(names, shades, strict=True)
         rows = [{"name": name, "label": spaced(name), "colour": shade} for name, shade in pairs]
         return rows if len(rows) > 1 else []
 
@@ -322,6 +322,7 @@ class Overview(widgets.VBox):
         findings = self.shared.findings
         self.picture.alt = f"Loss of {self.shared.name} with {len(findings)} findings."
         self.listing.options = [(finding_label(i + 1, found), i) for i, found in enumerate(findings)]
+        self.listing.layout.display = "" if len(findings) else "none"
         self.mark()
         self.controls.refill()
         self.draw()

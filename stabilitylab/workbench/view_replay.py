@@ -16,20 +16,19 @@ import pandas as pd
 import traitlets
 import xarray as xr
 
-from ..names.errors import InputError
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.compare_formats import PRECISIONS
 from ..replay.examine import controls
+from ..replay.faults import changed_place
 from ..replay.job import ReplayJob
 from ..replay.setup_file import foresee
-from ..replay.snapshot import replayable_steps
 from ..report.render import render
 from ..report.replay import foresight_html, replay_html
 from ..run.job import JobState
 from .call import CallLine
 from .figure import PictureWidget, show_sharp
 from .setup_panel import SetupPanel
-from .state import WorkbenchState
+from .state import WorkbenchState, steps_again
 from .views import View
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #03a48a40
@@ -93,6 +92,9 @@ def _checkbox(words: str, value: bool) -> widgets.Checkbox:
     return widgets.Checkbox(value=value, description=words, indent=False, layout=widgets.Layout(width="100%"))
 
 
+_CHOSEN = {"states": "States before step", "batches": "Batches of step"}
+
+
 def _faint(words: str) -> widgets.Label:
     "A line above a control."
     return widgets.Label(words, style={"text_color": "gray"})
@@ -119,14 +121,15 @@ class ReplayView:
         self.state, self.shown = state, ReplayState()
         self.job, self._task, self.path = None, None, Path()
         self._is_filling, self._own, self._former = False, set(), {}
+        self._usual, self._place, self._drawn = (None, None), (None, {}), None
         self._make_controls()
         self._make_results()
         side = [
             self.step,
             self.swap,
-            _faint("States before step (Ctrl-click)"),
+            self.chosen["states"],
             self.states,
-            _faint("Batches of step"),
+            self.chosen["batches"],
             self.batches,
             self.samples,
             self.ablate,
@@ -138,9 +141,10 @@ class ReplayView:
         main += [self.images["samples"], self.rest, self.images["precision"], self.more, self.call]
         self.body = widgets.HBox(
             [
-                widgets.VBox(main, layout=widgets.Layout(flex="1 1 auto", min_width="320px")),
-                widgets.VBox(side, layout=widgets.Layout(width="260px", flex="0 0 auto")),
-            ]
+                widgets.VBox(main, layout=widgets.Layout(flex="100 1 520px", min_width="320px")),
+                widgets.VBox(side, layout=widgets.Layout(flex="1 1 260px")),
+            ],
+            layout=widgets.Layout(flex_flow="row wrap"),
         )
         self.widget = widgets.VBox([self.notice, self.body])
         self.widget.add_class("stl-replay-view")
@@ -158,19 +162,17 @@ class ReplayView:
         self.step = widgets.BoundedIntText(description="Step", min=0, max=0, layout=wide)
         self.panel = SetupPanel(lambda: self.step.value)
         self.states, self.batches, self.precisions = (widgets.SelectMultiple(layout=rows) for _ in range(3))
+        for choice in (self.states, self.batches, self.precisions):
+            choice.tooltip = "Ctrl-click for several"
         self.precisions.options = list(PRECISIONS)
+        self.chosen = {name: _faint("") for name in _CHOSEN}
         self.swap = _checkbox("swap states and batches", True)
         self.samples = _checkbox("every sample", True)
         self.ablate = _checkbox("modules taken out", False)
-        self.start = widgets.Button(
-            description="Replay",
-            icon="play",
-            button_style="primary",
-            tooltip="run this step again in a child process",
-        )
-        self.stop = widgets.Button(
-            description="Stop", icon="stop", disabled=True, tooltip="end the child process"
-        )
+        self.start = widgets.Button(description="Replay", icon="play", button_style="primary")
+        self.start.tooltip = "run this step again in a child process"
+        self.stop = widgets.Button(description="Stop", icon="stop", disabled=True)
+        self.stop.tooltip = "end the child process"
 
     def _make_results(self) -> None:
         "Where the answers go."
@@ -193,7 +195,8 @@ class ReplayView:
             control.observe(lambda _: self._say_call(), names=["value"])
         for name in ("states", "batches"):
             getattr(self, name).observe(lambda _, name=name: self._take(name), names=["index"])
-        self.state.observe(lambda _: self.open(), names=["name", "runs"])
+        self.state.observe(lambda _: self.open(), names=["name"])
+        self.state.observe(lambda _: self._grow(), names=["runs"])
         self.state.observe(lambda _: self._follow(), names=["selected"])
         self.state.observe(lambda change: self.choose(change["new"]), names=["step"])
         self.start.on_click(lambda _: self.begin())
@@ -201,11 +204,8 @@ class ReplayView:
 
     def open(self) -> None:
         "Shows the run of the state."
-        source = self.state.run.attrs.get("source", "")
-        try:
-            self.path, self.shown.steps = Path(source), replayable_steps(source)
-        except InputError:
-            self.shown.steps = []
+        self.path = Path(self.state.run.attrs.get("source", ""))
+        self.shown.steps = steps_again(self.state.run)
         self.notice.value = "" if self.steps else render("view_replay_notice")
         self.body.layout.display = "flex" if self.steps else "none"
         if not self.steps:
@@ -213,12 +213,18 @@ class ReplayView:
         self._is_filling = True
         self.step.min, self.step.max = 0, self.steps[-1]
         self.step.min, self.step.value = self.steps[0], self.steps[-1]
+        self._usual, self._drawn = (None, None), None
         self._follow()
         self._is_filling = False
         self.panel.open(self.path)
         self.end()
         self.show({})
         self._turn()
+
+    def _grow(self) -> None:
+        "Shows the steps that came later, where nothing is asked of those that were there."
+        if self.job is None and self.steps != steps_again(self.state.run):
+            self.open()
 
     def _turn(self) -> None:
         "Shows the chosen step, once a run is opened; of a step that cannot be replayed the nearest that can."
@@ -229,8 +235,11 @@ class ReplayView:
             return
         self._offer()
         self._draw()
-        was = self.state.run.attrs.get("environment", {})
-        self.foresight.value = foresight_html(foresee(self.path, self.step.value, was).to_dict())
+        was = dict(self.state.run.attrs.get("environment", {}))
+        if self._place[0] != was:  # this machine stays the same from step to step
+            self._place = was, changed_place(was)
+        known = foresee(self.path, self.step.value, was, self._place[1])
+        self.foresight.value = foresight_html(known.to_dict())
         self._say_call()
 
     def _say_call(self) -> None:
@@ -259,20 +268,24 @@ class ReplayView:
             self.step.value = min(self.steps, key=lambda known: abs(known - step))
 
     def _draw(self) -> None:
-        "The loss with the chosen step."
+        "The loss, drawn once a run, on which the page marks the chosen step."
         if not self.steps:
             return
-        step = self.step.value
+        step, now = self.step.value, (self.state.name, len(self.steps), self.picture.dark)
         self.picture.alt = f"Loss over the steps that can be replayed; step {step} is chosen."
-        drawn = step_picture(self.state.run, self.steps, step, self.picture.dark)
-        self.picture.png, self.picture.panels = drawn
+        if now != self._drawn:
+            drawn = step_picture(self.state.run, self.steps, dark=self.picture.dark)
+            self._drawn, (self.picture.png, self.picture.panels) = now, drawn
+        self.picture.chosen = step
 
     def _controls(self) -> dict[str, tuple[int, ...]]:
         "Earlier states and batches to compare the chosen step with, as `controls` gives them."
-        if not any(step < self.step.value for step in self.steps):
-            return {"states": (), "batches": ()}
-        states, batches = controls(self.path, self.step.value, run=self.state.run)
-        return {"states": tuple(states), "batches": tuple(batches)}
+        step = self.step.value
+        if self._usual[0] != step:
+            found = any(known < step for known in self.steps)
+            states, batches = controls(self.path, step, run=self.state.run) if found else ((), ())
+            self._usual = step, {"states": tuple(states), "batches": tuple(batches)}
+        return self._usual[1]
 
     def _offer(self) -> None:
         "States and batches from before the step; those of `controls` chosen."
@@ -291,6 +304,7 @@ class ReplayView:
         widget.options = options
         widget.value = chosen
         self._is_filling = False
+        self._say_chosen(name)
 
     def _take(self, name: str) -> None:
         "Keeps that the user chose; places of the former step, from a page that was late, are put right."
@@ -301,7 +315,13 @@ class ReplayView:
             self._put(name, self._controls()[name], list(widget.options))
         else:
             self._own.add(name)
+            self._say_chosen(name)
             self._say_call()
+
+    def _say_chosen(self, name: str) -> None:
+        "The chosen steps above their list, which does not show them all."
+        steps = ", ".join(str(step) for step in getattr(self, name).value)
+        self.chosen[name].value = f"{_CHOSEN[name]} {steps or 'none'}"
 
     def asked(self) -> dict[str, list[int]]:  # states, batches: steps
         "What the step is compared with: what the user chose for this step, else what `controls` gives."

@@ -26,6 +26,7 @@ from stabilitylab.report.screen import (
     stamp,
 )
 from ..report.trial import trial_sheet
+from .call import CallLine
 from .state import WorkbenchState
 from .views import View
 
@@ -77,7 +78,6 @@ def _contents(state: WorkbenchState, screen: Screen) -> dict:
         "arms": len(state.trial.arms) if state.trial is not None else 0,
         "settings": len(configuration(state.run)),
         "sources": len(source_links(findings)),
-        "call": call_of(screen) if screen.source else "",
     }
 
 
@@ -107,9 +107,9 @@ class ReportView(widgets.VBox):
             description="Make the report", icon="file-text", button_style="primary", layout=fit
         )
         self.make.tooltip = "of what the workbench shows now"
-        self.files, self.about = widgets.HTML(), widgets.HTML()
+        self.files, self.about, self.call = widgets.HTML(), widgets.HTML(), CallLine()
         self.make.on_click(lambda _: self.begin())
-        super().__init__([self.make, self.files, self.about])
+        super().__init__([self.make, self.files, self.about, self.call])
         self.add_class("stl-report-view")
         shared.observe(
             lambda _: self.tell(),
@@ -123,6 +123,7 @@ class ReportView(widgets.VBox):
             self.files.value = ""
             screen = screen_of(self.shared, _now())
             self.about.value = render("view_report", **_contents(self.shared, screen))
+            self.call.call = call_of(screen) if screen.source else ""
 
     def begin(self) -> None:
         "Makes the files: beside a running loop in a thread, else at once."

@@ -16,19 +16,17 @@ import xarray as xr
 from traitlets import HasTraits
 
 from ..detect.findings import Findings
-from ..names.errors import InputError
 from ..numerics.formats import spacing
 from ..numerics.lattice import Lattice, debias, lattice, records_to_move
 from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
 from ..replay.setup_file import setup_files
-from ..replay.snapshot import replayable_steps
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.scalars import series, series_names
 from .call import CallLine, run_lines
 from .child import Child
 from .figure import show_sharp
-from .state import WorkbenchState
+from .state import WorkbenchState, steps_again
 from .views import View
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #47c6f146
@@ -74,10 +72,7 @@ class RoundingState(HasTraits):
         if self.name not in names:
             usual = [name for name in ("loss", "train_loss", *names) if name in names]
             self.name = usual[0] if usual else None
-        try:
-            self.steps = list(replayable_steps(str(run.attrs.get("source", ""))))
-        except InputError:
-            self.steps = []
+        self.steps = steps_again(run)
         errors = [f.onset for f in findings if f.onset is not None and f.severity == "error"]
         onsets = [onset for onset in errors if onset in self.steps]
         if self.steps:

@@ -133,6 +133,7 @@ class RunsView(widgets.VBox):
         shared: WorkbenchState,  # with runs
     ):
         self.shared, self.rows, self.lines, self._drawn, self._task = shared, [], [], None, None
+        self._is_filling = False
         self.picture = PictureWidget(dark=shared.dark, alt="The losses of the runs over each other.")
         self.table, self.listing = SortableTable(), widgets.Select(rows=5, description="Open")
         self.table.observe(lambda change: self.pick(change["new"]["name"]), names=["clicked"])
@@ -208,7 +209,9 @@ class RunsView(widgets.VBox):
         self.table.value = render("view_runs", heads=heads, rows=cells, lines=self.lines, chosen=state.name)
         names = [row.name for row in self.rows] or list(state.runs)
         if tuple(names) != tuple(self.listing.options):
+            self._is_filling = True  # new options choose the first one for a moment
             self.listing.options = names
+            self._is_filling = False
         self.listing.value = state.name if state.name in names else None
 
     def go_to(
@@ -216,7 +219,7 @@ class RunsView(widgets.VBox):
         name: str | None,  # of a run; None: none
     ) -> None:
         "Shows this run in every view."
-        if name is not None and name != self.shared.name:
+        if name is not None and name != self.shared.name and not self._is_filling:
             self.shared.show(name)
 
     def pick(

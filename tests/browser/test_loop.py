@@ -1,12 +1,13 @@
 """The whole loop in a real JupyterLab.
 
-The sample, its most likely cause, the layer that moved, the replay, a trial with growing curves of which one
-arm is cancelled, the verdict, the report, and the page loaded anew.
+The sample, its most likely cause, the layer that moved, the replay, a trial with growing curves to which an
+arm is added and of which one is cancelled, the verdict, the report, and the page loaded anew.
 """
 
 from pathlib import Path
 
 from test_view_overview import SESSION, shot, shown
+from waiting import written
 
 REPLAY, FIXLAB = ".stl-replay-view", ".stl-fixlab-view"
 
@@ -32,7 +33,37 @@ def number(page, label, value):
     box.press("Enter")
 
 
-def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook):
+def saved(page, name):
+    "Saves the notebook, and waits until the server has it."
+    with page.expect_response(lambda answer: answer.request.method == "PUT" and name in answer.url):
+        page.keyboard.press("Control+s")
+
+
+def trained(page, folder):
+    "A trial that is seen half done, gets a further arm and loses one, and its verdict."
+    where = page.locator(f'{FIXLAB} .widget-text:has(label:text-is("Setup")) input')
+    where.fill(f"{written(folder)}:stepwise")  # the arms wait where the test has to see them half done
+    where.press("Enter")
+    ticked(page, "qk_norm")
+    number(page, "Seeds", 1)
+    number(page, "Steps", 120)
+    page.click(f'{FIXLAB} button:has-text("Train")')
+    page.wait_for_selector(f'{FIXLAB} .stl-figure img[src^="blob:"]', timeout=120_000)
+    first = page.evaluate(f"document.querySelector('{FIXLAB} .stl-figure img').src")
+    (folder / "first").touch()
+    grown = f"document.querySelector('{FIXLAB} .stl-figure img').src !== '{first}'"
+    page.wait_for_function(grown, timeout=120_000)
+    ticked(page, "qk_norm", "lower_lr")
+    page.click(f'{FIXLAB} button:has-text("Add"):not([disabled])')
+    page.wait_for_selector(f'{FIXLAB} button[title^="stop lower_lr"]:not([disabled])', timeout=60_000)
+    shot(page, "loop-growing")
+    page.click(f'{FIXLAB} button[title^="stop qk_norm"]')
+    page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
+    (folder / "second").touch()
+    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=150_000)
+
+
+def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook, tmp_path):
     page, errors = notebook("loop", SESSION, "1 + 1")
     shown(page)
     assert "learning rate is too high" in page.inner_text(".stl-likely")
@@ -47,31 +78,20 @@ def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook):
     page.wait_for_selector(f"{REPLAY} h3", timeout=180_000)
 
     tab(page, "Fix lab")
-    ticked(page, "lower_lr", "qk_norm")
-    number(page, "Seeds", 1)
-    number(page, "Steps", 250)
-    page.click(f'{FIXLAB} button:has-text("Train")')
-    page.wait_for_selector(f'{FIXLAB} .stl-figure img[src^="blob:"]', timeout=120_000)
-    first = page.evaluate(f"document.querySelector('{FIXLAB} .stl-figure img').src")
-    page.wait_for_function(f"document.querySelector('{FIXLAB} .stl-figure img').src !== '{first}'")
-    shot(page, "loop-growing")
-    page.click(f'{FIXLAB} button[title^="stop qk_norm"]')
-    page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
-    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=150_000)
+    trained(page, tmp_path)
     shot(page, "loop-verdict")
     page.wait_for_selector(f"{FIXLAB} p:has-text('from one seed')", timeout=90_000)
 
     tab(page, "Report")
     page.click('button:has-text("Make the report")')
     page.wait_for_selector('a[download="report.html"]', timeout=60_000)
-    with page.expect_download(timeout=30_000) as saved:
+    with page.expect_download(timeout=30_000) as got:
         page.click('a[download="report.html"]')
-    text = Path(saved.value.path()).read_text(encoding="utf-8")
+    text = Path(got.value.path()).read_text(encoding="utf-8")
     assert "lower_lr" in text and "identity" in text and "Trial" in text
     page.wait_for_selector('a[download="report.ipynb"]')
 
-    page.keyboard.press("Control+s")
-    page.wait_for_timeout(1500)
+    saved(page, "loop.ipynb")
     page.reload()
     page.wait_for_selector(".jupyter-widget-tab .lm-TabBar-tab", timeout=90_000)
     tab(page, "Overview")

@@ -141,10 +141,11 @@ def test_brush_pan_wheel_and_keys(page, panels):
     wanted = panel["x0"] - 100, panel["x1"] - 100
     assert np.allclose(last_sent(page, "brushed")["range"], wanted, atol=2)
     page.mouse.move(*at(page, panel, 300))
+    seen = page.evaluate("window.sent.filter(([n]) => n === 'brushed').length")
     page.keyboard.down("Control")
     page.mouse.wheel(0, -100)
     page.keyboard.up("Control")
-    page.wait_for_timeout(200)
+    page.wait_for_function("count => window.sent.filter(([n]) => n === 'brushed').length > count", arg=seen)
     first, last = last_sent(page, "brushed")["range"]
     assert np.isclose(last - first, 0.8 * (panel["x1"] - panel["x0"])) and first < 300 < last
     page.keyboard.press("z")

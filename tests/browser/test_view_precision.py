@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 from test_view_overview import shot, shown
+from waiting import written
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.numerics.formats import quantise
@@ -18,7 +19,7 @@ def open_tab(page, title):
     page.click(f'.jupyter-widget-tab .lm-TabBar-tab:has-text("{title}")')
 
 
-def test_a_step_is_measured(notebook):
+def test_a_step_is_measured(notebook, tmp_path):
     page, errors = notebook(
         "precision",
         f"from stabilitylab import Workbench\nbench = Workbench({str(sample())!r})\nbench",
@@ -33,10 +34,15 @@ def test_a_step_is_measured(notebook):
         timeout=60_000,
     )
     page.wait_for_timeout(500)
+    setup = page.locator(f'{PRECISION} input[placeholder^="Setup"]')
+    setup.fill(f"{written(tmp_path)}:never")  # works until it is cancelled
+    setup.press("Enter")
     page.click(f'{PRECISION} button:has-text("Measure the step")')
-    page.wait_for_selector(f'{PRECISION} i:text("working")', timeout=10_000)
+    page.wait_for_selector(f'{PRECISION} i:text("working")', timeout=60_000)
     page.click(f'{PRECISION} button:has-text("Cancel"):not([disabled])')
-    page.wait_for_selector(f'{PRECISION} div:text-is("cancelled")', timeout=30_000)
+    page.wait_for_selector(f'{PRECISION} div:text-is("cancelled")', timeout=60_000)
+    setup.fill("")
+    setup.press("Enter")
     page.click(f'{PRECISION} button:has-text("Measure the step"):not([disabled])')
     page.wait_for_selector(f'{PRECISION} h3:text("Where the loss is rounded")', timeout=180_000)
     words = page.inner_text(PRECISION)
@@ -80,17 +86,40 @@ def test_a_rounded_log_is_named(notebook, tmp_path):
     assert not errors, errors
 
 
+HELD = """
+import threading
+import stabilitylab.workbench.view_accumulation as accumulation
+
+kept, is_first = accumulation.text_gradients, [True]
+
+
+def waiting(model, tokens, heard):
+    "The gradients; the first time nothing but a share that stays, until it is cancelled."
+    while is_first[0]:
+        try:
+            heard(0.5)
+        except BaseException:
+            is_first[0] = False
+            raise
+        threading.Event().wait(0.02)
+    return kept(model, tokens, heard)
+
+
+accumulation.text_gradients = waiting
+"""
+
+
 def test_sliders_move_weights_and_cosine(notebook):
     page, errors = notebook(
         "accumulation",
         f"from stabilitylab import Workbench\nbench = Workbench({str(sample())!r})\nbench",
-        "2 + 2",
+        HELD,
     )
     shown(page)
     open_tab(page, "Accumulation")
     page.wait_for_selector(f'{MEANS} p:has-text("64 texts in 64 accumulation steps")', timeout=60_000)
     page.click(f'{MEANS} button:has-text("Measure gradients")')
-    page.click(f'{MEANS} .widget-vbox button:has-text("Cancel"):not([disabled]) >> nth=0', timeout=30_000)
+    page.click(f'{MEANS} .widget-vbox button:has-text("Cancel"):not([disabled]) >> nth=0', timeout=60_000)
     page.click(f'{MEANS} button:has-text("Measure gradients"):not([disabled])', timeout=60_000)
     page.wait_for_selector(f'{MEANS} td:text("microbatch mean")', timeout=120_000)
 

@@ -6,6 +6,7 @@ Click the spike, replay its batch, see the culprit, stop a job; compare two chec
 from pathlib import Path
 
 from test_view_overview import choose_finding, shot, shown
+from waiting import written
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = str(ROOT / "data_samples" / "lm_high_lr")
@@ -26,7 +27,7 @@ def start(page):
             continue
 
 
-def test_click_the_spike_and_see_the_culprit(notebook):
+def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
     page, errors = notebook(
         "replay",
         SESSION,
@@ -74,13 +75,14 @@ def test_click_the_spike_and_see_the_culprit(notebook):
         and "of the gradient" in words
         and page.locator(f"{VIEW} .text span").count() >= 64
     )
-    page.wait_for_timeout(500)
+    seen = f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth)"
+    page.wait_for_function(f"{seen}.length === 3", timeout=60_000)
     shot(page, "replay-done")
-    heights = page.evaluate(
-        f"[...document.querySelectorAll('{VIEW} img')].filter(i => i.offsetParent && i.naturalWidth)"
-        ".map(i => i.getBoundingClientRect().height)"
-    )
+    heights = page.evaluate(f"{seen}.map(i => i.getBoundingClientRect().height)")
     assert len(heights) == 3 and min(heights) > 60, heights  # the loss, the matrix, the samples
+    box.fill(f"{written(tmp_path)}:never")  # a replay that goes on until it is stopped
+    box.press("Enter")
+    page.wait_for_selector(f'{VIEW} .stl-setup p:has-text("Nothing in it is marked TODO")', timeout=30_000)
     start(page)
     page.click(f'{VIEW} button:has-text("Stop"):not([disabled])')
     page.wait_for_selector(f'{VIEW} p.bad:text("stopped")', timeout=30_000)
