@@ -135,7 +135,9 @@ class AttentionView(widgets.VBox):
         now = shared.name, shared.x_range, shared.dark, look.statistic, look.row, look.step
         data = attention_of(shared.run) if shared.runs else None
         if data is None:
-            return self.draw_further()
+            if self.aspect.value in [name for _, name in looks(shared.run)]:
+                self.draw_further()
+            return
         if shared.visible != VIEW.name or not look.statistic or now == self._drawn:
             return
         self._drawn = now
