@@ -328,7 +328,7 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
     from stabilitylab.names.findings import FINDING_KINDS
 
     rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])
-    code = "".join(p.read_text() for room in rooms for p in room.glob("*.py"))
+    code = "".join(p.read_text(encoding="utf-8") for room in rooms for p in room.glob("*.py"))
     read = set(re.findall(r'(?:limit|_records|_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
     assert read == set(THRESHOLDS)
     assert set(PHRASES) | set(MODULE_PHRASES) <= set(FINDING_KINDS)

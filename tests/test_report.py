@@ -129,7 +129,9 @@ def test_ids_are_unique_and_references_resolve():
 def test_skipped_lines_are_counted_in_every_report(tmp_path):
     run = make_run(skipped={"cut last line": 1234})
     assert "1,234 × cut last line" in run_text(run, Findings())
-    assert "1,234 × cut last line" in write_html(run, Findings(), tmp_path / "r.html").read_text()
+    assert "1,234 × cut last line" in write_html(run, Findings(), tmp_path / "r.html").read_text(
+        encoding="utf-8"
+    )
     assert "1,234 × cut last line" in run_markdown(run, Findings())
 
 
