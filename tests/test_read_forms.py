@@ -185,3 +185,64 @@ def test_right_answers_of_all_are_no_count_of_steps(tmp_path):
     log = written(tmp_path, "\n".join(lines) + "\n")
     assert steps_of(log, "loss") == list(range(1, 30))
     assert log.segment.values.max() == 0
+
+
+CONSOLE = "\n      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size\n"
+CLASSES = (
+    "                 Class     Images  Instances      Box(P          R      mAP50  mAP50-95): 100%|##| 4/4\n"
+)
+
+
+def drawn(epoch, rows, bar="100%|####| {share}/9 [00:01<00:00]", before="\r"):
+    "The drawings of one epoch: the memory, three or four losses, labels and size, and the bar."
+    cells = [f"{before}  {epoch}   1.5G  {row}   21   640: {bar}" for row in rows]
+    return "".join(cell.format(share=share) for share, cell in enumerate(cells)) + "\n"
+
+
+def test_the_last_drawing_of_a_row_is_the_epoch(tmp_path):
+    def epoch(k):
+        rows = [f"{9 + k}  8  7", f"{4 / k:.4g}  {2 / k:.4g}  0.5"]
+        measured = f"    all   50   120   0.5   0.4   {k / 10}   0.2\n"
+        return CONSOLE + drawn(f"{k}/4", rows, "100% ─── {share}/9 2it/s", "\r\x1b[K") + CLASSES + measured
+
+    ended = CONSOLE + drawn("4/4", ["9 8 7", "0.75 0.25 0.5"], "40% ─── {share}/9 2it/s", "\r\x1b[K")
+    log = written(tmp_path, "".join(map(epoch, (1, 2, 3))) + ended)
+    assert log.attrs["format"] == "ultralytics_console"
+    assert log.box_loss.dropna("step").values.tolist() == [4, 2, 1.333, 0.75]
+    assert np.allclose(log.loss.dropna("step"), [6.5, 3.5, 2.4997, 1.5])
+    assert steps_of(log, "loss") == [1, 2, 3, 4] and steps_of(log, "map50") == [1, 2, 3]
+    assert log.map50.dropna("step").values.tolist() == [0.1, 0.2, 0.3]
+    assert "instances" not in log
+
+
+def test_a_row_whose_header_went_to_the_other_stream_is_known_by_its_cells(tmp_path):
+    text = "".join(drawn(f"{k}/12", ["9 9 9", f"{k} 2 0.5"]) for k in range(1, 13))
+    log = written(tmp_path, text, "job.err")
+    assert log.loss.values.tolist() == [k + 2.5 for k in range(1, 13)]
+    assert log.attrs["loss_is"] == "the sum box_loss + cls_loss + dfl_loss"
+    assert {"box_loss", "cls_loss", "dfl_loss"} <= set(log)
+
+
+def test_the_total_of_a_row_is_its_loss(tmp_path):
+    head = "\n     Epoch   gpu_mem      GIoU       obj       cls     total   targets  img_size\n"
+    text = "".join(head + drawn(f"{k}/4", ["9 9 9 27", f"{5 - k} 0.5 nan {6 - k}"]) for k in range(5))
+    log = written(tmp_path, text)
+    assert log.loss.values.tolist() == [6, 5, 4, 3, 2] and log.step.values.tolist() == [0, 1, 2, 3, 4]
+    assert log.giou.values.tolist() == [5, 4, 3, 2, 1] and np.isnan(log.cls.values).all()
+    assert log.attrs["loss_is"] == "total" and "targets" not in log
+
+
+def test_the_stream_without_the_bars_has_the_measures_of_each_epoch(tmp_path):
+    rows = "".join(f"{CONSOLE}      all   50   120   0.5   0.4   {k / 8}   0.25\n" for k in range(1, 7))
+    log = written(tmp_path, rows + "\nValidating best.pt...\n     all   50   120   0.9   0.9   0.9   0.9\n")
+    assert log.map50.values.tolist() == [k / 8 for k in range(1, 7)]
+    assert log.step.values.tolist() == [1, 2, 3, 4, 5, 6] and set(log.recall.values) == {0.4}
+    assert sum(log.attrs["skipped"].values()) == 1 and "loss" not in log
+
+
+def test_two_trainings_in_one_console_are_two_segments(tmp_path):
+    once = "".join(CONSOLE + drawn(f"{k}/3", ["9 9 9", f"{k} 2 0.5"]) for k in (1, 2, 3))
+    log = written(tmp_path, once + once)
+    assert (
+        log.loss.values.tolist() == [3.5, 4.5, 5.5] * 2 and log.segment.values.tolist() == [0] * 3 + [1] * 3
+    )
