@@ -20,7 +20,7 @@ from ..words import evaluation, meaning
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/ultralytics_console.ipynb #7bca983a
-_NUMBER = rb"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
+_NUMBER = rb"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _CELLS = rb"(" + _NUMBER + rb"(?:[ \t]+" + _NUMBER + rb")*)"
 _ROW = re.compile(
     rb"[ \t]*(\d+)/\d+[ \t]+[\d.]+(?:e[-+]\d+)?[KMGT]B?[ \t]+" + _CELLS + rb"[ \t]*:[ \t]+(\d+)%"
