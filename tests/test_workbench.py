@@ -162,12 +162,12 @@ def measuring(monkeypatch):
     return AccumulationView(state), go
 
 
-def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypatch):
-    view, go = measuring(monkeypatch)
+def stopped(view, go, is_there):
+    "Starts a measurement, stops it once something is so, lets it go and waits for its end."
 
     async def cancelled():
         view.start()
-        while view.bar.value != 0.5:
+        while not is_there():
             await asyncio.sleep(0.01)
         assert view.look.busy and not view.halt.disabled
         view.stop()
@@ -176,21 +176,18 @@ def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypat
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
+
+
+def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypatch):
+    view, go = measuring(monkeypatch)
+    stopped(view, go, lambda: view.bar.value == 0.5)
     assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
 
 
 def test_a_measurement_that_ended_before_it_heard_of_the_stop_is_not_shown(monkeypatch):
     view, go = measuring(monkeypatch)
     monkeypatch.setattr(view, "_heard", lambda share: None)
-
-    async def cancelled():
-        view.start()
-        view.stop()
-        go.set()
-        while view.look.busy:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    stopped(view, go, lambda: True)
     assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
 
 

@@ -14,6 +14,7 @@ from .words import meaning, split_words
 # %% ../../nbs/api/read/29_opponents.ipynb #2250797c
 _GENERATORS = {"g", "gen", "generator", "netg"}
 _DISCRIMINATORS = {"d", "dis", "disc", "discriminator", "critic", "netd"}
+_NO_LOSSES = {"data"}  # the time that it takes to load them
 
 
 def _side(name: str) -> set[str]:
@@ -63,6 +64,3 @@ def opponents_of(
         losses |= {slot.name for slot in slots if _is_measured(slot) and meaning(slot.name) == "other"}
         found.append(replace(table, slots=slots))
     return found, frozenset(losses - _NO_LOSSES)
-
-
-_NO_LOSSES = {"data"}  # the time that it takes to load them
