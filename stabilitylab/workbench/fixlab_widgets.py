@@ -51,9 +51,10 @@ class ChoiceBox(widgets.VBox):
         self.tick = widgets.Checkbox(value=is_ticked, description=words, indent=False)
         self.tick.tooltip = choice.what
         self.controls = {name: parameter_widget(name, rules) for name, rules in choice.parameters.items()}
-        self.inner = widgets.VBox(list(self.controls.values()), layout=widgets.Layout(margin="0 0 0 18px"))
+        whole = widgets.Layout(margin="0 0 0 18px", flex="0 0 auto")  # not cut in a full column
+        self.inner = widgets.VBox(list(self.controls.values()), layout=whole)
         self.why = widgets.HTML(render("view_fixlab", part="why", choice=choice))
-        super().__init__([self.tick, self.inner, self.why])
+        super().__init__([self.tick, self.inner, self.why], layout=widgets.Layout(flex="0 0 auto"))
         self.add_class("stl-choice")
         self.tick.observe(lambda _: self.fold(), names=["value"])
         self.fold()
