@@ -1,18 +1,20 @@
-# Two commands set up a fresh machine: `make demo` (the main job) and `make test` (everything CI runs).
+# Two commands set up a fresh machine: `make demo` (the main job) and `make test` (the tests to run before a commit).
 PY ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# without compiling: most modules of the packages are never imported, and those that are compile themselves then
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: demo test lab docs bench fuzz pictures notebooks clean-check chromium
+.PHONY: calibrate demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
 	$(PY) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
 	touch $(READY)
 
 demo: $(READY)
@@ -20,8 +22,14 @@ demo: $(READY)
 	$(BIN)/stabilitylab replay data_samples/lm_high_lr --step 351 --precision bf16 --precision fp16
 	$(BIN)/stabilitylab trial data_samples/lm_high_lr --html report.html
 
-test: $(READY) chromium
-	bash tests/run_all.sh
+test: $(READY)
+	bash tests/run_all.sh fast
+
+test-slow: $(READY) chromium
+	bash tests/run_all.sh slow
+
+test-all: $(READY) chromium
+	bash tests/run_all.sh fast slow
 
 lab: $(READY)
 	$(BIN)/jupyter lab nbs/tutorials/the_workbench.ipynb
@@ -32,8 +40,14 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
 
+calibrate: $(READY)
+	$(BIN)/python -m tests.calibrate
+
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.run 100000
+
+reproduce: $(READY)
+	cd nbs/explain && $(CURDIR)/$(BIN)/python -m reproductions reproduce $(or $(NAMES),all)
 
 pictures: $(READY) chromium
 	SCREEN_SCALE=2 $(BIN)/python -m pytest -q tests/browser/pictures.py

@@ -21,7 +21,18 @@ setup(
     classifiers=["Intended Audience :: Developers", "Programming Language :: Python :: 3"],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=["stabilitylab", "stabilitylab.*"]),
-    package_data={"stabilitylab": ["**/*.c", "**/*.js", "**/*.css", "**/*.json", "**/*.j2", "**/*.txt"]},
+    package_data={
+        "stabilitylab": [
+            "**/*.c",
+            "**/*.js",
+            "**/*.css",
+            "**/*.json",
+            "**/*.toml",
+            "**/*.j2",
+            "**/*.txt",
+            "py.typed",
+        ]
+    },
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split()},

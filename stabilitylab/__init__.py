@@ -2,30 +2,31 @@
 
 from importlib import import_module
 
-from .names.display import draws
+from .names.display import register_renderer
 
 __version__ = "0.1.0"
 
 # module -> its public names; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
 _MODULES = {
-    "accumulate.accumulator": ("TokenMeanAccumulator",),
-    "accumulate.audit": ("audit_accumulation",),
-    "accumulate.deal": ("compare_denominators", "deal"),
-    "accumulate.weights": ("make_window", "token_weights"),
+    "names.glossary": ("define", "glossary"),
+    "numerics.accumulation.accumulator": ("TokenMeanAccumulator",),
+    "numerics.accumulation.audit": ("audit_accumulation",),
+    "numerics.accumulation.denominators": ("compare_denominators", "microbatch_window"),
+    "numerics.accumulation.weights": ("make_window", "token_weights"),
     "cases.registry": ("case",),
-    "cases.results": ("reproduce",),
     "checkpoint.open": ("open_checkpoint",),
     "checkpoint.diff": ("diff_checkpoints",),
     "checkpoint.optimizer_names": ("optimizer_names",),
     "checkpoint.scan": ("scan_checkpoint",),
-    "detect.across": ("compare_runs",),
+    "detect.cross_run": ("compare_runs",),
     "detect.diagnose": ("diagnose",),
     "detect.findings": ("Finding", "Findings"),
-    "detect.online": ("OnlineRule",),
-    "detect.rules": ("compare_rules",),
+    "detect.spike_rules": ("OnlineRule", "compare_rules"),
+    "investigation.loop": ("investigate",),
+    "investigation.opening": ("open_recordings",),
     "knowledge.phenomena": ("contradictions", "phenomena"),
     "knowledge.remedies": ("remedies_for", "remedies_table"),
-    "measure.loss_scale": ("read_loss_scale",),
+    "run.loss_scale": ("read_loss_scale",),
     "numerics.formats": ("quantise", "spacing", "stochastic_round"),
     "numerics.lattice": ("debias", "lattice"),
     "plot.findings": ("plot_findings",),
@@ -33,11 +34,11 @@ _MODULES = {
     "plot.runs": ("plot_losses",),
     "plot.precision": ("plot_lattice", "plot_scaling", "plot_token_weights"),
     "plot.replay": ("plot_precision", "plot_samples", "plot_swap"),
-    "detect.attention_log": ("find_logged_attention_logits",),
+    "detect.attention": ("find_logged_attention_logits",),
     "plot.attention": ("plot_heads", "plot_sinks", "plot_weights"),
-    "probe.attention_heads": ("attention_statistics",),
-    "probe.attention_report": ("AttentionProbe", "attention_report", "head_weights"),
-    "probe.layer_reading": ("find_ignored_layers", "find_output_collapse", "layer_readings"),
+    "probe.attention.heads": ("attention_statistics",),
+    "probe.attention.report": ("AttentionProbe", "attention_report", "head_weights"),
+    "probe.attention.layers": ("find_ignored_layers", "find_output_collapse", "layer_readings"),
     "probe.hf": ("RecorderCallback",),
     "probe.invariants": ("check_training", "growth_exponents"),
     "probe.recorder": ("Recorder",),
@@ -57,23 +58,22 @@ _MODULES = {
     "replay.step": ("noise_floor",),
     "replay.swap": ("swap_test",),
     "report.html": ("write_html",),
-    "report.machine": ("run_json",),
+    "report.json_report": ("run_json",),
     "report.markdown": ("run_markdown",),
-    "rounding.attention": (
+    "numerics.rounding.attention_range": (
         "attention_inputs",
         "attention_scale_overflow",
         "loss_rounding",
         "scale_overflows",
     ),
-    "rounding.loss_cast": ("find_loss_cast",),
-    "rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
-    "rounding.lost": ("adam_eps", "lost_updates"),
+    "numerics.rounding.loss_cast": ("find_loss_cast",),
+    "numerics.rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
+    "numerics.rounding.lost_updates": ("adam_eps", "lost_updates"),
     "run.job": ("Job",),
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
     "run.scalars": ("series",),
     "run.summary": ("summary",),
-    "fixes.registry": ("fix",),
-    "fixes.protocol": ("apply_all",),
+    "fixes.registry": ("fix", "apply_all"),
     "fixes.training": ("Training",),
     "models.config": ("ModelConfig",),
     "models.decoder": ("LanguageModel",),
@@ -82,13 +82,13 @@ _MODULES = {
     "trial.suggest": ("suggest",),
     "trial.trial": ("Trial",),
     "trial.proxy": ("proxy",),
-    "trial.small": ("Recipe",),
+    "trial.recipe": ("Recipe",),
     "trial.sweep": ("Sweep", "sweep"),
     "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),
 }
-draws("findings", "stabilitylab.report.table:findings_table")
-draws("summary", "stabilitylab.report.table:summary_table")
+register_renderer("findings", "stabilitylab.report.html:findings_table")
+register_renderer("summary", "stabilitylab.report.html:summary_table")
 _PUBLIC = {name: f"stabilitylab.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_PUBLIC)
 

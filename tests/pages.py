@@ -1,16 +1,22 @@
 """Run every page once and compare what it shows with what is stored: `python tests/pages.py [PATH …]`.
 
-It does what `nbdev_test` does, a fresh process a page, and looks at the outputs too. Words have to agree,
-numbers up to a tolerance: another processor adds in another order. `ATEN_CPU_CAPABILITY=avx2` and
-`MKL_ENABLE_INSTRUCTIONS=AVX2` before the command show the numbers of an older one. Pages that train a model,
-or that measure rounding noise, may move further; they stand in `LOOSE` with the reason.
+It does what `nbdev_test` does, and looks at the outputs too. Words have to agree, numbers up to a tolerance:
+another processor adds in another order. `ATEN_CPU_CAPABILITY=avx2` and `MKL_ENABLE_INSTRUCTIONS=AVX2` before
+the command show the numbers of an older one. Pages that train a model, or that measure rounding noise, may
+move further; they stand in `LOOSE` with the reason.
+
+A page runs in a process of its own, forked from one in which the libraries are imported already: an import
+costs more than most pages. A fork copies one thread only, so the first process must not have a second one.
 """
 
 import base64
 import functools
+import gc
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pkgutil
 import re
 import struct
 import sys
@@ -18,21 +24,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from execnb.shell import CaptureShell
-from nbdev.frontmatter import FrontmatterProc
-from nbdev.process import NBProcessor
-
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, LONGEST = 2, 600.0  # pages at a time; seconds that one may take
 RTOL, ATOL = 2e-3, 1e-9  # a sum of 1e5 fp32 terms in another order moves by less
 
 LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/api/trial": (0.5, "each page trains models"),
+    "nbs/api/investigation": (0.5, "replays a step and trains a trial"),
     "nbs/api/fixes": (0.5, "remedies are shown on short training runs"),
     "nbs/api/cases/10_layers.ipynb": (0.5, "trains a model a case"),
     "nbs/api/cases/21_states.ipynb": (0.5, "trains small models"),
-    "nbs/api/cases/30_recipes.ipynb": (0.1, "trains a tiny model"),
-    "nbs/api/cases/32_exact.ipynb": (0.1, "gradients of models at their start"),
     "nbs/api/replay": (0.2, "replays steps of a run that diverges; differences of rounding are noise"),
     "nbs/api/cli/14_replay.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/api/cli/17_precision.ipynb": (0.2, "replays a step in 16 bits"),
@@ -44,6 +45,50 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/howto/which_batch.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/howto/which_layers_in_fp32.ipynb": (0.2, "replays steps of a run that diverges"),
 }
+SLOWEST = (  # more than four seconds each; they begin first, so that the workers end together
+    "nbs/howto/try_a_fix.ipynb",
+    "nbs/api/cases/10_layers.ipynb",
+    "nbs/api/investigation/02_loop.ipynb",
+    "nbs/api/cli/14_replay.ipynb",
+    "nbs/api/cli/18_trial.ipynb",
+    "nbs/explain/spikes_of_rounding.ipynb",
+    "nbs/api/trial/03_trial.ipynb",
+    "nbs/howto/which_batch.ipynb",
+    "nbs/api/workbench/13_view_rounding.ipynb",
+    "nbs/api/probe/06_recorder.ipynb",
+    "nbs/api/workbench/11_setup_panel.ipynb",
+    "nbs/howto/replay_your_own_run.ipynb",
+    "nbs/tutorials/from_spike_to_culprit.ipynb",
+    "nbs/explain/pure_bf16_training.ipynb",
+    "nbs/explain/spike_rules.ipynb",
+    "nbs/api/probe/attention/26_report.ipynb",
+    "nbs/api/cases/21_states.ipynb",
+    "nbs/api/workbench/12_view_checkpoints.ipynb",
+    "nbs/api/trial/09_sweep.ipynb",
+    "nbs/explain/results_reproduced.ipynb",
+    "nbs/api/workbench/05_panel.ipynb",
+    "nbs/api/replay/14_setup_check.ipynb",
+    "nbs/api/workbench/14_view_accumulation.ipynb",
+    "nbs/api/replay/15_setup_file.ipynb",
+    "nbs/api/workbench/18_view_report.ipynb",
+    "nbs/api/probe/08_hf.ipynb",
+    "nbs/explain/attention_sinks.ipynb",
+    "nbs/api/replay/02_snapshot.ipynb",
+)
+LIBRARIES = (  # what pages import; `torch._dynamo` comes with every optimizer
+    "execnb.shell",
+    "nbdev.process",
+    "torch",
+    "torch._dynamo",
+    "pandas",
+    "xarray",
+    "zarr",
+    "scipy.stats",
+    "matplotlib.pyplot",
+    "matplotlib_inline.backend_inline",
+    "ipywidgets",
+    "anywidget",
+)
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 SAME = (  # what may differ without a meaning -> what stands for it
     (r"data:image/png;base64,[\w+/=]+", "(picture)"),
@@ -141,6 +186,10 @@ def is_skipped(cell: dict) -> bool:
 
 def run_page(page: Path) -> list[str]:
     "What is wrong with one page: an error, or outputs that differ."
+    from execnb.shell import CaptureShell  # here, since these import NumPy, which counts its threads then
+    from nbdev.frontmatter import FrontmatterProc
+    from nbdev.process import NBProcessor
+
     os.environ["IN_TEST"] = "1"
     os.chdir(page.parent)
     notebook = NBProcessor(page, procs=FrontmatterProc, process=True).nb
@@ -162,7 +211,6 @@ def run_page(page: Path) -> list[str]:
 
 def child(page: Path, pipe: multiprocessing.connection.Connection) -> None:
     "One page in a process of its own."
-    sys.path.insert(0, str(ROOT))
     pipe.send(run_page(page))
     pipe.close()
 
@@ -191,13 +239,29 @@ class Running:
 
 
 def start(page: Path) -> Running:
-    "Begin to run a page. Forked, so that the libraries are imported once; none of them has threads yet."
+    "Begin to run a page, in a copy of this process."
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=child, args=(page, there))
     process.start()
     there.close()
     return Running(page, process, here, time.monotonic())
+
+
+def warm_up() -> None:
+    "Import once what the pages import; an error if that left a thread behind, which a fork would not copy."
+    os.environ["OMP_NUM_THREADS"] = "1"  # as the stored outputs were made: threads add in another order
+    sys.path.insert(0, str(ROOT))
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    package = importlib.import_module("stabilitylab")
+    for module in pkgutil.walk_packages(package.__path__, "stabilitylab."):
+        importlib.import_module(module.name)
+    tasks = Path("/proc/self/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.is_dir() else ["main"]
+    if len(names) > 1:
+        sys.exit(f"an import started threads ({', '.join(names)}), and a forked page would wait for them")
+    gc.freeze()  # the collector of a page leaves what was imported alone, and its memory stays shared
 
 
 def indented(found: list[str]) -> str:
@@ -208,9 +272,7 @@ def indented(found: list[str]) -> str:
 
 def run_all(pages: list[Path]) -> dict[Path, list[str]]:
     "Page -> what is wrong with it, for those with which something is."
-    os.environ["OMP_NUM_THREADS"] = "1"  # as the stored outputs were made: threads add in another order
-    import xarray  # noqa: F401 - imported here once, for all pages that need it
-
+    warm_up()
     waiting, running, wrong = list(pages), [], {}
     while waiting or running:
         while waiting and len(running) < WORKERS:
@@ -230,11 +292,18 @@ def run_all(pages: list[Path]) -> dict[Path, list[str]]:
     return wrong
 
 
+def turn(page: Path) -> int:
+    "When a page begins: the slowest first, the others in the order of their names."
+    name = page.relative_to(ROOT).as_posix()
+    return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+
 def main(names: list[str]) -> None:
     "Run the pages at or below `names` and tell what is wrong with them."
     roots = [(ROOT / name).resolve() for name in names or ["nbs"]]
     found = [page for root in roots for page in ([root] if root.is_file() else sorted(root.rglob("*.ipynb")))]
     pages = [p for p in found if not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts)]
+    pages.sort(key=turn)
     wrong = run_all(pages)
     if wrong:
         told = "\n".join(f"  {page.relative_to(ROOT)}\n{indented(found)}" for page, found in wrong.items())

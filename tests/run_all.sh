@@ -1,25 +1,33 @@
 #!/usr/bin/env bash
-# Everything CI runs, in order; every part runs even if an earlier one failed, and the end says which.
+# `run_all.sh fast` and `run_all.sh slow`: the two halves of what CI runs; without a name both, and nothing twice.
+# Every part runs even if an earlier one failed; the end says which, and what each part said last.
 cd "$(dirname "$0")/.." || exit 1
-bin=.venv/bin; failed=()
-told=$(mktemp -d); trap 'rm -rf "$told"' EXIT
+export OMP_NUM_THREADS=1
+bin=.venv/bin; names=(); failed=()
+said=$(mktemp -d); trap 'rm -rf "$said"' EXIT
 part() {
-  local name=$1 begin=$SECONDS; shift
+  local name=$1 begin=$SECONDS; shift; names+=("$name")
   echo "== $name"
-  "$@" 2>&1 | tee "$told/$name"
+  "$@" 2>&1 | tee "$said/$name"
   [ "${PIPESTATUS[0]}" = 0 ] || failed+=("$name")
-  echo "== $name took $((SECONDS-begin)) s"
+  echo "$((SECONDS-begin)) s" > "$said/$name.took"
 }
-part format $bin/ruff format --check nbs tests setup.py
-part lint   $bin/ruff check nbs tests setup.py
-part layout $bin/python -m pytest -q tests/test_layout.py
-part pages  $bin/python tests/pages.py
-part pytest env OMP_NUM_THREADS=1 $bin/python -m pytest -q -n 2 --dist loadfile --ignore=tests/test_layout.py --ignore=tests/browser tests  # a file on each core
-part browser $bin/python -m pytest -q tests/browser
-part docs   $bin/python tests/docs/build.py
-part clean  $bin/python tests/notebooks.py check
-if [ ${#failed[@]} -gt 0 ]; then
-  for name in "${failed[@]}"; do echo "== $name failed; its last lines again:"; tail -n 40 "$told/$name"; done
-  printf 'FAILED: %s\n' "${failed[@]}"; exit 1
-fi
-echo "everything passed"
+fast() {
+  part format $bin/ruff format --check nbs tests setup.py
+  part lint   $bin/ruff check nbs tests setup.py
+  part clean  $bin/python tests/notebooks.py check
+  part pages  $bin/python tests/pages.py
+  part pytest $bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" tests  # a file on each core
+}
+slow() {
+  part pytest-slow $bin/python -m pytest -q -n 2 --dist loadfile -m slow --ignore=tests/browser tests
+  part browser     $bin/python -m pytest -q -m slow tests/browser
+  part docs        $bin/python tests/docs/build.py
+}
+[ $# -gt 0 ] || set -- fast slow
+for half in "$@"; do $half; done
+for name in "${failed[@]}"; do echo "== $name failed; its last lines again:"; tail -n 40 "$said/$name"; done
+echo "== what each part said last"
+for name in "${names[@]}"; do printf '%-12s %7s  %s\n' "$name" "$(cat "$said/$name.took")" "$(tail -n 1 "$said/$name")"; done
+[ ${#failed[@]} = 0 ] || { echo "FAILED: ${failed[*]}"; exit 1; }
+echo "everything passed: $*"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabilitylab import TokenMeanAccumulator, audit_accumulation
-from stabilitylab.accumulate.weights import (
+from stabilitylab.numerics.accumulation.weights import (
     DENOMINATORS,
     effective_share,
     make_window,
@@ -235,6 +235,7 @@ def ddp_rank(rank, meet, queue):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # starts two processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_accumulator_under_two_process_ddp(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
@@ -249,7 +250,7 @@ def test_accumulator_under_two_process_ddp(tmp_path):
 
 
 def test_sampled_coordinates_give_the_same_verdict():
-    from stabilitylab.accumulate.audit import sequence_gradients
+    from stabilitylab.numerics.accumulation.audit import sequence_gradients
 
     parts = [microbatch([5, 9], 10, 0), microbatch([4], 6, 1)]
     every, few = (sequence_gradients(Tiny().eval(), [parts], token_loss, most) for most in (10**7, 400))

@@ -1,13 +1,15 @@
 "The streaming statistics of attention against a slow twin that writes the matrix out in float64."
 
+import functools
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from stabilitylab.probe.attention_call import AttentionCall
-from stabilitylab.probe.attention_heads import attention_statistics
+from stabilitylab.probe.attention.call import AttentionCall
+from stabilitylab.probe.attention.heads import attention_statistics
 
 NAMES = [
     "attn_logit_max",
@@ -181,12 +183,17 @@ def twin(call, documents=None):
     return {name: np.array([row[name] for row in rows]) for name in NAMES}
 
 
-def assert_same(call, documents=None, skip=(), **options):
-    "The statistics of a call, after they were found equal to the twin's."
-    got, want = attention_statistics(call, **options), twin(call, documents)
+def assert_near(got, want, skip=()):
+    "Every statistic, up to the last bits."
     for name in NAMES:
         if name not in skip:
             np.testing.assert_allclose(getattr(got, name), want[name], rtol=1e-5, atol=1e-9, err_msg=name)
+
+
+def assert_same(call, documents=None, skip=(), **options):
+    "The statistics of a call, after they were found equal to the twin's."
+    got = attention_statistics(call, **options)
+    assert_near(got, twin(call, documents), skip)
     return got
 
 
@@ -213,7 +220,7 @@ RELATIVE = torch.randn(1, 4, 13, 13, generator=torch.Generator().manual_seed(1))
 def way(request, monkeypatch):
     "The compiled pass over tiles, and what a machine without a compiler does."
     if request.param == "operators":
-        monkeypatch.setattr("stabilitylab.probe.attention_stream.tile_kernel", lambda dtype: None)
+        monkeypatch.setattr("stabilitylab.probe.attention.stream.tile_kernel", lambda dtype: None)
 
 
 def hide(mask, value):
@@ -243,14 +250,24 @@ VARIANTS = {
 }
 
 
+@functools.cache
+def variant_and_twin(variant, dtype, scale):
+    "A call and what the twin says of it; once for both ways and all sizes of a tile."
+    call = AttentionCall(*inputs(scale=scale, dtype=dtype), **VARIANTS[variant])
+    return call, twin(call)
+
+
+OTHERS = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64)]
+
+
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_equals_the_twin(variant, dtype):
-    for scale in (1.0, 40.0):
-        q, k, v = inputs(scale=scale, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, *OTHERS], ids=str)
+def test_every_variant_equals_the_twin(dtype, subtests):
+    for variant, scale in itertools.product(VARIANTS, (1.0, 40.0)):
+        call, want = variant_and_twin(variant, dtype, scale)
         for size in (None, 40, 300):
-            assert_same(AttentionCall(q, k, v, **VARIANTS[variant]), size=size)
+            with subtests.test(variant=variant, scale=scale, size=size):
+                assert_near(attention_statistics(call, size=size), want)
 
 
 @pytest.mark.usefixtures("way")

@@ -10,14 +10,14 @@ from test_attention import NAMES, assert_same
 from torch import nn
 from torch.nn import functional as F
 
-from stabilitylab.probe.attention_heads import attention_statistics
-from stabilitylab.probe.attention_report import (
+from stabilitylab.probe.attention.heads import attention_statistics
+from stabilitylab.probe.attention.report import (
     AttentionProbe,
     attention_report,
     head_weights,
     watch_attention,
 )
-from stabilitylab.probe.attention_stream import attention_sums, usable_rows
+from stabilitylab.probe.attention.stream import attention_sums, usable_rows
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.models.text import byte_batches, stdlib_bytes
-from stabilitylab.probe.attention_report import attention_report
+from stabilitylab.probe.attention.report import attention_report
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run, save_run
 
@@ -46,6 +46,7 @@ def trained(path, every, model=None, steps=6, wrap=lambda m: m, amp=False, first
     "Losses of a short recorded run."
     model = model or small()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    more = {"merge": False} | more  # parts are written sooner than a Zarr record, and read alike
     with Recorder(
         model, optimizer, path, attention_every=every, first_step=first, flush_seconds=0.01, **more
     ) as recorder:
@@ -73,8 +74,12 @@ def compiled(**options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"amp": True}, {"kind": Checkpointed}, {"wrap": compiled(), "level": "light"}],
-    ids=["plain", "autocast", "checkpointing", "compile"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"amp": True}, id="autocast"),
+        pytest.param({"kind": Checkpointed}, id="checkpointing"),
+        pytest.param({"wrap": compiled(), "level": "light"}, id="compile", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_bits_and_every_group(tmp_path, options):
     kind = options.pop("kind", DecoderLM)
@@ -106,9 +111,9 @@ def test_it_grows_can_be_read_meanwhile_and_is_continued(tmp_path):
             recorder.writer.close()
             seen.append(open_run(tmp_path / "r")["attention"].step.values.tolist())
 
-    trained(tmp_path / "r", 2, look=look)
+    trained(tmp_path / "r", 2, look=look, merge=True)
     assert seen == [[0, 2, 4]]
-    trained(tmp_path / "r", 3, first=6)
+    trained(tmp_path / "r", 3, first=6, merge=True)
     run = open_run(tmp_path / "r")
     assert run["attention"].step.values.tolist() == [0, 2, 4, 6, 9]
     assert run["attention"].segment.values.tolist() == [0, 0, 0, 1, 1]
@@ -116,6 +121,7 @@ def test_it_grows_can_be_read_meanwhile_and_is_continued(tmp_path):
     np.testing.assert_array_equal(again["attention"].attn_entropy, run["attention"].attn_entropy)
 
 
+@pytest.mark.slow  # starts a process
 def test_a_killed_run_keeps_what_was_flushed(tmp_path):
     code = f"""
 import os, sys, time
@@ -145,7 +151,7 @@ def test_a_fault_ends_the_measuring_with_one_warning(tmp_path, monkeypatch):
     def broken(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("stabilitylab.probe.attention_report.AttentionWatch.unrecognised", broken)
+    monkeypatch.setattr("stabilitylab.probe.attention.report.AttentionWatch.unrecognised", broken)
     with pytest.warns(UserWarning, match="attention missing from step 0 on: RuntimeError: no memory") as told:
         assert trained(tmp_path / "r", 1) == bare
     assert len(told) == 1
@@ -154,6 +160,7 @@ def test_a_fault_ends_the_measuring_with_one_warning(tmp_path, monkeypatch):
     assert any("no memory" in str(text) for text in run["events"].event_text.values)
 
 
+@pytest.mark.slow  # compiles
 def test_a_model_in_one_graph_is_told_and_trains_on(tmp_path):
     wrap = compiled(fullgraph=True)
     with warnings.catch_warnings(record=True) as told:
@@ -190,7 +197,7 @@ def language_model(path, seed, lr, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 20))
     batches = byte_batches(stdlib_bytes(200_000), steps, batch=4, seq=48, seed=seed)
-    with Recorder(model, optimizer, path, attention_every=10, level="light") as recorder:
+    with Recorder(model, optimizer, path, attention_every=10, level="light", merge=False) as recorder:
         for x, y in batches:
             loss = model(x, y)
             optimizer.zero_grad()
@@ -205,7 +212,10 @@ def language_model(path, seed, lr, steps):
 OF_ATTENTION = ("attention_logit_growth", "attention_entropy_collapse", "attention_sink", "output_collapse")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("seed", [0, *MORE])
 def test_healthy_runs_raise_no_alarm(tmp_path, seed):
     found = diagnose(language_model(tmp_path / "r", seed, 3e-3, 120))
     assert not found.of(*OF_ATTENTION, "massive_activation").at_least("warning")

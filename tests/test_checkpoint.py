@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.diff import diff_checkpoints
-from stabilitylab.checkpoint.kernel import _sums_torch, native, piece_sums
+from stabilitylab.checkpoint.kernel import _library, _sums_torch, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
+from tests.command import command
 
 OWN_PEAK = """
 import sys, psutil, threading, time
@@ -284,6 +285,7 @@ def test_differences_equal_a_slow_twin(tmp_path):
     assert table.attrs["only_a"] == ["gone"] and table.attrs["only_b"] == ["new"]
 
 
+@pytest.mark.slow  # 1 GB
 def test_a_file_larger_than_the_bound_is_scanned_within_it(tmp_path):
     "1 GB on disk; the peak above what imports take stays below 512 MB."
     path = tmp_path / "big.safetensors"
@@ -297,6 +299,7 @@ def test_a_file_larger_than_the_bound_is_scanned_within_it(tmp_path):
     assert out.returncode == 0 and float(out.stdout) < 512, out.stdout + out.stderr
 
 
+@pytest.mark.slow  # 600 MB, in a process each
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_torch_files_and_dcp_folders_leave_nothing_mapped(kind, tmp_path):
     "600 MB in one tensor: the resident memory, mapped pages included, grows by less than 200 MB."
@@ -348,7 +351,7 @@ def test_views_of_storages_and_tensor_settings(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n, cols", [(1, 1), (31, 5), (5000, 7), (9000, 4096), (20_000, 6000)])
 def test_the_compiled_sums_equal_those_of_operators(n, cols, dtype):
-    if native() is None:
+    if _library() is None:
         pytest.skip("SKIPPED: no C compiler, so only the operators are there")
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 1e3).to(dtype)
     x[::97] = 0
@@ -389,25 +392,10 @@ def test_differences_of_other_types_wide_rows_and_nan(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "command", [["scan", "evil.pt"], ["diff", "evil.pt", "evil.pt"], ["scan", "nowhere"]]
-)
-def test_the_commands_refuse_in_one_line(command, tmp_path, monkeypatch):
+def test_the_commands_refuse_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"w": Evil()}, "evil.pt")
-    out = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
-            *command,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert (
-        out.returncode == 2
-        and len(out.stderr.strip().splitlines()) == 1
-        and out.stdout == ""
-        and not os.path.exists("executed")
-    )
+    for words in (["scan", "evil.pt"], ["diff", "evil.pt", "evil.pt"], ["scan", "nowhere"]):
+        out = command(*words)
+        assert out.returncode == 2 and out.stdout == "" and len(out.stderr.strip().splitlines()) == 1, words
+        assert not os.path.exists("executed"), words

@@ -1,4 +1,4 @@
-"The command in a process of its own: exit codes, one line for every error, JSON, page, watch."
+"The command: exit codes, one line for every error, JSON, page; in a process of its own pipes, Ctrl-C, watch."
 
 import json
 import os
@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from stabilitylab.cli import diagnose
+from tests.command import command as run
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-c", "import sys; from stabilitylab.cli.main import main; sys.exit(main())"]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NO_COLOR": "", "MPLBACKEND": "agg"}
-
-
-def run(*args, **kw):
-    return subprocess.run(
-        [*COMMAND, *map(str, args)], capture_output=True, text=True, env=ENV, timeout=60, **kw
-    )
 
 
 def write(path, lines):
@@ -82,9 +79,9 @@ def test_two_runs_of_one_name_stay_apart(broken, tmp_path):
     assert sorted(r["n_steps"] for r in told["runs"]) == [50, 200]
 
 
-@pytest.mark.parametrize("level, code", [("info", 1), ("warning", 1), ("error", 1)])
-def test_fail_on_finds(broken, level, code):
-    assert run("diagnose", broken, "--fail-on", level).returncode == code
+def test_fail_on_finds(broken):
+    codes = [run("diagnose", broken, "--fail-on", level).returncode for level in ("info", "warning", "error")]
+    assert codes == [1, 1, 1]
 
 
 def test_fail_on_lets_a_healthy_run_pass(healthy):
@@ -133,27 +130,21 @@ def bad_inputs(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "nothing there",
-        "empty",
-        "folder",
-        "text",
-        "binary",
-        "pointer",
-        "format",
-        "no folder for the page",
-        "watch a folder",
-        "watch nowhere",
-        "no pause",
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
-    args, said = bad_inputs(tmp_path)[case]
-    r = run(*args)
-    assert r.returncode == 2 and r.stdout == "" and said in r.stderr
-    assert r.stderr.startswith("stabilitylab: ") and r.stderr.count("\n") == 1 and "Traceback" not in r.stderr
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, subtests):
+    for case, (args, said) in bad_inputs(tmp_path).items():
+        with subtests.test(case):
+            r = run(*args)
+            assert r.returncode == 2 and r.stdout == "" and said in r.stderr
+            assert r.stderr.startswith("stabilitylab: ") and r.stderr.count("\n") == 1
+            assert "Traceback" not in r.stderr
+
+
+def test_the_command_in_a_process_of_its_own(broken):
+    "Once as a shell starts it: the same words and exit codes as in this process."
+    for words in (["diagnose", broken, "--fail-on", "error"], ["diagnose", broken.parent / "no.log"]):
+        told = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, env=ENV)
+        here = run(*words)
+        assert (told.returncode, told.stdout, told.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
 @pytest.mark.skipif(
@@ -214,31 +205,22 @@ def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     assert out.count("non_finite") == 1, out
 
 
-RAISES = """
-import sys
-from stabilitylab.cli import diagnose, main
-def broken(args): raise {}
-diagnose.run_diagnose = broken
-sys.exit(main.main(["diagnose", "x"]))
-"""
+def test_ctrl_c_in_diagnose_is_130(monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
 
-
-def test_ctrl_c_in_diagnose_is_130():
-    code = RAISES.format("KeyboardInterrupt")
-    r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    monkeypatch.setattr(diagnose, "run_diagnose", interrupted)
+    r = run("diagnose", "x")
     assert r.returncode == 130 and r.stderr == ""
 
 
-def test_a_fault_of_ours_is_one_line_too():
-    code = RAISES.format('KeyError("x")')
-    r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+def test_a_fault_of_ours_is_one_line_too(monkeypatch):
+    def broken(args):
+        raise KeyError("x")
+
+    monkeypatch.setattr(diagnose, "run_diagnose", broken)
+    r = run("diagnose", "x")
     assert r.returncode == 2 and r.stderr.count("\n") == 1 and "KeyError" in r.stderr
-    assert (
-        "Traceback"
-        in subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env=ENV | {"STABILITYLAB_TRACEBACK": "1"},
-        ).stderr
-    )
+    monkeypatch.setenv("STABILITYLAB_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        run("diagnose", "x")

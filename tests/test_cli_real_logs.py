@@ -10,18 +10,10 @@ import pytest
 from stabilitylab.cli.main import main
 from stabilitylab.read.recognise import formats
 
+pytestmark = pytest.mark.slow  # three hundred files
+
 REAL = Path(__file__).resolve().parent.parent.parent / "shared" / "real_logs"
-FILES = (
-    sorted(
-        p
-        for p in REAL.rglob("*")
-        if p.is_file()
-        and "checkpoints" not in p.parts
-        and p.name not in ("MANIFEST.md", "README.md", "truth.json")
-    )
-    if REAL.is_dir()
-    else []
-)
+NO_LOGS = ("MANIFEST.md", "README.md", "truth.json")
 FOLDERS = sorted(p for p in REAL.iterdir() if p.is_dir() and p.name != "checkpoints") if REAL.is_dir() else []
 NOTHING = ("header_only", "run-g9dvvkua", "colossal_dreambooth")  # a header or settings, and no value at all
 BINARY = {"tensorboard": "tensorboard", "wandb_offline": "wandb"}  # folder -> format that reads it
@@ -42,11 +34,15 @@ def unread(path):
     )
 
 
-@pytest.mark.parametrize("path", FILES + FOLDERS, ids=lambda p: str(p.relative_to(REAL)))
-def test_diagnose(path, tmp_path):
-    if unread(path):
-        pytest.skip(f"SKIPPED: no reader for {path.name} yet")
-    code, out, err = diagnose(path, "--json", "--html", tmp_path / "r.html")
+def logs(folder):
+    "Every log in a folder, and the folder as a whole."
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in NO_LOGS)
+    return [folder, *sorted(path for path in files if "checkpoints" not in path.parts)]
+
+
+def check(path, page):
+    "One log or folder, read by the command."
+    code, out, err = diagnose(path, "--json", "--html", page)
     if "LFS_POINTER" in path.name:
         assert code == 2 and err.count("\n") == 1 and "git lfs pull" in err
         return
@@ -59,10 +55,19 @@ def test_diagnose(path, tmp_path):
         assert run["format"] and run["source"]
         for f in run["findings"]:
             assert f["explanation"].endswith(".") and (f["onset"] is None or f["onset"] <= f["end"])
-    page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "</html>" in page and "<script" not in page and len(page) < 2_000_000
+    text = page.read_text(encoding="utf-8")
+    assert "</html>" in text and "<script" not in text and len(text) < 2_000_000
 
 
-@pytest.mark.skipif(bool(FILES), reason="the real logs are here")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_diagnose(folder, tmp_path, subtests):
+    for path in logs(folder):
+        with subtests.test(msg=str(path.relative_to(REAL))):
+            if unread(path):
+                pytest.skip(f"SKIPPED: no reader for {path.name} yet")
+            check(path, tmp_path / "r.html")
+
+
+@pytest.mark.skipif(bool(FOLDERS), reason="the real logs are here")
 def test_real_logs_are_absent():
     pytest.skip("SKIPPED: ../shared/real_logs is absent, so the command was not run on real logs")

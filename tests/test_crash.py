@@ -3,7 +3,7 @@
 import pytest
 
 from stabilitylab import diagnose, read_runs
-from stabilitylab.read.crash import find_crash
+from stabilitylab.read.crash.incidents import crash_in_text
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n'
 ENDS = {  # the end of a log -> (cause, words of its exception, signal or message; rank; how many followed)
@@ -98,7 +98,7 @@ ENDS = {  # the end of a log -> (cause, words of its exception, signal or messag
 @pytest.mark.parametrize("text", ENDS, ids=[text.splitlines()[-1][:50] for text in ENDS])
 def test_the_first_cause_is_named(text, tmp_path):
     cause, name, rank, followed = ENDS[text]
-    crash = find_crash(text.encode())
+    crash = crash_in_text(text.encode())
     assert (crash.cause, crash.rank, crash.followed) == (cause, rank, followed)
     assert name in f"{crash.name} {crash.message}"
     records = "".join(f"step {step} loss {3 - step / 50:.3f}\n" for step in range(60))
@@ -132,7 +132,7 @@ def test_output_kept_back_does_not_hide_the_death(tmp_path):
 
 def test_words_of_a_healthy_log_are_no_crash():
     assert (
-        find_crash(
+        crash_in_text(
             ["step 3 error: 0.5 signal 0.2", "Killed 3 zombies", "saved without errors", "exit code 0"]
         )
         is None

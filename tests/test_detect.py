@@ -7,11 +7,11 @@ import pytest
 
 from stabilitylab import compare_runs, diagnose, read_runs
 from stabilitylab.cases.traces import HELD_OUT, score_rules
-from stabilitylab.detect.lengths import find_length_bias, rank_correlation
-from stabilitylab.detect.rules import RULES
+from stabilitylab.detect.metrics import find_length_bias, rank_correlation
+from stabilitylab.detect.spike_rules import RULES
 from stabilitylab.detect.spikes import find_loss_spikes
-from stabilitylab.measure.rolling import before, level_and_noise
 from stabilitylab.run.record import new_run
+from stabilitylab.run.rolling import before, level_and_noise
 from stabilitylab.run.scalars import Samples, make_scalars
 
 
@@ -155,7 +155,10 @@ def test_duplicated_lines_give_no_spike(real_logs):
     assert not [f for f in found if f.kind == "loss_spike" and f.severity != "info"]
 
 
-@pytest.mark.parametrize("block", range(10))
+MORE = [pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10)]  # a hundred and eighty curves
+
+
+@pytest.mark.parametrize("block", [0, *MORE])
 def test_healthy_curves_raise_no_alarm(block):
     for seed in range(block * 20, block * 20 + 20):
         r, i = np.random.default_rng(seed), np.arange(5000)
@@ -323,12 +326,43 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
 
     import stabilitylab.detect
     import stabilitylab.probe
+    from stabilitylab.detect.limits import LIMITS
     from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES
-    from stabilitylab.detect.thresholds import THRESHOLDS
     from stabilitylab.names.findings import FINDING_KINDS
 
     rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])
     code = "".join(p.read_text(encoding="utf-8") for room in rooms for p in room.glob("*.py"))
-    read = set(re.findall(r'(?:limit|_records|_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
-    assert read == set(THRESHOLDS)
+    read = set(re.findall(r'(?:limit|records_in_share|columns_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
+    assert read == set(LIMITS)
     assert set(PHRASES) | set(MODULE_PHRASES) <= set(FINDING_KINDS)
+
+
+def test_limits_are_few_have_a_source_and_stand_in_the_calibration():
+    import csv
+
+    from stabilitylab.detect.limits import LIMITS
+
+    assert len(LIMITS) <= 80
+    assert all(row.unit and row.meaning and row.source for row in LIMITS.values())
+    with (Path(__file__).parent / "calibration.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["limit"] for row in rows} == set(LIMITS), "run `make calibrate`"
+    as_they_are = [row for row in rows if row["tried"] == row["value"]]
+    assert all(float(row["value"]) == LIMITS[row["limit"]].value for row in as_they_are), (
+        "run `make calibrate`"
+    )
+
+
+def test_limits_of_one_call_hold_for_that_call_and_stand_in_its_findings():
+    from stabilitylab.detect.limits import limit
+    from stabilitylab.names.errors import InputError
+
+    loss = 2 + np.random.default_rng(0).normal(0, 0.01, 400)
+    loss[300:310] += 0.3
+    spike = next(f for f in diagnose(run_of(loss=loss)).of("loss_spike") if f.onset == 300)
+    assert spike.limits["spike_sigma"] == 7 and "limits" not in spike.to_dict()
+    assert not diagnose(run_of(loss=loss), limits={"spike_sigma": 1000}).of("loss_spike")
+    assert limit("spike_sigma") == 7
+    for wrong in ({"no_such_limit": 1}, {"spike_sigma": float("nan")}, {"history": "long"}):
+        with pytest.raises(InputError, match="allowed"):
+            diagnose(run_of(loss=loss), limits=wrong)

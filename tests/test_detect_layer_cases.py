@@ -1,8 +1,11 @@
 "Made layer failures: every fault is named with its first module, healthy runs silent, leads are measured."
 
+import pytest
+
 from stabilitylab.cases.layers import LAYER_CASES, score_layer_cases
 
 
+@pytest.mark.slow  # a model of every fault is trained
 def test_every_fault_is_named_and_nothing_else(tmp_path):
     table = score_layer_cases(tmp_path)
     print(table.to_string())

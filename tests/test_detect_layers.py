@@ -14,7 +14,7 @@ def record(path, steps=24, at=None, std=0.02, eps=1e-8, width=32, freeze=None):
     torch.manual_seed(0)
     model = DecoderLM(LMConfig(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
-    with Recorder(model, opt, path) as rec:
+    with Recorder(model, opt, path, merge=False) as rec:
         for i in range(steps):
             if i == at:
                 with torch.no_grad():
@@ -57,7 +57,7 @@ def test_sampled_rules_name_the_cause(tmp_path):
         model = DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype)
         opt = torch.optim.AdamW(model.parameters(), lr=lr)
         change(model)
-        with Recorder(model, opt, path, every_n=4) as rec:
+        with Recorder(model, opt, path, every_n=4, merge=False) as rec:
             for _ in range(13):
                 loss = model(TOKENS, TOKENS)
                 loss.backward()

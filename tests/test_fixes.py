@@ -9,8 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from stabilitylab.fixes.protocol import Fix, apply_all, conflicts, parameter_ranges
-from stabilitylab.fixes.registry import answers, fix, fixes
+from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
 from stabilitylab.fixes.training import Training
 from stabilitylab.knowledge.phenomena import load_rows
 from stabilitylab.models.config import ModelConfig
@@ -91,7 +90,17 @@ def photograph(training):
         },
         "training": {
             k: getattr(training, k)
-            for k in ("loss", "batches", "schedule", "clip", "autocast", "weigh", "step", "seed", "measure")
+            for k in (
+                "loss",
+                "batches",
+                "schedule",
+                "clip",
+                "autocast",
+                "microbatch_weights",
+                "step",
+                "seed",
+                "measure",
+            )
         },
         "standing": (list(training.hooks), list(training.applied), sorted(training.states)),
         "rng": torch.get_rng_state(),
@@ -158,41 +167,45 @@ def test_every_row_of_the_accounts_has_an_answer():
     assert done >= 75
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_preview_and_undo_leave_no_trace(name):
-    training = training_for(name)
-    before = photograph(training)
-    table = make(name).preview(training)
-    assert list(table.columns) == ["part", "what", "before", "after"] and len(table)
-    assert_same(before, photograph(training))
-    book = make(name).apply(training)
-    assert training.applied == [book]
-    book.undo()
-    assert_same(before, photograph(training))
-    with pytest.raises(InputError, match="in force"):
-        book.undo()
+def test_preview_and_undo_leave_no_trace(subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            training = training_for(name)
+            before = photograph(training)
+            table = make(name).preview(training)
+            assert list(table.columns) == ["part", "what", "before", "after"] and len(table)
+            assert_same(before, photograph(training))
+            book = make(name).apply(training)
+            assert training.applied == [book]
+            book.undo()
+            assert_same(before, photograph(training))
+            with pytest.raises(InputError, match="in force"):
+                book.undo()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_undo_after_steps_gives_a_training_that_goes_on(name):
-    training = training_for(name)
-    structure = [photograph(training)[k] for k in ("modules", "hooks", "optimizer")]
-    book = make(name).apply(training)
-    for _ in range(3):
-        training.run_step()
-    book.undo()
-    now = photograph(training)
-    assert structure == [now[k] for k in ("modules", "hooks", "optimizer")] and not training.hooks
-    assert math.isfinite(training.run_step().loss)
+def test_steps_are_finite_and_undo_after_them_gives_a_training_that_goes_on(subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            training = training_for(name)
+            structure = [photograph(training)[k] for k in ("modules", "hooks", "optimizer")]
+            book = make(name).apply(training)
+            seen = [training.run_step() for _ in range(6)]
+            assert all(math.isfinite(s.loss) for s in seen)
+            assert all(torch.isfinite(p).all() for p in training.model.parameters())
+            book.undo()
+            now = photograph(training)
+            assert structure == [now[k] for k in ("modules", "hooks", "optimizer")] and not training.hooks
+            assert math.isfinite(training.run_step().loss)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if TABLE.keeps_function[n]])
-def test_the_function_is_kept_where_promised(name):
-    training = training_for(name)
-    batch = training.batches(0)[0]
-    before = outputs(training, batch)
-    make(name).apply(training)
-    torch.testing.assert_close(outputs(training, batch), before, rtol=2e-5, atol=2e-6)
+def test_the_function_is_kept_where_promised(subtests):
+    for name in [n for n in NAMES if TABLE.keeps_function[n]]:
+        with subtests.test(name=name):
+            training = training_for(name)
+            batch = training.batches(0)[0]
+            before = outputs(training, batch)
+            make(name).apply(training)
+            torch.testing.assert_close(outputs(training, batch), before, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["qk_norm", "qkv_norm"])
@@ -211,15 +224,6 @@ def test_a_ramp_keeps_the_function_at_first_and_ends_at_the_norm(name):
     torch.testing.assert_close(outputs(training), outputs(other))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_are_finite_and_learn(name):
-    training = training_for(name)
-    make(name).apply(training)
-    seen = [training.run_step() for _ in range(6)]
-    assert all(math.isfinite(s.loss) for s in seen)
-    assert all(torch.isfinite(p).all() for p in training.model.parameters())
-
-
 GUARDS = [
     "zclip",
     "adagc",
@@ -232,22 +236,28 @@ GUARDS = [
 ]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_selects_and_never_multiplies(name, bad):
-    training = training_for(name)
-    make(name).apply(training)
-    for _ in range(3):
-        training.run_step()
-    plain, before = training.loss, photograph(training)
-    training.loss = lambda model, batch: plain(model, batch) + model.lm_head.weight.sum() * bad
-    assert training.run_step().skipped
-    after = photograph(training)
-    assert same(before["values"], after["values"]) and same(before["moments"], after["moments"])
-    training.loss = plain
-    seen = training.run_step()
-    assert not seen.skipped and math.isfinite(seen.loss)
-    assert all(torch.isfinite(p).all() for p in training.model.parameters())
+def spoilt(loss, bad):
+    "The loss plus something that is not finite."
+    return lambda model, batch: loss(model, batch) + model.lm_head.weight.sum() * bad
+
+
+def test_a_guard_selects_and_never_multiplies(subtests):
+    for bad in [float("nan"), float("inf"), -float("inf")]:
+        for name in GUARDS:
+            with subtests.test(bad=bad, name=name):
+                training = training_for(name)
+                make(name).apply(training)
+                for _ in range(3):
+                    training.run_step()
+                plain, before = training.loss, photograph(training)
+                training.loss = spoilt(plain, bad)
+                assert training.run_step().skipped
+                after = photograph(training)
+                assert same(before["values"], after["values"]) and same(before["moments"], after["moments"])
+                training.loss = plain
+                seen = training.run_step()
+                assert not seen.skipped and math.isfinite(seen.loss)
+                assert all(torch.isfinite(p).all() for p in training.model.parameters())
 
 
 def run_on(training, n):
@@ -255,50 +265,54 @@ def run_on(training, n):
     return [training.run_step().loss for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_goes_through_save_and_resume(name, tmp_path):
-    training = training_for(name)
-    make(name).apply(training)
-    run_on(training, 3)
-    torch.save(training.state_dict(), tmp_path / "state.pt")
-    through = run_on(training, 4)
-    other = training_for(name)
-    make(name).apply(other)
-    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert run_on(other, 4) == through
-    assert same(training.model.state_dict(), other.model.state_dict())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_16_bit_weights_and_moments(name, dtype):
-    if name in FROZEN and dtype == torch.float16:
-        pytest.skip("pictures are float32")
-    training = training_for(name, steps=0)
-    training.model.to(dtype)
-    if name in FROZEN:
-        batch = training.batches(0)[0]
-        batch["pictures"] = batch["pictures"].to(dtype)
-    for group in training.optimizer.param_groups:
-        group["eps"] = 1e-4  # fp16 has no 1e-7 that stays itself
-    training.keep()
-    training.run_step()
-    if name in ("safe_preset",) and dtype == torch.float16:
-        with pytest.raises(InputError, match="fp16 turns 1e-8 to 0"):
+@pytest.mark.slow  # two trainings of every fix
+def test_a_state_goes_through_save_and_resume(tmp_path, subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            training = training_for(name)
             make(name).apply(training)
-        return
-    kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    chosen = {"adam_eps": {"eps": 1e-4}, "autocast": {"kind": kinds[dtype]}}.get(name)
-    one = make(name) if chosen is None else fix(name, **chosen)
-    before = photograph(training)
-    book = one.apply(training)
-    for _ in range(2):
-        assert math.isfinite(training.run_step().loss)
-    if name != "weight_type":
-        assert all(p.dtype == dtype for p in training.model.parameters())
-    book.undo()
-    assert photograph(training)["modules"] == before["modules"]
-    assert all(p.dtype == dtype for p in training.model.parameters())
+            run_on(training, 3)
+            torch.save(training.state_dict(), tmp_path / "state.pt")
+            through = run_on(training, 4)
+            other = training_for(name)
+            make(name).apply(other)
+            other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            assert run_on(other, 4) == through
+            assert same(training.model.state_dict(), other.model.state_dict())
+
+
+@pytest.mark.slow  # every fix in two types
+def test_16_bit_weights_and_moments(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        for name in NAMES:
+            with subtests.test(dtype=dtype, name=name):
+                if name in FROZEN and dtype == torch.float16:
+                    pytest.skip("pictures are float32")
+                training = training_for(name, steps=0)
+                training.model.to(dtype)
+                if name in FROZEN:
+                    batch = training.batches(0)[0]
+                    batch["pictures"] = batch["pictures"].to(dtype)
+                for group in training.optimizer.param_groups:
+                    group["eps"] = 1e-4  # fp16 has no 1e-7 that stays itself
+                training.keep()
+                training.run_step()
+                if name in ("safe_preset",) and dtype == torch.float16:
+                    with pytest.raises(InputError, match="fp16 turns 1e-8 to 0"):
+                        make(name).apply(training)
+                    continue
+                kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+                chosen = {"adam_eps": {"eps": 1e-4}, "autocast": {"kind": kinds[dtype]}}.get(name)
+                one = make(name) if chosen is None else fix(name, **chosen)
+                before = photograph(training)
+                book = one.apply(training)
+                for _ in range(2):
+                    assert math.isfinite(training.run_step().loss)
+                if name != "weight_type":
+                    assert all(p.dtype == dtype for p in training.model.parameters())
+                book.undo()
+                assert photograph(training)["modules"] == before["modules"]
+                assert all(p.dtype == dtype for p in training.model.parameters())
 
 
 def test_undo_is_last_in_first_out_and_conflicts_are_told():
@@ -364,14 +378,14 @@ def test_a_copy_of_a_fixed_model_has_its_own_fix():
     assert torch.equal(before, again)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_have_ranges(name):
-    cls = type(fix(name))
-    for parameter, rules in parameter_ranges(cls).items():
-        assert {"low", "high"} <= set(rules) or "choices" in rules, (name, parameter)
-        bad = "no such" if "choices" in rules else rules["high"] * 2 + 1
-        with pytest.raises(InputError, match=parameter):
-            fix(name, **{parameter: bad})
+def test_parameters_have_ranges(subtests):
+    for name in NAMES:
+        with subtests.test(name=name):
+            for parameter, rules in parameter_ranges(fix(name)).items():
+                assert {"low", "high"} <= set(rules) or "choices" in rules, (name, parameter)
+                bad = "no such" if "choices" in rules else rules["high"] * 2 + 1
+                with pytest.raises(InputError, match=parameter):
+                    fix(name, **{parameter: bad})
 
 
 RANKS = ["qk_norm", "zclip", "update_clip", "loss_scaling", "z_loss", "embedding_norm"]
@@ -413,6 +427,7 @@ def _plain_training():
     return Training(model, optimizer, model_loss, lambda step: [task.at(step)])
 
 
+@pytest.mark.slow  # starts two processes
 @pytest.mark.timeout(300)
 def test_two_ranks_do_what_one_does(tmp_path):
     context = mp.get_context("spawn")

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab.fixes.optimizers import Adafactor, orthogonal
-from stabilitylab.fixes.parts import attention_parts
 from stabilitylab.fixes.precision import GridRounding
 from stabilitylab.fixes.registry import fix
+from stabilitylab.fixes.submodules import attention_layers
 from stabilitylab.fixes.training import Training
 from stabilitylab.models.attention import attend
 from stabilitylab.models.config import ModelConfig
@@ -251,7 +251,7 @@ def test_qk_clip_shares_between_heads_of_one_group():
     model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
     training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s: [None])
     fix("qk_clip", limit=10.0, alpha=0.25).apply(training)
-    hook, part = training.hooks[0], attention_parts(model)[0]
+    hook, part = training.hooks[0], attention_layers(model)[0]
     q, k = part.source("q").weight.clone(), part.source("k").weight.clone()
     hook._clip(part, torch.tensor([40.0, 5.0]))
     torch.testing.assert_close(part.source("q").weight[:8], q[:8] * 0.25**0.25)
@@ -271,6 +271,6 @@ def test_sigma_reparam_follows_the_largest_singular_value():
     fix("sigma_reparam", keep=False).apply(training)
     for _ in range(10):
         training.run_step()
-    q = attention_parts(model)[0].source("q")
+    q = attention_layers(model)[0].source("q")
     gain = q.parametrizations.weight[0].gain
     assert abs(float(torch.linalg.svdvals(q.weight.detach())[0]) / float(gain.detach().abs()) - 1) < 0.05

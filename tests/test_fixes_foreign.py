@@ -7,12 +7,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stabilitylab.fixes.attention import HeadNorm
-from stabilitylab.fixes.parts import attention_parts, embeddings, norms, output_head, writers
+from stabilitylab.fixes.attention_logits import HeadNorm
 from stabilitylab.fixes.registry import fix
+from stabilitylab.fixes.submodules import (
+    attention_layers,
+    embedding_tables,
+    norm_layers,
+    require_output_layer,
+    residual_projections,
+)
 from stabilitylab.fixes.training import Training
 from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.names.errors import InputError
+
+pytestmark = pytest.mark.slow  # architectures of others, from tiny configurations
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,9 +111,9 @@ def values(training):
 @pytest.mark.parametrize("name", MAKERS)
 def test_parts_are_found(name):
     model = MAKERS[name]()
-    parts = attention_parts(model)
-    assert len(parts) == 2 and len(writers(model)) == 4 and embeddings(model)
-    assert len(norms(model)) >= 5 and output_head(model)[1].weight.shape[0] == 32
+    parts = attention_layers(model)
+    assert len(parts) == 2 and len(residual_projections(model)) == 4 and embedding_tables(model)
+    assert len(norm_layers(model)) >= 5 and require_output_layer(model)[1].weight.shape[0] == 32
     assert all(p.n_head == {"llama": 4}.get(name, 2) and p.n_kv == 2 for p in parts)
 
 
@@ -115,7 +123,7 @@ def test_qk_norm_bounds_the_queries_of_any_model(name, kind):
     training = training_of(name)
     before, keys = loss_of(training.model, training.batches(0)[0]).item(), set(training.model.state_dict())
     book = fix("qk_norm", kind=kind).apply(training)
-    part, seen = attention_parts(training.model)[0], {}
+    part, seen = attention_layers(training.model)[0], {}
     part.source("q").register_forward_hook(lambda m, i, o: seen.update(o=o.detach()))
     part.source("q").weight.data.mul_(100)
     loss_of(training.model, training.batches(0)[0])
@@ -172,12 +180,12 @@ def test_qk_clip_halves_what_is_four_times_too_large(name):
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0
     batch = training.batches(0)[0]
-    for part in attention_parts(training.model):
+    for part in attention_layers(training.model):
         for role in "qk":
             for heads in part.weight_heads(role):
                 heads.mul_(300)
     fix("qk_clip", limit=5.0).apply(training)
-    parts = training.hooks[0].parts
+    parts = training.hooks[0].layers
     training.run_step()
     loss_of(training.model, batch)
     assert float(parts[0][1].largest.max()) <= 5.01  # later layers see another input behind a clipped one

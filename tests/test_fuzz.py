@@ -18,6 +18,7 @@ TEXTS = {f"{name}.log": data for name, data in seeds.text_seeds().items()}
 LOGS = TEXTS | {f"{name}.json": data for name, data in seeds.table_seeds().items()}
 
 
+@pytest.mark.slow  # many made-up inputs
 def test_no_spoilt_input_ends_in_a_fault():
     outcomes = fuzz(1500, seed=2)
     assert {outcome for _, outcome in outcomes} <= {"read", "refused"}, outcomes

@@ -108,6 +108,7 @@ def test_tied_models_have_one_tensor_and_capped_logits_are_bounded():
     assert model(torch.zeros(1, 4, dtype=torch.long)).abs().max() <= 5
 
 
+@pytest.mark.slow  # 600 steps
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_a_small_translator_learns(positions):
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stabilitylab.numerics.formats import (
-    FORMATS,
+    NUMBER_FORMATS,
     _rounded,
     _rounded_bits,
     exponent_histogram,
@@ -18,7 +18,7 @@ from stabilitylab.numerics.formats import (
     stochastic_round,
     ulp_distance,
 )
-from stabilitylab.numerics.native import compiled
+from stabilitylab.numerics.kernels import compile_c
 
 CASTS = {
     "bf16": (ml_dtypes.bfloat16, torch.bfloat16),
@@ -81,7 +81,7 @@ def test_tf32_against_exact_arithmetic():
     assert same(quantise(x, "tf32"), np.copysign(np.rint(x / unit) * unit, x).astype(np.float32))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
 def test_the_way_taken_on_a_gpu_gives_the_same(name):
     x, f = dense_sample(), number_format(name)
     t = torch.tensor(x[abs(x) <= 2.0**126])
@@ -105,10 +105,10 @@ def test_spacing_and_distance_count_the_numbers(name):
     assert (v.max(), up[1], v[np.searchsorted(v, 1.0) + 1] - 1) == (f.max, f.min_subnormal, f.eps)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
 @pytest.mark.parametrize("torch_side", [False, True])
 def test_stochastic_rounding_is_unbiased(name, torch_side):
-    f, n = FORMATS[name], 1_000_000
+    f, n = NUMBER_FORMATS[name], 1_000_000
     rng = torch.Generator().manual_seed(3) if torch_side else np.random.default_rng(3)
     for value in [1.001, -3.3, f.min_subnormal * 0.3, f.min_normal * 1.013]:
         x = np.full(n, value, np.float32)
@@ -140,14 +140,14 @@ def test_exponents_against_frexp():
 def test_shapes_and_no_change_of_the_input():
     x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)[:, ::2]
     before = x.copy()
-    for f in FORMATS:
+    for f in NUMBER_FORMATS:
         assert (
             quantise(x, f).shape == stochastic_round(x, f).shape == x.shape
             and quantise(np.float32(1.7), f).shape == ()
         )
     assert same(x, before)
     t = torch.tensor(x, requires_grad=True).transpose(0, 2)
-    for f in FORMATS:
+    for f in NUMBER_FORMATS:
         assert same(quantise(t, f).numpy(), quantise(x.T, f))
 
 
@@ -157,4 +157,4 @@ def test_a_user_without_a_home_takes_the_slower_way(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    assert compiled("int one(void) { return 1; }", "one") is None
+    assert compile_c("int one(void) { return 1; }", "one") is None

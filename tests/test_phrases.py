@@ -8,7 +8,7 @@ import pytest
 
 from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES, explain
-from stabilitylab.names.numbers import counted, written
+from stabilitylab.names.numbers import format_count, format_number
 
 NUMBERS = (0, 1, 2, 1.0, 0.5, 12345, 26_314_000.0, 3.7e39, 10**39, "inf", "nan")
 WORDS = {
@@ -44,28 +44,52 @@ def evidence(number, choice):
     return filled | {"names": ["a", "b"]}
 
 
-@pytest.mark.parametrize("kind", sorted({*PHRASES, *MODULE_PHRASES}))
+WRONG = {  # what no sentence may hold
+    "digits by the dozen": re.compile(r"\d{16}|(\d{1,3},){5}|\d{5}\.\d"),
+    "a plural of one": PLURAL_OF_ONE,
+    "a count that says nothing": re.compile(
+        r"\b0 steps (later|earlier)|after 0 |\b(inf|NaN) times its usual"
+    ),
+    "a hole, a gap or two full stops": re.compile(r"\{|  |\.\.|[^.]\Z"),
+}
+
+
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
-def test_words_of_a_finding(kind, number):
+def test_words_of_a_finding(number):
     step = number if isinstance(number, int) and number < 2**62 else 7
-    for choice, modules in itertools.product(range(4), ((), ("blocks.0.fc1",))):
-        told = explain(Finding(kind, "warning", step, modules=modules, evidence=evidence(number, choice)))
-        assert not re.search(r"\d{16}|(\d{1,3},){5}|\d{5}\.\d", told), told
-        assert not PLURAL_OF_ONE.search(told), told
-        assert not re.search(r"\b0 steps (later|earlier)|after 0 |\b(inf|NaN) times its usual", told), told
-        assert "{" not in told and "  " not in told and ".." not in told and told.endswith("."), told
+    wrong = []
+    for choice in range(4):
+        fields = evidence(number, choice)
+        for kind, modules in itertools.product(sorted({*PHRASES, *MODULE_PHRASES}), ((), ("blocks.0.fc1",))):
+            told = explain(Finding(kind, "warning", step, modules=modules, evidence=fields))
+            wrong += [f"{kind}: {why}: {told}" for why, pattern in WRONG.items() if pattern.search(told)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_sentence_that_is_wrong_is_seen():
+    for told in (
+        "1 steps.",
+        "0 steps later.",
+        "{n} steps.",
+        "two  gaps.",
+        "ends..",
+        "no end",
+        "1234567890123456.",
+    ):
+        assert any(pattern.search(told) for pattern in WRONG.values()), told
+    assert not any(pattern.search("At step 7 the loss rose by 12,345.") for pattern in WRONG.values())
 
 
 def test_numbers_for_a_reader():
-    assert [written(n) for n in (26_314_000.0, 1e40, 10**40, 0, 999.96)] == [
+    assert [format_number(n) for n in (26_314_000.0, 1e40, 10**40, 0, 999.96)] == [
         "26.31 million",
         "1e+40",
         "1.000e+40",
         "0",
         "1,000",
     ]
-    assert [counted(n, "step") for n in (0, 1, 1.0, 2)] == ["0 steps", "1 step", "1 step", "2 steps"]
-    assert counted(1, "matrix has|matrices have") == "1 matrix has"
+    assert [format_count(n, "step") for n in (0, 1, 1.0, 2)] == ["0 steps", "1 step", "1 step", "2 steps"]
+    assert format_count(1, "matrix has|matrices have") == "1 matrix has"
 
 
 def test_a_gradient_norm_26_million_times_its_usual_is_a_warning_in_words():

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.plot.downsample import broken_points, keep_extremes, line_pieces
 from stabilitylab.plot.findings import panels_of, plot_findings
-from stabilitylab.plot.loss import plot_loss, plot_series, restart_steps, short_number, wants_log
+from stabilitylab.plot.loss import _restart_steps, plot_loss, plot_series, short_number, wants_log
 from stabilitylab.plot.svg import findings_svg
 from stabilitylab.plot.theme import COLOURS, colour, theme
+from stabilitylab.plot.trial import plot_trial
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
+from stabilitylab.trial.arm import ArmCurve
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,7 @@ def test_the_kept_course_is_the_last_pass_of_each_step():
     pieces = line_pieces(one(step, segment))
     kept = {int(s): int(v) for x, y, pale in pieces if not pale for s, v in zip(x, y, strict=False)}
     assert kept == {s: 0 if s < 200 else 1 if s < 250 else 2 for s in range(400)}
-    assert restart_steps(one(step, segment)) == [200, 250]
+    assert _restart_steps(one(step, segment)) == [200, 250]
 
 
 def test_a_long_stretch_of_nan_cuts_the_line_a_short_one_does_not():
@@ -210,3 +213,12 @@ def test_a_million_steps_are_drawn_as_what_can_be_seen():
 )
 def test_short_numbers(value, words):
     assert short_number(value) == words
+
+
+def test_an_arm_keeps_its_colour_while_another_has_not_begun():
+    arms, step = ("unchanged", "qk_norm"), np.arange(9)
+    curves = [ArmCurve(arm, 0, step, 3 - 0.1 * step) for arm in arms]
+    whole, late = (plot_trial(some, ax=Figure().subplots(), arms=arms) for some in (curves, curves[1:]))
+    colours = {line.get_label(): line.get_color() for line in whole.lines}
+    assert late.lines[-1].get_label() == "qk_norm" and late.lines[-1].get_color() == colours["qk_norm"]
+    assert colours["unchanged"] != colours["qk_norm"] and len(late.lines) == 2

@@ -5,13 +5,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stabilitylab.measure.loss_scale import read_loss_scale
 from stabilitylab.numerics.formats import quantise, stochastic_round
 from stabilitylab.numerics.lattice import debias, lattice
-from stabilitylab.rounding.attention import attention_scale_overflow, distinct_positions, loss_rounding
-from stabilitylab.rounding.loss_cast import find_loss_cast
-from stabilitylab.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
-from stabilitylab.rounding.lost import adam_eps, decay_holds, lost_updates, sum_limit
+from stabilitylab.numerics.rounding.attention_range import (
+    attention_scale_overflow,
+    distinct_positions,
+    loss_rounding,
+)
+from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
+from stabilitylab.numerics.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
+from stabilitylab.numerics.rounding.lost_updates import adam_eps, decay_holds, lost_updates, sum_limit
+from stabilitylab.run.loss_scale import read_loss_scale
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"
 
@@ -177,6 +181,7 @@ def test_pure_bf16_weights_stall_and_stochastic_rounding_does_not():
     assert error["nearest"] > 10 * error["stochastic"] and abs(error["stochastic"] - error["fp32"]) < 0.01
 
 
+@pytest.mark.slow  # trains to the spikes
 @pytest.mark.parametrize("seed", [0])
 def test_slingshot_spikes_are_a_matter_of_precision(seed):
     "Modular addition, full-batch Adam: spikes in float32, none in float64."

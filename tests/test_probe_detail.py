@@ -10,8 +10,8 @@ from stabilitylab.probe.detail import (
     RANGES,
     _detail_torch,
     channel_maxima,
+    count_lost_updates,
     detail_statistics,
-    lost_updates,
     merge_details,
     tensor_detail,
     top_channel,
@@ -147,4 +147,4 @@ def test_channels_and_lost_updates():
     lost = (
         (b.astype(np.float64) - u.double().numpy()).astype(np.float32).astype(ml_dtypes.bfloat16) == b
     ) & (u.numpy() != 0)
-    assert lost_updates(w, u).tolist() == [(u != 0).sum().item(), lost.sum()] and lost.sum() > 100
+    assert count_lost_updates(w, u).tolist() == [(u != 0).sum().item(), lost.sum()] and lost.sum() > 100

@@ -47,6 +47,7 @@ def trainer(path, callbacks, micro=4, **kw):
     return Trainer(GPT2LMHeadModel(GPT2Config(**CONFIG)), args, train_dataset=data(), callbacks=callbacks)
 
 
+@pytest.mark.slow  # a Trainer run a case
 @pytest.mark.parametrize("micro", [1, 4])
 def test_losses_and_norms_are_those_of_the_log(tmp_path, micro):
     t = trainer(tmp_path, [RecorderCallback(tmp_path / "r", snapshot_every=2, every_n=2)], micro)
@@ -71,6 +72,7 @@ def test_losses_and_norms_are_those_of_the_log(tmp_path, micro):
     assert not t.model._forward_hooks and not t.model._forward_pre_hooks
 
 
+@pytest.mark.slow  # two Trainer runs
 def test_a_resumed_run_goes_on_counting(tmp_path):
     t = trainer(tmp_path, [RecorderCallback(tmp_path / "r")], save_strategy="steps", save_steps=2)
     t.args.max_steps = 2
@@ -90,6 +92,7 @@ except Exception as e: print(e)
 """
 
 
+@pytest.mark.slow  # starts a process
 def test_without_transformers_it_says_what_to_install():
     said = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True).stdout
     assert "transformers" in said and "stabilitylab[hf]" in said, said

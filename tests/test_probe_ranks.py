@@ -12,6 +12,8 @@ from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
+pytestmark = pytest.mark.slow  # starts processes
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = """
 import os, sys, torch, torch.distributed as dist

@@ -261,7 +261,7 @@ def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
     import test_probe_detail as detail
 
     from stabilitylab.probe import stats
-    from stabilitylab.probe.detail import lost_updates
+    from stabilitylab.probe.detail import count_lost_updates
 
     monkeypatch.setenv("STABILITYLAB_KERNEL", kernel)
     stats.kernel.cache_clear()
@@ -304,7 +304,7 @@ def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
             if dtype == torch.float32:
                 np.testing.assert_allclose(
                     updates.lost_frac.sel(param=n).values[row],
-                    np.divide(*lost_updates(before[n], before[n] - after[n]).tolist()[::-1]),
+                    np.divide(*count_lost_updates(before[n], before[n] - after[n]).tolist()[::-1]),
                     atol=5e-3,
                     err_msg=n,
                 )
@@ -429,6 +429,7 @@ def test_first_bad_tensor(tmp_path, mode):
         assert run["scalars"].skipped.values.tolist() == [0, 0, 1, 0]
 
 
+@pytest.mark.slow  # models of others
 @pytest.mark.parametrize("name", NAMES)
 def test_other_peoples_models_unmodified(tmp_path, name):
     pytest.importorskip("transformers")
@@ -472,6 +473,7 @@ def test_torch_transformer(tmp_path):
     ).all()
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_after_the_hooks_is_recorded(tmp_path):
     runs = []
     for compiled in (False, True):
@@ -598,6 +600,7 @@ print(json.dumps({'kills': kills, 'lost': lost, 'late': late}))
 """
 
 
+@pytest.mark.slow  # kills a process again and again
 def test_killed_at_random_moments(tmp_path):
     import json
 
@@ -664,7 +667,7 @@ def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
 def test_a_rule_on_line_pins_the_spike(tmp_path):
     import json
 
-    from stabilitylab.detect.online import OnlineRule
+    from stabilitylab.detect.spike_rules import OnlineRule
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 1))
@@ -691,8 +694,7 @@ def test_a_rule_on_line_pins_the_spike(tmp_path):
 
 
 def test_online_rules_agree_with_the_finished_curve():
-    from stabilitylab.detect.online import LOOK_BACK, OnlineRule
-    from stabilitylab.detect.rules import RULES
+    from stabilitylab.detect.spike_rules import LOOK_BACK, RULES, OnlineRule
 
     rng = np.random.default_rng(1)
     x = 3 - np.linspace(0, 1, 1500) + 0.03 * rng.standard_normal(1500)
@@ -706,7 +708,7 @@ def test_online_rules_agree_with_the_finished_curve():
 
 def test_a_new_environment_is_told(tmp_path, monkeypatch):
     from stabilitylab.detect.diagnose import diagnose
-    from stabilitylab.probe import opening as e
+    from stabilitylab.probe import settings as e
 
     model = DecoderLM(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabilitylab.measure.curves import loss_name
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.base import LogData
-from stabilitylab.read.passes import chains, in_sequence
+from stabilitylab.read.groups import concatenate_segments, segment_chains
 from stabilitylab.read.runs import read_log, read_runs
+from stabilitylab.run.curves import loss_name
 from stabilitylab.run.scalars import Samples, series
 
 N = 24
@@ -195,8 +195,8 @@ def log(begin: int, end: int, name: str = "loss") -> LogData:
 
 def test_files_of_one_folder_become_runs():
     logs = [log(0, 9), log(5, 20), log(0, 9), log(0, 9, "accuracy")]
-    assert sorted(itertools.chain.from_iterable(chains(logs))) == [0, 1, 2, 3]
-    assert chains(logs[:3]) == [[0, 1], [2]]
-    joined = in_sequence(logs[:2])
+    assert sorted(itertools.chain.from_iterable(segment_chains(logs))) == [0, 1, 2, 3]
+    assert segment_chains(logs[:3]) == [[0, 1], [2]]
+    joined = concatenate_segments(logs[:2])
     assert joined.samples["loss"].step.tolist() == [*range(9), *range(5, 20)]
     assert np.all(np.diff(joined.samples["loss"].order) > 0)

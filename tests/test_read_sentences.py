@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.lines import parse_any
-from stabilitylab.read.meters import meters
-from stabilitylab.read.prefilter import may_tell
+from stabilitylab.read.freetext.lines import parse_any_line
+from stabilitylab.read.freetext.named_numbers import named_numbers
+from stabilitylab.read.freetext.prefilter import candidate_lines
+from stabilitylab.read.freetext.words import is_evaluation, meaning
 from stabilitylab.read.runs import read_log
 from stabilitylab.read.scan import Scan
 from stabilitylab.read.shapes import Piece
-from stabilitylab.read.words import evaluation, meaning
 
 SENTENCES = {
     "Loss at step 100: 3.2": {"step": "100", "Loss": "3.2"},
@@ -32,7 +32,9 @@ SENTENCES = {
 
 @pytest.mark.parametrize("line", SENTENCES)
 def test_numbers_of_a_sentence_get_their_names(line):
-    found = {m.name: line[m.start : m.end] for m in meters(line.encode()) if m.name and m.kind != "total"}
+    found = {
+        m.name: line[m.start : m.end] for m in named_numbers(line.encode()) if m.name and m.kind != "total"
+    }
     assert found == SENTENCES[line]
 
 
@@ -43,8 +45,8 @@ def test_settings_are_no_losses_and_no_measures(name):
 
 @pytest.mark.parametrize("name", ["训练损失", "验证损失", "train/success_rate", "win_rate"])
 def test_losses_and_shares_in_other_words(name):
-    assert meaning(name) in ("loss", "measure")
-    assert evaluation(name) == name.startswith("验证")
+    assert meaning(name) in ("loss", "metric")
+    assert is_evaluation(name) == name.startswith("验证")
 
 
 def test_settings_alone_are_refused(tmp_path):
@@ -106,11 +108,11 @@ def test_lines_that_cannot_tell_are_the_only_ones_left_out():
             chosen.insert(rng.integers(0, len(chosen) + 1), number)
         lines.append(str(rng.choice([" ", ": ", "=", " | "])).join(chosen))
     piece = Piece(("\n".join(lines) + "\n").encode())
-    kept = may_tell(piece)
+    kept = candidate_lines(piece)
     assert 0.3 < kept.mean() < 1
     for number in np.flatnonzero(~kept):
-        found = [m for m in meters(piece.line(number)) if m.name]
-        assert all(m.is_whole for m in found), piece.line(number)
+        found = [m for m in named_numbers(piece.line(number)) if m.name]
+        assert all(m.is_integer for m in found), piece.line(number)
         assert not any(meaning(m.name) in ("step", "epoch") for m in found), piece.line(number)
 
 
@@ -179,11 +181,11 @@ def test_lines_of_one_layout_are_read_once_and_names_with_digits_stay_apart():
         lines.append(f"  {word}_{rng.integers(1, 9)}: {rng.integers(100, 999)}")
         lines.append(f"  {word}: {rng.integers(10, 99)}")
     text = [line.encode() for line in lines]
-    scan = Scan(parse_any, max_shapes=0).feed(b"\n".join(text) + b"\n")
-    assert scan.known
+    scan = Scan(parse_any_line, max_shapes=0).feed(b"\n".join(text) + b"\n")
+    assert scan.layout_hits
     expected = {}
     for line in text:
-        for hit in parse_any(line):
+        for hit in parse_any_line(line):
             for name, start, end in hit.fields:
                 expected.setdefault(name, []).append(float(line[start:end]))
     assert {name: column.value.tolist() for name, column in scan.samples().items()} == expected
@@ -192,6 +194,6 @@ def test_lines_of_one_layout_are_read_once_and_names_with_digits_stay_apart():
 @pytest.mark.parametrize("line", ["is=100 steps", "after 100 steps", "100 steps done", "= 100 steps"])
 def test_a_count_behind_a_number_without_a_name_is_kept(line):
     piece = Piece(f"{line}\nsize=100 steps\n".encode())
-    assert may_tell(piece).tolist() == [True, False]
-    assert [meter.name for meter in meters(line.encode())] == ["steps"]
-    assert [meter.name for meter in meters(b"size=100 steps")] == ["size"]
+    assert candidate_lines(piece).tolist() == [True, False]
+    assert [meter.name for meter in named_numbers(line.encode())] == ["steps"]
+    assert [meter.name for meter in named_numbers(b"size=100 steps")] == ["size"]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.follow import Follower
+from stabilitylab.read.logs.text_formats import text_records
 from stabilitylab.read.recognise import formats
 from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.read.scan import Scan
@@ -233,6 +235,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow  # real logs
 @pytest.mark.parametrize(
     "file, format, name, want", REAL, ids=[f"{r[0].split('/')[1][:60]}:{r[2]}" for r in REAL]
 )
@@ -344,6 +347,28 @@ def test_scanner_equals_its_slow_twin(lines, repeat):
         steps, values = zip(*slow[n], strict=False)
         np.testing.assert_array_equal(s.value, values)
         np.testing.assert_array_equal(s.step, steps)
+
+
+ROWS = [(name, record) for name, records in text_records().items() for record in records]
+
+
+@pytest.mark.parametrize(("name", "record"), ROWS, ids=[name for name, _ in ROWS])
+def test_a_row_of_the_table_reads_its_example(name, record):
+    parse = next(f for f in formats() if f.name == name).parse
+    scan = Scan(parse).feed(record.example.encode() + b"\n")
+    values = {series: samples.value.tolist() for series, samples in scan.samples().items()}
+    expected = {series: [value] for series, value in record.reads.items() if series != "step"}
+    assert values.keys() == expected.keys() and scan.last_step == record.reads.get("step")
+    for own, value in expected.items():
+        np.testing.assert_array_equal(values[own], value)
+
+
+def test_the_examples_of_a_row_have_its_signature():
+    "The lines of a format, three times over, are recognised as this format."
+    for name, records in text_records().items():
+        text = "".join(record.example + "\n" for record in records).encode() * 3
+        confidence = {format.name: format.sniff(text, Path("x.log")) for format in formats() if format.parse}
+        assert max(confidence, key=confidence.get) == name
 
 
 @pytest.mark.parametrize("format", [f for f in formats() if f.parse], ids=lambda f: f.name)
@@ -468,6 +493,7 @@ print(len(read.samples['lm loss'].step), (peak() - before)/1024)
 """
 
 
+@pytest.mark.slow  # measures a process
 def test_memory_stays_bounded(tmp_path):
     path, line = (
         tmp_path / "big.log",

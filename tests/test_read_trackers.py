@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.passes import continues, stem_of
+from stabilitylab.read.groups import continuations, stem_without_counter
 from stabilitylab.read.runs import read_log, read_runs
 
 STEPS = np.arange(0, 200, 10)
@@ -249,7 +249,7 @@ def test_every_log_is_in_exactly_one_run():
         for first in rng.integers(0, 300, rng.integers(1, 6)):
             step = np.arange(first, first + rng.integers(1, 200), rng.integers(1, 20))
             logs.append(LogData({"loss": Samples(step, np.ones(len(step)))} if rng.random() < 0.9 else {}))
-        found = continues(logs)
+        found = continuations(logs)
         assert sorted(number for chain in found for number in chain) == list(range(len(logs)))
 
 
@@ -257,7 +257,7 @@ def test_every_log_is_in_exactly_one_run():
     "name", ["train.log", "train_1.log", "train-2.log", "train.log.1", "train (3).log", "train_resumed.log"]
 )
 def test_names_of_one_family(name):
-    assert stem_of(name) == "train.log"
+    assert stem_without_counter(name) == "train.log"
 
 
 def test_crash_at_the_end_of_rows(tmp_path):

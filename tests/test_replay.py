@@ -1,8 +1,6 @@
 "Replay: bit-exact steps, 100 seeded swap tests, bit flips, precision against a slow twin, the command."
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace as changed
 
@@ -21,6 +19,7 @@ from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay
 from stabilitylab.replay.swap import swap_test
+from tests.command import command
 
 CONFIG = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
 SETUP = Setup(
@@ -89,6 +88,7 @@ def rare_feature(rng):
     ).verdict
 
 
+@pytest.mark.slow  # a hundred cases
 def test_the_cause_is_found_in_95_of_100_seeded_cases(trained):
     "A poisoned batch, a broken state, both, one cell alone, and neither, with other seeds, places and sizes."
     states, ordinary, last = trained
@@ -259,21 +259,9 @@ def test_blame_equals_vmapped_gradients(trained):
     assert np.allclose(table.grad_norm, norms, rtol=1e-4) and np.isclose(table.share.sum(), 1)
 
 
+@pytest.mark.slow  # exchanges state and batch; the page of the command does too
 def test_the_sample_replays_from_the_command():
-    out = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
-            "replay",
-            str(sample()),
-            "--step",
-            "351",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    out = command("replay", sample(), "--step", "351", "--json")
     told = json.loads(out.stdout)
     assert (
         out.returncode == 0
@@ -332,6 +320,7 @@ def test_blame_in_little_memory_and_over_micro_batches(trained):
     ) and np.isclose(one.share.sum(), 1)
 
 
+@pytest.mark.slow  # starts a process
 def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     import time
 
@@ -371,28 +360,15 @@ def test_a_malicious_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
+def test_bad_input_is_one_line_and_code_2():
+    for arguments, words in (
         (["--step", "7"], "300-399"),
         (["--step", "351", "--setup", "nowhere.py:f"], "can be imported"),
-        (["--step", "351", "--precision", "fp4"], "fp32"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(arguments, words):
-    out = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
-            "replay",
-            str(sample()),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert out.returncode == 2 and words in out.stderr and "Traceback" not in out.stderr and out.stdout == ""
+        (["--step", "351", "--precision", "fp4", "--no-swap", "--no-samples"], "fp32"),
+    ):
+        out = command("replay", sample(), *arguments)
+        assert out.returncode == 2 and words in out.stderr and out.stdout == "", arguments
+        assert "Traceback" not in out.stderr, arguments
 
 
 def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):

@@ -116,10 +116,10 @@ def test_a_batch_that_cannot_come_back_is_not_offered(tmp_path):
 
 def test_a_class_that_nobody_imported_is_not_imported(tmp_path):
     from stabilitylab.names.errors import InputError
-    from stabilitylab.probe.batch_form import rebuilt
+    from stabilitylab.numerics.pytree import restore_batch
 
     with pytest.raises(InputError, match="import Batch there"):
-        rebuilt({"x": 1}, [[[], "dataclass", "this:Batch"]])
+        restore_batch({"x": 1}, [[[], "dataclass", "this:Batch"]])
     assert "this" not in sys.modules
 
 
@@ -201,6 +201,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # starts two processes
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_one_process_takes_the_step_of_two(tmp_path, how):
     arguments = [sys.executable, "-c", LOOP, str(tmp_path / "run"), str(tmp_path / "meet")]

@@ -321,6 +321,7 @@ def project(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow  # trains a stranger's project
 def test_the_draft_replays_to_the_last_bit_from_any_folder(project, capsys):
     draft = (project / "run" / "replay_setup.py").read_text()
     assert "from train import Net" in draft and "width=4" in draft and "'weight_decay': 0.3" in draft
@@ -426,6 +427,7 @@ print(good.fault, good.is_step, bad.fault, bad.is_step)
 """
 
 
+@pytest.mark.slow  # starts a process
 def test_the_sample_is_replayed_on_another_processor_although_its_state_magnifies_rounding():
     # kernels without wide vectors add in another order, which two steps of this run make a percent of
     other = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "OMP_NUM_THREADS": "1"}

@@ -10,9 +10,9 @@ import pytest
 from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.names.findings import FINDING_KINDS
-from stabilitylab.report.content import told_and_listed
+from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
-from stabilitylab.report.machine import run_json, runs_json
+from stabilitylab.report.json_report import run_json, runs_json
 from stabilitylab.report.markdown import run_markdown
 from stabilitylab.report.terminal import findings_text, run_text
 from stabilitylab.report.words import clean, number
@@ -167,7 +167,7 @@ def test_a_hundred_spikes_stay_readable():
         and "96 more loss_spike" in text
         and text.index("divergence") < text.index("loss_spike")
     )
-    told, listed = told_and_listed(f)
+    told, listed = in_full_and_listed(f)
     assert len(told) + sum(map(len, listed.values())) == len(f)
     page = report_html({"a": make_run()}, {"a": f})
     assert "96 more: loss spike" in page and len(page) < 1_000_000

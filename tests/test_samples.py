@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stabilitylab.cases.samples import sample
-from stabilitylab.probe.pack import pack_batches
+from stabilitylab.probe.blackbox import pack_batches
 from stabilitylab.read.runs import read_runs
 from stabilitylab.replay.snapshot import load_batch, replayable_steps
 from stabilitylab.run.record import open_run, pack_run, unpack_run
@@ -53,6 +53,7 @@ def test_a_packed_run_is_the_run(copy):
     assert pack_run(copy).read_bytes() == before.read_bytes()
 
 
+@pytest.mark.slow  # every batch of the sample
 def test_batches_are_packed_once_more_without_loss(copy):
     steps = replayable_steps(copy)
     first = load_batch(copy, steps[0])

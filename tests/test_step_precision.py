@@ -1,32 +1,24 @@
 "What 16 bits take from a step, against slow twins; attention inputs of others' models; the command's errors."
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from stabilitylab.accumulate.audit import audit_accumulation, sequence_gradients
-from stabilitylab.accumulate.deal import compare_denominators, deal
-from stabilitylab.accumulate.weights import DENOMINATORS
 from stabilitylab.cases.samples import sample
+from stabilitylab.numerics.accumulation.audit import audit_accumulation, sequence_gradients
+from stabilitylab.numerics.accumulation.denominators import compare_denominators, microbatch_window
+from stabilitylab.numerics.accumulation.weights import DENOMINATORS
+from stabilitylab.numerics.rounding.attention_range import attention_inputs, scale_overflows
 from stabilitylab.replay.examine import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
-from stabilitylab.rounding.attention import attention_inputs, scale_overflows
-
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import sys; from stabilitylab.cli.main import main; sys.exit(main())",
-    "precision",
-]
+from tests.command import command
 
 
 def test_lost_updates_and_products_of_a_recorded_step():
-    out = subprocess.run([*COMMAND, str(sample()), "--step", "352", "--json"], capture_output=True, text=True)
+    out = command("precision", sample(), "--step", "352", "--json")
     assert out.returncode == 0, out.stderr
     told = json.loads(out.stdout)
     setup = setup_of(sample())
@@ -99,7 +91,7 @@ def test_dealt_sequences_equal_an_audit_of_the_same_window(microbatch, ranks):
             [torch.arange(n) < len(r) for r in rows]
         )
 
-    parts, window = sequence_gradients(model, [data], one), deal(lengths, microbatch, ranks)
+    parts, window = sequence_gradients(model, [data], one), microbatch_window(lengths, microbatch, ranks)
     table = compare_denominators(parts, window)
     steps = len(lengths) // (microbatch * ranks)
     dealt = [
@@ -114,14 +106,12 @@ def test_dealt_sequences_equal_an_audit_of_the_same_window(microbatch, ranks):
         ), (d, told)
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
+def test_bad_input_is_told_and_code_2():
+    for arguments, words in (
         (["nowhere", "--step", "1"], "nowhere"),
-        ([str(sample()), "--step", "7"], "300-399"),
-        ([str(sample()), "--step", "351", "--format", "fp4"], "bf16"),
-    ],
-)
-def test_bad_input_is_told_and_code_2(arguments, words):
-    out = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
-    assert out.returncode == 2 and words in out.stderr and "Traceback" not in out.stderr and out.stdout == ""
+        ([sample(), "--step", "7"], "300-399"),
+        ([sample(), "--step", "351", "--format", "fp4"], "bf16"),
+    ):
+        out = command("precision", *arguments)
+        assert out.returncode == 2 and words in out.stderr and out.stdout == "", arguments
+        assert "Traceback" not in out.stderr, arguments

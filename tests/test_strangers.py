@@ -11,14 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab import Recorder, diagnose, open_run, replayable_steps
-from stabilitylab.probe.attention_report import watch_attention
-from stabilitylab.probe.attention_stream import attention_sums
+from stabilitylab.probe.attention.report import watch_attention
+from stabilitylab.probe.attention.stream import attention_sums
 from stabilitylab.probe.setup_template import setup_source
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
 from stabilitylab.trial import start
+
+pytestmark = pytest.mark.slow  # programs of others, each recorded and replayed
 
 
 def model_of(source):

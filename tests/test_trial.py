@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from stabilitylab.fixes.training import Training
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
-from stabilitylab.trial.verdict import paired_interval, student_factor, verdicts_of
+from stabilitylab.trial.verdict import paired_interval, verdicts_of
+from tests.command import command
 
-COMMAND = [sys.executable, "-c", "import sys; from stabilitylab.cli.main import main; sys.exit(main())"]
 START = Start(str(sample()), 300)
 
 
@@ -41,6 +39,7 @@ def held(seed: int, at: int, until: str) -> Training:
     return training
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
     how, go_on = {"steps": 120, "seeds": 1, "folder": tmp_path}, tmp_path / "go_on"
     start = Start(function="tests.test_trial:held", arguments={"at": 360, "until": str(go_on)})
@@ -82,9 +81,6 @@ def test_not_finite_is_an_outcome_and_not_a_fault():
 def test_interval_against_student_and_the_bootstrap_of_scipy():
     from scipy import stats
 
-    assert [student_factor(n) for n in (1, 5, 29)] == pytest.approx(
-        [stats.t.ppf(0.975, n) for n in (1, 5, 29)], abs=2e-3
-    )
     d = np.random.default_rng(1).normal(-0.2, 0.1, 12)
     low, high = paired_interval(d)
     student = stats.t.interval(0.95, len(d) - 1, d.mean(), d.std(ddof=1) / len(d) ** 0.5)
@@ -109,6 +105,7 @@ def test_an_arm_that_only_postpones_does_not_help():
     assert told.verdict == "does not help" and 25 <= told.postponed <= 35
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_real_placebo_is_bit_for_bit_the_run_unchanged():
     result = Trial(START, ["placebo"], steps=3, seeds=2).run(progress=False)
     for seed in range(2):
@@ -121,10 +118,11 @@ def test_a_real_placebo_is_bit_for_bit_the_run_unchanged():
     assert not np.array_equal(result.curves[0].loss, result.curves[1].loss)  # another seed, another order
 
 
+@pytest.mark.slow  # trains in processes
 def test_the_command_prints_the_agreed_json(tmp_path):
     words = ["trial", str(sample()), "--fix", "weight_decay", "--steps", "3", "--seeds", "2", "--json"]
     page = tmp_path / "report.html"
-    out = subprocess.run([*COMMAND, *words, "--html", str(page)], capture_output=True, text=True)
+    out = command(*words, "--html", page)
     assert out.returncode == 0, out.stderr
     told = json.loads(out.stdout)
     assert {"start", "arms", "words"} <= set(told)
@@ -145,25 +143,22 @@ def test_the_command_prints_the_agreed_json(tmp_path):
     assert "<h2>Trial</h2>" in html and "weight_decay" in html and "<script" not in html
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_bad_input_is_one_line():
+    for words, said in (
         (["--fix", "nothing_like_it"], "`name`='nothing_like_it'"),
         (["--fix", "lower_lr:factor=7000"], "`factor`=7000"),
         (["--seeds", "0"], "`--seeds`=0"),
         (["--step", "7"], "`step`=7"),
-    ],
-)
-def test_bad_input_is_one_line(words, said):
-    out = subprocess.run([*COMMAND, "trial", str(sample()), *words], capture_output=True, text=True)
-    assert out.returncode == 2 and said in out.stderr and len(out.stderr.strip().splitlines()) == 1
+    ):
+        out = command("trial", sample(), *words)
+        assert out.returncode == 2 and said in out.stderr, words
+        assert len(out.stderr.strip().splitlines()) == 1, words
 
 
 def test_words_of_a_command_line_make_arms():
     assert arm_of("z_loss + qk_norm:kind=rms").parameters["qk_norm"]["kind"] == "rms"
     with pytest.raises(ValueError, match="both take"):
         Trial(START, ["lower_lr+raise_lr"], steps=1, seeds=1).start.build(0)
-        from stabilitylab.fixes.protocol import apply_all
-        from stabilitylab.fixes.registry import fix
+        from stabilitylab.fixes.registry import apply_all, fix
 
         apply_all(START.build(0), [fix("lower_lr"), fix("raise_lr")])

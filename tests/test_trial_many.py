@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.fixes.protocol import apply_all
-from stabilitylab.fixes.registry import fix
+from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.names.errors import InputError
 from stabilitylab.trial.arm import Arm, arm_of, read_curve, run_arm
-from stabilitylab.trial.bundle import Bundle, run_lanes, shape_of
+from stabilitylab.trial.batched import BatchedTraining, forward_signature, train_batched
 from stabilitylab.trial.cluster import as_client
-from stabilitylab.trial.small import Recipe, small_training
+from stabilitylab.trial.recipe import Recipe, proxy_training
 from stabilitylab.trial.sweep import Sweep, lr_sensitivity, points_of, sweep
 from stabilitylab.trial.trial import Trial
 
@@ -27,7 +26,7 @@ START = Recipe(**TINY).start
 
 def tiny(seed=0, fixes=(), **recipe):
     "A small training with some fixes."
-    training = small_training(seed=seed, **(TINY | recipe))
+    training = proxy_training(seed=seed, **(TINY | recipe))
     apply_all(training, [fix(name, **parameters) for name, parameters in fixes])
     return training
 
@@ -48,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_bundle_is_its_arms_one_by_one(name):
     single, rows = ([tiny(**case) for case in CASES[name]] for _ in range(2))
-    bundle = Bundle(rows)
+    bundle = BatchedTraining(rows)
     rtol = 2e-2 if name == "bf16 passes" else 2e-5
     for _ in range(6):
         for one, many in zip([t.run_step() for t in single], bundle.run_step(), strict=True):
@@ -69,15 +68,19 @@ def test_what_shapes_the_pass_is_another_shape():
         return training
 
     shapes = [tiny(), tiny(n_layer=2), tiny(tied=True), tiny(fixes=[("qk_norm", {})]), with_loss(1.0)]
-    assert len({shape_of(t) for t in [*shapes, with_loss(2.0)]}) == 6
-    assert shape_of(tiny(lr=1e-3, clip=None, seed=4)) == shape_of(tiny()) == shape_of(tiny(betas=(0, 0)))
-    assert shape_of(with_loss(1.0)) == shape_of(with_loss(1.0))
+    assert len({forward_signature(t) for t in [*shapes, with_loss(2.0)]}) == 6
+    assert (
+        forward_signature(tiny(lr=1e-3, clip=None, seed=4))
+        == forward_signature(tiny())
+        == forward_signature(tiny(betas=(0, 0)))
+    )
+    assert forward_signature(with_loss(1.0)) == forward_signature(with_loss(1.0))
     with pytest.raises(InputError, match="compared by"):
-        Bundle([tiny(fixes=[("z_loss", {})]), tiny(fixes=[("z_loss", {})])])
+        BatchedTraining([tiny(fixes=[("z_loss", {})]), tiny(fixes=[("z_loss", {})])])
 
 
 def lanes_in(folder, arms, steps=12, start=START):
-    "What `run_lanes` takes."
+    "What `train_batched` takes."
     made = [arm_of(arm) for arm in arms]
     rows = [{"start": start.to_dict(), "arm": arm.to_dict(), "seed": 0, "steps": steps} for arm in made]
     return [row | {"folder": str(folder / str(place))} for place, row in enumerate(rows)]
@@ -85,7 +88,7 @@ def lanes_in(folder, arms, steps=12, start=START):
 
 def test_lanes_write_what_single_arms_write_and_say_who_trained_alone(tmp_path):
     arms = ["unchanged", "lower_lr:factor=0.5", "adam_beta2:beta2=0.9", "qk_norm", "z_loss"]
-    told = run_lanes(lanes_in(tmp_path, arms))
+    told = train_batched(lanes_in(tmp_path, arms))
     assert told["together"] == 3 and sum(told["alone"].values()) == 2
     assert any("compared by" in why for why in told["alone"])
     for place, arm in enumerate(arms):
@@ -97,7 +100,7 @@ def test_lanes_write_what_single_arms_write_and_say_who_trained_alone(tmp_path):
 
 def broken(seed=0, at=6, **recipe):
     "A training whose loss is not finite from one step on, for rates above 0.05."
-    training = small_training(seed=seed, **recipe)
+    training = proxy_training(seed=seed, **recipe)
     batches = training.batches
 
     def spoilt(step):
@@ -118,7 +121,7 @@ def test_an_arm_that_is_not_finite_leaves_the_others(tmp_path):
     for place, lr in enumerate((1e-3, 1e-1, 1e-2)):
         one = Start(function=start.function, arguments=start.arguments | {"lr": lr})
         rows += [lanes_in(tmp_path / f"{place}", ["unchanged"], start=one)[0]]
-    assert run_lanes(rows)["together"] == 3
+    assert train_batched(rows)["together"] == 3
     curves = [read_curve(row["folder"], "", 0) for row in rows]
     assert [len(curve.loss) for curve in curves] == [12, 9, 12]
     assert np.isfinite(curves[0].loss).all() and np.isfinite(curves[2].loss).all()
@@ -126,6 +129,7 @@ def test_an_arm_that_is_not_finite_leaves_the_others(tmp_path):
     assert done == {"steps": 9, "non_finite": True}
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_sweep_goes_on_where_it_was_stopped_and_refuses_another(tmp_path):
     axes = {"n_layer": (1, 2), "lr": (1e-3, 1e-2)}
     first = Sweep(START, axes, steps=12, seeds=2, folder=tmp_path, workers=2)
@@ -157,6 +161,7 @@ def test_sensitivity_against_its_definition():
     assert lr_sensitivity(final, first) == pytest.approx(by_hand)
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_sweep_whose_points_cannot_train_says_why(tmp_path):
     with pytest.raises(InputError, match="d_model"):
         sweep(START, {"d_model": (15,)}, steps=2, progress=False, workers=1)
@@ -257,6 +262,7 @@ def cluster():
         yield client
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_trial_on_a_cluster_is_the_trial_of_one_machine(cluster, tmp_path):
     arms = ["lower_lr:factor=0.3", "placebo"]
     here = Trial(START, arms, steps=12, seeds=2, workers=2).run(progress=False)
@@ -266,6 +272,7 @@ def test_a_trial_on_a_cluster_is_the_trial_of_one_machine(cluster, tmp_path):
         assert (a.arm, a.seed) == (b.arm, b.seed) and np.array_equal(a.loss, b.loss)
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_sweep_on_a_cluster(cluster, tmp_path):
     found = sweep(START, {"lr": (1e-3, 1e-2)}, 12, 2, progress=False, folder=tmp_path, client=cluster)
     assert found.complete and found.together == 4
@@ -273,7 +280,7 @@ def test_a_sweep_on_a_cluster(cluster, tmp_path):
 
 def held(seed=0, at=0, until="", **recipe):
     "A training that stays before step `at` until there is a file `until`."
-    training = small_training(seed=seed, **recipe)
+    training = proxy_training(seed=seed, **recipe)
     batches = training.batches
 
     def later(step):
@@ -285,6 +292,7 @@ def held(seed=0, at=0, until="", **recipe):
     return training
 
 
+@pytest.mark.slow  # trains in processes
 def test_a_killed_worker_loses_nothing(cluster, tmp_path):
     from stabilitylab.trial.start import Start
 
@@ -319,9 +327,10 @@ def test_without_distributed_the_message_says_what_to_install(monkeypatch):
         as_client("tcp://nowhere:1")
 
 
+@pytest.mark.slow  # trains in processes
 def test_what_fails_on_a_worker_is_told(cluster, tmp_path):
     start = Recipe(**TINY).start
     trial = Trial(start, [Arm(({"name": "unfreeze", "parameters": {}},))], 4, 1, tmp_path, client=cluster)
     heard = []
-    trial.run(progress=False, budget=1, heard=heard.append)
+    trial.run(progress=False, budget=1, on_progress=heard.append)
     assert any("changes something" in why or "unfreeze" in why for why in trial.poll().failed)

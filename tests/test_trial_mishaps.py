@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from stabilitylab.cases.samples import sample
-from stabilitylab.cli.trial import _unfinished
+from stabilitylab.investigation.loop import _unfinished
 from stabilitylab.names.errors import InputError
 from stabilitylab.names.files import Scratch
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
+
+pytestmark = pytest.mark.slow  # trials in processes that are stopped or killed
 
 START = Start(str(sample()), 300)
 HOLD = """
@@ -76,12 +78,12 @@ def test_a_trial_that_was_stopped_says_where_it_can_go_on():
     trial = Trial(START, ["placebo"], steps=3, seeds=1)
     trial.cancel()
     trial.poll()
-    (told,) = _unfinished(trial, trial.result(), None)
+    (told,) = _unfinished(trial, trial.result(), False)
     assert str(trial.folder) in told and "--folder" in told
     place = trial.folder
     del trial
     again = Trial(START, ["placebo"], steps=3, seeds=1, folder=place).run(progress=False)
-    assert again.complete and not _unfinished(None, again, str(place))
+    assert again.complete and not _unfinished(None, again, True)
     for file in sorted(place.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     place.rmdir()
@@ -92,7 +94,7 @@ def test_no_room_for_any_arm_is_one_line(tmp_path):
     for arm in ("arm-0", "arm-1"):  # as a disk without room: nothing can be written there
         (tmp_path / arm).write_text("")
     with pytest.raises(InputError, match=r"no arm could be trained: .*seed 0: .*Error"):
-        _unfinished(trial, trial.run(progress=False), str(tmp_path))
+        _unfinished(trial, trial.run(progress=False), True)
 
 
 def test_a_temporary_folder_goes_with_the_trial():

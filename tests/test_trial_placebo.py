@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from stabilitylab.trial.arm import Arm, ArmCurve
-from stabilitylab.trial.bundle import Bundle
-from stabilitylab.trial.small import small_training
+from stabilitylab.trial.batched import BatchedTraining
+from stabilitylab.trial.recipe import proxy_training
 from stabilitylab.trial.verdict import outcome, rescue_chance, verdicts_of
 
 ARMS = [Arm(), Arm(({"name": "placebo"},))]
@@ -18,8 +18,8 @@ def real_pool(lr, seeds=24, steps=60):
     "Losses of one recipe under many seeds: (seed, step)."
     torch.set_flush_denormal(True)
     schedule = ((0, 1.0), (1, 1.0))
-    bundle = Bundle(
-        [small_training(seed=s, lr=lr, steps=steps, schedule=schedule, **TINY) for s in range(seeds)]
+    bundle = BatchedTraining(
+        [proxy_training(seed=s, lr=lr, steps=steps, schedule=schedule, **TINY) for s in range(seeds)]
     )
     return np.array([[done.loss for done in bundle.run_step()] for _ in range(steps)]).T
 
@@ -47,6 +47,7 @@ def wrong_verdicts(pool, seeds, trials, rng):
     return said.count("helps") / trials, said.count("harms") / trials
 
 
+@pytest.mark.slow  # many trials
 @pytest.mark.parametrize("lr", [0.01, 0.3, 2.0], ids=["healthy", "rough", "failing"])
 def test_a_placebo_on_real_runs(lr):
     pool = real_pool(lr)
@@ -55,6 +56,7 @@ def test_a_placebo_on_real_runs(lr):
         assert helps + harms <= STATED, (seeds, helps, harms)
 
 
+@pytest.mark.slow  # many trials
 @pytest.mark.parametrize("tail", [0.3, 1.0, 2.5])
 def test_a_placebo_on_failures_with_heavy_tails(tail):
     pool = made_pool(tail)

@@ -9,18 +9,20 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
-from stabilitylab.cli.trial import _late, _unfailed
 from stabilitylab.detect.findings import Finding
-from stabilitylab.fixes.protocol import apply_all
-from stabilitylab.fixes.registry import fix
+from stabilitylab.fixes.registry import apply_all, fix
+from stabilitylab.investigation.loop import _no_failure
+from stabilitylab.investigation.plan import _late_start
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.user_code import _forget, function_at
-from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, told_apart
-from stabilitylab.trial.bundle import why_alone
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, with_unique_names
+from stabilitylab.trial.batched import why_not_batched
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.suggest import failure_onset
 from stabilitylab.trial.trial import Trial, TrialResult, unfit_arms
 from stabilitylab.trial.verdict import outcome, verdicts_of
+
+pytestmark = pytest.mark.slow  # trials of other people's programs
 
 SETUP = """
 import torch
@@ -92,7 +94,7 @@ def test_losses_that_are_added_up_and_clipped_by_a_function_come_back(run):
     training = start_of(run).build(0)
     for step in range(20, 30):  # from the second on the update counts, and with it clipping and rate
         assert training.run_step().loss == pytest.approx(recorded_loss(run, step), rel=1e-6)
-    assert why_alone(training)  # such a loop cannot be one of a bundle
+    assert why_not_batched(training)  # such a loop cannot be one of a bundle
     with pytest.raises(InputError, match="divided by its tokens already"):
         apply_all(start_of(run).build(0), [fix("token_mean")])
 
@@ -133,7 +135,7 @@ def test_a_fix_that_fails_on_the_batches_is_told_before_anything_is_trained(run,
 
 
 def test_two_settings_of_one_fix_are_two_arms_and_the_same_arm_twice_is_refused(run, tmp_path):
-    arms = told_apart([arm_of("clip_norm:max_norm=0.1"), arm_of("clip_norm:max_norm=0.2")])
+    arms = with_unique_names([arm_of("clip_norm:max_norm=0.1"), arm_of("clip_norm:max_norm=0.2")])
     assert [arm.name for arm in arms] == ["clip_norm:max_norm=0.1", "clip_norm:max_norm=0.2"]
     assert not unfit_arms(start_of(run), arms)
     result = Trial(start_of(run), arms, steps=2, seeds=1, folder=tmp_path).run(progress=False)
@@ -164,9 +166,9 @@ def test_a_run_that_does_not_fail_again_is_told():
         return TrialResult(Start(), 60, verdicts_of([Arm()], curves), curves, True)
 
     noise = 0.01 * np.random.default_rng(0).standard_normal(60)
-    (told,) = _unfailed(result(2 + noise))
+    (told,) = _no_failure(result(2 + noise))
     assert "failed on no seed within 60 steps" in told
-    assert not _unfailed(result(2 + noise + (np.arange(60) > 40)))
+    assert not _no_failure(result(2 + noise + (np.arange(60) > 40)))
 
 
 def test_a_run_that_left_with_its_first_step_and_knows_nothing_has_failed():
@@ -182,9 +184,9 @@ def test_a_run_that_left_with_its_first_step_and_knows_nothing_has_failed():
 
 
 def test_a_state_behind_the_failure_is_said():
-    (told,) = _late(step=200, onset=150)
+    (told,) = _late_start(step=200, onset=150)
     assert "began at step 150" in told and "step 200" in told and "keep_snapshots" in told
-    assert not _late(step=100, onset=150) and not _late(step=100, onset=None)
+    assert not _late_start(step=100, onset=150) and not _late_start(step=100, onset=None)
 
 
 def project(place, width):

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabilitylab.measure.curves import loss_name, scalars_of
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.runs import read_runs
+from stabilitylab.run.curves import loss_name, scalars_of
 from stabilitylab.run.scalars import series, series_names
 
 WILD = Path(__file__).resolve().parent.parent.parent / "shared" / "real_logs" / "wild"
@@ -111,6 +111,7 @@ def all_scores() -> tuple[list[dict], list[Score]]:
     return entries, [score(entry) for entry in entries]
 
 
+@pytest.mark.slow  # real logs
 def test_logs_of_strangers_are_read():
     entries, scores = all_scores()
     opened, values, steps = shares(entries, scores)

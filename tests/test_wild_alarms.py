@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabilitylab import diagnose, read_runs
-from stabilitylab.detect.slow import find_slow_rise
+from stabilitylab.detect.divergence import find_slow_rise
 from stabilitylab.names.errors import InputError
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -29,6 +29,7 @@ def alarms_of(path):
     return [f for run in runs.values() for f in diagnose(run) if f.severity != "info" and f.kind != "crash"]
 
 
+@pytest.mark.slow  # real logs
 def test_strangers_logs_are_quiet(real_logs):
     folder = real_logs / "wild"
     if not folder.exists():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stabilitylab.replay.examine import controls
+from stabilitylab.run.job import ThreadJob
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench import view_accumulation
@@ -169,10 +170,10 @@ def stopped(view, go, is_there):
         view.start()
         while not is_there():
             await asyncio.sleep(0.01)
-        assert view.look.busy and not view.halt.disabled
-        view.stop()
+        assert view.panel.job is not None and not view.panel.stop.disabled
+        view.panel.cancel()
         go.set()
-        while view.look.busy:
+        while view.panel.job is not None:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
@@ -180,15 +181,15 @@ def stopped(view, go, is_there):
 
 def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypatch):
     view, go = measuring(monkeypatch)
-    stopped(view, go, lambda: view.bar.value == 0.5)
-    assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
+    stopped(view, go, lambda: view.panel.bar.value == 0.5)
+    assert view.look.parts is None and view.panel.stop.disabled and not view.panel.go.disabled
 
 
 def test_a_measurement_that_ended_before_it_heard_of_the_stop_is_not_shown(monkeypatch):
     view, go = measuring(monkeypatch)
-    monkeypatch.setattr(view, "_heard", lambda share: None)
+    monkeypatch.setattr(ThreadJob, "report", lambda self, share: None)
     stopped(view, go, lambda: True)
-    assert view.look.parts is None and view.halt.disabled and not view.measure.disabled
+    assert view.look.parts is None and view.panel.stop.disabled and not view.panel.go.disabled
 
 
 def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose():

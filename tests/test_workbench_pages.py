@@ -16,8 +16,9 @@ from stabilitylab.plot.heads import head_map, head_picture
 from stabilitylab.replay.snapshot import replayable_steps
 from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run, save_run
+from stabilitylab.run.recording import BoxIndex
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.state import open_state, run_action
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
@@ -71,6 +72,7 @@ def test_pictures_of_heads_stand_values_that_are_not_finite():
     assert head_map(everywhere.attn_logit_max)[0] and head_picture(everywhere, "attn_logit_max", 15, 1, 1)
 
 
+@pytest.mark.slow  # records three runs
 def test_the_chosen_head_stays_while_its_run_grows_and_goes_with_another_run():
     state = opened("attention", {"first": recorded(GROWN), "second": recorded(-GROWN)})
     view = AttentionView(state)
@@ -92,14 +94,14 @@ def test_the_attention_of_a_head_is_fetched_given_up_or_refused():
     view.begin()
     assert view.fetch.disabled and view.stop.layout.display == "" and "Running the batch" in view.state.value
     view.cancel()
-    assert view.job is None and not view.fetch.disabled and view.state.value == ""
+    assert view.work.job is None and not view.fetch.disabled and view.state.value == ""
     view.begin()
-    view.hear(JobState("failed", "failed", 0.0, None, "this setup has no model"))
+    view.work.show(JobState("failed", "failed", 0.0, None, "this setup has no model"))
     assert "this setup has no model" in view.state.value and not view.fetch.disabled
     view.begin()
     weights = np.eye(40).tolist()
     told = {"weights": weights, "module": "h.0.attn", "head": 0, "tokens": [str(i) for i in range(40)]}
-    view.hear(JobState("done", "done", 1.0, told))
+    view.work.show(JobState("done", "done", 1.0, told))
     assert bytes(view.head.value[:4]) == b"\x89PNG" and view.head.layout.display == ""
 
 
@@ -134,19 +136,29 @@ def test_runs_are_set_side_by_side_and_a_setting_is_escaped():
         assert "does not say what it ran on" in EnvironmentView(bare, here=dict).tables.value
 
 
+def test_a_page_can_only_ask_for_what_is_in_the_list():
+    bench = Workbench(recorded(GROWN))
+    picture = bench.tabs.children[0].picture
+    for name in ("grow", "__init__", "show"):
+        with pytest.raises(InputError, match="undo"):
+            run_action(bench.state, name)
+        with pytest.raises(InputError, match="undo or redo"):
+            picture.asked = {"what": name, "n": 1}
+
+
 def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     run = open_state(sample())[0].run
     bench = Workbench({"late": run, "early": run.copy()})
     bench.state.visible = "fixlab"
     view = bench.tabs.children[bench._names.index("fixlab")]
-    monkeypatch.setattr("stabilitylab.workbench.fixlab.replayable_steps", lambda path: [120, 121])
-    monkeypatch.setattr("stabilitylab.workbench.view_rounding.steps_again", lambda run: [120, 121])
-    monkeypatch.setattr("stabilitylab.workbench.fixlab.last_snapshot_before", lambda path, onset: 120)
+    monkeypatch.setattr(BoxIndex, "steps", property(lambda index: [120, 121]))
+    monkeypatch.setattr(BoxIndex, "starts", property(lambda index: [120]))
     before = view.step.min
     bench.chooser.value = "early"
     assert before > 121 and (view.step.min, view.step.value, view.step.max) == (120, 120, 121)
 
 
+@pytest.mark.slow  # runs a notebook
 def test_the_notebook_of_the_screen_runs_and_finds_the_same(monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # as in a kernel of a reader, which shows its figures
     state = opened("report", sample())
@@ -190,4 +202,8 @@ def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):
         replayable_steps(tmp_path / "run")
     state = opened("fixlab", tmp_path / "run")
     view = FixLabView(state)
-    assert "no black box" in view.notice.value and view.go.disabled and "a small proxy" in view.origin.options
+    assert (
+        "no black box" in view.notice.value
+        and view.work.go.disabled
+        and "a small proxy" in view.origin.options
+    )

@@ -55,9 +55,9 @@ def in_this_process(panel):
     "What the child process of a check would tell, without the seconds of its imports."
     try:
         told = checked(panel.path, panel.step(), panel.chosen).to_dict()
-        panel.show(JobState("done", "done", 1.0, told))
+        panel.work.show(JobState("done", "done", 1.0, told))
     except InputError as error:
-        panel.show(JobState("failed", "failed", 0.0, None, str(error)))
+        panel.work.show(JobState("failed", "failed", 0.0, None, str(error)))
 
 
 def test_ordinary_mistakes_with_a_setup_are_told_with_their_place(run, tmp_path):
@@ -122,6 +122,7 @@ def held_check(path, step, setup):
     return setup_file.check_work(path, step, setup)
 
 
+@pytest.mark.slow  # replays in a process
 def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
     monkeypatch.setattr(setup_panel, "_WORK", "tests.test_workbench_replay:held_check")
     view = ReplayView(open_state(DATA / "lm_high_lr")[0])
@@ -133,7 +134,7 @@ def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
             await asyncio.sleep(0.05)
         seen.append((panel.bar.value, panel.says.value, panel.bar.layout.visibility))
         panel.cancel()
-        await panel._task
+        await panel.work._task
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
     ((share, words, shown),) = seen
@@ -141,15 +142,16 @@ def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
     assert "cancelled" in panel.says.value and not panel.check.disabled and panel.stop.disabled
 
 
+@pytest.mark.slow  # replays in processes
 def test_nothing_of_a_failure_is_left_when_another_replay_begins(run):
     view = ReplayView(open_state(run)[0])
-    view.start.click()
+    view.work.go.click()
     while not view.poll():
         pass
-    assert "missing" in view.head.value and view.bar.value == 0 and view.words.value == ""
-    assert view.bar.layout.visibility == "hidden" and not view.start.disabled
+    assert "missing" in view.head.value and view.work.bar.value == 0 and view.work.says.value == ""
+    assert view.work.bar.layout.visibility == "hidden" and not view.work.go.disabled
     view.begin()
-    assert view.head.value == "" and view.bar.layout.visibility == "visible"
+    assert view.head.value == "" and view.work.bar.layout.visibility == "visible"
     view.end()
     view.step.value = 5
     view.open()

@@ -91,7 +91,7 @@ def test_ordinary_mistakes_with_checkpoints_are_told(folder, capsys):
     view.look.a = "empty.pt"
     answered(view.scan, capsys)
     assert "it holds no tensors" in view.scan.says.value
-    assert view.scan.bar.layout.display == "none"
+    assert view.scan.bar.layout.visibility == "hidden"
 
 
 def test_the_sample_names_every_tensor_of_its_optimizer():

@@ -21,7 +21,7 @@ import pandas as pd
 from .layers import LAYER_CASES, LayerCase, record_layer_case
 from .logs import LOG_CASES, LogCase, log_case, onset_of
 from .states import FORMAT_CASES, STATE_CASES, StateCase
-from ..detect.across import compare_runs
+from ..detect.cross_run import compare_runs
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import bad_input
@@ -83,7 +83,7 @@ def _of_layer(name: str, case: LayerCase) -> Case:
         also=case.also + follows + _REAL_TIME,
     )
 
-
+# %% ../../nbs/api/cases/22_registry.ipynb #baa9e667
 def _of_state(name: str, case: StateCase) -> Case:
     "A model as a case."
     return Case(
@@ -153,7 +153,7 @@ def cases(
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
     return table.rename_axis("case").astype({"onset": "Int64"})
 
-
+# %% ../../nbs/api/cases/22_registry.ipynb #99c6c235
 def case(
     name: str,  # one of `cases().index`
     seed: int = 0,  # of everything that is drawn
@@ -217,7 +217,7 @@ def score_case(
         seconds=round(seconds, 2),
     )
 
-
+# %% ../../nbs/api/cases/22_registry.ipynb #c4bdf01f
 def by_kind(
     scores: list[CaseScore],  # of any cases and seeds
 ) -> pd.DataFrame:  # a row a kind: runs, found, at_onset, false_alarms, false_notes, precision, recall

@@ -15,13 +15,13 @@ import xarray as xr
 from torch import nn
 from torch.nn import functional as F
 
-from ..accumulate.audit import Audit, audit_accumulation
 from .layers import LayerCase
 from ..detect.findings import Finding, Findings
 from ..models.lm import DecoderLM, LMConfig
 from ..models.text import byte_batches, stdlib_bytes
-from ..probe.attention_report import AttentionProbe, attention_report
-from ..probe.layer_reading import find_ignored_layers, find_output_collapse, layer_readings
+from ..numerics.accumulation.audit import Audit, audit_accumulation
+from ..probe.attention.layers import find_ignored_layers, find_output_collapse, layer_readings
+from ..probe.attention.report import AttentionProbe, attention_report
 from ..run.record import new_run
 
 # %% ../../nbs/api/cases/21_states.ipynb #c2afdb4c
@@ -81,8 +81,8 @@ def scaled_queries(
     optimizer, probe = torch.optim.AdamW(model.parameters(), lr=1e-3), AttentionProbe(model)
     for step, (x, y) in enumerate(byte_batches(stdlib_bytes(200_000), n_steps, 8, 32, seed)):
         if step == at:
-            for block in model.blocks:
-                block.attn.q_proj.weight.data.mul_(factor)
+            for layer in range(_SHAPE.n_layer):
+                model.get_parameter(f"blocks.{layer}.attn.q_proj.weight").data.mul_(factor)
         if step % 5 == 0:
             probe.arm(step)
         loss = model(x, y)
@@ -109,7 +109,7 @@ class Copier(nn.Module):
         x = self.norm(self.embed(tokens) + self.place(torch.arange(tokens.shape[1])))
         return self.out(self.attn(x, x, x, need_weights=False)[0])
 
-
+# %% ../../nbs/api/cases/21_states.ipynb #d55e5037
 def one_hot_copier(
     seed: int = 0,  # of weights and batches
     at: int = 40,  # step at which each row comes to see itself alone
@@ -137,44 +137,51 @@ def trigger_batch(
     generator: torch.Generator,  # of the values
     rows: int = 64,  # sequences
     length: int = 16,  # positions
+    flag: float = 4.0,  # value of the first position's flag and of the triggers
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
-]:  # inputs (rows, length, 10), what must come out (rows, length, 8), triggers (rows, length)
+]:  # inputs (rows, length, 10), targets (rows, length, 8), triggers (rows, length)
     "A flag on the first position, triggers on a third of the others, eight numbers everywhere."
     x = torch.randn(rows, length, 10, generator=generator)
     x[..., :2] = 0
     x[:, 0] = 0
-    x[:, 0, 0] = 4
+    x[:, 0, 0] = flag
     fires = torch.rand(rows, length, generator=generator) < 0.3
     fires[:, 0] = False
-    x[..., 1] = 4 * fires.float()
+    x[..., 1] = flag * fires.float()
     sums = torch.cat([torch.zeros(rows, 1, 8), x[:, :-1, 2:].cumsum(1)], dim=1)
     means = sums / torch.arange(length).clamp(min=1)[:, None]
     return x, torch.where(fires[..., None], means, 0.0), fires
 
 
+def _softmax_with_slot(scores: torch.Tensor, logit: torch.Tensor) -> torch.Tensor:
+    "A softmax over the keys and one further logit a head, whose weight is dropped."
+    slot = logit.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, slot], dim=-1).softmax(-1)[..., :-1]
+
+
 _WEIGHTS = {  # kind -> attention weights of masked scores (batch, head, query, key)
     "softmax": lambda scores, sink: scores.softmax(-1),
+    "softmax1": lambda scores, sink: _softmax_with_slot(scores, torch.zeros(2)),
     "relu": lambda scores, sink: scores.relu() / torch.arange(1, scores.shape[-1] + 1)[:, None],
-    "learned sink": lambda scores, sink: torch.cat(
-        [scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1
-    ).softmax(-1)[..., :-1],
+    "learned sink": _softmax_with_slot,
 }
 
-
+# %% ../../nbs/api/cases/21_states.ipynb #0084df8a
 class TriggerReader(nn.Module):
     "One attention layer with two heads and no residual path."
 
     def __init__(
         self,
-        kind: str = "softmax",  # of the weights: 'softmax', 'relu' or 'learned sink'
+        kind: str = "softmax",  # of the weights: 'softmax', 'softmax1', 'relu' or 'learned sink'
         d_model: int = 32,  # width
+        sink: float = 4.0,  # initial value of a learned sink logit
     ):
         super().__init__()
         self.kind, self.n_head = kind, 2
         self.read, self.qkv = nn.Linear(10, d_model), nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, 8)
-        self.sink = nn.Parameter(torch.full((2,), 4.0)) if kind == "learned sink" else None
+        self.sink = nn.Parameter(torch.full((2,), sink)) if kind == "learned sink" else None
 
     def weights(
         self,
@@ -201,20 +208,22 @@ def trained_reader(
     steps: int = 250,  # of Adam
     seed: int = 0,  # of weights and batches
     lr: float = 5e-3,  # of Adam
+    flag: float = 4.0,  # as for `trigger_batch`
+    sink: float = 4.0,  # initial value of a learned sink logit
 ) -> TriggerReader:  # trained
     "A reader that has learned when to read."
     torch.manual_seed(seed)
-    model, generator = TriggerReader(kind), torch.Generator().manual_seed(seed)
+    model, generator = TriggerReader(kind, sink=sink), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(steps):
-        x, wanted, _ = trigger_batch(generator)
+        x, wanted, _ = trigger_batch(generator, flag=flag)
         loss = F.mse_loss(model(x), wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return model
 
-
+# %% ../../nbs/api/cases/21_states.ipynb #8fc84eeb
 def _sink_record(seed: int) -> xr.DataTree:
     "The attention of a reader with a softmax."
     x, *_ = trigger_batch(torch.Generator().manual_seed(seed + 1))
@@ -253,7 +262,7 @@ def _collapsed_model(seed: int) -> ModelAndBatch:
     "The same model, deaf to its input."
     made = counting_model(seed, steps=20)
     with torch.no_grad():
-        made.model.norm.weight.zero_()
+        made.model.get_parameter("norm.weight").zero_()
     return made
 
 

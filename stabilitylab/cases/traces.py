@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..detect.rules import RULES, events_of
+from ..detect.spike_rules import RULES, event_onsets
 
 # %% ../../nbs/api/cases/02_traces.ipynb #e9f7be3a
 class Trace(NamedTuple):
@@ -94,7 +94,7 @@ def _is_near(after: np.ndarray, within: int) -> np.ndarray:
 
 def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
     "What a rule's flags make of one trace."
-    events = events_of(flags)
+    events = event_onsets(flags)
     lasting = 600 if trace.kind in _LASTING else 60
     after = np.subtract.outer(
         np.array(events, float), np.array(trace.onsets, float)

@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 import torch
 from safetensors import safe_open
 
-from .inert import Inert, torch_dtype
 from .pickles import read_pickle
+from .stubs import StubObject, torch_dtype
 from .tensors import LazyTensor, in_file
 from .torch_files import read_archive
-from ..names.errors import InputError, shown
+from ..names.errors import InputError, printable
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #ac234ad6
 _DTYPES = {
@@ -67,7 +67,7 @@ def read_safetensors(
         raise
     except Exception as e:  # the library raises classes of its own for every kind of damage
         raise InputError(
-            f"`{path}` is a damaged safetensors file: {shown(e)}; download or copy it again"
+            f"`{path}` is a damaged safetensors file: {printable(e)}; download or copy it again"
         ) from e
 
 
@@ -75,7 +75,8 @@ def _described(name: str, entry: dict, path: Path, begin: int) -> LazyTensor:
     "A tensor of the header."
     if entry["dtype"] not in _DTYPES:
         raise InputError(
-            f"`{path}`: tensor {shown(name)} has type {shown(entry['dtype'])}; known: {', '.join(_DTYPES)}"
+            f"`{path}`: tensor {printable(name)} has type {printable(entry['dtype'])};"
+            f" known: {', '.join(_DTYPES)}"
         )
     dtype = _DTYPES[entry["dtype"]]
     return in_file(name, path, begin + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
@@ -91,10 +92,10 @@ def inside(
     path = (folder / name).resolve() if is_below else folder
     if not is_below or not any(path.is_relative_to(home) for home in _homes(folder)):
         raise InputError(
-            f"`{folder}`: its index names {shown(name)!r}, which lies outside of the folder; refused"
+            f"`{folder}`: its index names {printable(name)!r}, which lies outside of the folder; refused"
         )
     if not path.is_file():
-        raise InputError(f"`{folder}`: its index names {shown(name)!r}, which is missing")
+        raise InputError(f"`{folder}`: its index names {printable(name)!r}, which is missing")
     return path
 
 
@@ -129,8 +130,8 @@ def read_shards(
         missing = [name for name in wanted[file] if name not in part]
         if missing:
             raise InputError(
-                f"`{folder}`: {shown(file)} lacks {len(missing)} tensors that the index names,"
-                f" such as {shown(missing[0])}"
+                f"`{folder}`: {printable(file)} lacks {len(missing)} tensors that the index names,"
+                f" such as {printable(missing[0])}"
             )
         found |= {name: part[name] for name in wanted[file]}
     return found
@@ -157,7 +158,7 @@ def read_dcp(
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as e:
-        raise InputError(f"`{folder}/.metadata` is damaged: {shown(e)}") from e
+        raise InputError(f"`{folder}/.metadata` is damaged: {printable(e)}") from e
 
 
 def _listed(folder: Path, listed: dict) -> dict:
@@ -173,20 +174,20 @@ def _listed(folder: Path, listed: dict) -> dict:
             found[name] = _tensor(folder, name, about, places.get(name, []))
     return found
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #b2cf8881
 def _tensor(folder: Path, name: str, about: dict, places: list) -> LazyTensor:
     "One tensor of the list, put together when it is read."
     shape, dtype = tuple(about["size"]), _dtype(about["properties"])
     whole = (0,) * len(shape)
     if dtype is None or not all(type(length) is int and 0 <= length < 2**62 for length in shape):
-        raise ValueError(f"{shown(name)} has no shape or type")
+        raise ValueError(f"{printable(name)} has no shape or type")
     chunks = [chunk.attributes() for chunk in about["chunks"]]
     sizes = {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in chunks}
     pieces = []
     for offset, where in places:
         if where.get("transform_descriptors"):
             raise InputError(
-                f"`{folder}`: {shown(name)} is stored packed or encrypted; torch itself can open it"
+                f"`{folder}`: {printable(name)} is stored packed or encrypted; torch itself can open it"
             )
         size = sizes.get(offset or whole)
         if size is not None:
@@ -196,13 +197,13 @@ def _tensor(folder: Path, name: str, about: dict, places: list) -> LazyTensor:
     return LazyTensor(name, shape, dtype, reader.rows)
 
 
-def _dtype(properties: Inert) -> torch.dtype | None:
+def _dtype(properties: StubObject) -> torch.dtype | None:
     "The type of a tensor of the list: its properties are a tuple, or a dict."
     if isinstance(properties.state, tuple):
         return torch_dtype(properties.state[0])
     return torch_dtype(properties.attributes().get("dtype"))
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #6fc32c78
 class _Assembler:
     "Rows of a tensor from the pieces that hold them."
 
@@ -227,12 +228,12 @@ class _Assembler:
                 where = (slice(begin - first, end - first), *_box(piece))
                 values = self.part(piece, begin, end)
                 if out[where].shape != values.shape:
-                    raise InputError(f"`{self.folder}`: a part of {shown(self.name)} lies outside of it")
+                    raise InputError(f"`{self.folder}`: a part of {printable(self.name)} lies outside of it")
                 out[where] = values
                 filled += values.numel()
         if filled < out.numel():
             raise InputError(
-                f"`{self.folder}`: {shown(self.name)} is not whole:"
+                f"`{self.folder}`: {printable(self.name)} is not whole:"
                 f" {filled} of {out.numel()} values are in the shards"
             )
         return out
@@ -247,7 +248,7 @@ class _Assembler:
         held = sum(math.prod(piece.size) for piece in self.pieces)
         if wanted > held:
             raise InputError(
-                f"`{self.folder}`: {shown(self.name)} is not whole:"
+                f"`{self.folder}`: {printable(self.name)} is not whole:"
                 f" {held} of {wanted} values are in the shards"
             )
 
@@ -280,12 +281,13 @@ class _Assembler:
                 found = list(read_archive(path, piece.begin, piece.length).tensors.values())
             except (ValueError, TypeError) as e:
                 raise InputError(
-                    f"`{path}`: the part of {shown(self.name)} is damaged or no tensor ({shown(e)})"
+                    f"`{path}`: the part of {printable(self.name)} is damaged or no tensor ({printable(e)})"
                 ) from e
             if len(found) != 1 or math.prod(found[0].shape) != math.prod(piece.size):
                 shape = found[0].shape if found else None
                 raise InputError(
-                    f"`{path}`: the part of {shown(self.name)} has shape {shape}, the list says {piece.size}"
+                    f"`{path}`: the part of {printable(self.name)} has shape {shape},"
+                    f" the list says {piece.size}"
                 )
             self.opened[piece] = found[0]
         return self.opened[piece]
@@ -333,7 +335,7 @@ def _pointed(folder: Path, name: str) -> Path:
     path = folder / name
     is_inside = "\0" not in name and path.resolve().is_relative_to(folder.resolve())
     if not is_inside or not path.is_dir():
-        raise InputError(f"`{folder}` points to {shown(name)!r}, which is no folder inside of it")
+        raise InputError(f"`{folder}` points to {printable(name)!r}, which is no folder inside of it")
     return path
 
 

@@ -20,7 +20,7 @@ from stabilitylab.checkpoint.folders import (
 )
 from .tensors import Checkpoint
 from .torch_files import read_archive, read_chain
-from ..names.errors import InputError, bad_input, shown
+from ..names.errors import InputError, bad_input, printable
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #3a808a26
 def _read_file(path: Path) -> tuple:
@@ -83,7 +83,7 @@ def _tensors(path: Path) -> dict:
     "Name -> LazyTensor of one file."
     return _read_file(path)[1]
 
-
+# %% ../../nbs/api/checkpoint/05_open.ipynb #b3c14837
 def _open_folder(path: Path) -> Checkpoint:
     "The checkpoint in a folder."
     if (path / ".metadata").is_file():
@@ -95,7 +95,7 @@ def _open_folder(path: Path) -> Checkpoint:
     ranks, words = rank_files(path)
     if ranks:
         return _open_ranks(path, ranks, words)
-    names = ", ".join(sorted(shown(p.name) for p in path.iterdir())[:5]) or "nothing"
+    names = ", ".join(sorted(printable(p.name) for p in path.iterdir())[:5]) or "nothing"
     allowed = f"a folder with an index, a `.metadata` file, files of ranks, or one of {', '.join(_SINGLE)}"
     raise bad_input("path", str(path), allowed, f"it holds {names}")
 

@@ -140,7 +140,7 @@ def _sizes(ckpt: Checkpoint, parts: Mapping[str, str]) -> dict:
     "What is kept -> its shape."
     return {what: ckpt[name].shape for what, name in parts.items()}
 
-
+# %% ../../nbs/api/checkpoint/09_optimizer_names.ipynb #50734da0
 def _names_of(ckpt: Checkpoint, held: HeldParams, states: Mapping) -> tuple[dict, str]:
     "(parameter -> name, how it is known or why it is not)."
     ids = [one for group in held.groups for one in group]

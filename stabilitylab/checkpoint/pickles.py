@@ -9,73 +9,81 @@ __all__ = ['Pickle', 'read_pickle']
 import struct
 from dataclasses import dataclass
 
-from .inert import Inert, Named, WantsToRun, call, describe, plain_key, storage
-from .machine import Machine, does
-from ..names.errors import InputError, shown
+from .opcodes import Unpickler, opcode
+from stabilitylab.checkpoint.stubs import (
+    GlobalName,
+    StubObject,
+    UnsafePickle,
+    call,
+    describe,
+    plain_key,
+    storage,
+)
+from ..names.errors import InputError, printable
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #386a44e1
-@does("(")
-def _mark(machine: Machine) -> None:
+@opcode("(")
+def _mark(machine: Unpickler) -> None:
     machine.marks.append(len(machine.stack))
 
 
-@does("0")
-def _pop(machine: Machine) -> None:
+@opcode("0")
+def _pop(machine: Unpickler) -> None:
     machine.stack.pop()
 
 
-@does("1")
-def _pop_mark(machine: Machine) -> None:
+@opcode("1")
+def _pop_mark(machine: Unpickler) -> None:
     machine.since_mark()
 
 
-@does("2")
-def _twice(machine: Machine) -> None:
+@opcode("2")
+def _twice(machine: Unpickler) -> None:
     machine.stack.append(machine.stack[-1])
 
 
-@does("q")
-def _put_short(machine: Machine) -> None:
-    machine.keep(machine.take(1)[0])
+@opcode("q")
+def _put_short(machine: Unpickler) -> None:
+    machine.memoize(machine.take(1)[0])
 
 
-@does("r")
-def _put_long(machine: Machine) -> None:
-    machine.keep(int.from_bytes(machine.take(4), "little"))
+@opcode("r")
+def _put_long(machine: Unpickler) -> None:
+    machine.memoize(int.from_bytes(machine.take(4), "little"))
 
 
-@does("p")
-def _put_written(machine: Machine) -> None:
-    machine.keep(int(machine.line()[:20]))
+@opcode("p")
+def _put_written(machine: Unpickler) -> None:
+    machine.memoize(int(machine.line()[:20]))
 
 
-@does("\x94")
-def _put_next(machine: Machine) -> None:
-    machine.keep(len(machine.memo))
+@opcode("\x94")
+def _put_next(machine: Unpickler) -> None:
+    machine.memoize(len(machine.memo))
 
-
-@does("h")
-def _get_short(machine: Machine) -> None:
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #b2dc2819
+@opcode("h")
+def _get_short(machine: Unpickler) -> None:
     machine.stack.append(machine.memo[machine.take(1)[0]])
 
 
-@does("j")
-def _get_long(machine: Machine) -> None:
+@opcode("j")
+def _get_long(machine: Unpickler) -> None:
     machine.stack.append(machine.memo[int.from_bytes(machine.take(4), "little")])
 
 
-@does("g")
-def _get_written(machine: Machine) -> None:
+@opcode("g")
+def _get_written(machine: Unpickler) -> None:
     machine.stack.append(machine.memo[int(machine.line()[:20])])
 
 
-@does("t")
-def _tuple(machine: Machine) -> None:
+@opcode("t")
+def _tuple(machine: Unpickler) -> None:
     machine.stack.append(tuple(machine.since_mark()))
 
 
-@does("\x85", "\x86", "\x87")
-def _short_tuple(machine: Machine) -> None:
+@opcode("\x85", "\x86", "\x87")
+def _short_tuple(machine: Unpickler) -> None:
     count = machine.data[machine.at - 1] - 0x84
     if count > len(machine.stack):
         raise ValueError("an empty stack")
@@ -83,53 +91,53 @@ def _short_tuple(machine: Machine) -> None:
     machine.stack[-count:] = [values]
 
 
-@does("l", "\x91")
-def _list(machine: Machine) -> None:
+@opcode("l", "\x91")
+def _list(machine: Unpickler) -> None:
     machine.stack.append(machine.since_mark())
 
 
-@does("a")
-def _append(machine: Machine) -> None:
+@opcode("a")
+def _append(machine: Unpickler) -> None:
     value = machine.stack.pop()
     _extend(machine.stack[-1], [value])
 
-
-@does("e", "\x90")
-def _appends(machine: Machine) -> None:
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #3da33496
+@opcode("e", "\x90")
+def _appends(machine: Unpickler) -> None:
     values = machine.since_mark()
     _extend(machine.stack[-1], values)
 
 
 def _extend(owner: object, values: list) -> None:
     "Add to a list, or to an object that is a kind of list."
-    items = owner.items if isinstance(owner, Inert) else owner
+    items = owner.items if isinstance(owner, StubObject) else owner
     if not isinstance(items, list):
         raise ValueError("an item outside of a list")
     items.extend(values)
 
 
-@does("d")
-def _dict(machine: Machine) -> None:
+@opcode("d")
+def _dict(machine: Unpickler) -> None:
     values = machine.since_mark()
     machine.stack.append({})
     _set(machine.stack[-1], values)
 
 
-@does("s")
-def _set_item(machine: Machine) -> None:
+@opcode("s")
+def _set_item(machine: Unpickler) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _set(machine.stack[-1], [key, value])
 
 
-@does("u")
-def _set_items(machine: Machine) -> None:
+@opcode("u")
+def _set_items(machine: Unpickler) -> None:
     values = machine.since_mark()
     _set(machine.stack[-1], values)
 
 
 def _set(owner: object, values: list) -> None:
     "Add keys and values in turn to a dict, or to an object that is a kind of dict."
-    entries = owner.entries if isinstance(owner, Inert) else owner
+    entries = owner.entries if isinstance(owner, StubObject) else owner
     if not isinstance(entries, dict) or len(values) % 2:
         raise ValueError("an entry outside of a dict")
     for i in range(0, len(values), 2):
@@ -137,47 +145,47 @@ def _set(owner: object, values: list) -> None:
         entries[key if type(key) is str else plain_key(key)] = values[i + 1]
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #d6e29061
-@does("c")
-def _global(machine: Machine) -> None:
-    machine.stack.append(Named(machine.line(), machine.line()))
+@opcode("c")
+def _global(machine: Unpickler) -> None:
+    machine.stack.append(GlobalName(machine.line(), machine.line()))
 
 
-@does("\x93")
-def _global_of_stack(machine: Machine) -> None:
+@opcode("\x93")
+def _global_of_stack(machine: Unpickler) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
         raise ValueError("a name that is no text")
-    machine.stack.append(Named(module, name))
+    machine.stack.append(GlobalName(module, name))
 
 
-@does("R")
-def _reduce(machine: Machine) -> None:
+@opcode("R")
+def _reduce(machine: Unpickler) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(call(function, machine.weigh(_tuple_of(args))))
+    machine.stack.append(call(function, machine.bounded(_tuple_of(args))))
 
 
-@does("\x81")
-def _new(machine: Machine) -> None:
+@opcode("\x81")
+def _new(machine: Unpickler) -> None:
     args, kind = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
+    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
 
 
-@does("\x92")
-def _new_by_name(machine: Machine) -> None:
+@opcode("\x92")
+def _new_by_name(machine: Unpickler) -> None:
     _, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
+    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
 
 
-@does("o")
-def _object(machine: Machine) -> None:
+@opcode("o")
+def _object(machine: Unpickler) -> None:
     kind, *args = machine.since_mark()
-    machine.stack.append(_made(kind, machine.weigh(_tuple_of(args))))
+    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
 
-
-@does("i")
-def _instance(machine: Machine) -> None:
-    kind = Named(machine.line(), machine.line())
-    machine.stack.append(_made(kind, machine.weigh(tuple(machine.since_mark()))))
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #c98b1a48
+@opcode("i")
+def _instance(machine: Unpickler) -> None:
+    kind = GlobalName(machine.line(), machine.line())
+    machine.stack.append(_made(kind, machine.bounded(tuple(machine.since_mark()))))
 
 
 def _tuple_of(args: object) -> tuple:
@@ -189,22 +197,22 @@ def _tuple_of(args: object) -> tuple:
 
 def _made(kind: object, args: tuple) -> object:
     "A new object: a known builder (an ordered dict) or a description."
-    is_dict = isinstance(kind, Named) and kind.module == "collections"
+    is_dict = isinstance(kind, GlobalName) and kind.module == "collections"
     return call(kind, args) if is_dict else describe(kind, args)
 
 
-@does("b")
-def _build(machine: Machine) -> None:
+@opcode("b")
+def _build(machine: Unpickler) -> None:
     "Set the state of an object; what was built already (a dict, a tensor) takes none."
     state, owner = machine.stack.pop(), machine.stack[-1]
-    if isinstance(owner, Inert):
+    if isinstance(owner, StubObject):
         owner.state = state
     elif hasattr(owner, "fill"):
-        owner.fill(machine.weigh(state))
+        owner.fill(machine.bounded(state))
 
 
-@does("Q")
-def _place(machine: Machine) -> None:
+@opcode("Q")
+def _place(machine: Unpickler) -> None:
     place = machine.stack.pop()
     if place[0] == "module":  # before torch 1.6 the class of a model stood with its source text
         machine.stack.append(place[1])
@@ -217,7 +225,7 @@ def _place(machine: Machine) -> None:
 class Pickle:
     "What a pickle described."
 
-    value: object  # plain data, `Inert` objects, `StoredTensor`s
+    value: object  # plain data, `StubObject` objects, `StoredTensor`s
     end: int  # byte after it
     storages: dict  # key -> Storage, every one it refers to
 
@@ -240,19 +248,20 @@ def read_pickle(
     at: int = 0,  # where the pickle begins
 ) -> Pickle:  # its value, where it ended, and the storages it refers to
     "What a pickle describes."
-    machine = Machine(data, at)
+    machine = Unpickler(data, at)
     try:
         value = machine.run()
         return Pickle(value, machine.at, machine.storages)
-    except WantsToRun as e:
+    except UnsafePickle as e:
         raise InputError(
-            f"`{source}` is refused: it wants to run {shown(e, 120)} while it is opened; allowed: tensors,"
-            " numbers, words and objects as data. Save its state dict from the program that made it"
+            f"`{source}` is refused: it wants to run {printable(e, 120)} while it is opened;"
+            " allowed: tensors, numbers, words and objects as data. Save its state dict"
+            " from the program that made it"
         ) from e
     except InputError:
         raise
     except _FAULTS as e:
-        what = shown(e, 80) or type(e).__name__
+        what = printable(e, 80) or type(e).__name__
         raise InputError(
             f"`{source}` is damaged: its pickle cannot be read at byte {machine.at:,} ({what}); copy it again"
         ) from e

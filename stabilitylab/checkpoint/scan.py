@@ -18,7 +18,7 @@ from .kernel import piece_sums
 from .open import open_checkpoint
 from .optimizer_names import optimizer_names
 from .tensors import Checkpoint, LazyTensor
-from ..names.errors import bad_input, shown
+from ..names.errors import bad_input, printable
 from ..run.job import tell
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #ade1fb1d
@@ -86,7 +86,7 @@ def scan_checkpoint(
     ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     names = [name for name in ckpt if name.startswith(select)]
     if not names:
-        some = ", ".join(shown(name) for name in list(ckpt)[:3]) or "none: it holds no tensors"
+        some = ", ".join(printable(name) for name in list(ckpt)[:3]) or "none: it holds no tensors"
         raise bad_input("select", select, f"the beginning of a name, such as {some}")
     width, rows, exponents = _width([ckpt[name].shape for name in names]), [], {}
     for name in with_bar(ckpt, names, "scan", progress):
@@ -117,7 +117,7 @@ def with_bar(
             bar.update(ckpt[name].nbytes)
             done += ckpt[name].nbytes
 
-
+# %% ../../nbs/api/checkpoint/07_scan.ipynb #00933e3d
 def _width(shapes: list[tuple]) -> int | None:
     "The hidden size: the most frequent second dimension of matrices; None where there are none."
     counts = pd.Series([shape[1] for shape in shapes if len(shape) == 2], dtype="int64").value_counts(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..names.errors import InputError, bad_input, shown
+from ..names.errors import InputError, bad_input, printable
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #538085ee
 Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies between, `last` left out
@@ -97,7 +97,7 @@ def _fill(file: RawIOBase, to: memoryview, path: Path, name: str) -> None:
     while len(to):
         count = file.readinto(to)
         if not count:
-            raise InputError(f"`{path}` ends before {shown(name)} does; copy it again")
+            raise InputError(f"`{path}` ends before {printable(name)} does; copy it again")
         to = to[count:]
 
 
@@ -159,7 +159,7 @@ class Checkpoint(Mapping):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.tensors:
-            some = ", ".join(shown(known) for known in list(self.tensors)[:4])
+            some = ", ".join(printable(known) for known in list(self.tensors)[:4])
             raise bad_input("name", name, f"one of {len(self.tensors)} tensors, such as {some}")
         return self.tensors[name]
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['run_context', 'LossSpan', 'loss_span', 'at_step']
 
-# %% ../../nbs/api/detect/28_context.ipynb #b23a06b1
+# %% ../../nbs/api/detect/28_context.ipynb #789c5ede
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -13,11 +13,11 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .thresholds import limit
+from .limits import limit
 from ..knowledge.choice import RunContext
-from ..measure.curves import loss_curve, scalars_of, step_interval
+from ..run.curves import loss_curve, scalars_of, step_interval
 
-# %% ../../nbs/api/detect/28_context.ipynb #26bd2e9c
+# %% ../../nbs/api/detect/28_context.ipynb #ee39c052
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16", "half": "fp16"}
 _SAID = ("precision", "mixed_precision", "dtype", "torch_dtype")  # settings that name a precision
 _OPTIMIZERS = ("optimizer", "optim")
@@ -30,14 +30,14 @@ def _settings(run: xr.DataTree) -> dict:
     return {str(name).lower(): value for name, value in every.items()}
 
 
-def _precision(run: xr.DataTree, settings: dict, found: list[Finding]) -> str:
+def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str:
     "The narrowest format that the run is known to use."
     if "loss_scale" in scalars_of(run):
         return "fp16"
     kept = Counter(_DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values())
     said = [_DTYPES.get(str(settings.get(name, "")).lower().rpartition(".")[2], "") for name in _SAID]
     flags = [name for name in ("bf16", "fp16") if settings.get(name) is True]
-    grids = [f.evidence.get("format", "") for f in found if f.kind == "quantized_loss"]
+    grids = [f.evidence.get("format", "") for f in findings if f.kind == "quantized_loss"]
     known = [*(name for name, _ in kept.most_common(1)), *said, *flags, *grids]
     return next(filter(None, known), "")
 
@@ -60,33 +60,33 @@ def _size(settings: dict) -> str:
     return "small" if parameters <= limit("small_model") else ""
 
 
-def _traits(settings: dict, found: list[Finding]) -> tuple[str, ...]:
+def _traits(settings: dict, findings: list[Finding]) -> tuple[str, ...]:
     "What else is known: adapters, frozen parts, a restart."
     names, trainable = list(settings.get("shapes") or ()), list(settings.get("trainable") or ())
     traits = []
     if any(word in str(name).lower() for word in _ADAPTERS for name in names):
         traits.append("lora")
-    if names and trainable and len(trainable) < limit("frozen_share") * len(names):
+    if names and trainable and len(trainable) < limit("majority") * len(names):
         traits.append("frozen")
-    if any(f.kind == "restart" for f in found):
+    if any(f.kind == "restart" for f in findings):
         traits.append("resumed")
     return tuple(traits)
 
-
+# %% ../../nbs/api/detect/28_context.ipynb #da10c035
 def run_context(
     run: xr.DataTree,  # a record
-    found: list[Finding],  # what was found in it
+    findings: list[Finding],  # what was found in it
 ) -> RunContext:  # without a phase
     "What a run is."
     settings = _settings(run)
     return RunContext(
-        precision=_precision(run, settings, found),
+        precision=_precision(run, settings, findings),
         optimizer=_optimizer(settings),
         size=_size(settings),
-        traits=_traits(settings, found),
+        traits=_traits(settings, findings),
     )
 
-# %% ../../nbs/api/detect/28_context.ipynb #25e5fee1
+# %% ../../nbs/api/detect/28_context.ipynb #ffad4417
 @dataclass(frozen=True)
 class LossSpan:
     "The steps of a run, as far as its loss shows them."
@@ -95,18 +95,18 @@ class LossSpan:
     last: int  # highest step
     shows_start: bool  # whether it begins near step 0
 
-
+# %% ../../nbs/api/detect/28_context.ipynb #9b6b1e8d
 def loss_span(
     run: xr.DataTree,  # a record
 ) -> LossSpan | None:  # None where its loss is too short for phases
     "From where to where a run goes."
     loss = loss_curve(run)
-    if loss is None or len(loss.step) < limit("least_course"):
+    if loss is None or len(loss.step) < limit("least_records"):
         return None
     first, last = int(loss.step.min()), int(loss.step.max())
-    return LossSpan(first, last, first <= limit("fresh_start") * step_interval(loss))
+    return LossSpan(first, last, first <= limit("short_records") * step_interval(loss))
 
-
+# %% ../../nbs/api/detect/28_context.ipynb #58081f2b
 def at_step(
     context: RunContext,  # of the run
     span: LossSpan | None,  # of the run; None: it has no phases
@@ -116,6 +116,6 @@ def at_step(
     if step is None or span is None:
         return context
     share = (step - span.first) / max(1, span.last - span.first)
-    if share <= limit("phase_start") and span.shows_start:
+    if share <= limit("slight_share") and span.shows_start:
         return replace(context, phase="start")
-    return replace(context, phase="late" if share >= limit("phase_late") else "middle")
+    return replace(context, phase="late" if share >= limit("majority") else "middle")

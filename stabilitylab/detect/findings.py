@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Finding', 'Findings']
 
-# %% ../../nbs/api/detect/00_findings.ipynb #a6b05b80
+# %% ../../nbs/api/detect/00_findings.ipynb #76218191
 import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from ..knowledge.choice import TOLD
-from ..names.display import drawn
+from ..knowledge.choice import REMEDIES_SHOWN
+from ..names.display import rendered_html
 from ..names.encode import plain, to_json
 from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS, SEVERITIES
@@ -33,6 +33,7 @@ class Finding:
     explanation: str = ""  # plain words, made last by `detect.phrase`
     series: str = ""  # the series it was seen in; '' where it comes from events
     remedies: tuple[dict, ...] = ()  # each with name, source, reported, note; from `knowledge.remedies`
+    limits: dict = field(default_factory=dict, compare=False, repr=False)  # name -> value that decided it
 
     def __post_init__(self) -> None:
         if self.kind not in FINDING_KINDS:
@@ -58,7 +59,7 @@ class Finding:
         all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
     ) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as the command's JSON has it: the series stands among the evidence."
-        remedies = self.remedies if all_remedies else self.remedies[:TOLD]
+        remedies = self.remedies if all_remedies else self.remedies[:REMEDIES_SHOWN]
         series = {"series": self.series} if self.series else {}
         return {
             "kind": self.kind,
@@ -76,7 +77,7 @@ def _told(remedy: dict) -> dict:
     "What the command's JSON says of a remedy."
     return {name: remedy[name] for name in ("name", "source", "reported")}
 
-# %% ../../nbs/api/detect/00_findings.ipynb #7d446e68
+# %% ../../nbs/api/detect/00_findings.ipynb #18d2a1d6
 _COLUMNS = ("kind", "severity", "onset", "end", "series", "explanation")
 
 
@@ -85,7 +86,7 @@ def _rank(f: Finding) -> tuple:
     is_end = f.kind == "crash" and bool(f.evidence.get("ended"))
     return not is_end, -SEVERITIES.index(f.severity), math.inf if f.onset is None else f.onset, f.kind
 
-
+# %% ../../nbs/api/detect/00_findings.ipynb #11bec7db
 class Findings(Sequence):
     "The findings of one run, ranked by severity and step."
 
@@ -159,7 +160,7 @@ class Findings(Sequence):
         return [_cells(f) for f in self]
 
     def _repr_html_(self) -> str | None:
-        return drawn("findings", self)
+        return rendered_html("findings", self)
 
 # %% ../../nbs/api/detect/00_findings.ipynb #551ec415
 def _steps(f: Finding) -> str:

@@ -5,18 +5,20 @@
 # %% auto #0
 __all__ = ['PHRASES', 'MODULE_PHRASES', 'explain', 'evidence_words']
 
-# %% ../../nbs/api/detect/80_phrase.ipynb #bff649bb
+# %% ../../nbs/api/detect/80_phrase.ipynb #4f1ff371
 import json
 from importlib.resources import files
 
 from .findings import Finding
 from ..names.errors import bad_input
-from ..names.numbers import counted
+from ..names.numbers import format_count
 from ..names.words import NOT_FINITE, fill
 
-# %% ../../nbs/api/detect/80_phrase.ipynb #57049b52
+# %% ../../nbs/api/detect/80_phrase.ipynb #4b6eb67c
 _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_text(encoding="utf-8"))
 PHRASES = _TABLES["findings"]  # kind -> pieces
+
+# %% ../../nbs/api/detect/80_phrase.ipynb #2d1a5d8c
 MODULE_PHRASES = _TABLES[
     "findings in modules"
 ]  # kind -> pieces, where the same kind has other evidence in a module
@@ -32,7 +34,7 @@ _NAMED = 4  # runs that a sentence names
 def _listed(names: list[str]) -> str:
     "Names as a sentence has them."
     shown, rest = names[:_NAMED], len(names) - _NAMED
-    last = counted(rest, "more|more") if rest > 0 else shown.pop()
+    last = format_count(rest, "more|more") if rest > 0 else shown.pop()
     return f"{', '.join(shown)} and {last}" if shown else last
 
 

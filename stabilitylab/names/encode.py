@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,14 @@ def _float(value: float, missing: Collection[str]) -> float | str | None:
     return None if word in missing else word
 
 
-def _array(value: object) -> object:
+def _array(value: Any) -> object:
     "An array of numpy, torch, pandas or xarray as nested lists, or as one value where it has no dims."
     if getattr(value.dtype, "kind", "") in "Mm":
         return np.asarray(value).astype(str).tolist()
     return value.tolist() if hasattr(value, "tolist") else np.asarray(value).tolist()
 
 
-def _record(value: object) -> object:
+def _record(value: Any) -> object:
     "What an object says of itself: the rows of a table, its own `to_dict`, the fields of a dataclass."
     if hasattr(value, "columns"):
         has_names = any(name is not None for name in value.index.names)
@@ -40,9 +41,10 @@ def _record(value: object) -> object:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _opened(value: object) -> object:
+def _opened(value: Any) -> Any:
     "One layer of a value taken off: a dict, a list, or something simpler than it was."
     has_fields = is_dataclass(value) and not isinstance(value, type)
+    opened: Any
     match value:
         case date():  # a datetime is one too
             opened = value.isoformat()
@@ -64,7 +66,7 @@ def _opened(value: object) -> object:
 def plain(
     value: object,  # numbers, arrays, tables, objects with `to_dict`, dataclasses, paths; nested at will
     missing: Collection[str] = (),  # which of "nan", "inf", "-inf" are written as null instead of as a word
-) -> object:  # the same as dicts with words as keys, lists, words, finite numbers, True, False and None
+) -> Any:  # the same as dicts with words as keys, lists, words, finite numbers, True, False and None
     "A value that strict JSON can hold."
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -81,7 +83,7 @@ def plain(
 def to_json(
     value: object,  # what `plain` takes
     missing: Collection[str] = (),  # as in `plain`
-    **options: object,  # of `json.dumps`, such as `indent`
+    **options: Any,  # of `json.dumps`, such as `indent`
 ) -> str:  # strict JSON; letters of all scripts stand as they are
     "A value as JSON text."
-    return json.dumps(plain(value, missing), **{"ensure_ascii": False, "allow_nan": False} | options)
+    return json.dumps(plain(value, missing), **({"ensure_ascii": False, "allow_nan": False} | options))

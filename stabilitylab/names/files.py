@@ -13,8 +13,9 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # %% ../../nbs/api/names/04_files.ipynb #165323f2
 def _sync_folder(folder: Path) -> None:
@@ -68,7 +69,7 @@ def try_lock(
     file = open(path, "a+b")  # noqa: SIM115 - the open file is the lock
     try:
         if os.name == "nt":
-            import msvcrt
+            msvcrt: Any = import_module("msvcrt")
 
             file.seek(0)
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -109,7 +110,7 @@ class Scratch:
         return self.path
 
 
-def _own(folder: Path) -> IO:
+def _own(folder: Path) -> Any:
     "Locks a new folder; the lock has its name only once it is held, so that nobody sweeps it before."
     if os.name == "nt":  # which cannot move an open file
         return try_lock(folder / _OWNER)

@@ -152,7 +152,7 @@ _ALIASES = {
     "memory": "memory mem",
     "step_time": "step_time iteration_time elapsed_time_per_iteration time_per_iteration dt step_avg",
 }
-_CANONICAL = {alias: ours for ours, aliases in _ALIASES.items() for alias in aliases.split()}
+_CANONICAL = {alias: canonical for canonical, aliases in _ALIASES.items() for alias in aliases.split()}
 _EVAL = re.compile(
     r"^(?:val|valid|validation|eval|test|dev|tel)(?:_|$)|_(?:val|valid|validation|eval|test)(?:_|$)"
 )

@@ -49,9 +49,9 @@ def _grid_chance(
     decimals: int | None,  # with which they were printed; None: more than 8
 ) -> float:  # in [0, 1]; 1 where a value is not on the grid
     "Chance that all values lie on the grid of a format as printed."
-    near = quantise(values, fmt)
+    rounded = quantise(values, fmt)
     tick = 0.0 if decimals is None else 10.0**-decimals
-    is_off = abs(values - near) > tick * 0.501 + 1e-12 * abs(values)
+    is_off = abs(values - rounded) > tick * 0.501 + 1e-12 * abs(values)
     if is_off.any():
         return 1.0
     width = np.maximum(tick * 1.002, abs(values) * 2.0**-23)  # float32 itself has a grid
@@ -69,13 +69,13 @@ def lattice(
     distinct, decimals = np.unique(abs(series[series != 0])), _decimals(series)
     chances = {fmt: _grid_chance(distinct, fmt, decimals) for fmt in ("bf16", "fp16")}
     are_counts = decimals == 0  # token counts and loss scales lie on such grids without having been rounded
-    seen = [fmt for fmt, chance in chances.items() if chance < _CHANCE and not are_counts]
+    formats = [fmt for fmt, chance in chances.items() if chance < _CHANCE and not are_counts]
     still = float((np.diff(series) == 0).mean()) if len(series) > 1 else float("nan")
     counts = len(np.unique(series)), len(series)
-    if not seen:
+    if not formats:
         return Lattice(None, decimals, *counts, float("nan"), min(chances.values()), still)
-    tick = float(spacing(series[-1:], seen[0])[0])
-    return Lattice(seen[0], decimals, *counts, tick, chances[seen[0]], still)
+    tick = float(spacing(series[-1:], formats[0])[0])
+    return Lattice(formats[0], decimals, *counts, tick, chances[formats[0]], still)
 
 
 def records_to_move(
@@ -107,8 +107,8 @@ def debias(
     series = np.asarray(values, np.float64)
     if series.ndim != 1 or window < 1:
         raise bad_input("window", window, "at least 1, for a 1-D series")
-    index = np.flatnonzero(np.isfinite(series))
-    index = index[: len(index) // window * window].reshape(-1, window)
+    finite = np.flatnonzero(np.isfinite(series))
+    index = finite[: len(finite) // window * window].reshape(-1, window)
     fmt = fmt or lattice(series).fmt
     windows = series[index]
     unit = spacing(windows, fmt).max(1, initial=0.0) if fmt else np.zeros(len(windows))

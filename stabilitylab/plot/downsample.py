@@ -19,24 +19,24 @@ def keep_extremes(
     y: np.ndarray,  # finite, (n,)
     bins: int = 1200,  # parts of the x-axis, about one a pixel; >= 1
 ) -> np.ndarray:  # indices to draw, ascending; at most 4 a part; all of them where there are few
-    "The points that a picture of this width can show."
+    "Indices of the points that a figure of this width can show: per part the first, last, lowest, highest."
     if bins < 1:
         raise bad_input("bins", bins, "1 or more")
     if len(x) <= 4 * bins:
         return np.arange(len(x))
-    edges = x[0] + (x[-1] - x[0]) / bins * np.arange(1, bins)  # the points are sought, not sorted into parts
+    edges = x[0] + (x[-1] - x[0]) / bins * np.arange(1, bins)  # x is sorted: edges are searched in x
     start = np.unique(np.r_[0, np.searchsorted(x, edges)])
     size = np.diff(np.r_[start, len(x)])
-    kept = [start, start + size - 1]
+    indices = [start, start + size - 1]  # first and last of each part, then its extremes
     for extreme in (np.minimum, np.maximum):
         at = np.flatnonzero(y == np.repeat(extreme.reduceat(y, start), size))
-        place = np.searchsorted(start, at, side="right")
-        kept.append(at[np.unique(place, return_index=True)[1]])
-    return np.unique(np.concatenate(kept))
+        part = np.searchsorted(start, at, side="right")
+        indices.append(at[np.unique(part, return_index=True)[1]])
+    return np.unique(np.concatenate(indices))
 
 # %% ../../nbs/api/plot/01_downsample.ipynb #ef458294
 def _repeated(step: np.ndarray, segment: np.ndarray) -> np.ndarray:
-    "Which points a later pass repeats, (n,) bool."
+    "Whether a later segment repeats the step of a point, (n,) bool."
     redone = np.zeros(len(step), bool)
     for part in np.unique(segment)[:-1]:
         redone |= (segment == part) & (step >= step[segment > part].min())
@@ -46,10 +46,10 @@ def _repeated(step: np.ndarray, segment: np.ndarray) -> np.ndarray:
 def line_pieces(
     da: xr.DataArray,  # one series from `run.series`; dims `(step,)`, with coord `segment` where known
     bins: int = 1200,  # parts of the x-axis
-    gap: float = 0.02,  # a stretch without finite values longer than this share of the x-axis cuts the line
-    # (step, value, whether a later pass repeats these steps); repeated ones first
+    gap: float = 0.02,  # a gap without finite values longer than this share of the x-axis cuts the line
+    # (step, value, whether a later segment repeats these steps); repeated ones first
 ) -> list[tuple[np.ndarray, np.ndarray, bool]]:
-    "The lines that draw a series: the passes that were repeated, and the course that was kept."
+    "The lines that draw a series: abandoned attempts, which a restart repeated, and the final trajectory."
     step, value = da.step.values, np.asarray(da.values, float)
     if not len(step):
         return []
@@ -68,14 +68,14 @@ def _cut(
     step: np.ndarray,  # (n,) ascending
     value: np.ndarray,  # (n,)
     bins: int,  # parts of the x-axis
-    longest: float,  # a stretch of broken values that is longer cuts the line
+    longest: float,  # a longer run of steps with non-finite values only cuts the line
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # (step, value) of a piece
-    "The finite points of one pass, thinned, cut where more than `longest` steps hold broken values only."
-    is_good, cuts = np.isfinite(value), []
-    if not is_good.all():
-        broken = np.cumsum(~is_good)[is_good]
-        step, value = step[is_good], value[is_good]
-        cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(broken) > 0)) + 1
+    "The finite points of one segment, thinned, cut where over `longest` steps hold non-finite values only."
+    is_finite, cuts = np.isfinite(value), np.zeros(0, int)
+    if not is_finite.all():
+        nonfinite = np.cumsum(~is_finite)[is_finite]
+        step, value = step[is_finite], value[is_finite]
+        cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(nonfinite) > 0)) + 1
     if not len(step):
         return
     for x, y in zip(np.split(step, cuts), np.split(value, cuts), strict=True):
@@ -87,7 +87,7 @@ def broken_points(
     da: xr.DataArray,  # one series from `run.series`
     positive: bool = False,  # the y-axis is logarithmic: zero and negative values have no place either
 ) -> dict[str, np.ndarray]:  # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
-    "The steps at which a series has a value that no axis can show."
+    "The steps at which a series has a value that the axis cannot show."
     values, step = np.asarray(da.values, float), da.step.values
     kinds = {"NaN": np.isnan(values), "inf": values == np.inf, "-inf": values == -np.inf}
     if positive:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from ..numerics.formats import FORMATS
+from ..numerics.formats import NUMBER_FORMATS
 from .theme import colour, label
 
 # %% ../../nbs/api/plot/32_precision.ipynb #260793ad
@@ -55,7 +55,7 @@ def plot_lattice(
 def plot_scaling(
     layers: pd.DataFrame | None = None,  # columns head_dim and product_max, one row a layer; None: no model
     growth: float = 1.0,  # factor on queries and keys, > 0
-    limit: float = FORMATS["fp16"].max,  # largest number of the format
+    limit: float = NUMBER_FORMATS["fp16"].max,  # largest number of the format
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes

@@ -7,6 +7,7 @@ __all__ = ['plot_swap', 'plot_samples', 'plot_precision', 'step_picture', 'repla
 
 # %% ../../nbs/api/plot/30_replay.ipynb #fa269322
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,16 +17,16 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from .picture import figure_png, panel_of
+from .picture import figure_png, new_figure, panel_of
 from .theme import colour, label, theme
 from ..run.scalars import series
 
-# %% ../../nbs/api/plot/30_replay.ipynb #7f5735d0
+# %% ../../nbs/api/plot/30_replay.ipynb #924da1e4
 def _write_cells(ax: Axes, values: np.ndarray, norm: LogNorm | None) -> None:
-    "The number in every cell, light on a dark one."
+    "Writes the number into every cell, in white on dark ones."
     for (row, column), value in np.ndenumerate(values):
         is_dark = norm is not None and np.isfinite(value) and value > 0 and norm(value) > 0.55
-        look = {"ha": "center", "va": "center", "fontsize": "small"}
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small"}
         ax.text(column, row, f"{value:.3g}", color="#ffffff" if is_dark else "#1c1f23", **look)
 
 
@@ -38,10 +39,10 @@ def plot_swap(
     "States against batches: a column is a bad batch, a row a bad state, one cell the combination."
     ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
     values = table[name].values
-    shown = np.where(values > 0, values, np.nan)
-    good = shown[np.isfinite(shown)]
-    norm = LogNorm(good.min(), max(good.max(), good.min() * 1.5)) if good.size else None
-    ax.imshow(shown, cmap="YlOrBr", norm=norm, aspect="auto")
+    positive = np.where(values > 0, values, np.nan)
+    finite = positive[np.isfinite(positive)]
+    norm = LogNorm(finite.min(), max(finite.max(), finite.min() * 1.5)) if finite.size else None
+    ax.imshow(positive, cmap="YlOrBr", norm=norm, aspect="auto")
     ax.grid(False)
     _write_cells(ax, values, norm)
     ax.set_xticks(range(table.sizes["batch"]), [label(batch, 20) for batch in table.batch.values])
@@ -55,7 +56,7 @@ def plot_samples(
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
-    "What share of the batch gradient every sample has."
+    "The share of the batch gradient that comes from each sample."
     ax = ax or plt.subplots(figsize=(5, 2))[1]
     equal = 1 / max(len(samples), 1)
     shades = [colour("error" if share > 4 * equal else "loss", ax) for share in samples.share]
@@ -78,7 +79,11 @@ def plot_precision(
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
     for i, precision in enumerate(table.precision.values):
         error = table.error.values[i]
-        look = {"marker": ".", "markersize": 3, "color": colour(_SHADES[i % len(_SHADES)], ax)}
+        look: dict[str, Any] = {
+            "marker": ".",
+            "markersize": 3,
+            "color": colour(_SHADES[i % len(_SHADES)], ax),
+        }
         ax.plot(np.arange(len(error)), np.where(error > 0, error, np.nan), label=str(precision), **look)
     ax.set_yscale("log")
     ax.set_xlabel("module, in forward order")
@@ -86,7 +91,7 @@ def plot_precision(
     ax.legend(ncols=3, loc="upper left")
     return ax
 
-# %% ../../nbs/api/plot/30_replay.ipynb #62209ef8
+# %% ../../nbs/api/plot/30_replay.ipynb #7f5735d0
 def step_picture(
     run: xr.DataTree,  # a record
     steps: list[int],  # steps that can be chosen
@@ -97,7 +102,7 @@ def step_picture(
     "The loss over the steps that can be replayed, with the chosen one marked."
     loss = series(run, "loss") if "loss" in run["scalars"] else None
     with theme(dark, 8):
-        figure = Figure((width, 1.9), dpi=120, layout="none")
+        figure = new_figure(width, 1.9)
         ax = figure.add_axes((0.55 / width, 0.2, 1 - 0.7 / width, 0.72))
         if loss is not None:
             near = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
@@ -115,7 +120,7 @@ def replay_png(
     table: xr.Dataset | pd.DataFrame | None,  # what it draws
     dark: bool = False,  # for a dark page
     size: tuple = (6, 2.4),  # inches
-    **options: object,  # of the plot
+    **options: Any,  # of the plot
 ) -> bytes:  # PNG, twice 110 pixels an inch
     "One of these plots as a picture for a page."
     with theme(dark, 8):

@@ -7,17 +7,17 @@ __all__ = ['RUN_COLOURS', 'plot_runs', 'plot_losses', 'runs_scene']
 
 # %% ../../nbs/api/plot/07_runs.ipynb #a67805ce
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from ..measure.curves import loss_name
 from .downsample import broken_points, line_pieces
 from .loss import DRAWN, set_axes, wants_log
-from .picture import in_range, scene_of
+from .picture import in_range, new_figure, scene_of
 from .theme import label, theme
+from ..run.curves import loss_name
 from ..run.scalars import series
 
 # %% ../../nbs/api/plot/07_runs.ipynb #8abc1957
@@ -36,18 +36,19 @@ def plot_runs(
 ) -> Axes:  # the axes, with a legend
     "One curve a run."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
-    for place, (name, da) in enumerate(curves.items()):
+    for i, (name, da) in enumerate(curves.items()):
         if name in hidden:
             continue
-        turn, shade = divmod(place, len(RUN_COLOURS))
-        look = {"color": RUN_COLOURS[shade], "linestyle": _STYLES[turn % len(_STYLES)], "linewidth": 1}
-        look["zorder"] = 3 - order.index(name) / len(order) if name in order else 2
-        broken = sum(len(steps) for steps in broken_points(da).values())
-        words = label(name, 40) + (f" ({broken:,} not finite)" if broken else "")
+        turn, shade = divmod(i, len(RUN_COLOURS))
+        zorder = 3 - order.index(name) / len(order) if name in order else 2
+        look: dict[str, Any] = {"color": RUN_COLOURS[shade], "linewidth": 1, "zorder": zorder}
+        look |= {"linestyle": _STYLES[turn % len(_STYLES)]}
+        nonfinite = sum(len(steps) for steps in broken_points(da).values())
+        text = label(name, 40) + (f" ({nonfinite:,} not finite)" if nonfinite else "")
         for x, y, is_repeated in line_pieces(da, bins):
             if not is_repeated:
-                ax.plot(x, y, label=words, gid=f"{DRAWN}{name}", **look)
-                words = "_more"
+                ax.plot(x, y, label=text, gid=f"{DRAWN}{name}", **look)
+                text = "_more"
     first = next(iter(curves.values()), None)
     if first is not None:
         set_axes(ax, first, wants_log(first) if log is None else log)
@@ -67,7 +68,8 @@ def plot_losses(
 ) -> Axes:  # the axes; nothing on them where no run has a loss
     "The training losses of several runs over each other."
     parts = {name: in_range(run, x_range) for name, run in runs.items()}
-    curves = {name: series(part, loss_name(part)) for name, part in parts.items() if loss_name(part)}
+    losses = {name: loss_name(part) for name, part in parts.items()}
+    curves = {name: series(parts[name], loss) for name, loss in losses.items() if loss}
     ax = plot_runs(curves, ax=ax, hidden=hidden, order=order)
     if x_range is not None:
         ax.set_xlim(*x_range)
@@ -83,16 +85,16 @@ def runs_scene(
 ) -> tuple[dict, list[dict]]:  # the sheet and the panel, as `RunPicture.scene`; ({}, []) for nothing
     "The training losses of several runs as a page draws them, without a legend."
     with theme(dark, 9):
-        figure = Figure((_WIDE, 3.6), dpi=120, layout="none")
-        ax = figure.add_axes((0.55 / _WIDE, 0.13, 1 - 0.7 / _WIDE, 0.82))
+        figure = new_figure(_WIDTH, 3.6)
+        ax = figure.add_axes((0.55 / _WIDTH, 0.13, 1 - 0.7 / _WIDTH, 0.82))
         plot_losses(runs, x_range, ax=ax, hidden=hidden, order=order)
         if not ax.get_xlabel():
             return {}, []
-        if ax.get_legend():
-            ax.get_legend().remove()
+        if legend := ax.get_legend():
+            legend.remove()
         ax.set_title(ax.get_ylabel(), fontsize="small")
         ax.set_ylabel("")
         return scene_of([ax])
 
 
-_WIDE = 7.5  # inches of the sheet
+_WIDTH = 7.5  # inches of the sheet

@@ -6,22 +6,26 @@
 __all__ = ['line_mark', 'drawn_marks', 'sheet_of']
 
 # %% ../../nbs/api/plot/09_scene.ipynb #25826cbd
+from typing import cast
+
 import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Transform
 
 # %% ../../nbs/api/plot/09_scene.ipynb #25e7c693
 _FARTHEST = 20.0  # axes away from the axes; what lies farther out is drawn there, out of sight
 
 
 def _shares(ax: Axes, pixels: np.ndarray) -> np.ndarray:
-    "Places on the figure as shares of the axes, (n, 2)."
+    "Display coordinates as fractions of the axes, (n, 2)."
     box = ax.bbox
     shares = (np.asarray(pixels, float) - (box.x0, box.y0)) / (box.width, box.height)
     return np.clip(shares, -_FARTHEST, _FARTHEST)
@@ -30,12 +34,18 @@ def _shares(ax: Axes, pixels: np.ndarray) -> np.ndarray:
 _NO_MARKERS = ("None", "none", " ", "")
 
 
-def _pen(line: Line2D) -> dict:
-    "How a line looks."
+def _opacity(artist: Artist) -> float:
+    "Opacity of an artist, in [0, 1]; matplotlib's None is 1."
+    alpha = artist.get_alpha()
+    return 1.0 if alpha is None else float(alpha)
+
+
+def _line_style(line: Line2D) -> dict:
+    "Colour, opacity, width and markers of a line."
     marker = str(line.get_marker())
     return {
         "colour": to_hex(line.get_color()),
-        "alpha": float(1 if line.get_alpha() is None else line.get_alpha()),
+        "alpha": _opacity(line),
         "width": float(line.get_linewidth()),
         "style": line.get_linestyle(),
         "marker": "" if marker in _NO_MARKERS else marker,
@@ -52,45 +62,48 @@ def line_mark(
     "A line or its markers, as a page draws it."
     shares = _shares(ax, line.get_transform().transform(line.get_xydata()))
     points = np.ascontiguousarray(shares.T, dtype=np.float32).tobytes()
-    return _pen(line) | {"xy": points, "clipped": bool(line.get_clip_on())}
+    return _line_style(line) | {"xy": points, "clipped": bool(line.get_clip_on())}
 
 
 def _band(ax: Axes, patch: Patch) -> dict:
     "A rectangle."
     (x0, y0), (x1, y1) = _shares(ax, patch.get_window_extent().get_points())
-    alpha = 1 if patch.get_alpha() is None else patch.get_alpha()
-    place = [float(x0), float(y0), float(x1), float(y1)]
-    return {"box": place, "colour": to_hex(patch.get_facecolor()), "alpha": float(alpha)}
+    box = [float(x0), float(y0), float(x1), float(y1)]
+    return {"box": box, "colour": to_hex(patch.get_facecolor()), "alpha": _opacity(patch)}
 
 
-def _words(ax: Axes, text: Text) -> dict:
-    "Words with their place; `away`: points to the right and up."
-    is_note = isinstance(text, Annotation)
-    at = text.xycoords.transform(text.xy) if is_note else text.get_transform().transform(text.get_position())
+def _text_mark(ax: Axes, text: Text) -> dict:
+    "A text with its position; `away`: offset in points to the right and up."
+    transform, position, away = text.get_transform(), text.get_position(), (0.0, 0.0)
+    if isinstance(text, Annotation):  # placed by what it points at, and an offset from there
+        is_in_data = text.xycoords == "data"
+        transform = ax.transData if is_in_data else cast(Transform, text.xycoords)
+        position, away = text.xy, text.xyann
+    at = transform.transform(position)
     ((x, y),) = _shares(ax, np.array([at]))
     box = text.get_bbox_patch()
     return {
         "at": [float(x), float(y)],
-        "away": [float(part) for part in text.xyann] if is_note else [0.0, 0.0],
+        "away": [float(part) for part in away],
         "words": text.get_text().replace(r"\$", "$"),
-        "size": float(text.get_size()),
+        "size": float(text.get_fontsize()),
         "colour": to_hex(text.get_color()),
         "ground": to_hex(box.get_facecolor()) if box else "",
-        "across": text.get_ha(),
-        "up": text.get_va(),
+        "across": text.get_horizontalalignment(),
+        "up": text.get_verticalalignment(),
     }
 
 # %% ../../nbs/api/plot/09_scene.ipynb #4655e729
 def _ticks(ax: Axes, axis: Axis) -> list[list]:
-    "[place, words] of every tick in view."
+    "[fraction of the axis, label] of every tick in view."
     low, high = sorted(axis.get_view_interval())
-    places = np.array([place for place in axis.get_majorticklocs() if low <= place <= high], float)
-    words = axis.get_major_formatter().format_ticks(places)
+    values = [float(value) for value in axis.get_majorticklocs() if low <= value <= high]
+    labels = axis.get_major_formatter().format_ticks(values)
     side = 0 if axis is ax.xaxis else 1
-    corner = np.tile([ax.get_xlim()[0], ax.get_ylim()[0]], (len(places), 1)).astype(float)
-    corner[:, side] = places
-    shares = _shares(ax, ax.transData.transform(corner))[:, side] if len(places) else ()
-    return [[float(share), said] for share, said in zip(shares, words, strict=True)]
+    corner = np.tile([ax.get_xlim()[0], ax.get_ylim()[0]], (len(values), 1)).astype(float)
+    corner[:, side] = values
+    shares = _shares(ax, ax.transData.transform(corner))[:, side] if values else ()
+    return [[float(share), text] for share, text in zip(shares, labels, strict=True)]
 
 
 def _keys(ax: Axes) -> list[dict]:
@@ -98,13 +111,15 @@ def _keys(ax: Axes) -> list[dict]:
     legend = ax.get_legend()
     if legend is None:
         return []
-    pairs = zip(legend.legend_handles, legend.get_texts(), strict=True)
-    return [_pen(handle) | {"words": text.get_text().replace(r"\$", "$")} for handle, text in pairs]
+    handles = [handle for handle in legend.legend_handles if isinstance(handle, Line2D)]
+    pairs = zip(handles, legend.get_texts(), strict=True)
+    return [_line_style(handle) | {"words": text.get_text().replace(r"\$", "$")} for handle, text in pairs]
 
 
 def _heading(ax: Axes) -> dict:
-    "The words above the axes, and how many points above them they stand."
-    pad = ax.titleOffsetTrans.get_matrix()[1, 2] * 72 / ax.figure.dpi
+    "The title of the axes, and its distance above them in points."
+    offset = ax.titleOffsetTrans  # type: ignore[attr-defined]  # missing from matplotlib's stubs
+    pad = offset.get_matrix()[1, 2] * 72 / ax.figure.dpi
     return {"words": ax.get_title(loc="left").replace(r"\$", "$"), "above": round(float(pad), 3)}
 
 
@@ -119,7 +134,7 @@ def drawn_marks(
     return {
         "lines": [line_mark(ax, line) for line in lines],
         "bands": [_band(ax, patch) for patch in ax.patches],
-        "words": [_words(ax, text) for text in ax.texts if text.get_text()],
+        "words": [_text_mark(ax, text) for text in ax.texts if text.get_text()],
         "x_ticks": _ticks(ax, ax.xaxis),
         "y_ticks": _ticks(ax, ax.yaxis),
         "has_steps": bool(has_steps),
@@ -131,12 +146,12 @@ def drawn_marks(
 
 
 def sheet_of(
-    figure: Figure,  # with drawn axes
+    figure: FigureBase,  # with drawn axes
 ) -> dict:  # ratio: height over width; ground, text, faint and grid: colours
     "The paper on which a page draws the marks of all axes."
-    wide, tall = figure.get_size_inches()
+    width, height = figure.bbox.size  # type: ignore[attr-defined]  # of Figure and SubFigure
     return {
-        "ratio": float(tall / wide),
+        "ratio": float(height / width),
         "ground": to_hex(figure.get_facecolor()),
         "text": to_hex(mpl.rcParams["text.color"]),
         "faint": to_hex(mpl.rcParams["xtick.color"]),

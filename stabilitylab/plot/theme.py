@@ -6,11 +6,14 @@
 __all__ = ['COLOURS', 'colour', 'theme', 'label']
 
 # %% ../../nbs/api/plot/00_theme.ipynb #213ad9a6
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.typing import ColorType
 
 from ..names.errors import bad_input
 
@@ -38,26 +41,27 @@ def colour(
     meaning: str,  # a key of COLOURS, or the name of a series
     ax: Axes | None = None,  # where it will be drawn: its ground decides between the two; None: light
 ) -> str:  # hex colour
-    "The colour that stands for a meaning on this ground; series without one of their own share a colour."
+    "The colour of a meaning on this background; series without a colour of their own share one."
     light, dark = COLOURS.get(meaning, COLOURS["other"])
     return dark if ax is not None and _luminance(ax.get_facecolor()) < 0.4 else light
 
 
-def _luminance(rgb: object) -> float:
-    "How light a colour is, in [0, 1]."
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), to_rgb(rgb), strict=True))
+def _luminance(rgb: ColorType) -> float:
+    "Relative luminance of a colour, in [0, 1]; without the gamma of sRGB."
+    red, green, blue = to_rgb(rgb)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 # %% ../../nbs/api/plot/00_theme.ipynb #cd7e59bc
 @contextmanager
 def theme(
     dark: bool = False,  # dark ground
     size: float = 9,  # size of the text, points
-):  # inside the `with` block figures have this look
-    "A look for figures: quiet axes, a light grid, readable on its ground."
+) -> Iterator[None]:  # inside the `with` block figures have this look
+    "Context in which figures have quiet axes, a light grid and colours for a light or dark background."
     text, faint, grid, ground = (COLOURS[name][dark] for name in ("text", "faint", "grid", "ground"))
     if not 4 <= size <= 40:
         raise bad_input("size", size, "4..40 points")
-    rules = {
+    settings: dict[Any, Any] = {
         "figure.facecolor": ground,
         "axes.facecolor": ground,
         "savefig.facecolor": ground,
@@ -86,15 +90,15 @@ def theme(
         "figure.constrained_layout.use": True,
         "path.simplify_threshold": 1.0,
     }
-    with mpl.rc_context(rules):
+    with mpl.rc_context(settings):
         yield
 
 # %% ../../nbs/api/plot/00_theme.ipynb #15b033b1
 def label(
-    text: str,  # words from a log, of any kind
-    longest: int = 60,  # letters that are kept
-) -> str:  # the words in one line, safe for matplotlib
-    "Words from a log as a figure can show them: no mathematics, no line breaks, not too long."
-    words = " ".join(str(text).split())
-    words = words if len(words) <= longest else words[: longest - 1] + "…"
-    return words.replace("$", r"\$")
+    text: object,  # text from a log
+    longest: int = 60,  # characters, the ellipsis included
+) -> str:  # one line, safe for matplotlib
+    "Text from a log as matplotlib can draw it: one line, no mathematics, shortened."
+    line = " ".join(str(text).split())
+    line = line if len(line) <= longest else line[: longest - 1] + "…"
+    return line.replace("$", r"\$")

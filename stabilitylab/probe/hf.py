@@ -19,16 +19,21 @@ from .recorder import Recorder
 
 # %% ../../nbs/api/probe/08_hf.ipynb #12b2af00
 try:
-    from transformers import TrainerCallback as _Base
+    from transformers import TrainerCallback
+
+    _Base: Any = TrainerCallback
 except ImportError:
     _Base = object
 
 # %% ../../nbs/api/probe/08_hf.ipynb #414417e5
-_OPEN = weakref.WeakValueDictionary()  # path -> the callback that records there
+_OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
 
 
 class RecorderCallback(_Base):
     "A callback that records the Trainer's run."
+
+    recorder: Recorder | None  # None: nothing is recorded now
+    before: Any  # handle of the hook that sees each batch
 
     def __init__(
         self,
@@ -43,7 +48,7 @@ class RecorderCallback(_Base):
         args: Any,  # the Trainer's arguments
         state: Any,  # its counters
         control: Any,  # not used
-        model: torch.nn.Module | None = None,  # the model
+        model: Any = None,  # the model
         optimizer: Any = None,  # its optimizer, as accelerate prepared it
         **kwargs: Any,  # not used
     ) -> None:
@@ -63,7 +68,7 @@ class RecorderCallback(_Base):
         if self.recorder is not None and torch.is_grad_enabled() and graph_task() == -1:
             self.recorder.batch(kwargs or args)
 
-    _batch._torchdynamo_disable = True
+    vars(_batch)["_torchdynamo_disable"] = True
 
     def on_step_end(
         self,

@@ -88,7 +88,7 @@ def _decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     for p in parameters.values():
         p.grad = torch.zeros_like(p)
     fresh.step()
-    wanted = {}
+    wanted: dict[int, float] = {}
     for group in fresh.param_groups:
         wanted |= {id(p): group["lr"] * group["weight_decay"] for p in group["params"]}
     faults = {n: _decay_fault(before[n], p, wanted[id(p)]) for n, p in parameters.items() if id(p) in wanted}
@@ -107,10 +107,10 @@ def _causality(model: torch.nn.Module, logits: Callable, tokens: torch.Tensor) -
     return {"logits": f"those before the last token move by {far:.3g} when only it changes"}
 
 
-def _told(found: dict[str, str]) -> str:
+def _described(faults: dict[str, str]) -> str:
     "What a check found, the first eight places in full."
-    first = "; ".join(f"{place}: {fault}" for place, fault in list(found.items())[:8])
-    return first + (f"; {len(found) - 8} more" if len(found) > 8 else "")
+    first = "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:8])
+    return first + (f"; {len(faults) - 8} more" if len(faults) > 8 else "")
 
 
 @contextmanager
@@ -137,20 +137,20 @@ def check_training(
     # one row a check: ok (True, False, None where it could not be made), found (what is wrong, by parameter)
 ) -> pd.DataFrame:
     "What a single batch shows to be wrong in a training loop."
-    found = {}
+    checks: dict[str, dict[str, str] | None] = {}
     with _left_as_it_was(model):
-        found["every trainable gradient is finite and not zero"] = _gradients(model, batch, loss)
-        found["every parameter is in exactly one group"] = _groups(model, optimizer)
-        found["equal matrices are tied"] = _twins(model)
-        found["weight decay does what it says"] = _decay(model, optimizer)
+        checks["every trainable gradient is finite and not zero"] = _gradients(model, batch, loss)
+        checks["every parameter is in exactly one group"] = _groups(model, optimizer)
+        checks["equal matrices are tied"] = _twins(model)
+        checks["weight decay does what it says"] = _decay(model, optimizer)
         model.eval()
         with torch.no_grad():
             first, second = (float(loss(model, batch)) for _ in range(2))
             differs = {"loss": f"{first:.7g} and {second:.7g}"} if first != second else {}
-            found["evaluating twice gives the same loss"] = differs
-            can_see = logits is not None and tokens is not None
-            found["no token sees the future"] = _causality(model, logits, tokens) if can_see else None
-    rows = {name: (None if f is None else not f, _told(f or {})) for name, f in found.items()}
+            checks["evaluating twice gives the same loss"] = differs
+            is_causal = None if logits is None or tokens is None else _causality(model, logits, tokens)
+            checks["no token sees the future"] = is_causal
+    rows = {name: (None if f is None else not f, _described(f or {})) for name, f in checks.items()}
     return pd.DataFrame.from_dict(rows, orient="index", columns=["ok", "found"]).rename_axis("check")
 
 # %% ../../nbs/api/probe/09_invariants.ipynb #428e7cd7
@@ -163,15 +163,15 @@ def growth_exponents(
     blocks = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1), None)
     if blocks is None:
         raise bad_input("model", type(model).__name__, "a model with two or more blocks in an nn.ModuleList")
-    seen = []
+    ends = []
     hooks = [
-        blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0])),
-        blocks[-1].register_forward_hook(lambda m, a, y: seen.append(y[0] if isinstance(y, tuple) else y)),
+        blocks[0].register_forward_pre_hook(lambda m, a: ends.append(a[0])),
+        blocks[-1].register_forward_hook(lambda m, a, y: ends.append(y[0] if isinstance(y, tuple) else y)),
     ]
     try:
-        grads = torch.autograd.grad(run(), seen)
+        grads = torch.autograd.grad(run(), ends)
     finally:
         for h in hooks:
             h.remove()
-    v0, v1, g0, g1 = (t.detach().double().norm().item() for t in (*seen, *grads))
+    v0, v1, g0, g1 = (t.detach().double().norm().item() for t in (*ends, *grads))
     return float(np.log(v1 / v0) / len(blocks)), float(np.log(g0 / g1) / len(blocks))

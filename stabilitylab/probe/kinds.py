@@ -8,6 +8,7 @@ __all__ = ['weight_shape', 'module_kinds', 'param_kinds', 'QkvLayout', 'split_qk
 # %% ../../nbs/api/probe/00_kinds.ipynb #7d63abad
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,20 +47,25 @@ def weight_shape(
 ) -> torch.Size | None:  # None where it has no weight of its own
     "The shape of a module's weight, without calling what may stand behind the attribute."
     # a parametrization such as spectral_norm moves on each time `module.weight` is read
-    if "parametrizations" in module._modules and "weight" in module.parametrizations:
-        parts = module.parametrizations["weight"]
+    own: Any = module
+    if "parametrizations" in module._modules and "weight" in own.parametrizations:
+        parts = own.parametrizations["weight"]
         weight = getattr(parts, "original", None)
         weight = parts.original1 if weight is None else weight
     elif "base_layer" in module._modules:
-        return weight_shape(module.base_layer)
+        return weight_shape(own.base_layer)
     else:
-        held = (module._parameters.get("weight"), module._buffers.get("weight"), vars(module).get("weight"))
-        weight = next((w for w in held if torch.is_tensor(w)), None)
+        candidates = (
+            module._parameters.get("weight"),
+            module._buffers.get("weight"),
+            vars(module).get("weight"),
+        )
+        weight = next((w for w in candidates if torch.is_tensor(w)), None)
     return None if weight is None else weight.shape
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     "A module's name and what stands around it."
 
     name: str
@@ -77,11 +83,11 @@ class _Place:
         return bool(_IS_CROSS.search(self.name))
 
 
-def _place_of(name: str, model: nn.Module) -> _Place:
+def _location_of(name: str, model: nn.Module) -> _Location:
     "Where a module stands in its model."
     owner = model.get_submodule(name.rpartition(".")[0])
     is_ssm = "mamba" in type(owner).__name__.lower() or {"dt_proj", "x_proj"} <= set(owner._modules)
-    return _Place(name, is_ssm, "experts" in owner._modules)
+    return _Location(name, is_ssm, "experts" in owner._modules)
 
 
 def _role(leaf: str, table: dict[str, str]) -> str | None:
@@ -89,46 +95,46 @@ def _role(leaf: str, table: dict[str, str]) -> str | None:
     return next((role for role, words in table.items() if leaf.lower() in words.split()), None)
 
 
-def _attention_kind(place: _Place) -> str:
+def _attention_kind(location: _Location) -> str:
     "Kind of a matrix inside an attention."
-    role = _role(place.leaf, _ATTN)
-    if role is None and place.leaf.lower() in ("dense", "c_proj", "proj"):
+    role = _role(location.leaf, _ATTN)
+    if role is None and location.leaf.lower() in ("dense", "c_proj", "proj"):
         role = "out"
     if role is None:
         return "other"
-    if not place.is_cross:
+    if not location.is_cross:
         return f"attn.{role}"
     return f"cross_attn.{role}" if role in ("q", "k", "v", "out") else "cross_attn"
 
 
-def _bert_kind(place: _Place) -> str | None:
+def _bert_kind(location: _Location) -> str | None:
     "Kind of the matrices that BERT calls `dense`."
     owners = {"intermediate": "mlp.fc1", "output": "mlp.fc2"}
-    owner = place.name.rpartition(".")[0].rsplit(".", 1)[-1]
-    return owners.get(owner) if place.leaf == "dense" else None
+    owner = location.name.rpartition(".")[0].rsplit(".", 1)[-1]
+    return owners.get(owner) if location.leaf == "dense" else None
 
 
-def _linear_kind(place: _Place) -> str:
+def _linear_kind(location: _Location) -> str:
     "Kind of a module that multiplies by a matrix."
-    leaf = place.leaf.lower()
-    if place.has_experts and leaf in _ROUTER:
+    leaf = location.leaf.lower()
+    if location.has_experts and leaf in _ROUTER:
         return "router"
-    if leaf in _HEAD or place.name.endswith("predictions.decoder"):
+    if leaf in _HEAD or location.name.endswith("predictions.decoder"):
         return "lm_head"
-    in_ssm = _role(leaf, _SSM) if place.is_ssm else None
+    in_ssm = _role(leaf, _SSM) if location.is_ssm else None
     if in_ssm:
         return in_ssm
-    if _IS_ATTN.search(place.name):
-        return _attention_kind(place)
+    if _IS_ATTN.search(location.name):
+        return _attention_kind(location)
     alone = _role(leaf, _ATTN)
-    return _role(leaf, _MLP) or _bert_kind(place) or (f"attn.{alone}" if alone else "other")
+    return _role(leaf, _MLP) or _bert_kind(location) or (f"attn.{alone}" if alone else "other")
 
 
-def _class_kind(place: _Place, module: nn.Module) -> str | None:
+def _class_kind(location: _Location, module: nn.Module) -> str | None:
     "Kind of a module that its class gives away."
     name, has_weight = type(module).__name__, "weight" in module._parameters
     if isinstance(module, nn.Embedding) or ("Embedding" in name and has_weight):
-        return "pos_embed" if _IS_POS.search(place.leaf + name) else "embed"
+        return "pos_embed" if _IS_POS.search(location.leaf + name) else "embed"
     if "norm" in name.lower():
         return "norm"
     if "router" in name.lower():
@@ -136,28 +142,28 @@ def _class_kind(place: _Place, module: nn.Module) -> str | None:
     return "conv" if isinstance(module, nn.modules.conv._ConvNd) else None
 
 
-def _container_kind(place: _Place, module: nn.Module) -> str:
+def _container_kind(location: _Location, module: nn.Module) -> str:
     "Kind of a module that has no matrix of its own."
     if any(act in type(module).__name__.lower() for act in _ACTS):
         return "act"
-    if isinstance(module, nn.MultiheadAttention) or _IS_ATTN.search(place.leaf):
-        return "cross_attn" if place.is_cross else "attn"
-    if _IS_MLP.search(place.leaf) or place.leaf == "intermediate":
+    if isinstance(module, nn.MultiheadAttention) or _IS_ATTN.search(location.leaf):
+        return "cross_attn" if location.is_cross else "attn"
+    if _IS_MLP.search(location.leaf) or location.leaf == "intermediate":
         return "mlp"
-    if "mamba" in type(module).__name__.lower() and not place.leaf.isdigit():
+    if "mamba" in type(module).__name__.lower() and not location.leaf.isdigit():
         return "ssm"
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    return "block" if place.leaf.isdigit() and len(module._modules) and not is_list else "other"
+    return "block" if location.leaf.isdigit() and len(module._modules) and not is_list else "other"
 
 
-def _kind_of(place: _Place, module: nn.Module) -> str:
+def _kind_of(location: _Location, module: nn.Module) -> str:
     "Kind of one module by name, class and surroundings."
-    by_class = _class_kind(place, module)
+    by_class = _class_kind(location, module)
     if by_class:
         return by_class
     shape = weight_shape(module)
     has_matrix = shape is not None and len(shape) == 2
-    return _linear_kind(place) if has_matrix else _container_kind(place, module)
+    return _linear_kind(location) if has_matrix else _container_kind(location, module)
 
 
 def _layer_of(name: str) -> int:
@@ -180,7 +186,7 @@ def module_kinds(
     def kind(name: str, module: nn.Module) -> str:  # name: dotted
         "The kind that was wished for, or that its place tells."
         wanted = next((k for pattern, k in overrides.items() if re.search(pattern, name)), None)
-        return wanted or _kind_of(_place_of(name, model), module)
+        return wanted or _kind_of(_location_of(name, model), module)
 
     return {name: (kind(name, module), _layer_of(name)) for name, module in model.named_modules() if name}
 
@@ -248,10 +254,10 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
 
 
-def _first_of(config: object, names: tuple[str, ...]) -> int | None:
+def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
     "The first of these settings that a configuration has."
     of = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    return next((int(of(name)) for name in names if isinstance(of(name), int)), None)
+    return next((int(value) for value in map(of, names) if isinstance(value, int)), None)
 
 
 def _kv_heads(config: object, heads: int) -> tuple[int, bool]:

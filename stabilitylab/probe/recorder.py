@@ -19,18 +19,26 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError
-from .attention_recording import AttentionRecording
+from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
-from .guard import RECORDING, Guard, tell, whole_graphs
+from .guard import RECORDING, Guard, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
-from .opening import attrs_of, open_store, opening_events, tables_of, this_rank
-from .options import LEVELS, listed, model_itself, recorder_options
 from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
-from .rows import has_bad, stacked, to_host, when_ready
+from .scalars import StepLoss, clean_scalars
+from stabilitylab.probe.settings import (
+    LEVELS,
+    as_list,
+    attrs_of,
+    model_itself,
+    open_store,
+    opening_events,
+    record_tables,
+    recorder_options,
+    this_rank,
+)
 from .setup_template import write_setup
-from .step_loss import StepLoss
-from .values import clean_scalars
+from .stats import has_bad, stack_rows, to_host, when_ready
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -48,6 +56,21 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
 class Recorder:
     "A recorder of one training run, best used with `with`; what fails in it never reaches the loop."
 
+    modules: ModuleProbe | NoModules
+    params: (
+        Any  # the ParamProbe, its LiveStore, Writer, StepLoss and AttentionRecording; None until `__enter__`
+    )
+    store: Any
+    writer: Any
+    own_loss: Any
+    attention: Any
+    box: BlackBox | None  # None without snapshots
+    handles: list  # of hooks, which have a `remove`
+    withheld: list[tuple[torch.nn.Parameter, torch.Tensor]]  # gradients of a step that is skipped
+    scale: torch.Tensor | None  # loss scale of the gradients
+    at_exit: Any  # what runs when the program ends
+    clip: float | None = None  # largest gradient norm, where a framework says it
+
     def __init__(
         self,
         model: torch.nn.Module,  # the model, before torch.compile
@@ -56,7 +79,7 @@ class Recorder:
         **options: Any,  # those of `RecorderOptions`
     ):
         self.options = recorder_options(options)
-        self.model, self.path, self.optimizers = model, Path(path), listed(optimizer)
+        self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
         self.scaler = self.options.scaler
         self.guard = Guard(str(path), self.options.first_step)
         self.n, self.micro, self.pid = self.options.first_step, 0, os.getpid()
@@ -64,7 +87,7 @@ class Recorder:
         self.modules, self.params = NoModules(self.guard), None
         self.writer, self.store, self.box, self.own_loss, self.handles = None, None, None, None, []
         self.at_exit, self.looks, self.attention = None, 0, None
-        self.scale, self.held, self.skipped, self.graphs = None, [], False, whole_graphs[0]
+        self.scale, self.withheld, self.skipped, self.graphs = None, [], False, whole_graphs[0]
         self.begin = time.perf_counter()
 
     @property
@@ -88,8 +111,8 @@ class Recorder:
     def _start(self, model: torch.nn.Module) -> None:
         "Hooks, store, writer and black box."
         level, options = LEVELS[self.options.level], self.options
-        found = self.guard.attempt(OUTPUTS, None, self._module_probe, model)
-        self.modules = found or NoModules(self.guard)
+        probe = self.guard.attempt(OUTPUTS, None, self._module_probe, model)
+        self.modules = probe or NoModules(self.guard)
         self.params = ParamProbe(model, self.optimizers, options.kinds, level.updates, self.guard)
         self.params.before_step = self._before_optimizer
         self.modules.after_backward = self._after_backward
@@ -123,7 +146,9 @@ class Recorder:
         rank = this_rank()
         only_modules = rank.number > 0 and self.params.copies is None
         attrs = attrs_of(self.params, rank.world)
-        self.store = open_store(self.path, tables_of(self.modules, self.params, only_modules), attrs, rank)
+        self.store = open_store(
+            self.path, record_tables(self.modules, self.params, only_modules), attrs, rank
+        )
         seconds, is_spread = self.options.flush_seconds, rank.world > 1
         self.writer = Writer(
             self.store, self.modules, self.params, self.guard, seconds, is_spread, only_modules, self._on_bad
@@ -227,8 +252,8 @@ class Recorder:
             )
             self.__enter__()
         elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
-        given = ({} if loss is None else {"loss": loss}) | scalars
-        is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, given)
+        values = ({} if loss is None else {"loss": loss}) | scalars
+        is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
         self.guard.attempt(RECORDING, None, self._sample)
@@ -237,28 +262,28 @@ class Recorder:
         if is_bad:
             self._raise()
 
-    def _hand_over(self, elapsed: float, given: dict[str, Any]) -> bool:
+    def _hand_over(self, elapsed: float, values: dict[str, Any]) -> bool:
         "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
         parts, uses, order = self.guard.attempt(OUTPUTS, None, self.modules.take) or ({}, {}, [])
         details, tops = self.guard.attempt("costly statistics", None, self._take_details, uses) or ({}, {})
-        grads, made, stepped = self.guard.attempt(UPDATES, None, self.params.take) or ({}, {}, set())
+        grads, step_rows, stepped = self.guard.attempt(UPDATES, None, self.params.take) or ({}, {}, set())
         is_skipped = self.skipped or (bool(grads) and not stepped)
-        heads, told = self.attention.take()
-        scalars = self._scalars(given, elapsed, is_skipped) | told
+        heads, attention_scalars = self.attention.take()
+        scalars = self._scalars(values, elapsed, is_skipped) | attention_scalars
         item = {
             "step": self.n,
             "time": time.time(),
             "modules": {device: to_host(rows) for device, rows in parts.items()},
             "uses": uses,
-            "details": stacked(details),
-            "tops": stacked(tops),
+            "details": stack_rows(details),
+            "tops": stack_rows(tops),
             "order": order,
-            "grads": stacked(grads),
-            "made": stacked(made),
+            "grads": stack_rows(grads),
+            "made": stack_rows(step_rows),
             "heads": heads,
             "scale": None if self.scale is None else to_host(self.scale.reshape(1)),
             "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
-            "ready": when_ready((*parts.values(), *grads.values(), *made.values(), *scalars.values())),
+            "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
         }
         self.skipped = False
         self._look_at_graphs()
@@ -269,14 +294,14 @@ class Recorder:
             return False
         return has_bad((*parts.values(), *grads.values()))
 
-    def _scalars(self, given: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
+    def _scalars(self, values: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
         "The values of this step."
         own = None if self.own_loss is None else self.own_loss.take(self.scale)
-        if given.get("loss") is None and own is not None:
-            given = {"loss": own} | {name: value for name, value in given.items() if name != "loss"}
-        elif given.get("loss") is None:
+        if values.get("loss") is None and own is not None:
+            values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
+        elif values.get("loss") is None:
             self.guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
-        scalars = clean_scalars(given, self.guard) | {"step_time": elapsed}
+        scalars = clean_scalars(values, self.guard) | {"step_time": elapsed}
         rates = [self.params.lr] if self.params.lr is not None else []
         rates += [groups[0]["lr"] for groups in map(groups_of, self.params.optimizers) if groups]
         if self.optimizers:
@@ -305,8 +330,8 @@ class Recorder:
             return {}, {}
         rows, tops = self.modules.take_details(uses)
         details = {("module", key): row for key, row in rows.items()}
-        for what, found in self.params.take_details().items():
-            details |= {(what, i): row for i, row in found.items()}
+        for what, rows_by_param in self.params.take_details().items():
+            details |= {(what, i): row for i, row in rows_by_param.items()}
         return details, tops
 
     def _pull_triggers(self, scalars: dict[str, Any]) -> None:
@@ -326,8 +351,8 @@ class Recorder:
         while writer.bad is None and writer.thread.is_alive() and not writer.broken:
             time.sleep(0.01)
         bad = writer.bad or {}
-        place = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
-        raise FloatingPointError(f"step {self.n - 1}: first non-finite value is the {place}")
+        location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
+        raise FloatingPointError(f"step {self.n - 1}: first non-finite value is the {location}")
 
     def _hold_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         "The hook before a step that may have to be skipped."
@@ -337,7 +362,7 @@ class Recorder:
         "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
         if has_bad(self.params.grads.values()):
             params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
-            self.held, self.skipped = [(p, p.grad) for p in params], True
+            self.withheld, self.skipped = [(p, p.grad) for p in params], True
             for p in params:
                 p.grad = None
 
@@ -347,16 +372,18 @@ class Recorder:
 
     def _release(self) -> None:
         "Give the gradients back."
-        for p, gradient in self.held:
+        for p, gradient in self.withheld:
             p.grad = gradient
-        self.held = []
+        self.withheld = []
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         "Take the hooks off and make the record an ordinary one."
         try:
             self._finish(kind, error)
         except Exception as fault:
-            tell(f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}")
+            warn_safely(
+                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
+            )
 
     def _finish(self, kind: type | None, error: BaseException | None) -> None:
         "Close hooks, black box, writer and store; a second time nothing is left to do."

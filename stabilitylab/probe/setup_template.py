@@ -24,7 +24,7 @@ from torch import nn
 
 from ..names.errors import InputError
 from ..names.files import write_atomic
-from .nested import container_kind, opened
+from ..numerics.pytree import container_kind, parts_of
 from .params import groups_of
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #d2926720
@@ -32,10 +32,10 @@ def own_loss(
     out: Any,  # what a model returns: an output with a `loss`, a dict, a tuple, one number
 ) -> torch.Tensor:  # a scalar with a graph
     "The loss that a model returns by itself."
-    found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     parts = list(out) if isinstance(out, (tuple, list)) else [out]
-    if found is not None:
-        parts = [found]
+    if loss is not None:
+        parts = [loss]
     losses = [
         part for part in parts if torch.is_tensor(part) and part.numel() == 1 and part.is_floating_point()
     ]
@@ -80,13 +80,13 @@ class _Draft:
         "Keep the folder of a module that the program found by a path of its own."
         name = module.partition(".")[0]
         top = sys.modules.get(name)
-        held = list(getattr(top, "__path__", None) or [getattr(top, "__file__", None)])
-        if name == "stabilitylab" or not held or held[0] is None:
+        paths = list(getattr(top, "__path__", None) or [getattr(top, "__file__", None)])
+        if name == "stabilitylab" or not paths or paths[0] is None:
             return
-        place = Path(held[0]).resolve().parent
+        folder = Path(paths[0]).resolve().parent
         standard = [Path(path).resolve() for path in sysconfig.get_paths().values()]
-        if place not in standard and str(place) not in self.folders:
-            self.folders.append(str(place))
+        if folder not in standard and str(folder) not in self.folders:
+            self.folders.append(str(folder))
 
     def literal(
         self,
@@ -100,11 +100,11 @@ class _Draft:
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config(value)
         if is_dataclass(value) and not isinstance(value, type):
-            given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-            return self._made(type(value), given)
+            arguments = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+            return self._construct(type(value), arguments)
         kind = container_kind(value)
         if kind == "namespace":
-            return self._made(type(value), opened(value))
+            return self._construct(type(value), vars(value))
         return self._container(value) if kind == "plain" else None
 
     def _container(self, value: Any) -> str | None:
@@ -116,28 +116,29 @@ class _Draft:
             if len(text) > _LONG:
                 text = "\n        " + ",\n        ".join(inner) + ",\n    "
             return None if None in parts.values() else "{" + text + "}"
-        inner = [self.literal(part) for part in value]
-        if None in inner:
+        sources = [self.literal(part) for part in value]
+        inner = [source for source in sources if source is not None]
+        if len(inner) < len(sources):
             return None
         text = ", ".join(inner)
         if isinstance(value, list):
             return f"[{text}]"
         return f"({text},)" if len(inner) == 1 else f"({text})"
 
-    def _made(self, cls: type, given: dict) -> str | None:
+    def _construct(self, cls: type, arguments: dict) -> str | None:
         "A call that makes an object."
-        name, parts = self.name_of(cls), {key: self.literal(value) for key, value in given.items()}
+        name, parts = self.name_of(cls), {key: self.literal(value) for key, value in arguments.items()}
         if name is None or None in parts.values():
             return None
         return f"{name}({', '.join(f'{key}={part}' for key, part in parts.items())})"
 
     def _transformers_config(self, config: Any) -> str | None:
         "A configuration of Hugging Face's models."
-        given = {key: value for key, value in config.to_diff_dict().items() if key not in _UNSAID}
+        arguments = {key: value for key, value in config.to_diff_dict().items() if key not in _UNSAID}
         how = getattr(config, "_attn_implementation", None)
         name, text = (
             self.name_of(type(config)),
-            self._container(given | ({"attn_implementation": how} if how else {})),
+            self._container(arguments | ({"attn_implementation": how} if how else {})),
         )
         return None if name is None or text is None else f"{name}(**{text})"
 
@@ -148,55 +149,55 @@ def _main_module() -> str | None:
     return Path(file).stem if file else None
 
 
-def _seen(model: nn.Module, name: str) -> tuple[bool, Any]:
+def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
     "Whether an argument of a model's class can still be seen, and what it was."
     if name == "bias" and name in model._parameters:
         return True, model._parameters[name] is not None
     holders = [vars(model)]
     holders += [vars(model)[key] for key in _CONFIGS if key in vars(model)]
     for holder in holders:
-        held = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-        if name in held and not isinstance(held[name], (torch.Tensor, nn.Module)):
-            return True, held[name]
+        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        if name in attributes and not isinstance(attributes[name], (torch.Tensor, nn.Module)):
+            return True, attributes[name]
     return False, None
 
 
-_PLACES = ("device", "dtype")  # arguments that a state brings by itself
+_FROM_STATE = ("device", "dtype")  # arguments that a state brings by itself
 _CONTAINERS = {nn.Sequential: "{}", nn.ModuleList: "[{}]", nn.ModuleDict: "{{{}}}"}
 
 
 def _container_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
     "A container of torch by what it contains."
-    made = {name: _model_source(draft, child) for name, child in model.named_children()}
+    sources = {name: _model_source(draft, child) for name, child in model.named_children()}
     is_dict = type(model) is nn.ModuleDict
-    parts = [f"{name!r}: {source}" if is_dict else source for name, (source, _) in made.items()]
+    parts = [f"{name!r}: {source}" if is_dict else source for name, (source, _) in sources.items()]
     text = ", ".join(parts)
     if len(text) > _LONG:
         text = "\n" + indent(",\n".join(parts), " " * 8) + ",\n    "
-    missing = [what for _, absent in made.values() for what in absent]
+    missing = [what for _, absent in sources.values() for what in absent]
     return f"torch.nn.{type(model).__name__}({_CONTAINERS[type(model)].format(text)})", missing
 
 
 def _arguments(draft: _Draft, model: nn.Module) -> tuple[list[str], list[str]]:
     "(arguments of a model's class, those that it needs and that cannot be seen)."
-    given, missing = [], []
+    arguments, missing = [], []
     parameters = inspect.signature(type(model)).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in named:
         key, default = parameter.name, parameter.default
-        is_seen, value = _seen(model, key)
+        is_seen, value = _argument_value(model, key)
         source = draft.literal(value) if is_seen else None
         if source is None and default is parameter.empty:
             missing.append(key)
-            given.append(f"{key}=TODO")
-        elif source is None and key not in _PLACES:
+            arguments.append(f"{key}=TODO")
+        elif source is None and key not in _FROM_STATE:
             draft.untold.append(f"{key}={default!r}" if draft.literal(default) else key)
         elif source is not None and source != repr(default):
-            given.append(f"{key}={source}")
+            arguments.append(f"{key}={source}")
     if parameters and not named:
-        given.append("TODO")
+        arguments.append("TODO")
         missing.append(f"what {type(model).__name__} was given")
-    return given, missing
+    return arguments, missing
 
 
 def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
@@ -208,8 +209,8 @@ def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
         return f"TODO_{type(model).__name__}()", [
             f"the class {type(model).__qualname__}, from a file of yours"
         ]
-    given, missing = _arguments(draft, model)
-    return f"{name}({', '.join(given)})", missing
+    arguments, missing = _arguments(draft, model)
+    return f"{name}({', '.join(arguments)})", missing
 
 
 def _cast_source(model: nn.Module) -> str:
@@ -226,9 +227,9 @@ def _seen_words(missing: list[str], untold: list[str]) -> str:
     return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
 
 
-def _call_source(model: nn.Module, batch: Any) -> tuple[str, str]:
+def _call_source(model: nn.Module | None, batch: Any) -> tuple[str, str]:
     "(the call of the model with a batch, what a batch was)."
-    kind, parts = container_kind(batch), opened(batch)
+    kind, parts = container_kind(batch), parts_of(batch)
     if not kind:
         return "model(batch)", _described(batch)
     if isinstance(parts, dict):
@@ -249,18 +250,20 @@ def _described(part: Any) -> str:
 def _optimizer_source(draft: _Draft, optimizer: Any, names: dict[int, str]) -> str:
     "A call that makes an optimizer with its groups."
     cls = type(optimizer)
-    known, defaults = inspect.signature(cls).parameters, getattr(optimizer, "defaults", {})
-    settings = {key: draft.literal(value) for key, value in defaults.items() if key in known}
-    given = [f"{key}={source}" for key, source in settings.items() if _is_said(source, known[key].default)]
+    parameters, defaults = inspect.signature(cls).parameters, getattr(optimizer, "defaults", {})
+    settings = {key: draft.literal(value) for key, value in defaults.items() if key in parameters}
+    arguments = [
+        f"{key}={source}" for key, source in settings.items() if _is_said(source, parameters[key].default)
+    ]
     groups = groups_of(optimizer)
-    held = [_names_of(group["params"], names) for group in groups]
+    names_by_group = [_names_of(group["params"], names) for group in groups]
     own = [_own_settings(draft, group, defaults) for group in groups]
-    if len(held) == 1 and held[0] == list(names.values()) and not own[0]:
+    if len(names_by_group) == 1 and names_by_group[0] == list(names.values()) and not own[0]:
         params = "model.parameters()"
     else:
-        rows = [_group_source(settings, of) for settings, of in zip(own, held, strict=True)]
+        rows = [_group_source(settings, of) for settings, of in zip(own, names_by_group, strict=True)]
         params = "[\n" + "".join(f"            {row},\n" for row in rows) + "        ]"
-    return f"{draft.name_of(cls) or 'TODO_' + cls.__name__}({', '.join([params, *given])})"
+    return f"{draft.name_of(cls) or 'TODO_' + cls.__name__}({', '.join([params, *arguments])})"
 
 
 def _names_of(params: list, names: dict[int, str]) -> list[str]:
@@ -284,19 +287,19 @@ def _own_settings(draft: _Draft, group: dict, defaults: dict) -> dict[str, str]:
 def _group_source(settings: dict[str, str], names: list[str]) -> str:
     "One group: its parameters by name, and its own settings."
     own = "".join(f", {key!r}: {source}" for key, source in settings.items())
-    listed = pprint.pformat(names, width=90, compact=True, indent=1).replace("\n", "\n" + " " * 16)
-    return f'{{"params": [named[name] for name in {listed}]{own}}}'
+    name_list = pprint.pformat(names, width=90, compact=True, indent=1).replace("\n", "\n" + " " * 16)
+    return f'{{"params": [named[name] for name in {name_list}]{own}}}'
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     "Whether two settings are equal."
-    return not torch.is_tensor(one) and not torch.is_tensor(other) and one == other
+    return not torch.is_tensor(value) and not torch.is_tensor(other) and value == other
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #37136d3e
 FILE = "replay_setup.py"
 _TEXT = files("stabilitylab.probe").joinpath("replay_setup.txt")
-_WRITTEN = "The Recorder wrote this draft when the run began."
-_GATHERED = "This draft was made from what the record holds, without the model."
+_BY_RECORDER = "The Recorder wrote this draft when the run began."
+_BY_RECORD = "This draft was made from what the record holds, without the model."
 
 
 def setup_source(
@@ -308,21 +311,21 @@ def setup_source(
 ) -> str:  # Python
     "A draft of the code that a replay needs."
     draft, names = _Draft(), {id(p): name for name, p in model.named_parameters()}
-    made, missing = _model_source(draft, model)
-    call, given = _call_source(model, batch)
-    made_optimizers = [_optimizer_source(draft, one, names) for one in optimizers]
+    model_call, missing = _model_source(draft, model)
+    call, batch_words = _call_source(model, batch)
+    made_optimizers = [_optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
-        origin=_WRITTEN,
+        origin=_BY_RECORDER,
         record=record,
         project=repr(list(dict.fromkeys(folders))),
         imports="\n".join(sorted(draft.imports)),
-        model=made + _cast_source(model),
+        model=model_call + _cast_source(model),
         seen=_seen_words(missing, draft.untold),
         call=call,
-        batch=given,
+        batch=batch_words,
         optimizer=single,
         clip=repr(clip),
         clip_words="largest gradient norm"
@@ -336,10 +339,12 @@ def _torch_optimizer(name: str, settings: dict) -> str:
     cls = getattr(torch.optim, name, None)
     if cls is None:
         return f"TODO_{name}(model.parameters())"
-    draft, known = _Draft(), inspect.signature(cls).parameters
-    sources = {key: draft.literal(value) for key, value in settings.items() if key in known}
-    given = [f"{key}={source}" for key, source in sources.items() if _is_said(source, known[key].default)]
-    return f"torch.optim.{name}({', '.join(['model.parameters()', *given])})"
+    draft, parameters = _Draft(), inspect.signature(cls).parameters
+    sources = {key: draft.literal(value) for key, value in settings.items() if key in parameters}
+    arguments = [
+        f"{key}={source}" for key, source in sources.items() if _is_said(source, parameters[key].default)
+    ]
+    return f"torch.optim.{name}({', '.join(['model.parameters()', *arguments])})"
 
 
 def record_source(
@@ -350,19 +355,21 @@ def record_source(
     batch: Any,  # the first micro-batch
 ) -> str:  # Python
     "A draft of the code that a replay needs, from a record alone: the model is left to be written."
-    call, given = _call_source(None, batch)
+    call, batch_words = _call_source(None, batch)
     some = ", ".join(f"{name} {tuple(shape)}" for name, shape in list(shapes.items())[:3])
-    made = [_torch_optimizer(name, told) for name, told in zip(optimizers, settings, strict=True)]
+    optimizer_calls = [
+        _torch_optimizer(name, group) for name, group in zip(optimizers, settings, strict=True)
+    ]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
-        origin=_GATHERED,
+        origin=_BY_RECORD,
         record=record,
         project=repr([str(Path(record).resolve().parent)]),
         imports="# TODO: from your_file import YourModel",
         model="TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
         call=call,
-        batch=given,
-        optimizer=made[0] if len(made) == 1 else "[" + ", ".join(made) + "]",
+        batch=batch_words,
+        optimizer=optimizer_calls[0] if len(optimizer_calls) == 1 else "[" + ", ".join(optimizer_calls) + "]",
         clip="None",
         clip_words="TODO: the largest gradient norm, where the loop clips",
     )

@@ -51,8 +51,11 @@ def runs_as_one(
         return next(iter(runs.values()))
     log = LogData(attrs={"runs": ", ".join(runs)})
     for run, piece in runs.items():
-        log.samples |= {f"{run} - {name}" if run else name: one for name, one in piece.samples.items()}
-        for reason, count in piece.skipped.items():  # a line of a table is lost to all of its runs: told once
+        log.samples |= {f"{run} - {name}" if run else name: own for name, own in piece.samples.items()}
+        for (
+            reason,
+            count,
+        ) in piece.skipped.items():  # a lost line of a table is counted once
             log.skipped[reason] = max(count, log.skipped.get(reason, 0))
     return log
 
@@ -60,7 +63,7 @@ def runs_as_one(
 def order_of(
     samples: Samples,  # one series
 ) -> np.ndarray:  # (n,) int64
-    "The place of each value in its log: its number where the reader knows no other."
+    "The order of each value in its log, its offset in bytes or its number."
     return np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)
 
 # %% ../../nbs/api/read/00_base.ipynb #a1b0c002
@@ -69,7 +72,7 @@ TIME = re.compile(rb"(\d{4})[-/](\d\d)[-/](\d\d)[ T](\d\d):(\d\d):(\d\d)")
 
 
 class Hit(NamedTuple):
-    "One record or event that a format found in a line; all places are byte offsets in that line."
+    "One record or event that a format found in a line; positions are byte offsets in that line."
 
     fields: tuple = ()  # (log's own name, start, end) of each value
     step: tuple | None = None  # (start, end) of the step; None: the step of the record before it

@@ -18,42 +18,42 @@ _TABLE_COLUMNS = {"step", "segment", "time", "series"}  # names that the table n
 _RESERVED = _TABLE_COLUMNS | {"logged_nan"}
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    "Our name for a series; its own word where ours is taken, with `_2` behind it where that is taken too."
-    ours, own = canonical_name(name) or "value", name.strip().replace("/", "_")
-    own_is_free = own not in taken | _TABLE_COLUMNS | {""}
-    while ours in taken | _RESERVED:
-        ours = own if ours != own and own_is_free else ours + "_2"
-    return ours
+def _free_name(name: str, used: set[str]) -> str:
+    "The canonical name of a series; its own where that is in use, with `_2` after it where both are."
+    free, own = canonical_name(name) or "value", name.strip().replace("/", "_")
+    own_is_free = own not in used | _TABLE_COLUMNS | {""}
+    while free in used | _RESERVED:
+        free = own if free != own and own_is_free else free + "_2"
+    return free
 
 
-def _our_names(data: LogData) -> dict[str, str]:
-    "The log's own names -> ours, each of ours once; of two series the one with most values gets it."
-    ours = {name: own for name, own in data.ours.items() if name in data.samples}
-    taken = set(ours.values())
+def _canonical_names(data: LogData) -> dict[str, str]:
+    "The log's own names -> canonical ones, each once; of two series the one with more values gets it."
+    names = {name: canonical for name, canonical in data.ours.items() if name in data.samples}
+    used = set(names.values())
     for name in sorted(data.samples, key=lambda name: (-len(data.samples[name].step), name)):
-        if name not in ours:
-            ours[name] = _free_name(name, taken)
-            taken.add(ours[name])
-    return {name: ours[name] for name in data.samples}
+        if name not in names:
+            names[name] = _free_name(name, used)
+            used.add(names[name])
+    return {name: names[name] for name in data.samples}
 
 # %% ../../nbs/api/read/08_dataset.ipynb #edcfaef4
-_UNITS = {  # our series -> (ending by which logs say a unit, factor to ours); seconds and GiB are ours
+_UNITS = {  # series -> (ending by which logs say a unit, factor to seconds or GiB)
     "step_time": (("_ms", 1e-3), ("_s", 1.0), ("_sec", 1.0)),
     "memory": (("_bytes", 2.0**-30), ("_gib", 1.0)),
 }
 
 
-def _in_our_units(ours: str, samples: Samples) -> tuple[str, Samples]:
-    "Name and values of a series whose name ends in a unit, in our unit; others as they are."
+def _in_canonical_units(name: str, samples: Samples) -> tuple[str, Samples]:
+    "Name and values of a series whose name ends in a unit, in the canonical unit; others as they are."
     for target, endings in _UNITS.items():
         for ending, factor in endings:
-            stem = ours.removesuffix(ending)
+            stem = name.removesuffix(ending)
             is_plain_time = stem == "time" and target == "step_time"
-            is_ours = stem == target or canonical_name(stem) == target or is_plain_time
-            if ours.endswith(ending) and is_ours:
+            is_target = stem == target or canonical_name(stem) == target or is_plain_time
+            if name.endswith(ending) and is_target:
                 return target, samples._replace(value=np.asarray(samples.value) * factor)
-    return ours, samples
+    return name, samples
 
 # %% ../../nbs/api/read/08_dataset.ipynb #b744df1b
 def to_dataset(
@@ -62,17 +62,17 @@ def to_dataset(
     format: str,  # name of the format
 ) -> xr.Dataset:  # scalars and events in one table
     "The table of a log: series under our names, events, and counts of what was skipped."
-    ours, samples = _our_names(data), {}
+    names, samples = _canonical_names(data), {}
     for name, own in data.samples.items():
-        new, in_our_units = _in_our_units(ours[name], own)
-        is_free = new != ours[name] and new not in ours.values()
-        ours[name] = new if is_free else ours[name]
-        samples[ours[name]] = in_our_units if is_free else own
-    log_names = {our: name for name, our in ours.items()}
-    attrs = {name: value for name, value in data.attrs.items() if name != "pass_starts"}
+        target, converted = _in_canonical_units(names[name], own)
+        is_free = target != names[name] and target not in names.values()
+        names[name] = target if is_free else names[name]
+        samples[names[name]] = converted if is_free else own
+    log_names = {canonical: name for name, canonical in names.items()}
+    attrs = {name: value for name, value in data.attrs.items() if name != "restart_positions"}
     if "running_means" in attrs:
-        attrs["running_means"] = {ours[name]: steps for name, steps in attrs["running_means"].items()}
-    starts = data.attrs.get("pass_starts")
+        attrs["running_means"] = {names[name]: steps for name, steps in attrs["running_means"].items()}
+    starts = data.attrs.get("restart_positions")
     restarts = None if starts is None else np.array(starts, dtype=np.int64)
     scalars = make_scalars(
         samples, log_names, restarts, source=source, format=format, skipped=data.skipped, **attrs

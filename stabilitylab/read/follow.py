@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from ..names.errors import InputError
-from .base import Hit, LogData, order_of
+from .base import Format, Hit, LogData, Parser, order_of
 from .dataset import to_dataset
 from .recognise import recognise
 from .scan import Scan
@@ -35,10 +35,10 @@ def _joined(parts: list[Samples]) -> Samples:
     return Samples(column("step"), column("value"), column("order"), time)
 
 
-def _after(samples: Samples, seen: int) -> Samples:
-    "The values of a series behind the first `seen`."
-    time = None if samples.time is None else np.asarray(samples.time)[seen:]
-    step, value, order = (np.asarray(a)[seen:] for a in (samples.step, samples.value, order_of(samples)))
+def _after(samples: Samples, start: int) -> Samples:
+    "The values of a series from index `start` on."
+    time = None if samples.time is None else np.asarray(samples.time)[start:]
+    step, value, order = (np.asarray(a)[start:] for a in (samples.step, samples.value, order_of(samples)))
     return Samples(step, value, order, time)
 
 # %% ../../nbs/api/read/10_follow.ipynb #44c94ca7
@@ -53,16 +53,21 @@ class Follower:
         path: str | Path,  # the log; it need not be there yet
         format: str | None = None,  # name of a format; None: recognised when there is enough to see
     ):
-        self.path, self.name, self.format = Path(path), format, None
-        self.events, self.skipped = [], Counter()
+        self.path, self.name = Path(path), format
+        self.format: Format | None = None
+        self.events: list[tuple] = []
+        self.skipped: Counter[str] = Counter()
         self.problem = ""  # why the log cannot be read as it stands; '' where it can
         self._start_over()
 
     def _start_over(self) -> None:
         "Forgets how far the log has been read."
-        self._at, self._rest, self._file_id, self._scan = 0, b"", None, None
+        self._at, self._rest = 0, b""
+        self._file_id: int | None = None
+        self._scan: Scan | None = None
         self._parts: dict[str, list[Samples]] = {}
-        self._seen, self._events_seen = Counter(), 0
+        self._n_values: Counter[str] = Counter()  # of each series that were returned
+        self._n_events = 0
 
     def poll(self) -> LogData:  # what is new, under the log's own names; empty when nothing is
         "Read what was appended since the last call."
@@ -76,13 +81,15 @@ class Follower:
             text = "the log was cut or replaced; it is read again from its start"
             new.events.append(("note", -1, text, time.time()))
         self._file_id = state.st_ino
-        if self.format is None and not self._know(state.st_size):
+        if self.format is None:
+            self.format = self._recognise(state.st_size)
+        if self.format is None:
             return new
         if self.format.parse:
-            data = self._appended()
+            data = self._appended(self.format.parse)
             self.skipped += Counter(data.skipped)
         else:
-            data = self._whole(state.st_size)
+            data = self._read_again(self.format, state.st_size)
             self.skipped = Counter(data.skipped)
         new.samples, new.events = data.samples, new.events + data.events
         for name, samples in new.samples.items():
@@ -90,22 +97,22 @@ class Follower:
         self.events += new.events
         return new
 
-    def _know(self, size: int) -> bool:
-        "Whether the format is known: recognised once there is something to recognise."
+    def _recognise(self, size: int) -> Format | None:
+        "The format of the log; None while there is not enough to recognise it by."
         if not size:
-            return False
+            return None
         try:
-            self.format = recognise(self.path, self.name)
-            self.problem = ""
+            format = recognise(self.path, self.name)
         except InputError as e:
             if self.name is not None:
                 raise
             self.problem = str(e)  # the next lines may make it clear
-        return self.format is not None
+            return None
+        self.problem = ""
+        return format
 
-    def _appended(self) -> LogData:
-        "New whole lines of a text log."
-        parse = self.format.parse
+    def _appended(self, parse: Parser) -> LogData:
+        "The records of new complete lines of a text log."
 
         def both(line: bytes) -> list[Hit]:  # line: without its end
             "What the format, or else a message, says."
@@ -126,30 +133,30 @@ class Follower:
         skipped = {"unreadable record": scan.unread - unread} if scan.unread > unread else {}
         return LogData(scan.samples(), events_of(scan), skipped)
 
-    def _whole(self, size: int) -> LogData:
-        "The rows of a log that must be read as a whole, without those already seen."
+    def _read_again(self, format: Format, size: int) -> LogData:
+        "The new rows of a log that can only be read from its start."
         if size == self._at:
             return LogData(skipped=dict(self.skipped))
         self._at = size
         try:
-            data = self.format.read(self.path)
-        except (
-            InputError
-        ) as e:  # a document that is being written has no end yet; the next look may find it whole
-            return self._unread(str(e))
+            data = format.read(self.path)
+        except InputError as e:  # a document that is being written has no end yet; the next poll may read it
+            return self._unreadable(str(e))
         self.problem = ""
-        new = LogData(events=data.events[self._events_seen :], skipped=data.skipped)
-        self._events_seen = len(data.events)
+        new = LogData(events=data.events[self._n_events :], skipped=data.skipped)
+        self._n_events = len(data.events)
         for name, samples in data.samples.items():
-            seen, self._seen[name] = self._seen[name], len(samples.step)
-            if len(samples.step) > seen:
-                new.samples[name] = _after(samples, seen)
+            start, self._n_values[name] = self._n_values[name], len(samples.step)
+            if len(samples.step) > start:
+                new.samples[name] = _after(samples, start)
         return new
 
-    def _unread(self, why: str) -> LogData:
-        "Nothing new, and an event that says why, once for each reason."
-        is_told, self.problem = why == self.problem, why
-        events = [] if is_told else [("note", -1, f"the log cannot be read as it stands: {why}", time.time())]
+    def _unreadable(self, why: str) -> LogData:
+        "No records, and an event with the reason, once for each reason."
+        is_repeated, self.problem = why == self.problem, why
+        events = (
+            [] if is_repeated else [("note", -1, f"the log cannot be read as it stands: {why}", time.time())]
+        )
         return LogData(events=events, skipped=dict(self.skipped))
 
     def run(self) -> xr.DataTree:  # a record

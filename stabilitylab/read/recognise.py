@@ -16,22 +16,21 @@ from .base import Format, head_of
 
 # %% ../../nbs/api/read/07_recognise.ipynb #24586cde
 @cache
-def _found() -> dict[str, Format]:
-    "The formats by name, looked for once."
+def _formats_by_name() -> dict[str, Format]:
+    "The formats by name, collected once: `FORMATS`, or the one `FORMAT`, of each module of `read.logs`."
     import stabilitylab.read.logs as package
 
-    found = {}
+    formats = {}
     for entry in pkgutil.iter_modules(package.__path__):
         module = import_module(f"{package.__name__}.{entry.name}")
-        one = [module.FORMAT] if hasattr(module, "FORMAT") else []
-        for format in (*getattr(module, "FORMATS", ()), *one):
-            found[format.name] = format
-    return dict(sorted(found.items()))
+        for format in getattr(module, "FORMATS", None) or [module.FORMAT]:
+            formats[format.name] = format
+    return dict(sorted(formats.items()))
 
 
 def formats() -> list[Format]:  # every format that can be read, by name
-    "The log formats, found among the modules of `read.logs`."
-    return list(_found().values())
+    "The log formats of all modules of `read.logs`."
+    return list(_formats_by_name().values())
 
 # %% ../../nbs/api/read/07_recognise.ipynb #98cf60be
 def _looks_like(head: bytes) -> str:
@@ -43,7 +42,7 @@ def _looks_like(head: bytes) -> str:
 
 
 _GENERAL = "generic"  # the reader of any text
-_MOST_OF_GENERAL = 0.2  # the most that it is ever sure of itself
+_MAX_GENERAL = 0.2  # its highest confidence
 
 
 def recognise(
@@ -51,21 +50,21 @@ def recognise(
     format: str | None = None,  # name of a format, to say it instead of finding out
 ) -> Format:  # the format that reads it
     "The format of a log file, by its content."
-    known = _found()
+    by_name = _formats_by_name()
     if format is not None:
-        if format not in known:
-            raise bad_input("format", format, ", ".join(known))
-        return known[format]
+        if format not in by_name:
+            raise bad_input("format", format, ", ".join(by_name))
+        return by_name[format]
     path = Path(path)
     if path.suffix.lower() == ".safetensors":
         allowed = f"a log; a checkpoint is looked at with: stabilitylab scan {path.name}"
         raise bad_input("path", path.name, allowed, "this is a file of weights")
     head = head_of(path)
-    confidence = {name: known[name].sniff(head, path) for name in known if name != _GENERAL}
-    if max(confidence.values()) <= _MOST_OF_GENERAL:  # its look at each line is slow
-        confidence = {_GENERAL: known[_GENERAL].sniff(head, path)} | confidence
-    best = max(confidence, key=confidence.get)
+    confidence = {name: by_name[name].sniff(head, path) for name in by_name if name != _GENERAL}
+    if max(confidence.values()) <= _MAX_GENERAL:  # its look at each line is slow
+        confidence = {_GENERAL: by_name[_GENERAL].sniff(head, path)} | confidence
+    best = max(confidence, key=lambda name: confidence[name])
     if confidence[best] <= 0:
-        looks, accepted = _looks_like(head), ", ".join(known)
+        looks, accepted = _looks_like(head), ", ".join(by_name)
         raise InputError(f"`{path.name}` is not a log that can be read: {looks}; accepted: {accepted}")
-    return known[best]
+    return by_name[best]

@@ -9,33 +9,38 @@ __all__ = ['read_runs', 'read_log']
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
 from .base import head_of
-from .beside import files_beside, join_logs
+from .companions import companion_files, join_companion_logs
 from .dataset import to_dataset
 from stabilitylab.read.files import (
-    Asked,
     LogFile,
-    holds_anything,
-    not_empty,
-    one_process,
+    ReadOptions,
+    has_content,
+    join_process_streams,
     read_files,
-    with_partner,
+    require_content,
+    with_partner_stream,
 )
-from .groups import continued, group_of, in_chains, join_accounts, joined_files
+from stabilitylab.read.groups import (
+    join_continuations,
+    join_event_files,
+    join_files,
+    merge_duplicates,
+    run_name_of,
+)
 from .recognise import formats
-from .run_folders import RunFolder, run_folder_of, run_folders
+from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars
 
 # %% ../../nbs/api/read/09_runs.ipynb #1e828ead
 def _run_of(files: list[LogFile], source: str) -> xr.DataTree:
     "One record from the files of one run."
-    table = to_dataset(joined_files(files), source, " + ".join(sorted({file.format for file in files})))
+    table = to_dataset(join_files(files), source, " + ".join(sorted({file.format for file in files})))
     skipped, crashes = table.attrs.get("skipped", {}), table.attrs.pop("crashes", [])
     attrs = {"source": source, "format": table.attrs["format"], "skipped": skipped}
     attrs |= {"also_in": table.attrs["also_in"]} if table.attrs.get("also_in") else {}
@@ -48,10 +53,10 @@ _NO_LOGS |= {".pdf", ".zip", ".gz", ".safetensors", ".distcp"}
 _SETTINGS = {".json", ".txt", ".cfg", ".ini"}  # files of settings look like logs to the general reader
 
 
-def _tables_beside(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
-    "Tables of the logs that lie beside a record, and what is wrong with those that cannot be read."
+def _companion_tables(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    "Tables of the logs beside a record, and the reasons of those that cannot be read."
     tables, broken = {}, {}
-    for path in files_beside(folder):
+    for path in companion_files(folder):
         if path.suffix.lower() in _NO_LOGS:
             continue
         name = str(path.relative_to(folder))
@@ -67,17 +72,17 @@ def _tables_beside(folder: Path) -> tuple[dict[str, xr.Dataset], dict[str, str]]
     return tables, broken
 
 
-def _sourced(run: xr.DataTree, path: Path) -> xr.DataTree:
-    "The record, with the place it was read from and with what the logs beside it add."
+def _with_companions(run: xr.DataTree, path: Path) -> xr.DataTree:
+    "The record, with its path and with what the logs beside it add."
     run.attrs = {"source": str(path), "format": "record"} | run.attrs
-    tables, broken = _tables_beside(path)
-    run = join_logs(run, tables)
+    tables, broken = _companion_tables(path)
+    run = join_companion_logs(run, tables)
     if broken:
         run.attrs["left_out"] = run.attrs.get("left_out", {}) | broken
     return run
 
-
-def _refusal(file: LogFile) -> str:
+# %% ../../nbs/api/read/09_runs.ipynb #ee041752
+def _rejection(file: LogFile) -> str:
     "Why a file that could be read is no log after all; '' where it is one."
     names = [name.lower() for name in file.data.samples]
     has_loss = any("loss" in name for name in names)
@@ -90,77 +95,60 @@ def _refusal(file: LogFile) -> str:
     return ""
 
 
-class _Refused:
-    "The files that are no logs, with the reason of each."
-
-    def __init__(self):
-        self.reasons: dict[Path, str] = {}
-
-    def add(
-        self,
-        path: Path,  # of the file
-        reason: str,  # why it was not read
-    ) -> None:
-        "Notes one file."
-        self.reasons[path] = reason[:200]
+_Rejected = dict[Path, str]  # file that is no log -> reason
 
 
-class _Taken(NamedTuple):
-    "What of a folder is read otherwise than file by file."
-
-    folders: set[Path]  # records
-    files: set[Path]  # parts of the folders of trackers
-
-
-def _log_files(folder: Path, taken: _Taken, asked: Asked, refused: _Refused) -> Iterator[LogFile]:
-    "Every log below a folder that is not taken; `refused` gets the other files."
+def _log_files(
+    folder: Path, excluded: set[Path], options: ReadOptions, rejected: _Rejected
+) -> Iterator[LogFile]:
+    "Every log below a folder that is not at or below `excluded`; `rejected` gets the other files."
     for path in sorted(folder.rglob("*")):
-        is_taken = path in taken.files or not taken.folders.isdisjoint(path.parents)
-        if is_taken or path.name.startswith(".") or not path.is_file():
+        is_excluded = path in excluded or not excluded.isdisjoint(path.parents)
+        if is_excluded or path.name.startswith(".") or not path.is_file():
             continue
         if path.suffix.lower() in _NO_LOGS:
-            refused.add(path, path.suffix)
+            rejected[path] = path.suffix
             continue
         try:
-            files = read_files(path, asked)
+            files = read_files(path, options)
         except (InputError, OSError) as e:
-            refused.add(path, str(e))
+            rejected[path] = str(e)[:200]
             continue
         for file in files:
-            reason = _refusal(file)
+            reason = _rejection(file)
             if reason:
-                refused.add(path, reason)
+                rejected[path] = reason
             else:
                 yield file
 
 # %% ../../nbs/api/read/09_runs.ipynb #3671716b
-def _nothing_in(folder: Path, refused: _Refused) -> InputError:
+def _no_log_error(folder: Path, rejected: _Rejected) -> InputError:
     "The error that says what the files of a folder are instead of logs."
-    counts = Counter(reason[:80] for reason in refused.reasons.values())
+    counts = Counter(reason[:80] for reason in rejected.values())
     reasons = "; ".join(f"{count} × {reason}" for reason, count in counts.most_common(3)) or "it is empty"
     accepted = ", ".join(format.name for format in formats())
     return InputError(
-        f"`{folder}` holds no log that can be read: {len(refused.reasons)} other files ({reasons}); "
+        f"`{folder}` holds no log that can be read: {len(rejected)} other files ({reasons}); "
         f"accepted: {accepted}"
     )
 
 
-def _run_folder_runs(folder: Path, found: list[RunFolder], asked: Asked) -> dict[str, LogFile]:
+def _tracker_runs(folder: Path, trackers: list[TrackerFolder], options: ReadOptions) -> dict[str, LogFile]:
     "The runs that trackers keep as folders of their own, by name."
     runs = {}
-    for one in found:
-        name, file = str(one.root.relative_to(folder)), one.read(asked)
-        if holds_anything(file.data):
-            runs[name if name != "." else one.root.name] = file
+    for tracker in trackers:
+        name, file = str(tracker.root.relative_to(folder)), tracker.read(options)
+        if has_content(file.data):
+            runs[name if name != "." else tracker.root.name] = file
     return runs
 
 
-def _named_parts(folder: Path, files: Iterator[LogFile]) -> dict[str, list[LogFile]]:
-    "The files of every group."
-    parts = {}
+def _by_run_name(folder: Path, files: Iterator[LogFile]) -> dict[str, list[LogFile]]:
+    "The files of each run."
+    parts: dict[str, list[LogFile]] = {}
     for file in files:
-        parts.setdefault(group_of(file, folder), []).append(file)
-    return {key: one_process(members) for key, members in parts.items()}
+        parts.setdefault(run_name_of(file, folder), []).append(file)
+    return {key: join_process_streams(members) for key, members in parts.items()}
 
 
 def _source(folder: Path, key: str, files: list[LogFile]) -> str:
@@ -169,80 +157,80 @@ def _source(folder: Path, key: str, files: list[LogFile]) -> str:
         return str(files[0].path)  # the folder of a tracker
     return str(folder / key) if key != "." else str(folder)
 
-
-def _stores(folder: Path) -> list[Path]:
-    "The records below a folder."
+# %% ../../nbs/api/read/09_runs.ipynb #70e09abd
+def _records_below(folder: Path) -> list[Path]:
+    "The folders of records."
     marks = [path for mark in RECORD_MARKS for path in folder.rglob(mark)]
     return [path.parent for path in marks if is_run(path.parent)]
 
 
-def _read_folder(folder: Path, asked: Asked) -> dict[str, xr.DataTree]:
-    "The runs below a folder: records, folders of trackers, and log files grouped by `group_of`."
-    stores = _stores(folder)
-    runs = {str(store.relative_to(folder)): _sourced(open_run(store), store) for store in stores}
-    kept = [] if asked.format else run_folders(folder)
-    refused = _Refused()
-    taken = _Taken({*stores}, {path for one in kept for path in one.own})
-    parts = _named_parts(folder, _log_files(folder, taken, asked, refused))
-    parts |= {name: [file] for name, file in _run_folder_runs(folder, kept, asked).items()}
-    for key, files in join_accounts(continued(in_chains(parts))).items():
-        if not any(holds_anything(file.data) for file in files) and len(parts) > 1:
-            refused.add(files[0].path, "it holds no record")
+def _read_folder(folder: Path, options: ReadOptions) -> dict[str, xr.DataTree]:
+    "The runs below a folder: records, folders of trackers, and log files grouped by `run_name_of`."
+    records = _records_below(folder)
+    runs = {str(path.relative_to(folder)): _with_companions(open_run(path), path) for path in records}
+    trackers = [] if options.format else tracker_folders(folder)
+    rejected: _Rejected = {}
+    excluded = {*records, *(path for tracker in trackers for path in tracker.own)}
+    parts = _by_run_name(folder, _log_files(folder, excluded, options, rejected))
+    parts |= {name: [file] for name, file in _tracker_runs(folder, trackers, options).items()}
+    for key, files in merge_duplicates(join_continuations(join_event_files(parts))).items():
+        if not any(has_content(file.data) for file in files) and len(parts) > 1:
+            rejected[files[0].path] = "it holds no record"
             continue
         name = key if key not in runs else key + " (log)"
         runs[name] = _run_of(files, _source(folder, key, files))
     if not runs:
-        raise _nothing_in(folder, refused)
-    _tell_refused(runs, refused, folder)
+        raise _no_log_error(folder, rejected)
+    _note_rejected(runs, rejected, folder)
     return runs
 
 
-_LOG_ENDINGS = {".log", ".out", ".err", ".csv", ".tsv", ".jsonl", ".wandb"}  # files that somebody may miss
+_LOG_ENDINGS = {".log", ".out", ".err", ".csv", ".tsv", ".jsonl", ".wandb"}  # files whose loss matters
 
 
-def _tell_refused(runs: dict[str, xr.DataTree], refused: _Refused, folder: Path) -> None:
-    "Notes on the first run which logs of the folder are in none."
-    first = next(iter(runs.values()))
-    missed = {path: why for path, why in refused.reasons.items() if path.suffix.lower() in _LOG_ENDINGS}
+def _note_rejected(runs: dict[str, xr.DataTree], rejected: _Rejected, folder: Path) -> None:
+    "Records on the first run which logs of the folder are in none."
+    missed = {path: why for path, why in rejected.items() if path.suffix.lower() in _LOG_ENDINGS}
     if missed:
+        attrs = next(iter(runs.values())).attrs
         named = {str(path.relative_to(folder)): why for path, why in missed.items()}
-        first.attrs["left_out"] = first.attrs.get("left_out", {}) | named
+        attrs["left_out"] = attrs.get("left_out", {}) | named
 
 # %% ../../nbs/api/read/09_runs.ipynb #a433e4a4
 def read_runs(
     path: str | Path,  # a log file, a folder with logs, or a saved record
     format: str | None = None,  # name of a format; None: recognised by content
-    step: str | None = None,  # name of the series that counts the steps; None: found
-    loss: str | None = None,  # name of the series that is the training loss; None: found
+    step: str | None = None,  # name of the series that counts the steps; None: detected
+    loss: str | None = None,  # name of the series that is the training loss; None: detected
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
-    path, asked = Path(path), Asked(format, step, loss)
+    path, options = Path(path), ReadOptions(format, step, loss)
     if not path.exists():
         allowed = "a log file, a folder with logs, or a saved record"
         raise bad_input("path", str(path), allowed, "nothing is there: check the spelling")
     if is_run(path):
-        return {path.name: _sourced(open_run(path), path)}
+        return {path.name: _with_companions(open_run(path), path)}
     if path.is_file():
-        return {name: _run_of([file], str(path)) for name, file in _runs_of_file(path, asked).items()}
-    return _read_folder(path, asked)
+        return {name: _run_of([file], str(path)) for name, file in _runs_of_file(path, options).items()}
+    return _read_folder(path, options)
 
 
-def _runs_of_file(path: Path, asked: Asked) -> dict[str, LogFile]:
+def _runs_of_file(path: Path, options: ReadOptions) -> dict[str, LogFile]:
     "The runs of one file, by name; of a tracker's file together with what lies beside it."
-    kept = run_folder_of(path)
-    if kept is not None and not asked.format:
-        return {path.name: kept.read(asked)}
-    files = read_files(path, asked)
+    tracker = tracker_folder_of(path)
+    if tracker is not None and not options.format:
+        return {path.name: tracker.read(options)}
+    files = read_files(path, options)
     if len(files) > 1:
-        return {file.run: not_empty(file, asked) for file in files}
-    return {path.name: not_empty(with_partner(files[0], asked), asked)}
+        return {file.run: require_content(file, options) for file in files}
+    return {path.name: require_content(with_partner_stream(files[0], options), options)}
 
 # %% ../../nbs/api/read/09_runs.ipynb #f676f18f
 def read_log(
     path: str | Path,  # a log file, or a folder that holds one run
     format: str | None = None,  # name of a format; None: recognised by content
-    step: str | None = None,  # name of the series that counts the steps; None: found
-    loss: str | None = None,  # name of the series that is the training loss; None: found
+    step: str | None = None,  # name of the series that counts the steps; None: detected
+    loss: str | None = None,  # name of the series that is the training loss; None: detected
 ) -> xr.Dataset:  # dims `(step,)` and `(event,)`; attrs: source, format, skipped
     "The series and events of one log."
     runs = read_runs(path, format, step, loss)

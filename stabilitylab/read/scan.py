@@ -19,7 +19,7 @@ from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/05_scan.ipynb #59d03d5c
 _LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
-_MOST_STEPS = 2**62  # a larger step is damage: not even a clock in nanoseconds counts so far
+_MAX_STEP = 2**62  # a larger step is damage: not even a clock in nanoseconds counts so far
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _NO_TIME = np.datetime64("NaT", "s")
 
@@ -28,7 +28,7 @@ class _Many(NamedTuple):
     "What one hit says of all lines alike."
 
     hit: Hit
-    order: np.ndarray  # place of each record in the file, in bytes; (n,)
+    order: np.ndarray  # offset of each record in the file, in bytes; (n,)
     step: np.ndarray | None  # int64, (n,); None: that of the record before
     time: np.ndarray | None  # datetime64[s], (n,); None: the lines have no time
     values: list[np.ndarray]  # one array a field of the hit, float64, (n,)
@@ -49,7 +49,7 @@ class _Single(NamedTuple):
 class Part(NamedTuple):
     "Some values of one series, all arrays (n,)."
 
-    order: np.ndarray  # places in the file, in bytes
+    order: np.ndarray  # offsets in the file, in bytes
     step: np.ndarray  # int64
     value: np.ndarray  # float64
     time: np.ndarray | None  # datetime64[s]; None: the lines have no time
@@ -64,12 +64,13 @@ class _Steps:
         singles: list[_Single],
         before: int | None,  # last step of the pieces before; None: there was none
     ):
-        known = [(found.order, found.step) for found in many if found.step is not None]
-        known += [([found.order], [found.step]) for found in singles if found.step is not None]
-        order = np.concatenate([place for place, _ in known]) if known else np.zeros(0, np.int64)
-        step = np.concatenate([steps for _, steps in known]) if known else np.zeros(0, np.int64)
-        by_place = np.argsort(order, kind="stable")
-        self.order, self.step = order[by_place], step[by_place]
+        alone = [(single.order, single.step) for single in singles if single.step is not None]
+        parts = [(group.order, group.step) for group in many if group.step is not None]
+        table = np.array(alone, np.int64).reshape(-1, 2)
+        order = np.concatenate([*(order for order, _ in parts), table[:, 0]])
+        step = np.concatenate([*(steps for _, steps in parts), table[:, 1]])
+        by_order = np.argsort(order, kind="stable")
+        self.order, self.step = order[by_order], step[by_order]
         self.before = -1 if before is None else before
 
     @property
@@ -79,23 +80,17 @@ class _Steps:
 
     def at(
         self,
-        order: np.ndarray | int,  # places in the log, counted as records are
+        order: np.ndarray | int,  # offsets in the log, as records have them
     ) -> np.ndarray:
-        "The step of the last record before each place."
+        "The step of the last record before each offset."
         if not len(self.step):
             return np.full(np.shape(order), self.before)
-        place = np.searchsorted(self.order, order, side="right") - 1
-        return np.where(place >= 0, self.step[np.maximum(place, 0)], self.before)
+        index = np.searchsorted(self.order, order, side="right") - 1
+        return np.where(index >= 0, self.step[np.maximum(index, 0)], self.before)
 
 # %% ../../nbs/api/read/05_scan.ipynb #43f75ec9
-_CLOCK = (
-    (4, 4),
-    (7, 2),
-    (10, 2),
-    (13, 2),
-    (16, 2),
-    (19, 2),
-)  # (end, digits) of each part of 2025-04-18 16:13:32
+# (end, digits) of each part of 2025-04-18 16:13:32
+_CLOCK = ((4, 4), (7, 2), (10, 2), (13, 2), (16, 2), (19, 2))
 
 
 def _times(alike: SameLayout | SameShape, at: int) -> np.ndarray:
@@ -105,11 +100,8 @@ def _times(alike: SameLayout | SameShape, at: int) -> np.ndarray:
     year, month, day, hour, minute, second = (
         fixed_integers(words, base, offset + end, size) for end, size in _CLOCK
     )
-    is_year, is_month, is_day = (
-        (year > 1900) & (year < 2200),
-        (month >= 1) & (month <= 12),
-        (day >= 1) & (day <= 31),
-    )
+    is_year, is_month = (year > 1900) & (year < 2200), (month >= 1) & (month <= 12)
+    is_day = (day >= 1) & (day <= 31)
     first_of_month = ((year - 1970) * 12 + month - 1).astype("M8[M]").astype("M8[D]").astype("M8[s]")
     seconds = (((day - 1) * 24 + hour) * 60 + minute) * 60 + second
     return np.where(is_year & is_month & is_day, first_of_month + seconds, _NO_TIME)
@@ -117,24 +109,24 @@ def _times(alike: SameLayout | SameShape, at: int) -> np.ndarray:
 
 def _time_of(hit: Hit, text: bytes) -> np.datetime64 | None:
     "The time stamp of one line; None where it has none or it is no date."
-    found = hit.time and TIME.match(text, hit.time[0])
-    if not found:
+    stamp = hit.time and TIME.match(text, hit.time[0])
+    if not stamp:
         return None
-    year, month, day, hour, minute, second = (part.decode() for part in found.groups())
+    year, month, day, hour, minute, second = (part.decode() for part in stamp.groups())
     try:
         return np.datetime64(f"{year}-{month}-{day}T{hour}:{minute}:{second}", "s")
     except ValueError:
         return None
 
 # %% ../../nbs/api/read/05_scan.ipynb #f91f19c0
-def _sound(hit: Hit, text: bytes) -> Hit | None:
+def _valid(hit: Hit, text: bytes) -> Hit | None:
     "The hit without values that are no numbers; None where nothing is left, or its step is no step."
     if hit.step is not None:
         digits = text[slice(*hit.step)].replace(b",", b"").strip()
-        if len(digits) > 20 or not digits.lstrip(b"+-").isdigit() or abs(int(digits)) >= _MOST_STEPS:
+        if len(digits) > 20 or not digits.lstrip(b"+-").isdigit() or abs(int(digits)) >= _MAX_STEP:
             return None
     fields = tuple(field for field in hit.fields if _is_number(text[field[1] : field[2]]))
-    is_bare_step = hit.step is not None and not hit.fields  # the step of a bar, for the records behind it
+    is_bare_step = hit.step is not None and not hit.fields  # the step of a bar, for the records after it
     return hit._replace(fields=fields) if fields or hit.event or is_bare_step else None
 
 
@@ -149,7 +141,7 @@ def _is_number(text: bytes) -> bool:
 
 _DIGITS = b"0123456789"
 _AS_ZERO = bytes.maketrans(_DIGITS, b"0" * len(_DIGITS))
-_MOST_KNOWN = 2**12  # layouts that are remembered
+_MAX_LAYOUTS = 2**12  # layouts that are remembered
 
 
 def _n_digits(text: bytes) -> int:
@@ -176,14 +168,14 @@ def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
 class _Frame(NamedTuple):
     "What series of the same records share."
 
-    by_place: slice | np.ndarray  # what puts the values in the order of the file
+    by_order: slice | np.ndarray  # what puts the values in the order of the file
     order: np.ndarray
     step: np.ndarray  # >= 0
     time: np.ndarray | None
 
 
 def _frame(parts: list[Part]) -> _Frame:
-    "The places, steps and times of the parts, in the order of the file."
+    "The offsets, steps and times of the parts, in the order of the file."
     if len(parts) == 1 and len(parts[0].order) == 1:  # of free text most series
         return _Frame(slice(None), parts[0].order, np.maximum(parts[0].step, 0), parts[0].time)
     order, step = np.concatenate([p.order for p in parts]), np.concatenate([p.step for p in parts])
@@ -191,9 +183,9 @@ def _frame(parts: list[Part]) -> _Frame:
     if any(p.time is not None for p in parts):
         time = np.concatenate([np.full(len(p.order), _NO_TIME) if p.time is None else p.time for p in parts])
     is_sorted = (order[1:] > order[:-1]).all()
-    by_place = slice(None) if is_sorted else np.argsort(order, kind="stable")
-    step = np.maximum(step, 0)[by_place]
-    return _Frame(by_place, order[by_place], step, None if time is None else time[by_place])
+    by_order = slice(None) if is_sorted else np.argsort(order, kind="stable")
+    step = np.maximum(step, 0)[by_order]
+    return _Frame(by_order, order[by_order], step, None if time is None else time[by_order])
 
 # %% ../../nbs/api/read/05_scan.ipynb #6779e83d
 # so many groups below this share of the lines: the others have little in common; ours, to be judged
@@ -208,13 +200,15 @@ class Scan:
         self,
         parse: Parser,  # the format's reading of one line
         max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
-        may_tell: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
+        candidates: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
     ):
-        self.parse, self.max_shapes, self.may_tell = parse, max_shapes, may_tell
+        self.parse, self.max_shapes, self.candidates = parse, max_shapes, candidates
         self.is_scattered = False  # whether the last groups of lines were small
         self.columns: dict[str, list[Part]] = {}
-        self.events, self.unread, self.last_step, self.n_lines = [], 0, None, 0
-        self.known: dict[bytes, list[Hit]] = {}  # by layout, what lines alone of their shape gave
+        self.events: list[tuple[int, str, int, str, float | None]] = []  # (offset, kind, step, text, seconds)
+        self.unread, self.n_lines = 0, 0
+        self.last_step: int | None = None
+        self.layout_hits: dict[bytes, list[Hit]] = {}  # by layout, what lines alone of their shape gave
 
     def feed(
         self,
@@ -225,18 +219,19 @@ class Scan:
         if b"\x1b" in data:
             data = _COLOUR.sub(b"", data)
         piece = Piece(data, offset)
-        todo, many = np.arange(len(piece.start)), []
+        todo = np.arange(len(piece.start))
+        many: list[_Many] = []
         self.n_lines += len(todo)
-        if self.may_tell is not None:
+        if self.candidates is not None:
             small = _SMALL * len(todo)
             todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, small)
             if self.is_scattered and todo.size >= 64:
-                todo = todo[self.may_tell(piece)[todo]]
-        alone = 0.0 if self.may_tell is None else 1.0  # lines alone of their layout are no reason to go on
+                todo = todo[self.candidates(piece)[todo]]
+        alone = 0.0 if self.candidates is None else 1.0  # lines alone of their layout are no reason to go on
         todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, alone)
         if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
             todo = self._read_groups(piece, todo, SameShape, many, self.max_shapes, alone)
-        singles = [found for i in todo for found in self._read_single(piece, i)]
+        singles = [single for i in todo.tolist() for single in self._read_single(piece, i)]
         self._store(many, singles)
         return self
 
@@ -246,12 +241,12 @@ class Scan:
         todo: np.ndarray,
         alike: type[SameLayout] | type[SameShape],
         many: list[_Many],
-        most: int,
+        max_groups: int,
         small: float = 0.0,
     ) -> np.ndarray:
         "Reads lines that are alike together into `many`, until several groups are small; the lines left."
         alone, patience = [], _PATIENCE  # a line alone of its layout may still have others of its shape
-        for _ in range(most):
+        for _ in range(max_groups):
             if not todo.size:
                 break
             group = alike(piece, todo)
@@ -267,7 +262,7 @@ class Scan:
         return np.union1d(todo, np.array(alone, dtype=todo.dtype))
 
     def _read_group(self, group: SameLayout | SameShape) -> Iterator[_Many]:
-        "What the format says of the model line, and by its places of all lines like it."
+        "The hits in the model line, with the values that stand there in all lines like it."
         piece, lines = group.piece, group.lines
         for hit in self._hits(group.text, len(lines)):
             begin = hit.fields[0][1] if hit.fields else 0
@@ -276,94 +271,93 @@ class Scan:
             values = [group.numbers(start, end) for _, start, end in hit.fields]
             texts = [piece.line(j).decode("utf-8", "replace") for j in lines] if hit.event else []
             order = piece.start[lines] + (piece.offset - PAD + begin)
-            found = _Many(hit, order, step, time, values, texts)
-            yield found if step is None else self._with_steps(found)
+            records = _Many(hit, order, None, time, values, texts)
+            yield records if step is None else self._with_steps(records, step)
 
-    def _with_steps(self, found: _Many) -> _Many:
-        "The steps as whole numbers; lines whose step is beyond all counting are left out and counted."
-        is_step = np.abs(found.step) < _MOST_STEPS
+    def _with_steps(self, group: _Many, step: np.ndarray) -> _Many:
+        "The group with whole steps; lines whose step is beyond all counting are left out and counted."
+        is_step = np.abs(step) < _MAX_STEP
         if not is_step.all():
             self.unread += int((~is_step).sum())
-            time = None if found.time is None else found.time[is_step]
-            values = [value[is_step] for value in found.values]
-            texts = [text for text, good in zip(found.texts, is_step, strict=False) if good]
-            found = _Many(found.hit, found.order[is_step], found.step[is_step], time, values, texts)
-        return found._replace(step=found.step.astype(np.int64) + found.hit.step_shift)
+            time = None if group.time is None else group.time[is_step]
+            values = [value[is_step] for value in group.values]
+            texts = [text for text, is_valid in zip(group.texts, is_step, strict=False) if is_valid]
+            group = _Many(group.hit, group.order[is_step], None, time, values, texts)
+        return group._replace(step=step[is_step].astype(np.int64) + group.hit.step_shift)
 
     def _parsed(self, text: bytes) -> list[Hit]:
-        "What the format finds in a line; remembered for all lines of its layout whose digits are all values."
+        "The hits in a line, remembered for all lines of its layout whose digits are all values."
         layout = text.translate(_AS_ZERO)
-        hits = self.known.get(layout)
+        hits = self.layout_hits.get(layout)
         if hits is None:
             hits = self.parse(text)
-            if len(self.known) < _MOST_KNOWN and _is_all_values(hits, text):
-                self.known[layout] = hits
+            if len(self.layout_hits) < _MAX_LAYOUTS and _is_all_values(hits, text):
+                self.layout_hits[layout] = hits
         return hits
 
     def _hits(self, text: bytes, count: int) -> list[Hit]:
-        "What the format finds in a line; `count` lines like it are unread where that is nothing sound."
+        "The valid hits in a line; `count` lines like it are unread where it has none."
         hits = self._parsed(text)
-        sound = [good for hit in hits if (good := _sound(hit, text))]
-        if len(sound) < len(hits) or (not hits and _LOSS.search(text)):
+        valid = [checked for hit in hits if (checked := _valid(hit, text))]
+        if len(valid) < len(hits) or (not hits and _LOSS.search(text)):
             self.unread += count
-        return sound
+        return valid
 
     def _read_single(self, piece: Piece, i: int) -> Iterator[_Single]:
-        "What the format says of one line of a rare shape, without arrays."
-        text, place = piece.line(i), int(piece.start[i]) - PAD + piece.offset
+        "The hits in one line of a rare shape, without arrays."
+        text, offset = piece.line(i), int(piece.start[i]) - PAD + piece.offset
         for hit in self._hits(text, 1):
             begin = hit.fields[0][1] if hit.fields else 0
             step = None
             if hit.step is not None:
                 step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
             values = [float(text[start:end].replace(b",", b"")) for _, start, end in hit.fields]
-            yield _Single(hit, place + begin, step, _time_of(hit, text), values, text)
+            yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
 
     def _store(self, many: list[_Many], singles: list[_Single]) -> None:
         "Puts steps on records that have none, the values into the columns, and the events into their list."
         steps = _Steps(many, singles, self.last_step)
-        for found in many:
-            step = steps.at(found.order) if found.step is None else found.step
-            if found.hit.event:
-                self._add_events(found, step)
-            for (name, _, _), value in zip(found.hit.fields, found.values, strict=True):
-                self.columns.setdefault(name, []).append(Part(found.order, step, value, found.time))
+        for group in many:
+            step = steps.at(group.order) if group.step is None else group.step
+            if group.hit.event:
+                self._add_events(group, step)
+            for (name, _, _), value in zip(group.hit.fields, group.values, strict=True):
+                self.columns.setdefault(name, []).append(Part(group.order, step, value, group.time))
         self._store_singles(singles, steps)
         if steps.last is not None:
             self.last_step = steps.last
 
-    def _add_events(self, found: _Many, step: np.ndarray) -> None:
-        "The events of lines alike: (place, kind, step, text, seconds since 1970 or None)."
+    def _add_events(self, group: _Many, step: np.ndarray) -> None:
+        "Adds the events of lines alike; their times in seconds since 1970, or None."
         times = [None] * len(step)
-        if found.time is not None:
-            times = found.time.astype("M8[s]").astype(float).tolist()
-        kinds = [found.hit.event] * len(step)
-        self.events += zip(found.order.tolist(), kinds, step.tolist(), found.texts, times, strict=True)
+        if group.time is not None:
+            times = group.time.astype("M8[s]").astype(float).tolist()
+        kinds = [group.hit.event] * len(step)
+        self.events += zip(group.order.tolist(), kinds, step.tolist(), group.texts, times, strict=True)
 
     def _store_singles(self, singles: list[_Single], steps: _Steps) -> None:
         "The lines of rare shapes, those with the same fields as one part of their columns."
         groups: dict[tuple, list[_Single]] = {}
-        before = steps.at(np.array([found.order for found in singles], dtype=np.int64)).tolist()
-        for found, step in zip(singles, before, strict=True):
-            if found.step is None:
-                found = found._replace(step=step)
-            if found.hit.event:
-                text = found.text.decode("utf-8", "replace")
-                self.events.append((found.order, found.hit.event, found.step, text, None))
-            groups.setdefault(tuple(name for name, _, _ in found.hit.fields), []).append(found)
+        before = steps.at(np.array([single.order for single in singles], dtype=np.int64)).tolist()
+        for single, last_step in zip(singles, before, strict=True):
+            step = last_step if single.step is None else single.step
+            if single.hit.event:
+                text = single.text.decode("utf-8", "replace")
+                self.events.append((single.order, single.hit.event, step, text, None))
+            names = tuple(name for name, _, _ in single.hit.fields)
+            groups.setdefault(names, []).append(single._replace(step=step))
         for names, group in groups.items():
-            times = [found.time for found in group]
-            order, step = (
-                np.array([found.order for found in group]),
-                np.array([found.step for found in group]),
-            )
+            times = [single.time for single in group]
             time = np.array(times, "M8[s]") if any(times) else None
-            for name, values in zip(names, zip(*(found.values for found in group), strict=True), strict=True):
+            order = np.array([single.order for single in group])
+            step = np.array([single.step for single in group])
+            columns = zip(*(single.values for single in group), strict=True)
+            for name, values in zip(names, columns, strict=True):
                 self.columns.setdefault(name, []).append(Part(order, step, np.array(values), time))
 
     def samples(self) -> dict[str, Samples]:  # the log's own name -> its values, in file order
         "The columns found so far as series; they are handed over, so that a long log is in memory once."
-        out, frames = {}, {}  # series of the same records share their places, steps and times
+        out, frames = {}, {}  # series of the same records share their offsets, steps and times
         for name in list(self.columns):
             parts = self.columns.pop(name)
             key = tuple(id(part.order) for part in parts)
@@ -371,5 +365,5 @@ class Scan:
                 frames[key] = _frame(parts)
             frame = frames[key]
             value = np.concatenate([part.value for part in parts])
-            out[name] = Samples(frame.step, value[frame.by_place], frame.order, frame.time)
+            out[name] = Samples(frame.step, value[frame.by_order], frame.order, frame.time)
         return out

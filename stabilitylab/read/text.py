@@ -9,7 +9,8 @@ __all__ = ['EVENT_WORDS', 'message_events', 'line_parser', 'pieces', 'events_of'
 import re
 from codecs import getincrementaldecoder
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -61,72 +62,93 @@ _EVENTS = [
 ]
 
 
-EVENT_WORDS = tuple({word for _, word, _ in _EVENTS})  # a line without any of them tells of no event
+EVENT_WORDS = tuple({word for _, word, _ in _EVENTS})  # a line without any of them reports no event
 
 
 def message_events(
     line: bytes,  # one line of a log
-) -> list[Hit]:  # events it tells of; at most one of each kind
-    "The events that a line of free text tells of."
+) -> list[Hit]:  # its events; at most one of each kind
+    "The events that a line of free text reports."
     hits = {}
     for kind, word, shape in _EVENTS:
         # the word is looked for first because it is found a hundred times faster than the shape
-        found = shape.search(line) if word in line and kind not in hits else None
-        if found:
-            hits[kind] = Hit(step=found.span(1) if found.re.groups else None, event=kind)
+        match = shape.search(line) if word in line and kind not in hits else None
+        if match:
+            hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
     return list(hits.values())
 
 # %% ../../nbs/api/read/06_text.ipynb #5cc61823
 def _time_in(line: bytes) -> tuple[int, int] | None:
-    "The place of the time stamp of a line, None where it has none."
-    found = TIME.search(line)
-    return found.span() if found else None
+    "(start, end) of the time stamp of a line, None where it has none."
+    stamp = TIME.search(line)
+    return stamp.span() if stamp else None
 
 
-def _pairs_begin(record: re.Match) -> int:
-    "Where the names and values of a record begin: behind its step, if that is a part of what was matched."
-    has_step = "step" in record.groupdict()
+def _pairs_begin(record: re.Match[bytes]) -> int:
+    "Where the names and values of a record begin: after its step, if that is a part of what was matched."
+    has_step = "step" in record.re.groupindex
     return record.end("step") if has_step and record.end("step") <= record.end() else record.start()
 
 
+_Field = tuple[str, int, int]  # name of a series, and (start, end) of its value in the line
+_FieldsOf = Callable[[bytes, re.Match[bytes], int], list[_Field]]  # (line, record, end of the record)
+_LIST_VALUE = re.compile(rb"[-+\d.eE]+|nan|inf")
+
+
+def _fields_of_pairs(pairs: bytes) -> _FieldsOf:
+    "The reading of the names and values that stand in a record, as `pairs` matches them."
+    pair = re.compile(pairs.replace(b"%N", b"(?P<value>" + NUMBER + b")"))
+
+    def fields(line: bytes, record: re.Match[bytes], end: int) -> list[_Field]:
+        matches = pair.finditer(line, _pairs_begin(record), end)
+        return [(match["name"].decode("utf-8", "replace").strip(), *match.span("value")) for match in matches]
+
+    return fields
+
+
+def _fields_of_groups(line: bytes, record: re.Match[bytes], end: int) -> list[_Field]:
+    "The groups of a record but its step as fields; those of a list, whose name ends in `_`, numbered from 1."
+    fields = []
+    for name in record.re.groupindex:
+        if name == "step" or record.start(name) < 0:
+            continue
+        if name.endswith("_"):
+            values = _LIST_VALUE.finditer(line, *record.span(name))
+            fields += [(f"{name}{number}", *value.span()) for number, value in enumerate(values, 1)]
+        else:
+            fields.append((name, *record.span(name)))
+    return fields
+
+# %% ../../nbs/api/read/06_text.ipynb #0a307146
 def line_parser(
     record: bytes,  # a regular expression for one record; group `step`, where there is one, is its step
-    pairs: bytes,  # one name and value in it: groups `name` and `value`; NUMBER may be written as `%N`
+    pairs: bytes
+    | None = None,  # a name and value in it: groups `name` and `value` (`%N`); None: the other groups
     rename: dict[str, str] | None = None,  # names that need a clearer word, such as one that says the unit
-    only: tuple = (),  # names to keep; empty: all
-    prefix: Callable[[bytes, re.Match], str] | None = None,  # (line, record) -> text before names, as "val "
+    prefixes: Sequence[
+        tuple[bytes, str]
+    ] = (),  # (regular expression, prefix of the names in lines that match)
 ) -> Parser:  # the reading of one line
     "A parser of lines that hold one or more records of names and values."
-    shape, pair = re.compile(record), re.compile(pairs.replace(b"%N", b"(?P<value>" + NUMBER + b")"))
-    clearer = rename or {}
-
-    def fields_of(
-        line: bytes,  # without its end
-        begin: int,  # of the record
-        end: int,  # of the record
-        front: str,  # what stands before its names
-    ) -> list[tuple[str, int, int]]:
-        "The name of each value between two places, and where the value stands."
-        fields = []
-        for found in pair.finditer(line, begin, end):
-            name = found["name"].decode("utf-8", "replace").strip()
-            if not only or name in only:
-                fields.append((front + clearer.get(name, name), *found.span("value")))
-        return fields
+    shape = re.compile(record)
+    fields_of = _fields_of_groups if pairs is None else _fields_of_pairs(pairs)
+    sets_only_step = pairs is None and set(shape.groupindex) == {"step"}
+    clearer, prefix_shapes = rename or {}, [(re.compile(text), prefix) for text, prefix in prefixes]
 
     def parse(line: bytes) -> list[Hit]:  # line: without its end
         "The records of one line."
         records = list(shape.finditer(line))
         if not records:
             return []
+        prefix = next((prefix for text, prefix in prefix_shapes if text.search(line)), "")
         ends = [following.start() for following in records[1:]] + [len(line)]
         hits = []
-        for found, end in zip(records, ends, strict=True):
-            front = prefix(line, found) if prefix else ""
-            fields = fields_of(line, _pairs_begin(found), end, front)
-            step = found.span("step") if found.groupdict().get("step") else None
-            if fields:
-                hits.append(Hit(tuple(fields), step, time=_time_in(line)))
+        for match, end in zip(records, ends, strict=True):
+            fields = fields_of(line, match, end)
+            named = tuple((prefix + clearer.get(name, name), *span) for name, *span in fields)
+            step = match.span("step") if match.groupdict().get("step") else None
+            if fields or sets_only_step:
+                hits.append(Hit(named, step, time=_time_in(line)))
         return hits
 
     return parse
@@ -148,17 +170,17 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
 def pieces(
     path: Path,  # a text file
     size: int = 2**20,  # bytes a piece: what fits in a processor's cache reads fastest
-) -> Iterator[tuple[int, bytes, bool]]:  # (place in the file, whole lines, whether the last line was cut)
+) -> Iterator[tuple[int, bytes, bool]]:  # (offset in the file, whole lines, whether the last line was cut)
     "The lines of a file in pieces, so that it need not fit in memory."
-    rest, at = b"", 0
+    rest, offset = b"", 0
     for block in _blocks(path, size):
         block = rest + block
         cut = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
         if cut:
-            yield at, block[:cut], False
-        rest, at = block[cut:], at + cut
+            yield offset, block[:cut], False
+        rest, offset = block[cut:], offset + cut
     if rest:
-        yield at, rest, True
+        yield offset, rest, True
 
 # %% ../../nbs/api/read/06_text.ipynb #e74e583b
 def events_of(
@@ -172,7 +194,7 @@ def events_of(
 def read_lines(
     path: Path,  # a text file
     parse: Parser,  # the format's reading of one line
-    may_tell: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
+    candidates: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
 ) -> LogData:  # its series and events
     "A text log, read with `parse` and, for the lines it does not know, with `message_events`."
 
@@ -180,18 +202,18 @@ def read_lines(
         "What the format, or else a message, says."
         return parse(line) or message_events(line)
 
-    scan, skipped = Scan(both, may_tell=may_tell), Counter()
-    for at, data, cut in pieces(path):
+    scan, skipped = Scan(both, candidates=candidates), Counter[str]()
+    for offset, data, cut in pieces(path):
         if cut and not _is_complete(both, data, scan):
             skipped["cut last line"] += 1
             data = _without_last_value(parse, data)
-        scan.feed(data, at)
+        scan.feed(data, offset)
     if scan.unread:
         skipped["unreadable record"] = scan.unread
     return LogData(scan.samples(), events_of(scan), dict(skipped), n_lines=scan.n_lines)
 
 
-_NEAR = 400  # bytes: series whose last values lie closer together belong to one record
+_RECORD_BYTES = 400  # series whose last values lie closer together belong to one record
 
 
 def _is_complete(parse: Parser, line: bytes, scan: Scan) -> bool:
@@ -201,8 +223,8 @@ def _is_complete(parse: Parser, line: bytes, scan: Scan) -> bool:
         return True
     names = {name for hit in hits for name, _, _ in hit.fields}
     newest = {name: parts[-1].order for name, parts in scan.columns.items() if parts}
-    last_place = max((order[-1] for order in newest.values() if len(order)), default=0)
-    of_last_record = {name for name, order in newest.items() if last_place - order[-1] < _NEAR}
+    last_offset = max((order[-1] for order in newest.values() if len(order)), default=0)
+    of_last_record = {name for name, order in newest.items() if last_offset - order[-1] < _RECORD_BYTES}
     return of_last_record <= names
 
 
@@ -214,7 +236,17 @@ def _without_last_value(parse: Parser, line: bytes) -> bytes:
 
 # %% ../../nbs/api/read/06_text.ipynb #04c6bb0f
 _COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
-_ENOUGH = 20  # records in the head of a file: more of them say nothing new
+_MAX_MATCHES = 20  # records in the head of a file: more of them say nothing new
+_MAX_LINES, _MIN_LINES = 2000, 3  # lines of the head that a share is taken of, and that must match
+
+
+def _count(shape: re.Pattern[bytes], head: bytes) -> int:
+    "How often a signature is found in the first bytes of a file, up to `_MAX_MATCHES`."
+    if b"\0" in head[:4096]:
+        return 0
+    if b"\x1b[" in head:
+        head = _COLOUR.sub(b"", head)
+    return sum(1 for _ in islice(shape.finditer(head.replace(b"\r", b"\n")), _MAX_MATCHES))
 
 
 def text_format(
@@ -224,19 +256,20 @@ def text_format(
     parse: Parser,  # the reading of one line
     example: str,  # the shape of one record
     confidence: float = 0.9,  # of a file in which the signature is found twice; less for looser shapes
+    min_share: float = 0.0,  # the share of all lines that must match; 0: two matches are enough
+    read: Callable[[Path], LogData] | None = None,  # path -> what the file holds; None: by `read_lines`
 ) -> Format:  # the format
     "A text format, recognised by how often its signature is found."
     shape = re.compile(signature, re.M)
 
     def sniff(head: bytes, path: Path) -> float:  # head: its first bytes
         "How sure it is that a file is of this format, 0..1."
-        if b"\0" in head[:4096]:
-            return 0.0
-        if b"\x1b[" in head:
-            head = _COLOUR.sub(b"", head)
-        found = sum(1 for _ in islice(shape.finditer(head.replace(b"\r", b"\n")), _ENOUGH))
-        if not found:
-            return 0.0
-        return confidence * (0.8 if found == 1 else 1) + found / 1000
+        if min_share:
+            lines = head.splitlines()[:_MAX_LINES]
+            n_matches = sum(bool(shape.match(line)) for line in lines)
+            return confidence if n_matches >= _MIN_LINES and n_matches > min_share * len(lines) else 0.0
+        n_matches = _count(shape, head)
+        certainty = {0: 0.0, 1: 0.8}.get(n_matches, 1.0)
+        return confidence * certainty + n_matches / 1000
 
-    return Format(name, title, sniff, lambda path: read_lines(path, parse), example, parse=parse)
+    return Format(name, title, sniff, read or partial(read_lines, parse=parse), example, parse=parse)

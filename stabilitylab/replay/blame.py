@@ -16,8 +16,8 @@ import torch
 
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
+from ..numerics.pytree import map_tensors, tensors_of
 from ..probe.blackbox import rng_state, set_rng_state
-from ..probe.nested import map_tensors, tensors_of
 from .state import Batch, Setup, Snapshot, has_items
 
 # %% ../../nbs/api/replay/06_blame.ipynb #37a489b3

@@ -14,7 +14,6 @@ import torch
 
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
-from .ranks import world_size
 from stabilitylab.replay.retrace import (
     EQUAL,
     ROUNDING,
@@ -26,7 +25,7 @@ from stabilitylab.replay.retrace import (
 )
 from .snapshot import Walk, load_batch
 from .state import Batch, Setup, listed
-from ..run.record import open_run
+from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 FAULTS = {
@@ -75,7 +74,7 @@ _SAME_PLACE = ("version_torch", "cpu", "processor", "threads", "device", "tf32",
 class Facts:
     "What is known beside the numbers."
 
-    path: str | Path
+    path: Recording
     setup: Setup  # as the user gave it
     way: Retrace
     changed: dict  # of the environment: name -> (then, now)
@@ -97,13 +96,14 @@ def changed_place(
 
 
 def facts_of(
-    path: str | Path,  # folder of the record
+    path: str | Path | Recording,  # of the record
     setup: Setup,  # as the user gave it
     way: Retrace,  # the steps beside the record
 ) -> Facts:
     "Gather them."
-    changed = changed_place(open_run(path).attrs.get("environment", {}))
-    return Facts(path, setup, way, changed, bool(changed) or world_size(path) > 1)
+    recording = opened(path)
+    changed = changed_place(recording.run.attrs.get("environment", {}))
+    return Facts(recording, setup, way, changed, bool(changed) or recording.world_size > 1)
 
 # %% ../../nbs/api/replay/13_faults.ipynb #0d1387d1
 class _Watched(dict):
@@ -182,7 +182,7 @@ def _grad_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str,
     count = len(facts.first.parts)
     if _is_multiple(step, "grad_norm", count):
         return "accumulation", {"count": count}
-    was = set(open_run(facts.path).attrs.get("trainable", []))
+    was = set(facts.path.run.attrs.get("trainable", []))
     here = {name for name, p in facts.way.model.named_parameters() if p.requires_grad}
     if was and was != here:
         return "frozen", {"names": _some(sorted(was ^ here))}
@@ -194,7 +194,7 @@ def _lr_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     told = {"recorded": step.recorded["lr"], "replayed": step.replayed["lr"]}
     if facts.setup.schedule is None:
         return "schedule", told
-    scalars = open_run(facts.path)["scalars"].lr
+    scalars = facts.path.run["scalars"].lr
     near = {shift: scalars.values[scalars.step.values == step.step + shift] for shift in (-1, 1)}
     for shift, values in near.items():
         if values.size and distance(float(values[-1]), told["replayed"]) <= EQUAL:
@@ -206,11 +206,11 @@ def _update_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[st
     "The gradient agrees, what the optimizer made of it does not."
     if step.recorded.get("skipped"):
         return "skipped", {}
-    was = list(open_run(facts.path).attrs.get("optimizer", []))
+    was = list(facts.path.run.attrs.get("optimizer", []))
     here = [type(optimizer).__name__ for optimizer in listed(facts.way.optimizer)]
     if was and was != here:
         return "optimizer", {"recorded": ", ".join(was), "replayed": ", ".join(here) or "none"}
-    recorded = recorded_params(open_run(facts.path), step.step, "update_norm")
+    recorded = recorded_params(facts.path.run, step.step, "update_norm")
     moved = step.params["update_norm"]
     still = [name for name, norm in recorded.items() if norm > 0 and not moved.get(name, 0.0)]
     if still:

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from ..names.errors import bad_input
-from ..probe.nested import is_same
+from ..numerics.pytree import is_same
 from .state import Batch, Snapshot
 from .step import replay
 

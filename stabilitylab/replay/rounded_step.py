@@ -13,13 +13,13 @@ import pandas as pd
 import torch
 
 from ..names.errors import InputError, bad_input
+from ..numerics.rounding.attention_range import attention_inputs, scale_overflows
+from ..numerics.rounding.loss_cast import LossCast, find_loss_cast
+from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
 from .examine import setup_of
 from .snapshot import Snapshot, load_batch, load_snapshot
 from .state import listed
 from .step import replay
-from ..rounding.attention import attention_inputs, scale_overflows
-from ..rounding.loss_cast import LossCast, find_loss_cast
-from ..rounding.lost import EpsRegime, adam_eps, lost_updates
 from ..run.job import tell
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156

@@ -15,7 +15,7 @@ import torch
 from ..names.encode import plain
 from ..probe.blackbox import checksums
 from .faults import FAULTS, HARMLESS, Facts, facts_of, fault_of
-from .ranks import files_at, world_size
+from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
     EQUAL,
@@ -29,6 +29,7 @@ from stabilitylab.replay.retrace import (
 )
 from .state import Setup, Snapshot
 from .step import noise_floor
+from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c
 @dataclass(frozen=True)
@@ -87,13 +88,13 @@ def _checks_of(step: Retraced) -> list[Check]:
     return [Check(name, step.step, was, is_now, _state(was, is_now)) for name, was, is_now in told]
 
 
-def _parameters(path: str | Path, start: Snapshot) -> Check:
+def _parameters(path: str | Path | Recording, start: Snapshot) -> Check:
     "Whether the model holds the saved weights to the last bit."
     saved = files_at(path, "snapshots", start.step)[0].get("checksums")
     model, _ = start.build()
     here = checksums({name: t.cpu() for name, t in model.state_dict().items()})
     of_here = checksums({"": torch.tensor([int(here[name], 16) for name in sorted(here)])})[""]
-    if saved is None or saved.keys() != here.keys() or world_size(path) > 1:
+    if saved is None or saved.keys() != here.keys() or opened(path).world_size > 1:
         return Check("parameters", start.step, None, of_here, "not recorded")
     of_saved = checksums({"": torch.tensor([int(saved[name], 16) for name in sorted(saved)])})[""]
     state = "equal" if of_saved == of_here else "differs"

@@ -18,13 +18,12 @@ from ..names.files import write_atomic
 from ..probe.setup_template import FILE, record_source
 from .examine import own_setup, setup_of
 from .faults import changed_place
-from .ranks import box_index
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
-from .snapshot import load_batch, replayable_steps, start_before
+from .snapshot import load_batch
 from .user_code import as_input_error
 from ..run.job import tell
-from ..run.record import open_run
+from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #1b707ef7
 @dataclass(frozen=True)
@@ -72,27 +71,27 @@ def draft_setup(
     file = Path(path) / FILE
     if file.exists():
         raise bad_input("path", str(path), "a record without a setup", f"{FILE} is there: read it, mend it")
-    steps, attrs = replayable_steps(path), open_run(path).attrs
+    recording = opened(path)
+    steps, attrs = recording.box().steps, recording.run.attrs
     if not steps:
         raise bad_input("path", str(path), "a record with a step that can be replayed", "it holds none")
-    saved = open_checkpoint(_snapshot_file(path, steps[0]))
+    saved = open_checkpoint(_snapshot_file(recording, steps[0]))
     shapes = {name[6:]: tensor.shape for name, tensor in saved.items() if name.startswith("model.")}
     kinds = list(attrs.get("optimizer", [])) or ["AdamW"] * len(saved.optimizers)
     firsts = [len(held.groups) for held in saved.optimizers]
     settings = [saved.groups[sum(firsts[:i])] if i < len(firsts) else {} for i in range(len(kinds))]
     try:
-        batch = load_batch(path, steps[0]).parts[0]
+        batch = load_batch(recording, steps[0]).parts[0]
     except InputError:  # of a class whose file only the setup can name
         batch = None
     write_atomic(file, record_source(path, shapes, kinds, settings, batch))
     return file
 
 
-def _snapshot_file(path: str | Path, step: int) -> Path:
+def _snapshot_file(recording: Recording, step: int) -> Path:
     "The file of the last snapshot that is not later than a step."
-    first = start_before(path, step)
-    rows = box_index(path)["snapshots"]
-    return Path(path) / "blackbox" / next(row["file"] for row in rows if row["step"] == first)
+    first, index = recording.start_before(step), recording.box()
+    return index.folder / next(row["file"] for row in index.snapshots if row["step"] == first)
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #3df77f45
 @dataclass(frozen=True)
@@ -122,9 +121,9 @@ def foresee(
     place: Mapping | None = None,  # of `changed_place`, where it is known; None: it is looked for
 ) -> Foresight:
     "What will differ when a step is replayed here, and which nearby step will differ least."
-    start = start_before(path, step)
-    known = set(replayable_steps(path))
-    starts = [row["step"] for row in box_index(path)["snapshots"] if row["step"] in known]
+    recording = opened(path)
+    start, index = recording.start_before(step), recording.box()
+    starts = [step for step in index.starts if step in index.steps]
     nearest = min(starts, key=lambda other: abs(other - step), default=None)
     place = changed_place(dict(was)) if place is None else place
     untold = tuple(name for name, (then, _) in place.items() if then is None)
@@ -153,8 +152,9 @@ def checked(
     "Whether a setup is the run's: every step from the last snapshot through a step beside the record."
     made = setup_of(path, setup)
     try:
-        way = retrace(path, step, made, heard)
-        return SetupAnswer(setup or "", check_setup(path, step, made, way))
+        recording = opened(path)
+        way = retrace(recording, step, made, heard)
+        return SetupAnswer(setup or "", check_setup(recording, step, made, way))
     except Exception as error:
         told = as_input_error(error)
         if told is None:

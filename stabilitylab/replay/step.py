@@ -16,8 +16,8 @@ import torch
 import xarray as xr
 
 from ..names.errors import bad_input
+from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
-from ..probe.nested import map_tensors
 from ..probe.recorder import Recorder
 from .state import Batch, Setup, Snapshot, cpu_threads, listed
 from ..run.record import open_run

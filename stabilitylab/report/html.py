@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FindingCard', 'finding_card', 'FindingGroup', 'FindingSheet', 'SeriesRow', 'Rows', 'finding_sheet', 'RunSheet',
-           'run_sheet', 'report_html', 'write_html']
+           'run_sheet', 'report_html', 'write_html', 'findings_table', 'summary_table']
 
 # %% ../../nbs/api/report/06_html.ipynb #b1e7de50
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import xarray as xr
 from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
-from ..detect.likely import MostLikely, most_likely
-from ..knowledge.choice import TOLD
+from ..detect.likely_cause import MostLikely, most_likely
+from ..knowledge.choice import REMEDIES_SHOWN
 from ..names.findings import FINDING_KINDS
 from ..plot.svg import css_colours, findings_svg
 from stabilitylab.report.content import (
@@ -28,21 +28,22 @@ from stabilitylab.report.content import (
     evidence_items,
     facts,
     facts_line,
+    in_full_and_listed,
     remedies_by_verdict,
+    replay_command,
     severity_counts,
     skipped_line,
     steps_text,
-    told_and_listed,
+    unseen_line,
     verdict_line,
 )
-from .next_step import replay_command, unseen_line
 from .render import render
-from ..run.summary import summary
+from ..run.summary import Summary, summary
 
 # %% ../../nbs/api/report/06_html.ipynb #15643904
 @dataclass(frozen=True)
 class FindingCard:
-    "One finding as a page tells it."
+    "One finding as a page shows it."
 
     finding: Finding  # its kind, severity and explanation
     place: int  # its number, as on the figure
@@ -51,7 +52,7 @@ class FindingCard:
     severity: str  # 'error', 'warning' or 'note'
     where: str  # steps and modules
     evidence: list[tuple[str, str]]  # (what, how much)
-    remedies: dict[str, list[dict]]  # verdict -> those to tell; {} where they were told before
+    remedies: dict[str, list[dict]]  # verdict -> those that fit best; {} where they are shown above
     more: dict[str, list[dict]]  # verdict -> the rest, behind a click
 
 
@@ -60,8 +61,8 @@ def finding_card(
     place: int,  # its number, as on the figure
     remedies: bool = True,  # with what teams tried
     prefix: str = "",  # of the element's id, where one page holds several runs
-) -> FindingCard:  # what the templates `finding`, `report` and `view_overview` speak of
-    "What a page tells of one finding."
+) -> FindingCard:  # for the templates `finding`, `report` and `view_overview`
+    "One finding as a page shows it."
     where = filter(None, (steps_text(finding), ", ".join(finding.modules)))
     return FindingCard(
         finding=finding,
@@ -71,8 +72,8 @@ def finding_card(
         severity=SEVERITY_WORDS[finding.severity],
         where=" · ".join(where),
         evidence=evidence_items(finding),
-        remedies=remedies_by_verdict(finding, TOLD) if remedies else {},
-        more=remedies_by_verdict(finding, after=TOLD) if remedies else {},
+        remedies=remedies_by_verdict(finding, REMEDIES_SHOWN) if remedies else {},
+        more=remedies_by_verdict(finding, after=REMEDIES_SHOWN) if remedies else {},
     )
 
 # %% ../../nbs/api/report/06_html.ipynb #93d3783c
@@ -106,13 +107,13 @@ class FindingGroup:
 class FindingSheet:
     "Findings of one run, or across runs."
 
-    told: list[FindingCard]  # one by one
+    in_full: list[FindingCard]  # one by one
     listed: list[FindingGroup]  # the rest
 
 
 @dataclass(frozen=True)
 class SeriesRow:
-    "One line of the table of all series."
+    "One row of the table of all series."
 
     name: str  # of the series
     log_name: str  # what the log calls it
@@ -132,20 +133,20 @@ def finding_sheet(
     findings: Findings,  # of one run, or shared by several
     prefix: str = "",  # of the ids of its elements
 ) -> FindingSheet:  # remedies stand with the first of each kind
-    "All findings, the gravest first."
-    told, listed = told_and_listed(findings)
-    known, cards = set(), []
-    for place, finding in told:
-        cards.append(finding_card(finding, place, finding.kind not in known, prefix))
-        known.add(finding.kind)
+    "All findings, most severe first."
+    in_full, listed = in_full_and_listed(findings)
+    kinds, cards = set(), []
+    for place, finding in in_full:
+        cards.append(finding_card(finding, place, finding.kind not in kinds, prefix))
+        kinds.add(finding.kind)
     groups = [_group(severity, kind, rows) for (severity, kind), rows in listed.items()]
     return FindingSheet(cards, groups)
 
 
 def _group(severity: str, kind: str, rows: list[Numbered]) -> FindingGroup:
     "Findings that are only listed."
-    shown = [(place, steps_text(finding), finding.explanation) for place, finding in rows[:_LISTED_SHOWN]]
-    return FindingGroup(severity, kind, SEVERITY_WORDS[severity], len(rows), shown)
+    first_rows = [(i, steps_text(finding), finding.explanation) for i, finding in rows[:_LISTED_SHOWN]]
+    return FindingGroup(severity, kind, SEVERITY_WORDS[severity], len(rows), first_rows)
 
 
 def _series_rows(run: xr.DataTree) -> Rows:
@@ -161,7 +162,7 @@ def _series_row(name: str, row: pd.Series) -> SeriesRow:
 
 
 def _event_rows(run: xr.DataTree) -> Rows:
-    "What happened beside the numbers, in the log's own words; a step below 0 is not known."
+    "Events of the log, in its own words; a step below 0 is unknown."
     if "events" not in run.children:
         return Rows(0, [], [])
     events = run["events"].to_dataset().isel(event=slice(_EVENTS_SHOWN))
@@ -182,7 +183,7 @@ class RunSheet(FindingSheet):
     counts: list[tuple[str, str]]  # (severity, '2 warnings'); [] where nothing was found
     count_words: str  # the same as one phrase
     verdict: str  # what is said where nothing was found
-    likely: MostLikely | None  # what the findings say together; None where nothing needs a cause
+    likely: MostLikely | None  # the cause that explains the findings; None where nothing needs one
     unseen: str  # what the record cannot show; '' for a log
     replay: str  # the command that replays the suspect step; '' where there is none
     wide: Markup  # the figure; '' for a run without series
@@ -196,12 +197,12 @@ def run_sheet(
     findings: Findings,  # what `diagnose` found in it
     name: str = "run",  # what to call it where it has no source
     prefix: str = "",  # of the ids of its elements
-    has_narrow: bool = True,  # with a second figure for a phone
-) -> RunSheet:  # what the template `report` speaks of
+    has_narrow: bool = True,  # with a second figure for a phone; without, the first has fewer panels
+) -> RunSheet:  # for the template `report`
     "The figure, the findings and the tables of one run."
     head, sheet = facts(run), finding_sheet(findings, prefix)
     return RunSheet(
-        told=sheet.told,
+        in_full=sheet.in_full,
         listed=sheet.listed,
         id=prefix,
         name=name,
@@ -214,7 +215,7 @@ def run_sheet(
         likely=most_likely(findings),
         unseen=unseen_line(run),
         replay=replay_command(run, findings),
-        wide=Markup(findings_svg(run, findings, 9)),
+        wide=Markup(findings_svg(run, findings, 9, most=3 if has_narrow else 1)),
         narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
         series=_series_rows(run),
         events=_event_rows(run),
@@ -230,8 +231,8 @@ def report_html(
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
     sheets = []
-    for place, name in enumerate(by_severity({name: findings[name] for name in runs})):
-        prefix = "" if is_single else f"r{place}"
+    for i, name in enumerate(by_severity({name: findings[name] for name in runs})):
+        prefix = "" if is_single else f"r{i}"
         sheets.append(run_sheet(runs[name], findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
     return render(
         "report",
@@ -251,8 +252,23 @@ def write_html(
     shared: Findings | None = None,  # findings across the runs; None: none
 ) -> Path:  # the file
     "The file that now holds the report."
-    if isinstance(runs, xr.DataTree):
-        runs, findings = {"run": runs}, {"run": findings}
     path = Path(path)
-    path.write_text(report_html(runs, findings, shared) + "\n", encoding="utf-8")
+    by_name = {"run": runs} if isinstance(runs, xr.DataTree) else runs
+    findings_by_name = {"run": findings} if isinstance(findings, Findings) else findings
+    path.write_text(report_html(by_name, findings_by_name, shared) + "\n", encoding="utf-8")
     return path
+
+# %% ../../nbs/api/report/06_html.ipynb #55b95267
+def findings_table(
+    findings: Findings,  # of one run, or shared by several
+) -> str:  # HTML
+    "The findings as a table."
+    return render("findings_table", rows=findings.rows())
+
+# %% ../../nbs/api/report/06_html.ipynb #5401e472
+def summary_table(
+    summary: Summary,  # of one run
+) -> str:  # HTML
+    "The summary of the series as a table under its title."
+    rows = summary.table.to_html(float_format="{:.6g}".format, escape=True, border=0)
+    return render("summary_table", title=summary.title, rows=rows)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
-from ..detect.likely import most_likely
-from ..knowledge.choice import TOLD
+from ..detect.likely_cause import most_likely
+from ..knowledge.choice import REMEDIES_SHOWN
 from stabilitylab.report.content import (
     by_severity,
     evidence_items,
@@ -21,16 +21,17 @@ from stabilitylab.report.content import (
     facts_line,
     remedies_by_verdict,
     remedy_text,
+    replay_command,
     skipped_line,
     steps_text,
+    unseen_line,
     verdict_line,
 )
-from .next_step import replay_command, unseen_line
 from .words import clean, spaced
 
 # %% ../../nbs/api/report/05_markdown.ipynb #9be36580
 def _escaped(text: object) -> str:
-    "Words of a log without control characters; what markdown would obey is shown."
+    "Text of a log without control characters, with the special characters of markdown escaped."
     return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
 
 
@@ -38,7 +39,7 @@ def run_markdown(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | None = None,  # where it came from; None: what the record says
-    remedies: int | None = TOLD,  # remedies of a finding, those that fit the run best; None: all
+    remedies: int | None = REMEDIES_SHOWN,  # remedies of a finding, those that fit the run best; None: all
 ) -> str:  # a heading, a table, one section a finding
     "The findings of one run as markdown."
     head = facts(run, source)
@@ -50,15 +51,13 @@ def run_markdown(
     if likely is not None:
         paragraphs.append(f"**Most likely cause:** {_escaped(likely.cause)}")
         paragraphs.append("**What to do next:**")
-        paragraphs.append(
-            "\n".join(f"{place}. {_escaped(action)}" for place, action in enumerate(likely.next, 1))
-        )
-    known = set()
-    for place, finding in enumerate(findings, 1):
-        paragraphs += _section(place, finding)
-        if finding.kind not in known:
+        paragraphs.append("\n".join(f"{i}. {_escaped(action)}" for i, action in enumerate(likely.next, 1)))
+    kinds = set()
+    for number, finding in enumerate(findings, 1):
+        paragraphs += _section(number, finding)
+        if finding.kind not in kinds:
             paragraphs += _tried(finding, remedies)
-        known.add(finding.kind)
+        kinds.add(finding.kind)
     unseen, command = unseen_line(run), replay_command(run, findings, source)
     if unseen:
         paragraphs.append(_escaped(unseen))
@@ -71,26 +70,26 @@ def runs_markdown(
     runs: dict[str, xr.DataTree],  # name -> record
     findings: dict[str, Findings],  # name -> what `diagnose` found in it
     shared: Findings | None = None,  # findings across the runs; None: none
-    remedies: int | None = TOLD,  # as in `run_markdown`
+    remedies: int | None = REMEDIES_SHOWN,  # as in `run_markdown`
 ) -> str:  # what they share first, then one part a run, the one that needs most first
     "Several runs as markdown."
     names = by_severity({name: findings[name] for name in runs})
     parts = [run_markdown(runs[name], findings[name], None, remedies) for name in names]
     if shared:
         across = [f"# Across the {len(runs)} runs"]
-        for place, finding in enumerate(shared, 1):
-            across += _section(place, finding)
+        for number, finding in enumerate(shared, 1):
+            across += _section(number, finding)
         parts.insert(0, "\n\n".join(across) + "\n")
     return "\n".join(parts)
 
 
-def _section(place: int, finding: Finding) -> Iterator[str]:
+def _section(number: int, finding: Finding) -> Iterator[str]:
     "Heading, sentence and evidence of a finding."
-    heading = f"## {place}. {_escaped(spaced(finding.kind))} ({finding.severity}) {steps_text(finding)}"
+    heading = f"## {number}. {_escaped(spaced(finding.kind))} ({finding.severity}) {steps_text(finding)}"
     yield heading.rstrip()
     yield _escaped(finding.explanation)
     if items := evidence_items(finding):
-        yield "\n".join(f"- {_escaped(what)}: {_escaped(value)}" for what, value in items)
+        yield "\n".join(f"- {_escaped(name)}: {_escaped(value)}" for name, value in items)
 
 
 def _tried(finding: Finding, most: int | None) -> Iterator[str]:

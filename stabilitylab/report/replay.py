@@ -64,7 +64,7 @@ def _swap_lines(swap: dict) -> list[str]:
     return lines
 
 
-def _shown(value: float | str | None) -> str:
+def _check_cell(value: float | str | None) -> str:
     "One cell of the table of checks."
     if value is None:
         return "-"
@@ -76,7 +76,7 @@ def _check_lines(check: dict) -> list[str]:
     lines = [_LINES["check"].format(**check)]
     for row in check["checks"]:
         cells = {"name": row["name"].replace("_", " "), "state": row["state"], "step": row["step"]}
-        cells |= {key: _shown(row[key]) for key in ("recorded", "replayed")}
+        cells |= {key: _check_cell(row[key]) for key in ("recorded", "replayed")}
         lines.append(_INDENT + _LINES["checked"].format(**cells))
     if check["missing"]:
         names = ", ".join(check["missing"]).replace("_", " ")
@@ -87,11 +87,11 @@ def _check_lines(check: dict) -> list[str]:
 def _samples_line(samples: list[dict]) -> str:
     "The heaviest samples."
     rows = [_numbers(row) for row in samples]
-    known = [row for row in rows if row["share"] == row["share"]]
-    heaviest = sorted(known, key=lambda row: -row["share"])[:_HEAVIEST]
-    words = "; ".join(_LINES["sample"].format(**row) for row in heaviest)
-    middle = median(row["share"] for row in known) if known else float("nan")
-    return _LINES["samples"].format(heaviest=words, median=middle, count=len(rows))
+    finite = [row for row in rows if row["share"] == row["share"]]
+    heaviest = sorted(finite, key=lambda row: -row["share"])[:_HEAVIEST]
+    listed = "; ".join(_LINES["sample"].format(**row) for row in heaviest)
+    middle = median(row["share"] for row in finite) if finite else float("nan")
+    return _LINES["samples"].format(heaviest=listed, median=middle, count=len(rows))
 
 
 def _precision_words(row: dict) -> str:
@@ -104,29 +104,29 @@ def _precision_words(row: dict) -> str:
     return _LINES["precision"].format(**_numbers(row) | {"first": first, "over": over})
 
 
-def _same(told: dict) -> str:
+def _same(result: dict) -> str:
     "How the loss compares with the recorded one."
-    if told["recorded_loss"] is None:
+    if result["recorded_loss"] is None:
         return ""
-    if told["exact"]:
+    if result["exact"]:
         return _LINES["exact"]
-    recorded = _number(told["recorded_loss"])
-    return _LINES["apart"].format(recorded=recorded, gap=abs(_number(told["loss"]) - recorded))
+    recorded = _number(result["recorded_loss"])
+    return _LINES["apart"].format(recorded=recorded, gap=abs(_number(result["loss"]) - recorded))
 
 
 def replay_text(
-    told: dict,  # the JSON of a replay, with `run`
+    result: dict,  # the JSON of a replay, with `run`
 ) -> str:  # lines
     "What a replay found, for a terminal."
-    numbers = _numbers(told) | {"same": _same(told)}
+    numbers = _numbers(result) | {"same": _same(result)}
     lines = [_LINES[name].format(**numbers) for name in ("step", "loss", "norms")]
-    if "check" in told:
-        lines += _check_lines(told["check"])
-    if "swap" in told:
-        lines += _swap_lines(told["swap"])
-    if "samples" in told:
-        lines.append(_samples_line(told["samples"]))
-    for i, row in enumerate(told.get("precision", [])):
+    if "check" in result:
+        lines += _check_lines(result["check"])
+    if "swap" in result:
+        lines += _swap_lines(result["swap"])
+    if "samples" in result:
+        lines.append(_samples_line(result["samples"]))
+    for i, row in enumerate(result.get("precision", [])):
         lines.append(f"  {'' if i else 'precision':10} {row['precision']:14} {_precision_words(row)}")
     return "\n".join(lines)
 
@@ -137,45 +137,45 @@ _DARKEST = 0.65  # opacity behind the token with the highest loss
 
 def _tokens(row: dict) -> list[dict]:
     "Each token with its loss and how strongly it is coloured; None where it does not count."
-    known = [_number(loss) for loss in row["losses"] if loss is not None and _number(loss) == _number(loss)]
-    top = max(known, default=1.0) or 1.0
-    told = []
+    losses = [_number(loss) for loss in row["losses"] if loss is not None]
+    top = max((loss for loss in losses if loss == loss), default=1.0) or 1.0
+    tokens = []
     for text, loss in zip(row["tokens"], row["losses"], strict=True):
         height = 0.0 if loss is None else min(max(_number(loss) / top, 0), 1)
-        told.append({"text": text, "loss": loss, "strength": f"{_DARKEST * height:.2f}"})
-    return told
+        tokens.append({"text": text, "loss": loss, "strength": f"{_DARKEST * height:.2f}"})
+    return tokens
 
 
 def replay_html(
-    told: dict,  # the JSON of a replay, or {'error': words}
+    result: dict,  # the JSON of a replay, or {'error': text}
     part: str,  # 'head', 'samples' or 'modules'
 ) -> str:  # HTML; '' where the replay has nothing of it
     "One part of what a replay found, for a page."
-    shares = {row["sample"]: row["share"] for row in told.get("samples", [])}
-    samples = sorted(told.get("samples", []), key=lambda row: -_finite(row["share"]))[:_SHOWN]
+    shares = {row["sample"]: row["share"] for row in result.get("samples", [])}
+    samples = sorted(result.get("samples", []), key=lambda row: -_finite(row["share"]))[:_SHOWN]
     texts = [
         {"sample": row["sample"], "share": shares[row["sample"]], "tokens": _tokens(row)}
-        for row in told.get("tokens", [])
+        for row in result.get("tokens", [])
         if not isinstance(shares[row["sample"]], str)
     ]
-    return render("view_replay", part=part, told=told, samples=samples, texts=texts)
+    return render("view_replay", part=part, told=result, samples=samples, texts=texts)
 
 
 def setup_html(
     # 'sample', 'record', 'beside', 'typed', 'missing', 'none', 'drafted', 'running', 'failed' or 'checked'
     kind: str,
     # as the kind asks: file (dict of a SetupFile), folder, words, error, told (the JSON of a check)
-    **told: object,
+    **values: object,
 ) -> str:  # HTML
     "What is known of a run's setup, for a view."
-    return render("view_setup", kind=kind, **told)
+    return render("view_setup", kind=kind, **values)
 
 
 def foresight_html(
-    seen: Mapping,  # the fields of a `Foresight`
+    forecast: Mapping,  # the fields of a `Foresight`
 ) -> str:  # HTML
     "What will differ in a replay, for a view, before it runs."
-    return render("view_foresight", seen=seen)
+    return render("view_foresight", seen=forecast)
 
 
 def _finite(value: float | str) -> float:

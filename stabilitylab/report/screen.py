@@ -46,7 +46,7 @@ class Screen:
 def run_identity(
     run: xr.DataTree,  # a record
 ) -> str:  # 12 hex digits
-    "The same digits for the same steps and values, wherever the run lies."
+    "A hash of the steps and values of a run, the same wherever it is stored."
     digest = hashlib.sha256()
     scalars = run["scalars"].to_dataset() if "scalars" in run.children else xr.Dataset()
     for name in sorted(series_names(scalars)):
@@ -63,7 +63,7 @@ _LONGEST = 120  # letters of a setting that a page shows
 def opened_setting(
     value: object,  # an attribute of a record
 ) -> dict:  # {} for anything but a configuration
-    "A configuration, also one that is kept as JSON."
+    "A configuration, decoded where it is stored as JSON."
     if isinstance(value, str) and value.startswith("{"):
         try:
             value = json.loads(value)
@@ -75,11 +75,12 @@ def opened_setting(
 def configuration(
     run: xr.DataTree,  # a record
 ) -> list[tuple[str, str]]:  # (name, value), those inside a configuration under its name
-    "The settings that a run tells of itself, those that are short enough to be read."
+    "The settings recorded with a run, those that are short enough to be read."
     rows = []
     for key, value in run.attrs.items():
-        held = opened_setting(value)
-        rows += [(f"{key}.{inner}", str(one)) for inner, one in held.items()] if held else [(key, str(value))]
+        nested = opened_setting(value)
+        flat = [(f"{key}.{inner}", str(item)) for inner, item in nested.items()]
+        rows += flat or [(str(key), str(value))]
     return [(key, value) for key, value in rows if key != "source" and len(value) <= _LONGEST]
 
 # %% ../../nbs/api/report/12_screen.ipynb #1a5620df
@@ -93,14 +94,14 @@ def _urls() -> dict[str, str]:
 def source_links(
     findings: Findings,  # of one run
 ) -> list[tuple[str, str]]:  # (name, address), '' where a source has no public one; each source once
-    "Who is quoted for the remedies of these findings, and where that can be read."
-    told = sorted({remedy["source"] for one in findings for remedy in one.remedies})
-    return [(name, _address(name)) for name in told]
+    "The sources of the remedies of these findings, with their addresses."
+    sources = sorted({remedy["source"] for finding in findings for remedy in finding.remedies})
+    return [(name, _address(name)) for name in sources]
 
 
 def _address(name: str) -> str:
-    "The address of the first known source that a name begins with; '' without one."
-    return next((url for known, url in _urls().items() if name.startswith(known)), "")
+    "The address of the first source that the name begins with; '' without one."
+    return next((url for source, url in _urls().items() if name.startswith(source)), "")
 
 # %% ../../nbs/api/report/12_screen.ipynb #87025a71
 _ALL = "all"
@@ -110,7 +111,7 @@ def stamp(
     screen: Screen,  # what is shown
     run: xr.DataTree,  # the run
 ) -> list[tuple[str, str]]:  # (what, value)
-    "Date, versions and run of a page."
+    "Provenance of a page: date, versions, run."
     span = f"{screen.x_range[0]:,.0f} to {screen.x_range[1]:,.0f}" if screen.x_range else _ALL
     return [
         ("made", screen.date),
@@ -134,16 +135,14 @@ def screen_html(
     "What is on the screen, as one self-contained page."
     part = in_range(run, screen.x_range or None)
     names = list(screen.names) or panels_of(run, findings)
-    is_chosen = 0 <= screen.selected < len(findings)
+    chosen = list(findings)[screen.selected] if 0 <= screen.selected < len(findings) else None
     return render(
         "screen",
         title=screen.name,
         stamp=stamp(screen, run),
         settings=configuration(run),
         figure=Markup(_element(page_svg(part, findings, names))) if names else "",
-        chosen=finding_card(findings[screen.selected], screen.selected + 1, prefix="s")
-        if is_chosen
-        else None,
+        chosen=finding_card(chosen, screen.selected + 1, prefix="s") if chosen else None,
         run=run_sheet(run, findings, screen.name),
         trial=trial,
         links=source_links(findings),
@@ -174,7 +173,7 @@ _LIST = "findings.to_pandas()[['kind', 'severity', 'onset', 'end', 'explanation'
 _DRAW = """part = in_range(run, {x_range!r})
 axes = plot_findings(part, findings, names={names!r}, log={log!r})"""
 _CHOSEN = "findings[{selected}]"
-_SAYS = {
+_TEXTS = {
     "open": "The run, and whether it is still the one that was looked at.",
     "list": "## What was found",
     "draw": "## The curve, as it was shown",
@@ -183,9 +182,9 @@ _SAYS = {
 }
 
 
-def _cell(kind: str, source: str, place: int) -> dict:
+def _cell(kind: str, source: str, index: int) -> dict:
     "A cell of a notebook."
-    cell = {"cell_type": kind, "id": f"screen-{place}", "metadata": {}, "source": source.splitlines(True)}
+    cell = {"cell_type": kind, "id": f"screen-{index}", "metadata": {}, "source": source.splitlines(True)}
     return cell | ({"outputs": [], "execution_count": None} if kind == "code" else {})
 
 
@@ -194,23 +193,23 @@ def screen_notebook(
     run: xr.DataTree,  # the run
     findings: Findings,  # what was found in it
 ) -> dict:  # a notebook, as its file holds it
-    "A notebook that opens the same run, finds the same and draws the same."
+    "A notebook that opens the same run, diagnoses it and draws the same figure."
     names = list(screen.names) or panels_of(run, findings)
     about = {"name": screen.name, "date": screen.date, "version": __version__, "identity": run_identity(run)}
-    place = {"source": screen.source, "name": screen.name, "identity": about["identity"]}
+    opening = {"source": screen.source, "name": screen.name, "identity": about["identity"]}
     look = {"x_range": tuple(screen.x_range) or None, "names": names, "log": screen.log}
     parts = [
         ("markdown", _HEAD.format(**about)),
-        ("markdown", _SAYS["open"]),
-        ("code", _OPEN.format(**place)),
+        ("markdown", _TEXTS["open"]),
+        ("code", _OPEN.format(**opening)),
     ]
-    parts += [("markdown", _SAYS["list"]), ("code", _LIST)] if len(findings) else []
-    parts += [("markdown", _SAYS["draw"]), ("code", _DRAW.format(**look))] if names else []
+    parts += [("markdown", _TEXTS["list"]), ("code", _LIST)] if len(findings) else []
+    parts += [("markdown", _TEXTS["draw"]), ("code", _DRAW.format(**look))] if names else []
     if 0 <= screen.selected < len(findings):
-        kind = spaced(findings[screen.selected].kind)
-        parts += [("markdown", _SAYS["chosen"].format(kind=kind))]
+        kind = spaced(list(findings)[screen.selected].kind)
+        parts += [("markdown", _TEXTS["chosen"].format(kind=kind))]
         parts += [("code", _CHOSEN.format(selected=screen.selected))]
-    parts += [("markdown", _SAYS["trial"]), ("code", screen.trial)] if screen.trial else []
+    parts += [("markdown", _TEXTS["trial"]), ("code", screen.trial)] if screen.trial else []
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cells = [_cell(kind, source, place) for place, (kind, source) in enumerate(parts)]
+    cells = [_cell(kind, source, i) for i, (kind, source) in enumerate(parts)]
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..names.display import drawn
+from ..names.display import rendered_html
 from .scalars import series, series_names
 
 # %% ../../nbs/api/run/02_summary.ipynb #bf72e878
@@ -29,7 +29,7 @@ class Summary:
         return heading + self.table.to_string(float_format="{:.6g}".format)
 
     def _repr_html_(self):
-        return drawn("summary", self)
+        return rendered_html("summary", self)
 
 # %% ../../nbs/api/run/02_summary.ipynb #c3601916
 def summary(

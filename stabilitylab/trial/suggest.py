@@ -15,8 +15,8 @@ import xarray as xr
 from ..detect.findings import Finding
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
-from ..measure.curves import curve
-from ..names.numbers import counted
+from ..names.numbers import format_count
+from ..run.curves import curve
 from .arm import Arm
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #e202c2e2
@@ -48,7 +48,7 @@ class Suggestion:
         return asdict(self)
 
 
-def _rows_of() -> dict[str, list[str]]:
+def _fixes_by_remedy() -> dict[str, list[str]]:
     "Row of the table of remedies -> names of fixes that do it."
     by_row: dict[str, list[str]] = {}
     for name in fixes().name:
@@ -56,7 +56,7 @@ def _rows_of() -> dict[str, list[str]]:
             by_row.setdefault(row, []).append(name)
     return by_row
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #aa6b38eb
 @dataclass
 class _Tally:
     "What was reported of one fix against what was found."
@@ -69,7 +69,8 @@ class _Tally:
 
 def _tallies(findings: Sequence[Finding]) -> dict[str, _Tally]:
     "All fixes that somebody reported against one of the findings."
-    by_row, tallies = _rows_of(), {}
+    by_row = _fixes_by_remedy()
+    tallies: dict[str, _Tally] = {}
     for finding in findings:
         answered = set()
         for row in remedies_for(finding.kind):
@@ -79,41 +80,40 @@ def _tallies(findings: Sequence[Finding]) -> dict[str, _Tally]:
                     answered.add(name)
                     tally.weight += _WEIGHT[finding.severity]
                     tally.kinds.append(finding.kind)
-                known = {"worked": tally.worked, "did not work": tally.failed}.get(row["reported"])
-                if known is not None and row not in known:
-                    known.append(row)
+                reports = {"worked": tally.worked, "did not work": tally.failed}.get(row["reported"])
+                if reports is not None and row not in reports:
+                    reports.append(row)
     return tallies
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #f367e273
 _HALF = 0.5  # of the rate at which a run failed; OPT-175B and IDEFICS went to half and below: our convention
 
 
 @dataclass(frozen=True)
-class _Said:
-    "What the run itself says for a fix."
+class _RunEvidence:
+    "What the run itself shows for a fix."
 
     factor: float = 1.0  # multiplies its score
     reason: str = ""  # in words
     parameters: dict = field(default_factory=dict)  # of the fix
 
 
-def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _Said:
+def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "How far to lower the rate: at most half of that at which the run failed, wherever its schedule goes."
     lr, onset = curve(run, "lr"), failure_onset(findings)
     if lr is None or not len(lr.value) or onset is None:
-        return _Said()
+        return _RunEvidence()
     order = np.argsort(lr.step, kind="stable")
-    failed, most = float(np.interp(onset, lr.step[order], lr.value[order])), float(lr.value.max())
-    if not failed > 0:
-        return _Said()
-    default = fix("lower_lr").factor
-    factor = max(min(default, float(f"{_HALF * failed / most:.2g}")), 1e-4)
-    words = f"it failed at a rate of {failed:.3g}, and the rate goes to {most:.3g}"
-    return _Said(
-        1.5 if lr.value[-1] > 0.99 * most else 1.0, words, {"factor": factor} if factor < default else {}
-    )
+    at_failure, peak = float(np.interp(onset, lr.step[order], lr.value[order])), float(lr.value.max())
+    if not at_failure > 0:
+        return _RunEvidence()
+    default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
+    factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
+    words = f"it failed at a rate of {at_failure:.3g}, and the rate goes to {peak:.3g}"
+    weight = 1.5 if lr.value[-1] > 0.99 * peak else 1.0
+    return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #33e996b7
 _IN_THE_LOSS = ("divergence", "slow_rise", "loss_spike", "resume_spike", "lr_too_high")  # kinds of findings
 
 
@@ -121,54 +121,55 @@ def failure_onset(
     findings: Sequence[Finding],  # of `diagnose`
 ) -> int | None:  # None where no finding is an error with a step, nor a warning of the loss itself
     "The step at which a run failed: of the first error, or else of the first warning that the loss shows."
-    known = [one for one in findings if one.onset is not None]
-    errors = [one.onset for one in known if one.severity == "error"]
-    seen = [one.onset for one in known if one.severity == "warning" and one.kind in _IN_THE_LOSS]
-    return next(iter(errors + seen), None)
+    dated = [finding for finding in findings if finding.onset is not None]
+    errors = [finding.onset for finding in dated if finding.severity == "error"]
+    warnings = [f.onset for f in dated if f.severity == "warning" and f.kind in _IN_THE_LOSS]
+    return next(iter(errors + warnings), None)
 
-
-def _said_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _Said:
-    "What the run itself says for a fix."
+# %% ../../nbs/api/trial/04_suggest.ipynb #a33a2181
+def _evidence_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
+    "What the run itself shows for a fix."
     if name == "lower_lr":
         return _rate(findings, run)
     logits = curve(run, "attn_logit_max")
-    grow = logits is not None and len(logits.value) > 1 and logits.value[-1] > 100 * abs(logits.value[0])
-    if name == "qk_norm" and grow:
-        words = f"the largest attention logit grew from {logits.value[0]:.3g} to {logits.value.max():.3g}"
-        return _Said(2.0, words)
-    return _Said()
-
-
-def suggest(
-    findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # the record that they are of
-    most: int = 3,  # fixes; one control comes on top
-) -> list[Suggestion]:  # the most promising first, a control at the end; [] where nothing fits
-    "The fixes that are worth a trial."
-    table = fixes().set_index("name")
-    wanted, controls = [], []
-    for name, tally in _tallies(findings).items():
-        if table.acts_on[name] in _CANNOT:
-            continue
-        good, bad = len(tally.worked), len(tally.failed)
-        said = _said_of(name, findings, run)
-        share = (good + 1) / (good + bad + 2)
-        reasons = [
-            f"answers {', '.join(dict.fromkeys(tally.kinds))}",
-            f"{counted(good, 'team reports|teams report')} that it worked, {bad} not",
-        ]
-        sources = sorted({row["source"] for row in (*tally.worked, *tally.failed)})
-        reasons += [said.reason] if said.reason else []
-        if good > 0:
-            score = tally.weight * share * said.factor
-            wanted.append(Suggestion(name, score, reasons, sources, parameters=said.parameters))
-        elif bad > 0:
-            controls.append(Suggestion(name, tally.weight * bad, reasons, sources, is_control=True))
-    best = sorted(wanted, key=lambda one: (-one.score, one.name))[:most]
-    control = sorted(controls, key=lambda one: (-one.score, one.name))[:1]
-    return best + (control or [_placebo()]) if best else []
+    if name != "qk_norm" or logits is None or len(logits.value) < 2:
+        return _RunEvidence()
+    first, last, peak = logits.value[0], logits.value[-1], logits.value.max()
+    if last <= 100 * abs(first):
+        return _RunEvidence()
+    return _RunEvidence(2.0, f"the largest attention logit grew from {first:.3g} to {peak:.3g}")
 
 
 def _placebo() -> Suggestion:
     "The control where no team reports a failure."
     return Suggestion("placebo", 0.0, ["changes nothing: what chance alone does"], [], is_control=True)
+
+# %% ../../nbs/api/trial/04_suggest.ipynb #94dfe97d
+def suggest(
+    findings: Sequence[Finding],  # of `diagnose`
+    run: xr.DataTree,  # the record that they are of
+    limit: int = 3,  # fixes; one control is added
+) -> list[Suggestion]:  # the most promising first, a control at the end; [] where nothing fits
+    "The fixes that are worth a trial."
+    table = fixes().set_index("name")
+    candidates, controls = [], []
+    for name, tally in _tallies(findings).items():
+        if table.acts_on[name] in _CANNOT:
+            continue
+        good, bad = len(tally.worked), len(tally.failed)
+        evidence = _evidence_of(name, findings, run)
+        share = (good + 1) / (good + bad + 2)
+        reasons = [
+            f"answers {', '.join(dict.fromkeys(tally.kinds))}",
+            f"{format_count(good, 'team reports|teams report')} that it worked, {bad} not",
+        ]
+        sources = sorted({row["source"] for row in (*tally.worked, *tally.failed)})
+        reasons += [evidence.reason] if evidence.reason else []
+        if good > 0:
+            score = tally.weight * share * evidence.factor
+            candidates.append(Suggestion(name, score, reasons, sources, parameters=evidence.parameters))
+        elif bad > 0:
+            controls.append(Suggestion(name, tally.weight * bad, reasons, sources, is_control=True))
+    best = sorted(candidates, key=lambda suggestion: (-suggestion.score, suggestion.name))[:limit]
+    control = sorted(controls, key=lambda suggestion: (-suggestion.score, suggestion.name))[:1]
+    return best + (control or [_placebo()]) if best else []

@@ -60,6 +60,12 @@ class PictureWidget(anywidget.AnyWidget):
         with self.hold_sync():
             self.sheet, self.panels = sheet, panels
 
+    @traitlets.validate("asked")
+    def _check_wish(self, proposal: dict) -> dict:
+        if proposal["value"].get("what", "undo") not in ("undo", "redo"):
+            raise bad_input("asked", proposal["value"]["what"], "undo or redo")
+        return proposal["value"]
+
     @traitlets.validate("brushed")
     def _check_brush(self, proposal: dict) -> dict:
         span = proposal["value"].get("range", [])

@@ -13,7 +13,7 @@ import xarray as xr
 from torch import nn
 
 from ..detect.attention import attention_of
-from ..probe.attention_report import head_weights
+from ..probe.attention.report import head_weights
 from ..replay.examine import setup_of
 from ..replay.snapshot import load_batch, load_snapshot
 from ..report.words import spaced

@@ -16,6 +16,7 @@ from ..names.errors import InputError
 from ..replay.setup_file import SetupFile, draft_setup, setup_files, todo_lines
 from ..report.replay import setup_html
 from ..run.job import Job, JobState
+from .panel import JobPanel
 
 # %% ../../nbs/api/workbench/11_setup_panel.ipynb #81fe6209
 _WORK = "stabilitylab.replay.setup_file:check_work"
@@ -38,8 +39,11 @@ class SetupPanel:
         step: Callable[[], int],  # the step that a check goes through
     ):
         self.step, self.path, self.files = step, Path(), []
-        self.job, self._task, self.answer = None, None, None
-        fit = widgets.Layout(width="auto", flex="0 0 auto")
+        self.answer = None
+        self.work = JobPanel("Check", self._begin, heard=self._hear, say=_setup_words, icon="check")
+        self.check, self.stop = self.work.go, self.work.stop
+        self.bar, self.says = self.work.bar, self.work.says
+        self.check.tooltip, self.check.button_style = "compare it with the record", ""
         self.where = widgets.Combobox(
             description="Setup",
             ensure_option=False,
@@ -47,21 +51,13 @@ class SetupPanel:
             layout=widgets.Layout(flex="1 1 260px", min_width="220px"),
         )
         self.where.tooltip = "a file with a function `setup` that returns a stabilitylab.Setup"
-        self.check = widgets.Button(
-            description="Check", icon="check", tooltip="compare it with the record", layout=fit
-        )
-        self.stop = widgets.Button(description="Cancel", icon="stop", disabled=True, layout=fit)
         alone = widgets.Layout(width="auto", flex="0 0 auto")  # hidden by itself
         self.draft = widgets.Button(description="Write a draft", icon="pencil", layout=alone)
-        self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="110px", visibility="hidden"))
-        self.says = widgets.HTML()
         row = [self.where, self.check, self.stop, self.draft, self.bar]
         flow = widgets.Layout(flex_flow="row wrap", width="100%", align_items="center")
         self.widget = widgets.VBox([widgets.HBox(row, layout=flow), self.says])
         self.widget.add_class("stl-setup-panel")
         self.where.observe(lambda _: self._chosen(), names=["value"])
-        self.check.on_click(lambda _: self.begin())
-        self.stop.on_click(lambda _: self.cancel())
         self.draft.on_click(lambda _: self.write())
 
     @property
@@ -113,31 +109,32 @@ class SetupPanel:
             "drafted", file=SetupFile(str(file), "record", todo_lines(file)).to_dict()
         )
 
-    def begin(self) -> None:
-        "Starts the check: beside a running loop in the background, else until it ends."
-        self.cancel()
+    def _begin(self) -> Job:
+        "The check, in a child process."
         arguments = {"path": str(self.path.absolute()), "step": int(self.step()), "setup": self.chosen}
-        self.job = Job.of(_WORK, **arguments)
-        self._task = self.job.look_after(self.show)
+        return Job.of(_WORK, **arguments)
+
+    def _hear(self, state: JobState) -> None:
+        "Keeps what a check found."
+        if state.phase == "done":
+            self.answer = state.result
+
+    def begin(self) -> None:
+        "Starts the check; one that runs is ended."
+        self.cancel()
+        self.work.start()
 
     def cancel(self) -> None:
         "Ends a check that runs."
-        if self.job is not None and not self.job.poll().ended:
-            self.job.cancel()
-            self.show(self.job.poll())
+        self.work.cancel()
 
-    def show(
-        self,
-        state: JobState,  # of the check
-    ) -> None:
-        "How far the check is, or what it found."
-        self.check.disabled, self.stop.disabled = not state.ended, state.ended
-        self.bar.value, self.bar.layout.visibility = state.share, "hidden" if state.ended else "visible"
-        if state.phase == "done":
-            self.answer = state.result
-            self.says.value = setup_html("checked", told=self.answer)
-        elif state.phase == "running":
-            self.says.value = setup_html("running", words=state.words)
-        else:
-            words = "the check was cancelled" if state.phase == "cancelled" else state.error
-            self.says.value = setup_html("failed", error=words)
+
+def _setup_words(state: JobState) -> str:
+    "How far a check is, or what it found, as HTML."
+    if state.phase == "done":
+        return setup_html("checked", told=state.result)
+    if state.phase == "running":
+        return setup_html("running", words=state.words)
+    return setup_html(
+        "failed", error="the check was cancelled" if state.phase == "cancelled" else state.error
+    )

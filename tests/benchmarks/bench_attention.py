@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.probe.attention_call import AttentionCall
-from stabilitylab.probe.attention_heads import attention_statistics
+from stabilitylab.probe.attention.call import AttentionCall
+from stabilitylab.probe.attention.heads import attention_statistics
 
 
 def best(calls, repeats=7):

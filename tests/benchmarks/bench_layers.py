@@ -7,7 +7,7 @@ import xarray as xr
 
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import open_state
-from stabilitylab.workbench.view_layers import build_layers
+from stabilitylab.workbench.view_layers import LayersView
 
 
 def main(modules=200, n=10_000):
@@ -24,7 +24,7 @@ def main(modules=200, n=10_000):
     )
     state, _ = open_state(run)
     state.visible = "layers"
-    view, times = build_layers(state), {"zoom": [], "click": []}
+    view, times = LayersView(state), {"zoom": [], "click": []}
     for i in range(12):
         begin = time.perf_counter()
         state.x_range = (1000 + 100 * i, 7000 + 100 * i)

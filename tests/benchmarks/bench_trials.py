@@ -10,9 +10,9 @@ import time
 import torch
 
 from stabilitylab.run.job import Job
-from stabilitylab.trial.arm import Arm, Lane
-from stabilitylab.trial.bundle import Bundle
-from stabilitylab.trial.small import Recipe, small_training
+from stabilitylab.trial.arm import Arm, ArmTraining
+from stabilitylab.trial.batched import BatchedTraining
+from stabilitylab.trial.recipe import Recipe, proxy_training
 
 RATES = [3e-4 * 10 ** (place / 5) for place in range(16)]  # three decades
 SHAPE = {"d_model": 64, "n_layer": 4, "clip": 1.0}  # 0.2 M parameters
@@ -37,7 +37,7 @@ def one_after_another(batch, seq, steps):
     "Seconds of one step of all rates, each trained by itself."
     each = []
     for rate in RATES[::5]:  # every rate costs the same
-        training = small_training(lr=rate, batch=batch, seq=seq, **SHAPE)
+        training = proxy_training(lr=rate, batch=batch, seq=seq, **SHAPE)
         seconds = [bare_step(training, step) for step in range(steps)]
         each.append(statistics.median(seconds[2:]))
     return len(RATES) * statistics.median(each)
@@ -45,7 +45,7 @@ def one_after_another(batch, seq, steps):
 
 def as_one(batch, seq, steps, rates=RATES):
     "Seconds of one step of all rates as one model."
-    bundle = Bundle([small_training(lr=rate, batch=batch, seq=seq, **SHAPE) for rate in rates])
+    bundle = BatchedTraining([proxy_training(lr=rate, batch=batch, seq=seq, **SHAPE) for rate in rates])
     seconds = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -72,8 +72,8 @@ def overhead(steps=150):
     "Seconds of a step of a bare loop and of an arm of a trial, in turn: medians."
     shape = SHAPE | {"batch": 8, "seq": 64, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
-        lane = Lane(Recipe(**shape).start.to_dict(), Arm().to_dict(), 0, steps, folder)
-        bare, theirs, ours = small_training(**shape), [], []
+        lane = ArmTraining(Recipe(**shape).start.to_dict(), Arm().to_dict(), 0, steps, folder)
+        bare, theirs, ours = proxy_training(**shape), [], []
         for step in range(steps):
             theirs.append(bare_step(bare, step))
             begin = time.perf_counter()
@@ -86,7 +86,7 @@ def overhead(steps=150):
 def main(steps=12):
     "Prints the figures."
     torch.set_flush_denormal(True)
-    params = sum(p.numel() for p in small_training(**SHAPE).model.parameters())
+    params = sum(p.numel() for p in proxy_training(**SHAPE).model.parameters())
     print(
         f"16 learning rates, {params / 1e6:.2f} M parameters, {os.cpu_count()} processors, ms a step of all"
     )

@@ -24,6 +24,13 @@ ARGS = [
 ]
 
 
+def pytest_collection_modifyitems(items):
+    "A browser takes seconds a test: all of them are slow."
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
     "(url, token, folder) of a running JupyterLab."

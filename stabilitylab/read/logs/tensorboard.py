@@ -44,10 +44,10 @@ def _repeats(data: bytes | mmap.mmap, at: int, last: np.ndarray) -> np.ndarray:
     many, offset = (len(data) - at) // stride, np.r_[0, np.cumsum(length + _AROUND)[:-1]]
     if many < 2:
         return nothing
-    for place, expected in zip(offset, length, strict=True):
-        # the headers at this place of the pattern, one a stride: up to which do they say the same length?
-        said = np.ndarray(many, "<u8", data, int(at + place), (stride,))
-        wrong = np.flatnonzero(said != expected)
+    for start, expected in zip(offset, length, strict=True):
+        # the headers at this position of the pattern, one a stride: up to which do they say the same length?
+        lengths = np.ndarray(many, "<u8", data, int(at + start), (stride,))
+        wrong = np.flatnonzero(lengths != expected)
         many = int(wrong[0]) if len(wrong) else many
         if not many:
             return nothing
@@ -60,23 +60,23 @@ def record_places(
 ) -> tuple[np.ndarray, np.ndarray, int]:  # start and length (n,) of each message, bytes left
     "Where the messages of an event file lie."
     length_at = struct.Struct("<Q").unpack_from
-    at, size, found, parts, wait = 0, len(data), [], [], _LOOK
+    at, size, records, parts, wait = 0, len(data), [], [], _LOOK
     while at + _MESSAGE_AT <= size:
         n = length_at(data, at)[0]
         if at + _AROUND + n > size:
             break
-        found.append((at + _MESSAGE_AT, n))
+        records.append((at + _MESSAGE_AT, n))
         at += _AROUND + n
-        if len(found) < wait:
+        if len(records) < wait:
             continue
-        more = _repeats(data, at, np.array([length for _, length in found[-2 * _PERIOD :]], np.int64))
+        more = _repeats(data, at, np.array([length for _, length in records[-2 * _PERIOD :]], np.int64))
         if len(more):
             at = int(more[-1].sum()) + _AROUND - _MESSAGE_AT
-            parts += [np.array(found, np.int64), more]
-            found = []
-        wait = len(found) + _LOOK
-    places = np.concatenate([*parts, np.array(found, np.int64).reshape(-1, 2)])
-    return places[:, 0], places[:, 1], size - at
+            parts += [np.array(records, np.int64), more]
+            records = []
+        wait = len(records) + _LOOK
+    messages = np.concatenate([*parts, np.array(records, np.int64).reshape(-1, 2)])
+    return messages[:, 0], messages[:, 1], size - at
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #9bef7010
 # The fields that are read, by number (event.proto, summary.proto, tensor.proto of TensorFlow):
@@ -93,15 +93,15 @@ class _Value(NamedTuple):
     "One scalar of an event."
 
     tag: tuple[int, int]  # (start, end) of its name in the file
-    at: int  # place of the number in the file
+    at: int  # offset of the number in the file
     dtype: str
 
 
 class _Event(NamedTuple):
     "Where the parts of one message lie in the file."
 
-    time: int | None  # place of the wall time
-    step: tuple[int, int] | None  # (place, size) of the step
+    time: int | None  # offset of the wall time
+    step: tuple[int, int] | None  # (offset, size) of the step
     values: list[_Value]
     n_others: int  # summaries that are no scalar
 
@@ -160,8 +160,8 @@ def _event(data: bytes | mmap.mmap, begin: int, end: int) -> _Event:
         elif n == 5 and kind == _BYTES:
             inner = fields(data, x, y)
             values += [_value(data, a, b) for m, how, a, b in inner if m == 1 and how == _BYTES]
-    known = [value for value in values if value]
-    return _Event(time, step, known, len(values) - len(known))
+    scalars = [value for value in values if value]
+    return _Event(time, step, scalars, len(values) - len(scalars))
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #8c3384b1
 def _is_same(rows: np.ndarray, event: _Event, begin: int) -> np.ndarray:
@@ -224,7 +224,8 @@ def read_events(
     path: Path,  # an event file
 ) -> LogData:  # a series a tag, with wall times
     "Every scalar of an event file."
-    log, columns = LogData(), {}
+    log = LogData()
+    columns: dict[str, list] = {}
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start, length, rest = record_places(data)
         log.skip("bytes at the end that are no record", rest)
