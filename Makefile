@@ -19,7 +19,7 @@ $(READY): constraints.txt settings.ini setup.py
 
 demo: $(READY)
 	$(BIN)/stabilitylab diagnose data_samples/lm_high_lr --html report.html
-	$(BIN)/stabilitylab replay data_samples/lm_high_lr --step 351 --precision bf16 --precision fp16
+	$(BIN)/stabilitylab replay data_samples/lm_high_lr --step 352 --precision bf16 --precision fp16
 	$(BIN)/stabilitylab trial data_samples/lm_high_lr --html report.html
 
 test: $(READY)

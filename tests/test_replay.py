@@ -261,7 +261,7 @@ def test_blame_equals_vmapped_gradients(trained):
 
 @pytest.mark.slow  # exchanges state and batch; the page of the command does too
 def test_the_sample_replays_from_the_command():
-    out = command("replay", sample(), "--step", "351", "--json")
+    out = command("replay", sample(), "--step", "352", "--json")
     told = json.loads(out.stdout)
     assert (
         out.returncode == 0
