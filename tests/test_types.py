@@ -14,11 +14,9 @@ ERRORS = {  # room -> errors it still has; a room that is not named has none
     "detect": 113,
     "replay": 71,
     "checkpoint": 31,
-    "run": 22,
+    "run": 3,
     "models": 12,
-    "cli": 8,
     "investigation": 6,
-    "read": 5,
     "knowledge": 4,
     "fixes": 4,
 }
