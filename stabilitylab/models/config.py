@@ -44,26 +44,36 @@ class ModelConfig:
     decoder_positions: str | None = None  # of a decoder that reads an encoder; None: as `positions`
     also_learned: bool = False  # learned absolute positions beside whatever `positions` says
     activation: str = "gelu"  # of the MLP; 'geglu' and 'swiglu' are gated
+    act_module: bool = True  # the activation is a module, which hooks and fixes reach; False: a function
     bias: bool = False  # of linear layers and LayerNorms
     init: str = "normal"  # rule for the standard deviation at the start, see `models.init`
     init_std: float = 0.02  # of matrices under the rule 'normal', > 0
     init_factor: float = 1.0  # multiplies the standard deviation of every rule, > 0
+    truncated: bool = True  # draw matrices again beyond 3 standard deviations
     residual_init: bool = False  # divide what writes to the residual stream by sqrt(2 n_layer)
     base_width: int = 128  # width at which 'mup' agrees with 'fan_in'
     tied: bool = False  # the head shares the embedding's weights
-    embed_norm: bool = False  # a LayerNorm right behind the embedding (BLOOM)
+    embed_norm: bool = False  # a LayerNorm right after the embedding (BLOOM)
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model)
     cap: float | None = None  # soft-cap of attention logits, such as 50 (Gemma 2); None: none
     output_cap: float | None = None  # soft-cap of output logits, such as 30 (Gemma 2); None: none
     gate: str = "none"  # sigmoid gate on the attention output: 'none', 'head' or 'element'
     sink: str = "none"  # extra column of the softmax: 'learned' logit a head, 'plus_one' (logit 0) or 'none'
-    registers: int = 0  # learned tokens in front of the sequence, >= 0
+    registers: int = 0  # learned tokens before the sequence, >= 0
     mixing: str = "last"  # what the decoder reads: the encoder's 'last' layer, or a 'learned' mean of all
     dropout: float = 0.0  # of attention and MLP outputs, in [0, 1)
 
     def __post_init__(self):
         _check_choices(self)
         _check_numbers(self)
+
+    @classmethod
+    def plain(
+        cls,
+        **options,  # fields that differ from the defaults
+    ) -> "ModelConfig":  # weights from a normal distribution without truncation, the activation a function
+        "A plain GPT, as the samples and most lessons train it."
+        return cls(**{"truncated": False, "act_module": False} | options)
 
     @property
     def head_dim(self) -> int:  # `d_model / n_head`
