@@ -49,7 +49,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     weights = softmax_with_sink(logits, sink).to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #1b7f213b
 def attention_logits(
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
@@ -67,7 +67,7 @@ def attention_logits(
     z = z if bias is None else z + bias
     return z + _causal_bias(q, k) if causal else z
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #9fa48b78
 def softmax_with_sink(
     logits: torch.Tensor,  # (batch, head, queries, keys)
     sink: torch.Tensor | None = None,  # (head,) logit of the column that is dropped; None: none
@@ -176,7 +176,7 @@ class Attention(nn.Module):
         hidden = hidden.masked_fill(~valid, float("-inf"))[:, None, None, :]
         return hidden if bias is None else bias + hidden
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #af29d86b
 _SHAW_REACH = 16  # distances beyond it share a vector (Shaw et al. clip at k=16 in their base model)
 
 

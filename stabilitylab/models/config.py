@@ -91,7 +91,7 @@ class ModelConfig:
         default = 8 * self.d_model // 3 if self.is_gated else 4 * self.d_model
         return default if self.d_ff is None else self.d_ff
 
-
+# %% ../../nbs/api/models/10_config.ipynb #ca607ecd
 def _check_choices(config: ModelConfig) -> None:
     "Raises where a named choice does not exist."
     for field, allowed in CHOICES.items():
