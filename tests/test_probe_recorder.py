@@ -786,3 +786,29 @@ def test_a_model_that_is_one_module(tmp_path):
         rec.step(1.0)
     acts = open_run(tmp_path / "r")["activations"]
     assert acts.module.values.tolist() == ["linear"] and acts.rms.item() > 0 and acts.grad_rms.item() == 1
+
+
+def test_parameters_that_come_after_the_recorder_count_in_the_norms(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, norms, moved = torch.randn(6, 4), [], []
+    is_told = pytest.warns(UserWarning, match="2 of 6 parameters came after")
+    with is_told, Recorder(model, opt, tmp_path, every_n=1) as rec:
+        for step in range(4):
+            if step == 2:
+                model.append(nn.Linear(4, 3))
+                opt.add_param_group({"params": list(model[2].parameters())})
+            loss = model(x).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+            before = [p.detach().clone() for p in model.parameters()]
+            opt.step()
+            steps = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+            moved.append(float(torch.cat([u.flatten() for u in steps]).norm()))
+            rec.step(loss)
+    run = open_run(tmp_path).load()
+    np.testing.assert_allclose(run["scalars"].grad_norm, norms, rtol=1e-5)
+    np.testing.assert_allclose(run["scalars"].update_norm, moved, rtol=1e-4)
+    assert run["gradients"].sizes["param"] == 4

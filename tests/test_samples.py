@@ -90,7 +90,7 @@ def plain_gpt_loss(weights: dict, tokens: torch.Tensor, targets: torch.Tensor, n
 
 
 def sample_matrices() -> dict[str, torch.Tensor]:
-    "Embeddings and linear layers of the sample in the order in which they are created, drawn twice as it does."
+    "Embeddings and linear layers of the sample in the order in which they are created, drawn as it does."
     torch.manual_seed(0)
     modules = {"embed": torch.nn.Embedding(128, 64), "pos_embed": torch.nn.Embedding(64, 64)}
     for block in (f"blocks.{i}" for i in range(3)):

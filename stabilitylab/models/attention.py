@@ -92,8 +92,8 @@ def _with_extra(q, logits, v, extra, cap, scale):
     return torch.cat([logits, column], dim=-1), torch.cat([v, value], dim=-2)
 
 # %% ../../nbs/api/models/12_attention.ipynb #089cdd43
-class Attention(nn.Module):
-    "Self-attention, or attention to another sequence where one is given."
+class _AttentionParts(nn.Module):
+    "Projections, norms, gate, sink and relative positions of an attention."
 
     def __init__(
         self,
@@ -119,6 +119,22 @@ class Attention(nn.Module):
         is_biased = self.positions in ("t5", "alibi")
         self.relative = RelativeBias(self.positions, config.n_head, not causal) if is_biased else None
         self.shaw = nn.Embedding(2 * _SHAW_REACH + 1, config.head_dim) if self.positions == "shaw" else None
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        "(batch, seq, d_model) to (batch, head, seq, head_dim)."
+        return x.view(*x.shape[:2], self.n_head, -1).transpose(1, 2)
+
+    def _sink(self, x: torch.Tensor) -> torch.Tensor | None:
+        "The logits of the sink column, or None."
+        return x.new_zeros(self.n_head) if self.plus_one else self.learned_sink
+
+    def _gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        "The heads' outputs, multiplied by their gates."
+        return y if self.gate is None else y * torch.sigmoid(self._heads(self.gate(x)))
+
+# %% ../../nbs/api/models/12_attention.ipynb #0b1ab3c7
+class Attention(_AttentionParts):
+    "Self-attention, or attention to another sequence where one is given."
 
     def forward(
         self,
@@ -150,18 +166,6 @@ class Attention(nn.Module):
         )
         y = rotate(y, back=True) if turned and back else y
         return self.out_proj(self._gated(y, x).transpose(1, 2).reshape(x.shape))
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        "(batch, seq, d_model) to (batch, head, seq, head_dim)."
-        return x.view(*x.shape[:2], self.n_head, -1).transpose(1, 2)
-
-    def _sink(self, x: torch.Tensor) -> torch.Tensor | None:
-        "The logits of the sink column, or None."
-        return x.new_zeros(self.n_head) if self.plus_one else self.learned_sink
-
-    def _gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        "The heads' outputs, multiplied by their gates."
-        return y if self.gate is None else y * torch.sigmoid(self._heads(self.gate(x)))
 
     def _bias(self, q, k, valid, itself: bool) -> torch.Tensor | None:
         "What positions and padding add to the logits."

@@ -28,8 +28,8 @@ _ONE_OF = {"decoder_positions": "positions"}
 
 # %% ../../nbs/api/models/10_config.ipynb #bbe88841
 @dataclass(frozen=True)
-class ModelConfig:
-    "Shape and switches of a model."
+class _Shape:
+    "Shape of a model."
 
     vocab: int = 128  # tokens, > 0
     seq: int = 128  # longest sequence
@@ -37,6 +37,17 @@ class ModelConfig:
     n_layer: int = 4  # blocks; in translation of the encoder and of the decoder
     n_head: int = 4  # attention heads
     d_ff: int | None = None  # width inside the MLP; None: 4 times `d_model`, 8/3 of it where gated
+
+    @property
+    def head_dim(self) -> int:  # `d_model / n_head`
+        "Width of one head."
+        return self.d_model // self.n_head
+
+# %% ../../nbs/api/models/10_config.ipynb #ab47997b
+@dataclass(frozen=True)
+class ModelConfig(_Shape):
+    "Shape and switches of a model."
+
     norm: str = "ln"  # 'ln', 'rms' or 'none'
     norm_place: str = "pre"  # where the norms stand: 'pre', 'post', 'b2t', 'peri', 'after' or 'rezero'
     qk_norm: str = "none"  # of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
@@ -74,11 +85,6 @@ class ModelConfig:
     ) -> "ModelConfig":  # weights from a normal distribution without truncation, the activation a function
         "A plain GPT, as the samples and most lessons train it."
         return cls(**{"truncated": False, "act_module": False} | options)
-
-    @property
-    def head_dim(self) -> int:  # `d_model / n_head`
-        "Width of one head."
-        return self.d_model // self.n_head
 
     @property
     def is_gated(self) -> bool:  # True for 'geglu' and 'swiglu'

@@ -20,31 +20,11 @@ from .parts import WithMLP, make_norm, sinusoids
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/14_decoder.ipynb #5eadf4fb
-class Block(WithMLP):
-    "Attention, attention to another sequence where there is one, and an MLP, each a residual branch."
+class _ResidualBranches(WithMLP):
+    "Residual branches, each with the norms that the configuration puts before and after it."
 
-    def __init__(
-        self,
-        config: ModelConfig,  # shape and switches
-        causal: bool = True,  # hide what comes later
-        positions: str | None = None,  # of the self-attention; None: as the configuration says
-        reads: bool = False,  # whether it attends to another sequence as well
-    ):
-        super().__init__()
-        self.norm_place = config.norm_place
-        # Parameters are created in the order of the forward pass: checkpoints and seeds depend on it.
-        self._add_norm("norm1", config, ("pre", "peri"))
-        self.attn = Attention(config, causal, positions)
-        self._add_end("1", config)
-        self.cross_attn = None
-        if reads:
-            self._add_norm("norm_cross", config, ("pre", "peri"))
-            self.cross_attn = Attention(config, causal=False, positions="none")
-            self._add_end("_cross", config)
-        self._add_norm("norm2", config, ("pre", "peri"))
-        self.add_mlp(config)
-        self._add_end("2", config)
-        self.drop = nn.Dropout(config.dropout)
+    norm_place: str
+    drop: nn.Dropout
 
     def _add_norm(self, name: str, config: ModelConfig, places: tuple[str, ...]) -> None:
         "A norm, where the configuration puts one at this place."
@@ -76,6 +56,33 @@ class Block(WithMLP):
                 return x + post_norm(y)
         return post_norm(x + y if block_input is None else x + y + block_input)
 
+# %% ../../nbs/api/models/14_decoder.ipynb #7cba2476
+class Block(_ResidualBranches):
+    "Attention, attention to another sequence where there is one, and an MLP, each a residual branch."
+
+    def __init__(
+        self,
+        config: ModelConfig,  # shape and switches
+        causal: bool = True,  # hide what comes later
+        positions: str | None = None,  # of the self-attention; None: as the configuration says
+        reads: bool = False,  # whether it attends to another sequence as well
+    ):
+        super().__init__()
+        self.norm_place = config.norm_place
+        # Parameters are created in the order of the forward pass: checkpoints and seeds depend on it.
+        self._add_norm("norm1", config, ("pre", "peri"))
+        self.attn = Attention(config, causal, positions)
+        self._add_end("1", config)
+        self.cross_attn = None
+        if reads:
+            self._add_norm("norm_cross", config, ("pre", "peri"))
+            self.cross_attn = Attention(config, causal=False, positions="none")
+            self._add_end("_cross", config)
+        self._add_norm("norm2", config, ("pre", "peri"))
+        self.add_mlp(config)
+        self._add_end("2", config)
+        self.drop = nn.Dropout(config.dropout)
+
     def forward(
         self,
         x: torch.Tensor,  # (batch, seq, d_model)
@@ -85,8 +92,9 @@ class Block(WithMLP):
     ) -> torch.Tensor:  # (batch, seq, d_model)
         "The residual stream after this block."
         y = self._after(x, lambda z: self.attn(z, None, valid), "1")
-        if self.cross_attn is not None:
-            y = self._after(y, lambda z: self.cross_attn(z, memory, memory_valid), "_cross")
+        cross_attn = self.cross_attn
+        if cross_attn is not None:
+            y = self._after(y, lambda z: cross_attn(z, memory, memory_valid), "_cross")
         return self._after(y, self.mlp, "2", block_input=x if self.norm_place == "b2t" else None)
 
 # %% ../../nbs/api/models/14_decoder.ipynb #09f93177

@@ -122,6 +122,9 @@ class _ParamRows:
     guard: Guard
     names: list[str]
     params: list[nn.Parameter]
+    n_recorded: int  # of them that have rows in the record; the others came later and count in norms only
+    model: nn.Module
+    n_optimized: int  # parameters in the groups of all optimizers when they were looked at
     at: dict[int, int]  # id of a parameter -> its number
     optimizers: list  # without wrappers
     unhooked: list[int]  # optimizers that run no hooks
@@ -144,7 +147,8 @@ class _ParamRows:
 
     def _detail(self, what: str, i: int, numbers: torch.Tensor) -> None:
         "The costly statistics of one tensor of a parameter."
-        self.details.setdefault(what, {})[i] = tensor_detail(numbers)
+        if i < self.n_recorded:
+            self.details.setdefault(what, {})[i] = tensor_detail(numbers)
 
     def _keep(self, params: list[nn.Parameter]) -> None:
         "Copies of weights, to see what a step does to them."
@@ -153,28 +157,26 @@ class _ParamRows:
                 self.old[self.at[id(p)]] = local(p.detach()).clone()
 
 # %% ../../nbs/api/probe/12_params.ipynb #4e097546
-class _GradientReader(_ParamRows):
-    "Reads gradients before clipping."
+class _LateParameters(_ParamRows):
+    "Gradients that are new, and parameters that came after the recording began."
 
-    def watch_arrivals(
-        self,
-        arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
-    ) -> None:
-        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
-        for p in self.params:
-            if p.requires_grad and p.is_leaf:
-                hook = p.register_post_accumulate_grad_hook(
-                    lambda p: self.guard.attempt(_GRADIENTS, None, arrived)
-                )
-                self.handles.append(hook)
-
-    def after_backward(self) -> None:
-        "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
-        for i, p in enumerate(self.params):
-            if p.grad is not None and not self._is_left_over(i, p.grad):
-                self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
-        if self.loose and self.updates:
-            self._keep([p for p in self.params if p.requires_grad and self.at[id(p)] not in self.old])
+    def _add_late_parameters(self) -> None:
+        "Include parameters that were given to an optimizer after the recording began."
+        groups = [group for optimizer in self.optimizers for group in groups_of(optimizer)]
+        n_optimized = sum(len(group["params"]) for group in groups)
+        if n_optimized == self.n_optimized:  # nothing to look for, at the cost of a few lengths
+            return
+        self.n_optimized = n_optimized
+        optimized = {id(p) for group in groups for p in group["params"]}
+        for name, p in self.model.named_parameters():
+            if id(p) in optimized and id(p) not in self.at:
+                self.at[id(p)] = len(self.params)
+                self.names.append(name)
+                self.params.append(p)
+        n_late = len(self.params) - self.n_recorded
+        if n_late:
+            text = f"{n_late} of {len(self.params)} parameters came after the Recorder was entered"
+            self.guard.note(f"{text}: norms include them, they have no rows of their own")
 
     def _is_left_over(self, i: int, gradient: torch.Tensor) -> bool:
         "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
@@ -197,6 +199,31 @@ class _GradientReader(_ParamRows):
         if self.sampling:
             self._detail("gradients", i, numbers)
 
+# %% ../../nbs/api/probe/12_params.ipynb #c97c8930
+class _GradientReader(_LateParameters):
+    "Reads gradients before clipping."
+
+    def watch_arrivals(
+        self,
+        arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
+    ) -> None:
+        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
+        for p in self.params:
+            if p.requires_grad and p.is_leaf:
+                hook = p.register_post_accumulate_grad_hook(
+                    lambda p: self.guard.attempt(_GRADIENTS, None, arrived)
+                )
+                self.handles.append(hook)
+
+    def after_backward(self) -> None:
+        "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
+        self._add_late_parameters()
+        for i, p in enumerate(self.params):
+            if p.grad is not None and not self._is_left_over(i, p.grad):
+                self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
+        if self.loose and self.updates:
+            self._keep([p for p in self.params if p.requires_grad and self.at[id(p)] not in self.old])
+
     def _use_gradients(self, optimizer: Any) -> None:
         "The gradients of an optimizer's step are those it is about to use."
         for p in [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]:
@@ -207,7 +234,32 @@ class _GradientReader(_ParamRows):
                 self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
 
 # %% ../../nbs/api/probe/12_params.ipynb #53de60cf
-class _StepReader(_GradientReader):
+class _StepDetails(_GradientReader):
+    "Reads the costly statistics of a step."
+
+    def _details(
+        self,
+        i: int,
+        weight: torch.Tensor,
+        old: torch.Tensor | None,
+        state: dict,
+        intended: torch.Tensor | None,  # update that follows from an Adam state; None: see `old`
+    ) -> None:
+        "The costly statistics of one parameter, its optimizer state and its update."
+        self._detail("weights", i, readable(weight))
+        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
+            moment = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
+            if moment is not None:
+                self._detail(name, i, readable(moment))
+        before: Any = weight.float() + intended if old is None and intended is not None else old
+        update = -_changed(before, weight) if intended is None else intended
+        self._detail("updates", i, update)
+        is_exact = intended is not None or weight.dtype in _FULL_PRECISION
+        if is_exact and not weight.is_complex() and i < self.n_recorded:
+            self.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
+
+# %% ../../nbs/api/probe/12_params.ipynb #8b13f46a
+class _StepReader(_StepDetails):
     "Reads weights, updates and optimizer state after a step."
 
     @torch.no_grad()
@@ -244,31 +296,6 @@ class _StepReader(_GradientReader):
         counts = [(~torch.isfinite(t)).sum() for t in state_tensors if t.numel() > 1]
         out[7] = sum(counts) if counts else 0
 
-# %% ../../nbs/api/probe/12_params.ipynb #8b13f46a
-class _DetailedStepReader(_StepReader):
-    "Reads the costly statistics of a step as well."
-
-    def _details(
-        self,
-        i: int,
-        weight: torch.Tensor,
-        old: torch.Tensor | None,
-        state: dict,
-        intended: torch.Tensor | None,  # update that follows from an Adam state; None: see `old`
-    ) -> None:
-        "The costly statistics of one parameter, its optimizer state and its update."
-        self._detail("weights", i, readable(weight))
-        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
-            moment = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
-            if moment is not None:
-                self._detail(name, i, readable(moment))
-        before: Any = weight.float() + intended if old is None and intended is not None else old
-        update = -_changed(before, weight) if intended is None else intended
-        self._detail("updates", i, update)
-        is_exact = intended is not None or weight.dtype in _FULL_PRECISION
-        if is_exact and not weight.is_complex():
-            self.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
-
     def _take_loose(self) -> None:
         "What optimizers without hooks did since the backward pass."
         for k in self.loose:
@@ -284,7 +311,7 @@ class _DetailedStepReader(_StepReader):
                 self.stepped.add(k)
 
 # %% ../../nbs/api/probe/12_params.ipynb #3b3ff81f
-class _OptimizerHooks(_DetailedStepReader):
+class _OptimizerHooks(_StepReader):
     "Hooks before and after the steps of optimizers."
 
     def _before(self, k: int) -> Callable:
@@ -311,15 +338,6 @@ class _OptimizerHooks(_DetailedStepReader):
         params = [p for group in groups_of(optimizer) for p in group["params"]]
         moving = [p for p in params if p.grad is not None or (has_closure and p.requires_grad)]
         self._keep([p for p in moving if not (is_adam and p.dtype in _FULL_PRECISION)])
-
-    def _hook(self, k: int, optimizer: Any) -> bool:
-        "Whether an optimizer takes hooks."
-        try:
-            self.handles.append(optimizer.register_step_pre_hook(self._before(k)))
-            self.handles.append(optimizer.register_step_post_hook(self._after(k)))
-        except AttributeError:  # a class of its own, or a subclass that never called the base's __init__
-            return False
-        return True
 
 # %% ../../nbs/api/probe/12_params.ipynb #d6d07d8b
 class _AfterStepHooks(_OptimizerHooks):
@@ -351,6 +369,15 @@ class _AfterStepHooks(_OptimizerHooks):
         if self.updates:
             self.guard.attempt(UPDATES, self.names[i], self._read_param, optimizer, group, p)
 
+    def _hook(self, k: int, optimizer: Any) -> bool:
+        "Whether an optimizer takes hooks."
+        try:
+            self.handles.append(optimizer.register_step_pre_hook(self._before(k)))
+            self.handles.append(optimizer.register_step_post_hook(self._after(k)))
+        except AttributeError:  # a class of its own, or a subclass that never called the base's __init__
+            return False
+        return True
+
 # %% ../../nbs/api/probe/12_params.ipynb #53c17620
 class ParamProbe(_AfterStepHooks):
     "The sums of every parameter: its gradient before clipping, and what the optimizer did with it."
@@ -365,7 +392,7 @@ class ParamProbe(_AfterStepHooks):
     ):
         named, kinds = dict(model.named_parameters()), param_kinds(model, overrides)
         self.guard = guard or Guard(type(model).__name__)
-        self.names, self.params = list(named), list(named.values())
+        self.names, self.params, self.model = list(named), list(named.values()), model
         self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
         self.at = {id(p): i for i, p in enumerate(self.params)}
         self.copies, self.updates = _copies_of(self.params), updates
@@ -375,7 +402,9 @@ class ParamProbe(_AfterStepHooks):
         self.stepped, self.depth = set(), {}
         self.sampling, self.details, self.lr = False, {}, None
         self.before_step = None
-        optimized = {id(p) for o in self.optimizers for group in groups_of(o) for p in group["params"]}
+        self.n_recorded = len(self.params)
+        optimized_params = [p for o in self.optimizers for group in groups_of(o) for p in group["params"]]
+        self.n_optimized, optimized = len(optimized_params), set(map(id, optimized_params))
         self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in optimized]
         # optimizers that run no hooks: their updates are what changed between backward and `take`
         self.unhooked = [k for k, o in enumerate(self.optimizers) if not self._hook(k, o)]

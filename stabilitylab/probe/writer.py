@@ -319,18 +319,19 @@ class _StepRows(_StepNorms):
         for event in item["ready"]:
             event.synchronize()
         scale = float(item["scale"]) if item["scale"] is not None else 1.0
-        n_modules, n_params = len(self.modules.names), len(self.params.names)
+        n_modules, n_params = len(self.modules.names), self.params.n_recorded
+        n_all = len(self.params.params)  # with those that came later, which count in norms only
         sums = fetch(item["modules"], item["uses"], 3 * n_modules)
-        grads, steps = np.zeros((n_params, 5)), np.full((n_params, 12), np.nan)
+        grads, steps = np.zeros((n_all, 5)), np.full((n_all, 12), np.nan)
         for at, table in item["grads"]:
             grads[at] = table.numpy()
         for at, table in item["made"]:
             steps[at] = table.numpy()
         row = module_columns(sums, scale) if n_modules else {}
         if not self.only_modules:
-            row |= param_columns(grads, steps, scale)
+            row |= param_columns(grads[:n_params], steps[:n_params], scale)
         if self.counts:
-            row |= self._counts(sums, grads, steps)
+            row |= self._counts(sums, grads[:n_params], steps[:n_params])
         scalars = {name: float(value) for name, value in item["scalars"].items()}
         scalars |= self._norms(item, grads, steps, scale)
         self.rows.append((item["step"], item["time"], row, scalars))

@@ -84,7 +84,7 @@ class _Mask:
     count: torch.Tensor  # (batch|1, head|1, row) keys seen
     far: torch.Tensor  # (1, 1, row, key) |query - key|
 
-
+# %% ../../../nbs/api/probe/attention/21_stream.ipynb #19578199
 class _BlockMasks:
     "Who sees whom, block by block, and the buffers of a pass."
 
@@ -115,6 +115,17 @@ class _BlockMasks:
         if have is None or have.numel() < size:
             have = self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.call.q.device)
         return have[:size].view(shape)
+
+    def _logits(self, block: ScoreBlock, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        "The raw logits of a block, and those that the softmax sees."
+        raw = self.buffer("raw", size)
+        if self.call.scores is not None:
+            # of scores that no description covers the raw logits are not known (their scale, above all):
+            # the largest one that the softmax sees is told; what the model hid with -inf counts as hidden
+            s = biased_logits(self.call, block, raw)
+            return s.clamp(min=LOWEST), s
+        raw = products(self.call, block, self.dtype, raw)
+        return raw, raw if self.plain else biased_logits(self.call, block, raw)
 
     def _in_order(self, away: torch.Tensor) -> torch.Tensor | None:
         "1 where causal order and window let a query see a key, else 0; in floats: booleans are slow."
@@ -226,8 +237,7 @@ class _ColumnSums(_RowSums):
             return
         heads, (left, right) = query_heads(call, block), call.window
         sizes = [s.stop - s.start for s in (block.batch, heads, block.rows, block.keys)]
-        raw = products(call, block, self.dtype, self.buffer("raw", tuple(sizes)))
-        s = raw if self.plain else biased_logits(call, block, raw)
+        raw, s = self._logits(block, tuple(sizes))
         s = s.contiguous() if call.scores is None else s.clone(memory_format=torch.contiguous_format)
         mask = visible(self.unordered, block) if self.masked else None
         start = (block.batch.start, heads.start, block.rows.start, block.keys.start)
@@ -275,13 +285,12 @@ class _Pass(_ColumnSums):
             at[2].stop - at[2].start,
             n_key,
         )
-        raw = products(self.call, block, self.dtype, self.buffer("raw", size))
+        raw, s = self._logits(block, size)
         if not self.clean:
             is_broken = (
                 ~torch.isfinite(raw) if mask.visibility is None else mask.visibility & ~torch.isfinite(raw)
             )
             self.sums.nonfinite[at[:2]] += is_broken.sum((-1, -2))
-        s = raw if self.plain else biased_logits(self.call, block, raw)
         s = self._hide(s, mask)
         peak = s.amax(-1)
         highest = (peak if self.plain else self._hide(raw, mask).amax(-1)).amax(-1)

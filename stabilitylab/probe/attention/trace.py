@@ -40,6 +40,14 @@ class Weights:
 
     call: AttentionCall  # the call
 
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #e8cfe8ec
+def _rescaled(origin: Scores, factor: float) -> Scores:
+    "Scores times a number; what was added to them before is multiplied as well."
+    if origin.tanh or origin.sinks is not None or factor <= 0:
+        return replace(origin, is_exact=False)
+    masks = tuple(mask if mask.dtype == torch.bool else mask * factor for mask in origin.masks)
+    return replace(origin, scale=origin.scale * factor, masks=masks)
+
 
 def _is_number(x: Any) -> bool:
     "Whether x is one number."
@@ -176,10 +184,8 @@ class _Arithmetic(_Products):
             self.put(out, replace(origin, is_exact=False))
         elif origin.tanh and origin.softcap is None:
             self.put(out, replace(origin, softcap=float(other), scale=origin.scale * float(other)))
-        elif origin.tanh or origin.masks or origin.sinks is not None:
-            self.put(out, replace(origin, is_exact=False))
         else:
-            self.put(out, replace(origin, scale=origin.scale * float(other)))
+            self.put(out, _rescaled(origin, float(other)))
 
     def _divided(self, args: tuple, kwargs: dict, out: torch.Tensor):
         origin = self.get(args[0])
@@ -187,8 +193,8 @@ class _Arithmetic(_Products):
             return
         if isinstance(origin, Weights):
             self.put(out, origin)
-        elif _is_number(args[1]) and not (origin.tanh or origin.masks):
-            self.put(out, replace(origin, scale=origin.scale / float(args[1])))
+        elif _is_number(args[1]) and float(args[1]):
+            self.put(out, _rescaled(origin, 1 / float(args[1])))
         else:
             self.put(out, replace(origin, is_exact=False))
 
