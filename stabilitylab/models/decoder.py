@@ -26,9 +26,9 @@ class _ResidualBranches(WithMLP):
     norm_place: str
     drop: nn.Dropout
 
-    def _add_norm(self, name: str, config: ModelConfig, places: tuple[str, ...]) -> None:
+    def _add_norm(self, name: str, config: ModelConfig, norm_places: tuple[str, ...]) -> None:
         "A norm, where the configuration puts one at this place."
-        has_norm = config.norm_place in places
+        has_norm = config.norm_place in norm_places
         setattr(self, name, make_norm(config.norm, config.d_model, config.bias) if has_norm else None)
 
     def _add_end(self, branch: str, config: ModelConfig) -> None:

@@ -262,7 +262,7 @@ class _Hidden(_Arithmetic):
             self.put(out, replace(origin, sinks=column.detach()))
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #2f6dce61
-class _Seen(_Hidden):
+class _KnownCalls(_Hidden):
     "Function calls, each with what it does to scores."
 
     steps: dict[str, Callable]  # name of a function -> what takes note of its calls
@@ -301,7 +301,7 @@ class _Seen(_Hidden):
             self.put(out, Weights(call))
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #5c3c01e8
-class ScoreTrace(_Seen):
+class ScoreTrace(_KnownCalls):
     "Follows batched products through an eager attention to their softmax, and on to the values."
 
     def __init__(
