@@ -15,9 +15,11 @@ from stabilitylab.detect.attention import (
     find_logged_entropy_collapse,
 )
 from stabilitylab.detect.context import at_step, loss_span, run_context
+from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import DETECTORS, _load
-from stabilitylab.detect.findings import Finding
-from stabilitylab.detect.massive_activations import find_massive_activation
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.massive_activations import find_massive_activation, typical_magnitude
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.parameters import (
     find_grad_below_epsilon,
@@ -36,6 +38,8 @@ from stabilitylab.detect.relations import (
     layer_leads,
     resume_spikes,
 )
+from stabilitylab.detect.spike_rules import RULES
+from stabilitylab.detect.trend import find_level_shift, find_not_learning
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -364,3 +368,62 @@ def test_three_steps_as_large_as_the_weights_are_needed():
 
     assert steps(0.9, 4) == [2] and steps(0.9, 2) == [] and steps(0.1, 4) == []
     assert steps(0.9, 4, ("attn.q", "embed", "embed", "norm")) == []
+
+
+def kinds_of(detector, **values):
+    return [(f.kind, f.severity, f.onset) for f in detector(series(**values))]
+
+
+def test_a_level_shift_is_one_of_the_training_loss_alone():
+    rise = 0.5 * (np.arange(1000) >= 500) + np.random.default_rng(0).normal(0, 0.005, 1000)
+    stays, follows = np.full(1000, 2.0), 2 + 0.5 * (np.arange(1000) >= 500)
+    assert len(find_level_shift(series(loss=2 + rise, val_loss=stays))) == 1
+    assert find_level_shift(series(loss=2 + rise, val_loss=follows)) == []
+    assert find_level_shift(series(loss=np.maximum(rise, 0), val_loss=stays)) == []  # from zero
+
+
+def test_a_loss_that_stands_still():
+    noise = np.random.default_rng(0).normal(0, 1, 400)
+    assert kinds_of(find_not_learning, loss=3 + 1e-4 * noise) == [("not_learning", "warning", 0)]
+    assert kinds_of(find_not_learning, loss=3 + 0.5 * noise) == [("not_learning", "info", 0)]
+    halts = np.r_[np.linspace(4, 3, 30), np.full(80, 3.0), np.linspace(3, 2, 40)]
+    assert kinds_of(find_not_learning, loss=halts) == []  # too short
+    assert [kind for kind, _, _ in kinds_of(find_not_learning, loss=np.repeat(halts, 3))] == ["plateau"]
+
+
+def test_only_problems_and_the_end_of_the_run_are_causes():
+    assert most_likely(Findings([finding("crash", 5, severity="info", ended=None)])) is None
+    assert (
+        most_likely(Findings([finding("crash", 5, severity="info", ended=True, cause="disk full")]))
+        is not None
+    )
+    assert most_likely(Findings([finding("restart", 5, severity="info", ended=True)])) is None
+
+
+def test_runs_that_part_are_no_copies():
+    loss = np.random.default_rng(0).normal(3, 0.1, 300)
+    parted = np.r_[loss[:200], loss[200:] + 0.01]
+    for other, is_copy, last in ((loss, True, 299), (parted, False, 199)):
+        (shared,) = compare_runs({"a": series(loss=loss), "b": series(loss=other)})
+        assert (shared.evidence["is_copy"], shared.onset) == (is_copy, last)
+
+
+def test_half_of_the_entries_lie_below_the_typical_magnitude():
+    for low, middle in ((0.4, 2**3.5), (0.6, 2**-19.5)):
+        counts = np.zeros(254)
+        counts[[126 - 20, 126 + 3]] = low, 1 - low
+        shares = xr.DataArray(counts, {"exponent": np.arange(-126, 128)}, ["exponent"])
+        assert float(typical_magnitude(shares)) == middle
+
+
+def test_updates_are_lost_from_the_first_step_on_which_most_are():
+    values = np.zeros((len(STEPS), len(NAMES)))
+    values[STEPS >= 10, 2] = 0.9
+    run = new_run(attrs=LOWER, sampled_updates=group("param", lost_frac=values))
+    assert [f.onset for f in find_lost_updates(run)] == [10]
+
+
+def test_a_median_rule_flags_what_stands_out():
+    x = 2 + np.random.default_rng(0).normal(0, 0.01, 400)
+    x[300] += 1
+    assert np.flatnonzero(RULES["mad"].flags(x)).tolist() == [300]
