@@ -13,12 +13,9 @@ ERRORS = {  # room -> errors it still has; a room that is not named has none
     "workbench": 140,
     "detect": 113,
     "replay": 71,
-    "checkpoint": 31,
     "run": 3,
-    "models": 12,
     "investigation": 6,
     "knowledge": 4,
-    "fixes": 4,
 }
 
 
