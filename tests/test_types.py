@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ERRORS = {  # room -> errors it still has; a room that is not named has none
     "workbench": 140,
     "detect": 113,
-    "replay": 71,
     "run": 22,
     "cli": 8,
     "investigation": 6,
