@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from stabilitylab import read_runs
-from stabilitylab.cases.logs import LOG_CASES, log_case, onset_of
+from stabilitylab.cases.logs import LOG_CASES, log_case
 from stabilitylab.cases.traces import HELD_OUT, KINDS, make_trace
 from stabilitylab.detect import diagnose as detection
 from stabilitylab.detect.findings import Finding
@@ -70,7 +70,7 @@ def curve_run(loss: np.ndarray) -> xr.DataTree:
 
 def log_cases(seed: int) -> Iterator[Judged]:
     for name, case in LOG_CASES.items():
-        onset = onset_of(seed) if case.has_onset else None
+        onset = case.onset_at(seed)
 
         def is_right(f: Finding, case=case, onset=onset):
             is_near = onset is None or (f.onset is not None and -case.early <= f.onset - onset <= case.late)

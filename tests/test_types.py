@@ -17,7 +17,6 @@ ERRORS = {  # room -> errors it still has; a room that is not named has none
     "run": 22,
     "models": 12,
     "cli": 8,
-    "investigation": 6,
     "read": 5,
     "knowledge": 4,
     "fixes": 4,
