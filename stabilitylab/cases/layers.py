@@ -15,7 +15,8 @@ import torch
 import xarray as xr
 
 from .case import Case
-from ..models.lm import DecoderLM, LMConfig
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..probe.recorder import Recorder
 from ..run.record import open_run
@@ -29,7 +30,7 @@ def scale_weight(
 ) -> Callable:  # (model, optimizer, step) -> None
     "Multiply a weight at one step, or at each step from then on."
 
-    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
         "Multiplies the weight at its steps."
         if step == start or (every and step > start):
             with torch.no_grad():
@@ -38,18 +39,18 @@ def scale_weight(
     return change
 
 
-def _no_grad(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _no_grad(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "A matrix whose gradient is set to zero."
     if step == 0:
         model.get_parameter("blocks.1.fc1.weight").register_hook(torch.zeros_like)
 
 
-def _dead(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _dead(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "An MLP output that is zero and stays so."
     model.get_parameter("blocks.1.fc2.weight").requires_grad_(False).zero_()
 
 
-def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _massive(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "One channel of the first position, thousands of times the rest."
     with torch.no_grad():
         model.pos_embed.weight[0, 3] = 500.0
@@ -58,7 +59,9 @@ def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
 def _ramp(start: int, factor: float) -> Callable:
     "A learning rate that grows at every step from one on."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(
+        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+    ) -> None:  # called before each step
         "Raises the rate after the first step."
         if step > start:
             for group in optimizer.param_groups:
@@ -80,7 +83,7 @@ def record_layers(
     "A small language model that is trained with a fault and recorded."
     torch.manual_seed(seed)
     shape = {"d_model": 64, "n_layer": 3, "n_head": 4, "seq": 32} | (config or {})
-    model = DecoderLM(LMConfig(**shape)).to(dtype)
+    model = LanguageModel(ModelConfig.plain(**shape)).to(dtype)
     settings = {"lr": 1e-3, "betas": (0.9, 0.95)} | (optimizer or {})
     adam = torch.optim.AdamW(model.parameters(), **settings)
     scale = (scalars or {}).get("loss_scale", 1.0)

@@ -96,6 +96,13 @@ def _lr_too_high(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, loss=columns["loss"] + climb, val_loss=columns["val_loss"] + climb, lr=lr)
 
 
+def _lr_jump(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "A learning rate that is ten times as high from one step on; the loss diverges after it."
+    climb = _from(t, np.minimum(0.05 * t, 3))
+    lr = columns["lr"] * np.where(t >= 0, 10.0, 1.0)
+    return _log(columns, loss=columns["loss"] + climb, val_loss=columns["val_loss"] + climb, lr=lr)
+
+
 def _non_finite(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that is NaN from one step on."
     return _log(columns, loss=np.where(t >= 0, np.nan, columns["loss"]))
@@ -246,6 +253,11 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
     "bad batch": ("loss_spike", _spike, {"also": ("grad_norm_explosion",)}),
     "drifts away": ("divergence", _divergence, {"late": 60}),
     "rate still rises": ("lr_too_high", _lr_too_high, {"also": ("divergence", "loss_spike"), "late": 60}),
+    "rate jumps": (
+        "lr_jump",
+        _lr_jump,
+        {"also": ("divergence", "loss_spike", "lr_too_high", "slow_rise")},
+    ),
     "NaN loss": ("non_finite", _non_finite, {}),
     "stands still": ("plateau", _plateau, {"onset": None}),
     "rolled back": ("restart", _restart, {}),

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from .case import Case
 from .layers import layer_case, scale_weight
 from ..detect.findings import Finding, Findings
-from ..models.lm import DecoderLM, LMConfig
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..numerics.accumulation.audit import Audit, audit_accumulation
 from ..probe.attention.layers import find_ignored_layers, find_output_collapse, layer_readings
@@ -30,7 +31,9 @@ from ..run.record import new_run
 def _forget_moments(at: int) -> Callable:
     "Make the second moments a thousandth, as a bad resume does."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(
+        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+    ) -> None:  # called before each step
         "Scales the moments at its step."
         if step == at:
             for state in optimizer.state.values():
@@ -56,7 +59,7 @@ FORMAT_CASES = {  # name -> Case
 }
 
 # %% ../../nbs/api/cases/21_states.ipynb #057783ba
-_SHAPE = LMConfig(d_model=64, n_layer=3, n_head=4, seq=32)
+_SHAPE = ModelConfig.plain(d_model=64, n_layer=3, n_head=4, seq=32)
 
 
 def scaled_queries(
@@ -67,7 +70,7 @@ def scaled_queries(
 ) -> xr.DataTree:  # a record of the attention
     "A small language model whose attention becomes one-hot from one step on."
     torch.manual_seed(seed)
-    model = DecoderLM(_SHAPE)
+    model = LanguageModel(_SHAPE)
     optimizer, probe = torch.optim.AdamW(model.parameters(), lr=1e-3), AttentionProbe(model)
     for step, (x, y) in enumerate(byte_batches(stdlib_bytes(200_000), n_steps, 8, 32, seed)):
         if step == at:
@@ -235,7 +238,7 @@ def _counting_model(
 ) -> _ModelAndBatch:  # trained
     "A model of four blocks that counts on: the next token follows from the present one."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=32, seq=16, d_model=32, n_layer=4, n_head=2))
+    model = LanguageModel(ModelConfig.plain(vocab=32, seq=16, d_model=32, n_layer=4, n_head=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -271,7 +274,7 @@ def _collapse(trained: _ModelAndBatch) -> Findings:
 def _naive_audit(seed: int) -> Audit:
     "The audit of a loop that averages the means of micro-batches of different lengths."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=64, seq=64, d_model=32, n_layer=2, n_head=2))
+    model = LanguageModel(ModelConfig.plain(vocab=64, seq=64, d_model=32, n_layer=2, n_head=2))
     lengths = torch.randint(2, 60, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     window = [torch.randint(64, (1, n + 1)) for n in lengths]
     return audit_accumulation(model, window, next_token_losses, "microbatch_mean")
