@@ -237,11 +237,11 @@ def test_shrink_keeps_the_forward_pass_and_a_tenth_of_the_gradient():
     batch = copy_task(length=5, vocab=16, batch=8).at(0)
     training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s: [batch])
     before = training.run_step()
-    table, other = model.embedder.embed.weight.grad.clone(), model.lm_head.weight.grad.clone()
+    table, other = model.embed.weight.grad.clone(), model.lm_head.weight.grad.clone()
     fix("embedding_shrink", share=0.1).apply(training)
     after = training.run_step()
     assert abs(after.loss - before.loss) < 1e-6
-    torch.testing.assert_close(model.embedder.embed.weight.grad, 0.1 * table, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(model.embed.weight.grad, 0.1 * table, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(model.lm_head.weight.grad, other, rtol=1e-4, atol=1e-8)
 
 
