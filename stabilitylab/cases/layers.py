@@ -10,6 +10,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import xarray as xr
@@ -53,7 +54,7 @@ def _dead(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
 def _massive(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "One channel of the first position, thousands of times the rest."
     with torch.no_grad():
-        model.pos_embed.weight[0, 3] = 500.0
+        model.get_parameter("pos_embed.weight")[0, 3] = 500.0
 
 
 def _ramp(start: int, factor: float) -> Callable:
@@ -113,7 +114,7 @@ def layer_case(
     onset: int | None = None,  # step at which the fault is put in; None: it is there from the start
     before: Callable | None = None,  # the fault, as `record_layers` takes it
     also: tuple[str, ...] = (),  # kinds that follow from the fault and are right too
-    **training: object,  # further arguments of `record_layers`
+    **training: Any,  # further arguments of `record_layers`
 ) -> Case:
     "A fault of a small language model as a case."
     # activations that are made to explode take loss and gradients along

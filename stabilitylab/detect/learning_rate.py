@@ -18,7 +18,7 @@ def _jumps(
     rate: np.ndarray,  # (n,) learning rate, one a record
 ) -> np.ndarray:  # indices of the first record at each higher rate
     "Where the rate rises at once after a stretch in which it hardly moved."
-    few, factor = limit("few_records"), limit("twofold")
+    few, factor = int(limit("few_records")), limit("twofold")
     if len(rate) <= few:
         return np.empty(0, dtype=int)
     after, before, start = rate[few:], rate[few - 1 : -1], rate[:-few]
@@ -47,7 +47,7 @@ def find_lr_jump(
         "factor": float(value[at] / value[at - 1]),
     }
     if len(jumps) > 1:
-        evidence |= {"count": len(jumps), "steps": rate.step[jumps][: limit("most_steps")].tolist()}
+        evidence |= {"count": len(jumps), "steps": rate.step[jumps][: int(limit("most_steps"))].tolist()}
     if not is_new.any():
         evidence["highest_before"] = float(highest_before[0])
     severity = "warning" if is_new.any() else "info"
@@ -62,11 +62,11 @@ def loss_after_jump(
     findings: list[Finding],  # found so far
 ) -> list[Finding]:  # the same, a jump with the steps to the loss event that followed it
     "Which jumps of the learning rate the loss followed."
-    jump = next((f for f in findings if f.kind == "lr_jump"), None)
-    if jump is None or jump.severity == "info":
+    jump, rate = next((f for f in findings if f.kind == "lr_jump"), None), curve(run, "lr")
+    if jump is None or jump.onset is None or rate is None or jump.severity == "info":
         return findings
-    step = curve(run, "lr").step
-    last = step[min(int(np.searchsorted(step, jump.onset)) + limit("long_records"), len(step) - 1)]
+    first = int(np.searchsorted(rate.step, jump.onset))
+    last = rate.step[min(first + int(limit("long_records")), len(rate.step) - 1)]
     onsets = [f.onset for f in findings if f.kind in _LOSS_EVENTS and f.severity != "info"]
     after = [onset for onset in onsets if onset is not None and jump.onset <= onset <= last]
     if not after:

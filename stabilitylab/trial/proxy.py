@@ -160,7 +160,8 @@ def _sentences(proxy: Proxy) -> list[str]:
     }
     symptom = "no_symptom"
     if proxy.symptoms:
-        symptom = {None: "not_shown", 1: "shown"}.get(proxy.times, "shown_at")
+        shown = "shown" if proxy.times == 1 else "shown_at"
+        symptom = "not_shown" if proxy.times is None else shown
     keys = [
         "what",
         "reported" if reported else "nothing_reported",
