@@ -215,8 +215,8 @@ def run_sheet(
         likely=most_likely(findings),
         unseen=unseen_line(run),
         replay=replay_command(run, findings),
-        wide=Markup(findings_svg(run, findings, 9, most=3 if has_narrow else 1)),
-        narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
+        wide=Markup(findings_svg(run, findings, 9, n_below=3 if has_narrow else 1)),
+        narrow=Markup(findings_svg(run, findings, 4.6, n_below=2)) if has_narrow else Markup(""),
         series=_series_rows(run),
         events=_event_rows(run),
     )
