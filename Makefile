@@ -8,7 +8,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: calibrate demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
+.PHONY: calibrate mutants demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -41,7 +41,10 @@ bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
 
 calibrate: $(READY)
-	$(BIN)/python -m tests.calibrate
+	$(BIN)/python -m tests.calibrate $(if $(REAL),--real)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --sample $(or $(N),200)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.run 100000

@@ -1,4 +1,6 @@
-"""Run every page once and compare what it shows with what is stored: `python tests/pages.py [PATH …]`.
+"""Run every page once and compare what it shows with what is stored: `python tests/pages.py [HALF|PATH …]`.
+
+HALF is `fast` or `slow`: what `make test` and `make test-slow` run; without it every page.
 
 It does what `nbdev_test` does, and looks at the outputs too. Words have to agree, numbers up to a tolerance:
 another processor adds in another order. `ATEN_CPU_CAPABILITY=avx2` and `MKL_ENABLE_INSTRUCTIONS=AVX2` before
@@ -45,14 +47,17 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/howto/which_batch.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/howto/which_layers_in_fp32.ipynb": (0.2, "replays steps of a run that diverges"),
 }
-SLOWEST = (  # more than four seconds each; they begin first, so that the workers end together
+SLOW = (  # more than twenty seconds each, for they train: `make test-slow` runs them, `make test` the others
     "nbs/howto/try_a_fix.ipynb",
     "nbs/api/cases/10_layers.ipynb",
-    "nbs/api/investigation/02_loop.ipynb",
     "nbs/api/cli/14_replay.ipynb",
+    "nbs/api/trial/03_trial.ipynb",
+    "nbs/api/investigation/02_loop.ipynb",
     "nbs/api/cli/18_trial.ipynb",
     "nbs/explain/spikes_of_rounding.ipynb",
-    "nbs/api/trial/03_trial.ipynb",
+)
+SLOWEST = (  # more than four seconds each; they begin first, so that the workers end together
+    *SLOW,
     "nbs/howto/which_batch.ipynb",
     "nbs/api/workbench/13_view_rounding.ipynb",
     "nbs/api/probe/06_recorder.ipynb",
@@ -300,10 +305,12 @@ def turn(page: Path) -> int:
 
 def main(names: list[str]) -> None:
     "Run the pages at or below `names` and tell what is wrong with them."
-    roots = [(ROOT / name).resolve() for name in names or ["nbs"]]
+    halves = {"fast": lambda page: page not in SLOW, "slow": lambda page: page in SLOW}
+    in_half = halves.get(names[0], lambda page: True) if names else lambda page: True
+    roots = [(ROOT / name).resolve() for name in names if name not in halves] or [ROOT / "nbs"]
     found = [page for root in roots for page in ([root] if root.is_file() else sorted(root.rglob("*.ipynb")))]
     pages = [p for p in found if not any(part.startswith((".", "_")) for part in p.relative_to(ROOT).parts)]
-    pages.sort(key=turn)
+    pages = sorted((p for p in pages if in_half(p.relative_to(ROOT).as_posix())), key=turn)
     wrong = run_all(pages)
     if wrong:
         told = "\n".join(f"  {page.relative_to(ROOT)}\n{indented(found)}" for page, found in wrong.items())

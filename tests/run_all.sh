@@ -16,10 +16,11 @@ fast() {
   part format $bin/ruff format --check nbs tests setup.py
   part lint   $bin/ruff check nbs tests setup.py
   part clean  $bin/python tests/notebooks.py check
-  part pages  $bin/python tests/pages.py
+  part pages  $bin/python tests/pages.py fast
   part pytest $bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" tests  # a file on each core
 }
 slow() {
+  part pages-slow  $bin/python tests/pages.py slow
   part pytest-slow $bin/python -m pytest -q -n 2 --dist loadfile -m slow --ignore=tests/browser tests
   part browser     $bin/python -m pytest -q -m slow tests/browser
   part docs        $bin/python tests/docs/build.py

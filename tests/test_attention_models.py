@@ -548,3 +548,35 @@ def test_our_reference_models_are_measured_with_their_options(options, monkeypat
         np.testing.assert_allclose(got.null_weight[layer], null, rtol=1e-5, atol=1e-12)
         first = p[..., 0].mean((0, 2)).detach()
         np.testing.assert_allclose(got.first_score[layer], first, rtol=1e-5)
+
+
+def test_the_largest_logit_of_scores_that_are_not_understood_carries_their_scale():
+    torch.manual_seed(0)
+    model, x = TalkingHeads(), torch.randn(2, 10, 32)
+    (call,) = calls_of(model, x)
+    got = attention_statistics(call)
+    np.testing.assert_allclose(got.attn_logit_max, call.scores.double().amax((0, 2, 3)), rtol=1e-6)
+    assert not got.nonfinite_count.any()
+
+
+class BiasThenScale(ByHand):
+    "Multiplies scores and bias by the scale at once, as Falcon does with ALiBi."
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x).split(c, 2))
+        hidden = torch.full((t, t), -torch.inf).triu(1)
+        bias = -torch.arange(t).flip(0) * torch.ones(self.n_head, 1, 1)
+        self.logits = (q @ k.mT) * 0.125
+        att = ((q @ k.mT + bias) * 0.125 + hidden).softmax(-1)
+        return self.c_proj((att @ v).transpose(1, 2).reshape(b, t, c))
+
+
+def test_a_scale_after_a_bias_is_a_scale_of_both():
+    torch.manual_seed(0)
+    model, x = BiasThenScale(), 3 * torch.randn(2, 10, 32)
+    (call,) = calls_of(model, x)
+    assert call.source == "eager" and call.scale == 0.125
+    assert_same(call)
+    seen = model.logits.detach().double().masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf)
+    np.testing.assert_allclose(attention_statistics(call).attn_logit_max, seen.amax((0, 2, 3)), rtol=1e-5)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.text import byte_batches, stdlib_bytes
 from stabilitylab.probe.attention.report import attention_report
 from stabilitylab.probe.recorder import Recorder
@@ -24,7 +25,7 @@ GROUPS = {"scalars", "activations", "gradients", "weights", "updates", "optimize
 TOKENS = torch.randint(0, 32, (4, 25), generator=torch.Generator().manual_seed(0))
 
 
-class Checkpointed(DecoderLM):
+class Checkpointed(LanguageModel):
     "The small language model, its blocks computed again in the backward pass."
 
     def __init__(self, config):
@@ -37,9 +38,9 @@ class Checkpointed(DecoderLM):
         return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def small(kind=DecoderLM):
+def small(kind=LanguageModel):
     torch.manual_seed(0)
-    return kind(LMConfig(vocab=32, seq=24, d_model=32, n_layer=2, n_head=4, dropout=0.1))
+    return kind(ModelConfig.plain(vocab=32, seq=24, d_model=32, n_layer=2, n_head=4, dropout=0.1))
 
 
 def trained(path, every, model=None, steps=6, wrap=lambda m: m, amp=False, first=0, look=None, **more):
@@ -82,7 +83,7 @@ def compiled(**options):
     ],
 )
 def test_the_same_bits_and_every_group(tmp_path, options):
-    kind = options.pop("kind", DecoderLM)
+    kind = options.pop("kind", LanguageModel)
     bare = trained(tmp_path / "bare", 0, small(kind), **options)
     assert trained(tmp_path / "r", 2, small(kind), **options) == bare
     run = open_run(tmp_path / "r")
@@ -193,7 +194,7 @@ def test_the_option_is_checked():
 def language_model(path, seed, lr, steps):
     "A small language model on the standard library's source, recorded with its attention."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=128, seq=48, d_model=48, n_layer=2, n_head=4))
+    model = LanguageModel(ModelConfig.plain(vocab=128, seq=48, d_model=48, n_layer=2, n_head=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 20))
     batches = byte_batches(stdlib_bytes(200_000), steps, batch=4, seq=48, seed=seed)

@@ -1,12 +1,12 @@
 "Checkpoints from strangers: no file hangs, crashes or lies; what cannot be read is told in one line."
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import pickle
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -42,16 +42,31 @@ BOMBS = {
 }
 
 
+@contextlib.contextmanager
+def calls():
+    "Counts the functions that run in the block: work, as the clock of a busy machine cannot say it."
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_defused(name, tmp_path):
     path = tmp_path / "bomb.pkl"
     path.write_bytes(BOMBS[name])
-    begin = time.perf_counter()
-    try:
-        assert len(open_checkpoint(path)) == 0
-    except InputError as e:
-        assert len(str(e).splitlines()) == 1
-    assert time.perf_counter() - begin < 30  # a hang, not a benchmark
+    with calls() as count:
+        try:
+            assert len(open_checkpoint(path)) == 0
+        except InputError as e:
+            assert len(str(e).splitlines()) == 1
+    assert count[0] < 20 * (100_000 + len(BOMBS[name])), count
 
 
 def test_meta_sparse_and_complex_tensors(tmp_path):
@@ -74,12 +89,12 @@ def test_meta_sparse_and_complex_tensors(tmp_path):
     assert moved.loc["turn", "unchanged"] == 0.5 and np.isclose(moved.loc["turn", "change"], 2 / 5)
 
 
-def test_many_keys_in_seconds():
-    "A fifth of a million, to keep the tests short."
-    data = pickle.dumps({f"layers.{i}.weight": i for i in range(200_000)}, protocol=2)
-    begin = time.process_time()
-    assert len(read_pickle(data, "keys.pkl").value) == 200_000
-    assert time.process_time() - begin < 4
+def test_work_is_proportional_to_the_number_of_keys():
+    "Three opcodes a key (text, memo, number), and a bounded number of calls for each."
+    data = pickle.dumps({f"layers.{i}.weight": i for i in range(20_000)}, protocol=2)
+    with calls() as count:
+        assert len(read_pickle(data, "keys.pkl").value) == 20_000
+    assert count[0] < 20 * 3 * 20_000, count
 
 
 @dataclasses.dataclass

@@ -3,7 +3,8 @@
 import torch
 
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
@@ -12,7 +13,7 @@ TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(
 
 def record(path, steps=24, at=None, std=0.02, eps=1e-8, width=32, freeze=None):
     torch.manual_seed(0)
-    model = DecoderLM(LMConfig(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2))
+    model = LanguageModel(ModelConfig.plain(d_model=width, n_layer=2, seq=16, init_std=std, n_head=2))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     with Recorder(model, opt, path, merge=False) as rec:
         for i in range(steps):
@@ -54,7 +55,7 @@ def test_causes_by_construction(tmp_path):
 def test_sampled_rules_name_the_cause(tmp_path):
     def fixed(path, change, dtype=torch.float32, lr=1e-3):
         torch.manual_seed(0)
-        model = DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype)
+        model = LanguageModel(ModelConfig.plain(d_model=32, n_layer=2, seq=16, n_head=2)).to(dtype)
         opt = torch.optim.AdamW(model.parameters(), lr=lr)
         change(model)
         with Recorder(model, opt, path, every_n=4, merge=False) as rec:

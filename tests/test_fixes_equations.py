@@ -68,6 +68,36 @@ def test_zclip_is_its_equation():
         np.testing.assert_allclose(moved, row * kept / norm, rtol=2e-5, atol=1e-6)
 
 
+def test_agc_is_its_equation():
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(5, 4))
+    model.add_module("head", nn.Linear(4, 3))
+    with torch.no_grad():
+        model.body.weight[0] = 0.0  # a unit whose weights count as `eps`
+    parts = dict(model.named_parameters())
+    wanted = {
+        name: torch.randn_like(p)
+        * torch.tensor([0.001, 1.0, 10.0, 0.1])[: len(p)].view(-1, *[1] * (p.dim() - 1))
+        for name, p in parts.items()
+    }
+    loss = lambda model, _: sum((p * wanted[name]).sum() for name, p in model.named_parameters())  # noqa: E731
+    start = {name: p.detach().clone() for name, p in parts.items()}
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, lambda step: [None])
+    fix("agc", ratio=0.02).apply(training)
+    training.run_step()
+    for name, p in parts.items():
+        units = [...] if p.dim() == 1 else range(len(p))
+        for unit in units:
+            weight, grad = start[name][unit].double(), wanted[name][unit].double()
+            most = 0.02 * max(float(weight.norm()), 1e-3)
+            is_clipped = float(grad.norm()) > most and not name.startswith("head")
+            factor = most / float(grad.norm()) if is_clipped else 1.0
+            torch.testing.assert_close(
+                (start[name] - p.detach())[unit].double(), grad * factor, rtol=1e-4, atol=1e-6
+            )
+
+
 def test_adagc_is_its_equation():
     rows = draws(30, jumps=(20,))
     seen = on_gradients(rows)
@@ -207,11 +237,11 @@ def test_shrink_keeps_the_forward_pass_and_a_tenth_of_the_gradient():
     batch = copy_task(length=5, vocab=16, batch=8).at(0)
     training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda s: [batch])
     before = training.run_step()
-    table, other = model.embedder.embed.weight.grad.clone(), model.lm_head.weight.grad.clone()
+    table, other = model.embed.weight.grad.clone(), model.lm_head.weight.grad.clone()
     fix("embedding_shrink", share=0.1).apply(training)
     after = training.run_step()
     assert abs(after.loss - before.loss) < 1e-6
-    torch.testing.assert_close(model.embedder.embed.weight.grad, 0.1 * table, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(model.embed.weight.grad, 0.1 * table, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(model.lm_head.weight.grad, other, rtol=1e-4, atol=1e-8)
 
 

@@ -17,7 +17,8 @@ from stabilitylab.fixes.submodules import (
     residual_projections,
 )
 from stabilitylab.fixes.training import Training
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
 
 pytestmark = pytest.mark.slow  # architectures of others, from tiny configurations
@@ -75,7 +76,7 @@ def _neox():
 
 
 def _ours_of_old():
-    return DecoderLM(LMConfig(vocab=32, seq=16, d_model=16, n_layer=2, n_head=2))
+    return LanguageModel(ModelConfig.plain(vocab=32, seq=16, d_model=16, n_layer=2, n_head=2))
 
 
 MAKERS = {"gpt2": _gpt2, "llama": _llama, "bloom": _bloom, "opt": _opt, "neox": _neox, "older": _ours_of_old}
@@ -84,7 +85,7 @@ SDPA = ["gpt2", "llama", "opt", "neox", "older"]  # BLOOM writes its softmax out
 
 def loss_of(model, batch):
     "The mean loss of a Hugging Face model or one of ours."
-    if isinstance(model, DecoderLM):
+    if isinstance(model, LanguageModel):
         return model(batch["input_ids"], batch["labels"])
     logits = model(batch["input_ids"]).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())

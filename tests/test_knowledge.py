@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from stabilitylab.detect.likely_cause import _TABLE as LIKELY_CAUSES
+from stabilitylab.fixes.registry import fix, fixes
+from stabilitylab.knowledge.choice import load_fits
 from stabilitylab.knowledge.phenomena import contradictions, load_rows, phenomena, search
 from stabilitylab.knowledge.remedies import remedies_for, remedies_table
 from stabilitylab.names.errors import InputError
@@ -12,6 +15,18 @@ from stabilitylab.names.findings import FINDING_KINDS, REPORTED
 ROWS = {t: load_rows(t) for t in ("phenomena", "remedies")}
 ALL = [r for rows in ROWS.values() for r in rows]
 NO_REPORT = {"overfitting", "dead_units"}  # kinds of which no account that we know speaks
+NO_FIX = {  # kind -> why no fix of the registry is reported against it
+    "restart": "what a run did, and no fault",
+    "environment_change": "set the environment back",
+    "hardware_error": "change the machine",
+    "misaligned_shape": "change the shape of the model before it trains",
+    "layer_ignored": "change the architecture before it trains",
+    "overfitting": "no account speaks of it",
+    "dead_units": "no account speaks of it",
+}
+NO_KIND = {
+    "average_states": "a mean of checkpoints is evaluated: a gain without a fault"
+}  # fix -> why no finding
 
 
 @pytest.mark.parametrize(
@@ -79,3 +94,23 @@ def test_search_finds_words_anywhere_and_in_any_case():
     assert set(search("beta2 bloom").source) >= {"BLOOM"}
     with pytest.raises(InputError, match="allowed"):
         phenomena("nonsense")
+
+
+def test_kinds_reports_and_fixes_are_one_linked_table():
+    reports = {row["id"]: row for row in ALL}
+    links = {
+        (kind, row, name)
+        for name in fixes().name
+        for row in fix(name).about.rows
+        for kind in reports[row]["kinds"]
+    }
+    kinds, _, names = map(set, zip(*links, strict=True))
+    assert set(FINDING_KINDS) - kinds == set(NO_FIX)
+    assert set(fixes().name) - names == set(NO_KIND)
+
+
+def test_no_table_names_what_is_not_there():
+    ids = {row["id"] for row in ALL}
+    assert {row for name in fixes().name for row in fix(name).about.rows} <= ids
+    assert set(load_fits()) <= ids
+    assert {kind for row in LIKELY_CAUSES for kind in row["when"]} <= set(FINDING_KINDS)

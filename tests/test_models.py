@@ -104,7 +104,7 @@ def test_t5_buckets_grow_with_the_distance():
 
 def test_tied_models_have_one_tensor_and_capped_logits_are_bounded():
     model = LanguageModel(ModelConfig(**SHAPE | {"tied": True, "output_cap": 5.0, "init_std": 2.0}))
-    assert model.lm_head.weight is model.embedder.embed.weight
+    assert model.lm_head.weight is model.embed.weight
     assert model(torch.zeros(1, 4, dtype=torch.long)).abs().max() <= 5
 
 

@@ -116,11 +116,12 @@ def test_history_never_calls_a_sawtooth_a_collapse():
 
 
 def test_cast_is_found_in_a_language_model_and_under_autocast():
-    from stabilitylab.models.lm import DecoderLM, LMConfig
+    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.decoder import LanguageModel
 
     torch.manual_seed(0)
     model, x = (
-        DecoderLM(LMConfig(vocab=32, seq=16, d_model=32, n_layer=1, n_head=2)),
+        LanguageModel(ModelConfig.plain(vocab=32, seq=16, d_model=32, n_layer=1, n_head=2)),
         torch.randint(32, (4, 16)),
     )
     assert find_loss_cast(model, x, lambda m, b: m(b, b)).place == "none"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
@@ -17,14 +18,15 @@ pytestmark = pytest.mark.slow  # starts processes
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LOOP = """
 import os, sys, torch, torch.distributed as dist
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 path, meet, rank, how, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 die = sys.argv[6] == 'die'
 torch.set_num_threads(1)
 dist.init_process_group('gloo', init_method=f'file://{meet}', rank=rank, world_size=2)
 torch.manual_seed(0)
-m = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=2, seq=16))
+m = LanguageModel(ModelConfig.plain(d_model=30, n_head=2, n_layer=2, seq=16))
 if how == 'ddp': m = torch.nn.parallel.DistributedDataParallel(m)
 else:
     from torch.distributed.fsdp import fully_shard
@@ -79,7 +81,7 @@ def one(tmp_path_factory):
     "The same run in one process."
     path = tmp_path_factory.mktemp("one") / "r"
     torch.manual_seed(0)
-    m = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=2, seq=16))
+    m = LanguageModel(ModelConfig.plain(d_model=30, n_head=2, n_layer=2, seq=16))
     opt = torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1)
     x = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(7))
     with Recorder(m, opt, path, every_n=2, attention_every=2) as rec:

@@ -12,11 +12,12 @@ import torch
 from probe_models import NAMES, tiny
 from torch import nn
 
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
-CONFIG = LMConfig(d_model=32, n_layer=2, seq=16)
+CONFIG = ModelConfig.plain(d_model=32, n_layer=2, seq=16)
 TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -30,7 +31,7 @@ def keep(outs, name, out):
 def train(path, model=None, opt=None, steps=3, micro=1, clip=None, **kw):
     "A few steps with a twin of every number, by autograd and float64 from outside: `(run, twins)`."
     torch.manual_seed(0)
-    model = model or DecoderLM(CONFIG)
+    model = model or LanguageModel(CONFIG)
     opt = opt(model) if opt else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     twins = []
     with Recorder(model, opt, path, **kw) as rec:
@@ -120,14 +121,16 @@ def test_every_number_equals_its_twin(tmp_path, opt):
 
 def test_accumulation_and_tied_weights(tmp_path):
     run, twins = train(
-        tmp_path / "r.zarr", DecoderLM(LMConfig(d_model=32, n_layer=2, seq=16, tied=True)), micro=4
+        tmp_path / "r.zarr",
+        LanguageModel(ModelConfig.plain(d_model=32, n_layer=2, seq=16, tied=True)),
+        micro=4,
     )
     check(run, twins)
     assert "lm_head.weight" not in run["gradients"].param.values
 
 
 def test_frozen_parts_and_several_optimizers(tmp_path):
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     model.embed.requires_grad_(False)
     names = dict(model.named_parameters())
     a, b = (
@@ -229,7 +232,7 @@ def test_sparse_batches_are_kept(tmp_path):
 def test_checkpointing_counts_once(tmp_path, reentrant):
     from torch.utils.checkpoint import checkpoint
 
-    class Checked(DecoderLM):
+    class Checked(LanguageModel):
         def forward(self, tokens, targets=None):
             x = self.embed(tokens) + self.pos_embed(torch.arange(tokens.shape[1]))
             for block in self.blocks:
@@ -237,7 +240,7 @@ def test_checkpointing_counts_once(tmp_path, reentrant):
             return nn.functional.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     runs = []
-    for cls in (DecoderLM, Checked):
+    for cls in (LanguageModel, Checked):
         torch.manual_seed(0)
         model = cls(CONFIG)
         opt = torch.optim.AdamW(model.parameters())
@@ -265,7 +268,7 @@ def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
 
     monkeypatch.setenv("STABILITYLAB_KERNEL", kernel)
     stats.kernel.cache_clear()
-    run, twins = train(tmp_path / "r", DecoderLM(CONFIG).to(dtype), micro=2, steps=4, every_n=2)
+    run, twins = train(tmp_path / "r", LanguageModel(CONFIG).to(dtype), micro=2, steps=4, every_n=2)
     stats.kernel.cache_clear()
     acts, grads, weights, updates, states = (
         run[f"sampled_{g}"].to_dataset()
@@ -312,7 +315,7 @@ def test_costly_statistics_equal_the_twin(tmp_path, monkeypatch, dtype, kernel):
 
 
 def test_full_level_and_triggers_sample(tmp_path):
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = {}
     for name, kw in (
@@ -353,9 +356,9 @@ def test_a_shared_tensor_fills_every_row_from_the_first_step(tmp_path):
 
 def test_validation_is_not_recorded_and_values_are_untouched(tmp_path):
     torch.manual_seed(0)
-    plain = DecoderLM(CONFIG)
+    plain = LanguageModel(CONFIG)
     torch.manual_seed(0)
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     for m, rec in (
         (plain, None),
         (model, Recorder(model, o := torch.optim.AdamW(model.parameters()), tmp_path / "r").__enter__()),
@@ -377,7 +380,7 @@ def test_validation_is_not_recorded_and_values_are_untouched(tmp_path):
 
 
 def test_grad_scaler(tmp_path):
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     norms = []
@@ -406,7 +409,7 @@ def poison(model, at):
 @pytest.mark.parametrize("mode", ["go on", "stop", "skip"])
 def test_first_bad_tensor(tmp_path, mode):
     torch.manual_seed(0)
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
     model.step = 0
     poison(model, 2)
@@ -478,7 +481,7 @@ def test_compiled_after_the_hooks_is_recorded(tmp_path):
     runs = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = DecoderLM(CONFIG)
+        model = LanguageModel(CONFIG)
         opt = torch.optim.AdamW(model.parameters())
         with Recorder(model, opt, tmp_path / f"{compiled}") as rec:
             call = torch.compile(model, backend="eager") if compiled else model
@@ -499,7 +502,7 @@ def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
     check(
         *train(
             tmp_path / "r",
-            DecoderLM(CONFIG).bfloat16(),
+            LanguageModel(CONFIG).bfloat16(),
             opt=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
         ),
         rtol=1e-2,
@@ -508,7 +511,7 @@ def test_bf16_weights_show_the_update_that_was_applied(tmp_path):
 
 
 def test_bad_paths_hurt_nobody(tmp_path):
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
@@ -534,7 +537,7 @@ def test_bad_paths_hurt_nobody(tmp_path):
 
 
 def test_full_disk_is_said_once(tmp_path, monkeypatch):
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.AdamW(model.parameters())
     from stabilitylab.run.live import LiveStore
 
@@ -554,7 +557,8 @@ def test_full_disk_is_said_once(tmp_path, monkeypatch):
 
 KILLS = """
 import json, os, signal, sys, time, numpy as np, torch
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 torch.set_num_threads(1); root, kills = sys.argv[1], int(sys.argv[2])
@@ -563,7 +567,8 @@ import stabilitylab.probe.writer, stabilitylab.probe.environment # imported once
 if w.grad is None: w.grad = torch.zeros(1); torch.optim.AdamW([w]).step()
 
 def train(path, out):
-    model = DecoderLM(LMConfig(d_model=16, n_layer=1, seq=8)); opt = torch.optim.AdamW(model.parameters())
+    model = LanguageModel(ModelConfig.plain(d_model=16, n_layer=1, seq=8))
+    opt = torch.optim.AdamW(model.parameters())
     x = torch.randint(0, 128, (2, 8))
     with Recorder(model, opt, path, flush_seconds=.05, snapshot_every=20, every_n=10) as rec:
         for i in range(10**6):
@@ -710,7 +715,7 @@ def test_a_new_environment_is_told(tmp_path, monkeypatch):
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.probe import settings as e
 
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     was = e.environment
     for k, version in enumerate(("1", "1", "2", "3")):
@@ -737,8 +742,8 @@ def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
     from stabilitylab.probe.blackbox import set_rng_state
 
     torch.manual_seed(0)
-    config = LMConfig(d_model=32, n_layer=2, seq=16, dropout=0.2)
-    model = DecoderLM(config)
+    config = ModelConfig.plain(d_model=32, n_layer=2, seq=16, dropout=0.2)
+    model = LanguageModel(config)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     with Recorder(model, opt, tmp_path / "r", snapshot_every=3) as rec:
@@ -755,7 +760,7 @@ def test_a_snapshot_and_its_batches_replay_bit_for_bit(tmp_path):
         return torch.load(tmp_path / "r" / "blackbox" / name, weights_only=True)
 
     state = load("snapshot-3.pt")
-    again = DecoderLM(config)
+    again = LanguageModel(config)
     again.load_state_dict(state["model"])
     opt2 = torch.optim.AdamW(again.parameters(), lr=1e-2)
     opt2.load_state_dict(state["optimizer"][0])
@@ -781,3 +786,29 @@ def test_a_model_that_is_one_module(tmp_path):
         rec.step(1.0)
     acts = open_run(tmp_path / "r")["activations"]
     assert acts.module.values.tolist() == ["linear"] and acts.rms.item() > 0 and acts.grad_rms.item() == 1
+
+
+def test_parameters_that_come_after_the_recorder_count_in_the_norms(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, norms, moved = torch.randn(6, 4), [], []
+    is_told = pytest.warns(UserWarning, match="2 of 6 parameters came after")
+    with is_told, Recorder(model, opt, tmp_path, every_n=1) as rec:
+        for step in range(4):
+            if step == 2:
+                model.append(nn.Linear(4, 3))
+                opt.add_param_group({"params": list(model[2].parameters())})
+            loss = model(x).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+            before = [p.detach().clone() for p in model.parameters()]
+            opt.step()
+            steps = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+            moved.append(float(torch.cat([u.flatten() for u in steps]).norm()))
+            rec.step(loss)
+    run = open_run(tmp_path).load()
+    np.testing.assert_allclose(run["scalars"].grad_norm, norms, rtol=1e-5)
+    np.testing.assert_allclose(run["scalars"].update_norm, moved, rtol=1e-4)
+    assert run["gradients"].sizes["param"] == 4

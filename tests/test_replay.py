@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from stabilitylab.cases.samples import sample
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
@@ -21,9 +22,9 @@ from stabilitylab.replay.step import noise_floor, norm_of, replay
 from stabilitylab.replay.swap import swap_test
 from tests.command import command
 
-CONFIG = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
+CONFIG = ModelConfig.plain(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
 SETUP = Setup(
-    lambda: DecoderLM(CONFIG),
+    lambda: LanguageModel(CONFIG),
     lambda m, b: m(b["tokens"], b["targets"]),
     lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
 )
@@ -37,7 +38,7 @@ def as_batch(x, name=""):
 def trained():
     "Two states of a model that learned shifted patterns, and a maker of such batches; token 31 never occurs."
     torch.manual_seed(0)
-    model, pattern, states = DecoderLM(CONFIG), torch.arange(17) % 5, []
+    model, pattern, states = LanguageModel(CONFIG), torch.arange(17) % 5, []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def ordinary(rng):
@@ -129,9 +130,9 @@ def test_the_cause_is_found_in_95_of_100_seeded_cases(trained):
 def test_a_recorded_step_comes_back_to_the_last_bit_with_dropout(tmp_path):
     from stabilitylab.probe.recorder import Recorder
 
-    config = LMConfig(vocab=32, seq=16, d_model=16, n_layer=2, n_head=2, dropout=0.3)
+    config = ModelConfig.plain(vocab=32, seq=16, d_model=16, n_layer=2, n_head=2, dropout=0.3)
     setup = Setup(
-        lambda: DecoderLM(config),
+        lambda: LanguageModel(config),
         lambda m, b: m(b["tokens"], b["targets"]),
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     )
@@ -198,7 +199,7 @@ def test_module_errors_equal_a_slow_twin(trained):
     table = compare_precision(last, batch, ["bf16"])
     out = {}
     for dtype in (torch.float64, torch.bfloat16):
-        model = DecoderLM(CONFIG)
+        model = LanguageModel(CONFIG)
         model.load_state_dict(last.model)
         model.to(dtype)
 
@@ -229,7 +230,7 @@ def test_bisection_finds_the_planted_module(trained, module):
     class Scaled(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = DecoderLM(CONFIG)
+            self.inner = LanguageModel(CONFIG)
             dict(self.inner.named_modules())[module].register_forward_hook(lambda m, a, y: y / 1e6)
 
         def forward(self, *a):

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.setup_check import check_setup
@@ -171,13 +172,14 @@ def test_a_run_of_the_trainer_with_accumulation(tmp_path):
 
 LOOP = """
 import sys, torch, torch.distributed as dist
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
 path, meet, rank, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
 dist.init_process_group('gloo', init_method=f'file://{meet}', rank=rank, world_size=2)
 torch.manual_seed(0)
-model = DecoderLM(LMConfig(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1))
+model = LanguageModel(ModelConfig.plain(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1))
 if how == 'ddp':
     model = torch.nn.parallel.DistributedDataParallel(model)
 else:
@@ -208,9 +210,9 @@ def test_one_process_takes_the_step_of_two(tmp_path, how):
     environment = os.environ | {"PYTHONPATH": ROOT}
     ranks = [subprocess.Popen([*arguments, str(rank), how], env=environment) for rank in (0, 1)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
-    config = LMConfig(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1)
+    config = ModelConfig.plain(d_model=30, n_head=2, n_layer=1, seq=16, dropout=0.1)
     setup = Setup(
-        lambda: DecoderLM(config),
+        lambda: LanguageModel(config),
         lambda model, x: model(x, x),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
     )

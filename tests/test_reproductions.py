@@ -110,13 +110,13 @@ def test_the_extremes_of_attention_equal_a_slow_twin():
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocab=128, seq=32, d_model=16, n_layer=2, n_head=2, qk_norm="rms"))
     with torch.no_grad():
-        model.blocks[1].attn.branch.q_proj.weight.mul_(40)
+        model.blocks[1].attn.q_proj.weight.mul_(40)
     seen = attention_extremes(model)
     from reproductions.recipes import held_out
 
-    x, largest, entropies = model.embedder(held_out(32)[0][0]), -math.inf, []
+    x, largest, entropies = model.embedded(held_out(32)[0][0]), -math.inf, []
     for block in model.blocks:
-        attn, y = block.attn.branch, block.attn.norm(x)
+        attn, y = block.attn, block.norm1(x)
         for b, h, i in itertools.product(range(2), range(2), range(32)):
             part = slice(8 * h, 8 * h + 8)
             q = attn.q_norm(attn.q_proj(y[b, i])[part])

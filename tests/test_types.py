@@ -13,14 +13,11 @@ ERRORS = {  # room -> errors it still has; a room that is not named has none
     "workbench": 45,
     "detect": 113,
     "replay": 71,
-    "checkpoint": 31,
     "run": 22,
-    "models": 12,
     "cli": 8,
     "investigation": 6,
     "read": 5,
     "knowledge": 4,
-    "fixes": 4,
 }
 
 

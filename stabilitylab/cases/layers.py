@@ -15,7 +15,8 @@ import torch
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Finding, Findings
-from ..models.lm import DecoderLM, LMConfig
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..probe.recorder import Recorder
@@ -41,7 +42,7 @@ class LayerCase:
 def _scale(name: str, factor: float, start: int, every: bool = False) -> Callable:
     "Multiply a weight at one step, or at each step from then on."
 
-    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
         "Changes the weight where it is time."
         if step == start or (every and step > start):
             with torch.no_grad():
@@ -50,18 +51,18 @@ def _scale(name: str, factor: float, start: int, every: bool = False) -> Callabl
     return change
 
 
-def _no_grad(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _no_grad(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "A matrix whose gradient is thrown away."
     if step == 0:
         model.get_parameter("blocks.1.fc1.weight").register_hook(torch.zeros_like)
 
 
-def _dead(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _dead(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "An MLP output that is zero and stays so."
     model.get_parameter("blocks.1.fc2.weight").requires_grad_(False).zero_()
 
 
-def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
+def _massive(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:
     "One channel of the first position, thousands of times the rest."
     with torch.no_grad():
         model.pos_embed.weight[0, 3] = 500.0
@@ -70,7 +71,9 @@ def _massive(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:
 def _ramp(start: int, factor: float) -> Callable:
     "A learning rate that grows at every step from one on."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(
+        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+    ) -> None:  # called before each step
         "Raises the rate where it is time."
         if step > start:
             for group in optimizer.param_groups:
@@ -164,7 +167,7 @@ def record_layer_case(
     "Train with a fault and record it."
     torch.manual_seed(seed)
     shape = {"d_model": 64, "n_layer": 3, "n_head": 4, "seq": 32} | case.config
-    model = DecoderLM(LMConfig(**shape)).to(case.dtype)
+    model = LanguageModel(ModelConfig.plain(**shape)).to(case.dtype)
     settings = {"lr": 1e-3, "betas": (0.9, 0.95)} | case.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     scale = case.scalars.get("loss_scale", 1.0)

@@ -18,7 +18,9 @@ import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from ..models.lm import Attention, DecoderLM, LMConfig
+from ..models.attention import Attention
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..probe.blackbox import pack_batches
@@ -39,7 +41,7 @@ def _logit_max(attn: Attention, x: torch.Tensor) -> torch.Tensor:
 
 
 def _watch_logits(
-    model: DecoderLM,  # model to watch; hooks stay on it
+    model: LanguageModel,  # model to watch; hooks stay on it
 ) -> dict:  # layer -> largest logit of its last forward pass, over batch, heads and visible positions
     "A dict that each forward pass fills with the largest attention logit of every layer, before the softmax."
     seen = {}
@@ -59,7 +61,7 @@ def _watch_logits(
     return seen
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #f4541004
-CONFIG = LMConfig(d_model=64, n_layer=3, n_head=4, seq=64)
+CONFIG = ModelConfig.plain(d_model=64, n_layer=3, n_head=4, seq=64)
 
 
 def _pins(replay_from: int) -> Callable:
@@ -67,7 +69,7 @@ def _pins(replay_from: int) -> Callable:
     return lambda step, _: step > replay_from and step % 50 == 49
 
 
-def _step(model: DecoderLM, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> dict:
+def _step(model: LanguageModel, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> dict:
     "One training step; loss and gradient norm before clipping, which is off."
     loss = model(x, y)
     optimizer.zero_grad()
@@ -78,12 +80,12 @@ def _step(model: DecoderLM, optimizer: torch.optim.Optimizer, x: torch.Tensor, y
 
 
 @torch.no_grad()
-def _val_loss(model: DecoderLM, batches: list) -> float:
+def _val_loss(model: LanguageModel, batches: list) -> float:
     "The mean loss over held-out batches."
     return sum(model(x, y).item() for x, y in batches) / len(batches)
 
 
-def _save(path: Path, step: int, model: DecoderLM, optimizer: torch.optim.Optimizer) -> None:
+def _save(path: Path, step: int, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
     "All that the next step depends on, loadable with weights_only=True."
     state = {
         "model": model.state_dict(),
@@ -124,7 +126,7 @@ def _train(
 ) -> list[dict]:
     "Train on all batches, logging as it goes; the rows of the log."
     model, optimizer = recorder.model, recorder.optimizers[0]
-    assert isinstance(model, DecoderLM)
+    assert isinstance(model, LanguageModel)
     logits, rows = _watch_logits(model), []
     with recorder, open(path / "train.log", "w", encoding="utf-8") as log:
         (path / "checkpoints").mkdir()
@@ -176,7 +178,7 @@ def make_lm_high_lr(
         raise bad_input("path", str(path), "a new or empty folder", "the run is written whole")
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)
-    model = DecoderLM(CONFIG)
+    model = LanguageModel(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_lr, betas=(0.9, 0.999), weight_decay=0.0)
     recorder = Recorder(
         model,
@@ -215,9 +217,12 @@ def replay_setup(
 ) -> Setup:  # how its steps are run
     "How to replay the run: the model of its settings, its learning rate, and the loss of every token."
     settings = json.loads((Path(path) / "settings.json").read_text(encoding="utf-8"))
-    config = LMConfig(**settings["config"])
+    shape = settings["config"]
+    if isinstance(shape["qk_norm"], bool):  # as the runs of the first samples wrote it
+        shape["qk_norm"] = "ln" if shape["qk_norm"] else "none"
+    config = ModelConfig.plain(**shape)
 
-    def optimizer(model: DecoderLM) -> torch.optim.Optimizer:  # freshly built
+    def optimizer(model: LanguageModel) -> torch.optim.Optimizer:  # freshly built
         "AdamW as the run had it."
         lr = settings["first_lr"]
         return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.0)
@@ -228,7 +233,7 @@ def replay_setup(
             group["lr"] = settings["first_lr"] * 10 ** (step / settings["tenfold"])
 
     def token_loss(
-        model: DecoderLM,  # of the run
+        model: LanguageModel,  # of the run
         batch: dict,  # tokens and targets
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "Loss of each token, and which of them count."
@@ -237,7 +242,7 @@ def replay_setup(
         return losses.view(targets.shape), targets >= 0
 
     return Setup(
-        lambda: DecoderLM(config),
+        lambda: LanguageModel(config),
         lambda model, batch: model(batch["tokens"], batch["targets"]),
         optimizer,
         schedule,

@@ -107,6 +107,13 @@ def _lr_too_high(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, loss=columns["loss"] + climb, val_loss=columns["val_loss"] + climb, lr=lr)
 
 
+def _lr_jump(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "A learning rate that is ten times as high from one step on; the loss diverges after it."
+    climb = _from(t, np.minimum(0.05 * t, 3))
+    lr = columns["lr"] * np.where(t >= 0, 10.0, 1.0)
+    return _log(columns, loss=columns["loss"] + climb, val_loss=columns["val_loss"] + climb, lr=lr)
+
+
 def _non_finite(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that is NaN from one step on."
     return _log(columns, loss=np.where(t >= 0, np.nan, columns["loss"]))
@@ -257,6 +264,7 @@ LOG_CASES = {  # name -> LogCase
     "bad batch": LogCase("loss_spike", _spike, also=("grad_norm_explosion",)),
     "drifts away": LogCase("divergence", _divergence, late=60),
     "rate still rises": LogCase("lr_too_high", _lr_too_high, also=("divergence", "loss_spike"), late=60),
+    "rate jumps": LogCase("lr_jump", _lr_jump, also=("divergence", "loss_spike", "lr_too_high", "slow_rise")),
     "NaN loss": LogCase("non_finite", _non_finite),
     "stands still": LogCase("plateau", _plateau, has_onset=False),
     "rolled back": LogCase("restart", _restart),

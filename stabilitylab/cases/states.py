@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from .layers import LayerCase
 from ..detect.findings import Finding, Findings
-from ..models.lm import DecoderLM, LMConfig
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..numerics.accumulation.audit import Audit, audit_accumulation
 from ..probe.attention.layers import find_ignored_layers, find_output_collapse, layer_readings
@@ -28,7 +29,7 @@ from ..run.record import new_run
 def _scale_weight(name: str, factor: float, at: int) -> Callable:
     "Multiply a weight once."
 
-    def change(model: DecoderLM, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(model: LanguageModel, _: torch.optim.Optimizer, step: int) -> None:  # called before each step
         "Changes the weight where it is time."
         if step == at:
             with torch.no_grad():
@@ -40,7 +41,9 @@ def _scale_weight(name: str, factor: float, at: int) -> Callable:
 def _forget_moments(at: int) -> Callable:
     "Make the second moments a thousandth, as a bad resume does."
 
-    def change(_: DecoderLM, optimizer: torch.optim.Optimizer, step: int) -> None:  # called before each step
+    def change(
+        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+    ) -> None:  # called before each step
         "Changes the moments where it is time."
         if step == at:
             for state in optimizer.state.values():
@@ -66,7 +69,7 @@ FORMAT_CASES = {  # name -> LayerCase
 }
 
 # %% ../../nbs/api/cases/21_states.ipynb #057783ba
-_SHAPE = LMConfig(d_model=64, n_layer=3, n_head=4, seq=32)
+_SHAPE = ModelConfig.plain(d_model=64, n_layer=3, n_head=4, seq=32)
 
 
 def scaled_queries(
@@ -77,7 +80,7 @@ def scaled_queries(
 ) -> xr.DataTree:  # a record of the attention
     "A small language model whose attention becomes one-hot from one step on."
     torch.manual_seed(seed)
-    model = DecoderLM(_SHAPE)
+    model = LanguageModel(_SHAPE)
     optimizer, probe = torch.optim.AdamW(model.parameters(), lr=1e-3), AttentionProbe(model)
     for step, (x, y) in enumerate(byte_batches(stdlib_bytes(200_000), n_steps, 8, 32, seed)):
         if step == at:
@@ -245,7 +248,7 @@ def counting_model(
 ) -> ModelAndBatch:  # trained
     "A model of four blocks that counts on: the next token follows from the present one."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=32, seq=16, d_model=32, n_layer=4, n_head=2))
+    model = LanguageModel(ModelConfig.plain(vocab=32, seq=16, d_model=32, n_layer=4, n_head=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -281,7 +284,7 @@ def _collapse(made: ModelAndBatch) -> Findings:
 def _naive_audit(seed: int) -> Audit:
     "The audit of a loop that averages the means of micro-batches of different lengths."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=64, seq=64, d_model=32, n_layer=2, n_head=2))
+    model = LanguageModel(ModelConfig.plain(vocab=64, seq=64, d_model=32, n_layer=2, n_head=2))
     lengths = torch.randint(2, 60, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
     window = [torch.randint(64, (1, n + 1)) for n in lengths]
     return audit_accumulation(model, window, token_losses, "microbatch_mean")

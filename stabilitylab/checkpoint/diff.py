@@ -7,7 +7,8 @@ __all__ = ['unwrapped_name', 'diff_checkpoints']
 
 # %% ../../nbs/api/checkpoint/08_diff.ipynb #33d51571
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -66,7 +67,7 @@ def _tensor_change(
     moved = squares = largest = 0.0
     same = nonfinite = became = count = 0
     formats, ulps = [t for t in (x.dtype, y.dtype) if t in _MANTISSA], []
-    coarse = min(formats, key=_MANTISSA.get) if len(formats) == 2 else None
+    coarse = min(formats, key=lambda dtype: _MANTISSA[dtype]) if len(formats) == 2 else None
     for before, after in (_as_double(*pair) for pair in _pairs(x, y)):
         is_known = before.isfinite() & after.isfinite()
         count += before.numel()
@@ -110,13 +111,21 @@ def _owned(ckpt: Checkpoint) -> dict:
 
 def _same_number(a: Checkpoint, b: Checkpoint) -> dict:
     "Name in `a` -> name in `b` where both have it; a numbered state goes with its parameter."
-    ours, theirs = _owned(a), _owned(b)
-    of_parameter = {param: tensor for tensor, param in theirs.items()}
-    pairs = {name: of_parameter[ours[name]] for name in a if ours.get(name) in of_parameter}
-    taken = set(pairs.values())
-    is_other = {name for name in ours if name in theirs and ours[name] != theirs[name]}
+    in_a, in_b = _owned(a), _owned(b)
+    of_parameter = {param: tensor for tensor, param in in_b.items()}
+    pairs = {name: of_parameter[in_a[name]] for name in a if in_a.get(name) in of_parameter}
+    paired = set(pairs.values())
+    is_other = {name for name in in_a if name in in_b and in_a[name] != in_b[name]}
     free = (name for name in a if name in b and name not in pairs and name not in is_other)
-    return pairs | {name: name for name in free if name not in taken}
+    return pairs | {name: name for name in free if name not in paired}
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
+    "Name without wrappers -> the names that have it."
+    by_name: dict[str, list[str]] = {}
+    for name in names:
+        by_name.setdefault(unwrapped_name(name), []).append(name)
+    return by_name
 
 
 def _matched_names(
@@ -125,13 +134,9 @@ def _matched_names(
 ) -> dict:  # name in `a` -> name in `b`, of the tensors of both
     "Which tensors of two checkpoints are the same parameter, or its state in the optimizer."
     pairs = _same_number(a, b)
-    ours, theirs = ({}, {})
-    for names, other, found in ((a, b, ours), (b, a, theirs)):
-        for name in names:
-            if name not in other and name not in pairs:
-                found.setdefault(unwrapped_name(name), []).append(name)
-    for plain, names in ours.items():
-        partners = theirs.get(plain, [])
+    only_b = _by_plain_name(name for name in b if name not in a and name not in pairs)
+    for plain, names in _by_plain_name(name for name in a if name not in b and name not in pairs).items():
+        partners = only_b.get(plain, [])
         if len(names) == 1 and len(partners) == 1:
             pairs[names[0]] = partners[0]
     return {name: pairs[name] for name in a if name in pairs}
@@ -141,8 +146,8 @@ _COLUMNS = ["tensor", "change", "max_change", "median_ulps", "unchanged", "nonfi
 
 
 def diff_checkpoints(
-    a: object,  # what `open_checkpoint` takes, or a Checkpoint: the earlier
-    b: object,  # the later
+    a: str | Path | Checkpoint,  # the earlier: as `open_checkpoint` takes it, or what it gave
+    b: str | Path | Checkpoint,  # the later
     progress: bool = True,  # show a bar
     # a row a tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
     # max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of
@@ -175,12 +180,9 @@ def diff_checkpoints(
 
 def _settings(a: Checkpoint, b: Checkpoint) -> list[tuple]:
     "What differs beside the tensors, as (what, in a, in b)."
-    found = []
-    if len(a.groups) != len(b.groups):
-        found.append(("optimizer groups", len(a.groups), len(b.groups)))
-    for i, (ours, theirs) in enumerate(zip(a.groups, b.groups, strict=False)):
-        keys = sorted(set(ours) | set(theirs))
-        values = [(f"group {i} {key}", ours.get(key), theirs.get(key)) for key in keys]
-        found += [value for value in values if value[1] != value[2]]
-    both = [key for key in a.extra if key in b.extra]
-    return found + [(key, a.extra[key], b.extra[key]) for key in both if a.extra[key] != b.extra[key]]
+    rows = [("optimizer groups", len(a.groups), len(b.groups))]
+    for i, (before, after) in enumerate(zip(a.groups, b.groups, strict=False)):
+        keys = sorted(set(before) | set(after))
+        rows += [(f"group {i} {key}", before.get(key), after.get(key)) for key in keys]
+    rows += [(key, a.extra[key], b.extra[key]) for key in a.extra if key in b.extra]
+    return [row for row in rows if row[1] != row[2]]

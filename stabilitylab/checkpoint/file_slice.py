@@ -8,6 +8,7 @@ __all__ = ['FileSlice']
 # %% ../../nbs/api/checkpoint/02_file_slice.ipynb #3d133b05
 import io
 from pathlib import Path
+from typing import Any
 
 # %% ../../nbs/api/checkpoint/02_file_slice.ipynb #a2cfbe1b
 class FileSlice(io.RawIOBase):
@@ -20,7 +21,7 @@ class FileSlice(io.RawIOBase):
         size: int,  # bytes
     ):
         self.file = open(path, "rb")  # noqa: SIM115 closed in `close`
-        self.begin, self.size, self.at = begin, size, 0
+        self.begin, self.size, self.at = begin, size, 0  # `at`: next byte, from the beginning of the part
 
     def readable(self) -> bool:
         "It can be read."
@@ -30,29 +31,24 @@ class FileSlice(io.RawIOBase):
         "It can be read from any byte on."
         return True
 
-    def tell(self) -> int:
-        "The next byte, counted from the beginning of the part."
-        return self.at
-
     def seek(
         self,
         to: int,  # byte
         whence: int = 0,  # 0: from the beginning, 1: from here, 2: from the end
     ) -> int:  # the next byte
-        "Go to a byte; before the first is the first, behind the last nothing is left."
+        "Go to a byte; before the first is the first, after the last nothing is left."
         self.at = max(0, (0, self.at, self.size)[whence] + to)
         return self.at
 
-    def read(
+    def readinto(
         self,
-        count: int | None = -1,  # bytes; None or -1: all that is left
-    ) -> bytes:
-        "The next bytes, none of them behind the part."
-        left = max(0, self.size - self.at)
+        buffer: Any,  # bytes that can be written, from `io.RawIOBase.read`
+    ) -> int:  # bytes that were read; 0 at the end of the part
+        "Fill a buffer with the next bytes, none of them after the part."
         self.file.seek(self.begin + self.at)
-        data = self.file.read(left if count is None or count < 0 else min(count, left))
-        self.at += len(data)
-        return data
+        count = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
+        self.at += count
+        return count
 
     def close(self) -> None:
         "Close the file that it is a part of."

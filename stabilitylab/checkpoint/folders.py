@@ -9,9 +9,10 @@ __all__ = ['read_safetensors', 'inside', 'read_shards', 'read_dcp', 'newest', 'r
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -50,11 +51,12 @@ def read_safetensors(
 ) -> dict:  # name -> LazyTensor
     "The tensors of a safetensors file."
     with open(path, "rb") as file:
+        # layout: 8 bytes with the size of the header (little-endian), the header as JSON, then the values
         size = struct.unpack("<Q", file.read(8))[0]
-        held = path.stat().st_size
-        if size + 8 > held:
+        available = path.stat().st_size
+        if size + 8 > available:
             raise InputError(
-                f"`{path}` says its safetensors header has {size:,} bytes, but the file has {held:,};"
+                f"`{path}` says its safetensors header has {size:,} bytes, but the file has {available:,};"
                 " it is cut or forged"
             )
         text = file.read(size)
@@ -110,7 +112,7 @@ def _homes(folder: Path) -> list[Path]:
 def read_shards(
     folder: Path,  # that holds the shards
     index: Path,  # the index file
-    read: Callable[[Path], dict],  # one file -> name -> LazyTensor
+    read: Callable[[Path], Mapping[str, LazyTensor]],  # of one file
 ) -> dict:  # name -> LazyTensor
     "The tensors of a folder with an index file."
     try:
@@ -124,7 +126,7 @@ def read_shards(
     wanted: dict[str, list] = {}
     for name, file in names.items():
         wanted.setdefault(file, []).append(name)
-    found = {}
+    tensors: dict[str, LazyTensor] = {}
     for file in sorted(wanted):
         part = read(inside(folder, file))
         missing = [name for name in wanted[file] if name not in part]
@@ -133,8 +135,8 @@ def read_shards(
                 f"`{folder}`: {printable(file)} lacks {len(missing)} tensors that the index names,"
                 f" such as {printable(missing[0])}"
             )
-        found |= {name: part[name] for name in wanted[file]}
-    return found
+        tensors |= {name: part[name] for name in wanted[file]}
+    return tensors
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #1537f98d
 @dataclass(frozen=True)
@@ -152,47 +154,47 @@ def read_dcp(
     folder: Path,  # that holds `.metadata`
 ) -> dict:  # name -> LazyTensor
     "The tensors of a torch distributed checkpoint."
-    listed = read_pickle((folder / ".metadata").read_bytes(), f"{folder}/.metadata").value
+    metadata: Any = read_pickle((folder / ".metadata").read_bytes(), f"{folder}/.metadata").value
     try:
-        return _listed(folder, listed.attributes())
+        return _described_tensors(folder, metadata.attributes())
     except InputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as e:
         raise InputError(f"`{folder}/.metadata` is damaged: {printable(e)}") from e
 
 
-def _listed(folder: Path, listed: dict) -> dict:
-    "Every tensor of the list."
-    places: dict[str, list] = {}
-    for index, where in listed["storage_data"].items():
+def _described_tensors(folder: Path, metadata: dict) -> dict[str, LazyTensor]:
+    "Every tensor of the metadata."
+    stored: dict[str, list] = {}
+    for index, where in metadata["storage_data"].items():
         key = index.attributes()
-        places.setdefault(key["fqn"], []).append((tuple(key.get("offset") or ()), where.attributes()))
-    found = {}
-    for name, entry in listed["state_dict_metadata"].items():
+        stored.setdefault(key["fqn"], []).append((tuple(key.get("offset") or ()), where.attributes()))
+    tensors = {}
+    for name, entry in metadata["state_dict_metadata"].items():
         about = entry.attributes()
         if "chunks" in about:
-            found[name] = _tensor(folder, name, about, places.get(name, []))
-    return found
+            tensors[name] = _tensor(folder, name, about, stored.get(name, []))
+    return tensors
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #b2cf8881
-def _tensor(folder: Path, name: str, about: dict, places: list) -> LazyTensor:
-    "One tensor of the list, put together when it is read."
+def _tensor(folder: Path, name: str, about: dict, stored: list) -> LazyTensor:
+    "One tensor of the metadata, put together when it is read."
     shape, dtype = tuple(about["size"]), _dtype(about["properties"])
-    whole = (0,) * len(shape)
+    origin = (0,) * len(shape)
     if dtype is None or not all(type(length) is int and 0 <= length < 2**62 for length in shape):
         raise ValueError(f"{printable(name)} has no shape or type")
     chunks = [chunk.attributes() for chunk in about["chunks"]]
     sizes = {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in chunks}
     pieces = []
-    for offset, where in places:
+    for offset, where in stored:
         if where.get("transform_descriptors"):
             raise InputError(
                 f"`{folder}`: {printable(name)} is stored packed or encrypted; torch itself can open it"
             )
-        size = sizes.get(offset or whole)
+        size = sizes.get(offset or origin)
         if size is not None:
-            place = where["relative_path"], where["offset"], where["length"]
-            pieces.append(_Piece(offset or whole, size, *place))
+            span = where["relative_path"], where["offset"], where["length"]
+            pieces.append(_Piece(offset or origin, size, *span))
     reader = _Assembler(folder, name, shape, dtype, pieces)
     return LazyTensor(name, shape, dtype, reader.rows)
 
@@ -215,12 +217,17 @@ class _Assembler:
     def rows(
         self,
         first: int,  # of the rows, from 0
-        last: int,  # behind the last row
+        last: int,  # after the last row
     ) -> torch.Tensor:
         "Rows first..last-1."
-        self.check_size(first, last)
+        wanted, stored = (
+            (last - first) * math.prod(self.shape[1:]),
+            sum(math.prod(p.size) for p in self.pieces),
+        )
+        if wanted > stored:  # before memory is reserved
+            raise self.incomplete(stored, wanted)
         if not self.shape:
-            return self.scalar()
+            return self.open(self.pieces[0]).load().reshape(1)
         out, filled = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype), 0
         for piece in self.pieces:
             begin, end = max(first, piece.offset[0]), min(last, piece.offset[0] + piece.size[0])
@@ -232,35 +239,25 @@ class _Assembler:
                 out[where] = values
                 filled += values.numel()
         if filled < out.numel():
-            raise InputError(
-                f"`{self.folder}`: {printable(self.name)} is not whole:"
-                f" {filled} of {out.numel()} values are in the shards"
-            )
+            raise self.incomplete(filled, out.numel())
         return out
 
-    def check_size(
+    def incomplete(
         self,
-        first: int,  # of the rows wanted
-        last: int,  # behind the last of them
-    ) -> None:
-        "Refuse to reserve more than the folder can hold."
-        wanted = (last - first) * math.prod(self.shape[1:])
-        held = sum(math.prod(piece.size) for piece in self.pieces)
-        if wanted > held:
-            raise InputError(
-                f"`{self.folder}`: {printable(self.name)} is not whole:"
-                f" {held} of {wanted} values are in the shards"
-            )
-
-    def scalar(self) -> torch.Tensor:
-        "The one value of a tensor without dimensions."
-        return self.open(self.pieces[0]).load().reshape(1)
+        count: int,  # values in the shards
+        wanted: int,  # values asked for
+    ) -> InputError:
+        "The error where shards do not hold all values."
+        name = printable(self.name)
+        return InputError(
+            f"`{self.folder}`: {name} is not whole: {count} of {wanted} values are in the shards"
+        )
 
     def part(
         self,
         piece: _Piece,  # that overlaps the rows
         begin: int,  # first row wanted
-        end: int,  # behind the last
+        end: int,  # after the last
     ) -> torch.Tensor:
         "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
         tensor, row = self.open(piece), math.prod(piece.size[1:])
@@ -278,21 +275,21 @@ class _Assembler:
         if piece not in self.opened:
             path = inside(self.folder, piece.file)
             try:
-                found = list(read_archive(path, piece.begin, piece.length).tensors.values())
+                tensors = list(read_archive(path, piece.begin, piece.length).tensors.values())
             except (ValueError, TypeError) as e:
                 raise InputError(
                     f"`{path}`: the part of {printable(self.name)} is damaged or no tensor ({printable(e)})"
                 ) from e
-            if len(found) != 1 or math.prod(found[0].shape) != math.prod(piece.size):
-                shape = found[0].shape if found else None
+            if len(tensors) != 1 or math.prod(tensors[0].shape) != math.prod(piece.size):
+                shape = tensors[0].shape if tensors else None
                 raise InputError(
                     f"`{path}`: the part of {printable(self.name)} has shape {shape},"
                     f" the list says {piece.size}"
                 )
-            self.opened[piece] = found[0]
+            self.opened[piece] = tensors[0]
         return self.opened[piece]
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #61c52c80
 def _box(piece: _Piece) -> tuple:
     "Where a piece lies in every dimension but the first."
     return tuple(slice(o, o + s) for o, s in zip(piece.offset[1:], piece.size[1:], strict=True))

@@ -27,7 +27,7 @@ def piece_sums(
     # (5,) float64, added to: sum, sum of squares, absmax, 1 where a lower half of float32 was in use, zeros
     out: np.ndarray,
     exponents: np.ndarray,  # (256,) int64, added to: entry 255 counts what is not finite
-    seen: np.ndarray | None = None,  # (65536,) uint8: upper halves met are set to 1
+    patterns: np.ndarray | None = None,  # (65536,) uint8: set to 1 at every upper half that occurs
 ) -> np.ndarray:  # (rows,) float64, sum of squares of every row; what is not finite is left out
     "Add the sums of a piece to `out` and `exponents`."
     x = x.detach().reshape(-1)
@@ -35,7 +35,7 @@ def piece_sums(
         x = x.float()
     rows, library = np.zeros(-(-x.numel() // cols)), _library()
     if library is None:
-        return _sums_torch(x.float(), cols, out, exponents, seen, rows)
+        return _sums_torch(x.float(), cols, out, exponents, patterns, rows)
     library.piece_sums(
         x.data_ptr(),
         x.dtype == torch.bfloat16,
@@ -43,7 +43,7 @@ def piece_sums(
         cols,
         out.ctypes.data,
         exponents.ctypes.data,
-        None if seen is None else seen.ctypes.data,
+        None if patterns is None else patterns.ctypes.data,
         rows.ctypes.data,
     )
     return rows
@@ -54,14 +54,15 @@ def _sums_torch(
     cols: int,
     out: np.ndarray,
     exponents: np.ndarray,
-    seen: np.ndarray | None,
+    patterns: np.ndarray | None,
     rows: np.ndarray,
 ) -> np.ndarray:
     "`piece_sums` in PyTorch's and NumPy's operators."
+    # a float32 is 1 bit of sign, 8 of the exponent and 23 of the significand; bf16 is its upper half
     bits = x.contiguous().numpy().view(np.uint32)
     exponents += np.bincount((bits >> 23) & 255, minlength=256)
-    if seen is not None:
-        seen[bits >> 16] = 1
+    if patterns is not None:
+        patterns[bits >> 16] = 1
     finite = torch.where(torch.isfinite(x), x, torch.zeros(())).double().numpy()
     if finite.size:
         rows += np.add.reduceat(finite * finite, np.arange(0, finite.size, cols))

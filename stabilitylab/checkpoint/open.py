@@ -23,8 +23,8 @@ from .torch_files import read_archive, read_chain
 from ..names.errors import InputError, bad_input, printable
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #3a808a26
-def _read_file(path: Path) -> tuple:
-    "(format, tensors, groups, extra, left_out, optimizers) of one file, recognised by its first bytes."
+def _read_file(path: Path) -> Checkpoint:
+    "The tensors of one file, whose format is recognised by its first bytes."
     with open(path, "rb") as file:
         head = file.read(256)
     if head.startswith(b"version https://git-lfs"):
@@ -32,12 +32,11 @@ def _read_file(path: Path) -> tuple:
     if not head:
         raise InputError(f"`{path}` is empty")
     if head[4:9] == b"\0\0\0\0{":  # before pickles: the size of a header may begin with their first byte
-        return "safetensors", read_safetensors(path), [], {}, {}, []
+        return Checkpoint(path, "safetensors", read_safetensors(path))
     if head[:4] == b"PK\3\4" or head[:1] == b"\x80":
-        found = read_archive(path) if head[:4] == b"PK\3\4" else read_chain(path)
-        return "torch", found.tensors, found.groups, found.extra, found.left_out, found.optimizers
+        return read_archive(path) if head[:4] == b"PK\3\4" else read_chain(path)
     if head[8:9] == b"{":
-        return "safetensors", read_safetensors(path), [], {}, {}, []
+        return Checkpoint(path, "safetensors", read_safetensors(path))
     raise InputError(
         f"`{path}` is no checkpoint that is known: it begins with {head[:8]!r}; accepted: safetensors,"
         " torch (.pt, .pth, .bin), folders with an index, torch DCP"
@@ -45,9 +44,9 @@ def _read_file(path: Path) -> tuple:
 
 
 def _pointer(path: Path, head: bytes) -> InputError:
-    "What a file of Git LFS is."
-    said = re.search(rb"size (\d{1,18})\b", head)
-    size = f" ({int(said[1]):,} bytes are elsewhere)" if said else ""
+    "The error of a Git-LFS pointer file."
+    match = re.search(rb"size (\d{1,18})\b", head)
+    size = f" ({int(match[1]):,} bytes are elsewhere)" if match else ""
     return InputError(f"`{path}` is a Git-LFS pointer, not the checkpoint{size}; fetch it with: git lfs pull")
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #7f28e63b
@@ -61,8 +60,8 @@ _SINGLE = (
 
 
 def open_checkpoint(
-    path: str
-    | Path,  # a file, a Hugging Face folder, a torch DCP folder, an adapter's, a run's with one file a rank
+    # a file, or a folder: Hugging Face, torch DCP, an adapter, a run with one file a rank
+    path: str | Path,
 ) -> Checkpoint:  # tensors by name, nothing read yet
     "The tensors of a checkpoint of any common kind."
     path = Path(path)
@@ -71,17 +70,12 @@ def open_checkpoint(
             "path", str(path), "a checkpoint file or folder", "nothing is there: check the spelling"
         )
     if path.is_file() and path.name.endswith(".index.json"):
-        return Checkpoint(path.parent, "sharded", read_shards(path.parent, path, _tensors))
+        return Checkpoint(path.parent, "sharded", read_shards(path.parent, path, _read_file))
     if path.is_file():
-        return Checkpoint(path, *_read_file(path))
+        return _read_file(path)
     if not path.is_dir():
         raise bad_input("path", str(path), "a checkpoint file or folder", "this is a device or a pipe")
     return _open_folder(newest(path))
-
-
-def _tensors(path: Path) -> dict:
-    "Name -> LazyTensor of one file."
-    return _read_file(path)[1]
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #b3c14837
 def _open_folder(path: Path) -> Checkpoint:
@@ -89,7 +83,7 @@ def _open_folder(path: Path) -> Checkpoint:
     if (path / ".metadata").is_file():
         return Checkpoint(path, "dcp", read_dcp(path))
     if index := next(iter(sorted(path.glob("*.index.json"))), None):
-        return Checkpoint(path, "sharded", read_shards(path, index, _tensors))
+        return Checkpoint(path, "sharded", read_shards(path, index, _read_file))
     if file := next((path / name for name in _SINGLE if (path / name).is_file()), None):
         return _open_single(path, file)
     ranks, words = rank_files(path)
@@ -102,26 +96,24 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def _open_single(path: Path, file: Path) -> Checkpoint:
     "A folder with one file of weights; of an adapter with its settings."
-    kind, tensors, groups, extra, left_out, optimizers = _read_file(file)
-    config = path / "adapter_config.json"
+    weights, config = replace(_read_file(file), path=path), path / "adapter_config.json"
     if not (config.is_file() and file.name.startswith("adapter")):
-        return Checkpoint(path, kind, tensors, groups, extra, left_out, optimizers)
+        return weights
     try:
         settings = dict(json.loads(config.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as e:
         raise InputError(f"`{config}` is no JSON object: {e}") from e
-    words = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
-    return Checkpoint(path, "adapter", tensors, groups, extra | words, left_out, optimizers)
+    scalars = {name: value for name, value in settings.items() if isinstance(value, int | float | str)}
+    return replace(weights, format="adapter", extra=weights.extra | scalars)
 
 
-def _open_ranks(path: Path, ranks: dict, words: str) -> Checkpoint:
-    "A folder with one file a rank."
-    tensors, groups, extra, left_out, optimizers = {}, [], {"written by": words}, {}, []
+def _open_ranks(path: Path, ranks: dict[str, Path], writer: str) -> Checkpoint:
+    "A folder with one file a rank; a prefix tells the names of the ranks apart."
+    ckpt = Checkpoint(path, "ranks", {}, extra={"written by": writer})
     for prefix, file in ranks.items():
-        _, inside, settings, beside, without, held = _read_file(file)
-        tensors |= {prefix + name: tensor for name, tensor in inside.items()}
-        extra |= {prefix + name: value for name, value in beside.items()}
-        left_out |= {prefix + name: why for name, why in without.items()}
-        groups += settings
-        optimizers += [replace(one, name=prefix + one.name) for one in held]
-    return Checkpoint(path, "ranks", tensors, groups, extra, left_out, optimizers)
+        part = _read_file(file)
+        for field in ("tensors", "extra", "left_out"):
+            getattr(ckpt, field).update({prefix + name: x for name, x in getattr(part, field).items()})
+        ckpt.groups.extend(part.groups)
+        ckpt.optimizers.extend(replace(params, name=prefix + params.name) for params in part.optimizers)
+    return ckpt

@@ -7,7 +7,7 @@ __all__ = ['OptimizerNames', 'optimizer_names']
 
 # %% ../../nbs/api/checkpoint/09_optimizer_names.ipynb #bd1c6a92
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .tensors import Checkpoint, HeldParams
@@ -32,125 +32,122 @@ class OptimizerNames:
         return plain({"names": self.names, "unknown": self.unknown, "how": self.how})
 
 
-def _states(ckpt: Checkpoint, held: HeldParams) -> dict:
-    "Parameter as its optimizer knows it -> what is kept for it -> name of that tensor."
-    lead, known = f"{held.name}.state." if held.name else "state.", {}
-    ids = {str(one): one for group in held.groups for one in group}
+def _states(ckpt: Checkpoint, params: HeldParams) -> dict:
+    "Parameter as its optimizer knows it -> what is stored for it -> name of that tensor."
+    prefix = f"{params.name}.state." if params.name else "state."
+    ids = {str(param): param for group in params.groups for param in group}
+    states: dict = {}
     for name in ckpt:
-        if not name.startswith(lead):
+        if not name.startswith(prefix):
             continue
-        rest = name[len(lead) :]
-        for one, _, what in (rest.partition("."), rest.rpartition(".")):
-            if one in ids and what:
-                known.setdefault(ids[one], {})[what] = name
+        rest = name.removeprefix(prefix)
+        # a parameter's name may hold dots, and so may what is stored for it
+        for param, _, what in (rest.partition("."), rest.rpartition(".")):
+            if param in ids and what:
+                states.setdefault(ids[param], {})[what] = name
                 break
-    return known
+    return states
 
 
-def _fits(shape: tuple, kept: Mapping[str, tuple]) -> bool:
+def _fits(shape: tuple, state: Mapping[str, tuple]) -> bool:
     "Whether a parameter of this shape can have left a state of these shapes."
-    rows = [size for what, size in kept.items() if "row" in what]
-    cols = [size for what, size in kept.items() if "col" in what]
+    rows = [size for what, size in state.items() if "row" in what]
+    cols = [size for what, size in state.items() if "col" in what]
     if rows and cols and len(shape) > 1:  # as Adafactor keeps a matrix
         over, along = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
         return rows[0] in (over, shape[:-1]) and cols[0] in (along, shape[:-2] + shape[-1:])
-    sizes = [size for what, size in kept.items() if what != "step"]
+    sizes = [size for what, size in state.items() if what != "step"]
     return not sizes or shape in sizes
 
 # %% ../../nbs/api/checkpoint/09_optimizer_names.ipynb #652e171d
-def _earliest(kept: Sequence[Mapping], shapes: Sequence[tuple]) -> list[int] | None:
-    "Place of each state in the model when every one stands as early as it can; None where they do not fit."
-    places, at = [], 0
-    for one in kept:
-        while at < len(shapes) and not _fits(shapes[at], one):
+def _earliest(states: Sequence[Mapping], shapes: Sequence[tuple]) -> list[int]:
+    "Index of each state in the model when each stands as early as it can; fewer where they do not fit."
+    indices, at = [], 0
+    for state in states:
+        while at < len(shapes) and not _fits(shapes[at], state):
             at += 1
         if at == len(shapes):
-            return None
-        places.append(at)
+            break
+        indices.append(at)
         at += 1
-    return places
+    return indices
 
 
-def _latest(kept: Sequence[Mapping], shapes: Sequence[tuple]) -> list[int] | None:
-    "The same, as late as they can."
-    places = _earliest(kept[::-1], shapes[::-1])
-    return None if places is None else [len(shapes) - 1 - at for at in reversed(places)]
-
-
-def _laid(groups: Sequence[Sequence], kept: Mapping, model: Mapping[str, tuple]) -> dict | None:
+def _in_order(groups: Sequence[Sequence], states: Mapping, model: Mapping[str, tuple]) -> dict | None:
     "Parameter -> its name, '' where several fit; None where a group does not fit in this order at all."
-    names, found = list(model), {}
+    names, shapes, by_param = list(model), list(model.values()), {}
     for group in groups:
-        states = [kept.get(one, {}) for one in group]
-        early, late = _earliest(states, list(model.values())), _latest(states, list(model.values()))
-        if early is None:
+        of_group = [states.get(param, {}) for param in group]
+        # an assignment is certain where the earliest and the latest possible one agree
+        early, late = _earliest(of_group, shapes), _earliest(of_group[::-1], shapes[::-1])[::-1]
+        if len(early) < len(group):
             return None
-        for one, first, last in zip(group, early, late, strict=True):
-            found[one] = names[first] if first == last else ""
-    taken = [name for name in found.values() if name]
-    return found if len(set(taken)) == len(taken) else None
+        for param, first, from_end in zip(group, early, late, strict=True):
+            by_param[param] = names[first] if first == len(names) - 1 - from_end else ""
+    assigned = [name for name in by_param.values() if name]
+    return by_param if len(set(assigned)) == len(assigned) else None
 
 
-_ORDERS = {"the order of the model's tensors": list, "the alphabetical order of the model's tensors": sorted}
+_ORDERS: dict[str, Callable] = {
+    "the order of the model's tensors": list,
+    "the alphabetical order of the model's tensors": sorted,
+}
 
 
-def _by_order(groups: Sequence[Sequence], kept: Mapping, model: Mapping[str, tuple]) -> tuple[dict, str]:
+def _by_order(groups: Sequence[Sequence], states: Mapping, model: Mapping[str, tuple]) -> tuple[dict, str]:
     "(parameter -> name, by which order); ({}, '') where neither fits."
     for words, order in _ORDERS.items():
-        found = _laid(groups, kept, {name: model[name] for name in order(model)})
-        if found is not None:
-            return found, words
+        names = _in_order(groups, states, {name: model[name] for name in order(model)})
+        if names is not None:
+            return names, words
     return {}, ""
 
 # %% ../../nbs/api/checkpoint/09_optimizer_names.ipynb #c2e0681c
 def _models(ckpt: Checkpoint) -> list[dict]:
     "Name -> shape of every part that may be the model: below each first word, and all of them together."
-    leads = [f"{held.name}." if held.name else "state." for held in ckpt.optimizers]
+    prefixes = [f"{params.name}." if params.name else "state." for params in ckpt.optimizers]
     parts: dict[str, dict] = {"": {}}
     for name, tensor in ckpt.items():
-        if not tensor.dtype.is_floating_point or name.startswith(tuple(leads)) or name.endswith(_BUFFERS):
+        if not tensor.dtype.is_floating_point or name.startswith(tuple(prefixes)) or name.endswith(_BUFFERS):
             continue
         first, _, rest = name.partition(".")
         parts[""][name] = tensor.shape
         if rest:
             parts.setdefault(f"{first}.", {})[rest] = tensor.shape
-    whole = parts.pop("")
-    return [*parts.values(), whole] if whole else []
+    model = parts.pop("")
+    return [*parts.values(), model] if model else []
 
 
-def _of_order(ckpt: Checkpoint, held: HeldParams, kept: Mapping) -> tuple[dict, str]:
+def _of_order(ckpt: Checkpoint, params: HeldParams, states: Mapping) -> tuple[dict, str]:
     "(parameter -> name, how it is known or why it is not)."
     if ckpt.format in _UNORDERED:
         return {}, f"a checkpoint of format {ckpt.format} does not keep the order of the model's parameters"
-    count, models = sum(map(len, held.groups)), _models(ckpt)
+    count, models = sum(map(len, params.groups)), _models(ckpt)
     if not models:
         return {}, "the checkpoint holds no weights beside its optimizer"
-    *parts, whole = models
-    for candidates in ([part for part in parts if len(part) == count], parts, [whole]):
-        found = [_by_order(held.groups, kept, model) for model in candidates]
-        found = [one for one in found if one[0]]
-        if len({tuple(names.items()) for names, _ in found}) > 1:
+    *parts, full = models
+    for candidates in ([part for part in parts if len(part) == count], parts, [full]):
+        matches = [_by_order(params.groups, states, model) for model in candidates]
+        matches = [(names, words) for names, words in matches if names]
+        if len({tuple(names.items()) for names, _ in matches}) > 1:
             return {}, "several parts of the checkpoint have the shapes of the state"
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     return {}, "the shapes of the state do not follow the order of the model's tensors"
 
-
-def _sizes(ckpt: Checkpoint, parts: Mapping[str, str]) -> dict:
-    "What is kept -> its shape."
-    return {what: ckpt[name].shape for what, name in parts.items()}
-
 # %% ../../nbs/api/checkpoint/09_optimizer_names.ipynb #50734da0
-def _names_of(ckpt: Checkpoint, held: HeldParams, states: Mapping) -> tuple[dict, str]:
+def _names_of(ckpt: Checkpoint, params: HeldParams, states: Mapping) -> tuple[dict, str]:
     "(parameter -> name, how it is known or why it is not)."
-    ids = [one for group in held.groups for one in group]
-    if held.names is not None:
-        told = [name for group in held.names for name in group]
-        return dict(zip(ids, told, strict=True)), "names in the optimizer's groups"
-    if ids and all(isinstance(one, str) for one in ids):
-        return {one: one for one in ids}, "names in the optimizer's groups"
-    kept = {one: _sizes(ckpt, parts) for one, parts in states.items()}
-    return _of_order(ckpt, held, kept)
+    ids = [param for group in params.groups for param in group]
+    if params.names is not None:
+        names = [name for group in params.names for name in group]
+        return dict(zip(ids, names, strict=True)), "names in the optimizer's groups"
+    if ids and all(isinstance(param, str) for param in ids):
+        return {param: param for param in ids}, "names in the optimizer's groups"
+    shapes: dict = {}
+    for param, parts in states.items():
+        shapes[param] = {what: ckpt[name].shape for what, name in parts.items()}
+    return _of_order(ckpt, params, shapes)
 
 
 _SEVERAL = "several parameters of the model have the shape of this state"
@@ -158,9 +155,9 @@ _SEVERAL = "several parameters of the model have the shape of this state"
 
 def _sorted_out(names: Mapping, states: Mapping, words: str) -> Iterable[tuple[str, str, str]]:
     "(tensor, its name or '', why it has none) of one optimizer."
-    for one, parts in states.items():
+    for param, parts in states.items():
         for what, tensor in parts.items():
-            name = names.get(one, "")
+            name = names.get(param, "")
             yield tensor, f"{what} of {name}" if name else "", _SEVERAL if names else words
 
 
@@ -169,9 +166,9 @@ def optimizer_names(
 ) -> OptimizerNames:  # names of its tensors, and why others keep their number
     "The parameters' names behind the numbers of an optimizer."
     named, unknown, how = {}, {}, []
-    for held in ckpt.optimizers:
-        states = _states(ckpt, held)
-        names, words = _names_of(ckpt, held, states)
+    for params in ckpt.optimizers:
+        states = _states(ckpt, params)
+        names, words = _names_of(ckpt, params, states)
         for tensor, name, why in _sorted_out(names, states, words):
             if name:
                 named[tensor] = name

@@ -6,12 +6,17 @@
 __all__ = ['Pickle', 'read_pickle']
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #74dfc8a1
-import struct
+import io
+import mmap
+import pickletools
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, BinaryIO, cast
 
-from .opcodes import Unpickler, opcode
 from stabilitylab.checkpoint.stubs import (
     GlobalName,
+    Storage,
     StubObject,
     UnsafePickle,
     call,
@@ -22,203 +27,164 @@ from stabilitylab.checkpoint.stubs import (
 from ..names.errors import InputError, printable
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #386a44e1
-@opcode("(")
-def _mark(machine: Unpickler) -> None:
-    machine.marks.append(len(machine.stack))
+_SIZED = (str, bytes, list, tuple, dict)
 
 
-@opcode("0")
-def _pop(machine: Unpickler) -> None:
-    machine.stack.pop()
+class _Machine:
+    "A restricted unpickler: the stack, its marks, the memo, and the storages that were referred to."
+
+    def __init__(self, size: int):
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+        self.storages: dict[str, Storage] = {}
+        self.room = 8 * size + 2**20  # entries and characters that builders may still be given
+
+    def popped(self, count: int) -> list:
+        "The topmost values, in the order in which they were pushed."
+        if count > len(self.stack):
+            raise ValueError("an empty stack")
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def since_mark(self) -> list:
+        "What was pushed since the last mark."
+        begin = self.marks.pop()
+        values = self.stack[begin:]
+        del self.stack[begin:]
+        return values
+
+    def arguments(self, values: object) -> tuple:
+        "The arguments of a builder; refused where builders were given far more than the file can hold."
+        if not isinstance(values, tuple):
+            raise ValueError("arguments that are no tuple")
+        self.room -= sum(len(value) for value in values if isinstance(value, _SIZED))
+        if self.room < 0:
+            raise ValueError("it builds more than it holds")
+        return values
+
+    def extend(self, values: list) -> None:
+        "Add to the list on the stack, or to the object that is a kind of list."
+        owner = self.stack[-1]
+        items = owner.items if isinstance(owner, StubObject) else owner
+        if not isinstance(items, list):
+            raise ValueError("an item outside of a list")
+        items.extend(values)
+
+    def update(self, values: list) -> None:
+        "Add keys and values in turn to the dict on the stack, or to the object that is a kind of dict."
+        _update(self.stack[-1], values)
 
 
-@opcode("1")
-def _pop_mark(machine: Unpickler) -> None:
-    machine.since_mark()
-
-
-@opcode("2")
-def _twice(machine: Unpickler) -> None:
-    machine.stack.append(machine.stack[-1])
-
-
-@opcode("q")
-def _put_short(machine: Unpickler) -> None:
-    machine.memoize(machine.take(1)[0])
-
-
-@opcode("r")
-def _put_long(machine: Unpickler) -> None:
-    machine.memoize(int.from_bytes(machine.take(4), "little"))
-
-
-@opcode("p")
-def _put_written(machine: Unpickler) -> None:
-    machine.memoize(int(machine.line()[:20]))
-
-
-@opcode("\x94")
-def _put_next(machine: Unpickler) -> None:
-    machine.memoize(len(machine.memo))
-
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #b2dc2819
-@opcode("h")
-def _get_short(machine: Unpickler) -> None:
-    machine.stack.append(machine.memo[machine.take(1)[0]])
-
-
-@opcode("j")
-def _get_long(machine: Unpickler) -> None:
-    machine.stack.append(machine.memo[int.from_bytes(machine.take(4), "little")])
-
-
-@opcode("g")
-def _get_written(machine: Unpickler) -> None:
-    machine.stack.append(machine.memo[int(machine.line()[:20])])
-
-
-@opcode("t")
-def _tuple(machine: Unpickler) -> None:
-    machine.stack.append(tuple(machine.since_mark()))
-
-
-@opcode("\x85", "\x86", "\x87")
-def _short_tuple(machine: Unpickler) -> None:
-    count = machine.data[machine.at - 1] - 0x84
-    if count > len(machine.stack):
-        raise ValueError("an empty stack")
-    values = tuple(machine.stack[-count:])
-    machine.stack[-count:] = [values]
-
-
-@opcode("l", "\x91")
-def _list(machine: Unpickler) -> None:
-    machine.stack.append(machine.since_mark())
-
-
-@opcode("a")
-def _append(machine: Unpickler) -> None:
-    value = machine.stack.pop()
-    _extend(machine.stack[-1], [value])
-
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #3da33496
-@opcode("e", "\x90")
-def _appends(machine: Unpickler) -> None:
-    values = machine.since_mark()
-    _extend(machine.stack[-1], values)
-
-
-def _extend(owner: object, values: list) -> None:
-    "Add to a list, or to an object that is a kind of list."
-    items = owner.items if isinstance(owner, StubObject) else owner
-    if not isinstance(items, list):
-        raise ValueError("an item outside of a list")
-    items.extend(values)
-
-
-@opcode("d")
-def _dict(machine: Unpickler) -> None:
-    values = machine.since_mark()
-    machine.stack.append({})
-    _set(machine.stack[-1], values)
-
-
-@opcode("s")
-def _set_item(machine: Unpickler) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _set(machine.stack[-1], [key, value])
-
-
-@opcode("u")
-def _set_items(machine: Unpickler) -> None:
-    values = machine.since_mark()
-    _set(machine.stack[-1], values)
-
-
-def _set(owner: object, values: list) -> None:
-    "Add keys and values in turn to a dict, or to an object that is a kind of dict."
+def _update(owner: object, values: list) -> object:
+    "A dict, or an object that is a kind of dict, with keys and values added that stand in turn."
     entries = owner.entries if isinstance(owner, StubObject) else owner
     if not isinstance(entries, dict) or len(values) % 2:
         raise ValueError("an entry outside of a dict")
-    for i in range(0, len(values), 2):
-        key = values[i]
-        entries[key if type(key) is str else plain_key(key)] = values[i + 1]
+    for key, value in zip(values[::2], values[1::2], strict=True):
+        entries[key if type(key) is str else plain_key(key)] = value
+    return owner
 
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #d6e29061
-@opcode("c")
-def _global(machine: Unpickler) -> None:
-    machine.stack.append(GlobalName(machine.line(), machine.line()))
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #b2dc2819
+_MAX_BITS = 2048  # of a whole number; a random generator's state has 136
 
 
-@opcode("\x93")
-def _global_of_stack(machine: Unpickler) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    if not (isinstance(name, str) and isinstance(module, str)):
+def _integer(number: int) -> int:
+    "A whole number of any size that a checkpoint can need."
+    if number.bit_length() > _MAX_BITS:
+        raise ValueError(f"a number of {number.bit_length():,} bits")
+    return number
+
+
+def _named(module_and_name: str) -> GlobalName:
+    "The name of a class or function, as `pickletools` gives it: a space between module and name."
+    return GlobalName(*module_and_name.split(" ", 1))
+
+
+def _global(module: object, name: object) -> GlobalName:
+    "The name of a class or function from two texts."
+    if not (isinstance(module, str) and isinstance(name, str)):
         raise ValueError("a name that is no text")
-    machine.stack.append(GlobalName(module, name))
+    return GlobalName(module, name)
 
 
-@opcode("R")
-def _reduce(machine: Unpickler) -> None:
-    args, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(call(function, machine.bounded(_tuple_of(args))))
+def _call(machine: _Machine, function: object, args: object) -> object:
+    "The value that a call stands for."
+    return call(function, machine.arguments(args))
 
 
-@opcode("\x81")
-def _new(machine: Unpickler) -> None:
-    args, kind = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
-
-
-@opcode("\x92")
-def _new_by_name(machine: Unpickler) -> None:
-    _, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
-
-
-@opcode("o")
-def _object(machine: Unpickler) -> None:
-    kind, *args = machine.since_mark()
-    machine.stack.append(_made(kind, machine.bounded(_tuple_of(args))))
-
-# %% ../../nbs/api/checkpoint/02_pickles.ipynb #c98b1a48
-@opcode("i")
-def _instance(machine: Unpickler) -> None:
-    kind = GlobalName(machine.line(), machine.line())
-    machine.stack.append(_made(kind, machine.bounded(tuple(machine.since_mark()))))
-
-
-def _tuple_of(args: object) -> tuple:
-    "The arguments of a call, as Python writes them."
-    if not isinstance(args, tuple):
-        raise ValueError("arguments that are no tuple")
-    return args
-
-
-def _made(kind: object, args: tuple) -> object:
-    "A new object: a known builder (an ordered dict) or a description."
+def _instance(machine: _Machine, kind: object, args: object, _named: object = None) -> object:
+    "A new object: an ordered dict by its builder, any other as a description."
     is_dict = isinstance(kind, GlobalName) and kind.module == "collections"
-    return call(kind, args) if is_dict else describe(kind, args)
+    return (call if is_dict else describe)(kind, machine.arguments(args))
 
 
-@opcode("b")
-def _build(machine: Unpickler) -> None:
+def _instance_of(machine: _Machine, kind: object, *args: object) -> object:
+    "A new object, from its class and arguments as they stand on the stack."
+    return _instance(machine, kind, args)
+
+
+def _set_state(machine: _Machine, state: object) -> None:
     "Set the state of an object; what was built already (a dict, a tensor) takes none."
-    state, owner = machine.stack.pop(), machine.stack[-1]
+    owner = machine.stack[-1]
     if isinstance(owner, StubObject):
         owner.state = state
     elif hasattr(owner, "fill"):
-        owner.fill(machine.bounded(state))
+        owner.fill(machine.arguments(state))
 
 
-@opcode("Q")
-def _place(machine: Unpickler) -> None:
-    place = machine.stack.pop()
-    if place[0] == "module":  # before torch 1.6 the class of a model stood with its source text
-        machine.stack.append(place[1])
-        return
-    described = storage(place)
-    machine.stack.append(machine.storages.setdefault(described.key, described))
+def _refer(machine: _Machine, persistent_id: tuple) -> object:
+    "The storage of a persistent id, or the class of a model, which torch < 1.6 saved with its source text."
+    if persistent_id[0] == "module":
+        return persistent_id[1]
+    described = storage(persistent_id)
+    return machine.storages.setdefault(described.key, described)
+
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #3da33496
+_PUSHED: dict[str, Callable[[_Machine, Any], object]] = {  # opcodes -> what they push, from their argument
+    "NONE": lambda machine, _: None,
+    "NEWTRUE": lambda machine, _: True,
+    "NEWFALSE": lambda machine, _: False,
+    "EMPTY_TUPLE": lambda machine, _: (),
+    "EMPTY_DICT": lambda machine, _: {},
+    "EMPTY_LIST EMPTY_SET": lambda machine, _: [],
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4": lambda machine, number: _integer(number),
+    "FLOAT BINFLOAT": lambda machine, number: number,
+    "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8": lambda machine, data: bytes(data),
+    "UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8": lambda machine, text: text,
+    # a text of Python 2, whose bytes `pickletools` gives as Latin-1
+    "STRING BINSTRING SHORT_BINSTRING": lambda _, text: text.encode("latin-1").decode("utf-8", "replace"),
+    "DUP": lambda machine, _: machine.stack[-1],
+    "GET BINGET LONG_BINGET": lambda machine, number: machine.memo[number],
+    "TUPLE": lambda machine, _: tuple(machine.since_mark()),
+    "TUPLE1": lambda machine, _: tuple(machine.popped(1)),
+    "TUPLE2": lambda machine, _: tuple(machine.popped(2)),
+    "TUPLE3": lambda machine, _: tuple(machine.popped(3)),
+    "DICT": lambda machine, _: _update({}, machine.since_mark()),
+    "LIST FROZENSET": lambda machine, _: machine.since_mark(),
+    "GLOBAL": lambda machine, names: _named(names),
+    "STACK_GLOBAL": lambda machine, _: _global(*machine.popped(2)),
+    "REDUCE": lambda machine, _: _call(machine, *machine.popped(2)),
+    "NEWOBJ": lambda machine, _: _instance(machine, *machine.popped(2)),
+    "NEWOBJ_EX": lambda machine, _: _instance(machine, *machine.popped(3)),
+    "OBJ": lambda machine, _: _instance_of(machine, *machine.since_mark()),
+    "INST": lambda machine, names: _instance_of(machine, _named(names), *machine.since_mark()),
+    "BINPERSID": lambda machine, _: _refer(machine, *machine.popped(1)),
+}
+_CHANGES: dict[str, Callable[[_Machine, Any], object]] = {  # opcodes -> what they change
+    "PROTO FRAME": lambda machine, _: None,
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
+    "POP": lambda machine, _: machine.popped(1),
+    "POP_MARK": lambda machine, _: machine.since_mark(),
+    "PUT BINPUT LONG_BINPUT": lambda machine, number: machine.memo.update({number: machine.stack[-1]}),
+    "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
+    "APPEND": lambda machine, _: machine.extend(machine.popped(1)),
+    "APPENDS ADDITEMS": lambda machine, _: machine.extend(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.update(machine.popped(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.since_mark()),
+    "BUILD": lambda machine, _: _set_state(machine, *machine.popped(1)),
+}
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #2bb770fc
 @dataclass(frozen=True)
@@ -227,31 +193,38 @@ class Pickle:
 
     value: object  # plain data, `StubObject` objects, `StoredTensor`s
     end: int  # byte after it
-    storages: dict  # key -> Storage, every one it refers to
+    storages: dict[str, Storage]  # key -> every storage it refers to
 
 
-_FAULTS = (
-    ValueError,
-    IndexError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    struct.error,
-    OverflowError,
-    MemoryError,
-)
+_MAX_OPCODES = 40_000_000  # of one pickle: a million tensors need about 20 million
+_PUSHES = {name: push for names, push in _PUSHED.items() for name in names.split()}
+_STEPS = {name: change for names, change in _CHANGES.items() for name in names.split()}
+_FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError)
+
+
+def _run(machine: _Machine, file: BinaryIO) -> object:
+    "What is on the stack at the first STOP."
+    for opcode, argument, _ in islice(pickletools.genops(file), _MAX_OPCODES):
+        push = _PUSHES.get(opcode.name)
+        if push is not None:
+            machine.stack.append(push(machine, argument))
+        elif opcode.name == "STOP":
+            return machine.stack.pop()
+        else:
+            _STEPS[opcode.name](machine, argument)
+    raise ValueError(f"more than {_MAX_OPCODES:,} operations")
 
 
 def read_pickle(
-    data: bytes,  # bytes, or a memory map
+    data: bytes | mmap.mmap,  # the whole file, in memory or mapped
     source: str,  # of what, for messages
     at: int = 0,  # where the pickle begins
 ) -> Pickle:  # its value, where it ended, and the storages it refers to
     "What a pickle describes."
-    machine = Unpickler(data, at)
+    machine, file = _Machine(len(data)), io.BytesIO(data) if isinstance(data, bytes) else data
+    file.seek(at)
     try:
-        value = machine.run()
-        return Pickle(value, machine.at, machine.storages)
+        return Pickle(_run(machine, cast(BinaryIO, file)), file.tell(), machine.storages)
     except UnsafePickle as e:
         raise InputError(
             f"`{source}` is refused: it wants to run {printable(e, 120)} while it is opened;"
@@ -263,5 +236,6 @@ def read_pickle(
     except _FAULTS as e:
         what = printable(e, 80) or type(e).__name__
         raise InputError(
-            f"`{source}` is damaged: its pickle cannot be read at byte {machine.at:,} ({what}); copy it again"
+            f"`{source}` is damaged: its pickle cannot be read at byte"
+            f" {file.tell():,} ({what}); copy it again"
         ) from e

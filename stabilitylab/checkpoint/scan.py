@@ -8,6 +8,7 @@ __all__ = ['real_values', 'tensor_statistics', 'scan_checkpoint', 'with_bar']
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #3658cf06
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -39,20 +40,20 @@ def tensor_statistics(
     # values), near_dead_rows, exponents (256,), bf16_only
 ) -> dict:
     "Statistics of one tensor in one pass."
-    sums, exponents, seen = np.zeros(5), np.zeros(256, np.int64), np.zeros(65536, np.uint8)
+    sums, exponents, patterns = np.zeros(5), np.zeros(256, np.int64), np.zeros(65536, np.uint8)
     squares_of_rows, count = [], 0
     row = tensor.shape[1] if len(tensor.shape) == 2 else 0
     row *= 2 if tensor.dtype.is_complex else 1
     for piece in map(real_values, tensor.values(limit)):
-        patterns = seen if count < _FIRST else None
-        squares = piece_sums(piece, row or max(piece.numel(), 1), sums, exponents, patterns)
+        marked = patterns if count < _FIRST else None
+        squares = piece_sums(piece, row or max(piece.numel(), 1), sums, exponents, marked)
         if row and piece.numel() % row == 0:
             squares_of_rows.append(squares)
         count += piece.numel()
     total, square, absmax, has_low, zeros = sums
     nonfinite = int(exponents[255])
-    known = max(count - nonfinite, 1)
-    mean, rms = float(total / known), math.sqrt(square / known)
+    finite = max(count - nonfinite, 1)
+    mean, rms = float(total / finite), math.sqrt(square / finite)
     return {
         "absmax": float(absmax),
         "mean": mean,
@@ -60,7 +61,7 @@ def tensor_statistics(
         "std": math.sqrt(max(rms**2 - mean**2, 0.0)),
         "nonfinite": nonfinite,
         "zeros": int(zeros),
-        "distinct_bf16": int(seen.sum()),
+        "distinct_bf16": int(patterns.sum()),
         "near_dead_rows": _near_dead(squares_of_rows),
         "exponents": exponents,
         "bf16_only": not has_low,
@@ -74,7 +75,7 @@ def _near_dead(squares: list[np.ndarray]) -> int:
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #0c7f2b39
 def scan_checkpoint(
-    path: object,  # what `open_checkpoint` takes, or a Checkpoint
+    path: str | Path | Checkpoint,  # as `open_checkpoint` takes it, or what it gave
     select: str = "",  # only names that begin so
     progress: bool = True,  # show a bar
     limit: int = 2**21,  # bytes read at once
@@ -90,9 +91,9 @@ def scan_checkpoint(
         raise bad_input("select", select, f"the beginning of a name, such as {some}")
     width, rows, exponents = _width([ckpt[name].shape for name in names]), [], {}
     for name in with_bar(ckpt, names, "scan", progress):
-        found = tensor_statistics(ckpt[name], limit)
-        exponents[name] = found.pop("exponents")
-        rows.append({"tensor": name, **_row(ckpt[name], found, width)})
+        statistics = tensor_statistics(ckpt[name], limit)
+        exponents[name] = statistics.pop("exponents")
+        rows.append({"tensor": name, **_row(ckpt[name], statistics, width)})
     table = pd.DataFrame(rows).set_index("tensor")
     owned = optimizer_names(ckpt)
     table.attrs = {"width": width, "exponents": exponents, "left_out": dict(ckpt.left_out)}
@@ -107,12 +108,12 @@ def with_bar(
     progress: bool,  # show it
 ) -> Iterator[str]:  # the names, in order
     "The names of tensors, with a bar that counts the bytes behind them."
-    total, done, told = sum(ckpt[name].nbytes for name in names), 0, 0.0
+    total, done, next_report = sum(ckpt[name].nbytes for name in names), 0, 0.0
     with tqdm(total=total, unit="B", unit_scale=True, desc=words, disable=not progress, leave=False) as bar:
         for name in names:
-            if done >= told:  # a checkpoint of a million tensors tells a hundred lines too
+            if done >= next_report:  # a hundred lines, however many tensors there are
                 tell(words, done / max(total, 1))
-                told += total / 100
+                next_report += total / 100
             yield name
             bar.update(ckpt[name].nbytes)
             done += ckpt[name].nbytes
@@ -126,34 +127,36 @@ def _width(shapes: list[tuple]) -> int | None:
     return int(counts.idxmax()) if len(counts) else None
 
 
-def _row(tensor: LazyTensor, found: dict, width: int | None) -> dict:
+def _row(tensor: LazyTensor, statistics: dict, width: int | None) -> dict:
     "One row of the table."
-    is_bf16 = found.pop("bf16_only")
-    is_matrix = bool(width) and len(tensor.shape) == 2
-    small, bloom = (
-        found["std"] / math.sqrt(share / width) if is_matrix else math.nan for share in (2 / 5, 1 / 3)
-    )
-    kind = {"shape": tensor.shape, "dtype": str(tensor.dtype).removeprefix("torch.")}
-    note = _note(tensor, found, is_bf16)
-    return {**kind, **found, "init_small": small, "init_bloom": bloom, "note": note}
+    is_bf16 = statistics.pop("bf16_only")
+    std = statistics["std"] if width and len(tensor.shape) == 2 else math.nan
+    return {
+        "shape": tensor.shape,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        **statistics,
+        "init_small": std / math.sqrt(2 / (5 * (width or 1))),
+        "init_bloom": std / math.sqrt(1 / (3 * (width or 1))),
+        "note": _note(tensor, statistics, is_bf16),
+    }
 
 
 _TABLES_OF_WORDS = ("embed", "wte", "lm_head")  # parts of names of tensors with a row a token
 
 
-def _note(tensor: LazyTensor, found: dict, is_bf16: bool) -> str:
+def _note(tensor: LazyTensor, statistics: dict, is_bf16: bool) -> str:
     "What stands out, in words."
-    words, count, zeros = [], math.prod(tensor.shape), found["zeros"]
+    words, count, zeros = [], math.prod(tensor.shape), statistics["zeros"]
     is_table = any(word in tensor.name.lower() for word in _TABLES_OF_WORDS)
     is_wide = tensor.dtype == torch.float32 and count > 5000
-    if found["nonfinite"]:
-        words.append(f"{found['nonfinite']} NaN or infinite")
-    if found["absmax"] > 65504:
+    if statistics["nonfinite"]:
+        words.append(f"{statistics['nonfinite']} NaN or infinite")
+    if statistics["absmax"] > 65504:
         words.append("beyond the range of fp16")
     if count > 1 and zeros == count:
         words.append("all zero")
-    elif found["near_dead_rows"] and is_table:
-        words.append(f"{found['near_dead_rows']} near-dead rows")
+    elif statistics["near_dead_rows"] and is_table:
+        words.append(f"{statistics['near_dead_rows']} near-dead rows")
     if is_wide and is_bf16 and zeros < count:
         words.append("stored as float32, but every value is a bf16 number")
     return "; ".join(words)

@@ -9,8 +9,9 @@ __all__ = ['UnsafePickle', 'GlobalName', 'StubObject', 'Storage', 'StoredTensor'
 # %% ../../nbs/api/checkpoint/01_stubs.ipynb #24608ca3
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -124,41 +125,33 @@ def _tensor(where: Storage, offset: int, shape: tuple, stride: tuple, *_: object
     return StoredTensor(where, offset, shape, stride, where.dtype)
 
 # %% ../../nbs/api/checkpoint/01_stubs.ipynb #511e502a
-def _tensor_of_type(
-    where: Storage,
-    offset: int,
-    shape: tuple,
-    stride: tuple,
-    grad: bool,
-    hooks: object,
-    dtype: GlobalName,
-    *_: object,
-) -> StoredTensor:
+def _tensor_of_type(*args: Any) -> StoredTensor:
     "`torch._utils._rebuild_tensor_v3`, described: the storage has no type, the tensor has."
-    plain, kind = _tensor(where, offset, shape, stride), torch_dtype(dtype)
-    if kind is None:
+    # storage, offset, shape, stride, requires_grad, hooks, dtype
+    dtype = torch_dtype(args[6])
+    if dtype is None:
         raise ValueError("no type of torch")
-    return StoredTensor(plain.storage, plain.offset, plain.shape, plain.stride, kind)
+    return replace(_tensor(*args[:4]), dtype=dtype)
 
 
 def _meta(dtype: GlobalName, shape: tuple, *_: object) -> UnreadableTensor:
-    "`torch._utils._rebuild_meta_tensor_no_storage`, told."
+    "`torch._utils._rebuild_meta_tensor_no_storage`, described."
     size = "×".join(map(str, _sizes(shape))) or "scalar"
     return UnreadableTensor(f"on the meta device ({size}): a shape without values")
 
 
 def torch_dtype(
-    name: object,  # Named('torch', 'float32')
+    name: object,  # such as GlobalName('torch', 'float32')
 ) -> torch.dtype | None:  # None where it is no type of torch
     "The type that a file names."
     if not isinstance(name, GlobalName) or name.module != "torch":
         return None
-    found = getattr(torch, name.name, None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name.name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 # %% ../../nbs/api/checkpoint/01_stubs.ipynb #329615e1
 def _without(reason: str) -> Callable:
-    "A builder that tells why there are no values."
+    "A builder of a tensor that has no values here, with the reason."
     return lambda *_: UnreadableTensor(reason)
 
 
@@ -167,25 +160,30 @@ def _of_type(function: GlobalName, kind: GlobalName, args: tuple, *_: object) ->
     return call(function, tuple(args))
 
 
-_TENSORS = {
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_type,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta,
-    ("torch._utils", "_rebuild_sparse_tensor"): _without("sparse tensors are not read"),
-    ("torch._utils", "_rebuild_sparse_csr_tensor"): _without("sparse tensors are not read"),
-    ("torch._utils", "_rebuild_nested_tensor"): _without("nested tensors are not read"),
-    ("torch._utils", "_rebuild_qtensor"): _without("quantised tensors are not read"),
-    ("torch._utils", "_rebuild_wrapper_subclass"): _without("one rank's part of a distributed tensor"),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _without("stored by another device's library"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): lambda data, *_: data,
-    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-    ("torch.storage", "_load_from_bytes"): _without("pickled inside another pickle"),
-    ("torch.serialization", "_get_layout"): lambda name: str(name),
-    ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
-    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+def _first(value: object = (), *_: object) -> object:
+    "The first argument: what a wrapper holds."
+    return value
+
+
+_TENSORS: dict[str, Callable] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_type,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_sparse_tensor": _without("sparse tensors are not read"),
+    "torch._utils._rebuild_sparse_csr_tensor": _without("sparse tensors are not read"),
+    "torch._utils._rebuild_nested_tensor": _without("nested tensors are not read"),
+    "torch._utils._rebuild_qtensor": _without("quantised tensors are not read"),
+    "torch._utils._rebuild_wrapper_subclass": _without("one rank's part of a distributed tensor"),
+    "torch._utils._rebuild_device_tensor_from_numpy": _without("stored by another device's library"),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.storage._load_from_bytes": _without("pickled inside another pickle"),
+    "torch.serialization._get_layout": str,
+    "torch.device": lambda *parts: ":".join(map(str, parts)),
+    "torch.Size": tuple,
 }
 
 # %% ../../nbs/api/checkpoint/01_stubs.ipynb #67c88cb8
@@ -196,9 +194,9 @@ class _Array:
 
     def fill(
         self,
-        state: tuple,  # as the pickle holds it
+        state: tuple,  # (version, shape, type, whether in column order, bytes), as the pickle holds it
     ) -> None:
-        "Takes (version, shape, type, column order, bytes)."
+        "Set shape, type and values."
         shape, kind, by_column, data = state[-4:]
         self.value = _array(data, kind, shape, "F" if by_column else "C")
 
@@ -211,19 +209,19 @@ class _Kind:
 
     def fill(
         self,
-        state: tuple,  # as the pickle holds it
+        state: tuple,  # (version, byte order, …), as the pickle holds it
     ) -> None:
-        "Takes (version, byte order, …)."
+        "Set the byte order."
         if state[1] in ("<", ">", "|", "="):
             self.code = state[1] + self.code.lstrip("<>|=")
 
     def dtype(self) -> np.dtype | None:
         "The type, where it is one of plain numbers."
-        found = np.dtype(self.code) if len(self.code) <= 8 else np.dtype(object)
-        return found if found.kind in "biufc" else None
+        dtype = np.dtype(self.code) if len(self.code) <= 8 else np.dtype(object)
+        return dtype if dtype.kind in "biufc" else None
 
 
-def _array(data: object, kind: _Kind, shape: tuple, order: str = "C") -> object:
+def _array(data: object, kind: _Kind, shape: tuple, order: Literal["C", "F"] = "C") -> Any:
     "Bytes as an array; what holds objects is left out."
     dtype = kind.dtype()
     if dtype is None or not isinstance(data, bytes | bytearray):
@@ -250,7 +248,7 @@ def _attribute(owner: GlobalName, name: str) -> GlobalName:
     return GlobalName(owner.module, f"{owner.name}.{name}")
 
 
-def _pairs(values: object = ()) -> dict:
+def _pairs(values: Any = ()) -> dict:
     "A dict from pairs; the keys are words or numbers."
     return dict(values) if isinstance(values, dict) else {plain_key(key): value for key, value in values}
 
@@ -265,31 +263,32 @@ def plain_key(
     raise ValueError(f"a key of kind {type(key).__name__}")
 
 
-_NUMPY = {
+_NUMPY: dict[str, Callable] = {  # by the last part of the name: the modules differ between versions
     "_reconstruct": lambda *_: _Array(),
     "scalar": _scalar,
     "_frombuffer": lambda data, kind, shape, order="C": _array(data, kind, shape, order),
     "dtype": lambda code, *_: _Kind(str(code)),
     "ndarray": lambda *_: _Array(),
 }
-_PLAIN = {
-    ("collections", "OrderedDict"): _pairs,
-    ("collections", "defaultdict"): lambda *_: {},
-    ("collections", "Counter"): _pairs,
-    ("builtins", "dict"): _pairs,
-    ("builtins", "set"): lambda values=(): list(values),
-    ("builtins", "frozenset"): lambda values=(): list(values),
-    ("builtins", "list"): lambda values=(): list(values),
-    ("builtins", "tuple"): lambda values=(): tuple(values),
-    ("builtins", "bytearray"): lambda data=b"", *_: data,
-    ("builtins", "bytes"): lambda data=b"", *_: data,
-    ("builtins", "complex"): lambda real=0.0, imag=0.0: complex(real, imag),
-    ("builtins", "getattr"): _attribute,
-    ("_codecs", "encode"): _encoded,
-    ("copyreg", "_reconstructor"): lambda kind, *_: describe(kind, ()),
-    ("copyreg", "__newobj__"): lambda kind, *args: describe(kind, args),
-    ("functools", "partial"): lambda kind, *_: StubObject(GlobalName("functools", "partial"), (kind,)),
+_PLAIN: dict[str, Callable] = {
+    "collections.OrderedDict": _pairs,
+    "collections.defaultdict": lambda *_: {},
+    "collections.Counter": _pairs,
+    "builtins.dict": _pairs,
+    "builtins.set": list,
+    "builtins.frozenset": list,
+    "builtins.list": list,
+    "builtins.tuple": tuple,
+    "builtins.bytearray": lambda data=b"", *_: data,
+    "builtins.bytes": lambda data=b"", *_: data,
+    "builtins.complex": complex,
+    "builtins.getattr": _attribute,
+    "_codecs.encode": _encoded,
+    "copyreg._reconstructor": lambda kind, *_: describe(kind, ()),
+    "copyreg.__newobj__": lambda kind, *args: describe(kind, args),
+    "functools.partial": lambda kind, *_: StubObject(GlobalName("functools", "partial"), (kind,)),
 }
+_BUILDERS = _TENSORS | _PLAIN
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 # %% ../../nbs/api/checkpoint/01_stubs.ipynb #743a5a95
@@ -300,7 +299,7 @@ _VALUES = {"argparse", "types", "pathlib", "datetime", "collections", "enum", "u
 def describe(
     kind: object,  # the class
     args: tuple,  # of its constructor
-) -> object:  # Inert, or a path as its text
+) -> object:  # a `StubObject`, or a path as its text
     "An object as its class's name and arguments, or `UnsafePickle`."
     if not isinstance(kind, GlobalName):
         raise ValueError("an object without a class")
@@ -321,7 +320,7 @@ def call(
     if not isinstance(function, GlobalName):
         raise ValueError("a call of what is no function")
     module = _ALIASES.get(function.module, function.module)
-    build = _TENSORS.get((module, function.name)) or _PLAIN.get((module, function.name))
+    build = _BUILDERS.get(f"{module}.{function.name}")
     if module.split(".")[0] == "numpy":
         build = _NUMPY.get(function.name)
     return build(*args) if build else describe(function, args)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import torch
 
@@ -82,7 +84,7 @@ def in_file(
         if out.numel():
             with open(path, "rb", buffering=0) as file:
                 file.seek(begin + first * dtype.itemsize)
-                _fill(file, memoryview(out.view(torch.uint8).numpy()), path, name)
+                _fill(file, out.view(torch.uint8).numpy().data, path, name)
         return out
 
     def rows(first: int, last: int) -> torch.Tensor:  # counted along the first dimension
@@ -120,29 +122,29 @@ class HeldParams:
     names: tuple[tuple[str, ...], ...] | None = None  # of the same parameters; None where it has none
 
 
-_MOST_HELD = 1_000_000  # parameters of an optimizer; the largest models have some ten thousand tensors
+_MAX_PARAMS = 1_000_000  # parameters of an optimizer; the largest models have some ten thousand tensors
 
 
-def _is_listing(values: object, kinds: type) -> bool:
+def _is_listing(values: object, kinds: type | UnionType) -> bool:
     "Whether a value is a list of values of these kinds alone."
-    return isinstance(values, list | tuple) and all(isinstance(one, kinds) for one in values)
+    return isinstance(values, list | tuple) and all(isinstance(value, kinds) for value in values)
 
 
 def held_params(
     name: str,  # dotted, of where the optimizer stands
-    groups: object,  # what stands under `param_groups` of a file, whatever it is
+    groups: Any,  # what stands under `param_groups` of a file, whatever it is
 ) -> HeldParams | None:  # None where these are no groups of parameters
     "The parameters of an optimizer's groups."
     if not groups or not _is_listing(groups, dict):
         return None
-    held = [group.get("params") for group in groups]
-    is_known = all(_is_listing(params, int | str) for params in held)
-    if not is_known or sum(map(len, held)) > _MOST_HELD:
+    params = [group.get("params") for group in groups]
+    is_known = all(_is_listing(members, int | str) for members in params)
+    if not is_known or sum(map(len, params)) > _MAX_PARAMS:
         return None
     names = [group.get("param_names") for group in groups]
-    is_named = all(_is_listing(told, str) for told in names)
-    is_named = is_named and list(map(len, names)) == list(map(len, held))
-    return HeldParams(name, tuple(map(tuple, held)), tuple(map(tuple, names)) if is_named else None)
+    is_named = all(_is_listing(members, str) for members in names)
+    is_named = is_named and list(map(len, names)) == list(map(len, params))
+    return HeldParams(name, tuple(map(tuple, params)), tuple(map(tuple, names)) if is_named else None)
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #55c6cef5
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Checkpoint(Mapping):
 
     path: Path  # file or folder
     format: str  # 'safetensors', 'torch', 'sharded', 'dcp', 'adapter', 'ranks'
-    tensors: dict  # name -> LazyTensor
+    tensors: dict[str, LazyTensor]
     groups: list = field(default_factory=list)  # settings of every optimizer group: lr, betas, eps …
     extra: dict = field(default_factory=dict)  # numbers and words beside the tensors, such as the step
     left_out: dict = field(default_factory=dict)  # name -> why that tensor has no values here
@@ -159,7 +161,7 @@ class Checkpoint(Mapping):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.tensors:
-            some = ", ".join(printable(known) for known in list(self.tensors)[:4])
+            some = ", ".join(printable(present) for present in list(self.tensors)[:4])
             raise bad_input("name", name, f"one of {len(self.tensors)} tensors, such as {some}")
         return self.tensors[name]
 

@@ -29,7 +29,7 @@ def find_param_grad_explosion(
 ) -> list[Finding]:  # at most one
     "Parameters whose gradient norm grew far beyond its early range."
     gradients = group_of(run, "gradients")
-    if gradients is None or gradients.sizes["step"] < limit("least_records"):
+    if gradients is None or "grad_norm" not in gradients or gradients.sizes["step"] < limit("least_records"):
         return []
     at, ratio = first_crossings(gradients.grad_norm.values)
     order = crossing_order(at, ratio)
@@ -109,6 +109,8 @@ def find_no_gradient(
     "Trainable parameters that got no gradient in the whole run."
     gradients, trainable = group_of(run, "gradients"), run.attrs.get("trainable")
     if gradients is None or not trainable or not gradients.sizes["step"]:
+        return []
+    if not {"grad_norm", "nonfinite_count"} <= set(gradients.data_vars):
         return []
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
     has_gradient = np.nan_to_num(norm.transpose("step", "param").values, nan=0.0, posinf=1.0).any(axis=0)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 
 from .registry import Range, define_fix
+from .submodules import is_transposed, linear_layers, output_layer
 from .training import Hook, Training, grad_norm
 from .undo_log import UndoLog
 
@@ -165,6 +166,58 @@ def _adagc(
 ) -> None:
     "Clip each tensor by its own running gradient norm."
     log.add_hook(_RunningNormClipping(factor, beta, warmup), f"tensors above {factor:g} γ are clipped")
+
+# %% ../../nbs/api/fixes/16_clipping.ipynb #65e4d307
+def _unit_norms(
+    tensor: torch.Tensor,  # a weight or its gradient, (units, ...) or a vector
+    unit_dim: int = 0,  # dim of the units; 1 where a matrix is stored as (inputs, outputs)
+) -> torch.Tensor:  # norm of each unit, with the dims of `tensor`, those within a unit of size 1
+    "L2 norm of each row of a matrix, each filter of a convolution, or a whole vector."
+    within = [dim for dim in range(tensor.dim()) if dim != unit_dim or tensor.dim() == 1]
+    return tensor.float().square().sum(dim=within, keepdim=True).sqrt()
+
+
+class _UnitClipping(Hook):
+    "Clips the gradient of each unit in proportion to the norm of its weights."
+
+    order = 30
+
+    def __init__(self, ratio: float, eps: float):
+        self.ratio, self.eps = ratio, eps
+
+    @torch.no_grad()
+    def after_backward(self, training: Training) -> None:
+        "Scales down each unit whose gradient is too large for its weights."
+        if not math.isfinite(grad_norm(training.model.parameters())):
+            training.skip = True
+            return
+        head = output_layer(training.model)
+        excluded = {id(parameter) for parameter in head[1].parameters()} if head else set()
+        transposed = {id(m.weight) for m in linear_layers(training.model).values() if is_transposed(m)}
+        for parameter in with_gradients(training):
+            if id(parameter) in excluded:
+                continue
+            unit_dim = int(id(parameter) in transposed)
+            limit = self.ratio * _unit_norms(parameter, unit_dim).clamp(min=self.eps)
+            factor = limit / _unit_norms(parameter.grad, unit_dim).clamp(min=1e-6)
+            parameter.grad.mul_(factor.clamp(max=1.0).to(parameter.grad.dtype))
+
+
+@define_fix(
+    "agc",
+    "optimizer",
+    "Brock et al. 2102.06171, equation 3",
+    rows=("own-14",),
+    slots=("clip.adaptive",),
+    equation="‖g‖/max(‖w‖, ε) > λ: g -> λ max(‖w‖, ε) g/‖g‖, per unit",
+)
+def _agc(
+    log: UndoLog,
+    ratio: Annotated[float, Range(1e-4, 1.0)] = 0.01,  # λ, of gradient to weight norm
+    eps: Annotated[float, Range(1e-6, 1.0)] = 1e-3,  # weight norm of a unit that counts at least
+) -> None:
+    "Clip each unit's gradient in proportion to the norm of its weights."
+    log.add_hook(_UnitClipping(ratio, eps), f"units above {ratio:g} of their weights are clipped")
 
 # %% ../../nbs/api/fixes/16_clipping.ipynb #5df58b14
 class _CoordinateClipping(Hook):

@@ -17,6 +17,7 @@ from .loss import count_targets
 from .registry import Range, define_fix, fix
 from .undo_log import UndoLog
 from ..names.errors import bad_input
+from ..numerics.pytree import map_tensors
 
 # %% ../../nbs/api/fixes/20_data.ipynb #8a3beb1d
 def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
@@ -93,7 +94,7 @@ def _repeated_share(row: torch.Tensor, longest: int = 13, times: int = 32) -> fl
     for n in range(1, min(longest, len(tokens) // times) + 1):
         same = np.concatenate([tokens[n:] == tokens[:-n], [False]])
         start = 0
-        for end in np.flatnonzero(~same):
+        for end in np.flatnonzero(~same).tolist():
             if end - start >= n * (times - 1):
                 inside[start : end + n] = True
             start = end + 1
@@ -102,11 +103,7 @@ def _repeated_share(row: torch.Tensor, longest: int = 13, times: int = 32) -> fl
 
 def _select_rows(part: Any, rows: torch.Tensor) -> Any:
     "The samples of a micro-batch with these indices; a single number stays."
-    if torch.is_tensor(part):
-        return part[rows.to(part.device)] if part.ndim else part
-    if isinstance(part, dict):
-        return {name: _select_rows(value, rows) for name, value in part.items()}
-    return type(part)(_select_rows(value, rows) for value in part) if isinstance(part, list | tuple) else part
+    return map_tensors(lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor, part)
 
 
 def _rescale_item_counts(before: list, after: list) -> list:
@@ -272,9 +269,11 @@ def _has_targets(part: Any) -> bool:
 
 def _cut_length(part: Any, share: float) -> Any:
     "The first tokens of every sequence (a tensor of two dims) of a micro-batch."
-    if torch.is_tensor(part):
-        short = part[:, : max(1, math.ceil(share * part.shape[1]))] if part.ndim == 2 else part
-        return short.contiguous()  # for models that call `view`
-    if isinstance(part, dict):
-        return {name: _cut_length(value, share) for name, value in part.items()}
-    return type(part)(_cut_length(value, share) for value in part) if isinstance(part, list | tuple) else part
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        "A shorter tensor, contiguous for models that call `view`."
+        if tensor.ndim != 2:
+            return tensor.contiguous()
+        return tensor[:, : max(1, math.ceil(share * tensor.shape[1]))].contiguous()
+
+    return map_tensors(cut, part)

@@ -177,5 +177,11 @@ def _reset_moments(log: UndoLog) -> None:
     state = log.training.optimizer.state
     old = dict(state)
     log.note("optimizer", "state", f"moments of {len(old)} parameters", "none")
-    log.on_undo(lambda: (state.clear(), state.update(old)))
+
+    def restore() -> None:
+        "The moments as they were, in the dict that the optimizer has."
+        state.clear()
+        state.update(old)
+
+    log.on_undo(restore)
     state.clear()

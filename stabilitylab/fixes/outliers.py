@@ -38,7 +38,8 @@ class _RunningWindow:
 class _StepSkipping(Hook):
     "Skips steps that are not finite, and records which; subclasses skip outliers too."
 
-    order, saved = 55, ("skipped",)
+    order = 55
+    saved: tuple[str, ...] = ("skipped",)
 
     def __init__(self):
         self.skipped: list[int] = []

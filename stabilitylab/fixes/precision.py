@@ -83,7 +83,7 @@ def _cast_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, dty
         if torch.is_tensor(value) and value.shape == parameter.shape and value.is_floating_point():
             optimizer.state[parameter][name] = value.to(dtype)
 
-
+# %% ../../nbs/api/fixes/21_precision.ipynb #203649ff
 class GridRounding(Hook):
     "Computes the update in float32 and rounds the weights to bf16."
 

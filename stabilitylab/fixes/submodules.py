@@ -161,8 +161,7 @@ def norm_layers(
 ) -> dict[str, nn.LayerNorm]:  # by name; other classes have the same attributes
     "Every LayerNorm and RMSNorm with a gain, whatever library it comes from."
     named = {name: m for name, m in model.named_modules() if "norm" in type(m).__name__.lower()}
-    gains = {name: getattr(m, "weight", None) for name, m in named.items()}
-    return {name: m for name, m in named.items() if gains[name] is not None and gains[name].ndim == 1}
+    return {name: m for name, m in named.items() if getattr(getattr(m, "weight", None), "ndim", 0) == 1}
 
 
 def embedding_tables(

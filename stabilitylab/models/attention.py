@@ -7,6 +7,7 @@ __all__ = ['attend', 'attention_logits', 'softmax_with_sink', 'Attention', 'shaw
 
 # %% ../../nbs/api/models/12_attention.ipynb #6dc33833
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     v: torch.Tensor,  # (batch, head, keys, head_dim)
     bias: torch.Tensor
     | None = None,  # added to the logits, broadcast to (batch, head, queries, keys); -inf hides
-    causal: bool = False,  # hide keys behind the query
+    causal: bool = False,  # hide keys after the query
     scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
     inside: bool = False,  # scale q and k by its root before the product (more room in fp16)
     cap: float | None = None,  # soft-cap of the logits; None: none
@@ -32,7 +33,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     dropout: float = 0.0,  # share of weights set to 0
 ) -> torch.Tensor:  # (batch, head, queries, head_dim)
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
-    options = dict(
+    options: dict[str, Any] = dict(
         bias=bias, causal=causal, scale=scale, inside=inside, cap=cap, sink=sink, extra=extra, dropout=dropout
     )
     if has_torch_function((q, k, v)):  # whoever watches or changes attention gets to see the options
@@ -44,11 +45,11 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     logits = attention_logits(q, k, bias, causal, scale, inside, cap)
     if extra is not None:
         logits, v = _with_extra(q, logits, v, extra, cap, scale)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    weights = softmax_with_sink(wide, sink).to(v.dtype)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    weights = softmax_with_sink(logits, sink).to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #1b7f213b
 def attention_logits(
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
@@ -66,7 +67,7 @@ def attention_logits(
     z = z if bias is None else z + bias
     return z + _causal_bias(q, k) if causal else z
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #9fa48b78
 def softmax_with_sink(
     logits: torch.Tensor,  # (batch, head, queries, keys)
     sink: torch.Tensor | None = None,  # (head,) logit of the column that is dropped; None: none
@@ -79,26 +80,26 @@ def softmax_with_sink(
 
 
 def _causal_bias(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    "0 where a query may look, -inf behind it, as `is_causal` of PyTorch: the first query sees the first key."
-    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))
+    "0 where a query may look, -inf after it, as `is_causal` of PyTorch: the first query sees the first key."
+    visible = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
 
 
 def _with_extra(q, logits, v, extra, cap, scale):
-    "Logits and values with one more position behind the others."
+    "Logits and values with one more position after the others."
     key, value = (e.to(q.dtype)[None, :, None, :].expand(q.shape[0], -1, 1, -1) for e in extra)
     column = attention_logits(q, key, scale=scale, cap=cap)
     return torch.cat([logits, column], dim=-1), torch.cat([v, value], dim=-2)
 
 # %% ../../nbs/api/models/12_attention.ipynb #089cdd43
-class Attention(nn.Module):
-    "Self-attention, or attention to another sequence where one is given."
+class _AttentionParts(nn.Module):
+    "Projections, norms, gate, sink and relative positions of an attention."
 
     def __init__(
         self,
         config: ModelConfig,  # shape and switches
         causal: bool = True,  # hide what comes later
-        positions: str | None = None,  # how places are told; None: as the configuration says
+        positions: str | None = None,  # how tokens get their positions; None: as the configuration says
         memory_width: int | None = None,  # width of the other sequence; None: `d_model`
     ):
         super().__init__()
@@ -118,6 +119,22 @@ class Attention(nn.Module):
         is_biased = self.positions in ("t5", "alibi")
         self.relative = RelativeBias(self.positions, config.n_head, not causal) if is_biased else None
         self.shaw = nn.Embedding(2 * _SHAW_REACH + 1, config.head_dim) if self.positions == "shaw" else None
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        "(batch, seq, d_model) to (batch, head, seq, head_dim)."
+        return x.view(*x.shape[:2], self.n_head, -1).transpose(1, 2)
+
+    def _sink(self, x: torch.Tensor) -> torch.Tensor | None:
+        "The logits of the sink column, or None."
+        return x.new_zeros(self.n_head) if self.plus_one else self.learned_sink
+
+    def _gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        "The heads' outputs, multiplied by their gates."
+        return y if self.gate is None else y * torch.sigmoid(self._heads(self.gate(x)))
+
+# %% ../../nbs/api/models/12_attention.ipynb #0b1ab3c7
+class Attention(_AttentionParts):
+    "Self-attention, or attention to another sequence where one is given."
 
     def forward(
         self,
@@ -150,18 +167,6 @@ class Attention(nn.Module):
         y = rotate(y, back=True) if turned and back else y
         return self.out_proj(self._gated(y, x).transpose(1, 2).reshape(x.shape))
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        "(batch, seq, d_model) to (batch, head, seq, head_dim)."
-        return x.view(*x.shape[:2], self.n_head, -1).transpose(1, 2)
-
-    def _sink(self, x: torch.Tensor) -> torch.Tensor | None:
-        "The logits of the sink column, or None."
-        return x.new_zeros(self.n_head) if self.plus_one else self.learned_sink
-
-    def _gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        "The heads' outputs, multiplied by their gates."
-        return y if self.gate is None else y * torch.sigmoid(self._heads(self.gate(x)))
-
     def _bias(self, q, k, valid, itself: bool) -> torch.Tensor | None:
         "What positions and padding add to the logits."
         bias = None
@@ -175,7 +180,7 @@ class Attention(nn.Module):
         hidden = hidden.masked_fill(~valid, float("-inf"))[:, None, None, :]
         return hidden if bias is None else bias + hidden
 
-
+# %% ../../nbs/api/models/12_attention.ipynb #af29d86b
 _SHAW_REACH = 16  # distances beyond it share a vector (Shaw et al. clip at k=16 in their base model)
 
 

@@ -28,8 +28,8 @@ _ONE_OF = {"decoder_positions": "positions"}
 
 # %% ../../nbs/api/models/10_config.ipynb #bbe88841
 @dataclass(frozen=True)
-class ModelConfig:
-    "Shape and switches of a model."
+class _Shape:
+    "Shape of a model."
 
     vocab: int = 128  # tokens, > 0
     seq: int = 128  # longest sequence
@@ -37,6 +37,17 @@ class ModelConfig:
     n_layer: int = 4  # blocks; in translation of the encoder and of the decoder
     n_head: int = 4  # attention heads
     d_ff: int | None = None  # width inside the MLP; None: 4 times `d_model`, 8/3 of it where gated
+
+    @property
+    def head_dim(self) -> int:  # `d_model / n_head`
+        "Width of one head."
+        return self.d_model // self.n_head
+
+# %% ../../nbs/api/models/10_config.ipynb #ab47997b
+@dataclass(frozen=True)
+class ModelConfig(_Shape):
+    "Shape and switches of a model."
+
     norm: str = "ln"  # 'ln', 'rms' or 'none'
     norm_place: str = "pre"  # where the norms stand: 'pre', 'post', 'b2t', 'peri', 'after' or 'rezero'
     qk_norm: str = "none"  # of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
@@ -44,20 +55,22 @@ class ModelConfig:
     decoder_positions: str | None = None  # of a decoder that reads an encoder; None: as `positions`
     also_learned: bool = False  # learned absolute positions beside whatever `positions` says
     activation: str = "gelu"  # of the MLP; 'geglu' and 'swiglu' are gated
+    act_module: bool = True  # the activation is a module, which hooks and fixes reach; False: a function
     bias: bool = False  # of linear layers and LayerNorms
     init: str = "normal"  # rule for the standard deviation at the start, see `models.init`
     init_std: float = 0.02  # of matrices under the rule 'normal', > 0
     init_factor: float = 1.0  # multiplies the standard deviation of every rule, > 0
+    truncated: bool = True  # draw matrices again beyond 3 standard deviations
     residual_init: bool = False  # divide what writes to the residual stream by sqrt(2 n_layer)
     base_width: int = 128  # width at which 'mup' agrees with 'fan_in'
     tied: bool = False  # the head shares the embedding's weights
-    embed_norm: bool = False  # a LayerNorm right behind the embedding (BLOOM)
+    embed_norm: bool = False  # a LayerNorm right after the embedding (BLOOM)
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model)
     cap: float | None = None  # soft-cap of attention logits, such as 50 (Gemma 2); None: none
     output_cap: float | None = None  # soft-cap of output logits, such as 30 (Gemma 2); None: none
     gate: str = "none"  # sigmoid gate on the attention output: 'none', 'head' or 'element'
     sink: str = "none"  # extra column of the softmax: 'learned' logit a head, 'plus_one' (logit 0) or 'none'
-    registers: int = 0  # learned tokens in front of the sequence, >= 0
+    registers: int = 0  # learned tokens before the sequence, >= 0
     mixing: str = "last"  # what the decoder reads: the encoder's 'last' layer, or a 'learned' mean of all
     dropout: float = 0.0  # of attention and MLP outputs, in [0, 1)
 
@@ -65,10 +78,13 @@ class ModelConfig:
         _check_choices(self)
         _check_numbers(self)
 
-    @property
-    def head_dim(self) -> int:  # `d_model / n_head`
-        "Width of one head."
-        return self.d_model // self.n_head
+    @classmethod
+    def plain(
+        cls,
+        **options,  # fields that differ from the defaults
+    ) -> "ModelConfig":  # weights from a normal distribution without truncation, the activation a function
+        "A plain GPT, as the samples and most lessons train it."
+        return cls(**{"truncated": False, "act_module": False} | options)
 
     @property
     def is_gated(self) -> bool:  # True for 'geglu' and 'swiglu'
@@ -81,7 +97,7 @@ class ModelConfig:
         default = 8 * self.d_model // 3 if self.is_gated else 4 * self.d_model
         return default if self.d_ff is None else self.d_ff
 
-
+# %% ../../nbs/api/models/10_config.ipynb #ca607ecd
 def _check_choices(config: ModelConfig) -> None:
     "Raises where a named choice does not exist."
     for field, allowed in CHOICES.items():

@@ -47,7 +47,10 @@ def init_weights(
             module.weight.normal_(std=1.0 if config.init == "mup" else init_std(config, config.d_model))
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
             std = init_std(config, module.weight[0].numel(), leaf in _WRITERS, leaf == "lm_head")
-            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+            if config.truncated:
+                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+            else:
+                module.weight.normal_(std=std)
             if module.bias is not None:
                 module.bias.zero_()
     return model

@@ -49,11 +49,11 @@ def model_loss(
 
 def _shifted(rows: np.ndarray, counts: np.ndarray | None = None) -> dict:
     "Tokens and the tokens that follow them; where `counts` is False the target is -100."
-    rows = torch.from_numpy(rows.astype(np.int64))
-    targets = rows[:, 1:].clone()
+    tokens = torch.from_numpy(rows.astype(np.int64))
+    targets = tokens[:, 1:].clone()
     if counts is not None:
         targets[~torch.from_numpy(counts[:, 1:].copy())] = -100
-    return {"tokens": rows[:, :-1].contiguous(), "targets": targets}
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
 
 # %% ../../nbs/api/models/16_tasks.ipynb #00675065
 def text_task(
@@ -84,9 +84,9 @@ def copy_task(
     def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
         "Rows of random tokens, each said twice."
         first = rng.integers(1, vocab, (rows, length))
-        whole = np.concatenate([first, np.zeros((rows, 1), int), first], axis=1)
-        counts = np.broadcast_to(np.arange(2 * length + 1) > length, whole.shape)
-        return _shifted(whole, counts)
+        sequences = np.concatenate([first, np.zeros((rows, 1), int), first], axis=1)
+        counts = np.broadcast_to(np.arange(2 * length + 1) > length, sequences.shape)
+        return _shifted(sequences, counts)
 
     return Task("copy", vocab, 2 * length, make, batch, seed)
 
@@ -101,8 +101,8 @@ def addition_task(
     def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
         "Rows of two numbers and their sum."
         a, b = rng.integers(0, p, (2, rows))
-        whole = np.stack([a, b, np.full(rows, p), (a + b) % p], axis=1)
-        return _shifted(whole, np.broadcast_to(np.arange(4) == 3, whole.shape))
+        sequences = np.stack([a, b, np.full(rows, p), (a + b) % p], axis=1)
+        return _shifted(sequences, np.broadcast_to(np.arange(4) == 3, sequences.shape))
 
     return Task("addition", p + 1, 3, make, batch, seed)
 

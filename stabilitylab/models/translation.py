@@ -75,7 +75,7 @@ class TranslationModel(nn.Module):
     def forward(
         self,
         source: torch.Tensor,  # (batch, keys) int64; 0 is padding
-        tokens: torch.Tensor,  # (batch, seq) int64, the translation behind a start token
+        tokens: torch.Tensor,  # (batch, seq) int64, the translation after a start token
         targets: torch.Tensor | None = None,  # (batch, seq) int64; -100 does not count
     ) -> torch.Tensor:  # logits (batch, seq, vocab), or with targets the mean loss in nats
         "The logits of every next token of the translation, or their mean cross-entropy."

@@ -16,7 +16,7 @@ from .attention import Attention
 from .config import ModelConfig
 from .decoder import Block, LanguageModel, next_token_loss
 from .init import init_weights
-from .parts import MLP, make_norm
+from .parts import WithMLP, make_norm
 from .tasks import CAPTION_WORDS, COLOURS, SHAPES, picture_task
 from ..names.errors import bad_input
 
@@ -47,8 +47,8 @@ class PictureEncoder(nn.Module):
         return self.norm(x)
 
 
-class GatedBlock(nn.Module):
-    "New layers between the frozen ones: attention to the picture and an MLP, each behind tanh of a gate."
+class GatedBlock(WithMLP):
+    "New layers between the frozen ones: attention to the picture and an MLP, each times tanh of a gate."
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GatedBlock(nn.Module):
         self.norm1 = make_norm(config.norm, config.d_model, config.bias)
         self.cross_attn = Attention(config, causal=False, positions="none")
         self.norm2 = make_norm(config.norm, config.d_model, config.bias)
-        self.mlp = MLP(config)
+        self.add_mlp(config)
         self.attn_gate = nn.Parameter(torch.full((), float(start)))
         self.mlp_gate = nn.Parameter(torch.full((), float(start)))
 
@@ -68,7 +68,7 @@ class GatedBlock(nn.Module):
         x: torch.Tensor,  # (batch, seq, d_model)
         memory: torch.Tensor,  # (batch, 16, d_model) of the picture
     ) -> torch.Tensor:  # (batch, seq, d_model)
-        "The residual stream with what was seen."
+        "The residual stream with what the picture adds."
         x = x + torch.tanh(self.attn_gate) * self.cross_attn(self.norm1(x), memory)
         return x + torch.tanh(self.mlp_gate) * self.mlp(self.norm2(x))
 
@@ -143,7 +143,7 @@ class VisionLanguageModel(nn.Module):
         targets: torch.Tensor | None = None,  # same shape; -100 does not count
     ) -> torch.Tensor:  # logits (batch, seq, vocab), or with targets the mean loss in nats
         "The logits of the next word of a caption, or their mean cross-entropy."
-        memory, x = self.eyes(pictures), self.language.embedder(tokens)
+        memory, x = self.eyes(pictures), self.language.embedded(tokens)
         for new, block in zip(self.new, self.language.blocks, strict=True):
             x = block(new(x, memory))
         return next_token_loss(self.language.lm_head(self.language.norm(x)), targets)

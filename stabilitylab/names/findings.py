@@ -20,6 +20,7 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "loss_scale_collapse": "the fp16 loss scale was halved again and again or reached its floor",
     "grad_norm_explosion": "the gradient norm jumped far above its recent range",
     "z_loss_collapse": "the z-loss fell suddenly together with a loss spike: the output logits collapsed",
+    "lr_jump": "the learning rate rose at once, by more than a schedule moves it",
     "lr_too_high": "the loss went up while the learning rate was rising or near its peak",
     "hardware_error": "the machine reported an error, such as an NVRM Xid",
     "environment_change": "versions, devices or settings differ between two runs or segments",

@@ -73,7 +73,7 @@ NUMBER_FORMATS = {
     ]
 }
 
-
+# %% ../../nbs/api/numerics/00_formats.ipynb #9079432c
 def binade_table() -> dict[str, tuple[int, int]]:  # 'fp16', 'bf16', 'e4m3', 'e5m2' -> `NumberFormat.binades`
     "Between which powers of two each format of training has numbers, under the names that plots show."
     formats = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -177,7 +177,7 @@ def _rounded_sum(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     np.copysign(y, x, out=y)
     return y if y.max() <= fmt.max and y.min() >= -fmt.max else _overflowed(y, fmt)
 
-
+# %% ../../nbs/api/numerics/00_formats.ipynb #f0011dbe
 def _quantise_block(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     "Nearest numbers of `fmt` for a block of an array, by the fastest exact way."
     if x.dtype != np.float32:
@@ -197,7 +197,7 @@ def _quantise_tensor(x: Array, fmt: NumberFormat) -> Array:
         return lib.from_numpy(quantise(x.numpy(), fmt))
     return _rounded_bits(x, fmt) if fmt.exponent_bits == 8 else _rounded(x, fmt)
 
-
+# %% ../../nbs/api/numerics/00_formats.ipynb #e273237f
 def quantise(
     x: Array,  # of any shape
     fmt: str | NumberFormat,  # the format

@@ -36,7 +36,7 @@ class Lattice:
         "The verdict as plain data."
         return asdict(self)
 
-
+# %% ../../nbs/api/numerics/01_lattice.ipynb #cf907a51
 def _decimals(values: np.ndarray) -> int | None:
     "Fewest decimals, 0 to 8, that hold every value; None where 8 do not."
     fits = (d for d in range(9) if np.allclose(np.round(values, d), values, rtol=1e-12, atol=1e-12))
@@ -57,7 +57,7 @@ def _grid_chance(
     width = np.maximum(tick * 1.002, abs(values) * 2.0**-23)  # float32 itself has a grid
     return float(np.exp(np.log(np.minimum(width / spacing(values, fmt), 1.0)).sum()))
 
-
+# %% ../../nbs/api/numerics/01_lattice.ipynb #f68c1878
 def lattice(
     values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
 ) -> Lattice:  # the grid, with its evidence
@@ -77,7 +77,7 @@ def lattice(
     tick = float(spacing(series[-1:], formats[0])[0])
     return Lattice(formats[0], decimals, *counts, tick, chances[formats[0]], still)
 
-
+# %% ../../nbs/api/numerics/01_lattice.ipynb #724dd2ed
 def records_to_move(
     values: np.ndarray,  # (n,) finite values of a series
     distance: float,  # such as the spacing of its grid, > 0

@@ -60,7 +60,7 @@ def parts_of(
             return dict(vars(value))
     return value
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #565cb414
 def container_of(
     kind: str,  # as `container_kind` says
     cls: type,  # class of the container
@@ -85,7 +85,7 @@ def _is_special(value: object) -> bool:
     "Whether a node has to be made plain before the walker may open it."
     return container_kind(value) not in ("", "plain")
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #cbae607b
 def map_leaves(
     function: Callable,  # from (leaf) -> what stands in its place
     batch: object,  # nested tensors and other values
@@ -116,7 +116,7 @@ def map_tensors(
         parts = type(parts)([map_tensors(function, part) for part in parts])
     return container_of(kind, type(batch), parts)
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #852eeb0e
 def tensors_of(
     batch: object,  # nested tensors and other values
 ) -> list[torch.Tensor]:  # in order
@@ -174,7 +174,7 @@ def _leaf_kind(leaf: object) -> tuple[str, str]:
         return "number", str(leaf.dtype)
     return ("path", "") if isinstance(leaf, PurePath) else ("lost", _name_of(type(leaf)))
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #1f07ea5f
 def _rows(value: object, path: list) -> Iterator[_Row]:
     "Every place that is not plain, those inside a container before the container."
     kind = container_kind(value)
@@ -197,7 +197,7 @@ def batch_form(
     "Where a batch is something else than plain."
     return list(_rows(batch, []))
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #9b97b0aa
 def lost_parts(
     form: list[_Row],  # from `batch_form`
 ) -> str:  # '' where everything can be brought back
@@ -268,7 +268,7 @@ def _class_named(where: str, namespaces: Iterable[dict | ModuleType]) -> type:
         f"import {name.partition('.')[0]} there, so that the batch comes back as what it was",
     )
 
-
+# %% ../../nbs/api/numerics/04_pytree.ipynb #52715454
 def _restored_part(kind: str, of: str, value: Any, namespaces: Iterable) -> object:
     "What stood at a place."
     if kind == "array":

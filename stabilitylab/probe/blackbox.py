@@ -89,7 +89,7 @@ def checksums(
     tensors = {name: t.detach() for name, t in state.items() if torch.is_tensor(t)}
     return {name: f"{zlib.crc32(_bits(t).numpy().data):08x}" for name, t in tensors.items()}
 
-
+# %% ../../nbs/api/probe/03_blackbox.ipynb #8c70213a
 def _settings_of(optimizer: Any) -> list[dict]:
     "The settings of every group of an optimizer, without its parameters."
     groups = getattr(optimizer, "param_groups", None) or []
@@ -120,7 +120,7 @@ def _stored_group(group: dict) -> dict:
     stored = {key: _storable(value) for key, value in group.items()}
     return {key: value for key, value in stored.items() if value is not None}
 
-
+# %% ../../nbs/api/probe/03_blackbox.ipynb #4cbd1926
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
@@ -157,33 +157,17 @@ def _needed_settings(rows: list[dict], pinned: list[dict], free: list[dict]) -> 
         in_force.update(earlier[-1:])
     return [row for row in rows if row["step"] in in_force or _is_needed(row, pinned, free)]
 
+# %% ../../nbs/api/probe/03_blackbox.ipynb #0e46f360
+class _BoxIndex:
+    "The index of a black box, and which of its files stay."
 
-class BlackBox:
-    "The files from which a step can be replayed, written in the background."
-
-    work: queue.Queue
-    last: int | None  # step of the newest snapshot
-    set_at: int | None  # step whose settings were taken
-
-    def __init__(
-        self,
-        path: str | Path,  # folder of the record
-        model: torch.nn.Module,  # the model
-        optimizers: list,  # its optimizers
-        scaler: Any = None,  # GradScaler, or None
-        limits: BoxLimits = BoxLimits(),
-        on_error: Callable[[str], None] | None = None,  # called with one line when a file cannot be written
-        rank: int = 0,  # of this process; each other rank has a folder of its own
-    ):
-        self.folder = Path(path) / "blackbox" / (f"rank-{rank}" if rank else "")
-        self.model, self.optimizers, self.scaler = model, optimizers, scaler
-        self.limits, self.on_error, self.has_warned, self.patience = limits, on_error, False, _PATIENCE
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.index = self._old_index()
-        self.last, self.want, self.work = None, True, queue.Queue(maxsize=8)
-        self.set_at, self.is_behind = None, False  # whether the index is
-        self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
-        self.thread.start()
+    # index: {"snapshots": [{file, step, batch_id, bytes, pinned, suspect}], "batches": [{…, microbatch}],
+    # "settings": [{step, optimizers}]}; written after the file that an entry names, so that a box of a
+    # process that died never names a file that is not there
+    folder: Path
+    limits: BoxLimits
+    index: dict
+    is_behind: bool = False  # whether the index file lacks settings
 
     def _old_index(self) -> dict:
         "What an earlier start left here; a torn index is as good as none."
@@ -192,45 +176,86 @@ class BlackBox:
         except (OSError, ValueError):
             return {"snapshots": [], "batches": [], "settings": []}
 
-    def batch(
-        self,
-        batch: object,  # what the model is about to be given; nested tensors
-        step: int,  # optimizer step
-        microbatch: int,  # number within the step
-    ) -> None:
-        "Keep one batch with the random state before it, and a snapshot where one is due."
-        rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
-        is_due = self.want or self.last is None or step - self.last >= self.limits.every
-        if microbatch == 0 and is_due:
-            self.last, self.want = step, False
-            state = {
-                "model": storable_copy(dict(self.model.state_dict())),
-                "optimizer": [storable_copy(o.state_dict()) for o in self.optimizers],
-                "scaler": self.scaler.state_dict() if self.scaler else None,
-                "rng": rng,
-                "step": step,
-            }
-            self._offer("snapshot", state | {"of": copy})
-        item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
-        self._offer("batch", item)
+    def _put_index(self) -> None:
+        "Write the index whole."
+        write_atomic(self.folder / "index.json", json.dumps(self.index))
+        self.is_behind = False
 
-    def settings(
-        self,
-        step: int,  # optimizer step that begins
-    ) -> None:
-        "Keep the settings of all optimizers at a step, such as the learning rate that a schedule set."
-        if self.last is None or step == self.set_at:
-            return
-        self.set_at = step
-        self._offer("settings", {"step": step, "optimizers": [_settings_of(o) for o in self.optimizers]})
+    def _put_late_index(self) -> None:
+        "Write what the index does not say yet."
+        if self.is_behind:
+            self._put_index()
 
-    def trigger(
-        self,
-        step: int,  # the step that set it off
-    ) -> None:
-        "Pin the snapshot before `step` with the batches since, and take a new snapshot at the next step."
-        self.want = True
-        self._offer("pin", step)
+    def _drop(self) -> None:
+        "Delete what is beyond the limits; too many bytes: the oldest free snapshots, then the oldest pinned."
+        shots = sorted(self.index["snapshots"], key=lambda shot: shot["step"])
+        pinned = [shot for shot in shots if shot["pinned"]][-self.limits.max_pinned :]
+        free = [shot for shot in shots if not shot["pinned"]][-self.limits.keep :]
+        batches = self.index["batches"]
+        rows = [batch for batch in batches if _is_needed(batch, pinned, free)]
+        while len(pinned) + len(free) > 1 and _total_bytes(pinned + free + rows) > self.limits.max_bytes:
+            (free if len(free) > 1 or not pinned else pinned).pop(0)
+            rows = [batch for batch in batches if _is_needed(batch, pinned, free)]
+        retained = sorted(pinned + free, key=lambda shot: shot["step"])
+        gone = {row["file"] for row in shots + batches} - {row["file"] for row in retained + rows}
+        settings = _needed_settings(self.index["settings"], pinned, free)
+        self.index = {"snapshots": retained, "batches": rows, "settings": settings}
+        self._put_index()
+        for name in gone:
+            (self.folder / name).unlink(missing_ok=True)
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #eb3a457e
+class _BoxFiles(_BoxIndex):
+    "What the background thread writes."
+
+    def _save(self, what: str, item: dict) -> None:
+        "Write one file and the index, then drop what is too old."
+        is_snapshot, step = what == "snapshot", item["step"]
+        name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
+        item["batch_id"] = batch_id(item.pop("of") if is_snapshot else item["batch"])
+        if is_snapshot:
+            item["checksums"] = checksums(item["model"])
+        with atomic_file(self.folder / name) as file:
+            torch.save(item, file)
+        size = (self.folder / name).stat().st_size
+        entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size}
+        entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
+        if not is_snapshot and (lost := lost_parts(item["form"])):
+            entry["lost"] = lost
+        rows = self.index["snapshots" if is_snapshot else "batches"]
+        rows[:] = [row for row in rows if row["file"] != name] + [entry]
+        total = _total_bytes(self.index["snapshots"] + self.index["batches"])
+        if is_snapshot or total > self.limits.max_bytes:
+            self._drop()
+        self._put_index()
+
+    def _set(self, item: dict) -> None:
+        "Note the settings of a step where they are not those of the step before."
+        groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
+        rows = self.index["settings"]
+        if not rows or rows[-1]["optimizers"] != groups or rows[-1]["step"] > item["step"]:
+            rows[:] = [row for row in rows if row["step"] < item["step"]]
+            rows.append({"step": item["step"], "optimizers": groups})
+            self.is_behind = True  # until the next batch is written
+
+    def _pin(self, step: int) -> None:
+        "Keep the newest snapshot that is not later than `step`."
+        before = [shot for shot in self.index["snapshots"] if shot["step"] <= step]
+        if before:
+            max(before, key=lambda shot: shot["step"]).update(pinned=True, suspect=step)
+            self._drop()
+            self._put_index()
+
+# %% ../../nbs/api/probe/03_blackbox.ipynb #c86d713c
+class _BoxThread(_BoxFiles):
+    "The thread that writes, and its queue."
+
+    work: queue.Queue
+    thread: threading.Thread
+    patience: float  # seconds that the loop waits
+    want: bool  # whether a snapshot is due at the next step
+    on_error: Callable[[str], None] | None
+    has_warned: bool = False
 
     def _offer(self, what: str | None, item: Any) -> None:
         "Hand something to the thread; a disk that does not keep up costs the loop one wait, then files."
@@ -271,71 +296,78 @@ class BlackBox:
             self.has_warned = True
             self.on_error(f"the black box has a gap: {text}")
 
-    def _save(self, what: str, item: dict) -> None:
-        "Write one file and the index, then drop what is too old."
-        is_snapshot, step = what == "snapshot", item["step"]
-        name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
-        item["batch_id"] = batch_id(item.pop("of") if is_snapshot else item["batch"])
-        if is_snapshot:
-            item["checksums"] = checksums(item["model"])
-        with atomic_file(self.folder / name) as file:
-            torch.save(item, file)
-        size = (self.folder / name).stat().st_size
-        entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size}
-        entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
-        if not is_snapshot and (lost := lost_parts(item["form"])):
-            entry["lost"] = lost
-        rows = self.index["snapshots" if is_snapshot else "batches"]
-        rows[:] = [row for row in rows if row["file"] != name] + [entry]
-        total = _total_bytes(self.index["snapshots"] + self.index["batches"])
-        if is_snapshot or total > self.limits.max_bytes:
-            self._drop()
-        self._put_index()
+# %% ../../nbs/api/probe/03_blackbox.ipynb #5ba144d9
+class _BoxSnapshots(_BoxThread):
+    "What the training loop hands over, copied before it can change."
 
-    def _set(self, item: dict) -> None:
-        "Note the settings of a step where they are not those of the step before."
-        groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
-        rows = self.index["settings"]
-        if not rows or rows[-1]["optimizers"] != groups or rows[-1]["step"] > item["step"]:
-            rows[:] = [row for row in rows if row["step"] < item["step"]]
-            rows.append({"step": item["step"], "optimizers": groups})
-            self.is_behind = True  # until the next batch is written
+    model: torch.nn.Module
+    optimizers: list
+    scaler: Any
+    last: int | None = None  # step of the newest snapshot
+    set_at: int | None = None  # step whose settings were taken
 
-    def _put_late_index(self) -> None:
-        "Write what the index does not say yet."
-        if self.is_behind:
-            self._put_index()
+    def batch(
+        self,
+        batch: object,  # what the model is about to be given; nested tensors
+        step: int,  # optimizer step
+        microbatch: int,  # number within the step
+    ) -> None:
+        "Keep one batch with the random state before it, and a snapshot where one is due."
+        rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
+        is_due = self.want or self.last is None or step - self.last >= self.limits.every
+        if microbatch == 0 and is_due:
+            self.last, self.want = step, False
+            state = {
+                "model": storable_copy(dict(self.model.state_dict())),
+                "optimizer": [storable_copy(o.state_dict()) for o in self.optimizers],
+                "scaler": self.scaler.state_dict() if self.scaler else None,
+                "rng": rng,
+                "step": step,
+            }
+            self._offer("snapshot", state | {"of": copy})
+        item = {"batch": copy, "form": form, "rng": rng, "step": step, "microbatch": microbatch}
+        self._offer("batch", item)
 
-    def _pin(self, step: int) -> None:
-        "Keep the newest snapshot that is not later than `step`."
-        before = [shot for shot in self.index["snapshots"] if shot["step"] <= step]
-        if before:
-            max(before, key=lambda shot: shot["step"]).update(pinned=True, suspect=step)
-            self._drop()
-            self._put_index()
+    def settings(
+        self,
+        step: int,  # optimizer step that begins
+    ) -> None:
+        "Keep the settings of all optimizers at a step, such as the learning rate that a schedule set."
+        if self.last is None or step == self.set_at:
+            return
+        self.set_at = step
+        self._offer("settings", {"step": step, "optimizers": [_settings_of(o) for o in self.optimizers]})
 
-    def _drop(self) -> None:
-        "Delete what is beyond the limits; too many bytes: the oldest free snapshots, then the oldest pinned."
-        shots = sorted(self.index["snapshots"], key=lambda shot: shot["step"])
-        pinned = [shot for shot in shots if shot["pinned"]][-self.limits.max_pinned :]
-        free = [shot for shot in shots if not shot["pinned"]][-self.limits.keep :]
-        batches = self.index["batches"]
-        rows = [batch for batch in batches if _is_needed(batch, pinned, free)]
-        while len(pinned) + len(free) > 1 and _total_bytes(pinned + free + rows) > self.limits.max_bytes:
-            (free if len(free) > 1 or not pinned else pinned).pop(0)
-            rows = [batch for batch in batches if _is_needed(batch, pinned, free)]
-        retained = sorted(pinned + free, key=lambda shot: shot["step"])
-        gone = {row["file"] for row in shots + batches} - {row["file"] for row in retained + rows}
-        settings = _needed_settings(self.index["settings"], pinned, free)
-        self.index = {"snapshots": retained, "batches": rows, "settings": settings}
-        self._put_index()
-        for name in gone:
-            (self.folder / name).unlink(missing_ok=True)
+# %% ../../nbs/api/probe/03_blackbox.ipynb #26146572
+class BlackBox(_BoxSnapshots):
+    "The files from which a step can be replayed, written in the background."
 
-    def _put_index(self) -> None:
-        "Write the index whole."
-        write_atomic(self.folder / "index.json", json.dumps(self.index))
-        self.is_behind = False
+    def __init__(
+        self,
+        path: str | Path,  # folder of the record
+        model: torch.nn.Module,  # the model
+        optimizers: list,  # its optimizers
+        scaler: Any = None,  # GradScaler, or None
+        limits: BoxLimits = BoxLimits(),
+        on_error: Callable[[str], None] | None = None,  # called with one line when a file cannot be written
+        rank: int = 0,  # of this process; each other rank has a folder of its own
+    ):
+        self.folder = Path(path) / "blackbox" / (f"rank-{rank}" if rank else "")
+        self.model, self.optimizers, self.scaler = model, optimizers, scaler
+        self.limits, self.on_error, self.patience = limits, on_error, _PATIENCE
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.index = self._old_index()
+        self.want, self.work = True, queue.Queue(maxsize=8)
+        self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
+        self.thread.start()
+
+    def trigger(
+        self,
+        step: int,  # the step that set it off
+    ) -> None:
+        "Pin the snapshot before `step` with the batches since, and take a new snapshot at the next step."
+        self.want = True
+        self._offer("pin", step)
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #9e2f447c
 _BATCH_FILE = "batches.pt"  # in the black box of a packed run: key -> batch

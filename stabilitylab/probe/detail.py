@@ -45,7 +45,7 @@ def _limits() -> tuple[list[int], list[int]]:
 _OVER, _UNDER = _limits()
 _LIMITS = np.array(_OVER + _UNDER, np.int32)
 
-
+# %% ../../nbs/api/probe/07_detail.ipynb #e4e2d90f
 def tensor_detail(
     x: torch.Tensor,  # any shape, floating point, any device
 ) -> torch.Tensor:  # (272,) float64 on the same device: `_DETAIL`, then a count for each of `EXPONENTS`
@@ -64,7 +64,7 @@ def tensor_detail(
     lib.tensor_detail(x.data_ptr(), x.dtype == torch.bfloat16, *lay, _LIMITS.ctypes.data, out.data_ptr())
     return out
 
-
+# %% ../../nbs/api/probe/07_detail.ipynb #7065aa09
 @torch.no_grad()
 def _detail_torch(x: torch.Tensor) -> torch.Tensor:
     "`tensor_detail` in PyTorch's own operators, for every device."

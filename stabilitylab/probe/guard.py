@@ -33,8 +33,8 @@ RECORDING = "the recording"  # the kind that stands for everything
 
 
 @dataclass
-class Guard:
-    "What has failed in one recording, and what is switched off because of it."
+class _Faults:
+    "What has failed in one recording, and what the record should say of it."
 
     where: str  # path of the record, for the warning
     step: int = 0  # the step that is being recorded
@@ -42,6 +42,38 @@ class Guard:
     news: list = field(default_factory=list)  # (step, text) that the record does not hold yet
     faults: Counter = field(default_factory=Counter)  # kind -> parts of it that failed
     end: str | None = None  # why nothing is recorded any more
+
+    def stop(
+        self,
+        text: str,  # one line
+    ) -> None:
+        "Record nothing from here on, and say so once."
+        self.off.add(RECORDING)
+        if self.end is None:
+            self.end = text
+            warn_safely(f"Recorder({self.where!r}): {text}")
+
+    def note(
+        self,
+        text: str,  # one line
+        aloud: bool = True,  # also warn
+    ) -> None:
+        "Something the record should say, once."
+        if text in self.off:
+            return
+        self.off.add(text)
+        self.news.append((self.step, text))
+        if aloud:
+            warn_safely(f"Recorder({self.where!r}): {text}")
+
+    def take_news(self) -> list[tuple[int, str]]:
+        "What the record does not say yet."
+        news, self.news = self.news, []
+        return news
+
+# %% ../../nbs/api/probe/11_guard.ipynb #44b3e98b
+class Guard(_Faults):
+    "What has failed in one recording, and what is switched off because of it."
 
     def is_on(
         self,
@@ -85,34 +117,6 @@ class Guard:
         self.news.append((self.step, text))
         if is_whole or self.faults[kind] == 1:
             warn_safely(f"Recorder({self.where!r}): {text}; training goes on")
-
-    def stop(
-        self,
-        text: str,  # one line
-    ) -> None:
-        "Record nothing from here on, and say so once."
-        self.off.add(RECORDING)
-        if self.end is None:
-            self.end = text
-            warn_safely(f"Recorder({self.where!r}): {text}")
-
-    def note(
-        self,
-        text: str,  # one line
-        aloud: bool = True,  # also warn
-    ) -> None:
-        "Something the record should say, once."
-        if text in self.off:
-            return
-        self.off.add(text)
-        self.news.append((self.step, text))
-        if aloud:
-            warn_safely(f"Recorder({self.where!r}): {text}")
-
-    def take_news(self) -> list[tuple[int, str]]:
-        "What the record does not say yet."
-        news, self.news = self.news, []
-        return news
 
 # %% ../../nbs/api/probe/11_guard.ipynb #dd5926da
 transform_stack = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)

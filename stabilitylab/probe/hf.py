@@ -25,15 +25,45 @@ try:
 except ImportError:
     _Base = object
 
-# %% ../../nbs/api/probe/08_hf.ipynb #414417e5
-_OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
-
-
-class RecorderCallback(_Base):
-    "A callback that records the Trainer's run."
+# %% ../../nbs/api/probe/08_hf.ipynb #85433820
+class _StepCallback(_Base):
+    "What a recording sees of every step of the Trainer."
 
     recorder: Recorder | None  # None: nothing is recorded now
     before: Any  # handle of the hook that sees each batch
+
+    def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        "Each micro-batch, before the model sees it."
+        if self.recorder is not None and torch.is_grad_enabled() and graph_task() == -1:
+            self.recorder.batch(kwargs or args)
+
+    vars(_batch)["_torchdynamo_disable"] = True
+
+    def on_step_end(
+        self,
+        args: Any,  # not used
+        state: Any,  # the Trainer's counters
+        control: Any,  # not used
+        **kwargs: Any,  # not used
+    ) -> None:
+        "Close a step."
+        if self.recorder is not None:
+            self.recorder.step(epoch=state.epoch)
+
+    def close(self) -> None:
+        "Take the hooks off; after an error in training the next start, or the end of the program, does it."
+        recorder, self.recorder = self.recorder, None
+        if recorder is None:
+            return
+        self.before.remove()
+        recorder.__exit__(None, None, None)
+
+# %% ../../nbs/api/probe/08_hf.ipynb #8bdfbf59
+_OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
+
+
+class RecorderCallback(_StepCallback):
+    "A callback that records the Trainer's run."
 
     def __init__(
         self,
@@ -63,24 +93,6 @@ class RecorderCallback(_Base):
         self.recorder.clip = getattr(args, "max_grad_norm", None) or None  # for the draft of the setup
         self.before = model.register_forward_pre_hook(Watch(model, self._batch), with_kwargs=True)
 
-    def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        "Each micro-batch, before the model sees it."
-        if self.recorder is not None and torch.is_grad_enabled() and graph_task() == -1:
-            self.recorder.batch(kwargs or args)
-
-    vars(_batch)["_torchdynamo_disable"] = True
-
-    def on_step_end(
-        self,
-        args: Any,  # not used
-        state: Any,  # the Trainer's counters
-        control: Any,  # not used
-        **kwargs: Any,  # not used
-    ) -> None:
-        "Close a step."
-        if self.recorder is not None:
-            self.recorder.step(epoch=state.epoch)
-
     def on_train_end(
         self,
         args: Any,  # not used
@@ -90,11 +102,3 @@ class RecorderCallback(_Base):
     ) -> None:
         "Make the record an ordinary one."
         self.close()
-
-    def close(self) -> None:
-        "Take the hooks off; after an error in training the next start, or the end of the program, does it."
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
-            return
-        self.before.remove()
-        recorder.__exit__(None, None, None)

@@ -29,7 +29,7 @@ graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outsi
 OUTPUTS, _OUTPUT_GRADIENTS = "activations", "gradients of activations"  # kinds that may be switched off
 _BACKWARD = "gradients before clipping"
 
-
+# %% ../../nbs/api/probe/02_hooks.ipynb #19054474
 def _tensors_in(
     value: Any,  # an output, however it is nested
 ) -> Iterable[torch.Tensor]:  # its floating-point and complex tensors, in order
@@ -72,7 +72,7 @@ def version_of(
     "How often a tensor was written in place; tensors of the inference mode do not count."
     return 0 if tensor.is_inference() else tensor._version
 
-
+# %% ../../nbs/api/probe/02_hooks.ipynb #4a46832e
 def _check_hookable(
     model: nn.Module,  # any model
 ) -> None:
@@ -91,6 +91,11 @@ def _check_hookable(
             raise bad_input("model", got, "an eager model", why)
 
 
+def _is_eager() -> bool:
+    "Whether tensors hold numbers now: nothing is traced, compiled or transformed."
+    return tracing_state() is None and transform_stack() is None
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #ca1c8b47
 class BackwardEnd:
     "One call at the end of every outermost backward pass."
 
@@ -119,146 +124,27 @@ class BackwardEnd:
 
         torch.autograd.Variable._execution_engine.queue_callback(last)
 
+# %% ../../nbs/api/probe/02_hooks.ipynb #ecefcfcd
+class _SlotRows(BackwardEnd):
+    "Which rows of sums hold the tensors of each slot."
 
-class ModuleProbe(BackwardEnd):
-    "The hooks on a model's modules and the rows of sums that they fill."
-
-    names: list[str]  # of the rows' modules, with their kinds and layers
-    kinds: list[str]
-    layers: list[int]
-    split: dict[int, tuple[list[int], Any]]  # row of a fused projection -> rows and layout of q, k, v
-    uses: dict[int, list[tuple[tuple, int]]]  # slot -> (key of a row of sums, forward pass)
+    # slot = 3*row of the module + role   (role 0: output, 1: input, 2: gradient of the output)
+    # uses: slot -> [(key of a row of sums, forward pass), …], one entry a call and micro-batch
+    # A tensor that is met again is known by its id, a weak reference and its version: an id alone is
+    # given out again after the tensor is freed, and an in-place write changes what was read.
+    rows: SumRows
+    uses: dict[int, list[tuple[tuple, int]]]
     order: list[int]  # slots in the order in which they were filled
     dtypes: dict[int, torch.dtype]  # by slot
     read_tensors: dict[int, tuple]  # id of a tensor -> (weak reference, version, keys)
     hooked: dict[int, tuple]  # id of an output -> (weak reference, version, rows)
-    details: dict[tuple, torch.Tensor]  # costly statistics by key
-    channels: dict[tuple, torch.Tensor]  # channel maxima by key
+    forward: int  # number of the forward pass of the whole model that runs; 0 outside of one
     backed: set[int]  # forward passes that a backward pass came to
-    handles: list
 
-    def __init__(
-        self,
-        model: nn.Module,  # an eager model, before torch.compile
-        # regular expression on module names; None: every module that computes something
-        select: str | None = None,
-        overrides: dict | None = None,  # kinds, as for `module_kinds`
-        inputs: bool = True,  # also the inputs of linear layers
-        backward: bool = True,  # also the gradients of outputs
-        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
-    ):
-        _check_hookable(model)
-        super().__init__(guard or Guard(type(model).__name__))
-        self.inputs, self.backward = inputs, backward
-        self.names, self.kinds, self.layers, self.split, self.handles = [], [], [], {}, []
+    def __init__(self, guard: Guard):  # of the recording
+        super().__init__(guard)
         self.uses, self.order, self.dtypes, self.read_tensors, self.hooked = {}, [], {}, {}, {}
-        self.inside, self.sampling, self.details, self.channels = False, False, {}, {}
-        # a forward pass of the whole model has a number; those that a backward pass came to are `backed`
-        self.forward, self.backed, self.outside = 0, set(), 0
-        self._hook_modules(model, select, module_kinds(model, overrides))
-        self.rows = SumRows(3 * max(1, len(self.names)))
-        self.handles.append(model.register_forward_pre_hook(Watch(model, self._guarded(self._enter))))
-        self.handles.append(model.register_forward_hook(Watch(model, self._guarded(self._leave))))
-
-    def _hook_modules(self, model: nn.Module, select: str | None, kinds: dict) -> None:
-        "A row and a hook for every module that is wanted."
-        for name, module in model.named_modules():
-            is_silent = not name or isinstance(module, _SILENT) or "parametrizations" in name.split(".")
-            if is_silent or (select and not re.search(select, name)):
-                continue
-            kind, layer = kinds[name]
-            row = self._row(name, kind, layer)
-            layout = qkv_layout(name, model) if kind == "attn.qkv" else None
-            if layout is not None:
-                self.split[row] = [self._row(f"{name}.{r}", f"attn.{r}", layer) for r in "qkv"], layout
-            self._hook(module, row)
-        if not self.names and select is None:  # a model that is one module
-            self._hook(model, self._row(type(model).__name__.lower(), "other", -1))
-        if not self.names:
-            raise bad_input("select", select, "a pattern that matches a module")
-
-    def _row(self, name: str, kind: str, layer: int) -> int:
-        "A new module row; its number."
-        self.names.append(name)
-        self.kinds.append(kind)
-        self.layers.append(layer)
-        return len(self.names) - 1
-
-    def _hook(self, module: nn.Module, row: int) -> None:
-        "Put the hook of one module in place."
-        shape = weight_shape(module)
-        has_matrix = shape is not None and len(shape) == 2 and not isinstance(module, nn.Embedding)
-        takes_input, name, guard = self.inputs and has_matrix, self.names[row], self.guard
-
-        def hook(module: nn.Module, args: tuple, out: Any) -> None:  # out: of its forward
-            "Looks at what the module gave; what goes wrong is noted."
-            if not guard.is_on(OUTPUTS, name):
-                return
-            try:
-                self._look(row, args if takes_input else (), out)
-            except Exception as error:
-                self._forget(row)
-                guard.failed(OUTPUTS, name, error)
-
-        self.handles.append(module.register_forward_hook(Watch(module, hook)))
-
-    def _guarded(self, function: Callable) -> Callable:
-        "A hook of the whole model that cannot raise."
-        return lambda *args: self.guard.attempt(_BACKWARD, None, function, *args)
-
-    def _forget(self, row: int) -> None:
-        "Leave out what a module that failed has filled of this step."
-        for slot in range(3 * row, 3 * row + 3):
-            self.uses.pop(slot, None)
-
-    def _enter(self, module: nn.Module, args: tuple) -> None:
-        "Before the model runs: only what happens inside a pass with gradients is measured."
-        self.inside = torch.is_grad_enabled()
-        self.outside += 1
-        self.forward = self.outside
-
-    def _leave(self, module: nn.Module, args: tuple, out: Any) -> None:
-        "At the model's output: the gradient that arrives here first marks the start of the backward pass."
-        self.inside, number, self.forward = False, self.forward, 0
-        for tensor in _tensors_in(out):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self.guard.attempt(_BACKWARD, None, self._back, number))
-
-    def _back(self, forward: int) -> None:
-        "A backward pass came to this forward pass."
-        self.backed.add(forward)
-        self.begin_backward()
-
-    def _look(self, row: int, args: tuple, out: Any) -> None:
-        "Measure one call of a module."
-        tensor = first_tensor(out)
-        if tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
-            return  # only shapes pass through the model
-        is_again = graph_task() != -1  # an activation that is computed again for the backward pass
-        if not is_again:
-            if not (self.inside or torch.is_grad_enabled()):
-                return
-            input_tensor = first_tensor(args)
-            if input_tensor is not None:
-                self.measure([3 * row + 1], input_tensor)
-            self._measure_output([row], 0, tensor)
-        if self.backward and tensor.requires_grad:
-            self._watch_grad(row, tensor)
-
-    def measure(
-        self,
-        slots: list[int],  # rows of sums that the tensor fills, `3*module + role`
-        tensor: torch.Tensor,  # floating point or complex
-    ) -> None:
-        "Read a tensor for `slots`, unless that was done for another module."
-        keys, numbers = self._rows_of(tensor), None
-        if keys is None:
-            numbers = readable(tensor)
-            keys = [self._read(numbers)]
-            self._remember(tensor, keys)
-        self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
-        if self.sampling and slots[0] % 3 != 1:
-            self._detail(slots[0], keys[0], readable(tensor) if numbers is None else numbers)
+        self.forward, self.backed = 0, set()
 
     def _rows_of(self, tensor: torch.Tensor) -> list[tuple] | None:
         "The rows of sums that hold a tensor; None where it was not read, or was written since."
@@ -285,6 +171,59 @@ class ModuleProbe(BackwardEnd):
             self.uses.setdefault(slot, []).extend((key, self.forward) for key in keys)
             self.dtypes[slot] = dtype
 
+    def _forget(self, row: int) -> None:
+        "Leave out what a module that failed has filled of this step."
+        for slot in range(3 * row, 3 * row + 3):
+            self.uses.pop(slot, None)
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #bfec97e4
+class _StepRows(_SlotRows):
+    "The rows of one step, handed over when it closes."
+
+    def _uses_with_backward(self) -> dict[int, list]:
+        "The rows of each slot, without forward passes that no backward pass came to, if one came to others."
+        uses = {}
+        for slot, pairs in self.uses.items():
+            # validation inside the step has forward passes without a backward pass, which would dilute
+            # the statistics; a step without any backward pass, as of a frozen model, keeps them all
+            is_kept = self.backed and slot % 3 != 2
+            keys = [key for key, forward in pairs if not is_kept or forward in self.backed or not forward]
+            if keys:
+                uses[slot] = keys
+        return uses
+
+    def take(self) -> tuple[dict, dict, list]:
+        "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
+        got, uses = self.rows.take(), self._uses_with_backward()
+        order = [slot for slot in self.order if slot in uses]
+        self.uses, self.order, self.read_tensors, self.hooked, self.task = {}, [], {}, {}, None
+        self.backed = set()
+        return got, uses, order
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #eac021eb
+class _SampledRows(_StepRows):
+    "Rows of sums, and at sampled steps the costly statistics of the same tensors."
+
+    kinds: list[str]  # by module row
+    sampling: bool  # whether this step takes the costly statistics
+    details: dict[tuple, torch.Tensor]  # costly statistics by key
+    channels: dict[tuple, torch.Tensor]  # channel maxima by key
+
+    def measure(
+        self,
+        slots: list[int],  # rows of sums that the tensor fills, `3*module + role`
+        tensor: torch.Tensor,  # floating point or complex
+    ) -> None:
+        "Read a tensor for `slots`, unless that was done for another module."
+        keys, numbers = self._rows_of(tensor), None
+        if keys is None:
+            numbers = readable(tensor)
+            keys = [self._read(numbers)]
+            self._remember(tensor, keys)
+        self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
+        if self.sampling and slots[0] % 3 != 1:
+            self._detail(slots[0], keys[0], readable(tensor) if numbers is None else numbers)
+
     def _detail(self, slot: int, key: tuple, numbers: torch.Tensor) -> None:
         "The costly statistics of a tensor, once."
         if key not in self.details:
@@ -292,6 +231,30 @@ class ModuleProbe(BackwardEnd):
         if slot % 3 == 0 and key not in self.channels and numbers.ndim and numbers.shape[-1]:
             is_image = self.kinds[slot // 3] == "conv" and numbers.ndim > 2
             self.channels[key] = channel_maxima(numbers, 1 if is_image else -1)
+
+    def take_details(
+        self,
+        uses: dict[int, list],  # from `take`
+    ) -> tuple[dict, dict]:
+        "The costly statistics since the last call: rows by key, the top channel by slot. Starts anew."
+        tops = {}
+        for slot, keys in uses.items():
+            maxima_list = (
+                [self.channels[key] for key in keys if key in self.channels] if slot % 3 == 0 else []
+            )
+            if not maxima_list:
+                continue
+            is_even = len({maxima.shape for maxima in maxima_list}) == 1
+            tops[slot] = top_channel(torch.stack(maxima_list).amax(0) if is_even else maxima_list[0])
+        got, self.details, self.channels = self.details, {}, {}
+        return got, tops
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #8faf7e5f
+class _OutputRows(_SampledRows):
+    "The outputs of modules and the gradients that come back to them."
+
+    names: list[str]  # of the rows' modules
+    split: dict[int, tuple[list[int], Any]]  # row of a fused projection -> rows and layout of q, k, v
 
     def _measure_output(self, rows: list[int], role: int, tensor: torch.Tensor) -> None:
         "Read an output or its gradient for the modules that share it."
@@ -317,6 +280,10 @@ class ModuleProbe(BackwardEnd):
         rows, layout = self.split[row]
         return list(zip(rows, split_qkv(tensor.detach(), layout).values(), strict=True))
 
+# %% ../../nbs/api/probe/02_hooks.ipynb #0beb5f77
+class _GradientRows(_OutputRows):
+    "Hooks on the gradients of outputs."
+
     def _watch_grad(self, row: int, tensor: torch.Tensor) -> None:
         "One hook on the gradient of an output, for every module that returns it."
         hit = self.hooked.get(id(tensor))
@@ -340,40 +307,84 @@ class ModuleProbe(BackwardEnd):
         self._back(forward)
         self._measure_output(rows, 2, grad)
 
-    def _uses_with_backward(self) -> dict[int, list]:
-        "The rows of each slot, without forward passes that no backward pass came to, if one came to others."
-        uses = {}
-        for slot, pairs in self.uses.items():
-            is_kept = self.backed and slot % 3 != 2
-            keys = [key for key, forward in pairs if not is_kept or forward in self.backed or not forward]
-            if keys:
-                uses[slot] = keys
-        return uses
+    def _back(self, forward: int) -> None:
+        "A backward pass came to this forward pass."
+        self.backed.add(forward)
+        self.begin_backward()
 
-    def take(self) -> tuple[dict, dict, list]:
-        "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
-        got, uses = self.rows.take(), self._uses_with_backward()
-        order = [slot for slot in self.order if slot in uses]
-        self.uses, self.order, self.read_tensors, self.hooked, self.task = {}, [], {}, {}, None
-        self.backed = set()
-        return got, uses, order
+# %% ../../nbs/api/probe/02_hooks.ipynb #fc186fbf
+class _ModuleHooks(_GradientRows):
+    "A row and a hook for every module that is wanted."
 
-    def take_details(
-        self,
-        uses: dict[int, list],  # from `take`
-    ) -> tuple[dict, dict]:
-        "The costly statistics since the last call: rows by key, the top channel by slot. Starts anew."
-        tops = {}
-        for slot, keys in uses.items():
-            maxima_list = (
-                [self.channels[key] for key in keys if key in self.channels] if slot % 3 == 0 else []
-            )
-            if not maxima_list:
-                continue
-            is_even = len({maxima.shape for maxima in maxima_list}) == 1
-            tops[slot] = top_channel(torch.stack(maxima_list).amax(0) if is_even else maxima_list[0])
-        got, self.details, self.channels = self.details, {}, {}
-        return got, tops
+    layers: list[int]  # by module row
+    handles: list
+    inputs: bool  # whether the inputs of linear layers are measured
+    backward: bool  # whether the gradients of outputs are measured
+    inside: bool  # whether the model runs with gradients
+
+    def _row(self, name: str, kind: str, layer: int) -> int:
+        "A new module row; its number."
+        self.names.append(name)
+        self.kinds.append(kind)
+        self.layers.append(layer)
+        return len(self.names) - 1
+
+    def _hook(self, module: nn.Module, row: int) -> None:
+        "Put the hook of one module in place."
+        shape = weight_shape(module)
+        has_matrix = shape is not None and len(shape) == 2 and not isinstance(module, nn.Embedding)
+        takes_input, name, guard = self.inputs and has_matrix, self.names[row], self.guard
+
+        def hook(module: nn.Module, args: tuple, out: Any) -> None:  # out: of its forward
+            "Looks at what the module gave; what goes wrong is noted."
+            if not guard.is_on(OUTPUTS, name):
+                return
+            try:
+                self._look(row, args if takes_input else (), out)
+            except Exception as error:
+                self._forget(row)
+                guard.failed(OUTPUTS, name, error)
+
+        self.handles.append(module.register_forward_hook(Watch(module, hook)))
+
+    def _look(self, row: int, args: tuple, out: Any) -> None:
+        "Measure one call of a module."
+        tensor = first_tensor(out)
+        if tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+            return  # only shapes pass through the model
+        is_again = graph_task() != -1  # an activation that is computed again for the backward pass
+        if not is_again:
+            if not (self.inside or torch.is_grad_enabled()):
+                return
+            input_tensor = first_tensor(args)
+            if input_tensor is not None:
+                self.measure([3 * row + 1], input_tensor)
+            self._measure_output([row], 0, tensor)
+        if self.backward and tensor.requires_grad:
+            self._watch_grad(row, tensor)
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #4124c4f9
+class _PassHooks(_ModuleHooks):
+    "Hooks on the whole model: which forward pass runs, and where a backward pass begins."
+
+    outside: int  # forward passes of the whole model so far
+
+    def _guarded(self, function: Callable) -> Callable:
+        "A hook of the whole model that cannot raise."
+        return lambda *args: self.guard.attempt(_BACKWARD, None, function, *args)
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        "Before the model runs: only what happens inside a pass with gradients is measured."
+        self.inside = torch.is_grad_enabled()
+        self.outside += 1
+        self.forward = self.outside
+
+    def _leave(self, module: nn.Module, args: tuple, out: Any) -> None:
+        "At the model's output: the gradient that arrives here first marks the start of the backward pass."
+        self.inside, number, self.forward = False, self.forward, 0
+        for tensor in _tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.guard.attempt(_BACKWARD, None, self._back, number))
 
     def remove(self) -> None:
         "Take every hook off the model."
@@ -381,7 +392,48 @@ class ModuleProbe(BackwardEnd):
             handle.remove()
         self.handles, self.after_backward = [], None
 
+# %% ../../nbs/api/probe/02_hooks.ipynb #3e2bfb77
+class ModuleProbe(_PassHooks):
+    "The hooks on a model's modules and the rows of sums that they fill."
 
+    def __init__(
+        self,
+        model: nn.Module,  # an eager model, before torch.compile
+        # regular expression on module names; None: every module that computes something
+        select: str | None = None,
+        overrides: dict | None = None,  # kinds, as for `module_kinds`
+        inputs: bool = True,  # also the inputs of linear layers
+        backward: bool = True,  # also the gradients of outputs
+        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
+    ):
+        _check_hookable(model)
+        super().__init__(guard or Guard(type(model).__name__))
+        self.inputs, self.backward = inputs, backward
+        self.names, self.kinds, self.layers, self.split, self.handles = [], [], [], {}, []
+        self.inside, self.outside, self.sampling, self.details, self.channels = False, 0, False, {}, {}
+        self._hook_modules(model, select, module_kinds(model, overrides))
+        self.rows = SumRows(3 * max(1, len(self.names)))
+        self.handles.append(model.register_forward_pre_hook(Watch(model, self._guarded(self._enter))))
+        self.handles.append(model.register_forward_hook(Watch(model, self._guarded(self._leave))))
+
+    def _hook_modules(self, model: nn.Module, select: str | None, kinds: dict) -> None:
+        "A row and a hook for every module that is wanted."
+        for name, module in model.named_modules():
+            is_silent = not name or isinstance(module, _SILENT) or "parametrizations" in name.split(".")
+            if is_silent or (select and not re.search(select, name)):
+                continue
+            kind, layer = kinds[name]
+            row = self._row(name, kind, layer)
+            layout = qkv_layout(name, model) if kind == "attn.qkv" else None
+            if layout is not None:
+                self.split[row] = [self._row(f"{name}.{r}", f"attn.{r}", layer) for r in "qkv"], layout
+            self._hook(module, row)
+        if not self.names and select is None:  # a model that is one module
+            self._hook(model, self._row(type(model).__name__.lower(), "other", -1))
+        if not self.names:
+            raise bad_input("select", select, "a pattern that matches a module")
+
+# %% ../../nbs/api/probe/02_hooks.ipynb #215799d4
 class NoModules(BackwardEnd):
     "What stands for a `ModuleProbe` where a model cannot be hooked."
 
@@ -409,8 +461,3 @@ class NoModules(BackwardEnd):
     def remove(self) -> None:
         "No hook is there to be removed."
         self.after_backward = None
-
-
-def _is_eager() -> bool:
-    "Whether tensors hold numbers now: nothing is traced, compiled or transformed."
-    return tracing_state() is None and transform_stack() is None

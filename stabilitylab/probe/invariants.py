@@ -37,7 +37,7 @@ def _gradients(model: torch.nn.Module, batch: object, loss: Callable) -> dict[st
     model.zero_grad(set_to_none=True)
     return {name: fault for name, fault in faults.items() if fault}
 
-
+# %% ../../nbs/api/probe/09_invariants.ipynb #9699e23a
 def _groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     "Trainable parameters that stand in no group or in several."
     count = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -68,7 +68,7 @@ def _fresh_copy(
             groups.append(group | {"params": own})
     return parameters, torch.optim.AdamW(groups)
 
-
+# %% ../../nbs/api/probe/09_invariants.ipynb #93d1a963
 def _decay_fault(before: torch.Tensor, after: torch.Tensor, want: float) -> str:
     "Whether a weight lost another share of itself than `want` in a step without gradient."
     old, new = before.double(), after.detach().double()
@@ -94,7 +94,7 @@ def _decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     faults = {n: _decay_fault(before[n], p, wanted[id(p)]) for n, p in parameters.items() if id(p) in wanted}
     return {name: fault for name, fault in faults.items() if fault}
 
-
+# %% ../../nbs/api/probe/09_invariants.ipynb #1abe42de
 def _causality(model: torch.nn.Module, logits: Callable, tokens: torch.Tensor) -> dict[str, str]:
     "Whether logits move when only a later token changes."
     if tokens.ndim != 2 or tokens.shape[1] < 2:
@@ -125,7 +125,7 @@ def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
         set_rng_state(rng)
 
-
+# %% ../../nbs/api/probe/09_invariants.ipynb #2f0f46eb
 def check_training(
     model: torch.nn.Module,  # as the loop will train it; its weights and gradients are left as they were
     optimizer: torch.optim.Optimizer,  # its optimizer

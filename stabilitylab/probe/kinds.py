@@ -41,7 +41,7 @@ _IS_MLP = re.compile(r"mlp|feed_?forward|ffn|densereludense|(^|\.)ff(\.|$)", re.
 _IS_POS = re.compile(r"pos|wpe|relative", re.I)
 _ACTS = ("gelu", "relu", "silu", "swish", "sigmoid", "tanh", "activation", "mish")
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #10e9a491
 def weight_shape(
     module: nn.Module,  # any module
 ) -> torch.Size | None:  # None where it has no weight of its own
@@ -63,7 +63,7 @@ def weight_shape(
         weight = next((w for w in candidates if torch.is_tensor(w)), None)
     return None if weight is None else weight.shape
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #e16c93f3
 @dataclass(frozen=True)
 class _Location:
     "A module's name and what stands around it."
@@ -94,7 +94,7 @@ def _role(leaf: str, table: dict[str, str]) -> str | None:
     "The role whose words hold a name."
     return next((role for role, words in table.items() if leaf.lower() in words.split()), None)
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #eef3a94d
 def _attention_kind(location: _Location) -> str:
     "Kind of a matrix inside an attention."
     role = _role(location.leaf, _ATTN)
@@ -129,7 +129,7 @@ def _linear_kind(location: _Location) -> str:
     alone = _role(leaf, _ATTN)
     return _role(leaf, _MLP) or _bert_kind(location) or (f"attn.{alone}" if alone else "other")
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #8645fc3b
 def _class_kind(location: _Location, module: nn.Module) -> str | None:
     "Kind of a module that its class gives away."
     name, has_weight = type(module).__name__, "weight" in module._parameters
@@ -230,7 +230,7 @@ class QkvLayout:
         "Entries of the last dimension."
         return (self.heads + 2 * self.kv_heads) * self.size
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #6a98eaa9
 def split_qkv(
     out: torch.Tensor,  # shape (…, width), output of a fused projection
     layout: QkvLayout,  # from `qkv_layout`
@@ -253,7 +253,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #814289de
 def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
     "The first of these settings that a configuration has."
     of = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
@@ -281,7 +281,7 @@ def _config_near(name: str, model: nn.Module) -> object | None:
     owners = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
     return next((vars(owner)["config"] for owner in owners if "config" in vars(owner)), None)
 
-
+# %% ../../nbs/api/probe/00_kinds.ipynb #c509df23
 def qkv_layout(
     name: str,  # of the fused projection
     model: nn.Module,  # the model it stands in

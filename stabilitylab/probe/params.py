@@ -45,7 +45,7 @@ def adam_update(
     update = rule.lr * (local(state["exp_avg"]).float() * m_factor) / ((second * v_factor).sqrt() + rule.eps)
     return update + shrink * (weight.float() + update) if rule.decay else update
 
-
+# %% ../../nbs/api/probe/12_params.ipynb #fcadb7c2
 def _copies(parameter: nn.Parameter, world: int) -> int:
     "How many ranks hold the same part of one parameter."
     if not hasattr(parameter, "to_local"):
@@ -65,7 +65,7 @@ def _copies_of(
     world = torch.distributed.get_world_size()
     return [_copies(p, world) for p in params]
 
-
+# %% ../../nbs/api/probe/12_params.ipynb #da40f395
 def _unwrapped(
     optimizer: Any,  # an optimizer, or what accelerate and Lightning put around it
 ) -> Any:  # the optimizer whose `step` is called in the end
@@ -102,7 +102,7 @@ def _changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return (after - before).abs()
     return after.to(dtype) - before.to(dtype)
 
-
+# %% ../../nbs/api/probe/12_params.ipynb #5b5935f4
 def scaler_in_use() -> Any:
     "The enabled GradScaler that called the optimizer, if one did."
     frame: Any = sys._getframe()
@@ -115,10 +115,23 @@ def scaler_in_use() -> Any:
             return owner
     return None
 
+# %% ../../nbs/api/probe/12_params.ipynb #c43da77f
+class _ParamRows:
+    "The rows of sums of parameters, and copies of weights that a step is about to change."
 
-class ParamProbe:
-    "The sums of every parameter: its gradient before clipping, and what the optimizer did with it."
-
+    guard: Guard
+    names: list[str]
+    params: list[nn.Parameter]
+    n_recorded: int  # of them that have rows in the record; the others came later and count in norms only
+    model: nn.Module
+    n_optimized: int  # parameters in the groups of all optimizers when they were looked at
+    at: dict[int, int]  # id of a parameter -> its number
+    optimizers: list  # without wrappers
+    unhooked: list[int]  # optimizers that run no hooks
+    loose: list[int]  # optimizers whose updates are seen in the weights only
+    updates: bool  # also updates, weights and optimizer state
+    sampling: bool  # whether this step takes the costly statistics
+    lr: Any  # learning rate of the first group as the step used it
     # rows of sums by parameter number: gradients, steps, and gradients that came after their parameter's step
     grads: dict[int, torch.Tensor]
     step_rows: dict[int, torch.Tensor]
@@ -132,61 +145,38 @@ class ParamProbe:
     handles: list
     before_step: Callable[[], None] | None
 
-    def __init__(
-        self,
-        model: nn.Module,  # the model
-        optimizers: list,  # its optimizers, of any class
-        overrides: dict | None = None,  # kinds, as for `module_kinds`
-        updates: bool = True,  # also updates, weights and optimizer state
-        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
-    ):
-        named, kinds = dict(model.named_parameters()), param_kinds(model, overrides)
-        self.guard = guard or Guard(type(model).__name__)
-        self.names, self.params = list(named), list(named.values())
-        self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
-        self.at = {id(p): i for i, p in enumerate(self.params)}
-        self.copies, self.updates = _copies_of(self.params), updates
-        self.optimizers, self.handles = [_unwrapped(o) for o in optimizers], []
-        self.grads, self.step_rows, self.old, self.frozen = {}, {}, {}, set()
-        # gradients that came after their parameter's step; those that were there when the last one closed
-        self.later, self.grads_at_close = {}, {}
-        self.stepped, self.depth = set(), {}
-        self.sampling, self.details, self.lr = False, {}, None
-        self.before_step = None
-        optimized = {id(p) for o in self.optimizers for group in groups_of(o) for p in group["params"]}
-        self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in optimized]
-        # optimizers that run no hooks: their updates are what changed between backward and `take`
-        self.unhooked = [k for k, o in enumerate(self.optimizers) if not self._hook(k, o)]
-        self.loose, self.has_stepped = self.unhooked, False
+    def _detail(self, what: str, i: int, numbers: torch.Tensor) -> None:
+        "The costly statistics of one tensor of a parameter."
+        if i < self.n_recorded:
+            self.details.setdefault(what, {})[i] = tensor_detail(numbers)
 
-    def _hook(self, k: int, optimizer: Any) -> bool:
-        "Whether an optimizer takes hooks."
-        try:
-            self.handles.append(optimizer.register_step_pre_hook(self._before(k)))
-            self.handles.append(optimizer.register_step_post_hook(self._after(k)))
-        except AttributeError:  # a class of its own, or a subclass that never called the base's __init__
-            return False
-        return True
+    def _keep(self, params: list[nn.Parameter]) -> None:
+        "Copies of weights, to see what a step does to them."
+        for p in params:
+            if id(p) in self.at:
+                self.old[self.at[id(p)]] = local(p.detach()).clone()
 
-    def watch_arrivals(
-        self,
-        arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
-    ) -> None:
-        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
-        for p in self.params:
-            if p.requires_grad and p.is_leaf:
-                hook = p.register_post_accumulate_grad_hook(
-                    lambda p: self.guard.attempt(_GRADIENTS, None, arrived)
-                )
-                self.handles.append(hook)
+# %% ../../nbs/api/probe/12_params.ipynb #4e097546
+class _LateParameters(_ParamRows):
+    "Gradients that are new, and parameters that came after the recording began."
 
-    def after_backward(self) -> None:
-        "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
-        for i, p in enumerate(self.params):
-            if p.grad is not None and not self._is_left_over(i, p.grad):
-                self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
-        if self.loose and self.updates:
-            self._keep([p for p in self.params if p.requires_grad and self.at[id(p)] not in self.old])
+    def _add_late_parameters(self) -> None:
+        "Include parameters that were given to an optimizer after the recording began."
+        groups = [group for optimizer in self.optimizers for group in groups_of(optimizer)]
+        n_optimized = sum(len(group["params"]) for group in groups)
+        if n_optimized == self.n_optimized:  # nothing to look for, at the cost of a few lengths
+            return
+        self.n_optimized = n_optimized
+        optimized = {id(p) for group in groups for p in group["params"]}
+        for name, p in self.model.named_parameters():
+            if id(p) in optimized and id(p) not in self.at:
+                self.at[id(p)] = len(self.params)
+                self.names.append(name)
+                self.params.append(p)
+        n_late = len(self.params) - self.n_recorded
+        if n_late:
+            text = f"{n_late} of {len(self.params)} parameters came after the Recorder was entered"
+            self.guard.note(f"{text}: norms include them, they have no rows of their own")
 
     def _is_left_over(self, i: int, gradient: torch.Tensor) -> bool:
         "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
@@ -209,33 +199,30 @@ class ParamProbe:
         if self.sampling:
             self._detail("gradients", i, numbers)
 
-    def _detail(self, what: str, i: int, numbers: torch.Tensor) -> None:
-        "The costly statistics of one tensor of a parameter."
-        self.details.setdefault(what, {})[i] = tensor_detail(numbers)
+# %% ../../nbs/api/probe/12_params.ipynb #c97c8930
+class _GradientReader(_LateParameters):
+    "Reads gradients before clipping."
 
-    def _keep(self, params: list[nn.Parameter]) -> None:
-        "Copies of weights, to see what a step does to them."
-        for p in params:
-            if id(p) in self.at:
-                self.old[self.at[id(p)]] = local(p.detach()).clone()
+    def watch_arrivals(
+        self,
+        arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
+    ) -> None:
+        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
+        for p in self.params:
+            if p.requires_grad and p.is_leaf:
+                hook = p.register_post_accumulate_grad_hook(
+                    lambda p: self.guard.attempt(_GRADIENTS, None, arrived)
+                )
+                self.handles.append(hook)
 
-    def _before(self, k: int) -> Callable:
-        "The hook before an optimizer steps."
-        return lambda optimizer, args, kwargs: self.guard.attempt(
-            STEPS, None, self._begin_step, k, optimizer, (*args, *kwargs.values())
-        )
-
-    def _begin_step(self, k: int, optimizer: Any, arguments: tuple) -> None:
-        "What is done before an optimizer steps."
-        self.depth[k] = self.depth.get(k, 0) + 1
-        if self.depth[k] > 1:  # a subclass that calls the step of its base
-            return
-        if self.before_step is not None:
-            self.guard.attempt("the loss scale", None, self.before_step)
-        self._use_gradients(optimizer)
-        if self.updates:
-            has_closure = any(map(callable, arguments))
-            self.guard.attempt(UPDATES, None, self._keep_groups, optimizer, has_closure)
+    def after_backward(self) -> None:
+        "Read every new gradient once; a later backward pass overwrites, until the optimizer steps."
+        self._add_late_parameters()
+        for i, p in enumerate(self.params):
+            if p.grad is not None and not self._is_left_over(i, p.grad):
+                self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
+        if self.loose and self.updates:
+            self._keep([p for p in self.params if p.requires_grad and self.at[id(p)] not in self.old])
 
     def _use_gradients(self, optimizer: Any) -> None:
         "The gradients of an optimizer's step are those it is about to use."
@@ -246,38 +233,34 @@ class ParamProbe:
             elif i is not None and i not in self.grads:  # no backward pass that brought it was seen
                 self.guard.attempt(_GRADIENTS, self.names[i], self._read_gradient, i, p.grad)
 
-    def _keep_groups(self, optimizer: Any, has_closure: bool) -> None:
-        "Copies of the weights whose update does not follow from the optimizer's state."
-        is_adam = type(optimizer) in _ADAM
-        params = [p for group in groups_of(optimizer) for p in group["params"]]
-        moving = [p for p in params if p.grad is not None or (has_closure and p.requires_grad)]
-        self._keep([p for p in moving if not (is_adam and p.dtype in _FULL_PRECISION)])
+# %% ../../nbs/api/probe/12_params.ipynb #53de60cf
+class _StepDetails(_GradientReader):
+    "Reads the costly statistics of a step."
 
-    def _after(self, k: int) -> Callable:
-        "The hook after an optimizer stepped."
-        return lambda optimizer, args, kwargs: self.guard.attempt(STEPS, None, self._end_step, k, optimizer)
+    def _details(
+        self,
+        i: int,
+        weight: torch.Tensor,
+        old: torch.Tensor | None,
+        state: dict,
+        intended: torch.Tensor | None,  # update that follows from an Adam state; None: see `old`
+    ) -> None:
+        "The costly statistics of one parameter, its optimizer state and its update."
+        self._detail("weights", i, readable(weight))
+        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
+            moment = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
+            if moment is not None:
+                self._detail(name, i, readable(moment))
+        before: Any = weight.float() + intended if old is None and intended is not None else old
+        update = -_changed(before, weight) if intended is None else intended
+        self._detail("updates", i, update)
+        is_exact = intended is not None or weight.dtype in _FULL_PRECISION
+        if is_exact and not weight.is_complex() and i < self.n_recorded:
+            self.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
 
-    def _end_step(self, k: int, optimizer: Any) -> None:
-        "What is done after an optimizer stepped."
-        self.depth[k] = self.depth.get(k, 1) - 1
-        if self.depth[k] > 0:
-            return
-        if not self.stepped:
-            self.lr = _lr_of(optimizer)
-        self.stepped.add(k)
-        self.has_stepped, self.loose = True, self.unhooked
-        for group in groups_of(optimizer):
-            for p in group["params"]:
-                self._after_param(optimizer, group, p)
-
-    def _after_param(self, optimizer: Any, group: dict, p: nn.Parameter) -> None:
-        "What is done with one parameter after its optimizer stepped."
-        i = self.at.get(id(p))
-        if i is None or (p.grad is None and i not in self.old):
-            return
-        self.frozen.add(i)
-        if self.updates:
-            self.guard.attempt(UPDATES, self.names[i], self._read_param, optimizer, group, p)
+# %% ../../nbs/api/probe/12_params.ipynb #8b13f46a
+class _StepReader(_StepDetails):
+    "Reads weights, updates and optimizer state after a step."
 
     @torch.no_grad()
     def _read_param(self, optimizer: Any, group: dict, p: nn.Parameter) -> None:
@@ -313,27 +296,6 @@ class ParamProbe:
         counts = [(~torch.isfinite(t)).sum() for t in state_tensors if t.numel() > 1]
         out[7] = sum(counts) if counts else 0
 
-    def _details(
-        self,
-        i: int,
-        weight: torch.Tensor,
-        old: torch.Tensor | None,
-        state: dict,
-        intended: torch.Tensor | None,  # update that follows from an Adam state; None: see `old`
-    ) -> None:
-        "The costly statistics of one parameter, its optimizer state and its update."
-        self._detail("weights", i, readable(weight))
-        for name, keys in (("m", ("exp_avg", "momentum_buffer")), ("v", ("exp_avg_sq", "square_avg", "sum"))):
-            moment = next((state[k] for k in keys if torch.is_tensor(state.get(k))), None)
-            if moment is not None:
-                self._detail(name, i, readable(moment))
-        before: Any = weight.float() + intended if old is None and intended is not None else old
-        update = -_changed(before, weight) if intended is None else intended
-        self._detail("updates", i, update)
-        is_exact = intended is not None or weight.dtype in _FULL_PRECISION
-        if is_exact and not weight.is_complex():
-            self.details.setdefault("lost", {})[i] = count_lost_updates(before, update)
-
     def _take_loose(self) -> None:
         "What optimizers without hooks did since the backward pass."
         for k in self.loose:
@@ -348,14 +310,112 @@ class ParamProbe:
                 )
                 self.stepped.add(k)
 
+# %% ../../nbs/api/probe/12_params.ipynb #3b3ff81f
+class _OptimizerHooks(_StepReader):
+    "Hooks before and after the steps of optimizers."
+
+    def _before(self, k: int) -> Callable:
+        "The hook before an optimizer steps."
+        return lambda optimizer, args, kwargs: self.guard.attempt(
+            STEPS, None, self._begin_step, k, optimizer, (*args, *kwargs.values())
+        )
+
+    def _begin_step(self, k: int, optimizer: Any, arguments: tuple) -> None:
+        "What is done before an optimizer steps."
+        self.depth[k] = self.depth.get(k, 0) + 1
+        if self.depth[k] > 1:  # a subclass that calls the step of its base
+            return
+        if self.before_step is not None:
+            self.guard.attempt("the loss scale", None, self.before_step)
+        self._use_gradients(optimizer)
+        if self.updates:
+            has_closure = any(map(callable, arguments))
+            self.guard.attempt(UPDATES, None, self._keep_groups, optimizer, has_closure)
+
+    def _keep_groups(self, optimizer: Any, has_closure: bool) -> None:
+        "Copies of the weights whose update does not follow from the optimizer's state."
+        is_adam = type(optimizer) in _ADAM
+        params = [p for group in groups_of(optimizer) for p in group["params"]]
+        moving = [p for p in params if p.grad is not None or (has_closure and p.requires_grad)]
+        self._keep([p for p in moving if not (is_adam and p.dtype in _FULL_PRECISION)])
+
+# %% ../../nbs/api/probe/12_params.ipynb #d6d07d8b
+class _AfterStepHooks(_OptimizerHooks):
+    "What happens after a step."
+
+    def _after(self, k: int) -> Callable:
+        "The hook after an optimizer stepped."
+        return lambda optimizer, args, kwargs: self.guard.attempt(STEPS, None, self._end_step, k, optimizer)
+
+    def _end_step(self, k: int, optimizer: Any) -> None:
+        "What is done after an optimizer stepped."
+        self.depth[k] = self.depth.get(k, 1) - 1
+        if self.depth[k] > 0:
+            return
+        if not self.stepped:
+            self.lr = _lr_of(optimizer)
+        self.stepped.add(k)
+        self.has_stepped, self.loose = True, self.unhooked
+        for group in groups_of(optimizer):
+            for p in group["params"]:
+                self._after_param(optimizer, group, p)
+
+    def _after_param(self, optimizer: Any, group: dict, p: nn.Parameter) -> None:
+        "What is done with one parameter after its optimizer stepped."
+        i = self.at.get(id(p))
+        if i is None or (p.grad is None and i not in self.old):
+            return
+        self.frozen.add(i)
+        if self.updates:
+            self.guard.attempt(UPDATES, self.names[i], self._read_param, optimizer, group, p)
+
+    def _hook(self, k: int, optimizer: Any) -> bool:
+        "Whether an optimizer takes hooks."
+        try:
+            self.handles.append(optimizer.register_step_pre_hook(self._before(k)))
+            self.handles.append(optimizer.register_step_post_hook(self._after(k)))
+        except AttributeError:  # a class of its own, or a subclass that never called the base's __init__
+            return False
+        return True
+
+# %% ../../nbs/api/probe/12_params.ipynb #53c17620
+class ParamProbe(_AfterStepHooks):
+    "The sums of every parameter: its gradient before clipping, and what the optimizer did with it."
+
+    def __init__(
+        self,
+        model: nn.Module,  # the model
+        optimizers: list,  # its optimizers, of any class
+        overrides: dict | None = None,  # kinds, as for `module_kinds`
+        updates: bool = True,  # also updates, weights and optimizer state
+        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
+    ):
+        named, kinds = dict(model.named_parameters()), param_kinds(model, overrides)
+        self.guard = guard or Guard(type(model).__name__)
+        self.names, self.params, self.model = list(named), list(named.values()), model
+        self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
+        self.at = {id(p): i for i, p in enumerate(self.params)}
+        self.copies, self.updates = _copies_of(self.params), updates
+        self.optimizers, self.handles = [_unwrapped(o) for o in optimizers], []
+        self.grads, self.step_rows, self.old, self.frozen = {}, {}, {}, set()
+        self.later, self.grads_at_close = {}, {}
+        self.stepped, self.depth = set(), {}
+        self.sampling, self.details, self.lr = False, {}, None
+        self.before_step = None
+        self.n_recorded = len(self.params)
+        optimized_params = [p for o in self.optimizers for group in groups_of(o) for p in group["params"]]
+        self.n_optimized, optimized = len(optimized_params), set(map(id, optimized_params))
+        self.unknown = [n for n, p in named.items() if p.requires_grad and id(p) not in optimized]
+        # optimizers that run no hooks: their updates are what changed between backward and `take`
+        self.unhooked = [k for k, o in enumerate(self.optimizers) if not self._hook(k, o)]
+        self.loose, self.has_stepped = self.unhooked, False
+
     def take(self) -> tuple[dict, dict, set]:
         "Since the last call: gradient rows and step rows by parameter, who stepped. Starts anew."
         if self.loose:
             self.guard.attempt(UPDATES, None, self._take_loose)
         is_silent = bool(self.grads) and not self.stepped and not self.loose
-        if (
-            is_silent and self.optimizers
-        ):  # hooks that did not run, or a skipped step: look at the weights too
+        if is_silent and self.optimizers:  # no hook ran, or the step was skipped: look at the weights too
             self.loose = list(range(len(self.optimizers)))
         got = self.grads, self.step_rows, self.stepped
         self.grads, self.step_rows, self.stepped, self.old = {}, {}, set(), {}

@@ -28,6 +28,7 @@ from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
 from .scalars import StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
+    RecorderOptions,
     as_list,
     attrs_of,
     model_itself,
@@ -52,138 +53,48 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
         error = getattr(sys, "last_value", None)
         left.__exit__(None if error is None else type(error), error, None)
 
+# %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
+class _RecorderState:
+    "What a recording holds."
 
-class Recorder:
-    "A recorder of one training run, best used with `with`; what fails in it never reaches the loop."
-
+    options: RecorderOptions
+    model: torch.nn.Module
+    path: Path
+    optimizers: list
+    scaler: Any  # GradScaler; None until one is given or found
+    has_scaler: bool
+    pid: int  # of the process that made the recorder
+    guard: Guard
+    n: int  # step that comes next
+    micro: int = 0  # micro-batches of it so far
+    is_open: bool = False
+    sample_next: bool = False  # whether the next step takes the costly statistics whatever its number
+    skipped: bool = False  # whether a step was withheld
+    graphs: int  # modules met in a whole graph when the recording began
+    looks: int = 0  # steps at which a GradScaler was looked for
     modules: ModuleProbe | NoModules
-    params: (
-        Any  # the ParamProbe, its LiveStore, Writer, StepLoss and AttentionRecording; None until `__enter__`
-    )
-    store: Any
-    writer: Any
-    own_loss: Any
-    attention: Any
-    box: BlackBox | None  # None without snapshots
+    # the ParamProbe, its LiveStore, Writer, StepLoss and AttentionRecording; None until `__enter__`
+    params: Any = None
+    store: Any = None
+    writer: Any = None
+    own_loss: Any = None
+    attention: Any = None
+    box: BlackBox | None = None  # None without snapshots
     handles: list  # of hooks, which have a `remove`
     withheld: list[tuple[torch.nn.Parameter, torch.Tensor]]  # gradients of a step that is skipped
-    scale: torch.Tensor | None  # loss scale of the gradients
-    at_exit: Any  # what runs when the program ends
+    scale: torch.Tensor | None = None  # loss scale of the gradients
+    at_exit: Any = None  # what runs when the program ends
+    begin: float  # when the step began, of `time.perf_counter`
     clip: float | None = None  # largest gradient norm, where a framework says it
-
-    def __init__(
-        self,
-        model: torch.nn.Module,  # the model, before torch.compile
-        optimizer: Any,  # its optimizer, of any class, or a list of them
-        path: str | Path,  # folder of the record; an older record there is continued as a new segment
-        **options: Any,  # those of `RecorderOptions`
-    ):
-        self.options = recorder_options(options)
-        self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
-        self.scaler = self.options.scaler
-        self.guard = Guard(str(path), self.options.first_step)
-        self.n, self.micro, self.pid = self.options.first_step, 0, os.getpid()
-        self.is_open, self.sample_next, self.has_scaler = False, False, self.scaler is not None
-        self.modules, self.params = NoModules(self.guard), None
-        self.writer, self.store, self.box, self.own_loss, self.handles = None, None, None, None, []
-        self.at_exit, self.looks, self.attention = None, 0, None
-        self.scale, self.withheld, self.skipped, self.graphs = None, [], False, whole_graphs[0]
-        self.begin = time.perf_counter()
 
     @property
     def off(self) -> str | None:
         "Why nothing is recorded any more; None while the recording goes on."
         return self.guard.end
 
-    def __enter__(self):
-        "Put the hooks in place and open the record; where that fails, warn once and record nothing."
-        self.is_open, self.begin = True, time.perf_counter()
-        try:
-            self._start(model_itself(self.model))
-        except (OSError, InputError) as error:
-            self._give_up(f"nothing is recorded, training goes on: {error}")
-        except torch.distributed.DistStoreError:
-            self._give_up("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
-        except Exception as error:
-            self._give_up(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
-        return self
-
-    def _start(self, model: torch.nn.Module) -> None:
-        "Hooks, store, writer and black box."
-        level, options = LEVELS[self.options.level], self.options
-        probe = self.guard.attempt(OUTPUTS, None, self._module_probe, model)
-        self.modules = probe or NoModules(self.guard)
-        self.params = ParamProbe(model, self.optimizers, options.kinds, level.updates, self.guard)
-        self.params.before_step = self._before_optimizer
-        self.modules.after_backward = self._after_backward
-        self.params.watch_arrivals(self.modules.begin_backward)
-        if options.on_nonfinite == "skip":
-            self._guard_steps()
-        self._open(model)
-        self.own_loss = self.guard.attempt("the model's own loss", None, StepLoss, model, self.guard)
-        self.attention = AttentionRecording(model, self.options.attention_every, self.guard)
-        self.handles.append(self.attention)
-        self._sample()
-        self.at_exit = partial(_finish_at_exit, weakref.ref(self))
-        atexit.register(self.at_exit)
-
-    def _module_probe(self, model: torch.nn.Module) -> ModuleProbe:
-        "The module hooks of the chosen level."
-        level, select, kinds = LEVELS[self.options.level], self.options.select, self.options.kinds
-        if level.kinds and select is None:
-            names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
-            select = f"^({'|'.join(map(re.escape, names))})$" if names else None
-        return ModuleProbe(model, select, kinds, level.inputs, level.backward, self.guard)
-
-    def _guard_steps(self) -> None:
-        "Hooks that take the gradients away from a step that would use a non-finite one."
-        for optimizer in self.params.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
-            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
-
-    def _open(self, model: torch.nn.Module) -> None:
-        "The store, its writer and the black box."
-        rank = this_rank()
-        only_modules = rank.number > 0 and self.params.copies is None
-        attrs = attrs_of(self.params, rank.world)
-        self.store = open_store(
-            self.path, record_tables(self.modules, self.params, only_modules), attrs, rank
-        )
-        seconds, is_spread = self.options.flush_seconds, rank.world > 1
-        self.writer = Writer(
-            self.store, self.modules, self.params, self.guard, seconds, is_spread, only_modules, self._on_bad
-        )
-        if not rank.number:
-            for event in opening_events(self.store, attrs, self.params, self.n):
-                self.writer.put(event)
-        if self.options.snapshot_every:
-            self.box = self.guard.attempt("the black box", None, self._black_box, model, rank.number)
-
-    def _black_box(self, model: torch.nn.Module, rank: int) -> BlackBox:
-        "Where batches and snapshots go."
-        options = self.options
-        limits = BoxLimits(options.snapshot_every, options.keep_snapshots, max_bytes=options.max_box_bytes)
-        optimizers = self.params.optimizers
-        return BlackBox(self.path, model, optimizers, self.scaler, limits, self.guard.note, rank)
-
-    def _give_up(self, why: str) -> None:
-        "Say why nothing is recorded, and leave the model alone."
-        self.guard.stop(why)
-        try:
-            self._unhook()
-        except Exception as error:
-            self.guard.note(f"hooks that do nothing may be left: {error}")
-
-    def _unhook(self) -> None:
-        "Take every hook off."
-        self.modules.remove()
-        if self.params is not None:
-            self.params.remove()
-        if self.own_loss is not None:
-            self.own_loss.handle.remove()
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
+class _StepEvents(_RecorderState):
+    "What is done while a step runs."
 
     def _sample(self) -> None:
         "Decide whether the step that begins takes the costly statistics."
@@ -228,39 +139,94 @@ class Recorder:
             "the loop has a GradScaler that was not given: its loss scale is used; pass `scaler=`"
         )
 
-    def batch(
-        self,
-        batch: Any,  # what the model is about to be given; nested tensors
-    ) -> Any:
-        "The same batch, kept for replay together with the random state; call it before each forward pass."
-        if self.box is not None and self.off is None:
-            self.guard.attempt("the black box", None, self.box.batch, batch, self.n, self.micro)
-            if self.n == self.options.first_step and not self.micro:
-                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
-        self.micro += 1
-        return batch
+# %% ../../nbs/api/probe/06_recorder.ipynb #659d8e0d
+class _WithheldSteps(_StepEvents):
+    "Steps that change nothing because a gradient is not finite."
 
-    def step(
-        self,
-        loss: Any = None,  # the step's loss; None: what the model returned as its loss
-        **scalars: Any,  # more scalars of this step, such as `tokens`
-    ) -> None:
-        "Close one optimizer step; call it after `optimizer.step()`."
-        if not self.is_open:
+    def _guard_steps(self) -> None:
+        "Hooks that take the gradients away from a step that would use a non-finite one."
+        for optimizer in self.params.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
+            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
+
+    def _hold_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        "The hook before a step that may have to be skipped."
+        self.guard.attempt("skipped steps", None, self._hold, optimizer)
+
+    def _hold(self, optimizer: Any) -> None:
+        "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
+        if has_bad(self.params.grads.values()):
+            params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
+            self.withheld, self.skipped = [(p, p.grad) for p in params], True
+            for p in params:
+                p.grad = None
+
+    def _release_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        "The hook after a step that may have been skipped."
+        self.guard.attempt("skipped steps", None, self._release)
+
+    def _release(self) -> None:
+        "Give the gradients back."
+        for p, gradient in self.withheld:
+            p.grad = gradient
+        self.withheld = []
+
+    def _raise(self) -> None:
+        "Stop the run and say where it broke, as the caller asked."
+        writer = self.writer
+        while writer.bad is None and writer.thread.is_alive() and not writer.broken:
+            time.sleep(0.01)
+        bad = writer.bad or {}
+        location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
+        raise FloatingPointError(f"step {self.n - 1}: first non-finite value is the {location}")
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #01ff34d7
+class _StepReport(_WithheldSteps):
+    "What a step gathered, as the writer gets it."
+
+    def _scalars(self, values: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
+        "The values of this step."
+        own = None if self.own_loss is None else self.own_loss.take(self.scale)
+        if values.get("loss") is None and own is not None:
+            values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
+        elif values.get("loss") is None:
+            self.guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
+        scalars = clean_scalars(values, self.guard) | {"step_time": elapsed}
+        rates = [self.params.lr] if self.params.lr is not None else []
+        rates += [groups[0]["lr"] for groups in map(groups_of, self.params.optimizers) if groups]
+        if self.optimizers:
+            scalars["skipped"] = float(is_skipped)
+            scalars |= clean_scalars({"lr": rates[0] if rates else None}, self.guard)
+        if self.scale is not None:
+            scalars["loss_scale"] = self.scale.reshape(1)
+        return scalars
+
+    def _take_details(self, uses: dict) -> tuple[dict, dict]:
+        "The costly statistics of this step by what they are of, and the channels that stand out."
+        if not self.params.sampling:
+            return {}, {}
+        rows, tops = self.modules.take_details(uses)
+        details = {("module", key): row for key, row in rows.items()}
+        for what, rows_by_param in self.params.take_details().items():
+            details |= {(what, i): row for i, row in rows_by_param.items()}
+        return details, tops
+
+    def _look_at_graphs(self) -> None:
+        "Say it where modules were compiled into a graph that hooks may not break."
+        if whole_graphs[0] != self.graphs:
+            self.graphs = whole_graphs[0]
             self.guard.note(
-                "`step` came before `with`: the hooks are put in place now, this step has no layers"
+                "activations missing: the model is compiled as one graph; parameters are recorded"
             )
-            self.__enter__()
-        elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
-        values = ({} if loss is None else {"loss": loss}) | scalars
-        is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, values)
-        self.n, self.micro = self.n + 1, 0
-        self.guard.step = self.n
-        self.guard.attempt(RECORDING, None, self._sample)
-        if self.off is not None:
-            self._give_up(self.off)
-        if is_bad:
-            self._raise()
+
+    def _put_news(self) -> None:
+        "What was switched off, into the record."
+        for step, text in self.guard.take_news():
+            self.writer.put(("note", step, text, time.time()))
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #aafdc495
+class _HandOver(_StepReport):
+    "The end of a step."
 
     def _hand_over(self, elapsed: float, values: dict[str, Any]) -> bool:
         "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
@@ -294,46 +260,6 @@ class Recorder:
             return False
         return has_bad((*parts.values(), *grads.values()))
 
-    def _scalars(self, values: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
-        "The values of this step."
-        own = None if self.own_loss is None else self.own_loss.take(self.scale)
-        if values.get("loss") is None and own is not None:
-            values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
-        elif values.get("loss") is None:
-            self.guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
-        scalars = clean_scalars(values, self.guard) | {"step_time": elapsed}
-        rates = [self.params.lr] if self.params.lr is not None else []
-        rates += [groups[0]["lr"] for groups in map(groups_of, self.params.optimizers) if groups]
-        if self.optimizers:
-            scalars["skipped"] = float(is_skipped)
-            scalars |= clean_scalars({"lr": rates[0] if rates else None}, self.guard)
-        if self.scale is not None:
-            scalars["loss_scale"] = self.scale.reshape(1)
-        return scalars
-
-    def _look_at_graphs(self) -> None:
-        "Say it where modules were compiled into a graph that hooks may not break."
-        if whole_graphs[0] != self.graphs:
-            self.graphs = whole_graphs[0]
-            self.guard.note(
-                "activations missing: the model is compiled as one graph; parameters are recorded"
-            )
-
-    def _put_news(self) -> None:
-        "What was switched off, into the record."
-        for step, text in self.guard.take_news():
-            self.writer.put(("note", step, text, time.time()))
-
-    def _take_details(self, uses: dict) -> tuple[dict, dict]:
-        "The costly statistics of this step by what they are of, and the channels that stand out."
-        if not self.params.sampling:
-            return {}, {}
-        rows, tops = self.modules.take_details(uses)
-        details = {("module", key): row for key, row in rows.items()}
-        for what, rows_by_param in self.params.take_details().items():
-            details |= {(what, i): row for i, row in rows_by_param.items()}
-        return details, tops
-
     def _pull_triggers(self, scalars: dict[str, Any]) -> None:
         "Pin this step in the black box if a trigger fires, note it, and look closer at the next one."
         if not self.options.triggers:
@@ -345,45 +271,84 @@ class Recorder:
             if self.box is not None:
                 self.guard.attempt("the black box", None, self.box.trigger, self.n)
 
-    def _raise(self) -> None:
-        "Stop the run and say where it broke, as the caller asked."
-        writer = self.writer
-        while writer.bad is None and writer.thread.is_alive() and not writer.broken:
-            time.sleep(0.01)
-        bad = writer.bad or {}
-        location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
-        raise FloatingPointError(f"step {self.n - 1}: first non-finite value is the {location}")
+# %% ../../nbs/api/probe/06_recorder.ipynb #131f8343
+class _Opening(_HandOver):
+    "The parts of a recording, made one after the other."
 
-    def _hold_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        "The hook before a step that may have to be skipped."
-        self.guard.attempt("skipped steps", None, self._hold, optimizer)
+    def _start(self, model: torch.nn.Module) -> None:
+        "Hooks, store, writer and black box."
+        level, options = LEVELS[self.options.level], self.options
+        probe = self.guard.attempt(OUTPUTS, None, self._module_probe, model)
+        self.modules = probe or NoModules(self.guard)
+        self.params = ParamProbe(model, self.optimizers, options.kinds, level.updates, self.guard)
+        self.params.before_step = self._before_optimizer
+        self.modules.after_backward = self._after_backward
+        self.params.watch_arrivals(self.modules.begin_backward)
+        if options.on_nonfinite == "skip":
+            self._guard_steps()
+        self._open(model)
+        self.own_loss = self.guard.attempt("the model's own loss", None, StepLoss, model, self.guard)
+        self.attention = AttentionRecording(model, self.options.attention_every, self.guard)
+        self.handles.append(self.attention)
+        self._sample()
+        self.at_exit = partial(_finish_at_exit, weakref.ref(self))
+        atexit.register(self.at_exit)
 
-    def _hold(self, optimizer: Any) -> None:
-        "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
-        if has_bad(self.params.grads.values()):
-            params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
-            self.withheld, self.skipped = [(p, p.grad) for p in params], True
-            for p in params:
-                p.grad = None
+    def _module_probe(self, model: torch.nn.Module) -> ModuleProbe:
+        "The module hooks of the chosen level."
+        level, select, kinds = LEVELS[self.options.level], self.options.select, self.options.kinds
+        if level.kinds and select is None:
+            names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
+            select = f"^({'|'.join(map(re.escape, names))})$" if names else None
+        return ModuleProbe(model, select, kinds, level.inputs, level.backward, self.guard)
 
-    def _release_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        "The hook after a step that may have been skipped."
-        self.guard.attempt("skipped steps", None, self._release)
+    def _open(self, model: torch.nn.Module) -> None:
+        "The store, its writer and the black box."
+        rank = this_rank()
+        only_modules = rank.number > 0 and self.params.copies is None
+        attrs = attrs_of(self.params, rank.world)
+        self.store = open_store(
+            self.path, record_tables(self.modules, self.params, only_modules), attrs, rank
+        )
+        seconds, is_spread = self.options.flush_seconds, rank.world > 1
+        self.writer = Writer(
+            self.store, self.modules, self.params, self.guard, seconds, is_spread, only_modules, self._on_bad
+        )
+        if not rank.number:
+            for event in opening_events(self.store, attrs, self.params, self.n):
+                self.writer.put(event)
+        if self.options.snapshot_every:
+            self.box = self.guard.attempt("the black box", None, self._black_box, model, rank.number)
 
-    def _release(self) -> None:
-        "Give the gradients back."
-        for p, gradient in self.withheld:
-            p.grad = gradient
-        self.withheld = []
+    def _black_box(self, model: torch.nn.Module, rank: int) -> BlackBox:
+        "Where batches and snapshots go."
+        options = self.options
+        limits = BoxLimits(options.snapshot_every, options.keep_snapshots, max_bytes=options.max_box_bytes)
+        optimizers = self.params.optimizers
+        return BlackBox(self.path, model, optimizers, self.scaler, limits, self.guard.note, rank)
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        "Take the hooks off and make the record an ordinary one."
+# %% ../../nbs/api/probe/06_recorder.ipynb #02e40000
+class _Closing(_Opening):
+    "The end of a recording, by its loop, by a fault or by the end of the program."
+
+    def _give_up(self, why: str) -> None:
+        "Say why nothing is recorded, and leave the model alone."
+        self.guard.stop(why)
         try:
-            self._finish(kind, error)
-        except Exception as fault:
-            warn_safely(
-                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
-            )
+            self._unhook()
+        except Exception as error:
+            self.guard.note(f"hooks that do nothing may be left: {error}")
+
+    def _unhook(self) -> None:
+        "Take every hook off."
+        self.modules.remove()
+        if self.params is not None:
+            self.params.remove()
+        if self.own_loss is not None:
+            self.own_loss.handle.remove()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
     def _finish(self, kind: type | None, error: BaseException | None) -> None:
         "Close hooks, black box, writer and store; a second time nothing is left to do."
@@ -405,3 +370,82 @@ class Recorder:
             self.writer.put(("error", self.n, f"{kind.__name__}: {error}"[:500], time.time()))
         self.writer.close()
         self.store.close(self.options.merge)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #a2e613f3
+class _Entered(_Closing):
+    "A recording that is entered and left, and given the batches of its steps."
+
+    def __enter__(self):
+        "Put the hooks in place and open the record; where that fails, warn once and record nothing."
+        self.is_open, self.begin = True, time.perf_counter()
+        try:
+            self._start(model_itself(self.model))
+        except (OSError, InputError) as error:
+            self._give_up(f"nothing is recorded, training goes on: {error}")
+        except torch.distributed.DistStoreError:
+            self._give_up("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
+        except Exception as error:
+            self._give_up(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        "Take the hooks off and make the record an ordinary one."
+        try:
+            self._finish(kind, error)
+        except Exception as fault:
+            warn_safely(
+                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
+            )
+
+    def batch(
+        self,
+        batch: Any,  # what the model is about to be given; nested tensors
+    ) -> Any:
+        "The same batch, kept for replay together with the random state; call it before each forward pass."
+        if self.box is not None and self.off is None:
+            self.guard.attempt("the black box", None, self.box.batch, batch, self.n, self.micro)
+            if self.n == self.options.first_step and not self.micro:
+                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
+        self.micro += 1
+        return batch
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #93349dac
+class Recorder(_Entered):
+    "A recorder of one training run, best used with `with`; what fails in it never reaches the loop."
+
+    def __init__(
+        self,
+        model: torch.nn.Module,  # the model, before torch.compile
+        optimizer: Any,  # its optimizer, of any class, or a list of them
+        path: str | Path,  # folder of the record; an older record there is continued as a new segment
+        **options: Any,  # those of `RecorderOptions`
+    ):
+        self.options = recorder_options(options)
+        self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
+        self.scaler, self.has_scaler = self.options.scaler, self.options.scaler is not None
+        self.guard = Guard(str(path), self.options.first_step)
+        self.n, self.pid = self.options.first_step, os.getpid()
+        self.modules, self.handles, self.withheld = NoModules(self.guard), [], []
+        self.graphs, self.begin = whole_graphs[0], time.perf_counter()
+
+    def step(
+        self,
+        loss: Any = None,  # the step's loss; None: what the model returned as its loss
+        **scalars: Any,  # more scalars of this step, such as `tokens`
+    ) -> None:
+        "Close one optimizer step; call it after `optimizer.step()`."
+        if not self.is_open:
+            self.guard.note(
+                "`step` came before `with`: the hooks are put in place now, this step has no layers"
+            )
+            self.__enter__()
+        elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
+        values = ({} if loss is None else {"loss": loss}) | scalars
+        is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, values)
+        self.n, self.micro = self.n + 1, 0
+        self.guard.step = self.n
+        self.guard.attempt(RECORDING, None, self._sample)
+        if self.off is not None:
+            self._give_up(self.off)
+        if is_bad:
+            self._raise()

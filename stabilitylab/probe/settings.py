@@ -43,7 +43,7 @@ LEVELS = {
 }
 _ON_NONFINITE = ("go on", "stop", "skip")
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #322b6b94
 @dataclass(frozen=True)
 class RecorderOptions:
     "How a run is recorded."
@@ -78,7 +78,7 @@ class RecorderOptions:
         if self.on_nonfinite not in _ON_NONFINITE:
             raise bad_input("on_nonfinite", self.on_nonfinite, ", ".join(_ON_NONFINITE))
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #d702b910
 def recorder_options(
     options: dict[str, Any],  # named options as a caller gave them
 ) -> RecorderOptions:
@@ -155,7 +155,7 @@ TOP_CHANNEL = {
     "top_channel": ["channel of the largest magnitude", "1"],
 }
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #e9d0a987
 def _details_of(*parts: tuple[str, str]) -> dict:
     rows = [(prefix, of, *row) for prefix, of in parts for row in _DETAIL.items()]
     return {prefix + key: [f"{name} {of}", *more] for prefix, of, key, (name, *more) in rows}
@@ -188,7 +188,7 @@ def this_rank() -> Rank:
         return Rank()
     return Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #750d02c7
 def record_tables(
     modules: Any,  # a `ModuleProbe` or `NoModules`
     params: ParamProbe,  # of the same model
@@ -211,7 +211,7 @@ def record_tables(
             tables[group] = rows | {"variables": variables, "coords": SAMPLED_COORDS}
     return tables
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #1d4ec86d
 def _number(value: Any) -> float | None:
     "A setting as JSON can hold it."
     return None if value is None else float(value)
@@ -239,7 +239,7 @@ def attrs_of(
 
 _started = [0]  # recorders of this process under torch.distributed
 
-
+# %% ../../nbs/api/probe/16_settings.ipynb #4d48bf11
 def open_store(
     path: Path,  # of the record
     tables: dict,  # from `record_tables`

@@ -53,13 +53,13 @@ _LONG = 90  # characters of a dict that stands in one line
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
 
 
-class _Draft:
-    "The parts of the file, and the imports that they need."
+class _Imports:
+    "The imports that a draft needs, and what it could not see."
 
     def __init__(self):
         self.imports: set[str] = set()
         self.folders: list[str] = []  # where what is imported stands, beside the script
-        self.untold: list[str] = []  # arguments that could not be seen and have a default
+        self.unseen: list[str] = []  # arguments that could not be seen and have a default
 
     def name_of(self, cls: type) -> str | None:
         "A class by its name, imported; None where no file defines it at its top level."
@@ -88,6 +88,16 @@ class _Draft:
         if folder not in standard and str(folder) not in self.folders:
             self.folders.append(str(folder))
 
+# %% ../../nbs/api/probe/28_setup_template.ipynb #3a17c3ae
+def _main_module() -> str | None:
+    "The name under which the running script is imported; None in a notebook."
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).stem if file else None
+
+# %% ../../nbs/api/probe/28_setup_template.ipynb #8708515a
+class _Draft(_Imports):
+    "The parts of the file, and the imports that they need."
+
     def literal(
         self,
         value: Any,  # of a setting
@@ -107,6 +117,13 @@ class _Draft:
             return self._construct(type(value), vars(value))
         return self._container(value) if kind == "plain" else None
 
+    def _construct(self, cls: type, arguments: dict) -> str | None:
+        "A call that makes an object."
+        name, parts = self.name_of(cls), {key: self.literal(value) for key, value in arguments.items()}
+        if name is None or None in parts.values():
+            return None
+        return f"{name}({', '.join(f'{key}={part}' for key, part in parts.items())})"
+
     def _container(self, value: Any) -> str | None:
         "A plain container of values that have a source."
         if isinstance(value, dict):
@@ -125,13 +142,6 @@ class _Draft:
             return f"[{text}]"
         return f"({text},)" if len(inner) == 1 else f"({text})"
 
-    def _construct(self, cls: type, arguments: dict) -> str | None:
-        "A call that makes an object."
-        name, parts = self.name_of(cls), {key: self.literal(value) for key, value in arguments.items()}
-        if name is None or None in parts.values():
-            return None
-        return f"{name}({', '.join(f'{key}={part}' for key, part in parts.items())})"
-
     def _transformers_config(self, config: Any) -> str | None:
         "A configuration of Hugging Face's models."
         arguments = {key: value for key, value in config.to_diff_dict().items() if key not in _UNSAID}
@@ -142,13 +152,7 @@ class _Draft:
         )
         return None if name is None or text is None else f"{name}(**{text})"
 
-
-def _main_module() -> str | None:
-    "The name under which the running script is imported; None in a notebook."
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file).stem if file else None
-
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #7f7b0dd1
 def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
     "Whether an argument of a model's class can still be seen, and what it was."
     if name == "bias" and name in model._parameters:
@@ -177,7 +181,7 @@ def _container_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
     missing = [what for _, absent in sources.values() for what in absent]
     return f"torch.nn.{type(model).__name__}({_CONTAINERS[type(model)].format(text)})", missing
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #cd315bf7
 def _arguments(draft: _Draft, model: nn.Module) -> tuple[list[str], list[str]]:
     "(arguments of a model's class, those that it needs and that cannot be seen)."
     arguments, missing = [], []
@@ -191,7 +195,7 @@ def _arguments(draft: _Draft, model: nn.Module) -> tuple[list[str], list[str]]:
             missing.append(key)
             arguments.append(f"{key}=TODO")
         elif source is None and key not in _FROM_STATE:
-            draft.untold.append(f"{key}={default!r}" if draft.literal(default) else key)
+            draft.unseen.append(f"{key}={default!r}" if draft.literal(default) else key)
         elif source is not None and source != repr(default):
             arguments.append(f"{key}={source}")
     if parameters and not named:
@@ -212,18 +216,18 @@ def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
     arguments, missing = _arguments(draft, model)
     return f"{name}({', '.join(arguments)})", missing
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #fedecca2
 def _cast_source(model: nn.Module) -> str:
     "What casts a model to its number format; '' for float32 and for several."
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return f".to({dtypes.pop()!r})" if len(dtypes) == 1 and torch.float32 not in dtypes else ""
 
 
-def _seen_words(missing: list[str], untold: list[str]) -> str:
+def _seen_words(missing: list[str], unseen: list[str]) -> str:
     "What the draft says of its model."
     parts = [f"{', '.join(missing)} could not be seen"] if missing else []
-    if untold:
-        parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(untold))}")
+    if unseen:
+        parts.append(f"check what could not be seen and has a default: {', '.join(dict.fromkeys(unseen))}")
     return f"TODO: {'; '.join(parts)}" if parts else "as far as it could be seen"
 
 
@@ -246,7 +250,7 @@ def _described(part: Any) -> str:
         return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
     return type(part).__name__
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #bbd8a2fe
 def _optimizer_source(draft: _Draft, optimizer: Any, names: dict[int, str]) -> str:
     "A call that makes an optimizer with its groups."
     cls = type(optimizer)
@@ -323,7 +327,7 @@ def setup_source(
         project=repr(list(dict.fromkeys(folders))),
         imports="\n".join(sorted(draft.imports)),
         model=model_call + _cast_source(model),
-        seen=_seen_words(missing, draft.untold),
+        seen=_seen_words(missing, draft.unseen),
         call=call,
         batch=batch_words,
         optimizer=single,
@@ -333,7 +337,7 @@ def setup_source(
         else "TODO: the largest gradient norm, where the loop clips",
     )
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #a095ae75
 def _torch_optimizer(name: str, settings: dict) -> str:
     "A call that makes an optimizer of a class of torch, with recorded settings; TODO for any other class."
     cls = getattr(torch.optim, name, None)
@@ -374,7 +378,7 @@ def record_source(
         clip_words="TODO: the largest gradient norm, where the loop clips",
     )
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #17183f5e
 def write_setup(
     recorder: Any,  # a `Recorder` with a black box
     batch: Any,  # the first micro-batch

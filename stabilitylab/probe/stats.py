@@ -134,7 +134,7 @@ class AdamRule:
         shrink = self.lr * self.decay
         return 1 / (1 - self.betas[0] ** step), 1 / (1 - self.betas[1] ** step), shrink / (1 - shrink)
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #a91ef91c
 def adam_sums(
     g: torch.Tensor,  # gradient that the optimizer used
     w: torch.Tensor,  # weight after the step; same shape
@@ -155,7 +155,7 @@ def adam_sums(
     lib.adam_sums(*(t.data_ptr() for t in tensors), g.numel(), numbers.ctypes.data, out.data_ptr())
     return out
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #2a48df90
 def _full_precision(t: torch.Tensor) -> torch.Tensor:
     "The tensor in float32 or wider."
     return t.detach() if t.dtype == torch.float64 else t.detach().float()
@@ -172,7 +172,7 @@ def _largest(t: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=t.device)
     return torch.linalg.vector_norm(t, float("inf")).double()
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #a8916b0a
 @torch.no_grad()
 def _adam_torch(
     g: torch.Tensor,
@@ -264,7 +264,7 @@ def when_ready(
         events[-1].record(torch.cuda.current_stream(device))
     return events
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #0bbd2095
 def has_bad(
     tables: Iterable[torch.Tensor],  # (…, 5) rows of sums, on any devices
 ) -> bool:
@@ -274,7 +274,7 @@ def has_bad(
         counts.setdefault(table.device, []).append(table[..., 4].reshape(-1))
     return any(bool((torch.cat(counts_of_device) > 0).any()) for counts_of_device in counts.values())
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #0867c858
 def stack_rows(
     rows: dict[Any, torch.Tensor],  # rows by whatever names them
 ) -> list[tuple[list, torch.Tensor]]:

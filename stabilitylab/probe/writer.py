@@ -81,7 +81,7 @@ class _Columns:
         else:
             self.put_detail(f"sampled_{what}", "", i, row)
 
-
+# %% ../../nbs/api/probe/05_writer.ipynb #a0f1f047
 def sampled_columns(
     item: dict,  # a step as the recorder hands it over, with `details`
     n_modules: int,  # modules
@@ -106,7 +106,7 @@ def sampled_columns(
                 columns.put_param(what, i, row)
     return columns.rows
 
-
+# %% ../../nbs/api/probe/05_writer.ipynb #4dee3e34
 def module_columns(
     sums: np.ndarray,  # shape (3*modules, 5) rows of sums
     scale: float = 1.0,  # loss scale that the gradients carry
@@ -205,61 +205,151 @@ _WAITING = 20 * _ROWS  # steps that are kept in memory while nothing can be writ
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
-class Writer:
-    "The thread that turns handed-over sums into parts of the record."
+class _Waiting:
+    "What waits to be written."
 
+    store: Any  # a `LiveStore`
+    modules: Any  # a `ModuleProbe` or `NoModules`
+    params: Any  # a `ParamProbe`
+    guard: Guard
     rows: list[tuple]  # (step, time, columns, scalars) that wait
     sampled: list[tuple[int, dict]]  # (step, columns of the costly statistics) that wait
     heads: list[dict]
     events: list[tuple]  # (kind, step, text, time)
     lost: list[int]  # steps that could not be recorded
-    work: queue.Queue
+    counts: bool  # also write how many entries each statistic is of
+    only_modules: bool  # leave the parameters to another rank
+    on_bad: Callable[[int, str], None] | None
     bad: dict | None  # the first non-finite value
+    flushed: float  # when something was written, of `time.monotonic`
+    enough: int  # steps that make a part
 
-    def __init__(
-        self,
-        store: Any,  # a `LiveStore`
-        modules: Any,  # a `ModuleProbe` or `NoModules`
-        params: Any,  # a `ParamProbe`
-        guard: Guard,  # of the recording
-        seconds: float = 5.0,  # longest time before what is there is written, > 0
-        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
-        only_modules: bool = False,  # leave the parameters to another rank
-        on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
-    ):
-        self.store, self.modules, self.params, self.guard = store, modules, params, guard
-        self.seconds, self.counts, self.only_modules, self.on_bad = seconds, counts, only_modules, on_bad
-        self.rows, self.sampled, self.heads, self.events, self.bad = [], [], [], [], None
-        self.broken, self.flushed, self.patience, self.lost = False, time.monotonic(), _PATIENCE, []
-        self.enough = _ROWS  # steps that make a part
-        self.work = queue.Queue(maxsize=64)
-        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
-        self.thread.start()
+    def _scalar_arrays(self) -> dict[str, np.ndarray]:
+        "The scalars that wait, and which step has which."
+        arrays = {"scalars/step": np.array([row[0] for row in self.rows])}
+        arrays["scalars/time"] = np.array([row[1] for row in self.rows])
+        every = [row[3] for row in self.rows]
+        names: dict[str, None] = {}
+        for scalars in every:
+            names |= dict.fromkeys(scalars)
+        for name in names:
+            arrays[f"scalars/{name}"] = np.array([scalars.get(name, np.nan) for scalars in every])
+            arrays[f"scalars/has:{name}"] = np.array([name in scalars for scalars in every])
+        return arrays
 
-    def put(
-        self,
-        item: dict | tuple | None,  # one step (a dict), one event (a tuple), None: the end
-    ) -> None:
-        "Hand over one step or event; a disk that does not keep up costs the loop one wait, then steps."
-        is_wanted = item is None or not self.broken
-        if not is_wanted or not self.thread.is_alive():
+# %% ../../nbs/api/probe/05_writer.ipynb #760db9e9
+class _WaitingTables(_Waiting):
+    "The tables of statistics that wait."
+
+    def _table_arrays(self) -> dict[str, np.ndarray]:
+        "The statistics that wait."
+        keys, steps = list(self.rows[0][2]), np.array([row[0] for row in self.rows])
+        arrays = {f"{key.split('/')[0]}/step": steps for key in keys}
+        for key in keys:
+            arrays[key] = np.stack([row[2][key] for row in self.rows])
+        return arrays
+
+    def _sampled_arrays(self) -> dict[str, np.ndarray]:
+        "The costly statistics that wait; a statistic that a step lacks is NaN there."
+        steps = np.array([step for step, _ in self.sampled])
+        arrays: dict[str, np.ndarray] = {}
+        shapes: dict[str, tuple] = {}
+        for _, columns in self.sampled:
+            shapes |= {key: column.shape for key, column in columns.items()}
+        for key, shape in shapes.items():
+            nothing = np.full(shape, np.nan, np.float32)
+            arrays[key] = np.stack([columns.get(key, nothing) for _, columns in self.sampled])
+            arrays[f"{key.split('/')[0]}/step"] = steps
+        return arrays
+
+    def _flush(self) -> None:
+        "Write the waiting rows as one part."
+        arrays = (self._scalar_arrays() | self._table_arrays()) if self.rows else {}
+        events = self.events
+        if self.lost:
+            text = f"{len(self.lost)} steps from {min(self.lost)} to {max(self.lost)} were not recorded"
+            events = [*events, ("note", min(self.lost), text, time.time())]
+        self.store.append(arrays | self._sampled_arrays() | joined_rows(self.heads), events)
+        self.rows, self.sampled, self.heads, self.events, self.lost = [], [], [], [], []
+        self.flushed = time.monotonic()
+
+# %% ../../nbs/api/probe/05_writer.ipynb #5309c115
+class _StepNorms(_WaitingTables):
+    "What a step's sums say as a whole."
+
+    def _norms(self, item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> dict[str, float]:
+        "Norms over all parameters."
+        norms = {}
+        if item["grads"]:
+            is_finite = not grads[:, 4].any()
+            norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
+        if item["made"]:
+            norms["weight_norm"] = float(np.sqrt(np.nansum(steps[:, 4])))
+            norms["update_norm"] = float(np.sqrt(np.nansum(steps[:, 8])))
+        return norms
+
+    def _counts(self, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> dict[str, np.ndarray]:
+        "How many finite entries each statistic is of."
+        out = {f"activations/n:{name}": sums[r::3, 0] - sums[r::3, 4] for r, name in enumerate(role_names())}
+        if not self.only_modules:
+            entries = np.nan_to_num(steps[:, 0])
+            out |= {"gradients/n:": grads[:, 0] - grads[:, 4], "optimizer/n:": entries, "weights/n:": entries}
+        return out
+
+    def _look(self, item: dict, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> None:
+        "Tell of the first non-finite value once."
+        names, dtypes = self.modules.names, self.modules.dtypes
+        bad = first_bad(names, sums, item["order"], dtypes, self.params.names, grads, steps)
+        if bad is None:
             return
-        try:
-            self.work.put(item, timeout=self.patience)
-            self.patience = _PATIENCE
-        except queue.Full:
-            self.patience = 0.0
-            if isinstance(item, dict):
-                self.lost.append(item["step"])
-            self.guard.note("the disk does not keep up: steps are left out, training goes on")
+        self.bad = bad | {"step": item["step"]}
+        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
+        before = "; ".join(bad["frames"]) or "nothing"
+        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
+        self.events.append(("error", item["step"], text, item["time"]))
+        if self.on_bad:
+            self.on_bad(item["step"], text)
 
-    def close(self) -> None:
-        "Write what is waiting and stop."
-        self.patience = 60.0
-        self.put(None)
-        self.thread.join(60)
-        if self.thread.is_alive():
-            self.guard.note("the last steps are still being written and may be lost")
+# %% ../../nbs/api/probe/05_writer.ipynb #ddd27192
+class _StepRows(_StepNorms):
+    "A step as a row of the record."
+
+    def _row(self, item: dict) -> None:
+        "One step as columns."
+        for event in item["ready"]:
+            event.synchronize()
+        scale = float(item["scale"]) if item["scale"] is not None else 1.0
+        n_modules, n_params = len(self.modules.names), self.params.n_recorded
+        n_all = len(self.params.params)  # with those that came later, which count in norms only
+        sums = fetch(item["modules"], item["uses"], 3 * n_modules)
+        grads, steps = np.zeros((n_all, 5)), np.full((n_all, 12), np.nan)
+        for at, table in item["grads"]:
+            grads[at] = table.numpy()
+        for at, table in item["made"]:
+            steps[at] = table.numpy()
+        row = module_columns(sums, scale) if n_modules else {}
+        if not self.only_modules:
+            row |= param_columns(grads[:n_params], steps[:n_params], scale)
+        if self.counts:
+            row |= self._counts(sums, grads[:n_params], steps[:n_params])
+        scalars = {name: float(value) for name, value in item["scalars"].items()}
+        scalars |= self._norms(item, grads, steps, scale)
+        self.rows.append((item["step"], item["time"], row, scalars))
+        if item["details"]:
+            self.sampled.append((item["step"], sampled_columns(item, n_modules, n_params, self.counts)))
+        if item.get("heads"):
+            self.heads.append(item["heads"])
+        if self.bad is None:
+            self._look(item, sums, grads, steps)
+
+# %% ../../nbs/api/probe/05_writer.ipynb #d9bc7d0a
+class _WriterThread(_StepRows):
+    "Takes, computes and writes; what the disk refuses is tried again."
+
+    work: queue.Queue
+    seconds: float  # longest time before what is there is written
+    patience: float  # seconds that the training loop waits for a slow disk
+    broken: bool
 
     def _run(self) -> None:
         "Take, compute, write."
@@ -306,107 +396,51 @@ class Writer:
             if is_end:
                 self.guard.note(f"the last {len(self.rows)} steps were never written")
 
-    def _row(self, item: dict) -> None:
-        "One step as columns."
-        for event in item["ready"]:
-            event.synchronize()
-        scale = float(item["scale"]) if item["scale"] is not None else 1.0
-        n_modules, n_params = len(self.modules.names), len(self.params.names)
-        sums = fetch(item["modules"], item["uses"], 3 * n_modules)
-        grads, steps = np.zeros((n_params, 5)), np.full((n_params, 12), np.nan)
-        for at, table in item["grads"]:
-            grads[at] = table.numpy()
-        for at, table in item["made"]:
-            steps[at] = table.numpy()
-        row = module_columns(sums, scale) if n_modules else {}
-        if not self.only_modules:
-            row |= param_columns(grads, steps, scale)
-        if self.counts:
-            row |= self._counts(sums, grads, steps)
-        scalars = {name: float(value) for name, value in item["scalars"].items()}
-        scalars |= self._norms(item, grads, steps, scale)
-        self.rows.append((item["step"], item["time"], row, scalars))
-        if item["details"]:
-            self.sampled.append((item["step"], sampled_columns(item, n_modules, n_params, self.counts)))
-        if item.get("heads"):
-            self.heads.append(item["heads"])
-        if self.bad is None:
-            self._look(item, sums, grads, steps)
+# %% ../../nbs/api/probe/05_writer.ipynb #eff763d9
+class Writer(_WriterThread):
+    "The thread that turns handed-over sums into parts of the record."
 
-    def _norms(self, item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> dict[str, float]:
-        "Norms over all parameters."
-        norms = {}
-        if item["grads"]:
-            is_finite = not grads[:, 4].any()
-            norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
-        if item["made"]:
-            norms["weight_norm"] = float(np.sqrt(np.nansum(steps[:, 4])))
-            norms["update_norm"] = float(np.sqrt(np.nansum(steps[:, 8])))
-        return norms
+    def __init__(
+        self,
+        store: Any,  # a `LiveStore`
+        modules: Any,  # a `ModuleProbe` or `NoModules`
+        params: Any,  # a `ParamProbe`
+        guard: Guard,  # of the recording
+        seconds: float = 5.0,  # longest time before what is there is written, > 0
+        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
+        only_modules: bool = False,  # leave the parameters to another rank
+        on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
+    ):
+        self.store, self.modules, self.params, self.guard = store, modules, params, guard
+        self.seconds, self.counts, self.only_modules, self.on_bad = seconds, counts, only_modules, on_bad
+        self.rows, self.sampled, self.heads, self.events, self.bad = [], [], [], [], None
+        self.broken, self.flushed, self.patience, self.lost = False, time.monotonic(), _PATIENCE, []
+        self.enough = _ROWS  # steps that make a part
+        self.work = queue.Queue(maxsize=64)
+        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
+        self.thread.start()
 
-    def _counts(self, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> dict[str, np.ndarray]:
-        "How many finite entries each statistic is of."
-        out = {f"activations/n:{name}": sums[r::3, 0] - sums[r::3, 4] for r, name in enumerate(role_names())}
-        if not self.only_modules:
-            entries = np.nan_to_num(steps[:, 0])
-            out |= {"gradients/n:": grads[:, 0] - grads[:, 4], "optimizer/n:": entries, "weights/n:": entries}
-        return out
-
-    def _look(self, item: dict, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> None:
-        "Tell of the first non-finite value once."
-        names, dtypes = self.modules.names, self.modules.dtypes
-        bad = first_bad(names, sums, item["order"], dtypes, self.params.names, grads, steps)
-        if bad is None:
+    def put(
+        self,
+        item: dict | tuple | None,  # one step (a dict), one event (a tuple), None: the end
+    ) -> None:
+        "Hand over one step or event; a disk that does not keep up costs the loop one wait, then steps."
+        is_wanted = item is None or not self.broken
+        if not is_wanted or not self.thread.is_alive():
             return
-        self.bad = bad | {"step": item["step"]}
-        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
-        before = "; ".join(bad["frames"]) or "nothing"
-        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
-        self.events.append(("error", item["step"], text, item["time"]))
-        if self.on_bad:
-            self.on_bad(item["step"], text)
+        try:
+            self.work.put(item, timeout=self.patience)
+            self.patience = _PATIENCE
+        except queue.Full:
+            self.patience = 0.0
+            if isinstance(item, dict):
+                self.lost.append(item["step"])
+            self.guard.note("the disk does not keep up: steps are left out, training goes on")
 
-    def _flush(self) -> None:
-        "Write the waiting rows as one part."
-        arrays = (self._scalar_arrays() | self._table_arrays()) if self.rows else {}
-        events = self.events
-        if self.lost:
-            text = f"{len(self.lost)} steps from {min(self.lost)} to {max(self.lost)} were not recorded"
-            events = [*events, ("note", min(self.lost), text, time.time())]
-        self.store.append(arrays | self._sampled_arrays() | joined_rows(self.heads), events)
-        self.rows, self.sampled, self.heads, self.events, self.lost = [], [], [], [], []
-        self.flushed = time.monotonic()
-
-    def _scalar_arrays(self) -> dict[str, np.ndarray]:
-        "The scalars that wait, and which step has which."
-        arrays = {"scalars/step": np.array([row[0] for row in self.rows])}
-        arrays["scalars/time"] = np.array([row[1] for row in self.rows])
-        every = [row[3] for row in self.rows]
-        names: dict[str, None] = {}
-        for scalars in every:
-            names |= dict.fromkeys(scalars)
-        for name in names:
-            arrays[f"scalars/{name}"] = np.array([scalars.get(name, np.nan) for scalars in every])
-            arrays[f"scalars/has:{name}"] = np.array([name in scalars for scalars in every])
-        return arrays
-
-    def _table_arrays(self) -> dict[str, np.ndarray]:
-        "The statistics that wait."
-        keys, steps = list(self.rows[0][2]), np.array([row[0] for row in self.rows])
-        arrays = {f"{key.split('/')[0]}/step": steps for key in keys}
-        for key in keys:
-            arrays[key] = np.stack([row[2][key] for row in self.rows])
-        return arrays
-
-    def _sampled_arrays(self) -> dict[str, np.ndarray]:
-        "The costly statistics that wait; a statistic that a step lacks is NaN there."
-        steps = np.array([step for step, _ in self.sampled])
-        arrays: dict[str, np.ndarray] = {}
-        shapes: dict[str, tuple] = {}
-        for _, columns in self.sampled:
-            shapes |= {key: column.shape for key, column in columns.items()}
-        for key, shape in shapes.items():
-            nothing = np.full(shape, np.nan, np.float32)
-            arrays[key] = np.stack([columns.get(key, nothing) for _, columns in self.sampled])
-            arrays[f"{key.split('/')[0]}/step"] = steps
-        return arrays
+    def close(self) -> None:
+        "Write what is waiting and stop."
+        self.patience = 60.0
+        self.put(None)
+        self.thread.join(60)
+        if self.thread.is_alive():
+            self.guard.note("the last steps are still being written and may be lost")

@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from torch.nn import functional as F
 from traitlets import HasTraits
 
-from ..models.lm import DecoderLM, LMConfig
+from ..models.config import ModelConfig
+from ..models.decoder import LanguageModel
 from ..models.text import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..numerics.accumulation.audit import SequenceGradients, sequence_gradients
@@ -52,10 +53,10 @@ def _text_lengths(
 def small_model(
     steps: int = 60,  # of training, so that the loss depends on the position in the text
     seed: int = 0,  # of the weights and the batches
-) -> DecoderLM:  # 20 thousand parameters
+) -> LanguageModel:  # 20 thousand parameters
     "A small language model, briefly trained on the standard library."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(seq=LONGEST, d_model=32, n_layer=1, n_head=2))
+    model = LanguageModel(ModelConfig.plain(seq=LONGEST, d_model=32, n_layer=1, n_head=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in byte_batches(stdlib_bytes(200_000), steps, 8, LONGEST, seed):
         model(x, y).backward()
@@ -65,7 +66,7 @@ def small_model(
 
 
 def token_loss(
-    model: DecoderLM,  # any that maps tokens (batch, seq) to logits
+    model: LanguageModel,  # any that maps tokens (batch, seq) to logits
     text: torch.Tensor,  # tokens of one text, (1, tokens + 1)
 ) -> tuple[torch.Tensor, torch.Tensor]:  # losses (1, tokens) in nats, mask of ones
     "The loss of every token of one text."
@@ -76,7 +77,7 @@ def token_loss(
 
 
 def text_gradients(
-    model: DecoderLM,  # from `small_model`
+    model: LanguageModel,  # from `small_model`
     tokens: np.ndarray,  # length of each text, (text,)
     heard: Callable | None = None,  # (share of the texts) before each; what it raises ends the work
 ) -> SequenceGradients:  # one row a text
@@ -87,7 +88,7 @@ def text_gradients(
     measured = itertools.count()
 
     def counted_loss(
-        model: DecoderLM,  # to measure
+        model: LanguageModel,  # to measure
         text: torch.Tensor,  # token ids
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "The loss of a text, once the progress was reported."

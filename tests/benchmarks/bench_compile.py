@@ -20,11 +20,11 @@ class Arm:
     "One model, compiled or not, recorded or not."
 
     def __init__(self, config, is_compiled, is_recorded):
-        from stabilitylab.models.lm import DecoderLM
+        from stabilitylab.models.decoder import LanguageModel
         from stabilitylab.probe.recorder import Recorder
 
         torch.manual_seed(0)
-        self.model = DecoderLM(config)
+        self.model = LanguageModel(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.call = torch.compile(self.model) if is_compiled else self.model
         self.folder, self.recorder = tempfile.TemporaryDirectory(), None
@@ -54,10 +54,10 @@ def main(argv=()):
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args(argv)
-    from stabilitylab.models.lm import LMConfig
+    from stabilitylab.models.config import ModelConfig
 
     warnings.simplefilter("ignore")
-    config = LMConfig(vocab=128, seq=256, d_model=options.width, n_layer=4, n_head=4)
+    config = ModelConfig.plain(vocab=128, seq=256, d_model=options.width, n_layer=4, n_head=4)
     tokens = torch.randint(0, 128, (4, 256))
     arms = {name: Arm(config, *how) for name, how in ARMS.items()}
     first = {name: arm.step(tokens) for name, arm in arms.items()}

@@ -36,10 +36,10 @@ class Arm:
     "One model with its optimizer and, maybe, something that watches it."
 
     def __init__(self, config, device, watch):
-        from stabilitylab.models.lm import DecoderLM
+        from stabilitylab.models.decoder import LanguageModel
 
         torch.manual_seed(0)
-        self.model = DecoderLM(config).to(device)
+        self.model = LanguageModel(config).to(device)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.rec, self.keep = None, []
         if watch in GOALS:
@@ -95,11 +95,13 @@ def main(argv=()):
     a.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     a.add_argument("--arms", nargs="*", default=["light", "normal", "full"])
     o = a.parse_args(argv)
-    from stabilitylab.models.lm import LMConfig
+    from stabilitylab.models.config import ModelConfig
 
     torch.set_num_threads(2 if o.clock == "wall" else 1)
     clock = time.perf_counter if o.clock == "wall" else time.process_time
-    config = LMConfig(vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width // 64)
+    config = ModelConfig.plain(
+        vocab=o.vocab, seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width // 64
+    )
     tokens = torch.randint(0, o.vocab, (o.batch, o.seq), device=o.device)
     arms = {"without": Arm(config, o.device, None)}
     for w in o.arms + ["naive hook", "HF DebugUnderflowOverflow"] * o.peers:

@@ -20,15 +20,16 @@ def main(argv=()):
     o = a.parse_args(argv)
     import torch
 
-    from stabilitylab.models.lm import DecoderLM, LMConfig
+    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.decoder import LanguageModel
     from stabilitylab.replay.blame import blame
     from stabilitylab.replay.snapshot import Batch, Setup, Snapshot
     from stabilitylab.replay.step import replay
 
     torch.set_num_threads(2)
-    config = LMConfig(seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width // 64)
+    config = ModelConfig.plain(seq=o.seq, d_model=o.width, n_layer=o.layers, n_head=o.width // 64)
     setup = Setup(
-        lambda: DecoderLM(config),
+        lambda: LanguageModel(config),
         lambda m, b: m(b["tokens"], b["targets"]),
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4),
     )

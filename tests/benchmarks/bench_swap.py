@@ -62,9 +62,10 @@ def classifier_base(seed):
 
 def language_base(seed):
     "Patterns of five tokens, shifted, with some noise."
-    from stabilitylab.models.lm import DecoderLM, LMConfig
+    from stabilitylab.models.config import ModelConfig
+    from stabilitylab.models.decoder import LanguageModel
 
-    config = LMConfig(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
+    config = ModelConfig.plain(vocab=32, seq=16, d_model=16, n_layer=1, n_head=2)
     pattern = torch.arange(17) % (5 + seed % 3)
 
     def ordinary(generator):
@@ -79,7 +80,7 @@ def language_base(seed):
     def optimizer(model):
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    return lambda: DecoderLM(config), loss, optimizer, ordinary
+    return lambda: LanguageModel(config), loss, optimizer, ordinary
 
 
 @cache

@@ -47,15 +47,15 @@ def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
     box = page.locator(f"{VIEW} .stl-figure img").bounding_box()
     left, right = 0.55 / 7.5, 1 - 0.15 / 7.5  # the panel in the picture: steps 299.5 to 399.5
     page.mouse.click(
-        box["x"] + box["width"] * (left + (right - left) * (351 - 299.5) / 100),
+        box["x"] + box["width"] * (left + (right - left) * (352 - 299.5) / 100),
         box["y"] + box["height"] * 0.4,
     )
     page.wait_for_function(
-        f"document.querySelector('{VIEW} input[type=number]').value === '351'", timeout=30_000
+        f"document.querySelector('{VIEW} input[type=number]').value === '352'", timeout=30_000
     )
     chosen = f"[...document.querySelectorAll('{VIEW} select')[0].selectedOptions].map(o => o.text).join()"
-    page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 351
-    page.wait_for_selector(f'{VIEW} .stl-foresight p:has-text("1 step behind the snapshot at 350")')
+    page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 352
+    page.wait_for_selector(f'{VIEW} .stl-foresight p:has-text("2 steps behind the snapshot at 350")')
     page.click(f'{VIEW} .stl-setup-panel button:has-text("Check")')
     page.wait_for_selector(f'{VIEW} .stl-setup p:has-text("This setup is the run")', timeout=90_000)
     shot(page, "replay-checked")
@@ -71,7 +71,7 @@ def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
     page.wait_for_selector(f'{VIEW} h3:text("Samples")')
     words = page.inner_text(VIEW)
     assert (
-        "Step 351 again: loss 2." in words
+        "Step 352 again: loss 3." in words
         and "of the gradient" in words
         and page.locator(f"{VIEW} .text span").count() >= 64
     )

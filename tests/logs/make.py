@@ -165,6 +165,13 @@ LOGS = {
         lambda: lines(lambda s, x, g, r: f"iter {s}: loss {x:.4f}, time 92.59ms, mfu 0.34%"),
         LOSS,
     ),
+    "nanochat": (
+        "nanochat.log",
+        lambda: lines(
+            lambda s, x, g, r: f"step {s:05d}/00400 ({s / 4:.2f}%) | loss: {x:.6f} | lrm: 1.00 | dt: 300.00ms"
+        ),
+        LOSS,
+    ),
     "build_nanogpt": (
         "build_nanogpt.log",
         lambda: lines(

@@ -250,7 +250,7 @@ def frozen_vlm() -> Outcome:
 
 def _anisotropy(model: LanguageModel) -> float:
     "Mean cosine of two rows of the embedding: 0 where they point everywhere."
-    rows = F.normalize(model.embedder.embed.weight.detach(), dim=1)
+    rows = F.normalize(model.embed.weight.detach(), dim=1)
     n = len(rows)
     return float(((rows @ rows.T).sum() - n) / (n * (n - 1)))
 

@@ -23,7 +23,6 @@ from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.training import Training, grad_norm
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.lm import DecoderLM, LMConfig
 from stabilitylab.numerics.accumulation.accumulator import TokenMeanAccumulator
 from stabilitylab.numerics.accumulation.audit import audit_accumulation
 from stabilitylab.numerics.accumulation.weights import (
@@ -114,7 +113,7 @@ def bf16_positions() -> Result:
 def _audited(lengths: list[int], step: object, seed: int = 0):
     "The audit of a loop over random texts of these lengths."
     torch.manual_seed(seed)
-    model = DecoderLM(LMConfig(vocab=64, seq=128, d_model=32, n_layer=2, n_head=2))
+    model = LanguageModel(ModelConfig.plain(vocab=64, seq=128, d_model=32, n_layer=2, n_head=2))
     window = [torch.randint(64, (1, n + 1)) for n in lengths]
     return audit_accumulation(model, window, token_losses, step)
 
@@ -308,11 +307,11 @@ def _at_start(std: float, seed: int) -> dict[str, float]:
     "Gradient norms of a fresh model whose embeddings have this standard deviation."
     torch.manual_seed(seed)
     model = LanguageModel(_WIDE)
-    for table in (model.embedder.embed, model.embedder.pos_embed):
+    for table in (model.embed, model.pos_embed):
         torch.nn.init.normal_(table.weight, std=std)
     model(*held_out(128)[0]).backward()
-    first = model.blocks[0].attn.branch
-    share = sum(float(p.grad.square().sum()) for p in model.embedder.parameters())
+    first = model.blocks[0].attn
+    share = sum(float(table.weight.grad.square().sum()) for table in (model.embed, model.pos_embed))
     whole = grad_norm(model.parameters())
     inner = grad_norm([getattr(first, name).weight for name in ("q_proj", "k_proj", "v_proj")])
     return {"all": whole, "first block": inner, "share of the embedding": share / whole**2}
@@ -348,7 +347,7 @@ def embedding_shrink() -> Result:
             fix("embedding_shrink", share=share).apply(training)
         loss = model(*held_out(128)[0])
         loss.backward()
-        return loss.detach(), model.embedder.embed.weight.grad, model.lm_head.weight.grad
+        return loss.detach(), model.embed.weight.grad, model.lm_head.weight.grad
 
     (loss, table, head), (shrunk, small, same) = measured(None), measured(0.1)
     ulps = abs(float(loss - shrunk)) / float(torch.finfo(torch.float32).eps * loss)

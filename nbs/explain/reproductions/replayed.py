@@ -13,16 +13,17 @@ from dataclasses import replace
 import torch
 
 from reproductions.results import Check, Result
-from stabilitylab.models.lm import DecoderLM, LMConfig
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.text import byte_batches, stdlib_bytes
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.step import replay
 from stabilitylab.replay.swap import swap_test
 
-_SHAPE = LMConfig(vocab=128, seq=32, d_model=32, n_layer=2, n_head=2)
+_SHAPE = ModelConfig.plain(vocab=128, seq=32, d_model=32, n_layer=2, n_head=2)
 _SETUP = Setup(
-    lambda: DecoderLM(_SHAPE),
+    lambda: LanguageModel(_SHAPE),
     lambda model, part: model(part["tokens"], part["targets"]),
     lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95)),
 )
@@ -38,7 +39,7 @@ def _states_and_batches(
 ) -> tuple[list[Snapshot], list[Batch]]:  # three states of one training, four usual batches
     "States of a short training, and text that it has not seen."
     torch.manual_seed(seed)
-    model = DecoderLM(_SHAPE)
+    model = LanguageModel(_SHAPE)
     optimizer, states = _SETUP.optimizer(model), []
     data = list(byte_batches(stdlib_bytes(200_000), 154, 16, 32, seed))
     for step, (x, y) in enumerate(data[:150]):

@@ -50,7 +50,7 @@ def _joined(model: torch.nn.Module, group: object) -> str:
         raise bad_input("gradients", None, _JOINS, fix)
     return "averaged"
 
-
+# %% ../../../nbs/api/numerics/accumulation/02_accumulator.ipynb #60536fc0
 class TokenMeanAccumulator:
     "Collects the micro-batches of a step; `finish` turns their gradients into that of the token mean."
 

@@ -50,7 +50,7 @@ def _slices(names: list[str], keep: list[torch.Tensor]) -> dict[str, slice]:
     ends = np.cumsum([len(indices) for indices in keep]).tolist()
     return {name: slice(a, b) for name, a, b in zip(names, [0, *ends], ends, strict=False)}
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #d156fe5c
 def sequence_gradients(
     model: torch.nn.Module,  # any
     ranks: list,  # a micro-batch each: [rank][accumulation step]
@@ -79,7 +79,7 @@ def sequence_gradients(
     share = sum(map(len, keep)) / sum(param.numel() for param in params)
     return SequenceGradients(window, np.array(losses), np.stack(grads), keep, where, share)
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #aa63e2d5
 def _coordinates(params: list[tuple[str, torch.nn.Parameter]], max_numbers: int) -> list[torch.Tensor]:
     "Indices of the coordinates kept of each parameter: all, or an even sample."
     stride = max(1, -(-sum(p.numel() for _, p in params) // max(1, max_numbers)))
@@ -145,7 +145,7 @@ class Audit:
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         return settings | {"is_right": self.is_right, "words": self.words}
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #21d6a2a7
 def direction(
     gradient: np.ndarray,  # any vector
     true: np.ndarray,  # the one it is compared with, same shape
@@ -155,7 +155,7 @@ def direction(
     cosine = float(gradient @ true / (norm * true_norm)) if norm and true_norm else float("nan")
     return cosine, float(norm / true_norm) if true_norm else float("nan")
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #2c4d7f40
 def _measured(
     model: torch.nn.Module,  # any
     ranks: list,  # [rank][accumulation step], each a micro-batch
@@ -180,7 +180,7 @@ def _measured(
     mean_loss = float(np.mean(returned)) if returned else float("nan")
     return total / (len(ranks) if reduce == "mean" else 1), mean_loss
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #b66417b6
 def _check_pieces(microbatches: list, step: Callable | str, ranks: int, reduce: str) -> None:
     "Refuses what cannot be audited."
     if not microbatches or ranks < 1 or len(microbatches) % ranks:
@@ -200,7 +200,7 @@ def _check_gradient(measured: np.ndarray) -> None:
         fix = "leave out optimizer.zero_grad after the last backward"
         raise bad_input("step", "no gradient", "a loop that leaves its gradients in `param.grad`", fix)
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #83fa3c53
 def audit_accumulation(
     model: torch.nn.Module,  # any; put into eval mode for the audit, so that dropout is off
     # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
@@ -234,7 +234,7 @@ def audit_accumulation(
     _check_gradient(measured)
     return _verdict(parts, measured, returned, tolerance)
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #a359bad7
 def _candidates(
     weights: dict[str, np.ndarray],  # denominator -> (sequence,) weight of a token
     parts: SequenceGradients,  # of the step
@@ -287,7 +287,7 @@ def _sequence_table(
         }
     )
 
-
+# %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #010cac00
 def _verdict(
     parts: SequenceGradients,  # of the step
     measured: np.ndarray,  # (coordinate,) gradient that the loop leaves

@@ -93,7 +93,7 @@ class _Calls(TorchFunctionMode):
             self.calls.append((self.inside[-1] if self.inside else "", query.detach(), key.detach()))
         return func(*args, **kwargs)
 
-
+# %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #d5d236e6
 def attention_inputs(
     model: torch.nn.Module,  # any that calls `scaled_dot_product_attention`
     run: Callable,  # a forward pass of the model, () -> anything

@@ -47,7 +47,7 @@ class _Operation(NamedTuple):
     shadow: torch.Tensor  # the same from the shadows of its inputs
     inputs: list[torch.Tensor]  # as they were
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #97e297d6
 class _Twice(TorchDispatchMode):
     "Runs every operation as it is and on fp32 shadows; keeps name, result, shadow and inputs."
 
@@ -132,7 +132,7 @@ def _fix_of(
     "What mends the cast."
     return say(f"mend {cast.place}")
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #372a7794
 def _path(
     mode: _Twice,  # after the loss was computed inside it
     loss: torch.Tensor,  # the scalar
@@ -166,7 +166,7 @@ def _step_table(path: list[_Operation]) -> pd.DataFrame:
         for done in path
     )
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #d870b8b8
 def _stage(
     steps: pd.DataFrame,  # as `LossCast.steps`
     first: int,  # row from which on everything lies on a grid
@@ -179,7 +179,7 @@ def _stage(
         return "reduction"
     return "logits" if sizes[first] == sizes[0] else "per-token loss"
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #767676fb
 def find_loss_cast(
     model: Any,  # a module, or a snapshot with `build()`
     batch: object,  # what `loss` takes

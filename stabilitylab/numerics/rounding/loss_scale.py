@@ -75,7 +75,7 @@ class ScaleCause:
         "The cause as plain data."
         return asdict(self)
 
-
+# %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #6df238b4
 class _Largest:
     "Collects the largest magnitude of every output and of every gradient of a backward pass, in order."
 
@@ -106,7 +106,7 @@ class _Largest:
         for handle in self.handles:
             handle.remove()
 
-
+# %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #1cd8c713
 def _absmax(tensor: torch.Tensor) -> torch.Tensor:
     "Largest magnitude, inf and NaN included."
     return tensor.detach().float().abs().max()
@@ -131,7 +131,7 @@ def _passes(
             param.grad = before[name]
     return largest_values
 
-
+# %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #5bc24067
 def _scale_that_fits(
     absmax: float,  # largest |gradient|, >= 0, inf or NaN
 ) -> float:  # a power of two; 0 where none fits, inf where every one does

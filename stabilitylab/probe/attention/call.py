@@ -128,7 +128,7 @@ def block_indices(
     numbers = (torch.arange(s.start, s.stop, device=call.q.device) for s in at)
     return tuple(_along(axis, n) for axis, n in enumerate(numbers))
 
-
+# %% ../../../nbs/api/probe/attention/20_call.ipynb #d5eaf7b0
 def _in_order(call: AttentionCall, block: ScoreBlock) -> torch.Tensor | None:
     "Who may see whom by causal order and window, (1, 1, query, key); None: everybody."
     (left, right), inside = call.window, None
@@ -143,7 +143,7 @@ def _in_order(call: AttentionCall, block: ScoreBlock) -> torch.Tensor | None:
         inside = away >= -left if inside is None else inside & (away >= -left)
     return inside
 
-
+# %% ../../../nbs/api/probe/attention/20_call.ipynb #dd032a5c
 def visible(
     call: AttentionCall,  # the attention
     block: ScoreBlock,  # a piece of it

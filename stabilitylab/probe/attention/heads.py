@@ -115,7 +115,7 @@ def _find_sinks(sums: Sums, ids: torch.Tensor) -> _Sinks:
     there = best >= 0
     return _Sinks(at.masked_fill(~there, 0).long(), first.masked_fill(~there, 0).long(), best, there)
 
-
+# %% ../../../nbs/api/probe/attention/22_heads.ipynb #484d1149
 def _sink_cosine(call: AttentionCall, sinks: _Sinks) -> np.ndarray:
     "Mean cosine of each head's strongest sink with the queries that see it."
     score = sinks.score.masked_fill(~sinks.there, -1)
@@ -208,7 +208,7 @@ def _summarise(
         sink_scores=tables["sink_score"].cpu().numpy(),
     )
 
-
+# %% ../../../nbs/api/probe/attention/22_heads.ipynb #8a724b08
 def _row_means(call: AttentionCall, sums: Sums) -> dict[str, torch.Tensor]:
     "Means over the rows of all sequences, and counts."
     usable = usable_rows(sums.peak, sums.total, sums.count)

@@ -72,7 +72,7 @@ def sdpa_call(
     masks = () if attn_mask is None else (_four_dims(attn_mask.detach(), n_batch, n_heads),)
     return AttentionCall(q, k, v, scale, bool(is_causal), masks=masks, source="sdpa")
 
-
+# %% ../../../nbs/api/probe/attention/24_inputs.ipynb #60fdb902
 def option_call(  # noqa: PLR0913 - the options of that function
     q: torch.Tensor,  # (batch, head, query, d)
     k: torch.Tensor,  # (batch, head, key, d)
@@ -93,7 +93,7 @@ def option_call(  # noqa: PLR0913 - the options of that function
     sinks = None if sink is None else sink.detach()
     return AttentionCall(q, k, v, scale, causal, masks=masks, softcap=cap, sinks=sinks, source="options")
 
-
+# %% ../../../nbs/api/probe/attention/24_inputs.ipynb #22bbd24f
 def flex_call(
     query: torch.Tensor,  # as torch's flex_attention
     key: torch.Tensor,  # likewise
@@ -132,7 +132,7 @@ def _mha_mask(mask: torch.Tensor | None, shape: tuple[int, int], added: int) -> 
         mask = F.pad(mask, (0, added), value=True if mask.dtype == torch.bool else 0.0)
     return _four_dims(mask, *shape)
 
-
+# %% ../../../nbs/api/probe/attention/24_inputs.ipynb #929fb600
 def mha_call(
     *args: object,  # as torch.nn.functional.multi_head_attention_forward
     **kwargs: object,  # likewise
@@ -171,7 +171,7 @@ def mha_call(
     role = "self" if a["query"] is a["key"] else "cross"
     return AttentionCall(q, k, v, None, causal, masks=present, role=role, source="nn.MultiheadAttention")
 
-
+# %% ../../../nbs/api/probe/attention/24_inputs.ipynb #cb7f39ba
 def _refuse_unknown_tensors(options: dict) -> None:
     "Raises where a kernel gets numbers, such as a bias, of which nobody knows what it does with them."
     numbers = {k: x for k, x in options.items() if torch.is_tensor(x) and x.is_floating_point()}

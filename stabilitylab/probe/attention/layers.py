@@ -39,7 +39,7 @@ class LayerReading:
         "The reading as a dict."
         return asdict(self)
 
-
+# %% ../../../nbs/api/probe/attention/27_layers.ipynb #41bc479d
 def _without(module: nn.Module, kind: str) -> torch.utils.hooks.RemovableHandle:
     "A hook that skips a block or silences a part of one."
 
@@ -79,7 +79,7 @@ def _grad_shares(model: nn.Module, loss: Callable, names: list[str]) -> dict[str
     total = sum(squares.values()) or 1.0
     return {module: _sum_within(module, squares) / total for module in names}
 
-
+# %% ../../../nbs/api/probe/attention/27_layers.ipynb #ddae0beb
 def layer_readings(
     model: nn.Module,  # any model
     loss: Callable[[], torch.Tensor],  # () -> the loss of a batch, a scalar; it calls the model

@@ -45,7 +45,7 @@ def _of_layer(caught: Caught) -> dict[str, float]:
     peak = {f"stream_{k}": v for k, v in caught.stream.to_dict().items() if k != "sequence"}
     return out | peak | {"stream_token": caught.stream_token}
 
-
+# %% ../../../nbs/api/probe/attention/26_report.ipynb #2353485a
 def attention_dataset(
     steps: Mapping[int, Iterable[Caught]],  # step -> the attentions of one forward pass, in order
 ) -> (
@@ -72,7 +72,7 @@ def attention_dataset(
     }
     return xr.Dataset(variables, coords)
 
-
+# %% ../../../nbs/api/probe/attention/26_report.ipynb #ee697ed5
 def _tables(passes: list[list[Caught]], layers: list[tuple[str, str, int]], n_head: int) -> tuple[dict, dict]:
     "The statistics by variable: (step, layer, head) of every head, (step, layer) of every layer."
     shape = (len(passes), len(layers), n_head)
@@ -232,11 +232,39 @@ class AttentionProbe:
 _ATTENTION = "attention"  # the kind of statistic that is switched off after a fault
 
 
-class AttentionRecording:
-    "A model's attention, measured every so many steps of a recording."
+class _AttentionReport:
+    "What a measured step says of a model's attention."
 
     step: int | None  # the step that is measured
     probe: Any  # an `AttentionProbe`; None where nothing is measured
+    guard: Guard
+    has_warned: bool = False  # whether it was said what is not recognised
+
+    def _take(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        step, self.step = self.step, None
+        if self.probe.armed is not None:
+            self.probe.armed = None
+            self.guard.note("attention missing: the model's forward pass was not seen (one compiled graph?)")
+            return {}, {}
+        output, data = self.probe.outputs.get(step), self.probe.take()
+        self._report_unrecognised(data)
+        scalars = {} if output is None else {f"output_{n}": v for n, v in output.to_dict().items()}
+        scalars.pop("output_n_inputs", None)
+        return (head_rows(data) if data.sizes["layer"] else {}), scalars
+
+    def _report_unrecognised(self, data: xr.Dataset):
+        "Say once what was not recognised; where that is everything, measure no more."
+        missed = ", ".join(data.attrs["unrecognised"][:5])
+        if not data.sizes["layer"]:
+            candidates = f"; modules that look like it: {missed}" if missed else ""
+            self.guard.failed(_ATTENTION, None, f"no attention that is recognised{candidates}")
+        elif missed and not self.has_warned:
+            self.has_warned = True
+            self.guard.note(f"attention that was not recognised: {missed}")
+
+# %% ../../../nbs/api/probe/attention/26_report.ipynb #0a9c3e3b
+class AttentionRecording(_AttentionReport):
+    "A model's attention, measured every so many steps of a recording."
 
     def __init__(
         self,
@@ -244,7 +272,7 @@ class AttentionRecording:
         every: int,  # steps between two measurements; 0: none
         guard: Guard,  # of the recording
     ):
-        self.every, self.guard, self.step, self.has_warned = every, guard, None, False
+        self.every, self.guard, self.step = every, guard, None
         self.probe = None
         if every:
             self.probe = guard.attempt(_ATTENTION, None, AttentionProbe, model, 0.3, self._attempt)
@@ -269,28 +297,6 @@ class AttentionRecording:
         if self.step is None:
             return {}, {}
         return self.guard.attempt(_ATTENTION, None, self._take) or ({}, {})
-
-    def _take(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        step, self.step = self.step, None
-        if self.probe.armed is not None:
-            self.probe.armed = None
-            self.guard.note("attention missing: the model's forward pass was not seen (one compiled graph?)")
-            return {}, {}
-        output, data = self.probe.outputs.get(step), self.probe.take()
-        self._report_unrecognised(data)
-        scalars = {} if output is None else {f"output_{n}": v for n, v in output.to_dict().items()}
-        scalars.pop("output_n_inputs", None)
-        return (head_rows(data) if data.sizes["layer"] else {}), scalars
-
-    def _report_unrecognised(self, data: xr.Dataset):
-        "Say once what was not recognised; where that is everything, measure no more."
-        missed = ", ".join(data.attrs["unrecognised"][:5])
-        if not data.sizes["layer"]:
-            candidates = f"; modules that look like it: {missed}" if missed else ""
-            self.guard.failed(_ATTENTION, None, f"no attention that is recognised{candidates}")
-        elif missed and not self.has_warned:
-            self.has_warned = True
-            self.guard.note(f"attention that was not recognised: {missed}")
 
     def remove(self):
         "Take the hook off the model."

@@ -40,6 +40,14 @@ class Weights:
 
     call: AttentionCall  # the call
 
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #e8cfe8ec
+def _rescaled(origin: Scores, factor: float) -> Scores:
+    "Scores times a number; what was added to them before is multiplied as well."
+    if origin.tanh or origin.sinks is not None or factor <= 0:
+        return replace(origin, is_exact=False)
+    masks = tuple(mask if mask.dtype == torch.bool else mask * factor for mask in origin.masks)
+    return replace(origin, scale=origin.scale * factor, masks=masks)
+
 
 def _is_number(x: Any) -> bool:
     "Whether x is one number."
@@ -73,34 +81,22 @@ def _einsum_product(
     return first, second
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #ce89da83
-class ScoreTrace:
-    "Follows batched products through an eager attention to their softmax, and on to the values."
+_HARMLESS = frozenset(  # functions that leave every value what it was
+    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "dropout"}
+    | {"view", "reshape", "expand", "view_as", "unsqueeze", "squeeze", "flatten", "unflatten"}
+)
 
-    def __init__(
-        self,
-        shape_of: Callable[[], int | None],  # () -> number of heads of the module that is running, or None
-        done: Callable[[AttentionCall], None],  # called with every attention, once its values are known
-        # names the module that runs, for attentions whose values never come; None: nothing is named
-        named: Callable[[AttentionCall], AttentionCall] | None = None,
-    ):
-        self.heads, self.done = shape_of, done
-        self.origins: dict[int, tuple] = {}  # id of a tensor -> (weak reference, what it is)
-        self.pending: dict[int, AttentionCall] = {}  # calls whose values are not known yet
-        self.named = named or (lambda call: call)
-        self.steps = {
-            **dict.fromkeys(("matmul", "__matmul__", "bmm"), self._product),
-            **dict.fromkeys(("baddbmm", "baddbmm_"), self._biased_product),
-            **dict.fromkeys(("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"), self._scaled),
-            **dict.fromkeys(("div", "__truediv__", "div_", "true_divide", "__itruediv__"), self._divided),
-            **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), self._added),
-            **dict.fromkeys(("sub", "__sub__", "sub_"), self._shifted),
-            **dict.fromkeys(("masked_fill", "masked_fill_"), self._filled),
-            **dict.fromkeys(("tanh", "tanh_"), self._capped),
-            **dict.fromkeys(("cat", "concat"), self._appended),
-            **dict.fromkeys(("softmax", "_softmax"), self._softmax),
-            "einsum": self._einsum,
-            "where": self._where,
-        }
+
+class _Origins:
+    "What is known of tensors that came from a product."
+
+    heads: Callable[[], int | None]  # () -> number of heads of the module that is running
+    done: Callable[[AttentionCall], None]  # called with every attention
+    named: Callable[[AttentionCall], AttentionCall]
+    # A tensor is known by its id together with a weak reference: an id is given out again after the
+    # tensor is freed, and the trace must not keep the model's tensors alive.
+    origins: dict[int, tuple]  # id of a tensor -> (weak reference, what it is)
+    pending: dict[int, AttentionCall]  # calls whose values are not known yet
 
     def get(
         self,
@@ -124,27 +120,17 @@ class ScoreTrace:
             self.done(call)
         self.origins, self.pending = {}, {}
 
-    def see(
-        self,
-        name: str,  # of the function
-        args: tuple,  # what it got
-        kwargs: dict,  # what it got by name
-        out: Any,  # what it gave back
-    ):
-        "Take note of one function call."
-        step = self.steps.get(name)
-        if step is not None:
-            step(args, kwargs, out)
-            return
-        origin = self.get(args[0]) if args else None
-        if origin is None or not torch.is_tensor(out) or not out.is_floating_point():
-            return
-        same = out.numel() == args[0].numel() and out.shape[-1:] == args[0].shape[-1:]
-        is_harmless = name in _HARMLESS or out.data_ptr() == args[0].data_ptr()
-        if isinstance(origin, Weights):
-            self.put(out, origin)
-        elif same:
-            self.put(out, origin if is_harmless else replace(origin, is_exact=False))
+    def _of_one(self, args: tuple) -> tuple[Scores | Weights, Any] | None:
+        "The operand that is known and the other one."
+        for x, other in ((args[0], args[1]), (args[1], args[0])) if len(args) > 1 else ():
+            origin = self.get(x)
+            if origin is not None:
+                return origin, other
+        return None
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #f82daea0
+class _Products(_Origins):
+    "Where scores begin and where weights meet their values."
 
     def _product(self, args: tuple, kwargs: dict, out: torch.Tensor):
         a, b = (*args, *kwargs.values())[:2]
@@ -173,13 +159,19 @@ class ScoreTrace:
         bias = () if beta == 0 else (operands["input"].detach() * beta,)
         self.put(out, Scores(operands["batch1"].detach(), operands["batch2"].detach().mT, float(alpha), bias))
 
-    def _of_one(self, args: tuple) -> tuple[Scores | Weights, Any] | None:
-        "The operand that is known and the other one."
-        for x, other in ((args[0], args[1]), (args[1], args[0])) if len(args) > 1 else ():
-            origin = self.get(x)
-            if origin is not None:
-                return origin, other
-        return None
+    def _values(self, weights: Weights, v: torch.Tensor):
+        "The values that a set of weights multiplies: the call is complete."
+        call = self.pending.pop(id(weights.call), None)
+        if call is None:
+            return
+        b, kv, m = call.k.shape[:3]
+        v = v.detach()
+        fits = v.numel() and v.ndim >= 3 and v.shape[-2] == m and v.numel() % (b * kv * m) == 0
+        self.done(replace(call, v=v.reshape(b, kv, m, -1) if fits else None))
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #61764fa0
+class _Arithmetic(_Products):
+    "Scores that are scaled, shifted or added to."
 
     def _scaled(self, args: tuple, kwargs: dict, out: torch.Tensor):
         match = self._of_one(args)
@@ -192,10 +184,8 @@ class ScoreTrace:
             self.put(out, replace(origin, is_exact=False))
         elif origin.tanh and origin.softcap is None:
             self.put(out, replace(origin, softcap=float(other), scale=origin.scale * float(other)))
-        elif origin.tanh or origin.masks or origin.sinks is not None:
-            self.put(out, replace(origin, is_exact=False))
         else:
-            self.put(out, replace(origin, scale=origin.scale * float(other)))
+            self.put(out, _rescaled(origin, float(other)))
 
     def _divided(self, args: tuple, kwargs: dict, out: torch.Tensor):
         origin = self.get(args[0])
@@ -203,8 +193,8 @@ class ScoreTrace:
             return
         if isinstance(origin, Weights):
             self.put(out, origin)
-        elif _is_number(args[1]) and not (origin.tanh or origin.masks):
-            self.put(out, replace(origin, scale=origin.scale / float(args[1])))
+        elif _is_number(args[1]) and float(args[1]):
+            self.put(out, _rescaled(origin, 1 / float(args[1])))
         else:
             self.put(out, replace(origin, is_exact=False))
 
@@ -227,6 +217,10 @@ class ScoreTrace:
         if isinstance(origin, Scores):
             one_a_row = _is_number(args[1]) or args[1].shape[-1] == 1
             self.put(out, origin if one_a_row else replace(origin, is_exact=False))
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #e61e6c26
+class _Hidden(_Arithmetic):
+    "Scores that are hidden, capped or joined by a sink."
 
     def _filled(self, args: tuple, kwargs: dict, out: torch.Tensor):
         origin = self.get(args[0])
@@ -267,6 +261,34 @@ class ScoreTrace:
         if isinstance(origin, Scores) and column.shape[-1] == 1 and out.shape[-1] == parts[0].shape[-1] + 1:
             self.put(out, replace(origin, sinks=column.detach()))
 
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #2f6dce61
+class _KnownCalls(_Hidden):
+    "Function calls, each with what it does to scores."
+
+    steps: dict[str, Callable]  # name of a function -> what takes note of its calls
+
+    def see(
+        self,
+        name: str,  # of the function
+        args: tuple,  # what it got
+        kwargs: dict,  # what it got by name
+        out: Any,  # what it gave back
+    ):
+        "Take note of one function call."
+        step = self.steps.get(name)
+        if step is not None:
+            step(args, kwargs, out)
+            return
+        origin = self.get(args[0]) if args else None
+        if origin is None or not torch.is_tensor(out) or not out.is_floating_point():
+            return
+        same = out.numel() == args[0].numel() and out.shape[-1:] == args[0].shape[-1:]
+        is_harmless = name in _HARMLESS or out.data_ptr() == args[0].data_ptr()
+        if isinstance(origin, Weights):
+            self.put(out, origin)
+        elif same:
+            self.put(out, origin if is_harmless else replace(origin, is_exact=False))
+
     def _softmax(self, args: tuple, kwargs: dict, out: torch.Tensor):
         origin = self.get(args[0])
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -278,21 +300,35 @@ class ScoreTrace:
             self.pending[id(call)] = call
             self.put(out, Weights(call))
 
-    def _values(self, weights: Weights, v: torch.Tensor):
-        "The values that a set of weights multiplies: the call is complete."
-        call = self.pending.pop(id(weights.call), None)
-        if call is None:
-            return
-        b, kv, m = call.k.shape[:3]
-        v = v.detach()
-        fits = v.numel() and v.ndim >= 3 and v.shape[-2] == m and v.numel() % (b * kv * m) == 0
-        self.done(replace(call, v=v.reshape(b, kv, m, -1) if fits else None))
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #5c3c01e8
+class ScoreTrace(_KnownCalls):
+    "Follows batched products through an eager attention to their softmax, and on to the values."
 
-
-_HARMLESS = frozenset(  # functions that leave every value what it was
-    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "dropout"}
-    | {"view", "reshape", "expand", "view_as", "unsqueeze", "squeeze", "flatten", "unflatten"}
-)
+    def __init__(
+        self,
+        shape_of: Callable[[], int | None],  # () -> number of heads of the module that is running, or None
+        done: Callable[[AttentionCall], None],  # called with every attention, once its values are known
+        # names the module that runs, for attentions whose values never come; None: nothing is named
+        named: Callable[[AttentionCall], AttentionCall] | None = None,
+    ):
+        self.heads, self.done = shape_of, done
+        self.origins: dict[int, tuple] = {}  # id of a tensor -> (weak reference, what it is)
+        self.pending: dict[int, AttentionCall] = {}  # calls whose values are not known yet
+        self.named = named or (lambda call: call)
+        self.steps = {
+            **dict.fromkeys(("matmul", "__matmul__", "bmm"), self._product),
+            **dict.fromkeys(("baddbmm", "baddbmm_"), self._biased_product),
+            **dict.fromkeys(("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"), self._scaled),
+            **dict.fromkeys(("div", "__truediv__", "div_", "true_divide", "__itruediv__"), self._divided),
+            **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), self._added),
+            **dict.fromkeys(("sub", "__sub__", "sub_"), self._shifted),
+            **dict.fromkeys(("masked_fill", "masked_fill_"), self._filled),
+            **dict.fromkeys(("tanh", "tanh_"), self._capped),
+            **dict.fromkeys(("cat", "concat"), self._appended),
+            **dict.fromkeys(("softmax", "_softmax"), self._softmax),
+            "einsum": self._einsum,
+            "where": self._where,
+        }
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #d98cbbd5
 def _split(x: torch.Tensor, n_batch: int, heads: int) -> torch.Tensor:
@@ -325,7 +361,7 @@ def _agrees(call: AttentionCall, scores: torch.Tensor) -> bool:
                 return False
     return True
 
-
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #6e411df6
 def _one_a_head(column: torch.Tensor) -> torch.Tensor:
     "The logit of the slot without a value by head; a column that changes from query to query is refused."
     by_head = column[0, :, 0, 0]

@@ -115,51 +115,28 @@ class Caught:
     stream_token: int = -1  # token id at the largest; -1 where unknown
 
 # %% ../../../nbs/api/probe/attention/25_watch.ipynb #ee7e9d2c
-class AttentionWatch(TorchFunctionMode):
-    "Sees every attention that is computed while it is entered, and measures it at once."
+class _RunningModules(TorchFunctionMode):
+    "Which modules of a model run, and what their blocks put out."
 
-    caught: list[Caught]
+    model: nn.Module
     ran: set[str]  # names of modules that ran
     inside: list[tuple[str, Any, bool]]  # the running modules, outermost first; whether each reads a context
     ids: list[torch.Tensor]  # token ids that were embedded
     handles: list
     problems: list[str]
+    muted: bool  # whether calls are our own
+    looks: list[str]  # names of modules that look like attention
+    peeked: dict[str, str]  # modules whose output is looked at -> kind
     peaks: dict[str, tuple[StreamPeak | None, int]]
     logits: torch.Tensor | None  # (input, place, vocab) some logits of the pass
 
-    def __init__(
-        self,
-        model: nn.Module,  # any model
-        epsilon: float = 0.3,  # a position that gets more is a sink
-        measure: Callable[[AttentionCall], object] | None = None,  # None: `attention_statistics`
-    ):
-        super().__init__()
-        self.model, self.caught, self.ran, self.inside, self.ids, self.handles = model, [], set(), [], [], []
-        self.problems, self.muted = [], False
-        self.measure = measure or (lambda call: attention_statistics(call, epsilon))
-        self.trace = ScoreTrace(self._heads, self._take, self._role)
-        kinds = module_kinds(model)
-        named = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
-        self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
-        self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
-        self.peaks, self.logits = {}, None
-
-    def __enter__(self):
-        for name, module in self.model.named_modules():
-            self.handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
-        self._stack = ExitStack()
-        self._stack.enter_context(_registry(self))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._stack.close()
-        for handle in self.handles:
-            handle.remove()
-        self.trace.clear()
-        self.caught = [self._with_stream(c) for c in self.caught]
-        self.handles, self.inside = [], []
+    def _note_ids(self, ids: torch.Tensor):
+        "Keep the token ids of an embedding; positions are the same in every sequence and count up."
+        if ids.ndim != 2 or ids.is_floating_point():
+            return
+        counts_up = ids.shape[1] > 1 and bool((ids.diff(dim=1) == 1).all())
+        if not counts_up:
+            self.ids.append(ids.detach())
 
     def _enter(self, name: str) -> Callable:
         "A hook that notes which module runs."
@@ -173,6 +150,22 @@ class AttentionWatch(TorchFunctionMode):
                 self._note_ids(args[0])
 
         return hook
+
+    def _heads(self) -> int | None:
+        "Heads of the innermost module that says."
+        for _, module, _ in reversed(self.inside):
+            for word in _HEADS:
+                n = getattr(module, word, None)
+                if isinstance(n, int) and n > 0:
+                    return n
+        return None
+
+    def _name(self) -> str:
+        return unwrapped_name(self.inside[-1][0]) if self.inside else ""
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #76b10c96
+class _Outputs(_RunningModules):
+    "What blocks and the head put out."
 
     def _leave(self, module: nn.Module, args: tuple, out: object):
         if not self.inside:
@@ -206,54 +199,12 @@ class AttentionWatch(TorchFunctionMode):
         peak, token = self.peaks[max(around, key=len)]
         return replace(caught, stream=peak, stream_token=token)
 
-    def _note_ids(self, ids: torch.Tensor):
-        "Keep the token ids of an embedding; positions are the same in every sequence and count up."
-        if ids.ndim != 2 or ids.is_floating_point():
-            return
-        counts_up = ids.shape[1] > 1 and bool((ids.diff(dim=1) == 1).all())
-        if not counts_up:
-            self.ids.append(ids.detach())
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #570a8f61
+class _Catches(_Outputs):
+    "The attentions that were caught."
 
-    def _heads(self) -> int | None:
-        "Heads of the innermost module that says."
-        for _, module, _ in reversed(self.inside):
-            for word in _HEADS:
-                n = getattr(module, word, None)
-                if isinstance(n, int) and n > 0:
-                    return n
-        return None
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.muted:
-            return out
-        try:
-            self._see(func, args, kwargs, out)
-        except Exception as error:  # whatever a measurement meets, the model that is measured goes on
-            self.problems.append(f"{self._name()}: {type(error).__name__}: {error}")
-        return out
-
-    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object):
-        "Recognise one function call."
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention:
-            self._take(sdpa_call(*args, **(kwargs | {"heads": self._heads()})))
-        elif func is F.multi_head_attention_forward:
-            self._take(mha_call(*args, **kwargs))
-        elif type(func).__name__ == "FlexAttentionHOP":
-            self._take(flex_call(*args, **kwargs))
-        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
-            self._take(option_call(*args, **kwargs))
-        else:
-            self.trace.see(name, args, kwargs, out)
-
-    def heard(self) -> int:
-        "How many attentions were seen, those that are not understood among them."
-        return len(self.caught) + len(self.trace.pending) + len(self.problems)
-
-    def _name(self) -> str:
-        return unwrapped_name(self.inside[-1][0]) if self.inside else ""
+    caught: list[Caught]
+    measure: Callable[[AttentionCall], object]
 
     def _role(self, call: AttentionCall) -> AttentionCall:
         "The call with its role, its module, and the place of its first query where there is a cache."
@@ -284,6 +235,10 @@ class AttentionWatch(TorchFunctionMode):
         tokens = ids[torch.as_tensor(got.sequence_of)[:, None], at.clamp(min=0)]
         return tokens.masked_fill(at < 0, -1)
 
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #7e77aedd
+class _Misses(_Catches):
+    "Modules that look like attention and in which none was caught."
+
     def unrecognised(self) -> list[str]:
         "Modules that look like attention, ran, and in which no attention was seen."
         names = {c.module for c in self.caught}
@@ -305,9 +260,44 @@ class AttentionWatch(TorchFunctionMode):
         within = [n for n in inner if not has(n) and not is_inside(n)]
         return sorted(within) + self.problems
 
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #17c49014
+class _Calls(_Misses):
+    "The function calls of a forward pass, each looked at for an attention."
 
+    trace: ScoreTrace
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.muted:
+            return out
+        try:
+            self._see(func, args, kwargs, out)
+        except Exception as error:  # whatever a measurement meets, the model that is measured goes on
+            self.problems.append(f"{self._name()}: {type(error).__name__}: {error}")
+        return out
+
+    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object):
+        "Recognise one function call."
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention:
+            self._take(sdpa_call(*args, **(kwargs | {"heads": self._heads()})))
+        elif func is F.multi_head_attention_forward:
+            self._take(mha_call(*args, **kwargs))
+        elif type(func).__name__ == "FlexAttentionHOP":
+            self._take(flex_call(*args, **kwargs))
+        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
+            self._take(option_call(*args, **kwargs))
+        else:
+            self.trace.see(name, args, kwargs, out)
+
+    def heard(self) -> int:
+        "How many attentions were seen, those that are not understood among them."
+        return len(self.caught) + len(self.trace.pending) + len(self.problems)
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #77cae5bf
 @contextmanager
-def _registry(watch: AttentionWatch):
+def _registry(watch: _Calls):
     "While entered, functions of Hugging Face's registry with a hidden kernel are read from their arguments."
     modeling = sys.modules.get("transformers.modeling_utils")
     registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
@@ -347,3 +337,41 @@ def _registry(watch: AttentionWatch):
     finally:
         local.clear()
         local.update(saved)
+
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #f2f24460
+class AttentionWatch(_Calls):
+    "Sees every attention that is computed while it is entered, and measures it at once."
+
+    def __init__(
+        self,
+        model: nn.Module,  # any model
+        epsilon: float = 0.3,  # a position that gets more is a sink
+        measure: Callable[[AttentionCall], object] | None = None,  # None: `attention_statistics`
+    ):
+        super().__init__()
+        self.model, self.caught, self.ran, self.inside, self.ids, self.handles = model, [], set(), [], [], []
+        self.problems, self.muted = [], False
+        self.measure = measure or (lambda call: attention_statistics(call, epsilon))
+        self.trace = ScoreTrace(self._heads, self._take, self._role)
+        kinds = module_kinds(model)
+        named = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
+        self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
+        self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
+        self.peaks, self.logits = {}, None
+
+    def __enter__(self):
+        for name, module in self.model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+        self._stack = ExitStack()
+        self._stack.enter_context(_registry(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._stack.close()
+        for handle in self.handles:
+            handle.remove()
+        self.trace.clear()
+        self.caught = [self._with_stream(c) for c in self.caught]
+        self.handles, self.inside = [], []
