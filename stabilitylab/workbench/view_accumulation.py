@@ -10,12 +10,12 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
 import torch
 import traitlets
-from matplotlib.axes import Axes
 from torch.nn import functional as F
 from traitlets import HasTraits
 
@@ -171,7 +171,7 @@ def _weights_picture(look: AccumulationState, dark: bool) -> bytes:
     "What a token of each text weighs."
     tokens, (weights, true) = look.tokens, look.weights()
 
-    def draw(_: object, ax: Axes) -> None:  # ax: of a fresh figure
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
         "Draws the weights."
         plot_token_weights(tokens, weights, true, ax=ax)
 

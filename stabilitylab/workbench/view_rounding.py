@@ -7,13 +7,13 @@ __all__ = ['RoundingState', 'grid_call', 'PrecisionView']
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #13e55548
 import json
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 import traitlets
 import xarray as xr
-from matplotlib.axes import Axes
 
 from ..detect.findings import Findings
 from ..numerics.formats import spacing
@@ -128,7 +128,7 @@ def _grid_picture(
     tick = float(spacing(finite[-1:], grid.fmt)[0]) if grid.fmt else float("nan")
     expected = debias(values, window, grid.fmt)
 
-    def draw(_: object, ax: Axes) -> None:  # ax: of a fresh figure
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
         "Draws the grid."
         plot_lattice(step, values, tick, expected, name=name, ax=ax)
 
@@ -140,7 +140,7 @@ def _room_picture(look: RoundingState, dark: bool) -> bytes:
     rows = look.result.get("attention")
     layers = pd.DataFrame(rows) if rows else None
 
-    def draw(_: object, ax: Axes) -> None:  # ax: of a fresh figure
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
         "Draws the room of each layer."
         plot_scaling(layers, look.growth, ax=ax)
 
