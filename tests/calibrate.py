@@ -9,7 +9,6 @@ that read it run again.
 
 import argparse
 import csv
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,15 +17,15 @@ import numpy as np
 import xarray as xr
 
 from stabilitylab import read_runs
-from stabilitylab.cases.layers import _JUDGED, LAYER_CASES, make_layer_case
-from stabilitylab.cases.logs import LOG_CASES, log_case, onset_of
+from stabilitylab.cases.layers import LAYER_CASES
+from stabilitylab.cases.logs import LOG_CASES, log_case
 from stabilitylab.cases.traces import HELD_OUT, KINDS, make_trace
 from stabilitylab.detect import diagnose as detection
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.limits import LIMITS, limit, limits_read, use_limits
 from stabilitylab.names.errors import InputError
-from stabilitylab.run.record import new_run, open_run
+from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from tests.logs.make import FOLDER, LOGS
 
@@ -106,7 +105,7 @@ def case_label(case, onset: int | None = None) -> Label:
 
 def log_cases(seed: int) -> Iterator[Judged]:
     for name, case in LOG_CASES.items():
-        label = case_label(case, onset_of(seed) if case.has_onset else None)
+        label = case_label(case, case.onset_at(seed))
         yield Judged(log_case(name, seed), label, bool(case.kind))
 
 
@@ -122,15 +121,15 @@ def own_logs() -> Iterator[Judged]:
 
 def layer_faults() -> Iterator[Judged]:
     "Small models with a fault, recorded; kinds that no case is about are not judged."
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (name, case) in enumerate(LAYER_CASES.items()):
+    judged = {case.kind for case in LAYER_CASES.values() if case.kind} | {"update_rms_excess"}
+    for case in LAYER_CASES.values():
 
-            def label(f: Finding, case=case):
-                if f.kind == case.kind and f.modules:
-                    return "planted" if case.module in f.modules[0] else None
-                return None if f.kind in _JUDGED and f.kind not in case.also else "follows"
+        def label(f: Finding, case=case):
+            if f.kind == case.kind and f.modules:
+                return "planted" if case.module in f.modules[0] else None
+            return None if f.kind in judged and f.kind not in case.also else "follows"
 
-            yield Judged(open_run(make_layer_case(name, f"{folder}/{i}")), label, bool(case.kind))
+        yield Judged(case.build(0), label, bool(case.kind))
 
 
 def shared_data() -> Iterator[Judged]:

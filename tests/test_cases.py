@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stabilitylab.cases.__main__ import main
+from stabilitylab.cases.case import CaseScore
 from stabilitylab.cases.logs import LOG_CASES, RECORDS, log_case, onset_of, write_log_case
 from stabilitylab.cases.registry import (
-    CaseScore,
     all_cases,
     by_kind,
     case,

@@ -182,7 +182,7 @@ def test_lines_of_one_layout_are_read_once_and_names_with_digits_stay_apart():
         lines.append(f"  {word}: {rng.integers(10, 99)}")
     text = [line.encode() for line in lines]
     scan = Scan(parse_any_line, max_shapes=0).feed(b"\n".join(text) + b"\n")
-    assert scan.layout_hits
+    assert scan.parser.hits_by_layout
     expected = {}
     for line in text:
         for hit in parse_any_line(line):

@@ -510,3 +510,9 @@ def test_memory_stays_bounded(tmp_path):
         [sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True
     ).stdout.split()
     assert int(n) == 1_000_000 and float(mib) < 600, f"{mib} MiB for a {path.stat().st_size / 1e6:.0f} MB log"
+
+
+def test_the_step_that_a_user_names_counts_the_rows_of_a_known_format(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,tokens,loss\n0,0,3.0\n1,512,2.5\n2,1024,2.25\n")
+    log = read_log(tmp_path / "metrics.csv", step="tokens")
+    assert series(log).step.values.tolist() == [0, 512, 1024]

@@ -439,3 +439,40 @@ def test_the_sample_is_replayed_on_another_processor_although_its_state_magnifie
         check=True,
     )
     assert done.stdout.split() == ["rounding", "True", "schedule", "False"]
+
+
+def unfinished(path):
+    "A record that was cut between the batch of step 3 and the end of the step, as by a kill."
+    torch.manual_seed(0)
+    model = SETUP.model()
+    optimizer = SETUP.optimizer(model)
+    with Recorder(model, optimizer, path, snapshot_every=10, merge=False) as recorder:
+        for step in range(4):
+            schedule(optimizer, step)
+            loss = mean_loss(model, recorder.batch(part_of(step)))
+            if step < 3:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), SETUP.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss.item())
+    return path
+
+
+def test_a_step_of_which_nothing_was_recorded_cannot_be_checked(tmp_path):
+    check = check_setup(unfinished(tmp_path / "run"), 3, SETUP)
+    assert check.fault == "unrecorded" and "cannot be checked" in check.words
+    assert check.is_step and not check.is_exact and {"loss", "grad_norm"} <= set(check.missing)
+
+
+def test_nothing_is_said_of_a_loss_that_was_not_recorded(tmp_path):
+    path = record(tmp_path / "run", loss_of=lambda total: None)
+    check = check_setup(path, 3, replace(SETUP, loss=lambda m, part: 3 * mean_loss(m, part)))
+    assert check.fault == "gradient alone" and "no loss was recorded" in check.words
+    assert "loss agrees" not in check.words
+
+
+def test_a_precision_that_does_not_exist_is_refused_before_anything_runs(path, monkeypatch):
+    monkeypatch.setattr("stabilitylab.replay.examine.retrace", lambda *_: pytest.fail("the comparison ran"))
+    with pytest.raises(ValueError, match=r"fp4.*bf16_autocast"):
+        examine(path, 3, SETUP, precisions=["fp4"])

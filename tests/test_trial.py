@@ -11,10 +11,11 @@ import pytest
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.fixes.training import Training
+from stabilitylab.report.trial import trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.trial import Trial
-from stabilitylab.trial.verdict import paired_interval, verdicts_of
+from stabilitylab.trial.trial import Trial, TrialResult
+from stabilitylab.trial.verdict import failure_bound, judge, paired_interval, verdicts_of
 from tests.command import command
 
 START = Start(str(sample()), 300)
@@ -103,6 +104,50 @@ def test_an_arm_that_only_postpones_does_not_help():
     curves += [made("later", s, failing(70, s + 9)) for s in range(3)]
     told = verdicts_of(arms, curves)[1]
     assert told.verdict == "does not help" and 25 <= told.postponed <= 35
+
+
+def noisy(level: float, seed: int, n: int = 60) -> np.ndarray:
+    "A flat loss with a standard deviation of 0.02 nats."
+    return level + 0.02 * np.random.default_rng(seed).standard_normal(n)
+
+
+def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
+    "Recorded: 2 nats, then 3.2 from before the start. No curve rises, and the unchanged run has failed."
+    recorded = np.r_[np.linspace(5, 2, 60), noisy(2, 0), noisy(3.2, 1, 20)]
+    arms = [Arm(), Arm(({"name": "back"},)), Arm(({"name": "nothing"},)), Arm(({"name": "half"},))]
+    levels = {"unchanged": 3.2, "back": 2.0, "nothing": 3.2, "half": 2.8}
+    curves = [
+        made(arm, s, noisy(level, 7 * i + s))
+        for i, (arm, level) in enumerate(levels.items())
+        for s in range(3)
+    ]
+    base, back, nothing, half = verdicts_of(arms, curves, 5.0, failure_bound(recorded))
+    assert (base.diverged, back.diverged, nothing.diverged, half.diverged) == (3, 0, 3, 3)
+    assert back.verdict == "helps" and back.rescued == 3 and back.decided_by == "failures"
+    assert nothing.verdict != "helps" and half.decided_by == "lessened"
+    words = trial_words(TrialResult(Start(function="a:b"), 60, [base, back, half], curves, True))
+    assert "back helps: it prevents the failure on 3 of 3 seeds (p <= 1/64 if the fix did nothing)" in words
+    assert "half lessens the failure" in words and "does not help" not in words
+
+
+def test_an_effect_that_excludes_zero_is_never_said_to_be_none():
+    for shift in np.linspace(-0.3, 0.3, 61):
+        for diverged in ((0, 0), (3, 3), (1, 3), (3, 1)):
+            differences = shift + np.array([-0.002, 0.0, 0.002])
+            low, high = paired_interval(differences)
+            verdict, _ = judge(differences, 3.0, diverged)
+            assert verdict != "does not help" or low <= 0 <= high, (shift, diverged)
+
+
+def test_losses_capped_on_both_sides_cannot_be_compared():
+    "The unchanged run ends at 4.9 and the arm at 25,904, both above the initial loss of 4.8."
+    arms = [Arm(), Arm(({"name": "far"},)), Arm(({"name": "near"},))]
+    levels = {"unchanged": 4.9, "far": 25_904.0, "near": 4.95}
+    curves = [made(arm, s, noisy(level, s)) for arm, level in levels.items() for s in range(3)]
+    verdicts = verdicts_of(arms, curves, 4.8)
+    words = trial_words(TrialResult(Start(function="a:b"), 60, verdicts, curves, True))
+    assert [verdict.capped for verdict in verdicts] == [0, 3, 3]
+    assert "near cannot be compared" in words and "+0" not in words and "far does not help: it" not in words
 
 
 @pytest.mark.slow  # trains in processes

@@ -117,7 +117,7 @@ def test_a_setup_of_another_training_is_told_before_its_verdicts(run, capsys):
     assert main([*words, "--seeds", "1", "--steps", "1", "--json", "--step", "20"]) == 0
     out = capsys.readouterr()
     told = json.loads(out.out)["words"]  # what the user's code prints does not spoil it
-    assert "is not the recorded step" in told and "Mend the setup first" in told
+    assert "is not the recorded step" in told and "Correct the setup first" in told
     assert "number of parameters" in out.err
 
 

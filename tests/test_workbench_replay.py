@@ -161,11 +161,11 @@ def test_nothing_of_a_failure_is_left_when_another_replay_begins(run):
 def test_another_machine_is_told_before_the_replay(run):
     state, _ = open_state(run)
     view = ReplayView(state)
-    assert "should come back to the last bit" in view.texts["foresight"].value
+    assert "should be reproduced to the last bit" in view.texts["foresight"].value
     state.run.attrs["environment"] = {"cpu": "another one", "processor": "XYZ"}
     view.controls["step"].value = 4
     words = view.texts["foresight"].value
-    assert "will hardly come back" in words and "XYZ" in words and "Step 3 stands at a snapshot" in words
+    assert "will hardly be reproduced" in words and "XYZ" in words and "Step 3 has a snapshot" in words
 
 
 def test_a_step_that_is_not_there_becomes_the_nearest(run):

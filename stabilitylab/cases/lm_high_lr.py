@@ -44,21 +44,21 @@ def _watch_logits(
     model: LanguageModel,  # model to watch; hooks stay on it
 ) -> dict:  # layer -> largest logit of its last forward pass, over batch, heads and visible positions
     "A dict that each forward pass fills with the largest attention logit of every layer, before the softmax."
-    seen = {}
+    largest: dict[int, torch.Tensor] = {}
 
     def hook(layer: int) -> Callable:  # its number, from 0
         "The hook of one layer."
 
         def look(attn: Attention, inputs: tuple, output: torch.Tensor) -> None:  # a forward hook
-            "Notes the largest logit."
+            "Stores the largest logit."
             with torch.no_grad():
-                seen[layer] = _logit_max(attn, inputs[0].detach())
+                largest[layer] = _logit_max(attn, inputs[0].detach())
 
         return look
 
     for layer in range(len(model.blocks)):
         model.get_submodule(f"blocks.{layer}.attn").register_forward_hook(hook(layer))
-    return seen
+    return largest
 
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #f4541004
 CONFIG = ModelConfig.plain(d_model=64, n_layer=3, n_head=4, seq=64)

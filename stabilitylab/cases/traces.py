@@ -15,21 +15,21 @@ from ..detect.spike_rules import RULES, event_onsets
 
 # %% ../../nbs/api/cases/02_traces.ipynb #e9f7be3a
 class Trace(NamedTuple):
-    "A made loss curve and the records at which events were planted."
+    "A synthetic loss curve and the records at which events were planted."
 
     kind: str  # what was planted
     value: np.ndarray  # (n,) float64
     onsets: tuple  # records at which an event begins; () for a healthy curve
 
 # %% ../../nbs/api/cases/02_traces.ipynb #80b00f78
-def _course(rng: np.random.Generator, n: int) -> np.ndarray:
+def _healthy_loss(rng: np.random.Generator, n: int) -> np.ndarray:
     "A healthy falling loss with noise."
     low, high = rng.uniform(1.5, 3), rng.uniform(5, 11)
     fall = (high - low) * np.exp(-np.arange(n) / rng.uniform(60, 500))
     return low + fall + rng.normal(0, rng.uniform(0.01, 0.04), n)
 
 
-_WITHOUT = {  # kind -> (generator, healthy course x, record numbers i) -> a curve without an event
+_WITHOUT = {  # kind -> (generator, healthy loss x, record numbers i) -> a curve without an event
     "healthy": lambda rng, x, i: x,
     "steep descent": lambda rng, x, i: 2 + 9 * np.exp(-i / 40) + rng.normal(0, 0.02, i.size),
     "warm restarts": lambda rng, x, i: (
@@ -61,7 +61,7 @@ _LATER = {  # shapes that no rule was tuned on
     "flat +0.6": lambda t: 0.6 * (t < 60),
     "burst": lambda t: np.exp(-t / 20) * (t % 3 == 0),
 }
-_ONCE = ("divergence", "slow decay +3")  # shapes after which there is no place for another
+_ONCE = ("divergence", "slow decay +3")  # shapes after which there is no room for another
 _LASTING = (*_ONCE, "long +0.25")  # shapes during which a rule may speak again
 
 
@@ -72,14 +72,14 @@ def make_trace(
 ) -> Trace:  # the trace
     "One loss curve with planted events."
     rng = np.random.default_rng([seed, sum(map(ord, kind))])
-    course, i = _course(rng, n), np.arange(n)
+    loss, i = _healthy_loss(rng, n), np.arange(n)
     if kind in _WITHOUT:
-        return Trace(kind, _WITHOUT[kind](rng, course, i), ())
-    places = np.arange(600, n - 700, 400)
-    onsets = sorted(rng.choice(places, 1 if kind in _ONCE else 3, replace=False).tolist())
+        return Trace(kind, _WITHOUT[kind](rng, loss, i), ())
+    candidates = np.arange(600, n - 700, 400)
+    onsets = sorted(rng.choice(candidates, 1 if kind in _ONCE else 3, replace=False).tolist())
     for onset in onsets:
-        course[onset:] += (_SHAPES | _LATER)[kind](i[: n - onset])
-    return Trace(kind, course, tuple(onsets))
+        loss[onset:] += (_SHAPES | _LATER)[kind](i[: n - onset])
+    return Trace(kind, loss, tuple(onsets))
 
 # %% ../../nbs/api/cases/02_traces.ipynb #6474be61
 HELD_OUT = (*_LATER, "correlated noise", "heavy tails", "power law", "step decay", "shrinking noise")
@@ -93,17 +93,17 @@ def _is_near(after: np.ndarray, within: int) -> np.ndarray:
 
 
 def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
-    "What a rule's flags make of one trace."
+    "Planted and detected events of one trace."
     events = event_onsets(flags)
     lasting = 600 if trace.kind in _LASTING else 60
     after = np.subtract.outer(
         np.array(events, float), np.array(trace.onsets, float)
     )  # (event, onset) records
-    found = _is_near(after, within).any(0)
+    detected = _is_near(after, within).any(0)
     true = _is_near(after, lasting).any(1)
     return {
         "planted": len(trace.onsets),
-        "found": int(found.sum()),
+        "found": int(detected.sum()),
         "events": len(events),
         "true": int(true.sum()),
         "false_on_healthy": 0 if trace.onsets else len(events),

@@ -57,23 +57,23 @@ def _pieces_of(
 def _run_audit(
     args: argparse.Namespace,  # what `add_audit` declares
 ) -> int:  # exit code: 1 where the step averages otherwise
-    "Audits and tells it."
+    "Audits the step and prints the verdict."
     from stabilitylab.names.encode import to_json
     from stabilitylab.names.errors import InputError, bad_input
     from stabilitylab.numerics.accumulation.audit import audit_accumulation
 
     pieces = _pieces_of(args.setup)
     try:
-        told = audit_accumulation(**pieces)
+        audit = audit_accumulation(**pieces)
     except InputError:
         raise
     except Exception as error:  # the user's code may raise anything
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise bad_input("setup", args.setup, "pieces that run together", what) from error
     if args.json:
-        print(to_json(told, missing={"nan"}, indent=1))
+        print(to_json(audit, missing={"nan"}, indent=1))
     else:
-        print(told.words)
-        print(f"true loss {told.true_loss:.6g}, logged {told.logged_loss:.6g}")
-        print(told.candidates.round(4).to_string())
-    return int(not told.is_right)
+        print(audit.words)
+        print(f"true loss {audit.true_loss:.6g}, logged {audit.logged_loss:.6g}")
+        print(audit.candidates.round(4).to_string())
+    return int(not audit.is_right)

@@ -78,25 +78,25 @@ def _scan_line(name: object, row: dict) -> str:
 def _run_scan(
     args: argparse.Namespace,  # what `add_checkpoints` declares
 ) -> int:  # exit code 0
-    "Scans and tells it."
+    "Scans a checkpoint and prints its tensors."
     from stabilitylab.checkpoint.open import open_checkpoint
     from stabilitylab.checkpoint.scan import scan_checkpoint
 
     ckpt = open_checkpoint(args.checkpoint)
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
     if args.json:
-        told = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
-        told |= {key: table.attrs[key] for key in ("left_out", "names", "unnamed")}
-        _print(told | {"tensors": _rows(table)})
+        report = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
+        report |= {key: table.attrs[key] for key in ("left_out", "names", "unnamed")}
+        _print(report | {"tensors": _rows(table)})
         return 0
     names = table.attrs["names"]
     print(f"{ckpt!r}\n{'tensor':44} {'shape':>16} {'dtype':9} {'absmax':>10} {'rms':>10} {'std':>10}  note")
     for name, row in zip(table.index, table.to_dict("records"), strict=True):
         print(_scan_line(names.get(name, name), row))
     for i, group in enumerate(ckpt.groups):
-        given = {what: value for what, value in group.items() if value is not None and value is not False}
-        told = [f"{printable(what)} {printable(value)}" for what, value in given.items()]
-        print(f"optimizer group {i}: {', '.join(told)}")
+        settings = {what: value for what, value in group.items() if value is not None and value is not False}
+        words = [f"{printable(what)} {printable(value)}" for what, value in settings.items()]
+        print(f"optimizer group {i}: {', '.join(words)}")
     for name, why in ckpt.left_out.items():
         print(f"left out: {_short(name)}: {why}")
     for line in _unnamed_lines(table.attrs["unnamed"]):
@@ -129,15 +129,15 @@ def _print_rest(table: "pd.DataFrame", extra: dict) -> None:
 def _run_diff(
     args: argparse.Namespace,  # what `add_checkpoints` declares
 ) -> int:  # exit code 0
-    "Compares and tells it."
+    "Compares two checkpoints and prints what differs."
     from stabilitylab.checkpoint.diff import diff_checkpoints
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
     names = extra["names"]
     if args.json:
-        kept = ("only_a", "only_b", "reshaped", "renamed", "names", "unnamed")
-        apart = {key: extra[key] for key in kept}
+        listed_keys = ("only_a", "only_b", "reshaped", "renamed", "names", "unnamed")
+        apart = {key: extra[key] for key in listed_keys}
         settings = [list(map(str, setting)) for setting in extra["settings"]]
         _print({"a": args.a, "b": args.b, "settings": settings, **apart, "tensors": _rows(table)})
         return 0

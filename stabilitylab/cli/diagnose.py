@@ -8,8 +8,12 @@ __all__ = ['add_diagnose', 'run_diagnose']
 # %% ../../nbs/api/cli/01_diagnose.ipynb #859e093d
 import argparse
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stabilitylab.detect.findings import Findings
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #0d2790c0
 def add_diagnose(
@@ -67,11 +71,11 @@ def _read_paths(
     return runs
 
 
-def _free(name: str, path: str, taken: Collection[str]) -> str:
-    "The name, or a longer one where it is taken."
-    while name in taken:
+def _free(name: str, path: str, used: Collection[str]) -> str:
+    "The name, or a longer one where it is in use."
+    while name in used:
         longer = f"{path}/{name}"
-        name = name + " (again)" if longer in taken else longer
+        name = name + " (again)" if longer in used else longer
     return name
 
 
@@ -88,7 +92,7 @@ def _progress(items: Iterable, what: str) -> Iterable:
 def run_diagnose(
     args: argparse.Namespace,  # what `add_diagnose` declares
 ) -> int:  # exit code: 0, or 1 for --fail-on
-    "Reads, diagnoses, and tells it as text, JSON, page or markdown."
+    "Diagnoses the runs and prints the findings as text or JSON; writes a page or markdown where asked."
     from stabilitylab.detect.cross_run import compare_runs
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.findings import Findings
@@ -102,10 +106,10 @@ def run_diagnose(
     print((_json if args.json else _text)(args, runs, findings, shared))
     if not args.fail_on:
         return 0
-    return int(any(len(found.at_least(args.fail_on)) for found in (*findings.values(), shared)))
+    return int(any(len(group.at_least(args.fail_on)) for group in (*findings.values(), shared)))
 
 
-def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> None:
+def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> None:
     "The page and the markdown file that were asked for."
     if args.html:
         from stabilitylab.report.html import write_html
@@ -123,19 +127,19 @@ def _remedies(args: argparse.Namespace) -> tuple[None, ...]:
     return (None,) if args.all_remedies else ()
 
 
-def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
+def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:
     "The object that machines read."
     from stabilitylab.names.encode import to_json
     from stabilitylab.report.json_report import run_json, runs_json
 
     if len(runs) > 1:
-        told = [run_json(run, findings[name], None, args.all_remedies) for name, run in runs.items()]
-        return to_json(runs_json(told, shared), indent=1)
+        reports = [run_json(run, findings[name], None, args.all_remedies) for name, run in runs.items()]
+        return to_json(runs_json(reports, shared), indent=1)
     [(name, run)] = runs.items()
     return to_json(run_json(run, findings[name], args.paths[0], args.all_remedies), indent=1)
 
 
-def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: Sequence) -> str:
+def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:
     "All runs as a terminal shows them, what they share first."
     from stabilitylab.report.terminal import runs_text, terminal_width
 

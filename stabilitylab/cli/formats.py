@@ -25,5 +25,5 @@ def _run_formats(
     from stabilitylab.report.terminal import columns_text
     from stabilitylab.report.words import clean
 
-    print(columns_text([(known.name, known.title, clean(known.example, 90)) for known in formats()]))
+    print(columns_text([(format.name, format.title, clean(format.example, 90)) for format in formats()]))
     return 0

@@ -59,8 +59,15 @@ def _lab_command(
     is_root: bool = False,  # whether the process belongs to root
 ) -> list[str]:  # program and arguments
     "The command that opens JupyterLab."
-    asked = [] if browser else ["--no-browser"]
-    return [sys.executable, "-m", "jupyterlab", str(notebook), *asked, *(["--allow-root"] if is_root else [])]
+    options = [] if browser else ["--no-browser"]
+    return [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        str(notebook),
+        *options,
+        *(["--allow-root"] if is_root else []),
+    ]
 
 
 def _write_notebook(
@@ -73,10 +80,10 @@ def _write_notebook(
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         raise bad_input("path", missing[0], "a log, a folder of runs, or a record", "check the spelling")
-    made = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths]), indent=1)
-    if file.exists() and file.read_text(encoding="utf-8") != made:
+    text = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths]), indent=1)
+    if file.exists() and file.read_text(encoding="utf-8") != text:
         raise bad_input("notebook", str(file), "a file that is not there yet", "name another with --notebook")
-    file.write_text(made, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     return file.resolve()
 
 

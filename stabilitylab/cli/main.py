@@ -46,15 +46,15 @@ def main(
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        is_ours = not _is_expected(error)
-        if is_ours and os.environ.get("STABILITYLAB_TRACEBACK"):
+        is_bug = not _is_expected(error)
+        if is_bug and os.environ.get("STABILITYLAB_TRACEBACK"):
             raise
-        blame = _OURS.format(type(error).__name__) if is_ours else ""
+        blame = _BUG_REPORT.format(type(error).__name__) if is_bug else ""
         print(f"stabilitylab: {blame}{_one_line(error)}", file=sys.stderr)
         return 2
 
 
-_OURS = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
+_BUG_REPORT = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
 
 
 def _is_expected(error: Exception) -> bool:

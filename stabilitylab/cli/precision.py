@@ -42,11 +42,11 @@ def add_precision(
 def _run_precision(
     args: argparse.Namespace,  # what `add_precision` declares
 ) -> int:  # exit code 0
-    "Measures and tells it."
+    "Measures the step and prints what 16 bits would lose."
     from stabilitylab.names.encode import to_json
     from stabilitylab.replay.rounded_step import step_precision
     from stabilitylab.report.step import step_text
 
-    told = step_precision(args.run, args.step, args.setup, args.format)
-    print(to_json(told, missing={"nan"}, indent=1) if args.json else step_text(told))
+    precision = step_precision(args.run, args.step, args.setup, args.format)
+    print(to_json(precision, missing={"nan"}, indent=1) if args.json else step_text(precision.to_dict()))
     return 0

@@ -51,7 +51,7 @@ def add_replay(
 def _run_replay(
     args: argparse.Namespace,  # what `add_replay` declares
 ) -> int:  # exit code 0
-    "Replays and tells it."
+    "Replays the step and prints what came out."
     from stabilitylab.replay.examine import examine, setup_of
     from stabilitylab.report.replay import replay_text
 
@@ -63,7 +63,7 @@ def _run_replay(
             print(f"\r\x1b[K{words} …", end="", file=sys.stderr, flush=True)
 
     with redirect_stdout(sys.stderr):  # a model that prints as it is built
-        found = examine(
+        examination = examine(
             args.run,
             args.step,
             setup_of(args.run, args.setup),
@@ -74,6 +74,6 @@ def _run_replay(
         )
     if shows_progress:
         print("\r\x1b[K", end="", file=sys.stderr)
-    told = {"run": args.run} | found.to_dict()
-    print(to_json(told, indent=1) if args.json else replay_text(told))
+    report = {"run": args.run} | examination.to_dict()
+    print(to_json(report, indent=1) if args.json else replay_text(report))
     return 0

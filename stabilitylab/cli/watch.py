@@ -9,8 +9,12 @@ __all__ = ['add_watch', 'Watcher']
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stabilitylab.detect.findings import Findings
 
 # %% ../../nbs/api/cli/02_watch.ipynb #cbc40e0c
 def add_watch(
@@ -35,7 +39,7 @@ def add_watch(
 
 # %% ../../nbs/api/cli/02_watch.ipynb #b68ba4cd
 class Watcher:
-    "A growing log with the findings that were told already."
+    "A growing log with the findings that were reported already."
 
     def __init__(
         self,
@@ -44,9 +48,10 @@ class Watcher:
     ):
         from stabilitylab.read.follow import Follower
 
-        self.follower, self.told, self.records = Follower(path, format), {}, 0
+        self.follower, self.records = Follower(path, format), 0
+        self.reported: dict[tuple, int] = {}  # kind, series and onset of a finding -> its severity
 
-    def look(self) -> Sequence:  # findings that were not told before, or were less grave
+    def look(self) -> "Findings":  # findings that were not reported before, or only with a lower severity
         "Reads what was appended and gives the findings that are new."
         from stabilitylab.detect.diagnose import diagnose
         from stabilitylab.detect.findings import Findings
@@ -59,10 +64,10 @@ class Watcher:
         fresh = []
         for finding in diagnose(self.follower.run()):
             key = (finding.kind, finding.series, finding.onset)
-            grave = SEVERITIES.index(finding.severity)
-            if grave > self.told.get(key, -1):
+            severity = SEVERITIES.index(finding.severity)
+            if severity > self.reported.get(key, -1):
                 fresh.append(finding)
-                self.told[key] = grave
+                self.reported[key] = severity
         return Findings(fresh)
 
 # %% ../../nbs/api/cli/02_watch.ipynb #984e6c29
@@ -78,12 +83,14 @@ def _run_watch(
         while True:
             begin = time.monotonic()
             is_last = stop()
-            _tell(watcher.look())
+            _print_findings(watcher.look())
             if is_last:
                 return 0
             time.sleep(max(args.every, 4 * (time.monotonic() - begin)))  # looking takes a fifth of the time
     except KeyboardInterrupt:
-        print(f"\nstopped after {watcher.records:,} records, {len(watcher.told)} findings", file=sys.stderr)
+        print(
+            f"\nstopped after {watcher.records:,} records, {len(watcher.reported)} findings", file=sys.stderr
+        )
         return 0
 
 
@@ -100,7 +107,7 @@ def _checked(args: argparse.Namespace) -> Path:
     return path
 
 
-def _tell(findings: Sequence) -> None:
+def _print_findings(findings: "Findings") -> None:
     "Prints findings with the time at which they were seen."
     from stabilitylab.report.terminal import findings_text, terminal_width
 

@@ -19,14 +19,15 @@ from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words
 from ..run.recording import Recording
 from ..trial.arm import Arm
-from ..trial.trial import Trial, TrialResult, TrialState, run_to_end
+from ..trial.tasks import TrialState, run_to_end
+from ..trial.trial import Trial, TrialResult
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #0f49ea2d
 ENDED = TrialState(0, 0, (), 0.0, True, ())  # of a trial that was not begun
 
 
-class Investigation:
-    "One run from its findings to the verdicts on its fixes."
+class _RunningTrial:
+    "A run with its findings and the trial of a plan, which trains while it is polled."
 
     def __init__(
         self,
@@ -52,8 +53,9 @@ class Investigation:
         if self.plan.start is None:
             raise bad_input("plan", "one without a start", "a plan with a start", " ".join(self.plan.notes))
         self.cancel()
-        where = {"device": device, "client": client}
-        self.trial = Trial(self.plan.start, self.plan.arms, self.plan.steps, seeds, folder, **where)
+        self.trial = Trial(
+            self.plan.start, self.plan.arms, self.plan.steps, seeds, folder, device=device, client=client
+        )
         self._minutes, self._has_folder = budget, folder is not None
         self._set_end()
 
@@ -68,7 +70,7 @@ class Investigation:
         return self.trial
 
     def poll(self) -> TrialState:
-        "Goes on, and says how far the trial is."
+        "Polls the trial, stops it when its budget is spent, and returns its progress."
         if self.trial is not None:
             if time.monotonic() > self._end and not self.state.ended:
                 self.trial.cancel()
@@ -98,6 +100,10 @@ class Investigation:
         if self.trial is not None and not self.state.ended:
             self.trial.cancel()
             self.poll()
+
+# %% ../../nbs/api/investigation/02_loop.ipynb #0768445b
+class Investigation(_RunningTrial):
+    "One run from its findings to the verdicts on its fixes."
 
     @property
     def result(self) -> TrialResult | None:  # None before `begin`
@@ -138,9 +144,9 @@ class Investigation:
         sheet = None if result is None else trial_sheet(result, self.plan.suggestions, self.notes())
         return report_html({"run": self.recording.run}, {"run": self.findings}, trial=sheet)
 
-# %% ../../nbs/api/investigation/02_loop.ipynb #0768445b
+# %% ../../nbs/api/investigation/02_loop.ipynb #6d66bcaa
 def _unfinished(trial: Trial, result: TrialResult, has_folder: bool) -> list[str]:
-    "Where a trial that was stopped can go on; raises where no arm could be trained at all."
+    "A note where a stopped trial can be resumed; raises where no arm could be trained at all."
     faults = [why for why in result.failed if not why.endswith(": stopped")]
     if faults and not result.curves:
         raise InputError(f"no arm could be trained: {faults[0]}")
@@ -148,7 +154,7 @@ def _unfinished(trial: Trial, result: TrialResult, has_folder: bool) -> list[str
 
 
 def _no_failure(result: TrialResult) -> list[str]:
-    "What to say where the failing state was trained again and did not fail."
+    "A note where the run unchanged did not fail again."
     base = result.arms[0]
     has_failed = bool(base.diverged or base.side_effects.get("spikes"))
     return [] if not base.seeds or has_failed else [trial_note("no failure", steps=result.steps)]
@@ -178,16 +184,24 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     heard("diagnosing", 0.0)
     findings = diagnose(recording)
     heard("choosing the start and the fixes", 0.0)
-    near = "cpu" if client is not None else device  # this machine need not be like the workers
-    where = {"step": step, "steps": steps, "setup": setup, "config": config}
-    plan = plan_trial(recording, findings, arms, device=near, progress=progress, **where)
+    plan = plan_trial(
+        recording,
+        findings,
+        arms,
+        step=step,
+        steps=steps,
+        setup=setup,
+        config=config,
+        device="cpu" if client is not None else device,  # this machine need not be like the workers
+        progress=progress,
+    )
     work = Investigation(recording, findings, plan)
     if plan.start is None or is_cancelled():
         return work
     work.begin(seeds, budget, folder, device, client)
 
     def look(state: TrialState) -> None:
-        "Tells how far the arms are, and stops them where that is wanted."
+        "Reports how far the arms are, and stops them on request."
         heard(f"training: {state.done} of {state.total} done", state.share)
         if is_cancelled():
             work.cancel()

@@ -27,7 +27,7 @@ def named_arms(
     fixes: Sequence[str | Arm],  # such as 'qk_norm', 'lower_lr:factor=0.3' or 'qk_norm+z_loss'
     argument: str = "fixes",  # what the caller's user calls them, for error messages
 ) -> list[Arm]:
-    "The arms that were asked for; raises for names and parameters that do not exist."
+    "The requested arms; raises for names and parameters that do not exist."
     arms = [arm_of(fix) for fix in fixes]
     for fix, arm in zip(fixes, arms, strict=True):
         if not arm.fixes:
@@ -84,6 +84,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     "What a trial of this run will compare."
     arms, has_state = named_arms(fixes), recording.has_box or step is not None or setup is not None
     suggestions = [] if arms else suggest(list(findings), recording.run)
+    start: Start | None
     if has_state:
         start, notes = _recorded_start(recording, findings, step, setup)
         length = steps or _STEPS
@@ -112,12 +113,12 @@ def _recorded_start(
 
 
 def _late_start(step: int, onset: int | None) -> list[str]:
-    "What to say where no snapshot from before the failure exists."
+    "A note where no snapshot from before the failure exists."
     return [] if onset is None or step < onset else [trial_note("late", onset=onset, step=step)]
 
 
 def _other_training(start: Start) -> list[str]:
-    "What to say where the run unchanged is not the recorded run."
+    "A note where the setup does not reproduce the recorded run."
     check = start.compare()
     if check is None or check.is_step:
         return []

@@ -29,7 +29,7 @@ def _free_name(name: str, used: set[str]) -> str:
 
 def _canonical_names(data: LogData) -> dict[str, str]:
     "The log's own names -> canonical ones, each once; of two series the one with more values gets it."
-    names = {name: canonical for name, canonical in data.ours.items() if name in data.samples}
+    names = {name: canonical for name, canonical in data.canonical_names.items() if name in data.samples}
     used = set(names.values())
     for name in sorted(data.samples, key=lambda name: (-len(data.samples[name].step), name)):
         if name not in names:

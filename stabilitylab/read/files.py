@@ -16,10 +16,11 @@ import numpy as np
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
-from .base import Format, LogData, order_of
+from .base import Format, LogData
 from .crash.incidents import add_crash_after_rows, add_crashes
 from .logs.generic import read_generic
 from .recognise import recognise
+from ..run.scalars import order_of
 
 # %% ../../nbs/api/read/20_files.ipynb #781eb072
 def _series_named(data: LogData, argument: str, name: str) -> str:
@@ -37,7 +38,7 @@ def with_options(
 ) -> LogData:  # the same series, counted by the one and with the other as `loss`
     "A log with the step and the loss that its user names."
     if loss:
-        data.ours[_series_named(data, "loss", loss)] = "loss"
+        data.canonical_names[_series_named(data, "loss", loss)] = "loss"
         data.attrs["loss_is"] = loss
     if step:
         name = _series_named(data, "step", step)

@@ -15,36 +15,83 @@ import numpy as np
 import xarray as xr
 
 from ..names.errors import InputError
-from .base import Format, Hit, LogData, Parser, order_of
+from .base import Format, LogData, Parser
 from .dataset import to_dataset
 from .recognise import recognise
 from .scan import Scan
-from .text import events_of, message_events
+from .text import with_messages
 from ..run.record import new_run
-from ..run.scalars import Samples
+from ..run.scalars import Samples, concatenate_samples, order_of
 
 # %% ../../nbs/api/read/10_follow.ipynb #01fbaf82
-def _joined(parts: list[Samples]) -> Samples:
-    "One series from the parts that arrived one after the other."
-
-    def column(name: str) -> np.ndarray:  # name: of a field of `Samples`
-        "One column of all parts."
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    time = None if any(part.time is None for part in parts) else column("time")
-    return Samples(column("step"), column("value"), column("order"), time)
+_BLOCK = 2**24  # bytes that are read at once
 
 
+class _LineTail:
+    "The new complete lines of a text log."
+
+    def __init__(self, path: Path, parse: Parser):
+        self.path, self.at, self.problem = path, 0, ""
+        self.skipped: Counter[str] = Counter()
+        self._scan, self._rest = Scan(with_messages(parse)), b""  # the bytes of a line that has no end yet
+
+    def read(self, size: int) -> LogData:
+        "The records of the lines that were completed since the last call."
+        with open(self.path, "rb") as file:
+            file.seek(self.at)
+            while block := file.read(_BLOCK):
+                data = self._rest + block
+                cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+                if cut:
+                    self._scan.feed(data[:cut], self.at - len(self._rest))
+                self._rest, self.at = data[cut:], self.at + len(block)
+        new = self._scan.take()
+        self.skipped += Counter(new.skipped)
+        return new
+
+# %% ../../nbs/api/read/10_follow.ipynb #44c94ca7
 def _after(samples: Samples, start: int) -> Samples:
     "The values of a series from index `start` on."
     time = None if samples.time is None else np.asarray(samples.time)[start:]
     step, value, order = (np.asarray(a)[start:] for a in (samples.step, samples.value, order_of(samples)))
     return Samples(step, value, order, time)
 
-# %% ../../nbs/api/read/10_follow.ipynb #44c94ca7
-_BLOCK = 2**24  # bytes that are read at once
 
+class _Document:
+    "The new rows of a log that can only be read from its start."
 
+    def __init__(self, path: Path, read: Callable[[Path], LogData]):
+        self.path, self.at, self.problem = path, 0, ""
+        self.skipped: Counter[str] = Counter()
+        self._read = read
+        self._n_values: Counter[str] = Counter()  # of each series that were returned
+        self._n_events = 0
+
+    def read(self, size: int) -> LogData:
+        "The values and events after those that were returned before."
+        if size == self.at:
+            return LogData()
+        self.at = size
+        try:
+            data = self._read(self.path)
+        except InputError as error:  # it has no end yet while it is written; the next poll may read it
+            return self._unreadable(str(error))
+        self.problem, self.skipped = "", Counter(data.skipped)
+        new = LogData(events=data.events[self._n_events :])
+        self._n_events = len(data.events)
+        for name, samples in data.samples.items():
+            start, self._n_values[name] = self._n_values[name], len(samples.step)
+            if len(samples.step) > start:
+                new.samples[name] = _after(samples, start)
+        return new
+
+    def _unreadable(self, why: str) -> LogData:
+        "No records, and an event with the reason, once for each reason."
+        is_repeated, self.problem = why == self.problem, why
+        note = ("note", -1, f"the log cannot be read as it stands: {why}", time.time())
+        return LogData(events=[] if is_repeated else [note])
+
+# %% ../../nbs/api/read/10_follow.ipynb #ba057c20
 class Follower:
     "How far a growing log has been read, and all that it held so far."
 
@@ -56,18 +103,10 @@ class Follower:
         self.path, self.name = Path(path), format
         self.format: Format | None = None
         self.events: list[tuple] = []
-        self.skipped: Counter[str] = Counter()
         self.problem = ""  # why the log cannot be read as it stands; '' where it can
-        self._start_over()
-
-    def _start_over(self) -> None:
-        "Forgets how far the log has been read."
-        self._at, self._rest = 0, b""
         self._file_id: int | None = None
-        self._scan: Scan | None = None
+        self._reader: _LineTail | _Document | None = None
         self._parts: dict[str, list[Samples]] = {}
-        self._n_values: Counter[str] = Counter()  # of each series that were returned
-        self._n_events = 0
 
     def poll(self) -> LogData:  # what is new, under the log's own names; empty when nothing is
         "Read what was appended since the last call."
@@ -76,96 +115,46 @@ class Follower:
         except FileNotFoundError:
             return LogData()
         new = LogData()
-        if state.st_size < self._at or self._file_id not in (None, state.st_ino):
-            self._start_over()
+        is_cut = self._reader is not None and state.st_size < self._reader.at
+        if is_cut or self._file_id not in (None, state.st_ino):
+            self._reader, self._parts = None, {}
             text = "the log was cut or replaced; it is read again from its start"
             new.events.append(("note", -1, text, time.time()))
         self._file_id = state.st_ino
-        if self.format is None:
-            self.format = self._recognise(state.st_size)
-        if self.format is None:
-            return new
-        if self.format.parse:
-            data = self._appended(self.format.parse)
-            self.skipped += Counter(data.skipped)
-        else:
-            data = self._read_again(self.format, state.st_size)
-            self.skipped = Counter(data.skipped)
-        new.samples, new.events = data.samples, new.events + data.events
-        for name, samples in new.samples.items():
-            self._parts.setdefault(name, []).append(samples)
-        self.events += new.events
+        if self._reader is None:
+            self._reader = self._new_reader(state.st_size)
+        if self._reader is not None:
+            data = self._reader.read(state.st_size)
+            self.problem = self._reader.problem
+            new.samples, new.events = data.samples, new.events + data.events
+            for name, samples in new.samples.items():
+                self._parts.setdefault(name, []).append(samples)
+            self.events += new.events
         return new
 
-    def _recognise(self, size: int) -> Format | None:
-        "The format of the log; None while there is not enough to recognise it by."
-        if not size:
+    def _new_reader(self, size: int) -> _LineTail | _Document | None:
+        "What reads the log; None while there is not enough to recognise it by."
+        if not size and self.format is None:
             return None
         try:
-            format = recognise(self.path, self.name)
-        except InputError as e:
+            self.format = self.format or recognise(self.path, self.name)
+        except InputError as error:
             if self.name is not None:
                 raise
-            self.problem = str(e)  # the next lines may make it clear
+            self.problem = str(error)  # the next lines may make it clear
             return None
-        self.problem = ""
-        return format
-
-    def _appended(self, parse: Parser) -> LogData:
-        "The records of new complete lines of a text log."
-
-        def both(line: bytes) -> list[Hit]:  # line: without its end
-            "What the format, or else a message, says."
-            return parse(line) or message_events(line)
-
-        if self._scan is None:
-            self._scan = Scan(both)
-        scan, unread = self._scan, self._scan.unread
-        scan.columns, scan.events = {}, []
-        with open(self.path, "rb") as file:
-            file.seek(self._at)
-            while block := file.read(_BLOCK):
-                data = self._rest + block
-                cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-                if cut:
-                    scan.feed(data[:cut], self._at - len(self._rest))
-                self._rest, self._at = data[cut:], self._at + len(block)
-        skipped = {"unreadable record": scan.unread - unread} if scan.unread > unread else {}
-        return LogData(scan.samples(), events_of(scan), skipped)
-
-    def _read_again(self, format: Format, size: int) -> LogData:
-        "The new rows of a log that can only be read from its start."
-        if size == self._at:
-            return LogData(skipped=dict(self.skipped))
-        self._at = size
-        try:
-            data = format.read(self.path)
-        except InputError as e:  # a document that is being written has no end yet; the next poll may read it
-            return self._unreadable(str(e))
-        self.problem = ""
-        new = LogData(events=data.events[self._n_events :], skipped=data.skipped)
-        self._n_events = len(data.events)
-        for name, samples in data.samples.items():
-            start, self._n_values[name] = self._n_values[name], len(samples.step)
-            if len(samples.step) > start:
-                new.samples[name] = _after(samples, start)
-        return new
-
-    def _unreadable(self, why: str) -> LogData:
-        "No records, and an event with the reason, once for each reason."
-        is_repeated, self.problem = why == self.problem, why
-        events = (
-            [] if is_repeated else [("note", -1, f"the log cannot be read as it stands: {why}", time.time())]
-        )
-        return LogData(events=events, skipped=dict(self.skipped))
+        parse = self.format.parse
+        return _LineTail(self.path, parse) if parse else _Document(self.path, self.format.read)
 
     def run(self) -> xr.DataTree:  # a record
         "All that was read so far."
-        samples = {name: _joined(parts) for name, parts in self._parts.items()}
-        data = LogData(samples, list(self.events), dict(self.skipped))
+        skipped = dict(self._reader.skipped) if self._reader else {}
+        samples = {name: concatenate_samples(parts) for name, parts in self._parts.items()}
         source, format = str(self.path), self.format.name if self.format else "unknown"
-        attrs = {"source": source, "format": format, "skipped": dict(self.skipped)}
-        return new_run(to_dataset(data, source, format), attrs)
+        data = LogData(samples, list(self.events), skipped)
+        return new_run(
+            to_dataset(data, source, format), {"source": source, "format": format, "skipped": skipped}
+        )
 
 # %% ../../nbs/api/read/10_follow.ipynb #3abee2f4
 def follow(

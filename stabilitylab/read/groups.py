@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from ..names.variables import canonical_name
-from .base import LogData, order_of
+from .base import LogData
 from .files import LogFile, partner_stream
-from ..run.scalars import Samples, find_restarts
+from ..run.scalars import Samples, concatenate_samples, find_restarts, order_of
 
 # %% ../../nbs/api/read/21_groups.ipynb #1f85e616
 def _first_steps(data: LogData) -> dict[str, int]:
@@ -49,25 +49,6 @@ def segment_chains(
     return chains
 
 # %% ../../nbs/api/read/21_groups.ipynb #b5293421
-def _time_of(samples: Samples) -> np.ndarray:
-    "The times of a series as datetime64[ns]; NaT where they are unknown."
-    if samples.time is None:
-        return np.full(len(samples.step), np.datetime64("NaT", "ns"))
-    time = np.asarray(samples.time)
-    return time.astype("M8[ns]") if time.dtype.kind == "M" else (time * 1e9).astype("M8[ns]")
-
-
-def _appended(parts: list[Samples]) -> Samples:
-    "One series from its parts."
-    if len(parts) == 1:
-        return parts[0]
-    step = np.concatenate([np.asarray(part.step) for part in parts])
-    value = np.concatenate([np.asarray(part.value) for part in parts])
-    order = np.concatenate([order_of(part) for part in parts])
-    has_time = any(part.time is not None for part in parts)
-    return Samples(step, value, order, np.concatenate([*map(_time_of, parts)]) if has_time else None)
-
-
 def _segment_starts(shifted: dict[str, Samples], restarts: list[int] | None, shift: int) -> list[int]:
     "Where a log begins and restarts; `restarts` are such positions before it was moved by `shift`."
     if not shifted:
@@ -99,11 +80,11 @@ def concatenate_segments(
         crashes += [crash if is_last else crash | {"died": False} for crash in log.attrs.get("crashes", [])]
         joined.events += log.events
         joined.attrs = log.attrs | joined.attrs
-        joined.ours = log.ours | joined.ours
+        joined.canonical_names = log.canonical_names | joined.canonical_names
         joined.n_lines += log.n_lines
         for reason, count in log.skipped.items():
             joined.skip(reason, count)
-    joined.samples = {name: _appended(series) for name, series in parts.items()}
+    joined.samples = {name: concatenate_samples(series) for name, series in parts.items()}
     joined.attrs |= {"crashes": crashes} if crashes else {}
     for total in {"lines", "lines_used"} & joined.attrs.keys():
         joined.attrs[total] = sum(log.attrs.get(total, 0) for log in logs)
@@ -133,7 +114,9 @@ def _loss_steps(log: LogData) -> np.ndarray | None:
     is_numbered = str(log.attrs.get("step_is", "")).startswith("number of the record")
     if is_numbered or log.attrs.get("step_column") == "(row number)":
         return None
-    named = ((log.ours.get(name, canonical_name(name)), series) for name, series in log.samples.items())
+    named = (
+        (log.canonical_names.get(name, canonical_name(name)), series) for name, series in log.samples.items()
+    )
     loss = next((series for name, series in named if name == "loss"), None)
     return None if loss is None or len(loss.step) < _MIN_RECORDS else np.asarray(loss.step)
 
@@ -197,7 +180,7 @@ def join_files(
         for name, samples in data.samples.items():
             joined.samples[_unique_name(name, file.path, joined.samples)] = samples
         joined.events += data.events
-        joined.ours = data.ours | joined.ours
+        joined.canonical_names = data.canonical_names | joined.canonical_names
         joined.skipped = dict(Counter(joined.skipped) + Counter(data.skipped))
         crashes = joined.attrs.get("crashes", []) + data.attrs.get("crashes", [])
         joined.attrs = data.attrs | joined.attrs | ({"crashes": crashes} if crashes else {})

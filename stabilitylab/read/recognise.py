@@ -12,20 +12,17 @@ from importlib import import_module
 from pathlib import Path
 
 from ..names.errors import InputError, bad_input
-from .base import Format, head_of
+from .base import Format, head_of, registered_formats
 
 # %% ../../nbs/api/read/07_recognise.ipynb #24586cde
 @cache
 def _formats_by_name() -> dict[str, Format]:
-    "The formats by name, collected once: `FORMATS`, or the one `FORMAT`, of each module of `read.logs`."
+    "The formats by name; the modules of `read.logs` register them as they are imported."
     import stabilitylab.read.logs as package
 
-    formats = {}
     for entry in pkgutil.iter_modules(package.__path__):
-        module = import_module(f"{package.__name__}.{entry.name}")
-        for format in getattr(module, "FORMATS", None) or [module.FORMAT]:
-            formats[format.name] = format
-    return dict(sorted(formats.items()))
+        import_module(f"{package.__name__}.{entry.name}")
+    return registered_formats()
 
 
 def formats() -> list[Format]:  # every format that can be read, by name

@@ -12,15 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .base import TIME, Hit, Parser
+from .base import COLOUR, TIME, Hit, LogData, Parser
 from .digits import fixed_integers
-from .shapes import PAD, Piece, SameLayout, SameShape
+from .shapes import Piece, SameLayout, SameShape
 from ..run.scalars import Samples
 
 # %% ../../nbs/api/read/05_scan.ipynb #59d03d5c
-_LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
 _MAX_STEP = 2**62  # a larger step is damage: not even a clock in nanoseconds counts so far
-_COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _NO_TIME = np.datetime64("NaT", "s")
 
 
@@ -118,7 +116,16 @@ def _time_of(hit: Hit, text: bytes) -> np.datetime64 | None:
     except ValueError:
         return None
 
-# %% ../../nbs/api/read/05_scan.ipynb #f91f19c0
+# %% ../../nbs/api/read/05_scan.ipynb #a5981d63
+def _is_number(text: bytes) -> bool:
+    "Whether a text is one number."
+    try:
+        float(text.replace(b",", b""))
+    except ValueError:
+        return False
+    return True
+
+
 def _valid(hit: Hit, text: bytes) -> Hit | None:
     "The hit without values that are no numbers; None where nothing is left, or its step is no step."
     if hit.step is not None:
@@ -130,18 +137,8 @@ def _valid(hit: Hit, text: bytes) -> Hit | None:
     return hit._replace(fields=fields) if fields or hit.event or is_bare_step else None
 
 
-def _is_number(text: bytes) -> bool:
-    "Whether a text is one number."
-    try:
-        float(text.replace(b",", b""))
-    except ValueError:
-        return False
-    return True
-
-
 _DIGITS = b"0123456789"
 _AS_ZERO = bytes.maketrans(_DIGITS, b"0" * len(_DIGITS))
-_MAX_LAYOUTS = 2**12  # layouts that are remembered
 
 
 def _n_digits(text: bytes) -> int:
@@ -155,16 +152,78 @@ def _is_all_values(hits: list[Hit], text: bytes) -> bool:
     is_plain = all(hit.event is None and hit.step is None for hit in hits)
     return is_plain and sum(_n_digits(text[start:end]) for start, end in spans) == _n_digits(text) > 0
 
-
-def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
-    "The lines of `todo` that are not in `done`; both rising, `done` a part of `todo`."
-    if done.size == todo.size:
-        return todo[:0]
-    left = np.ones(len(todo), bool)
-    left[np.searchsorted(todo, done)] = False
-    return todo[left]
+# %% ../../nbs/api/read/05_scan.ipynb #5bbd15f5
+_LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
+_MAX_LAYOUTS = 2**12  # layouts that are remembered
 
 
+class _LineParser:
+    "A format's reading of lines, remembered by layout; counts what it cannot read."
+
+    def __init__(self, parse: Parser):
+        self.parse, self.n_unread = parse, 0
+        self.hits_by_layout: dict[bytes, list[Hit]] = {}
+
+    def _parsed(self, text: bytes) -> list[Hit]:
+        "The hits in a line, remembered for all lines of its layout whose digits are all values."
+        layout = text.translate(_AS_ZERO)
+        hits = self.hits_by_layout.get(layout)
+        if hits is None:
+            hits = self.parse(text)
+            if len(self.hits_by_layout) < _MAX_LAYOUTS and _is_all_values(hits, text):
+                self.hits_by_layout[layout] = hits
+        return hits
+
+    def hits(
+        self,
+        text: bytes,  # one line
+        count: int,  # lines like it, all of which are unread where it has no valid hit
+    ) -> list[Hit]:
+        "The valid hits in a line."
+        hits = self._parsed(text)
+        valid = [checked for hit in hits if (checked := _valid(hit, text))]
+        if len(valid) < len(hits) or (not hits and _LOSS.search(text)):
+            self.n_unread += count
+        return valid
+
+# %% ../../nbs/api/read/05_scan.ipynb #01c1d033
+def _read_group(group: SameLayout | SameShape, parser: _LineParser) -> Iterator[_Many]:
+    "The hits in the model line, with the values at their positions in all lines like it."
+    piece, lines = group.piece, group.lines
+    for hit in parser.hits(group.text, len(lines)):
+        begin = hit.fields[0][1] if hit.fields else 0
+        step = None if hit.step is None else group.numbers(*hit.step)
+        time = None if hit.time is None else _times(group, hit.time[0])
+        values = [group.numbers(start, end) for _, start, end in hit.fields]
+        texts = [piece.line(j).decode("utf-8", "replace") for j in lines] if hit.event else []
+        records = _Many(hit, piece.file_offset(lines) + begin, None, time, values, texts)
+        yield records if step is None else _with_steps(records, step, parser)
+
+
+def _with_steps(group: _Many, step: np.ndarray, parser: _LineParser) -> _Many:
+    "The group with whole steps; lines whose step is beyond all counting are left out and counted."
+    is_step = np.abs(step) < _MAX_STEP
+    if not is_step.all():
+        parser.n_unread += int((~is_step).sum())
+        time = None if group.time is None else group.time[is_step]
+        values = [value[is_step] for value in group.values]
+        texts = [text for text, is_valid in zip(group.texts, is_step, strict=False) if is_valid]
+        group = _Many(group.hit, group.order[is_step], None, time, values, texts)
+    return group._replace(step=step[is_step].astype(np.int64) + group.hit.step_shift)
+
+
+def _read_single(piece: Piece, i: int, parser: _LineParser) -> Iterator[_Single]:
+    "The hits in one line of a rare shape, without arrays."
+    text, offset = piece.line(i), int(piece.file_offset(i))
+    for hit in parser.hits(text, 1):
+        begin = hit.fields[0][1] if hit.fields else 0
+        step = None
+        if hit.step is not None:
+            step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
+        values = [float(text[start:end].replace(b",", b"")) for _, start, end in hit.fields]
+        yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
+
+# %% ../../nbs/api/read/05_scan.ipynb #6c44d546
 class _Frame(NamedTuple):
     "What series of the same records share."
 
@@ -187,132 +246,115 @@ def _frame(parts: list[Part]) -> _Frame:
     step = np.maximum(step, 0)[by_order]
     return _Frame(by_order, order[by_order], step, None if time is None else time[by_order])
 
-# %% ../../nbs/api/read/05_scan.ipynb #6779e83d
+
+def _columns_of(singles: list[_Single]) -> Iterator[tuple[str, Part]]:
+    "The values of lines of rare shapes; those of records with the same fields as one part of their columns."
+    groups: dict[tuple, list[_Single]] = {}
+    for single in singles:
+        groups.setdefault(tuple(name for name, _, _ in single.hit.fields), []).append(single)
+    for names, group in groups.items():
+        times = [single.time for single in group]
+        time = np.array(times, "M8[s]") if any(times) else None
+        order = np.array([single.order for single in group])
+        step = np.array([single.step for single in group])
+        columns = zip(*(single.values for single in group), strict=True)
+        for name, values in zip(names, columns, strict=True):
+            yield name, Part(order, step, np.array(values), time)
+
+
+def _events(group: _Many, step: np.ndarray) -> Iterator[tuple[int, str, int, str, float | None]]:
+    "The events of lines alike; their times in seconds since 1970, or None."
+    times: list[float | None] = [None] * len(step)
+    if group.time is not None:
+        times = group.time.astype("M8[s]").astype(float).tolist()
+    kinds = [str(group.hit.event)] * len(step)
+    return zip(group.order.tolist(), kinds, step.tolist(), group.texts, times, strict=True)
+
+# %% ../../nbs/api/read/05_scan.ipynb #f91f19c0
+def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
+    "The lines of `todo` that are not in `done`; both rising, `done` a part of `todo`."
+    if done.size == todo.size:
+        return todo[:0]
+    left = np.ones(len(todo), bool)
+    left[np.searchsorted(todo, done)] = False
+    return todo[left]
+
+
 # so many groups below this share of the lines: the others have little in common; ours, to be judged
 # by `read.*` of `make bench`
 _SMALL, _PATIENCE = 0.001, 6
+_FEW = 64  # lines: for fewer, finding their digit runs costs more than it saves
 
 
-class Scan:
-    "What the scanner found in the lines given so far, in columns."
+class _PieceReader:
+    "The hits in a piece of a log, of lines that are alike read together."
 
-    def __init__(
-        self,
-        parse: Parser,  # the format's reading of one line
-        max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
-        candidates: Callable[[Piece], np.ndarray] | None = None,  # which lines are looked at; None: all
-    ):
-        self.parse, self.max_shapes, self.candidates = parse, max_shapes, candidates
+    def __init__(self, piece: Piece, parser: _LineParser, max_groups: int):
+        self.piece, self.parser, self.max_groups = piece, parser, max_groups
+        self.many: list[_Many] = []
         self.is_scattered = False  # whether the last groups of lines were small
-        self.columns: dict[str, list[Part]] = {}
-        self.events: list[tuple[int, str, int, str, float | None]] = []  # (offset, kind, step, text, seconds)
-        self.unread, self.n_lines = 0, 0
-        self.last_step: int | None = None
-        self.layout_hits: dict[bytes, list[Hit]] = {}  # by layout, what lines alone of their shape gave
 
-    def feed(
+    def read(
         self,
-        data: bytes,  # whole lines
-        offset: int = 0,  # their place in the file, in bytes
-    ) -> "Scan":  # itself
-        "Read more lines."
-        if b"\x1b" in data:
-            data = _COLOUR.sub(b"", data)
-        piece = Piece(data, offset)
-        todo = np.arange(len(piece.start))
-        many: list[_Many] = []
-        self.n_lines += len(todo)
-        if self.candidates is not None:
-            small = _SMALL * len(todo)
-            todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, small)
-            if self.is_scattered and todo.size >= 64:
-                todo = todo[self.candidates(piece)[todo]]
-        alone = 0.0 if self.candidates is None else 1.0  # lines alone of their layout are no reason to go on
-        todo = self._read_groups(piece, todo, SameLayout, many, self.max_shapes, alone)
-        if todo.size >= 64:  # for fewer lines, finding the digit runs costs more than it saves
-            todo = self._read_groups(piece, todo, SameShape, many, self.max_shapes, alone)
-        singles = [single for i in todo.tolist() for single in self._read_single(piece, i)]
-        self._store(many, singles)
-        return self
-
-    def _read_groups(
-        self,
-        piece: Piece,
-        todo: np.ndarray,
+        todo: np.ndarray,  # lines that are still to be read
         alike: type[SameLayout] | type[SameShape],
-        many: list[_Many],
-        max_groups: int,
-        small: float = 0.0,
-    ) -> np.ndarray:
-        "Reads lines that are alike together into `many`, until several groups are small; the lines left."
+        small: float = 0.0,  # lines of a group that is small
+    ) -> np.ndarray:  # the lines that are left
+        "Reads groups of lines that are alike, until several in a row are small."
         alone, patience = [], _PATIENCE  # a line alone of its layout may still have others of its shape
-        for _ in range(max_groups):
+        for _ in range(self.max_groups):
             if not todo.size:
                 break
-            group = alike(piece, todo)
+            group = alike(self.piece, todo)
             patience = _PATIENCE if group.lines.size > small else patience - 1
             self.is_scattered = not patience
             if self.is_scattered:
                 break
             if group.lines.size > 1 or alike is SameShape:
-                many += self._read_group(group)
+                self.many += _read_group(group, self.parser)
             else:
                 alone.append(todo[0])
             todo = _without(todo, group.lines)
         return np.union1d(todo, np.array(alone, dtype=todo.dtype))
 
-    def _read_group(self, group: SameLayout | SameShape) -> Iterator[_Many]:
-        "The hits in the model line, with the values that stand there in all lines like it."
-        piece, lines = group.piece, group.lines
-        for hit in self._hits(group.text, len(lines)):
-            begin = hit.fields[0][1] if hit.fields else 0
-            step = None if hit.step is None else group.numbers(*hit.step)
-            time = None if hit.time is None else _times(group, hit.time[0])
-            values = [group.numbers(start, end) for _, start, end in hit.fields]
-            texts = [piece.line(j).decode("utf-8", "replace") for j in lines] if hit.event else []
-            order = piece.start[lines] + (piece.offset - PAD + begin)
-            records = _Many(hit, order, None, time, values, texts)
-            yield records if step is None else self._with_steps(records, step)
+# %% ../../nbs/api/read/05_scan.ipynb #f97deb0a
+class Scan:
+    "The records and events in the lines so far."
 
-    def _with_steps(self, group: _Many, step: np.ndarray) -> _Many:
-        "The group with whole steps; lines whose step is beyond all counting are left out and counted."
-        is_step = np.abs(step) < _MAX_STEP
-        if not is_step.all():
-            self.unread += int((~is_step).sum())
-            time = None if group.time is None else group.time[is_step]
-            values = [value[is_step] for value in group.values]
-            texts = [text for text, is_valid in zip(group.texts, is_step, strict=False) if is_valid]
-            group = _Many(group.hit, group.order[is_step], None, time, values, texts)
-        return group._replace(step=step[is_step].astype(np.int64) + group.hit.step_shift)
+    def __init__(
+        self,
+        parse: Parser,  # the format's reading of one line
+        max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
+        candidates: Callable[[Piece], np.ndarray] | None = None,  # which lines are parsed; None: all
+    ):
+        self.max_shapes, self.candidates = max_shapes, candidates
+        self.columns: dict[str, list[Part]] = {}
+        self.events: list[tuple[int, str, int, str, float | None]] = []  # (offset, kind, step, text, seconds)
+        self.n_lines = 0
+        self.parser = _LineParser(parse)
+        self.last_step: int | None = None
 
-    def _parsed(self, text: bytes) -> list[Hit]:
-        "The hits in a line, remembered for all lines of its layout whose digits are all values."
-        layout = text.translate(_AS_ZERO)
-        hits = self.layout_hits.get(layout)
-        if hits is None:
-            hits = self.parse(text)
-            if len(self.layout_hits) < _MAX_LAYOUTS and _is_all_values(hits, text):
-                self.layout_hits[layout] = hits
-        return hits
-
-    def _hits(self, text: bytes, count: int) -> list[Hit]:
-        "The valid hits in a line; `count` lines like it are unread where it has none."
-        hits = self._parsed(text)
-        valid = [checked for hit in hits if (checked := _valid(hit, text))]
-        if len(valid) < len(hits) or (not hits and _LOSS.search(text)):
-            self.unread += count
-        return valid
-
-    def _read_single(self, piece: Piece, i: int) -> Iterator[_Single]:
-        "The hits in one line of a rare shape, without arrays."
-        text, offset = piece.line(i), int(piece.start[i]) - PAD + piece.offset
-        for hit in self._hits(text, 1):
-            begin = hit.fields[0][1] if hit.fields else 0
-            step = None
-            if hit.step is not None:
-                step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
-            values = [float(text[start:end].replace(b",", b"")) for _, start, end in hit.fields]
-            yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
+    def feed(
+        self,
+        data: bytes,  # whole lines
+        offset: int = 0,  # where they begin in the file, in bytes
+    ) -> "Scan":  # itself
+        "Read more lines."
+        piece = Piece(COLOUR.sub(b"", data) if b"\x1b" in data else data, offset)
+        reader = _PieceReader(piece, self.parser, self.max_shapes)
+        todo = np.arange(len(piece.start))
+        self.n_lines += len(todo)
+        if self.candidates is not None:
+            todo = reader.read(todo, SameLayout, _SMALL * len(todo))
+            if reader.is_scattered and todo.size >= _FEW:
+                todo = todo[self.candidates(piece)[todo]]
+        alone = 0.0 if self.candidates is None else 1.0  # lines alone of their layout are no reason to go on
+        todo = reader.read(todo, SameLayout, alone)
+        if todo.size >= _FEW:
+            todo = reader.read(todo, SameShape, alone)
+        singles = [single for i in todo.tolist() for single in _read_single(piece, i, self.parser)]
+        self._store(reader.many, singles)
+        return self
 
     def _store(self, many: list[_Many], singles: list[_Single]) -> None:
         "Puts steps on records that have none, the values into the columns, and the events into their list."
@@ -320,44 +362,24 @@ class Scan:
         for group in many:
             step = steps.at(group.order) if group.step is None else group.step
             if group.hit.event:
-                self._add_events(group, step)
+                self.events += _events(group, step)
             for (name, _, _), value in zip(group.hit.fields, group.values, strict=True):
                 self.columns.setdefault(name, []).append(Part(group.order, step, value, group.time))
-        self._store_singles(singles, steps)
+        before = steps.at(np.array([single.order for single in singles], dtype=np.int64)).tolist()
+        counted = []
+        for single, last_step in zip(singles, before, strict=True):
+            counted.append(single if single.step is not None else single._replace(step=last_step))
+            if single.hit.event:
+                text = single.text.decode("utf-8", "replace")
+                self.events.append((single.order, single.hit.event, int(counted[-1].step or 0), text, None))
+        for name, part in _columns_of(counted):
+            self.columns.setdefault(name, []).append(part)
         if steps.last is not None:
             self.last_step = steps.last
 
-    def _add_events(self, group: _Many, step: np.ndarray) -> None:
-        "Adds the events of lines alike; their times in seconds since 1970, or None."
-        times = [None] * len(step)
-        if group.time is not None:
-            times = group.time.astype("M8[s]").astype(float).tolist()
-        kinds = [group.hit.event] * len(step)
-        self.events += zip(group.order.tolist(), kinds, step.tolist(), group.texts, times, strict=True)
-
-    def _store_singles(self, singles: list[_Single], steps: _Steps) -> None:
-        "The lines of rare shapes, those with the same fields as one part of their columns."
-        groups: dict[tuple, list[_Single]] = {}
-        before = steps.at(np.array([single.order for single in singles], dtype=np.int64)).tolist()
-        for single, last_step in zip(singles, before, strict=True):
-            step = last_step if single.step is None else single.step
-            if single.hit.event:
-                text = single.text.decode("utf-8", "replace")
-                self.events.append((single.order, single.hit.event, step, text, None))
-            names = tuple(name for name, _, _ in single.hit.fields)
-            groups.setdefault(names, []).append(single._replace(step=step))
-        for names, group in groups.items():
-            times = [single.time for single in group]
-            time = np.array(times, "M8[s]") if any(times) else None
-            order = np.array([single.order for single in group])
-            step = np.array([single.step for single in group])
-            columns = zip(*(single.values for single in group), strict=True)
-            for name, values in zip(names, columns, strict=True):
-                self.columns.setdefault(name, []).append(Part(order, step, np.array(values), time))
-
     def samples(self) -> dict[str, Samples]:  # the log's own name -> its values, in file order
-        "The columns found so far as series; they are handed over, so that a long log is in memory once."
-        out, frames = {}, {}  # series of the same records share their offsets, steps and times
+        "The columns so far as series; they are handed over, so that a long log is in memory once."
+        series, frames = {}, {}  # series of the same records share their offsets, steps and times
         for name in list(self.columns):
             parts = self.columns.pop(name)
             key = tuple(id(part.order) for part in parts)
@@ -365,5 +387,14 @@ class Scan:
                 frames[key] = _frame(parts)
             frame = frames[key]
             value = np.concatenate([part.value for part in parts])
-            out[name] = Samples(frame.step, value[frame.by_order], frame.order, frame.time)
-        return out
+            series[name] = Samples(frame.step, value[frame.by_order], frame.order, frame.time)
+        return series
+
+    def take(self) -> LogData:  # its series and events; texts cut at 500 characters
+        "All that was read since this was last called."
+        in_order = sorted(self.events, key=lambda event: event[0])
+        events = [(kind, step, text[:500], time) for _, kind, step, text, time in in_order]
+        log = LogData(self.samples(), events, n_lines=self.n_lines)
+        log.skip("unreadable record", self.parser.n_unread)
+        self.events, self.parser.n_unread = [], 0
+        return log

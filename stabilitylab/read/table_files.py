@@ -122,9 +122,7 @@ def _is_table(rows: list[list[str]]) -> bool:
 
 def csv_shape(
     head: bytes,  # the first bytes of the file
-) -> tuple[
-    str, list[str] | None
-]:  # the delimiter; the header's names, None where the first line holds numbers
+) -> tuple[str, list[str] | None]:  # delimiter; names of the header, None where the first line holds numbers
     "Delimiter and header of a delimited table, or ('', None) where the bytes are none."
     lines = [line for line in head.decode("utf-8-sig", "replace").splitlines()[:20] if line.strip()]
     if b"\0" in head or not lines or any(_BAR.search(line) for line in lines):
@@ -140,7 +138,7 @@ def csv_shape(
             return mark, None if all(map(_is_number, rows[0])) else rows[0]
     return "", None
 
-
+# %% ../../nbs/api/read/03_table_files.ipynb #17998bf9
 def read_table(
     path: str | Path,  # a CSV or TSV file
 ) -> tuple[pd.DataFrame, int]:  # the table, and how many lines were dropped because they have too many cells

@@ -90,25 +90,25 @@ def smallest(
     holds: Callable[[list[str]], bool],  # whether some of them are enough
 ) -> list[str]:  # of which no part can be left out, at the fineness of single names
     "A small set of names for which a test still holds, by delta debugging."
-    kept, parts = list(names), 2
-    while len(kept) > 1:
-        size = -(-len(kept) // parts)
-        chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
+    required, parts = list(names), 2
+    while len(required) > 1:
+        size = -(-len(required) // parts)
+        chunks = [required[i : i + size] for i in range(0, len(required), size)]
         alone = next((chunk for chunk in chunks if holds(chunk)), None)
         if alone is not None:
-            kept, parts = alone, 2
+            required, parts = alone, 2
             continue
-        rests = (_without(kept, chunk) for chunk in chunks) if len(chunks) > 2 else ()
+        rests = (_without(required, chunk) for chunk in chunks) if len(chunks) > 2 else ()
         rest = next((rest for rest in rests if holds(rest)), None)
         if rest is not None:
-            kept, parts = rest, max(parts - 1, 2)
+            required, parts = rest, max(parts - 1, 2)
         elif size == 1:
             break
         else:
-            parts = min(len(kept), 2 * parts)
-    return kept
+            parts = min(len(required), 2 * parts)
+    return required
 
-
+# %% ../../nbs/api/replay/05_bisect.ipynb #e0b21a9f
 def _step_with(
     snapshot: Snapshot,
     model: torch.nn.Module,
@@ -130,7 +130,7 @@ def _step_with(
         set_rng_state(outside)
     return float(loss.detach()), norm_of(p.grad for p in model.parameters() if p.grad is not None)
 
-
+# %% ../../nbs/api/replay/05_bisect.ipynb #d2acee43
 def bisect_precision(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its first micro-batch is used
@@ -147,29 +147,33 @@ def bisect_precision(
         modules = [name for name, m in leaf_modules(model) if list(m.parameters(recurse=False))]
     coarse = number_format(bad).name
     fine = None if good in ("fp32", "float32") else number_format(good).name
-    check, tries = healthy or is_healthy, []
+    check: Callable = healthy or is_healthy
+    tries: list[Try] = []
+    required: list[str] = []
 
-    def run(kept: Sequence[str]) -> tuple[float, float]:  # kept: modules in the fine format
+    def run(fine_names: Sequence[str]) -> tuple[float, float]:  # kept: modules in the fine format
         "Loss and gradient norm of the step."
-        formats = [(coarse, [name for name in modules if name not in kept])]
+        formats: list[tuple[str, Sequence[str]]] = [
+            (coarse, [name for name in modules if name not in fine_names])
+        ]
         if fine is not None:
-            formats.append((fine, kept))
+            formats.append((fine, fine_names))
         return _step_with(snapshot, model, batch, formats)
 
-    whole = run(modules)
+    reference = run(modules)
 
-    def holds(kept: list[str]) -> bool:  # modules in the fine format
+    def holds(fine_names: list[str]) -> bool:  # modules in the fine format
         "Whether the step is healthy; each try is noted."
         bar.update()
-        result = run(kept)
-        tries.append(Try(tuple(kept), *result, check(*result, *whole)))
+        result = run(fine_names)
+        tries.append(Try(tuple(fine_names), *result, check(*result, *reference)))
         return tries[-1].healthy
 
     with tqdm(desc="bisect", unit="try", disable=not progress, leave=False) as bar:
-        if not np.isfinite(whole[0]) or not check(*whole, *whole):
-            outcome, found = "never healthy", []
+        if not np.isfinite(reference[0]) or not check(*reference, *reference):
+            outcome = "never healthy"
         elif holds([]):
-            outcome, found = "all may be coarse", []
+            outcome = "all may be coarse"
         else:
-            outcome, found = "found", smallest(modules, holds)
-    return Bisection(tuple(found), outcome, bad, good, tuple(tries))
+            outcome, required = "found", smallest(modules, holds)
+    return Bisection(tuple(required), outcome, bad, good, tuple(tries))

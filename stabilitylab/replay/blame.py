@@ -6,9 +6,10 @@
 __all__ = ['blame', 'TokenLosses', 'token_losses', 'TextLosses', 'text_losses', 'without', 'ablate']
 
 # %% ../../nbs/api/replay/06_blame.ipynb #2bcb15d9
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -40,7 +41,7 @@ def _sample(part: object, i: int) -> object:
 def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[torch.Tensor, torch.Tensor]:
     "(losses in float64, mask) of every token, both (batch, seq)."
     with torch.no_grad():
-        losses, mask = setup.token_loss(model, part)
+        losses, mask = cast(Callable, setup.token_loss)(model, part)
     return losses.detach().double(), mask.detach().bool()
 
 
@@ -73,7 +74,7 @@ def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[
             weight = (1 if has_items(part) else count) / together / setup.divisor(batch.parts)
             yield _Sample(m, i, int(count), weight)
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #fd554134
 def _gradient(
     setup: Setup, model: torch.nn.Module, batch: Batch, sample: _Sample
 ) -> tuple[float, torch.Tensor]:
@@ -87,7 +88,7 @@ def _gradient(
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return float(loss.detach()), torch.cat([grad.flatten().double() for grad in grads])
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
 def blame(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
@@ -99,17 +100,18 @@ def blame(
     samples = list(_samples_of(setup, model, batch))
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     has_room = 8 * len(samples) * entries <= memory
-    whole, losses, kept = 0.0, [], []
+    batch_grad: Any = 0.0
+    losses, gradients = [], []
     for sample in samples:
         loss, grad = _gradient(setup, model, batch, sample)
         losses.append(loss)
-        whole = whole + sample.weight * grad
-        kept.append(grad if has_room else None)
-    square = float(whole @ whole)
+        batch_grad = batch_grad + sample.weight * grad
+        gradients.append(grad if has_room else None)
+    square = float(batch_grad @ batch_grad)
     rows = []
-    for sample, loss, known in zip(samples, losses, kept, strict=True):
-        grad = _gradient(setup, model, batch, sample)[1] if known is None else known
-        norm, product = float(grad.norm()), float(grad @ whole)
+    for sample, loss, saved in zip(samples, losses, gradients, strict=True):
+        grad = _gradient(setup, model, batch, sample)[1] if saved is None else saved
+        norm, product = float(grad.norm()), float(grad @ batch_grad)
         row = {"microbatch": sample.microbatch} if len(batch.parts) > 1 else {}
         share = sample.weight * product / max(square, 1e-300)
         cosine = product / max(norm * square**0.5, 1e-300)
@@ -165,7 +167,7 @@ def token_losses(
         tables["token"].insert(0, "text", [setup.decode(int(token)) for token in tables["token"].index])
     return TokenLosses(tables["position"], tables["token"], tables["length"])
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #2c181c0a
 @dataclass(frozen=True)
 class TextLosses:
     "The text of a sample with the loss of every token."
@@ -179,7 +181,7 @@ class TextLosses:
         return plain(asdict(self))
 
 
-def _is_ids(value: object) -> bool:
+def _is_ids(value: Any) -> bool:
     "Whether a value may be the token ids of a micro-batch."
     is_table = torch.is_tensor(value) and value.ndim == 2
     return is_table and not value.is_floating_point() and value.dtype != torch.bool
@@ -202,13 +204,13 @@ def _one_text(
     "The text of one sample from its row of ids, losses and mask."
     decode = setup.decode or str
     words = [decode(max(token, 0)) for token in ids.tolist()]  # ids below 0 are places that do not count
-    told = [
+    shown_losses = [
         round(loss, 4) if counts else None
         for loss, counts in zip(losses.tolist(), mask.tolist(), strict=True)
     ]
-    return TextLosses(int(number), tuple(words), tuple(told))
+    return TextLosses(int(number), tuple(words), tuple(shown_losses))
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #98a3ecff
 def text_losses(
     snapshot: Snapshot,  # its setup has `token_loss`
     batch: Batch,  # its micro-batches
@@ -218,7 +220,7 @@ def text_losses(
     setup = snapshot.setup
     if setup.token_loss is None:
         return []
-    model, found, first = _frozen(snapshot), {}, 0
+    model, texts, first = _frozen(snapshot), {}, 0
     for part in batch.parts:
         count = _count_samples(part)
         here = [number for number in samples if first <= number < first + count]
@@ -229,9 +231,9 @@ def text_losses(
                 return []
             for number in here:
                 i = number - first
-                found[number] = _one_text(setup, number, ids[i], losses[i], mask[i])
+                texts[number] = _one_text(setup, number, ids[i], losses[i], mask[i])
         first += count
-    return [found[number] for number in samples if number in found]
+    return [texts[number] for number in samples if number in texts]
 
 # %% ../../nbs/api/replay/06_blame.ipynb #1ad1659e
 def _zeros(out: object) -> object:

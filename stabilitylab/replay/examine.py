@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,14 +19,14 @@ import xarray as xr
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from .blame import TextLosses, ablate, blame, text_losses
-from .compare_formats import compare_precision
+from .compare_formats import check_precisions, compare_precision
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, replay
 from .swap import SwapTest, swap_test
-from .user_code import as_input_error, load_setup
+from .user_code import faults_in_one_line, load_setup
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/08_examine.ipynb #3e0374df
@@ -64,7 +65,7 @@ def setup_of(
             )
     return load_setup(where, path)
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #2c07af5f
 def controls(
     path: str | Path | Recording,  # folder of a record
     step: int,  # the suspect step
@@ -74,11 +75,11 @@ def controls(
 ]:  # steps of control states, steps of control batches, all before the suspect one, ascending
     "Earlier steps to compare with: ordinary states not far before the suspect one, batches just before it."
     recording = opened(path)
-    known = recording.box().steps
-    steps = [earlier for earlier in known if earlier < step]
+    replayable = recording.box().steps
+    steps = [earlier for earlier in replayable if earlier < step]
     if not steps:
         why = "control states and batches come from before it"
-        raise bad_input("step", step, f"later than {known[0]}", why)
+        raise bad_input("step", step, f"later than {replayable[0]}", why)
     # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
     distances = {max(1, min(_FAR, len(steps)) >> halved) for halved in range(n)}
     norms = _recorded_norms(recording.run)
@@ -100,7 +101,7 @@ def _ordinary_step(steps: list[int], distance: int, norms: dict[int, float]) -> 
     around = steps[-(distance + distance // 4) :][: 1 + distance // 4 + distance // 8]
     return min(around, key=lambda step: norms.get(step, float("inf")))
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #3ff294e3
 def _has_matrix(module: torch.nn.Module) -> bool:
     "Whether a module has a parameter of two or more dimensions."
     return any(p.ndim > 1 for p in module.parameters())
@@ -108,7 +109,7 @@ def _has_matrix(module: torch.nn.Module) -> bool:
 
 def _block_parts(
     model: torch.nn.Module,  # any
-    most: int = 24,  # names, the first and last blocks before those between
+    limit: int = 24,  # names, the first and last blocks before those between
 ) -> list[str]:  # names such as blocks.0.attn
     "The parts of every block of a model that are worth taking out: no norms, no dropout."
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -118,11 +119,11 @@ def _block_parts(
         for i, block in enumerate(blocks_of):
             parts = [f"{name}.{i}.{child}" for child, part in block.named_children() if _has_matrix(part)]
             blocks.append(parts)
-    keep = []
+    keep: list[str] = []
     for i in sorted(range(len(blocks)), key=lambda i: min(i, len(blocks) - 1 - i)):
-        if len(keep) + len(blocks[i]) <= most:
+        if len(keep) + len(blocks[i]) <= limit:
             keep += blocks[i]
-    return sorted(keep, key=order.get)
+    return sorted(keep, key=lambda name: order[name])
 
 # %% ../../nbs/api/replay/08_examine.ipynb #0f5d7c02
 @dataclass(frozen=True)
@@ -147,22 +148,26 @@ class Examination:
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
-        told = {"step": self.step, "loss": self.replayed.loss, "recorded_loss": self.recorded_loss}
-        told |= {"exact": self.exact, **self.replayed.to_dict(), "batch_ids": self.batch_ids}
-        told["check"] = self.check
+        fields: dict[str, object] = {
+            "step": self.step,
+            "loss": self.replayed.loss,
+            "recorded_loss": self.recorded_loss,
+        }
+        fields |= {"exact": self.exact, **self.replayed.to_dict(), "batch_ids": self.batch_ids}
+        fields["check"] = self.check
         if self.swap is not None:
-            told["swap"] = self.swap
+            fields["swap"] = self.swap
         if self.samples is not None:
-            told["samples"] = self.samples.astype(float)
+            fields["samples"] = self.samples.astype(float)
         if self.tokens:
-            told["tokens"] = self.tokens
+            fields["tokens"] = self.tokens
         if self.modules is not None:
-            told["modules"] = self.modules
+            fields["modules"] = self.modules
         if self.precision is not None:
-            told["precision"] = _precision_rows(self.precision)
-        return plain(told)
+            fields["precision"] = _precision_rows(self.precision)
+        return plain(fields)
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #a645ade8
 def _precision_rows(table: xr.Dataset) -> list[dict]:
     "A row a precision from `compare_precision`."
     rows = (table.isel(precision=i) for i in range(table.sizes["precision"]))
@@ -193,9 +198,9 @@ def _swap(
 ) -> SwapTest:
     "The swap test of a step with controls of its run; those of `controls` where none are named."
     if states is None or batches is None:
-        known = controls(path, snapshot.step)
-        states = known[0] if states is None else states
-        batches = known[1] if batches is None else batches
+        earlier = controls(path, snapshot.step)
+        states = earlier[0] if states is None else states
+        batches = earlier[1] if batches is None else batches
     setup = snapshot.setup
     return swap_test(
         [*load_snapshots(path, states, setup), snapshot],
@@ -203,7 +208,7 @@ def _swap(
         progress=False,
     )
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #18d2d0e6
 def examine(  # noqa: PLR0913 - one call answers several questions, each switched on or off by its own name
     path: str | Path | Recording,  # of a record with a black box
     step: int,  # a step of `replayable_steps`
@@ -219,23 +224,18 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     batches: Sequence[int] | None = None,  # steps of its control batches; None: as in `controls`
 ) -> Examination:  # the step again, and what was asked for
     "Replay a step of a recorded run and, if it is that step, everything that helps to say what caused it."
-    setup = setup if isinstance(setup, Setup) else setup_of(path, setup)
-    try:
-        return _examined(
-            opened(path), step, setup, say, (swap, samples, precisions, modules, states, batches)
-        )
-    except Exception as error:
-        told = as_input_error(error)
-        if told is None:
-            raise
-        raise told from error
+    check_precisions(precisions)  # before minutes of other parts
+    recording = opened(path)
+    setup = setup if isinstance(setup, Setup) else setup_of(recording.path, setup)
+    with faults_in_one_line():
+        return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
 
 def _examined(
-    path: Recording, step: int, setup: Setup, say: Callable[[str], None], asked: tuple
+    path: Recording, step: int, setup: Setup, say: Callable[[str], None], requested: tuple
 ) -> Examination:
     "The same, with faults of the setup as they come."
-    swap, samples, precisions, modules, states, batches = asked
+    swap, samples, precisions, modules, states, batches = requested
     say("going back")
     if step not in path.box().steps:
         load_snapshots(path, [step], setup)  # says why not, and which
@@ -244,22 +244,22 @@ def _examined(
     snapshot, batch = way.snapshot, load_batch(path, step, setup)
     say("the step again")
     again, recorded = replay(snapshot, batch), way.steps[-1].recorded.get("loss")
-    told = Examination(step, again, recorded, tuple(batch.ids), check)
+    examination = Examination(step, again, recorded, tuple(batch.ids), check)
     if not check.is_step:
-        return told
-    found = {}
+        return examination
+    parts: dict[str, Any] = {}
     if swap:
         say("other states, other batches")
-        found["swap"] = _swap(path, snapshot, batch, states, batches)
+        parts["swap"] = _swap(path, snapshot, batch, states, batches)
     if samples:
         say("every sample")
-        table = found["samples"] = blame(snapshot, batch)
-        found["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
+        table = parts["samples"] = blame(snapshot, batch)
+        parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
     if precisions:
         say("other precisions")
-        found["precision"] = compare_precision(snapshot, batch, list(precisions))
+        parts["precision"] = compare_precision(snapshot, batch, list(precisions))
     names = _block_parts(setup.model()) if modules is True else list(modules or ())
     if names:
         say("modules taken out")
-        found["modules"] = ablate(snapshot, batch, names)
-    return replace(told, **found)
+        parts["modules"] = ablate(snapshot, batch, names)
+    return replace(examination, **parts)

@@ -6,14 +6,16 @@
 __all__ = ['FAULTS', 'HARMLESS', 'Facts', 'changed_place', 'facts_of', 'fault_of']
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f206e3f5
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
+from ..probe.settings import as_list
 from stabilitylab.replay.retrace import (
     EQUAL,
     ROUNDING,
@@ -24,12 +26,13 @@ from stabilitylab.replay.retrace import (
     recorded_params,
 )
 from .snapshot import Walk, load_batch
-from .state import Batch, Setup, listed
+from .state import Batch, Setup
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 FAULTS = {
     "": "the replay is the recorded step",
+    "unrecorded": "the replay cannot be checked: neither loss nor gradient norm of step {step} was recorded",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
     " the one that was optimized",
     "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",
@@ -51,6 +54,8 @@ FAULTS = {
     "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over,"
     " a checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of"
     " several",
+    "gradient alone": "the gradient differs, and no loss was recorded to compare: another loss or model, or a"
+    " hook that changes gradients",
     "schedule": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}: `setup.schedule` is"
     " missing",
     "schedule off": "the learning rate was {recorded:.6g}, here it is {replayed:.6g}, that of the step"
@@ -64,7 +69,8 @@ FAULTS = {
     "settings": "{name} differs where everything before it agrees: the optimizer's settings (weight decay,"
     " betas, epsilon), its groups, or clipping",
 }
-HARMLESS = ("", "other loss", "rounding", "noise")  # faults with which a replay is the recorded step
+# with which nothing speaks against a verdict on the recorded step
+HARMLESS = ("", "unrecorded", "other loss", "rounding", "noise")
 
 # %% ../../nbs/api/replay/13_faults.ipynb #292ca54d
 _SAME_PLACE = ("version_torch", "cpu", "processor", "threads", "device", "tf32", "matmul_precision")
@@ -107,42 +113,30 @@ def facts_of(
 
 # %% ../../nbs/api/replay/13_faults.ipynb #0d1387d1
 class _Watched(dict):
-    "A batch that notes which of its keys are read."
+    "A batch that notes which of its keys are read; whoever iterates over it reads all."
 
     def __init__(self, batch: dict):
         super().__init__(batch)
-        self.read = set()
+        self.read: set = set()
 
     def __getitem__(self, key: object) -> object:
         self.read.add(key)
         return super().__getitem__(key)
 
-    def get(
-        self,
-        key: object,  # asked for
-        default: object = None,  # where it is absent
-    ) -> object:
-        "As of a dict, and noted."
+    def get(self, key: object, default: object = None) -> object:
         self.read.add(key)
         return super().get(key, default)
 
     def __iter__(self) -> Iterator:
-        return iter(self.keys())
-
-    def keys(self) -> list:
-        "As of a dict; all count as read."
         self.read.update(super().keys())
-        return list(super().keys())
+        return super().__iter__()
 
-    def items(self) -> list:
-        "As of a dict; all count as read."
-        return [(key, self[key]) for key in self.keys()]
+    # those of dict would not come by `__iter__` and `__getitem__`
+    keys: Any = Mapping.keys
+    items: Any = Mapping.items
+    values: Any = Mapping.values
 
-    def values(self) -> list:
-        "As of a dict; all count as read."
-        return [self[key] for key in self.keys()]
-
-
+# %% ../../nbs/api/replay/13_faults.ipynb #586006bc
 def _unread_keys(facts: Facts) -> list[str]:
     "Keys of the first batch that the loss does not look at."
     part = facts.first.parts[0]
@@ -178,7 +172,7 @@ def _loss_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict
 
 
 def _grad_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
-    "The loss agrees, its gradient does not."
+    "The gradient differs; the loss agrees, or was not recorded."
     count = len(facts.first.parts)
     if _is_multiple(step, "grad_norm", count):
         return "accumulation", {"count": count}
@@ -186,28 +180,28 @@ def _grad_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str,
     here = {name for name, p in facts.way.model.named_parameters() if p.requires_grad}
     if was and was != here:
         return "frozen", {"names": _some(sorted(was ^ here))}
-    return "gradient", {}
+    return "gradient" if "loss" in step.recorded else "gradient alone", {}
 
 
 def _lr_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     "The learning rate differs."
-    told = {"recorded": step.recorded["lr"], "replayed": step.replayed["lr"]}
+    rates = {"recorded": step.recorded["lr"], "replayed": step.replayed["lr"]}
     if facts.setup.schedule is None:
-        return "schedule", told
+        return "schedule", rates
     scalars = facts.path.run["scalars"].lr
-    near = {shift: scalars.values[scalars.step.values == step.step + shift] for shift in (-1, 1)}
-    for shift, values in near.items():
-        if values.size and distance(float(values[-1]), told["replayed"]) <= EQUAL:
-            return "schedule off", told | {"which": "before" if shift < 0 else "after"}
-    return "other schedule", told
+    neighbours = {shift: scalars.values[scalars.step.values == step.step + shift] for shift in (-1, 1)}
+    for shift, values in neighbours.items():
+        if values.size and distance(float(values[-1]), rates["replayed"]) <= EQUAL:
+            return "schedule off", rates | {"which": "before" if shift < 0 else "after"}
+    return "other schedule", rates
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #96691b14
 def _update_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     "The gradient agrees, what the optimizer made of it does not."
     if step.recorded.get("skipped"):
         return "skipped", {}
     was = list(facts.path.run.attrs.get("optimizer", []))
-    here = [type(optimizer).__name__ for optimizer in listed(facts.way.optimizer)]
+    here = [type(optimizer).__name__ for optimizer in as_list(facts.way.optimizer)]
     if was and was != here:
         return "optimizer", {"recorded": ", ".join(was), "replayed": ", ".join(here) or "none"}
     recorded = recorded_params(facts.path.run, step.step, "update_norm")
@@ -221,27 +215,27 @@ def _update_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[st
     return "settings", {"name": "the norm of the update"}
 
 
-_NEAR = 10  # steps behind a snapshot that are taken once more for every clipping; our convention
+_CLIP_SEARCH_STEPS = 10  # steps after a snapshot that are replayed for every clipping; our convention
 _CLIPS = (1.0, 0.5, 0.1, 0.25, 0.3, 2.0, 5.0, 10.0)  # largest norms that loops use
 
 
 def _clip_that_fits(step: Retraced, facts: Facts) -> float | str | None:
     "A largest gradient norm with which the step has the recorded update; looked for near the snapshot only."
-    if step.step - facts.way.start.step > _NEAR:
+    if step.step - facts.way.start.step > _CLIP_SEARCH_STEPS:
         return None
-    known = [clip for clip in _CLIPS if clip < step.replayed["grad_norm"]]
-    apart = {}
-    for clip in [*known, None]:
+    candidates = [clip for clip in _CLIPS if clip < step.replayed["grad_norm"]]
+    apart: dict[float | str, float] = {}
+    for clip in [*candidates, None]:
         start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
         meter = Meter(Walk(facts.path, start))
         while meter.walk.step <= step.step:
             numbers, _ = meter.take()
         name = "none" if clip is None else clip
         apart[name] = distance(numbers["update_norm"], step.recorded["update_norm"])
-    nearest = min(apart, key=apart.get)  # under Adam all of them are near
+    nearest = min(apart, key=lambda clip: apart[clip])  # under Adam all of them are near
     return nearest if apart[nearest] <= EQUAL else None
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #03dc49c3
 def _weight_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     "The update agrees, the weights after it do not."
     return "outside", {"before": step.step}
@@ -264,8 +258,15 @@ def _some(names: list[str]) -> str:
 
 def _in_no_optimizer(facts: Facts) -> list[str]:
     "Trainable parameters that no optimizer of the record has."
-    held = {id(p) for one in listed(facts.way.optimizer) for group in groups_of(one) for p in group["params"]}
-    return [name for name, p in facts.way.model.named_parameters() if p.requires_grad and id(p) not in held]
+    in_groups = {
+        id(p)
+        for optimizer in as_list(facts.way.optimizer)
+        for group in groups_of(optimizer)
+        for p in group["params"]
+    }
+    return [
+        name for name, p in facts.way.model.named_parameters() if p.requires_grad and id(p) not in in_groups
+    ]
 
 
 def fault_of(

@@ -6,7 +6,7 @@
 __all__ = ['refuse_missing_ranks', 'files_at', 'join_models', 'is_sharded', 'join_optimizers', 'in_turn']
 
 # %% ../../nbs/api/replay/11_ranks.ipynb #13173aea
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,11 +21,11 @@ def refuse_missing_ranks(
     trained: int,  # processes that trained together
 ) -> None:
     "Raises where not every rank kept its batches: one rank's step is not the run's."
-    kept = opened(path).world_size
-    if kept != trained:
+    present = opened(path).world_size
+    if present != trained:
         why = "give every rank a Recorder with the same path and snapshot_every"
         raise bad_input(
-            "path", f"{kept} of {trained} ranks", "a record with the black box of every rank", why
+            "path", f"{present} of {trained} ranks", "a record with the black box of every rank", why
         )
 
 
@@ -48,7 +48,7 @@ def files_at(
     return [read_entry(index.folder, row) for row in rows]
 
 # %% ../../nbs/api/replay/11_ranks.ipynb #d8dac5ba
-def _whole(name: str, parts: list[torch.Tensor], shape: tuple | None) -> torch.Tensor:
+def _joined(name: str, parts: list[torch.Tensor], shape: Sequence[int] | None) -> torch.Tensor:
     "One tensor from the parts of all ranks; the first where it is whole already."
     if shape is None or tuple(parts[0].shape) == tuple(shape):
         return parts[0]
@@ -64,10 +64,10 @@ def join_models(
     shapes: dict[str, list],  # parameter -> its whole shape
 ) -> dict:  # the whole state; buffers are those of rank 0
     "The state dict of the whole model."
-    whole = {}
+    joined = {}
     for name in states[0]:
-        whole[name] = _whole(name, [state[name] for state in states], shapes.get(name))
-    return whole
+        joined[name] = _joined(name, [state[name] for state in states], shapes.get(name))
+    return joined
 
 
 def is_sharded(
@@ -88,13 +88,13 @@ def join_optimizers(
     states: list[dict],  # an optimizer's state dict of every rank
 ) -> dict:
     "The state dict of the optimizer of the whole model, from ranks that keep a part each."
-    whole = {}
+    joined: dict = {}
     for number, entry in states[0]["state"].items():
         every = [state["state"][number] for state in states]
-        whole[number] = {}
+        joined[number] = {}
         for key in entry:
-            whole[number][key] = _join_values([one[key] for one in every])
-    return states[0] | {"state": whole}
+            joined[number][key] = _join_values([state[key] for state in every])
+    return states[0] | {"state": joined}
 
 
 def in_turn(

@@ -7,7 +7,7 @@ __all__ = ['wrong_decay_groups', 'Difference', 'resume_check', 'RerunVerdict', '
 
 # %% ../../nbs/api/replay/07_resume.ipynb #ff68d646
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -43,10 +43,10 @@ def wrong_decay_groups(
     # biases, norms and embeddings want none, matrices want some, wherever the optimizer has both kinds
     "Parameters that stand in the wrong weight-decay group, judged by their names and shapes."
     name_of = {id(p): name for name, p in model.named_parameters()}
-    decay = {}
+    decay: dict[str, float] = {}
     for group in optimizer.param_groups:
-        known = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
-        decay |= dict.fromkeys(known, group.get("weight_decay", 0.0))
+        names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
+        decay |= dict.fromkeys(names, group.get("weight_decay", 0.0))
     has_both_kinds = len({value > 0 for value in decay.values()}) == 2
     wrong, outside = [], []
     for name, p in model.named_parameters():
@@ -57,7 +57,7 @@ def wrong_decay_groups(
             wrong.append((name, decay[name], "none" if wants_none else "some"))
     return pd.DataFrame(wrong + outside, columns=["param", "weight_decay", "expected"])
 
-
+# %% ../../nbs/api/replay/07_resume.ipynb #f0e72860
 class Difference(NamedTuple):
     "Something that is not the same in a run that went on and in one that was saved and loaded."
 
@@ -71,7 +71,7 @@ def _there(value: object) -> str:
     return "there" if value else "missing"
 
 
-def _said(value: object) -> object:
+def _cell(value: object) -> object:
     "A value of the optimizer's state as a cell of a table."
     if not torch.is_tensor(value):
         return value
@@ -80,65 +80,69 @@ def _said(value: object) -> object:
 
 def _weight_differences(a: Snapshot, b: Snapshot) -> list[Difference]:
     "Tensors of the model that are missing, of another shape, or not equal bit for bit."
-    found = []
+    differences = []
     for name, t in a.model.items():
         other = b.model.get(name)
         if other is None:
-            found.append(Difference(name, "tensor", "missing"))
+            differences.append(Difference(name, "tensor", "missing"))
         elif t.shape != other.shape:
-            found.append(Difference(name, f"shape {tuple(t.shape)}", f"shape {tuple(other.shape)}"))
+            differences.append(Difference(name, f"shape {tuple(t.shape)}", f"shape {tuple(other.shape)}"))
         elif not torch.equal(t, other):
             distance = (t.double() - other.double()).abs().max()
-            found.append(Difference(name, "tensor", f"{distance:.3g} apart"))
-    return found
+            differences.append(Difference(name, "tensor", f"{distance:.3g} apart"))
+    return differences
 
-
+# %% ../../nbs/api/replay/07_resume.ipynb #61576446
 def _group_differences(a: dict, b: dict) -> list[Difference]:
     "Settings of parameter groups that differ."
     groups = a.get("param_groups", []), b.get("param_groups", [])
-    found = []
+    differences = []
     if len(groups[0]) != len(groups[1]):
-        found.append(Difference("parameter groups", len(groups[0]), len(groups[1])))
-    for i, (one, other) in enumerate(zip(*groups, strict=False)):  # those that only one has are counted above
+        differences.append(Difference("parameter groups", len(groups[0]), len(groups[1])))
+    for i, (left, right) in enumerate(
+        zip(*groups, strict=False)
+    ):  # those that only one has are counted above
         for key in _SETTINGS:
-            if key in one and key in other and one[key] != other[key]:
-                found.append(Difference(f"group {i} {key}", one[key], other[key]))
-    return found
+            if key in left and key in right and left[key] != right[key]:
+                differences.append(Difference(f"group {i} {key}", left[key], right[key]))
+    return differences
 
 
 def _state_differences(a: dict, b: dict) -> list[Difference]:
     "What the optimizer remembers of each parameter, where it differs."
-    one, other = a.get("state", {}), b.get("state", {})
-    found = []
-    for key in sorted(set(one) | set(other)):
-        if (key in one) != (key in other):
-            found.append(Difference(f"state of parameter {key}", _there(key in one), _there(key in other)))
+    left, right = a.get("state", {}), b.get("state", {})
+    differences = []
+    for key in sorted(set(left) | set(right)):
+        if (key in left) != (key in right):
+            differences.append(
+                Difference(f"state of parameter {key}", _there(key in left), _there(key in right))
+            )
             continue
-        for name, value in one[key].items():
-            again = other[key].get(name)
+        for name, value in left[key].items():
+            again = right[key].get(name)
             if not is_same(value, again):
-                found.append(Difference(f"{name} of parameter {key}", _said(value), _said(again)))
-    return found
+                differences.append(Difference(f"{name} of parameter {key}", _cell(value), _cell(again)))
+    return differences
 
 
-def _optimizer_differences(a: dict | None, b: dict | None) -> list[Difference]:
+def _optimizer_differences(a: Any, b: Any) -> list[Difference]:
     "Where two optimizer state dicts differ."
     if (a is None) != (b is None):
         return [Difference("optimizer state", _there(a), _there(b))]
     return _group_differences(a or {}, b or {}) + _state_differences(a or {}, b or {})
 
-
+# %% ../../nbs/api/replay/07_resume.ipynb #a3fc9e74
 def _tie_differences(saved: Snapshot) -> list[Difference]:
     "Names that share one tensor in the model, and no longer do in the checkpoint."
-    names_of = {}
+    names_of: dict[int, list[str]] = {}
     for name, p in saved.setup.model().named_parameters(remove_duplicate=False):
         names_of.setdefault(id(p), []).append(name)
-    found = []
+    differences = []
     for names in names_of.values():
         values = [saved.model[name] for name in names if name in saved.model]
         if any(not torch.equal(values[0], value) for value in values[1:]):
-            found.append(Difference(" = ".join(names), "tied", "drifted apart"))
-    return found
+            differences.append(Difference(" = ".join(names), "tied", "drifted apart"))
+    return differences
 
 
 def _decay_differences(saved: Snapshot) -> list[Difference]:
@@ -155,11 +159,11 @@ def _decay_differences(saved: Snapshot) -> list[Difference]:
 
 def _next_step_differences(a: Snapshot, b: Snapshot, batch: Batch) -> list[Difference]:
     "Whether both take the same next step, bit for bit."
-    one, other = (replay(snapshot, batch, record=False) for snapshot in (a, b))
-    is_equal = one.loss == other.loss and is_same(one.weights, other.weights)
-    return [] if is_equal else [Difference("next step", one.loss, other.loss)]
+    left, right = (replay(snapshot, batch, record=False) for snapshot in (a, b))
+    is_equal = left.loss == right.loss and is_same(left.weights, right.weights)
+    return [] if is_equal else [Difference("next step", left.loss, right.loss)]
 
-
+# %% ../../nbs/api/replay/07_resume.ipynb #a87ce1db
 def resume_check(
     run_through: Snapshot,  # of the run that went on
     saved: Snapshot,  # of the same step after save and load
@@ -169,25 +173,25 @@ def resume_check(
     pd.DataFrame
 ):  # what, run_through, saved; empty where nothing differs; attrs: next_step_equal (None: no batch)
     "Everything that differs between a run that went on and one that was saved and loaded."
-    found = _weight_differences(run_through, saved)
-    found += _optimizer_differences(run_through.optimizer, saved.optimizer)
+    rows = _weight_differences(run_through, saved)
+    rows += _optimizer_differences(run_through.optimizer, saved.optimizer)
     if run_through.scaler != saved.scaler:
-        found.append(Difference("GradScaler", run_through.scaler, saved.scaler))
+        rows.append(Difference("GradScaler", run_through.scaler, saved.scaler))
     if not is_same(run_through.rng, saved.rng):
         other = "others" if saved.rng else "missing"
-        found.append(Difference("random states", _there(run_through.rng), other))
+        rows.append(Difference("random states", _there(run_through.rng), other))
     if run_through.step != saved.step:
-        found.append(Difference("step", run_through.step, saved.step))
-    found += _tie_differences(saved) + _decay_differences(saved)
+        rows.append(Difference("step", run_through.step, saved.step))
+    rows += _tie_differences(saved) + _decay_differences(saved)
     is_equal = None
     if batch is not None:
-        seen = set(earlier_ids)
-        if repeated := [name for name in batch.ids if name in seen]:
-            found.append(Difference("batch " + ", ".join(repeated), "seen before", "seen again"))
+        earlier = set(earlier_ids)
+        if repeated := [name for name in batch.ids if name in earlier]:
+            rows.append(Difference("batch " + ", ".join(repeated), "seen before", "seen again"))
         differences = _next_step_differences(run_through, saved, batch)
         is_equal = not differences
-        found += differences
-    table = pd.DataFrame(found, columns=list(Difference._fields))
+        rows += differences
+    table = pd.DataFrame(rows, columns=list(Difference._fields))
     table.attrs["next_step_equal"] = is_equal
     return table
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ import xarray as xr
 
 from ..names.errors import InputError
 from ..probe.params import ParamProbe
+from ..probe.settings import as_list
 from .snapshot import Walk, saved_snapshot
-from .state import Setup, Snapshot, listed
+from .state import Setup, Snapshot
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #ba1075dd
@@ -32,8 +34,8 @@ def _value_at(table: xr.Dataset, name: str, step: int) -> np.ndarray | None:
     if name not in table:
         return None
     steps = table[name].step.values if "step" in table[name].coords else table.step.values
-    (found,) = np.nonzero(steps == step)
-    return table[name].values[found[-1]] if found.size else None
+    (indices,) = np.nonzero(steps == step)
+    return table[name].values[indices[-1]] if indices.size else None
 
 
 def _recorded_numbers(
@@ -42,8 +44,8 @@ def _recorded_numbers(
 ) -> dict[str, float]:  # quantity -> value; those that were recorded
     "What a record holds of a step."
     scalars = run["scalars"].to_dataset()
-    found = {name: _value_at(scalars, name, step) for name in (*QUANTITIES, "skipped")}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    numbers = {name: _value_at(scalars, name, step) for name in (*QUANTITIES, "skipped")}
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def recorded_params(
@@ -53,17 +55,19 @@ def recorded_params(
 ) -> dict[str, float]:  # parameter -> norm; {} where it was not recorded
     "What a record holds of every parameter at a step."
     group = run.children.get(_OF_PARAMS[name])
-    values = None if group is None else _value_at(group.to_dataset(), name, step)
+    if group is None:
+        return {}
+    values = _value_at(group.to_dataset(), name, step)
     return {} if values is None else dict(zip(group.param.values.tolist(), values.tolist(), strict=True))
 
-
+# %% ../../nbs/api/replay/12_retrace.ipynb #42493da4
 @dataclass(frozen=True)
 class Retraced:
     "One step, as the record has it and as the replay gave it."
 
     step: int
     recorded: dict[str, float]  # quantity -> value, those that were recorded
-    replayed: dict[str, float]  # quantity -> value
+    replayed: dict[str, Any]  # quantity -> value; `lr` is None without an optimizer
     params: dict[str, dict[str, float]]  # quantity -> parameter -> norm, of the replay
 
 
@@ -74,15 +78,15 @@ class Meter:
         self,
         walk: Walk,  # whose next steps are measured
     ):
-        self.walk, self.probe = walk, ParamProbe(walk.model, listed(walk.optimizer))
+        self.walk, self.probe = walk, ParamProbe(walk.model, as_list(walk.optimizer))
 
-    def take(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    def take(self) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         "Take a step: its numbers, and the norms of every parameter."
         scale = self.walk.scaler.get_scale() if self.walk.scaler else 1.0
-        told = self.walk.take(self.probe.after_backward)
-        rows, made, _ = self.probe.take()
+        numbers = self.walk.take(self.probe.after_backward)
+        rows, updates, _ = self.probe.take()
         grads = {i: row.numpy(force=True) for i, row in rows.items()}
-        steps = {i: row.numpy(force=True) for i, row in made.items()}
+        steps = {i: row.numpy(force=True) for i, row in updates.items()}
         is_finite = not any(row[4] for row in grads.values())
         norms = {
             "grad_norm": _root(grads, 2) / scale if is_finite else float("nan"),
@@ -95,14 +99,14 @@ class Meter:
             "update_norm": {names[i]: float(np.sqrt(row[8])) for i, row in steps.items()},
             "weight_norm": {names[i]: float(np.sqrt(row[4])) for i, row in steps.items()},
         }
-        return {"loss": told.loss, "lr": told.lr} | norms, params
+        return {"loss": numbers.loss, "lr": numbers.lr} | norms, params
 
 
 def _root(rows: dict[int, np.ndarray], column: int) -> float:
     "The norm over all parameters from a column of sums of squares."
     return float(np.sqrt(np.nansum([row[column] for row in rows.values()]))) if rows else float("nan")
 
-
+# %% ../../nbs/api/replay/12_retrace.ipynb #937f5289
 @dataclass(frozen=True)
 class Retrace:
     "The way from a saved snapshot through a step."
@@ -116,12 +120,12 @@ class Retrace:
 
 def _refuse_optimizer(error: Exception, walk: Walk, run: xr.DataTree) -> InputError | None:
     "An error that comes of an optimizer of another class, as one line."
-    made = [type(optimizer).__name__ for optimizer in listed(walk.optimizer)]
-    was = list(run.attrs.get("optimizer", made))
+    here = [type(optimizer).__name__ for optimizer in as_list(walk.optimizer)]
+    was = list(run.attrs.get("optimizer", here))
     is_theirs = hasattr(error, "stabilitylab_part") or isinstance(error, InputError)
-    if is_theirs or made == was:
+    if is_theirs or here == was:
         return None
-    words = f"`setup.optimizer` makes {', '.join(made)}, the record was made with {', '.join(was)}"
+    words = f"`setup.optimizer` makes {', '.join(here)}, the record was made with {', '.join(was)}"
     return InputError(
         f"{words}, whose state it cannot use ({type(error).__name__}: {error}); allowed: the same"
     )
@@ -138,7 +142,7 @@ def retrace(
     run, first = recording.run, recording.start_before(step)
     start = saved_snapshot(recording, first, setup)
     walk = Walk(recording, start)
-    meter, found = Meter(walk), []
+    meter, steps = Meter(walk), []
     while walk.step <= step:
         at = walk.step
         heard(at - first, step + 1 - first)
@@ -146,26 +150,26 @@ def retrace(
         try:
             numbers, params = meter.take()
         except Exception as error:
-            told = _refuse_optimizer(error, walk, run)
-            if told is None:
+            refusal = _refuse_optimizer(error, walk, run)
+            if refusal is None:
                 raise
-            raise told from error
-        found.append(Retraced(at, _recorded_numbers(run, at), numbers, params))
+            raise refusal from error
+        steps.append(Retraced(at, _recorded_numbers(run, at), numbers, params))
     meter.probe.remove()
-    return Retrace(tuple(found), start, before, walk.model, walk.optimizer)
+    return Retrace(tuple(steps), start, before, walk.model, walk.optimizer)
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #d1931ace
 EQUAL, ROUNDING, DRIFT = 1e-6, 1e-3, 0.05  # relative; ours, from replays of one record on several processors
 
 
 def distance(
-    one: float,  # any number
-    other: float,  # another
+    left: float,  # any number
+    right: float,  # another
 ) -> float:  # relative; 0 where both are not finite, inf where one is
     "How far two numbers are apart."
-    if not (isfinite(one) and isfinite(other)):
-        return 0.0 if isfinite(one) == isfinite(other) else float("inf")
-    return abs(one - other) / max(abs(one), abs(other), 1e-300) if one != other else 0.0
+    if not (isfinite(left) and isfinite(right)):
+        return 0.0 if isfinite(left) == isfinite(right) else float("inf")
+    return abs(left - right) / max(abs(left), abs(right), 1e-300) if left != right else 0.0
 
 # %% ../../nbs/api/replay/12_retrace.ipynb #1bc9be33
 def _moved(weights: dict) -> dict:
@@ -185,7 +189,7 @@ def _moved(weights: dict) -> dict:
 
 
 def rounding_reach(
-    path: str | Path,  # folder of the record
+    path: str | Path | Recording,  # of the record
     way: Retrace,  # of `retrace`
 ) -> list[float]:  # one a step: the largest relative distance over `QUANTITIES`
     "How far the numbers of every step go when the weights before the first are moved by their rounding."

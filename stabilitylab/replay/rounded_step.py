@@ -16,9 +16,9 @@ from ..names.errors import InputError, bad_input
 from ..numerics.rounding.attention_range import attention_inputs, scale_overflows
 from ..numerics.rounding.loss_cast import LossCast, find_loss_cast
 from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
+from ..probe.settings import as_list
 from .examine import setup_of
 from .snapshot import Snapshot, load_batch, load_snapshot
-from .state import listed
 from .step import replay
 from ..run.job import tell
 
@@ -56,7 +56,7 @@ def _rows(table: pd.DataFrame | None) -> list[dict] | None:
     "A table as a list of rows, its index among the columns."
     return None if table is None else table.reset_index().to_dict("records")
 
-
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
 def _casts(
     snapshot: Snapshot,  # the state before the step
     model: torch.nn.Module,  # built from it, as the run was
@@ -71,7 +71,7 @@ def _casts(
 
 def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float]:
     "Epsilon of each parameter that has one, by the parameter's id."
-    every = [group for one in listed(optimizer) for group in one.param_groups]
+    every = [group for each in as_list(optimizer) for group in each.param_groups]
     groups = [group for group in every if group.get("eps") is not None]
     return {id(param): group["eps"] for group in groups for param in group["params"]}
 

@@ -84,8 +84,7 @@ def _state(recorded: float | None, replayed: float) -> str:
 def _checks_of(step: Retraced) -> list[Check]:
     "Every number of a step beside the recorded one."
     rows = [(name, step.recorded.get(name), step.replayed[name]) for name in QUANTITIES]
-    told = [(name, was, is_now) for name, was, is_now in rows if is_now is not None]
-    return [Check(name, step.step, was, is_now, _state(was, is_now)) for name, was, is_now in told]
+    return [Check(name, step.step, was, now, _state(was, now)) for name, was, now in rows if now is not None]
 
 
 def _parameters(path: str | Path | Recording, start: Snapshot) -> Check:
@@ -106,15 +105,15 @@ _MARGIN = 30.0  # factor over one trial of rounding within which a difference is
 
 def _apart(step: Retraced) -> float:
     "The largest distance between record and replay in a step."
-    known = [name for name in QUANTITIES if name in step.recorded and step.replayed[name] is not None]
-    return max((distance(step.recorded[name], step.replayed[name]) for name in known), default=0.0)
+    recorded = [name for name in QUANTITIES if name in step.recorded and step.replayed[name] is not None]
+    return max((distance(step.recorded[name], step.replayed[name]) for name in recorded), default=0.0)
 
 
 def _is_other_loss(way: Retrace) -> bool:
     "Whether only the loss that was handed over is another number than the optimized one."
-    known = [name for name in QUANTITIES[1:] if name in way.steps[0].recorded]
-    others = [distance(step.recorded[name], step.replayed[name]) for step in way.steps for name in known]
-    return len(known) > 2 and max(others) <= EQUAL
+    recorded = [name for name in QUANTITIES[1:] if name in way.steps[0].recorded]
+    others = [distance(step.recorded[name], step.replayed[name]) for step in way.steps for name in recorded]
+    return len(recorded) > 2 and max(others) <= EQUAL
 
 
 def _allowed(facts: Facts, is_other_order: bool) -> list[float]:
@@ -136,7 +135,7 @@ def _is_noise(facts: Facts, step: Retraced, name: str) -> bool:
     floor = noise_floor(facts.way.start, facts.first, times=3)
     return 0 < abs(first.recorded["loss"] - first.replayed["loss"]) <= 10 * floor.loss
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #c41dd1c4
 def _first_difference(way: Retrace, allowed: list[float] | None = None) -> tuple[Retraced, str] | None:
     "The first step and number in which record and replay are further apart than allowed, one bound a step."
     bounds = [EQUAL] * len(way.steps) if allowed is None else allowed
@@ -166,12 +165,13 @@ def _rounded(facts: Facts) -> tuple[str, dict]:
 def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
     "(fault, what its words name, the step that shows it)."
     way = facts.way
-    suspect, found = way.steps[-1].step, _first_difference(way)
+    suspect, difference = way.steps[-1].step, _first_difference(way)
     if parameters.state == "differs":
         return "parameters", {}, way.start.step
-    if found is None:
-        return "", {}, suspect
-    step, name = found
+    if difference is None:
+        is_recorded = "loss" in way.steps[-1].recorded or "grad_norm" in way.steps[-1].recorded
+        return "" if is_recorded else "unrecorded", {}, suspect
+    step, name = difference
     if name == "loss" and _is_other_loss(way):
         return "other loss", {}, suspect
     is_noise = _is_noise(facts, step, name)
@@ -189,9 +189,9 @@ def _is_exact(step: Retraced) -> bool:
     is_same = {name: step.recorded.get(name) == step.replayed[name] for name in QUANTITIES}
     return is_same["loss"] or all(is_same[name] for name in ("grad_norm", "update_norm", "weight_norm"))
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #f8d14225
 def check_setup(
-    path: str | Path,  # folder of a record with a black box
+    path: str | Path | Recording,  # of a record with a black box
     step: int,  # a step of `replayable_steps`
     setup: Setup,  # how to build and run it
     way: Retrace | None = None,  # from `retrace`, where it was taken already
@@ -200,8 +200,7 @@ def check_setup(
     way = retrace(path, step, setup) if way is None else way
     parameters = _parameters(path, way.start)
     fault, evidence, at = _judged(facts_of(path, setup, way), parameters)
-    shown = next(one for one in way.steps if one.step == at)
-    checks = (parameters, *_checks_of(shown))
+    checks = (parameters, *_checks_of(way.steps[at - way.start.step]))
     is_exact = not fault and _is_exact(way.steps[-1])
     return SetupCheck(
         step,

@@ -21,7 +21,7 @@ from .faults import changed_place
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch
-from .user_code import as_input_error
+from .user_code import faults_in_one_line
 from ..run.job import tell
 from ..run.recording import Recording, opened
 
@@ -57,11 +57,11 @@ def setup_files(
     "The setups that lie in a run or beside it."
     path = Path(path)
     own = own_setup(path)
-    found = [SetupFile(own, "sample")] if own else []
+    files = [SetupFile(own, "sample")] if own else []
     for kind, file in (("record", path / FILE), ("beside", path.parent / FILE)):
         if file.is_file():
-            found.append(SetupFile(str(file), kind, todo_lines(file)))
-    return found
+            files.append(SetupFile(str(file), kind, todo_lines(file)))
+    return files
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #958a1fee
 def draft_setup(
@@ -78,7 +78,7 @@ def draft_setup(
     saved = open_checkpoint(_snapshot_file(recording, steps[0]))
     shapes = {name[6:]: tensor.shape for name, tensor in saved.items() if name.startswith("model.")}
     kinds = list(attrs.get("optimizer", [])) or ["AdamW"] * len(saved.optimizers)
-    firsts = [len(held.groups) for held in saved.optimizers]
+    firsts = [len(params.groups) for params in saved.optimizers]
     settings = [saved.groups[sum(firsts[:i])] if i < len(firsts) else {} for i in range(len(kinds))]
     try:
         batch = load_batch(recording, steps[0]).parts[0]
@@ -118,16 +118,16 @@ def foresee(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     was: Mapping,  # the environment of the record, as its attributes have it
-    place: Mapping | None = None,  # of `changed_place`, where it is known; None: it is looked for
+    changes: Mapping | None = None,  # of `changed_place`, where it is known; None: it is looked for
 ) -> Foresight:
     "What will differ when a step is replayed here, and which nearby step will differ least."
     recording = opened(path)
     start, index = recording.start_before(step), recording.box()
     starts = [step for step in index.starts if step in index.steps]
     nearest = min(starts, key=lambda other: abs(other - step), default=None)
-    place = changed_place(dict(was)) if place is None else place
-    untold = tuple(name for name, (then, _) in place.items() if then is None)
-    changed = {name: pair for name, pair in place.items() if name not in untold}
+    changes = changed_place(dict(was)) if changes is None else changes
+    untold = tuple(name for name, (then, _) in changes.items() if then is None)
+    changed = {name: pair for name, pair in changes.items() if name not in untold}
     return Foresight(step, start, changed, untold, None if step in starts else nearest)
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e49
@@ -150,16 +150,11 @@ def checked(
     heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
 ) -> SetupAnswer:  # or an InputError that names file and line of a fault in the user's code
     "Whether a setup is the run's: every step from the last snapshot through a step beside the record."
-    made = setup_of(path, setup)
-    try:
+    loaded = setup_of(path, setup)
+    with faults_in_one_line():
         recording = opened(path)
-        way = retrace(recording, step, made, heard)
-        return SetupAnswer(setup or "", check_setup(recording, step, made, way))
-    except Exception as error:
-        told = as_input_error(error)
-        if told is None:
-            raise
-        raise told from error
+        way = retrace(recording, step, loaded, heard)
+        return SetupAnswer(setup or "", check_setup(recording, step, loaded, way))
 
 
 _CHECKING = "step {done} of {count}, beside the record"

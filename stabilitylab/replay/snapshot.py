@@ -11,12 +11,14 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..names.errors import InputError, bad_input
 from ..numerics.pytree import restore_batch
 from ..probe.blackbox import batch_id, rng_state, set_rng_state
+from ..probe.settings import as_list
 from stabilitylab.replay.ranks import (
     files_at,
     in_turn,
@@ -25,7 +27,7 @@ from stabilitylab.replay.ranks import (
     join_optimizers,
     refuse_missing_ranks,
 )
-from .state import Batch, Setup, Snapshot, cpu_threads, listed
+from .state import Batch, Setup, Snapshot, cpu_threads
 from .step import StepNumbers, run_step
 from ..run.recording import Recording, opened
 
@@ -48,11 +50,11 @@ def _refuse_step(path: str | Path | Recording, step: int) -> InputError:
     return bad_input("step", step, allowed, "these steps have their batch and an earlier snapshot")
 
 
-def _places(setup: Setup | None) -> list[dict]:
+def _namespaces(setup: Setup | None) -> list[dict]:
     "Where the classes of a batch may stand: the files in which a setup's functions were written."
     functions = [] if setup is None else [setup.model, setup.loss]
-    known = [getattr(function, "function", function) for function in functions]
-    return [function.__globals__ for function in known if hasattr(function, "__globals__")]
+    originals = [getattr(function, "function", function) for function in functions]
+    return [function.__globals__ for function in originals if hasattr(function, "__globals__")]
 
 
 def load_batch(
@@ -66,9 +68,9 @@ def load_batch(
     if step in index.lost or all(row["step"] != step for row in index.batches):
         raise _refuse_step(recording, step)
     files = in_turn(files_at(recording, "batches", step, rank) for rank in range(recording.world_size))
-    places = _places(setup)
+    namespaces = _namespaces(setup)
     return Batch(
-        parts=[restore_batch(file["batch"], file.get("form", []), places) for file in files],
+        parts=[restore_batch(file["batch"], file.get("form", []), namespaces) for file in files],
         rng=[file["rng"] for file in files],
         step=step,
         name=f"batch {step}",
@@ -78,7 +80,7 @@ def load_batch(
 
 def _ranges(steps: Iterable[int]) -> str:
     "Steps as text: 320-339, 345."
-    spans = []
+    spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][1] + 1:
             spans[-1][1] = step
@@ -97,9 +99,11 @@ def recorded_schedule(
 
     def schedule(optimizer: object, step: int) -> None:  # step: that comes
         "Sets what the last noted step up to this one had."
-        known = [row for row in rows if row["step"] <= step]
-        for one, groups in zip(listed(optimizer), known[-1]["optimizers"] if known else [], strict=False):
-            for group, settings in zip(one.param_groups, groups, strict=False):
+        earlier = [row for row in rows if row["step"] <= step]
+        for each, groups in zip(
+            as_list(optimizer), earlier[-1]["optimizers"] if earlier else [], strict=False
+        ):
+            for group, settings in zip(each.param_groups, groups, strict=False):
                 _set_group(group, settings)
 
     return schedule
@@ -113,7 +117,7 @@ def _set_group(group: dict, settings: dict) -> None:
         elif key in group:
             group[key] = tuple(value) if isinstance(value, list) else value
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #980025bd
 def saved_snapshot(
     path: str | Path | Recording,  # folder of a record
     step: int,  # of a saved snapshot
@@ -128,8 +132,8 @@ def saved_snapshot(
     if is_sharded(model, shapes):
         others = (files_at(recording, "snapshots", step, rank)[0] for rank in range(1, recording.world_size))
         ranks = [saved, *others]
-        model = join_models([one["model"] for one in ranks], shapes)
-        states = zip(*(one["optimizer"] for one in ranks), strict=True)
+        model = join_models([rank["model"] for rank in ranks], shapes)
+        states = zip(*(rank["optimizer"] for rank in ranks), strict=True)
         optimizers = list(map(join_optimizers, map(list, states)))
     if setup.schedule is None:
         setup = replace(setup, schedule=recorded_schedule(recording.box().settings))
@@ -144,7 +148,7 @@ def saved_snapshot(
         threads=attrs.get("environment", {}).get("threads"),
     )
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #2d7d141a
 class Walk:
     "A model that takes the recorded steps again, one after the other."
 
@@ -165,10 +169,17 @@ class Walk:
         "Take the next recorded step; the caller's random states are left as they were."
         setup, outside = self.start.setup, rng_state()
         batch = load_batch(self.path, self.step, setup)
-        told = {"scaler": self.scaler, "before_update": before_update}
         try:
             with cpu_threads(self.start.threads):
-                numbers = run_step(setup, self.model, self.optimizer, batch, self.step, **told)
+                numbers = run_step(
+                    setup,
+                    self.model,
+                    self.optimizer,
+                    batch,
+                    self.step,
+                    scaler=self.scaler,
+                    before_update=before_update,
+                )
             self.rng = rng_state()
         finally:
             set_rng_state(outside)
@@ -177,7 +188,7 @@ class Walk:
 
     def snapshot(self) -> Snapshot:
         "The state before the next step."
-        states = [optimizer.state_dict() for optimizer in listed(self.optimizer)]
+        states = [optimizer.state_dict() for optimizer in as_list(self.optimizer)]
         return replace(
             self.start,
             model={k: v.detach().clone() for k, v in self.model.state_dict().items()},
@@ -188,34 +199,35 @@ class Walk:
             name=f"state {self.step}",
         )
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #3f711311
 def load_snapshots(
     path: str | Path | Recording,  # folder of a record
     steps: Sequence[int],  # the steps to stand before
     setup: Setup,  # how to build and run it
 ) -> list[Snapshot]:  # in the order of `steps`
     "The states of a recorded run before some steps, with every step in between taken once."
-    recording, found = opened(path), {}
+    recording = opened(path)
+    snapshots: dict[int, Snapshot] = {}
     for step in sorted(set(steps)):
         if step not in recording.box().steps:
             raise _refuse_step(recording, step)
     starts = {step: recording.start_before(step) for step in steps}
     for first in sorted(set(starts.values())):
         wanted = sorted(step for step in starts if starts[step] == first)
-        found |= _states_from(recording, saved_snapshot(recording, first, setup), wanted)
-    return [found[step] for step in steps]
+        snapshots |= _states_from(recording, saved_snapshot(recording, first, setup), wanted)
+    return [snapshots[step] for step in steps]
 
 
 def _states_from(path: Recording, start: Snapshot, steps: list[int]) -> dict[int, Snapshot]:
     "The states before ascending steps, from one snapshot."
-    found = {start.step: start}
+    snapshots = {start.step: start}
     if steps[-1] > start.step:
         walk = Walk(path, start)
         while walk.step < steps[-1]:
             walk.take()
             if walk.step in steps:
-                found[walk.step] = walk.snapshot()
-    return found
+                snapshots[walk.step] = walk.snapshot()
+    return snapshots
 
 
 def load_snapshot(
@@ -232,7 +244,7 @@ _STEP_KEYS = ("step", "iter_num", "iteration", "global_step")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # what DDP, compile and FSDP put before names
 
 
-def _read_state(source: object) -> dict:
+def _read_state(source: Any) -> dict:
     "The dict of tensors at `source`; pickles with `weights_only=True`."
     if isinstance(source, dict):
         return source
@@ -253,17 +265,17 @@ def _read_state(source: object) -> dict:
         raise bad_input("checkpoint", str(path), "a file that opens with weights_only=True", why) from error
 
 
-def _dict_under(whole: dict, *keys: str) -> dict | None:
+def _dict_under(contents: dict, *keys: str) -> dict | None:
     "The first of some entries that is a dict."
-    return next((whole[key] for key in keys if isinstance(whole.get(key), dict)), None)
+    return next((contents[key] for key in keys if isinstance(contents.get(key), dict)), None)
 
 
-def _model_state(whole: dict) -> dict[str, torch.Tensor]:
+def _model_state(checkpoint: dict) -> dict[str, torch.Tensor]:
     "The model's tensors by name, without what a wrapper put before every name."
-    held = _dict_under(whole, *_MODEL_KEYS)
-    model = {name: t for name, t in (whole if held is None else held).items() if torch.is_tensor(t)}
+    state = _dict_under(checkpoint, *_MODEL_KEYS)
+    model = {name: t for name, t in (checkpoint if state is None else state).items() if torch.is_tensor(t)}
     if not model:
-        got = f"a dict with {', '.join(map(str, list(whole)[:5]))}"
+        got = f"a dict with {', '.join(map(str, list(checkpoint)[:5]))}"
         allowed = f"tensors by name, or such a dict under {', '.join(_MODEL_KEYS)}"
         raise bad_input("checkpoint", got, allowed)
     for prefix in _WRAPPERS:
@@ -271,7 +283,7 @@ def _model_state(whole: dict) -> dict[str, torch.Tensor]:
             model = {name.removeprefix(prefix): t for name, t in model.items()}
     return model
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #ef08e25f
 def snapshot_of(
     setup: Setup,  # how to build and run it
     # path of a .pt, .pth, .bin or .safetensors file, a state dict, a dict that holds one,
@@ -283,21 +295,21 @@ def snapshot_of(
     Snapshot
 ):  # with optimizer, scaler and random states where the checkpoint has them under their usual names
     "A state to go back to, from a checkpoint of yours."
-    whole = _read_state(checkpoint)
+    contents = _read_state(checkpoint)
     if step is None:
-        said = [whole[key] for key in _STEP_KEYS if isinstance(whole.get(key), (int, float))]
-        step = int(said[0]) if said else 0
+        counts = [contents[key] for key in _STEP_KEYS if isinstance(contents.get(key), (int, float))]
+        step = int(counts[0]) if counts else 0
     return Snapshot(
         setup,
-        model=_model_state(whole),
-        optimizer=_dict_under(whole, "optimizer", "optimizer_state_dict"),
-        scaler=_dict_under(whole, "scaler", "grad_scaler"),
-        rng=_dict_under(whole, "rng"),
+        model=_model_state(contents),
+        optimizer=_dict_under(contents, "optimizer", "optimizer_state_dict"),
+        scaler=_dict_under(contents, "scaler", "grad_scaler"),
+        rng=_dict_under(contents, "rng"),
         step=step,
         name=name or f"state {step}",
     )
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #5384aa6f
 def _tokens_and_targets(part: object) -> object:
     "A micro-batch as a setup wants it: rows of token ids become tokens and targets, all else stays."
     if isinstance(part, (list, tuple)) and part and isinstance(part[0], (list, tuple)):
@@ -316,5 +328,5 @@ def batch_of(
     "A batch of yours."
     if not parts:
         raise bad_input("parts", "none", "at least one micro-batch")
-    made = [_tokens_and_targets(part) for part in parts]
-    return Batch(made, name=name, ids=[batch_id(part) for part in made])
+    microbatches = [_tokens_and_targets(part) for part in parts]
+    return Batch(microbatches, name=name, ids=[batch_id(part) for part in microbatches])

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xarray as xr
@@ -19,7 +20,8 @@ from ..names.errors import bad_input
 from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
-from .state import Batch, Setup, Snapshot, cpu_threads, listed
+from ..probe.settings import as_list
+from .state import Batch, Setup, Snapshot, cpu_threads
 from ..run.record import open_run
 
 # %% ../../nbs/api/replay/01_step.ipynb #943992ba
@@ -71,7 +73,7 @@ def _grad_norm(model: torch.nn.Module) -> float:
     "The norm of the gradient that lies in a model."
     return norm_of(p.grad for p in model.parameters() if p.grad is not None)
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #7c8349f7
 @dataclass(frozen=True)
 class StepNumbers:
     "What a step was before it changed the weights."
@@ -100,8 +102,9 @@ def _update(
     scaler: torch.amp.GradScaler | None,
 ) -> tuple[float, float | None]:
     "Clips the gradient and takes the optimizers' steps; the norm of the gradient before and after clipping."
-    for optimizer in optimizers if scaler is not None else ():
-        scaler.unscale_(optimizer)
+    if scaler is not None:
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
     norms = _grad_norm(model), _clip(setup, model)
     for optimizer in optimizers:
         optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -115,9 +118,9 @@ def _rate_of(optimizers: list[torch.optim.Optimizer]) -> float | None:
     groups = optimizers[0].param_groups if optimizers else []
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #e85a8569
 def needs_closure(
-    optimizer: object,  # any optimizer
+    optimizer: Any,  # any optimizer
 ) -> bool:
     "Whether a step evaluates the loss itself, as that of LBFGS does, and cannot be taken without a closure."
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -141,9 +144,10 @@ def _step_by_closure(
     before_update: Callable[[], None],
 ) -> tuple[float, float, float | None]:
     "(loss of the first evaluation, norm of the last gradient before and after clipping)."
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[tuple[float, float | None]] = []
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         model.zero_grad(set_to_none=True)
         loss = _forward(setup, model, batch, len(losses), recorder, autocast)
         loss.backward()
@@ -155,7 +159,7 @@ def _step_by_closure(
     optimizer.step(closure)
     return losses[0], *norms[-1]
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #f29ed7c3
 def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
     setup: Setup,  # how a batch becomes a loss
     model: torch.nn.Module,  # in the state before the step
@@ -171,21 +175,21 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
     if optimizer is not None and setup.schedule is not None:
         setup.schedule(optimizer, step)
     model.zero_grad(set_to_none=True)
-    optimizers = listed(optimizer)
+    optimizers = as_list(optimizer)
     rate = _rate_of(optimizers)
     if any(map(needs_closure, optimizers)):
         _refuse_beside_closure(optimizers, scaler)
-        told = (setup, model, optimizers[0], batch, recorder, autocast, before_update)
-        loss, *norms = _step_by_closure(*told)
+        parts = (setup, model, optimizers[0], batch, recorder, autocast, before_update)
+        loss, grad_norm, clipped = _step_by_closure(*parts)
     else:
         loss = _gradients(setup, model, batch, recorder, autocast, scaler)
         before_update()
-        norms = _update(setup, model, optimizers, scaler)
+        grad_norm, clipped = _update(setup, model, optimizers, scaler)
     if recorder is not None:
         recorder.step(loss)
-    return StepNumbers(loss, *norms, rate)
+    return StepNumbers(loss, grad_norm, clipped, rate)
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #a4e29c1a
 @dataclass(frozen=True)
 class Replayed:
     "What a replayed step did."
@@ -200,9 +204,9 @@ class Replayed:
 
     def to_dict(self) -> dict[str, float]:
         "Its numbers."
-        told = {"loss": self.loss, "grad_norm": self.grad_norm, "update_norm": self.update_norm}
+        numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "update_norm": self.update_norm}
         clipped = self.clipped_grad_norm
-        return told if clipped is None else told | {"clipped_grad_norm": clipped}
+        return numbers if clipped is None else numbers | {"clipped_grad_norm": clipped}
 
 
 def _take_step(
@@ -236,7 +240,7 @@ def _take_recorded_step(
     run["scalars"] = xr.DataTree(scalars)
     return numbers, run
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #eb2163b6
 def replay(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
@@ -268,7 +272,7 @@ def replay(
     norms = numbers.grad_norm, change
     return Replayed(numbers.loss, *norms, grads, weights, run, numbers.clipped_grad_norm)
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #e7a3a52e
 @dataclass(frozen=True)
 class NoiseFloor:
     "The largest differences between repeats of one step."

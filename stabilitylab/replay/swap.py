@@ -41,7 +41,7 @@ def _spreads(controls: np.ndarray) -> dict[str, float]:
     return {"batch": batch, "state": state, "beyond": max(batch, state)}
 
 
-def _factors(values: np.ndarray, least: float) -> dict[str, float] | None:
+def _factors(values: np.ndarray, min_factor: float) -> dict[str, float] | None:
     "How far batch, state and the cell beyond both are out of line, with their limits; None: no controls."
     table = np.asarray(values, float)
     if table.ndim != 2 or min(table.shape) < 2:
@@ -54,10 +54,11 @@ def _factors(values: np.ndarray, least: float) -> dict[str, float] | None:
     batch = float(np.median(logs[:-1, -1] - np.median(controls, axis=1)))
     state = float(np.median(logs[-1, :-1] - np.median(controls, axis=0)))
     suspect = float(logs[-1, -1] - np.median(controls))
-    known = max(batch, 0) + max(state, 0)
-    beyond = suspect - known if np.isfinite(known) else 0.0
+    explained = max(batch, 0) + max(state, 0)
+    beyond = suspect - explained if np.isfinite(explained) else 0.0
     limits = {
-        f"limit of {part}": float(max(np.log(least), 2 * far)) for part, far in _spreads(controls).items()
+        f"limit of {part}": float(max(np.log(min_factor), 2 * far))
+        for part, far in _spreads(controls).items()
     }
     return {"batch": batch, "state": state, "suspect": suspect, "beyond": beyond} | limits
 
@@ -73,7 +74,7 @@ def _named(is_batch: bool, is_state: bool, is_beyond: bool) -> str:
             return "bad state"
     return "combination" if is_beyond else "neither"
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #871a0f3f
 def _excess(factors: dict[str, float], part: str) -> float:
     "How far a part is beyond its limit."
     return factors[part] - factors[f"limit of {part}"]
@@ -82,24 +83,26 @@ def _excess(factors: dict[str, float], part: str) -> float:
 def _evidence(factors: dict[str, float]) -> dict[str, float]:
     "The factors themselves, and the limit of the part that is furthest out of line."
     leading = max(_PARTS, key=lambda part: _excess(factors, part))
-    told = {name: factors[name] for name in ("batch", "state", "suspect")}
-    return {name: float(np.exp(x)) for name, x in (told | {"limit": factors[f"limit of {leading}"]}).items()}
+    shares = {name: factors[name] for name in ("batch", "state", "suspect")}
+    return {
+        name: float(np.exp(x)) for name, x in (shares | {"limit": factors[f"limit of {leading}"]}).items()
+    }
 
 
 def _verdict_of(
     values: np.ndarray,  # (states, batches), the suspect state last and the suspect batch last
     # factor over the control cells that counts as out of line, > 1; more where the controls themselves spread
-    least: float = 2.0,
+    min_factor: float = 2.0,
 ) -> tuple[
     str, dict[str, float]
 ]:  # a key of VERDICTS; factors of the batch, the state, the cell, and the limit
     "What one table, of gradient norms or of losses, says by itself."
-    factors = _factors(values, least)
+    factors = _factors(values, min_factor)
     if factors is None:
         return "cannot tell", {}
     return _named(*(_excess(factors, part) > 0 for part in _PARTS)), _evidence(factors)
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #bb1cde8c
 @dataclass(frozen=True)
 class SwapTest:
     "What every state did with every batch, and which of the two is to blame."
@@ -133,7 +136,7 @@ class SwapTest:
             }
         )
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #8d29ca88
 def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
     "Whether a part is out of line in all tables, or clearly in one; None: who knows."
     excess = [_excess(factors, part) for factors in tables]
@@ -143,26 +146,26 @@ def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
     return None if beyond else False
 
 
-def _decide(cells: dict[str, np.ndarray], least: float) -> tuple[str, str, dict[str, float]]:
+def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, dict[str, float]]:
     "(verdict, decided by, evidence) of gradient norm and loss together."
-    known = {name: _factors(cells[name], least) for name in _JUDGED}
-    known = {name: factors for name, factors in known.items() if factors is not None}
-    if not known:
+    judged = ((name, _factors(cells[name], min_factor)) for name in _JUDGED)
+    by_name = {name: factors for name, factors in judged if factors is not None}
+    if not by_name:
         return "cannot tell", _JUDGED[0], {}
-    out = [_is_out(list(known.values()), part) for part in _PARTS]
-    verdict = _named(*(one is True for one in out))
+    out = [_is_out(list(by_name.values()), part) for part in _PARTS]
+    verdict = _named(*(is_part_out is True for is_part_out in out))
     if verdict == "neither" and None in out:
         verdict = "cannot tell"
     # the table in which something is furthest out of line
-    decided_by = max(known, key=lambda name: max(_excess(known[name], part) for part in _PARTS))
-    return verdict, decided_by, _evidence(known[decided_by])
+    decided_by = max(by_name, key=lambda name: max(_excess(by_name[name], part) for part in _PARTS))
+    return verdict, decided_by, _evidence(by_name[decided_by])
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #e1bb692f
 def swap_test(
     snapshots: Sequence[Snapshot],  # the suspect one last; at least two
     batches: Sequence[Batch],  # the suspect one last; at least two
     device: str = "cpu",  # where to run
-    least: float = 2.0,  # as in `_verdict_of`
+    min_factor: float = 2.0,  # as in `_verdict_of`
     progress: bool = True,  # show a bar
 ) -> SwapTest:  # the verdict and the table that it follows from
     "Run every batch from every state, and say which of the two is to blame."
@@ -177,7 +180,7 @@ def swap_test(
             for name, values in cells.items():
                 values[i, j] = getattr(step, name)
             bar.update()
-    verdict, decided_by, evidence = _decide(cells, least)
+    verdict, decided_by, evidence = _decide(cells, min_factor)
     table = xr.Dataset(
         {
             name: (("state", "batch"), values, {"long_name": name.replace("_", " "), "units": _UNITS[name]})

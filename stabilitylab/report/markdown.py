@@ -6,35 +6,14 @@
 __all__ = ['run_markdown', 'runs_markdown']
 
 # %% ../../nbs/api/report/05_markdown.ipynb #02489a9a
-import re
-from collections.abc import Iterator
-
 import xarray as xr
 
-from ..detect.findings import Finding, Findings
-from ..detect.likely_cause import most_likely
+from ..detect.findings import Findings
 from ..knowledge.choice import REMEDIES_SHOWN
-from stabilitylab.report.content import (
-    by_severity,
-    evidence_items,
-    facts,
-    facts_line,
-    remedies_by_verdict,
-    remedy_text,
-    replay_command,
-    skipped_line,
-    steps_text,
-    unseen_line,
-    verdict_line,
-)
-from .words import clean, spaced
+from .content import by_severity, run_sentences
+from .render import render
 
 # %% ../../nbs/api/report/05_markdown.ipynb #9be36580
-def _escaped(text: object) -> str:
-    "Text of a log without control characters, with the special characters of markdown escaped."
-    return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
-
-
 def run_markdown(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
@@ -42,28 +21,8 @@ def run_markdown(
     remedies: int | None = REMEDIES_SHOWN,  # remedies of a finding, those that fit the run best; None: all
 ) -> str:  # a heading, a table, one section a finding
     "The findings of one run as markdown."
-    head = facts(run, source)
-    paragraphs = [f"# {_escaped(head.source or 'run')}", _escaped(facts_line(head))]
-    if head.skipped:
-        paragraphs.append(_escaped(skipped_line(head)))
-    paragraphs.append(f"**{verdict_line(head, findings)}**")
-    likely = most_likely(findings)
-    if likely is not None:
-        paragraphs.append(f"**Most likely cause:** {_escaped(likely.cause)}")
-        paragraphs.append("**What to do next:**")
-        paragraphs.append("\n".join(f"{i}. {_escaped(action)}" for i, action in enumerate(likely.next, 1)))
-    kinds = set()
-    for number, finding in enumerate(findings, 1):
-        paragraphs += _section(number, finding)
-        if finding.kind not in kinds:
-            paragraphs += _tried(finding, remedies)
-        kinds.add(finding.kind)
-    unseen, command = unseen_line(run), replay_command(run, findings, source)
-    if unseen:
-        paragraphs.append(_escaped(unseen))
-    if command:
-        paragraphs.append(f"**Replay the suspect step:**\n\n    {command}")
-    return "\n\n".join(paragraphs) + "\n"
+    text = run_sentences(run, findings, source)
+    return render("run", text=text, findings=findings, limit=remedies) + "\n"
 
 
 def runs_markdown(
@@ -76,23 +35,5 @@ def runs_markdown(
     names = by_severity({name: findings[name] for name in runs})
     parts = [run_markdown(runs[name], findings[name], None, remedies) for name in names]
     if shared:
-        across = [f"# Across the {len(runs)} runs"]
-        for number, finding in enumerate(shared, 1):
-            across += _section(number, finding)
-        parts.insert(0, "\n\n".join(across) + "\n")
+        parts.insert(0, render("run", text=None, findings=shared, n_runs=len(runs)) + "\n")
     return "\n".join(parts)
-
-
-def _section(number: int, finding: Finding) -> Iterator[str]:
-    "Heading, sentence and evidence of a finding."
-    heading = f"## {number}. {_escaped(spaced(finding.kind))} ({finding.severity}) {steps_text(finding)}"
-    yield heading.rstrip()
-    yield _escaped(finding.explanation)
-    if items := evidence_items(finding):
-        yield "\n".join(f"- {_escaped(name)}: {_escaped(value)}" for name, value in items)
-
-
-def _tried(finding: Finding, most: int | None) -> Iterator[str]:
-    "What teams tried, a paragraph a verdict."
-    for verdict, rows in remedies_by_verdict(finding, most).items():
-        yield f"**{verdict}:** " + "; ".join(_escaped(remedy_text(remedy)) for remedy in rows)

@@ -6,6 +6,7 @@
 __all__ = ['stylesheet', 'render']
 
 # %% ../../nbs/api/report/02_render.ipynb #dd8bb335
+import re
 from functools import cache
 from importlib.resources import files
 
@@ -13,16 +14,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..names.errors import bad_input
+from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text
 from .words import clean, number, spaced
 
 # %% ../../nbs/api/report/02_render.ipynb #816b43f4
-_TEMPLATE, _STYLE = ".html.j2", ".css"
+_TEMPLATES = files("stabilitylab.report").joinpath("templates")
 
 
-def _template_names() -> list[str]:  # in alphabetical order
-    "The templates that are installed."
-    folder = files("stabilitylab.report").joinpath("templates")
-    return sorted(f.name.removesuffix(_TEMPLATE) for f in folder.iterdir() if f.name.endswith(_TEMPLATE))
+@cache
+def _template_files() -> dict[str, str]:  # in alphabetical order
+    "Name of a template -> its file; `NAME.html.j2` is markup, `NAME.txt.j2` text."
+    names = sorted(file.name for file in _TEMPLATES.iterdir() if file.name.endswith(".j2"))
+    return {name.split(".")[0]: name for name in names}
 
 
 @cache
@@ -30,23 +33,35 @@ def stylesheet(
     name: str,  # of a template
 ) -> Markup:  # CSS, to stand inside `<style>`
     "The style of a template."
-    file = files("stabilitylab.report").joinpath("templates", name + _STYLE)
+    file = _TEMPLATES.joinpath(name + ".css")
     if not file.is_file():
-        raise bad_input("stylesheet", name, ", ".join(_template_names()))
+        raise bad_input("stylesheet", name, ", ".join(_template_files()))
     return Markup(file.read_text(encoding="utf-8"))
+
+
+def _markdown(text: object) -> str:
+    "Text of a log without control characters, with the special characters of markdown escaped."
+    return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
 
 
 @cache
 def _environment() -> Environment:
-    "Everything is escaped; a value that a template misses is an error, not an empty place."
+    "Markup is escaped; a value that a template misses is an error, not an empty place."
     environment = Environment(
         loader=PackageLoader("stabilitylab.report", "templates"),
-        autoescape=True,
+        autoescape=lambda name: not str(name).endswith(".txt.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"clean": clean, "number": number, "spaced": spaced, "commas": "{:,}".format}
+    environment.filters |= {
+        "md": _markdown,
+        "steps": steps_text,
+        "evidence": evidence_items,
+        "remedies": remedies_by_verdict,
+        "remedy": remedy_text,
+    }
     environment.globals["stylesheet"] = stylesheet
     return environment
 
@@ -55,8 +70,8 @@ def render(
     template: str,  # name of a template, without its ending
     /,
     **context: object,  # variables of the template; `Markup` for what is HTML already
-) -> str:  # HTML, every value escaped
+) -> str:  # text, or HTML in which every value is escaped
     "A template filled with data."
-    if template not in _template_names():
-        raise bad_input("template", template, ", ".join(_template_names()))
-    return _environment().get_template(template + _TEMPLATE).render(context).strip()
+    if template not in _template_files():
+        raise bad_input("template", template, ", ".join(_template_files()))
+    return _environment().get_template(_template_files()[template]).render(context).strip()

@@ -15,20 +15,15 @@ from typing import TextIO
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
-from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.likely_cause import MostLikely
 from ..knowledge.choice import REMEDIES_SHOWN
 from stabilitylab.report.content import (
     by_severity,
-    facts,
-    facts_line,
     in_full_and_listed,
     remedies_by_verdict,
     remedy_text,
-    replay_command,
-    skipped_line,
+    run_sentences,
     steps_text,
-    unseen_line,
-    verdict_line,
 )
 from .words import clean
 
@@ -47,11 +42,7 @@ _MIN_WIDTH = 40  # characters; a narrower terminal is taken for a wrong setting
 _MAX_WIDTH = 120  # characters; longer lines are hard to read
 
 
-def _paint(
-    text: str,  # any text
-    meaning: str,  # 'error', 'warning', 'info', 'head' or a verdict
-    colour: bool = True,  # False: leave it as it is
-) -> str:  # with ANSI codes around it
+def _paint(text: str, meaning: str, colour: bool = True) -> str:  # meaning: a key of `_ANSI`
     "The text in the colour of its meaning."
     return f"\x1b[{_ANSI[meaning]}m{text}\x1b[0m" if colour else text
 
@@ -95,14 +86,14 @@ def findings_text(
     "The findings as text, most severe first."
     lines: list[str] = []
     kinds = set()
-    in_full, listed = in_full_and_listed(findings, each)
+    in_full, rest = in_full_and_listed(findings, each)
     for number, finding in in_full:
         lines += [_head_line(number, finding, colour), _wrapped(clean(finding.explanation, 600), width)]
         is_first = finding.kind not in kinds
         if remedies != 0 and is_first and finding.severity != "info":
             lines += _remedy_lines(finding, width, colour, remedies)
         kinds.add(finding.kind)
-    for (severity, kind), rows in listed.items():
+    for (severity, kind), rows in rest.items():
         lines.append(_listed_line(severity, kind, [finding for _, finding in rows], colour))
     return "\n".join(lines)
 
@@ -115,18 +106,18 @@ def _head_line(number: int, finding: Finding, colour: bool) -> str:
     return f"{number:>3} {severity} {_paint(finding.kind, 'head', colour)}" + (f"  {where}" if where else "")
 
 
-def _listed_line(severity: str, kind: str, findings: list[Finding], colour: bool, most: int = 12) -> str:
+def _listed_line(severity: str, kind: str, findings: list[Finding], colour: bool, limit: int = 12) -> str:
     "Further findings of one kind by their steps."
-    steps = [f"{finding.onset:,}" for finding in findings[:most] if finding.onset is not None]
-    if steps and len(findings) > most:
+    steps = [f"{finding.onset:,}" for finding in findings[:limit] if finding.onset is not None]
+    if steps and len(findings) > limit:
         steps.append("…")
     at = f" at steps {', '.join(steps)}" if steps else ""
     return f"    {_paint(f'{severity:<8}', severity, colour)} {len(findings)} more {kind}{at}"
 
 
-def _remedy_lines(finding: Finding, width: int, colour: bool, most: int | None) -> Iterator[str]:
+def _remedy_lines(finding: Finding, width: int, colour: bool, limit: int | None) -> Iterator[str]:
     "One line a verdict: what teams tried."
-    for verdict, rows in remedies_by_verdict(finding, most).items():
+    for verdict, rows in remedies_by_verdict(finding, limit).items():
         tried = "; ".join(map(remedy_text, rows))
         text = _wrapped(f"{verdict}: {tried}", width, hang=2)
         yield text.replace(f"{verdict}:", _paint(f"{verdict}:", verdict, colour), 1)
@@ -141,21 +132,18 @@ def run_text(
     remedies: int | None = REMEDIES_SHOWN,  # as in `findings_text`
 ) -> str:  # several lines
     "A run and its findings as a terminal shows them."
-    head = facts(run, source)
-    lines = [_paint(head.source or "run", "head", colour), _wrapped(facts_line(head), width, 2, 2)]
-    if head.skipped:
-        lines.append(_wrapped(skipped_line(head), width, 2, 2))
-    lines.append(_wrapped(verdict_line(head, findings), width, 2))
-    likely = most_likely(findings)
-    if likely is not None:
-        lines += ["", *_likely_lines(likely, width, colour)]
+    text = run_sentences(run, findings, source)
+    lines = [_paint(text.source or "run", "head", colour), _wrapped(text.facts, width, 2, 2)]
+    lines += [_wrapped(text.skipped, width, 2, 2)] if text.skipped else []
+    lines.append(_wrapped(text.verdict, width, 2))
+    if text.likely is not None:
+        lines += ["", *_likely_lines(text.likely, width, colour)]
     if len(findings):
         lines += ["", findings_text(findings, width, colour, remedies)]
-    unseen, command = unseen_line(run), replay_command(run, findings, source)
-    if unseen:
-        lines += ["", _wrapped(unseen, width, 2, 2)]
-    if command:
-        lines += ["", "  " + _paint(_REPLAY, "head", colour) + " " + command]
+    if text.unseen:
+        lines += ["", _wrapped(text.unseen, width, 2, 2)]
+    if text.replay:
+        lines += ["", "  " + _paint(_REPLAY, "head", colour) + " " + text.replay]
     return "\n".join(lines)
 
 

@@ -22,44 +22,69 @@ from ..trial.trial import TrialResult
 from ..trial.verdict import ArmVerdict, rescue_chance
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
-_SENTENCES = {
-    "helps": "{name} helps: the final loss is {gain} lower ({low} to {high}) over {n} seeds",
-    "harms": "{name} harms: the final loss is {loss} higher ({low} to {high}) over {n} seeds",
-    "does not help": "{name} does not help: it moves the loss by {effect} ({low} to {high}) over {n} seeds",
-    "can't tell yet": "{name}: can't tell yet, {more} more seeds would probably tell"
-    " (so far {effect}, {low} to {high})",
+_INTERVAL = "({low} to {high})"
+_SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
+    ("helps", "loss"): "{name} helps: the final loss is {gain} lower {interval} over {n} seeds",
+    ("harms", "loss"): "{name} harms: the final loss is {loss} higher {interval} over {n} seeds",
+    ("does not help", "loss"): "{name} does not help: the final loss changes by {effect} {interval}"
+    " over {n} seeds",
+    ("can't tell yet", ""): "{name}: can't tell yet (so far {effect}, {low} to {high}); {more} more seeds"
+    " would probably decide",
+    # where failures decided, whatever the final losses of failed runs are
+    ("helps", "failures"): "{name} helps: it prevents the failure on {rescued} of {n} seeds"
+    " (p <= 1/{odds} if the fix did nothing); the final loss changes by {effect} {interval}",
+    (
+        "harms",
+        "failures",
+    ): "{name} harms: it fails on {broken} of {n} seeds on which the unchanged run does not"
+    " (p <= 1/{odds} if the fix did nothing); the final loss changes by {effect} {interval}",
+    ("does not help", "failures"): "{name} does not help: it does not fail on fewer seeds;"
+    " the final loss changes by {effect} {interval}",
+    # an effect that excludes 0 is never said to be none
+    (
+        "can't tell yet",
+        "lessened",
+    ): "{name} lessens the failure and does not prevent it: the final loss is {gain}"
+    " lower {interval} over {n} seeds",
+    ("can't tell yet", "small"): "{name} has an effect of less than 1 %: the final loss changes by {effect}"
+    " {interval} over {n} seeds",
+    ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
+    " the initial loss and are capped there",
+    "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
+    "all capped": "{name} does not help: it does not fail on fewer seeds; the final losses are above the"
+    " initial loss, are capped there and cannot be compared",
+    "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
+    "postponed": "; it only postpones the failure, by {steps} steps",
+    "fails later": "; where it still fails, it fails {steps} steps later",
 }
-_BY_FAILURES = {  # where failures decided, whatever the final losses of failed runs are
-    "helps": "{name} helps: it rescues {rescued} of {n} seeds, which chance does at most once in {odds};"
-    " the loss moves by {effect} ({low} to {high})",
-    "harms": "{name} harms: it breaks {broken} of {n} seeds, which chance does at most once in {odds};"
-    " the loss moves by {effect} ({low} to {high})",
-    "does not help": "{name} does not help: it fails as often; the loss moves by {effect} ({low} to {high})",
-}
-_FAILS = "; it diverges on {diverged} of {n} seeds, the run unchanged on {base}"
-_LATER = "; it only postpones the failure, by {steps} steps"
-_STILL = "; where it still fails, it fails {steps} steps later"
-_ONE_SEED = "{name}: can't tell from one seed ({effect}); {more} more would probably tell"
+
+
+def _template(arm: ArmVerdict) -> str:
+    "The sentence that fits a verdict."
+    if not math.isfinite(arm.interval[0]):
+        return _SENTENCES["one seed"]
+    if arm.decided_by == "failures" and arm.capped == len(arm.seeds):
+        return _SENTENCES["all capped"]
+    return _SENTENCES[arm.verdict, arm.decided_by]
 
 
 def _arm_sentence(
     arm: ArmVerdict,  # one arm
     base: ArmVerdict,  # the run unchanged
 ) -> str:  # without a full stop
-    "What a trial says of one arm."
+    "The result of one arm."
     n = len(arm.seeds)
     if not n:
         return f"{arm.fix}: no seed was finished"
-    low, high = arm.interval
-    templates = _BY_FAILURES if arm.decided_by == "failures" else _SENTENCES
-    template = templates[arm.verdict] if math.isfinite(low) else _ONE_SEED
-    sentence = template.format(
+    low, high = (f"{bound:+.3g}" for bound in arm.interval)
+    sentence = _template(arm).format(
         name=arm.fix,
         gain=number(-arm.effect),
         loss=number(arm.effect),
         effect=f"{arm.effect:+.3g}",
-        low=f"{low:+.3g}",
-        high=f"{high:+.3g}",
+        low=low,
+        high=high,
+        interval=_INTERVAL.format(low=low, high=high),
         n=n,
         more=arm.more_seeds,
         rescued=arm.rescued,
@@ -67,19 +92,20 @@ def _arm_sentence(
         odds=math.floor(1 / rescue_chance(max(arm.rescued, arm.broken), n)),
     )
     if arm.diverged or base.diverged:
-        sentence += _FAILS.format(diverged=arm.diverged, n=n, base=base.diverged)
+        sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
     if arm.postponed:
-        sentence += (_STILL if arm.verdict == "helps" else _LATER).format(steps=arm.postponed)
+        key = "fails later" if arm.verdict == "helps" else "postponed"
+        sentence += _SENTENCES[key].format(steps=arm.postponed)
     return sentence
 
 
 def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
-    "Where a trial started, what each arm did, and what is missing."
+    "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms
     sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
     if not result.complete:
-        sentences.append("Not everything that was asked for was trained.")
+        sentences.append("Not all requested arms were trained.")
     return sentences + [f"A child process ended early: {why}." for why in result.failed[:3]]
 
 
@@ -87,11 +113,14 @@ def trial_words(
     result: TrialResult,  # of a trial
     foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
 ) -> str:  # sentences
-    "A trial in words: where it started, what each arm did, and what is missing."
+    "A trial in words: where it started, the result of each arm, and what is missing."
     return " ".join(_sentences(result, foreword))
 
 # %% ../../nbs/api/report/11_trial.ipynb #62225e31
 _HEADS = ("arm", "verdict", "final loss", "effect [95 %]", "diverged", "step time")
+
+
+_DECIDED = {"lessened": "lessens", "small": "below 1 %", "capped": "cannot be compared"}
 
 
 def _cells(arm: ArmVerdict) -> tuple[str, ...]:
@@ -103,7 +132,7 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     effect = "" if arm.verdict == "unchanged" else f"{arm.effect:+.3f} {interval}"
     return (
         arm.fix,
-        arm.verdict,
+        _DECIDED.get(arm.decided_by, arm.verdict),
         f"{np.mean(finals):.3f}" if finals else "not finite",
         effect,
         f"{arm.diverged} of {len(arm.seeds)}",
@@ -158,7 +187,7 @@ def trial_sheet(
 _NOTES = {
     "late": "The failure began at step {onset}, and the earliest snapshot is that of step {step}: every arm"
     " starts after the failure. Recorder(..., keep_snapshots=5) keeps more snapshots.",
-    "setup": "{words}. Mend the setup first: the verdicts are on the training that it makes.",
+    "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "no failure": "The run unchanged failed on no seed within {steps} steps: there was no failure to prevent,"
     " and the verdicts are on the final loss. --steps and --step change where a trial looks.",

@@ -32,7 +32,7 @@ def spaced(
     return str(name).replace("_", " ")
 
 # %% ../../nbs/api/report/00_words.ipynb #97f6d814
-_LISTED = 8  # values of a list that are written out
+_LIST_ITEMS = 8  # values of a list that are written out
 _PLAIN_BELOW = 1e7  # larger magnitudes are written with a power of ten
 
 
@@ -46,8 +46,8 @@ def number(
         case dict():
             return ", ".join(f"{key}: {number(item)}" for key, item in value.items())
         case list() | tuple():
-            rest = [f"… ({len(value)} in all)"] if len(value) > _LISTED else []
-            return ", ".join([*map(number, value[:_LISTED]), *rest])
+            rest = [f"… ({len(value)} in all)"] if len(value) > _LIST_ITEMS else []
+            return ", ".join([*map(number, value[:_LIST_ITEMS]), *rest])
         case int():
             return f"{value:,}"
         case float():

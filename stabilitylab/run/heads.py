@@ -51,10 +51,11 @@ _LAYER = ("module", "role", "source")  # what names a layer, beside how often it
 # %% ../../nbs/api/run/07_heads.ipynb #92b127bc
 def _layer_names(data: xr.Dataset) -> np.ndarray:
     "One line of bytes for each layer, that no other layer has."
-    seen, lines = {}, []
+    counts: dict[tuple, int] = {}  # runs of a module so far
+    lines = []
     for own in zip(*(data[name].values for name in _LAYER), strict=True):
-        seen[own[:2]] = seen.get(own[:2], -1) + 1
-        lines.append("\t".join([*map(str, own), str(seen[own[:2]])]).encode())
+        counts[own[:2]] = counts.get(own[:2], -1) + 1
+        lines.append("\t".join([*map(str, own), str(counts[own[:2]])]).encode())
     return np.array(lines, dtype=bytes)
 
 
@@ -65,8 +66,8 @@ def head_rows(
     shape = tuple(data.sizes[dim] for dim in ("step", "layer", "head"))
     variables = {}
     for name, array in data.data_vars.items():
-        whole = array if "head" in array.dims else array.expand_dims(head=shape[2])
-        variables[name] = whole.transpose("step", "layer", "head").values.astype(np.float32).ravel()
+        full = array if "head" in array.dims else array.expand_dims(head=shape[2])
+        variables[name] = full.transpose("step", "layer", "head").values.astype(np.float32).ravel()
     numbers = {"step": data.step.values[:, None, None], "head": np.arange(shape[2])[None, None]}
     rows = {name: np.broadcast_to(x, shape).ravel() for name, x in numbers.items()}
     rows["name"] = np.broadcast_to(_layer_names(data)[None, :, None], shape).ravel()
@@ -98,7 +99,8 @@ def head_table(
     order = np.argsort(first)  # as they ran, not by the alphabet
     layer, names = np.argsort(order)[layer], names[order]
     head = own.pop("head").astype(int)
-    shape, variables = (len(steps), len(names), 1 + head.max(initial=-1)), {}
+    shape = len(steps), len(names), 1 + head.max(initial=-1)
+    variables: dict[str, tuple] = {}
     for name, values in own.items():
         table = np.full(shape, np.nan, np.float32)
         table[row, layer, head] = values
@@ -108,7 +110,7 @@ def head_table(
             variables[name] = ("step", "layer"), table[:, :, 0] if shape[2] else table.max(2), attrs
         else:
             variables[name] = ("step", "layer", "head"), table, attrs
-    told = [line.decode().split("\t") for line in names]
+    layer_words = [line.decode().split("\t") for line in names]
     coords = {
         "step": ("step", steps.astype(np.int64), {"long_name": "optimizer step", "units": "step"}),
         "segment": ("step", np.full(len(steps), segment, np.int32), {"long_name": "pass of the program"}),
@@ -116,7 +118,7 @@ def head_table(
         "head": np.arange(shape[2]),
     }
     for i, name in enumerate(_LAYER):
-        coords[name] = "layer", np.array([words[i] for words in told], dtype=object)
+        coords[name] = "layer", np.array([words[i] for words in layer_words], dtype=object)
     return xr.Dataset(variables, coords)
 
 # %% ../../nbs/api/run/07_heads.ipynb #9ecb8238
@@ -132,7 +134,7 @@ def combine_heads(
     if len(shards) == 1:
         return shards[0]
     beside = xr.concat(shards, "rank", join="outer", coords="minimal", compat="override")
-    out = {}
+    out: dict[object, xr.DataArray] = {}
     for name, array in beside.data_vars.items():
         if name in _OWN:
             out[name] = array.isel(rank=0)

@@ -40,12 +40,12 @@ def tell(
     file = os.environ.get(_PROGRESS)
     if not file:
         return
-    known = {"words": words, "share": share}
-    event = {key: value for key, value in known.items() if value is not None} | more
+    reported = {"words": words, "share": share}
+    event = {key: value for key, value in reported.items() if value is not None} | more
     with open(file, "a", encoding="utf-8") as progress:
         progress.write(to_json(event) + "\n")
 
-
+# %% ../../nbs/api/run/05_job.ipynb #8bf922dd
 _PARENT = "STABILITYLAB_PARENT"  # environment variable: the process that started this one as a job
 
 
@@ -79,8 +79,8 @@ def _run_function(
 ) -> int:  # exit code: 0, or 1 where the function raised
     "Call the function that a job asks for: what the child process of `Job.of` does."
     _end_with_parent()
-    place = Path(folder)
-    request = json.loads((place / "request.json").read_text(encoding="utf-8"))
+    job_folder = Path(folder)
+    request = json.loads((job_folder / "request.json").read_text(encoding="utf-8"))
     module, _, name = request["function"].partition(":")
     try:
         answer = {"result": getattr(importlib.import_module(module), name)(**request["arguments"])}
@@ -90,7 +90,7 @@ def _run_function(
     except Exception as error:
         traceback.print_exc()  # to the file of the child's errors
         text = to_json({"error": f"{type(error).__name__}: {error}"})
-    write_atomic(place / "result.json", text)
+    write_atomic(job_folder / "result.json", text)
     return 0 if text.startswith('{"result"') else 1
 
 # %% ../../nbs/api/run/05_job.ipynb #71698815
@@ -101,9 +101,8 @@ class JobState:
     phase: str  # running, done, failed or cancelled
     words: str  # what it does now, in its own words; how it ended afterwards
     share: float  # of the work that is done, 0..1
-    result: object = (
-        None  # what the function returned, or the standard output of a command; None before the end
-    )
+    # what the function returned, or the standard output of a command; None before the end
+    result: object = None
     error: str = ""  # why it failed; '' where it did not
     stderr: str = ""  # the last lines that a failed process left on its standard error
 
@@ -123,13 +122,13 @@ class JobState:
             "stderr": self.stderr,
         }
 
-
+# %% ../../nbs/api/run/05_job.ipynb #3b8c34fb
 def _environment(folder: Path) -> dict[str, str]:
     "This process's environment, in which the child finds this package and the file of its progress."
     here = str(Path(stabilitylab.__file__).resolve().parents[1])
-    known = os.environ.get("PYTHONPATH")
-    places = os.pathsep.join([here, known] if known else [here])
-    own = {"PYTHONPATH": places, _PROGRESS: str(folder / "progress.jsonl"), _PARENT: str(os.getpid())}
+    path = os.environ.get("PYTHONPATH")
+    search_path = os.pathsep.join([here, path] if path else [here])
+    own = {"PYTHONPATH": search_path, _PROGRESS: str(folder / "progress.jsonl"), _PARENT: str(os.getpid())}
     return os.environ | own
 
 
@@ -153,7 +152,7 @@ def _ending(code: int) -> str:
     except ValueError:
         return f"the process was ended by signal {-code}"
 
-
+# %% ../../nbs/api/run/05_job.ipynb #14abc78d
 class Job:
     "A command, or a function of a module, that runs beside this process."
 
@@ -228,10 +227,10 @@ class Job:
             return
         with open(file, "rb") as progress:
             progress.seek(self._read)
-            whole, found, _ = progress.read().rpartition(b"\n")
-        if found:
-            self._read += len(whole) + 1
-            self.events += [json.loads(line) for line in whole.splitlines() if line.strip()]
+            lines, line_end, _ = progress.read().rpartition(b"\n")
+        if line_end:
+            self._read += len(lines) + 1
+            self.events += [json.loads(line) for line in lines.splitlines() if line.strip()]
 
     def _last_reported(self, key: str, otherwise: Any) -> Any:
         "The last value that the child reported."
@@ -240,13 +239,13 @@ class Job:
     def _ended_as(self, code: int) -> JobState:
         "The state of a job whose process has ended."
         answer = self._text("result.json")
-        told = json.loads(answer) if answer else {}
-        if "result" in told:
-            return JobState("done", "done", 1.0, told["result"])
-        if "error" not in told and code in self.codes:
+        result = json.loads(answer) if answer else {}
+        if "result" in result:
+            return JobState("done", "done", 1.0, result["result"])
+        if "error" not in result and code in self.codes:
             return JobState("done", "done", 1.0, self._text("output.txt"))
         lines = self._text("errors.txt").strip().splitlines()
-        error = told.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
+        error = result.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
         return JobState(
             "failed", "failed", self._last_reported("share", 0.0), None, error, "\n".join(lines[-20:])
         )

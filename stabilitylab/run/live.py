@@ -9,6 +9,7 @@ __all__ = ['LiveStore']
 import io
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,9 @@ def _unclose(path: Path) -> None:
 
 def _refuse_foreign(path: Path, lock: str) -> None:
     "Leave a folder alone that holds something else than a record."
-    known = ("live", "blackbox", ".zgroup", RECORD_FILE, lock)
+    names = ("live", "blackbox", ".zgroup", RECORD_FILE, lock)
     is_filled = path.is_dir() and any(path.iterdir())
-    if is_filled and not any((path / name).exists() for name in known):
+    if is_filled and not any((path / name).exists() for name in names):
         raise bad_input(
             "path",
             str(path),
@@ -111,7 +112,7 @@ class LiveStore:
         self,
         # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
         arrays: dict[str, np.ndarray],
-        events: list = (),  # `(kind, step, text, time)`
+        events: Iterable = (),  # `(kind, step, text, time)`
     ) -> None:
         "Add one part; it counts once it is whole and on the disk, so that a power cut leaves it."
         buffer = io.BytesIO()

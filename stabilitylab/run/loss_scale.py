@@ -72,11 +72,11 @@ def read_loss_scale(
     if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
         raise bad_input("scale", f"{values.size} values", "two or more values > 0")
     step = np.arange(len(values)) if step is None else np.asarray(step)
-    moves = np.round(np.diff(np.log2(values)))
-    falls = np.flatnonzero(moves < 0) + 1
+    doublings = np.round(np.diff(np.log2(values)))
+    falls = np.flatnonzero(doublings < 0) + 1
     if not len(falls):
         return ScaleHistory("steady", "", None, 0, 0, ())
-    halvings = -moves[falls - 1]
+    halvings = -doublings[falls - 1]
     ahead = _dense_windows(step[falls], halvings, within)
     counts = int(halvings.sum()), int(ahead.max()), tuple(falls.tolist())
     if step[falls[-1]] <= step[0] + search * (step[-1] - step[0]):

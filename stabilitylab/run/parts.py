@@ -17,7 +17,14 @@ import xarray as xr
 
 from .heads import combine_heads, head_table
 from .ranks import combine_shards, stack_ranks
-from .scalars import Samples, make_events, make_scalars, series, series_names
+from stabilitylab.run.scalars import (
+    Samples,
+    concatenate_samples,
+    make_events,
+    make_scalars,
+    series,
+    series_names,
+)
 
 # %% ../../nbs/api/run/06_parts.ipynb #9d2249d8
 @dataclass(frozen=True)
@@ -69,14 +76,17 @@ def _last_step(parts: list[dict]) -> int:
 
 def _read_shard(live: Path, segment: int, rank: int) -> Shard:
     "The parts of one process in order; a part that is torn is left out, and that is noted."
-    parts, events = [], []
+    parts: list[dict] = []
+    events: list[tuple] = []
     for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
         try:
-            part, told = _read_part(path)
+            part, part_events = _read_part(path)
         except _TORN as error:
-            told = [("note", _last_step(parts), f"{path.name} is left out, it is torn: {error}"[:300], None)]
+            part_events = [
+                ("note", _last_step(parts), f"{path.name} is left out, it is torn: {error}"[:300], None)
+            ]
             part = {}
-        events += told
+        events += part_events
         parts.append(part)
     arrays = {}
     for key in dict.fromkeys(key for part in parts for key in part):
@@ -130,8 +140,8 @@ class Segment:
 
 def _at(steps: np.ndarray, own: np.ndarray, values: np.ndarray) -> np.ndarray:
     "The values at `steps`, each known at one of its own steps; NaN elsewhere."
-    known = dict(zip(own.tolist(), values.tolist(), strict=True))
-    return np.array([known.get(step, np.nan) for step in steps.tolist()])
+    value_at = dict(zip(own.tolist(), values.tolist(), strict=True))
+    return np.array([value_at.get(step, np.nan) for step in steps.tolist()])
 
 
 def _mean_loss(shards: list[Shard]) -> np.ndarray:
@@ -225,16 +235,16 @@ def scalar_samples(
     scalars: xr.Dataset,  # the `/scalars` group of a record
 ) -> dict[str, Samples]:  # name -> its logged values; `order` is the row
     "The series of a table as they were logged, to make a new table of them and others."
-    found, row = {}, np.arange(scalars.sizes["step"])
+    samples, row = {}, np.arange(scalars.sizes["step"])
     for name in series_names(scalars):
         rows = scalars[[name, *(["logged_nan"] if "logged_nan" in scalars else [])]]
-        one = series(rows.assign_coords(row=("step", row)), name)
-        seconds = np.full(one.size, np.nan)
-        if "time" in one.coords:
-            seconds = one.time.values.astype("M8[ns]").astype(float) / 1e9
-            seconds[np.isnat(one.time.values)] = np.nan
-        found[name] = Samples(one.step.values, one.values, one.row.values, seconds)
-    return found
+        logged = series(rows.assign_coords(row=("step", row)), name)
+        seconds = np.full(logged.size, np.nan)
+        if "time" in logged.coords:
+            seconds = logged.time.values.astype("M8[ns]").astype(float) / 1e9
+            seconds[np.isnat(logged.time.values)] = np.nan
+        samples[name] = Samples(logged.step.values, logged.values, logged.row.values, seconds)
+    return samples
 
 
 def segment_starts(
@@ -246,21 +256,15 @@ def segment_starts(
 
 def _logged(rows: dict, at: int) -> dict[str, Samples]:
     "The series of one segment whose first row is row `at` of the record."
-    found = {}
+    samples = {}
     for key in rows:
         if not key.startswith("scalars/has:"):
             continue
         name = key.removeprefix("scalars/has:")
         has = rows[key].astype(bool)
         value, step, time = (rows[f"scalars/{k}"][has] for k in (name, "step", "time"))
-        found[name] = Samples(step, value, at + np.flatnonzero(has), time)
-    return found
-
-
-def _joined(pieces: list[dict[str, Samples]], name: str) -> Samples:
-    "The samples of one series under each other, from the pieces that have it."
-    own = (piece[name] for piece in pieces if name in piece)
-    return Samples(*map(np.concatenate, zip(*own, strict=True)))
+        samples[name] = Samples(step, value, at + np.flatnonzero(has), time)
+    return samples
 
 
 def _all_scalars(closed: xr.DataTree | None, segments: list[Segment]) -> xr.Dataset:
@@ -277,7 +281,9 @@ def _all_scalars(closed: xr.DataTree | None, segments: list[Segment]) -> xr.Data
         pieces.append(_logged(segment.scalars, at))
         at += len(segment.scalars["scalars/step"])
     names = dict.fromkeys(name for piece in pieces for name in piece)
-    samples = {name: _joined(pieces, name) for name in names}
+    samples = {
+        name: concatenate_samples([piece[name] for piece in pieces if name in piece]) for name in names
+    }
     return make_scalars(samples, restarts=np.array(starts, dtype=np.int64), source="recorder")
 
 
@@ -323,7 +329,7 @@ def read_live(
     groups = {"/scalars": _all_scalars(closed, segments)}
     if events:
         groups["/events"] = make_events(events)
-    groups |= {f"/{group}": _under_each_other(found) for group, found in tables.items()}
+    groups |= {f"/{group}": _under_each_other(parts) for group, parts in tables.items()}
     tree = xr.DataTree.from_dict(groups)
     tree.attrs = attrs
     return tree

@@ -83,7 +83,7 @@ def combine_shards(
     out = _without_counts(shards[0]).copy()
     with np.errstate(all="ignore"):
         for name, first in out.data_vars.items():
-            prefix = next((p for p in _prefixes(group) if name.startswith(p)), "")
+            prefix = next((p for p in _prefixes(group) if str(name).startswith(p)), "")
             joint = _combined(of, str(name), prefix, copies)
             out[name] = (first.dims, joint.astype(first.dtype), first.attrs)
     return out

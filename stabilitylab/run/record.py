@@ -60,7 +60,8 @@ def validate_run(
     "The record itself, or one `InputError` that lists all its faults."
     if not isinstance(run, xr.DataTree):
         raise bad_input("run", type(run).__name__, "an xarray.DataTree", "make one with new_run(...)")
-    faults, allowed = [], ", ".join(GROUPS)
+    faults: list[str] = []
+    allowed = ", ".join(GROUPS)
     for group in run.children:
         if group in GROUPS:
             faults += _faults_of(group, run[group].to_dataset())
@@ -132,7 +133,7 @@ def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
 
 def _chunked(run: xr.DataTree) -> dict:
     "Zarr encodings of every group."
-    return {f"/{group}": _encodings(run[group].to_dataset(inherit=False)) for group in run.children}
+    return {f"/{group}": _encodings(node.to_dataset(inherit=False)) for group, node in run.children.items()}
 
 # %% ../../nbs/api/run/01_record.ipynb #d0abc7f9
 RECORD_FILE = "record.zip"  # a whole record in one file, in the folder of its run

@@ -35,7 +35,8 @@ class BoxIndex:
     @cached_property
     def steps(self) -> list[int]:  # ascending
         "The steps that can be replayed."
-        starts, replayable = {row["step"] for row in self.snapshots}, []
+        starts = {row["step"] for row in self.snapshots}
+        replayable: list[int] = []
         for step in sorted({row["step"] for row in self.batches} - set(self.lost)):
             if step in starts or replayable[-1:] == [step - 1]:
                 replayable.append(step)

@@ -13,11 +13,13 @@ import pandas as pd
 def before(
     x: np.ndarray,  # (n,) float64, finite
     window: int,  # records before the point, > 0
-    least: int = 8,  # with fewer records before it a point has NaN
+    min_records: int = 8,  # with fewer records before it a point has NaN
     statistic: str = "median",  # a rolling statistic of pandas: median, mean, std, max, min
-) -> np.ndarray:  # (n,) float64; of the `window` records before each, NaN where there are fewer than `least`
+) -> (
+    np.ndarray
+):  # (n,) float64; of the `window` records before each, NaN where there are fewer than `min_records`
     "A rolling statistic that leaves out the current point."
-    rolling = pd.Series(x).shift(1).rolling(window, min_periods=least)
+    rolling = pd.Series(x).shift(1).rolling(window, min_periods=min_records)
     if statistic == "std":
         return rolling.std(ddof=0).to_numpy()
     return getattr(rolling, statistic)().to_numpy()
@@ -30,14 +32,14 @@ _DIFFERENCE_TO_SD = MAD_TO_SD / np.sqrt(2)  # a difference of two records holds 
 def level_and_noise(
     x: np.ndarray,  # (n,) float64, finite
     window: int = 128,  # records before each point
-    least: int = 32,  # fewer records before a point: NaN
+    min_records: int = 32,  # fewer records before a point: NaN
 ) -> tuple[np.ndarray, np.ndarray]:  # level (n,) and noise (n,) as a standard deviation; NaN at the start
     "Rolling median of the last eighth of the window, and the robust noise around it in the whole window."
-    least_noise = max(8, least // 2)
+    min_noise_records = max(8, min_records // 2)
     level = before(x, window // 8, min(8, window))
-    noise = MAD_TO_SD * before(np.abs(x - level), window, least_noise)
+    noise = MAD_TO_SD * before(np.abs(x - level), window, min_noise_records)
     jump = np.abs(np.diff(x, prepend=x[:1]))  # holds no trend, where the level moves fast
-    return level, np.fmax(noise, _DIFFERENCE_TO_SD * before(jump, window, least_noise))
+    return level, np.fmax(noise, _DIFFERENCE_TO_SD * before(jump, window, min_noise_records))
 
 
 def difference_noise(

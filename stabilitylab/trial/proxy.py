@@ -89,12 +89,12 @@ class Proxy:
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
-        shown = {
+        derived = {
             "shows": self.shows,
             "words": self.words,
             "start": self.start.to_dict() if self.start else None,
         }
-        return asdict(self) | shown
+        return asdict(self) | derived
 
 # %% ../../nbs/api/trial/10_proxy.ipynb #58970c53
 def _rung(rows: pd.DataFrame, lr: float, times: float) -> dict:
@@ -146,21 +146,28 @@ def _pairs(values: Mapping) -> str:
 
 def _sentences(proxy: Proxy) -> list[str]:
     "The sentences on a proxy."
-    words, recipe = _SHRINK["words"], proxy.run_recipe.recipe
-    fields = proxy.run_recipe.reported
+    recipe, fields = proxy.run_recipe.recipe, proxy.run_recipe.reported
     reported = {name: "as logged" if name == "schedule" else value for name, value in fields.items()}
-    symptoms = " or ".join(_SHRINK["names"][symptom] for symptom in proxy.symptoms)
-    sentences = [words["what"].format(depth=recipe.n_layer, width=recipe.d_model, steps=recipe.steps)]
-    sentences.append(words["taken"].format(taken=_pairs(reported)) if reported else words["nothing_taken"])
-    if proxy.run_recipe.assumed:
-        sentences.append(words["assumed"].format(assumed=", ".join(proxy.run_recipe.assumed)))
-    if not proxy.symptoms:
-        sentences.append(words["no_symptom"])
-    elif not proxy.shows:
-        most = f"{proxy.rungs[-1]['times']:g}"
-        sentences.append(words["not_shown"].format(symptoms=symptoms, most=most))
-    else:
-        key = "shown" if proxy.times == 1 else "shown_at"
-        sentences.append(words[key].format(symptoms=symptoms, times=f"{proxy.times:g}"))
-    sentences += [words["left_out"].format(kind=kind, why=why) for kind, why in proxy.left_out.items()]
-    return [*sentences, words["never"]]
+    values = {
+        "depth": recipe.n_layer,
+        "width": recipe.d_model,
+        "steps": recipe.steps,
+        "reported": _pairs(reported),
+        "assumed": ", ".join(proxy.run_recipe.assumed),
+        "symptoms": " or ".join(_SHRINK["names"][symptom] for symptom in proxy.symptoms),
+        "largest": f"{proxy.rungs[-1]['times']:g}" if proxy.rungs else "",
+        "times": f"{proxy.times:g}" if proxy.times else "",
+    }
+    symptom = "no_symptom"
+    if proxy.symptoms:
+        symptom = {None: "not_shown", 1: "shown"}.get(proxy.times, "shown_at")
+    keys = [
+        "what",
+        "reported" if reported else "nothing_reported",
+        "assumed" * bool(values["assumed"]),
+        symptom,
+    ]
+    sentences = [_SHRINK["words"][key].format(**values) for key in keys if key]
+    left_out = _SHRINK["words"]["left_out"]
+    sentences += [left_out.format(kind=kind, why=why) for kind, why in proxy.left_out.items()]
+    return [*sentences, _SHRINK["words"]["never"]]

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+import xarray as xr
 
 from ..fixes.training import Training
 from ..names.errors import bad_input
@@ -38,6 +40,15 @@ def _batch_index(
     return int(torch.randperm(count, generator=generator)[offset])
 
 # %% ../../nbs/api/trial/00_start.ipynb #4003d273
+def _loss_series(path: str) -> xr.DataArray | None:
+    "The loss of a record; None where there is no record, or no loss in it."
+    if not (path and is_run(path)):
+        return None
+    record = opened(path).run
+    scalars = record["scalars"].to_dataset() if "scalars" in record.children else {}
+    return scalars["loss"] if "loss" in scalars and scalars["loss"].size else None
+
+# %% ../../nbs/api/trial/00_start.ipynb #40f8a9df
 @dataclass(frozen=True)
 class Start:
     "Where all arms of a trial set out, in names and numbers that a child process can read."
@@ -74,16 +85,17 @@ class Start:
 
     @property
     def first_loss(self) -> float | None:  # nats; None where no record says it
-        "The first loss of the recorded run: what it knew before any training."
-        if not (self.path and is_run(self.path)):
+        "The first loss of the recorded run: that of the untrained model."
+        loss = _loss_series(self.path)
+        if loss is None or int(loss["step"].values[0]) > 1:
             return None
-        record = opened(self.path).run
-        if "scalars" not in record.children:
-            return None
-        scalars = record["scalars"].to_dataset()
-        if "loss" not in scalars or not scalars["loss"].size or int(scalars["step"].values[0]) > 1:
-            return None
-        return float(scalars["loss"].values[0])
+        return float(loss.values[0])
+
+    @property
+    def recorded_loss(self) -> np.ndarray:  # (step,) nats; empty where no record has it
+        "The recorded loss of the steps before this state."
+        loss = _loss_series(self.path)
+        return np.empty(0) if loss is None else loss.values[loss["step"].values < self.step]
 
     @property
     def words(self) -> str:

@@ -9,6 +9,7 @@ __all__ = ['LR_GRID', 'Point', 'points_of', 'lr_sensitivity', 'SweepResult', 'Sw
 import inspect
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +22,9 @@ from ..fixes.registry import fix, fixes, parameter_ranges
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..replay.user_code import function_at
-from ..run.job import Job
-from .arm import Arm, ArmCurve, arm_of, done_file, read_curve, seed_folder
-from .cluster import ClusterJob, as_client, begin_work
+from .arm import Arm, ArmCurve, arm_of, read_curve
 from .start import Start
-from .trial import TrialState, WorkFolder, check_positive, run_to_end
+from .tasks import ArmTask, Part, TaskQueue
 from .verdict import outcome, paired_interval
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #7b196850
@@ -128,7 +127,7 @@ class SweepResult:
     points: list[Point]  # every combination
     steps: int  # of each arm and seed
     curves: list[ArmCurve]  # one a point and seed
-    complete: bool = True  # whether everything that was asked for has been trained
+    complete: bool = True  # whether every requested arm has been trained
     together: int = 0  # arms that trained as rows of one model
     alone: dict = field(default_factory=dict)  # why others did not, and how many
 
@@ -145,20 +144,9 @@ class SweepResult:
         if axis not in self.axes:
             raise bad_input("axis", axis, f"one of {', '.join(self.axes)}")
         table, others = self.table(), [name for name in self.axes if name != axis]
-        if not others:
-            return pd.DataFrame([_sensitivity_of(table, axis)])
-        groups = table.groupby(others, sort=False)
-        return pd.DataFrame(
-            [
-                dict(zip(others, _tuple(key), strict=True)) | _sensitivity_of(rows, axis)
-                for key, rows in groups
-            ]
-        )
-
-
-def _tuple(key: object) -> tuple:
-    "The key of a group."
-    return key if isinstance(key, tuple) else (key,)
+        groups = table.groupby(others, sort=False) if others else [((), table)]
+        rows = [dict(zip(others, key, strict=True)) | _sensitivity_of(group, axis) for key, group in groups]
+        return pd.DataFrame(rows)
 
 
 def _row_of(curve: ArmCurve) -> dict:
@@ -183,30 +171,18 @@ def _sensitivity_of(rows: pd.DataFrame, axis: str) -> dict:
     return {"sensitivity": float(np.mean(each)), "low": low, "high": high, "best": mean.idxmin()}
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #d5ff5310
-@dataclass(frozen=True)
-class _PointTask:
-    "One point with one seed."
-
-    point: Point = field(hash=False)  # its index stands for it
-    index: int  # of the point
-    seed: int
-
-
-def _shape_key(point: Point) -> str:
-    "Sort key by what probably shapes the model: whole numbers and words among its arguments, and its fixes."
-    arguments = point.start.arguments.items()
+def _shape_key(task: ArmTask) -> str:
+    "Sort key by what probably shapes the model: integers and words among its arguments, and its fixes."
+    arguments = task.start.arguments.items() if task.start else ()
     shaped = {name: value for name, value in arguments if isinstance(value, int | str | bool)}
-    return to_json({"arguments": shaped, "fixes": [row["name"] for row in point.arm.fixes]})
+    return to_json({"arguments": shaped, "fixes": [row["name"] for row in task.arm.fixes]})
 
 
-def _arm_call(task: _PointTask, steps: int, folder: Path) -> dict:
-    "The arguments of `run_arm` for a task."
-    start, arm = task.point.start.to_dict(), task.point.arm.to_dict()
-    return {"start": start, "arm": arm, "seed": task.seed, "steps": steps, "folder": str(folder)}
+class _SweepPoints(TaskQueue["SweepResult"]):
+    "Points and seeds of a sweep, in parts that one process trains."
 
-# %% ../../nbs/api/trial/09_sweep.ipynb #bb04767a
-class _SweepTasks:
-    "Points, seeds and folder of a sweep."
+    kind, arm_word = "sweep", "point"
+    function = "stabilitylab.trial.batched:train_batched"
 
     def __init__(  # noqa: PLR0913 - what a Trial takes, and the axes
         self,
@@ -220,106 +196,50 @@ class _SweepTasks:
         device: str = "cpu",  # where to train
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
-        check_positive(steps=steps, seeds=seeds)
-        self.axes, self.steps, self.seeds, self.device = dict(axes), steps, seeds, device
-        self.points, self._client = points_of(start, axes, fixes), as_client(client)
-        self._folder = WorkFolder("sweep", folder)
-        self.folder = self._folder.path
+        super().__init__(steps, seeds, folder, device, client)
+        self.axes, self.points = dict(axes), points_of(start, axes, fixes)
         request = {"start": start.to_dict(), "axes": self.axes, "steps": steps}
         self._folder.claim(request | {"fixes": arm_of(list(fixes)).fixes})
-        tasks = [_PointTask(point, i, seed) for i, point in enumerate(self.points) for seed in range(seeds)]
-        self._tasks = tasks
-        by_shape = sorted(tasks, key=lambda task: (_shape_key(task.point), task.index, task.seed))
         n_workers = len(self._client.ncores()) if self._client is not None else 0
         self._room = workers or n_workers or os.cpu_count() or 1
-        self._waiting = self._parts([task for task in by_shape if not self._is_done(task)])
-        self._jobs: list[tuple[list[_PointTask], Job | ClusterJob]] = []
-        self._failed: list[str] = []  # what went wrong in parts that did not finish
-        self._answers: list[dict] = []  # of `train_batched`
-        self._stopped = False
+        points = [(i, point.arm, point.start) for i, point in enumerate(self.points)]
+        tasks = [ArmTask(arm, i, seed, start) for i, arm, start in points for seed in range(seeds)]
+        self._waiting = self._parts(self._add_tasks(tasks))
 
-    def _parts(self, tasks: list[_PointTask]) -> list[list[_PointTask]]:
+    def _parts(self, tasks: Sequence[ArmTask]) -> list[Part]:
         "As many parts as there is room for, each of tasks with similar shapes."
-        count = min(self._room, len(tasks))
-        return [list(part) for part in np.array_split(np.array(tasks, object), count)] if count else []
+        by_shape = sorted(tasks, key=lambda task: (_shape_key(task), task.index, task.seed))
+        n_parts = min(self._room, len(tasks))
+        ends = [len(tasks) * part // n_parts for part in range(n_parts + 1)] if n_parts else []
+        return [tuple(by_shape[begin:end]) for begin, end in itertools.pairwise(ends)]
 
-    def folder_of(
-        self,
-        task: _PointTask,  # of this sweep
-    ) -> Path:  # the folder of its curve
-        "Where a point with a seed writes."
-        return seed_folder(self.folder, f"point-{task.index}", task.seed)
+    def _arguments(self, part: Part) -> dict:
+        "The arguments of the function that trains a part."
+        return {"arms": [self._call(task) for task in part]}
 
-    def _is_done(self, task: _PointTask) -> bool:
-        "Whether it was trained before."
-        return done_file(self.folder_of(task)).is_file()
-
-    def _begin(self, part: list[_PointTask]) -> None:
-        "Starts a part."
-        rows = [_arm_call(task, self.steps, self.folder_of(task)) for task in part]
-        done = done_file(self.folder_of(part[-1]))
-        request = {"arms": rows, "device": self.device}
-        self._jobs.append(
-            (part, begin_work(self._client, "stabilitylab.trial.batched:train_batched", request, done))
-        )
-
-# %% ../../nbs/api/trial/09_sweep.ipynb #51df8d4f
-class Sweep(_SweepTasks):
+# %% ../../nbs/api/trial/09_sweep.ipynb #bb04767a
+class Sweep(_SweepPoints):
     "Points that train from one start, in child processes or on a cluster."
-
-    def poll(self) -> TrialState:
-        "Starts parts where there is room, collects those that have ended, and returns the progress."
-        shares = 0.0
-        for part, job in list(self._jobs):
-            state = job.poll()
-            shares += 0.0 if state.ended else state.share * len(part)
-            if state.ended:
-                self._jobs.remove((part, job))
-                if state.phase == "done" and isinstance(state.result, dict):
-                    self._answers.append(state.result)
-                else:
-                    self._failed.append(f"{part[0].point.label} and {len(part) - 1} more: {state.error}")
-        while self._waiting and len(self._jobs) < self._room and not self._stopped:
-            self._begin(self._waiting.pop(0))
-        total = len(self.points) * self.seeds
-        waiting = sum(map(len, self._waiting)) + sum(len(part) for part, _ in self._jobs)
-        running = tuple(f"{len(part)} arms from {part[0].point.label}" for part, _ in self._jobs)
-        ended = not self._jobs and (self._stopped or not self._waiting)
-        done = total - waiting
-        return TrialState(done, total, running, (done + shares) / total, ended, tuple(self._failed))
-
-    def cancel(self) -> None:
-        "Stops what trains; the curves so far stay, and the same sweep can go on later."
-        self._stopped = True
-        for _, job in self._jobs:
-            job.cancel()
 
     def result(self) -> SweepResult:  # of the arms that are done
         "The curves and sensitivities so far."
-        done = [task for task in self._tasks if self._is_done(task)]
-        curves = [read_curve(self.folder_of(task), task.point.label, task.seed) for task in done]
-        alone: dict[str, int] = {}
-        for answer in self._answers:
-            for why, count in answer["alone"].items():
-                alone[why] = alone.get(why, 0) + count
-        together = sum(answer["together"] for answer in self._answers)
-        curves = [curve for curve in curves if len(curve.loss)]
+        ended = self.ended
+        done = [task for task in self._tasks if ended.get(task) == ""]
+        curves = [read_curve(self.folder_of(task), task.arm.name, task.seed) for task in done]
+        alone: Counter = Counter()
+        for batch in self._returned:
+            alone.update(batch["alone"])
         return SweepResult(
-            self.axes, self.points, self.steps, curves, len(done) == len(self._tasks), together, alone
+            axes=self.axes,
+            points=self.points,
+            steps=self.steps,
+            curves=[curve for curve in curves if len(curve.loss)],
+            complete=len(done) == len(self._tasks),
+            together=sum(batch["together"] for batch in self._returned),
+            alone=dict(alone),
         )
 
-    def run(
-        self,
-        budget: float | None = None,  # minutes after which it is stopped; None: until it is done
-        progress: bool = True,  # a bar on standard error
-    ) -> SweepResult:  # of what was done; Ctrl-C stops it and keeps that too
-        "Trains until everything is done, or until the budget is spent."
-        run_to_end(self, budget, progress, label="sweep")
-        if self._failed and not self.result().curves:
-            raise bad_input("axes", ", ".join(self.axes), "points that can be trained", self._failed[0])
-        return self.result()
-
-# %% ../../nbs/api/trial/09_sweep.ipynb #9d08d59f
+# %% ../../nbs/api/trial/09_sweep.ipynb #51df8d4f
 def sweep(
     start: Start,  # where all arms set out
     axes: Mapping[str, Sequence],  # axis -> values; see `points_of`
@@ -328,5 +248,9 @@ def sweep(
     progress: bool = True,  # a bar on standard error
     **options: Any,  # of `Sweep`: fixes, folder, workers, device, client
 ) -> SweepResult:
-    "Trains a sweep to its end."
-    return Sweep(start, axes, steps, seeds, **options).run(progress=progress)
+    "Trains a sweep to its end; raises where no point can be trained."
+    work = Sweep(start, axes, steps, seeds, **options)
+    result, failed = work.run(progress=progress), work.poll().failed
+    if failed and not result.curves:
+        raise bad_input("axes", ", ".join(axes), "points that can be trained", failed[0])
+    return result

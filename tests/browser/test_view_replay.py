@@ -55,7 +55,9 @@ def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
     )
     chosen = f"[...document.querySelectorAll('{VIEW} select')[0].selectedOptions].map(o => o.text).join()"
     page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 352
-    page.wait_for_selector(f'{VIEW} .stl-foresight p:has-text("2 steps behind the snapshot at 350")')
+    page.wait_for_selector(
+        f'{VIEW} .stl-foresight p:has-text("Replays 2 steps from the snapshot at step 350")'
+    )
     page.click(f'{VIEW} .stl-setup-panel button:has-text("Check")')
     page.wait_for_selector(f'{VIEW} .stl-setup p:has-text("This setup is the run")', timeout=90_000)
     shot(page, "replay-checked")

@@ -4,12 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from reproductions.experiments import EXPERIMENTS, Outcome, run_experiment, store_outcome
 from reproductions.results import REPRODUCTIONS, Result, reproduce, results_table, store_result
 from reproductions.sinks import make_sink_arms, store_sink_arms
-from stabilitylab.names.errors import InputError
+from stabilitylab.cases.__main__ import command_parser, run_command
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -70,37 +68,18 @@ def _sinks(args: argparse.Namespace) -> None:
         store_sink_arms(arms)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    "The parser of the command line."
-    parser = argparse.ArgumentParser("python -m reproductions", description=_list.__doc__)
-    parser.set_defaults(run=_list)
-    subcommands = parser.add_subparsers(metavar="COMMAND")
-    functions = {"list": _list, "reproduce": _reproduce, "experiment": _experiment, "sinks": _sinks}
-    for name, run in functions.items():
-        subcommand = subcommands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        subcommand.set_defaults(run=run)
-        if name in ("reproduce", "experiment"):
-            subcommand.add_argument("names", nargs="+", help="such as R1 or beta2, or all")
-        if name != "list":
-            subcommand.add_argument("--store", action="store_true", help="store it in this folder")
-    subcommands.choices["reproduce"].add_argument(
-        "--quick", action="store_true", help="only those that take seconds"
-    )
-    return parser
-
-
 def main(
     argv: Sequence[str] | None = None,  # arguments; None: of this process
 ) -> int:  # exit code: 0, or 2 with one line on standard error
-    "Runs the command."
-    args = make_parser().parse_args(argv)
-    torch.set_num_threads(1)
-    try:
-        args.run(args)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    "Run the command."
+    functions = {"list": _list, "reproduce": _reproduce, "experiment": _experiment, "sinks": _sinks}
+    parser, subcommands = command_parser("python -m reproductions", functions)
+    for name in ("reproduce", "experiment"):
+        subcommands[name].add_argument("names", nargs="+", help="such as R1 or beta2, or all")
+    for name in ("reproduce", "experiment", "sinks"):
+        subcommands[name].add_argument("--store", action="store_true", help="store it in this folder")
+    subcommands["reproduce"].add_argument("--quick", action="store_true", help="only those that take seconds")
+    return run_command(parser, argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from reproductions.recipes import held_out, over_seeds
 from reproductions.results import Check, Result
-from stabilitylab.cases.states import token_losses
+from stabilitylab.cases.states import next_token_losses
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.training import Training, grad_norm
@@ -115,14 +115,14 @@ def _audited(lengths: list[int], step: object, seed: int = 0):
     torch.manual_seed(seed)
     model = LanguageModel(ModelConfig.plain(vocab=64, seq=128, d_model=32, n_layer=2, n_head=2))
     window = [torch.randint(64, (1, n + 1)) for n in lengths]
-    return audit_accumulation(model, window, token_losses, step)
+    return audit_accumulation(model, window, next_token_losses, step)
 
 
 def _token_mean(model: torch.nn.Module, window: list) -> float:
     "A loop that sums and divides once."
     accumulate = TokenMeanAccumulator(model)
     for tokens in window:
-        accumulate.backward(token_losses(model, tokens)[0].sum(), tokens.shape[1] - 1)
+        accumulate.backward(next_token_losses(model, tokens)[0].sum(), tokens.shape[1] - 1)
     return accumulate.finish().loss
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...names.errors import bad_input
 from ...names.variables import SCALARS, canonical_name
-from ..base import LogData, order_of
+from ..base import LogData
 from .lines import LineTable, Slot
 from .roles import name_adversarial_losses, running_mean_starts, split_phases
 from .steps import StepCounter, count_steps, nearest_steps
@@ -22,7 +22,7 @@ from stabilitylab.read.freetext.words import (
     meaning,
     split_words,
 )
-from ...run.scalars import Samples, find_restarts
+from ...run.scalars import Samples, concatenate_samples, find_restarts, order_of
 
 # %% ../../../nbs/api/read/freetext/06_interpret.ipynb #670b56ed
 _MIN_LINES = 3  # of a template whose numbers may be a series although no word says so; ours
@@ -260,23 +260,14 @@ def _samples(
     "One series with its steps, and how they were obtained."
     steps_by_part = [_steps_of(table, series.counter, reference) for table, _ in series.parts]
     is_partly_counted = any(step is not None for step, _ in steps_by_part)
-    orders, steps, times = [], [], []
+    parts = []
     for (table, value), (step, _) in zip(series.parts, steps_by_part, strict=True):
         if step is None and is_partly_counted and reference is not None:
             step = nearest_steps(table.order, reference)
         elif step is None:
             step = _record_numbers(table.order, records, restarts)
-        orders.append(table.order)
-        steps.append(step)
-        times.append(np.full(len(value), np.datetime64("NaT", "s")) if table.time is None else table.time)
-    order, step, time = (np.concatenate(parts) for parts in (orders, steps, times))
-    by_position = np.argsort(order, kind="stable")
-    samples = Samples(
-        step[by_position].astype(np.int64),
-        series.value[by_position],
-        order[by_position],
-        None if np.isnat(time).all() else time[by_position],
-    )
+        parts.append(Samples(step.astype(np.int64), value, table.order, table.time))
+    samples = concatenate_samples(parts)
     return samples, next((how for _, how in steps_by_part if how), _NUMBERED)
 
 # %% ../../../nbs/api/read/freetext/06_interpret.ipynb #42732f65
@@ -323,16 +314,16 @@ def _note_canonical_name(data: LogData, name: str, series: _Series, main: _Serie
     "Records the canonical name of a series where its own name would not give it."
     canonical, words = canonical_name(name), "_".join(split_words(name))
     if series is main:
-        data.ours[name] = "loss"
+        data.canonical_names[name] = "loss"
         data.attrs["loss_is"] = series.name
     elif main is not None and _names_split_only(main.name) and _names_split_only(series.name):
-        data.ours[name] = "val_loss"
+        data.canonical_names[name] = "val_loss"
     elif not canonical and series.meaning == "loss":  # in letters that canonical names do not have
         fallback = "val_loss" if is_evaluation(series.name) else "epoch_summary_loss"
-        if fallback not in data.ours.values():
-            data.ours[name] = fallback
+        if fallback not in data.canonical_names.values():
+            data.canonical_names[name] = fallback
     elif canonical == "loss":  # another loss than the training loss
-        data.ours[name] = f"{words}_other" if words == canonical else words
+        data.canonical_names[name] = f"{words}_other" if words == canonical else words
 
 # %% ../../../nbs/api/read/freetext/06_interpret.ipynb #8aa116b6
 def interpret(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..base import TIME, Hit, order_of
+from ..base import Hit, time_span
 from .named_numbers import mask_timestamps, named_numbers, row_cells
 from .words import is_evaluation, is_fold, is_metric, meaning, split_words
-from ...run.scalars import Samples
+from ...run.scalars import Samples, order_of
 
 # %% ../../../nbs/api/read/freetext/02_lines.ipynb #7e55f2a8
 @dataclass
@@ -26,7 +26,7 @@ class Slot:
     has_total: bool  # `i` of `i/N`
     unit: str  # written after the number
     value: np.ndarray  # (n,) float64
-    place: int  # position among the numbers of the line
+    position: int  # among the numbers of the line
 
     @property
     def is_metric(self) -> bool:
@@ -61,7 +61,9 @@ class LineTable:
         "`N` of `i/N`, one a line."
         if not slot.has_total:
             return None
-        after = (other for other in self.slots if other.kind == "total" and other.place == slot.place + 1)
+        after = (
+            other for other in self.slots if other.kind == "total" and other.position == slot.position + 1
+        )
         return next((total.value for total in after), None)
 
     def select(
@@ -90,17 +92,17 @@ _SCALED |= {"image", "images", "frames"}
 # which knows nothing of tables, keeps them apart without a second key.
 
 
-def _slot_key(name: str, kind: str, has_total: bool, unit: str, place: int) -> str:
+def _slot_key(name: str, kind: str, has_total: bool, unit: str, position: int) -> str:
     "The fields of a slot as one string."
-    return f"{name}\x1d{kind}\x1d{(has_total and 1) or ''}\x1d{unit}\x1d{place}"
+    return f"{name}\x1d{kind}\x1d{(has_total and 1) or ''}\x1d{unit}\x1d{position}"
 
 
 def _slot_from(key: str, value: np.ndarray) -> Slot:
     "The slot that a string of `_slot_key` describes; counts written `24K` are multiplied out."
-    name, kind, has_total, unit, place = key.split("\x1d")
+    name, kind, has_total, unit, position = key.split("\x1d")
     factor = unit_factor(name, unit)
     value = value if factor == 1 else np.round(value * factor)
-    return Slot(name, kind, bool(has_total), unit, value, int(place))
+    return Slot(name, kind, bool(has_total), unit, value, int(position))
 
 # %% ../../../nbs/api/read/freetext/02_lines.ipynb #7cbe541e
 def unit_factor(
@@ -139,9 +141,8 @@ def _parse_row(line: bytes) -> list[Hit]:
     if not has_point or not (2 if is_complete else 3) <= len(fields) <= 64:
         return []
     template = f"{_ROW}{n_cells if is_complete else str(len(fields)) + '+'}\x1f"
-    time = TIME.search(line)
     named = tuple((template + slot, start, end) for slot, start, end in fields)
-    return [Hit(named, time=time.span() if time else None)]
+    return [Hit(named, time=time_span(line))]
 
 # %% ../../../nbs/api/read/freetext/02_lines.ipynb #3c680a0a
 def parse_any_line(
@@ -159,8 +160,7 @@ def parse_any_line(
     slots = [_slot_key(n.name, n.kind, n.has_total, n.unit, i) for i, n in enumerate(numbers)]
     template = "\x1e".join(slots) + "\x1f"
     fields = tuple((template + slot, n.start, n.end) for slot, n in zip(slots, numbers, strict=True))
-    time = TIME.search(line)
-    return [Hit(fields, time=time.span() if time else None)]
+    return [Hit(fields, time=time_span(line))]
 
 # %% ../../../nbs/api/read/freetext/02_lines.ipynb #004f57f2
 def line_tables(
@@ -193,5 +193,5 @@ def _without_duplicates(table: LineTable) -> LineTable:
     is_paired = (lengths % 2 == 0).mean() >= _EVEN_SHARE and (lengths == 2).mean() >= _PAIR_SHARE
     if not is_paired or len(starts) < _MIN_LINES:
         return table
-    place = np.arange(len(is_same)) - np.repeat(starts, lengths)
-    return table.select(place % 2 == 0)  # of four alike two are new
+    index_in_run = np.arange(len(is_same)) - np.repeat(starts, lengths)
+    return table.select(index_in_run % 2 == 0)  # of four alike two are new

@@ -112,7 +112,7 @@ def name_adversarial_losses(
         if table.is_row or not _are_adversarial(decimals):
             renamed.append(table)
             continue
-        slots = _number_lists(sorted(table.slots, key=lambda slot: slot.place))
+        slots = _number_lists(sorted(table.slots, key=lambda slot: slot.position))
         losses |= {slot.name for slot in slots if _is_decimal(slot) and meaning(slot.name) == "other"}
         renamed.append(replace(table, slots=slots))
     return renamed, frozenset(losses - _NO_LOSSES)

@@ -87,7 +87,7 @@ def name_rows(
     for table in tables:
         if not table.is_row or not len(table.order):
             continue
-        n_cells = max(slot.place for slot in table.slots) + 1
+        n_cells = max(slot.position for slot in table.slots) + 1
         above, own = _lines_around(path, int(table.order[0]))
         documented = next((names.split("|") for form, names in _DOCUMENTED if form.match(own)), [])
         names = documented or _header(above, n_cells)
@@ -96,7 +96,7 @@ def name_rows(
         if any(map(is_metric, names)):
             header_by_width[n_cells] = names
             for slot in table.slots:
-                slot.name = names[slot.place] if slot.place < len(names) else ""
+                slot.name = names[slot.position] if slot.position < len(names) else ""
             named.append(table)
     return [table for table in tables if not table.is_row] + named
 
@@ -158,6 +158,6 @@ def read_printed_lists(
     log.samples = {name: _as_series(parts) for name, parts in histories.items()}
     main = min(losses, key=loss_rank)
     if not any(canonical_name(name) == "loss" for name in histories):
-        log.ours[main] = "loss"
+        log.canonical_names[main] = "loss"
     log.attrs |= {"step_is": "place in a printed list", "loss_is": main}
     return log

@@ -62,9 +62,9 @@ def _name_rank(slot: Slot) -> int:
 
 def _unnamed_count(values: list[Slot], epoch: Slot | None) -> Slot | None:
     "A number without a name that counts: the one after the epoch, or the first of a line if it increases."
-    unnamed = {slot.place: slot for slot in values if not slot.name and not slot.unit}
+    unnamed = {slot.position: slot for slot in values if not slot.name and not slot.unit}
     if epoch is not None:
-        after = unnamed.get(epoch.place + 1)
+        after = unnamed.get(epoch.position + 1)
         return after if after is not None and len(np.unique(after.value)) > 1 else None
     first = unnamed.get(0)
     is_rising = first is not None and len(first.value) > 2 and (np.diff(first.value) > 0).mean() > 0.9
@@ -88,15 +88,17 @@ def _step_slot(table: LineTable, epoch: Slot | None, chosen: str | None) -> Slot
     values = [slot for slot in table.slots if slot.kind == "value" and _is_count(slot.value)]
     if chosen:
         return next((slot for slot in values if slot.name.lower() == chosen.lower()), None)
+    # `batch 3 | global step 120 | loss 2.5`: both count, and the name says which counts the run
     named = [s for s in values if meaning(s.name) == "step" and s.unit not in _TIME_UNITS]
     if named:
-        return min(named, key=lambda slot: (_name_rank(slot), slot.place))
+        return min(named, key=lambda slot: (_name_rank(slot), slot.position))
+    # `Epoch 2: 37%|###7 | 174/469 [00:10<00:17, loss=0.21]`: of several bars the one that moves most
     candidates = (slot for slot in values if slot.has_total and slot is not epoch and not slot.is_metric)
     bars = [slot for slot in candidates if _restarts_low(slot.value)]
     complete = next((slot for slot in bars if _is_complete(table, slot)), None)
     if bars and complete is None:
         return max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)))
-    return complete or _unnamed_count(values, epoch)
+    return complete or _unnamed_count(values, epoch)  # `(epoch 3) 1200: 2.31`
 
 
 def _epoch_slot(table: LineTable) -> Slot | None:
@@ -107,7 +109,7 @@ def _epoch_slot(table: LineTable) -> Slot | None:
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #b97ee09d
 def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
     "Steps of the run from the count within an epoch."
-    if total is not None:
+    if total is not None:  # `[174/469]`
         size = float(np.median(total))
     else:
         size = float(count.max())
@@ -145,10 +147,13 @@ def steps_from_count(
     label = name or "the count `i/N`"
     epochs = None  # in which the count starts over; None: it counts the whole run
     if len(falls) and epoch is not None:
+        # `epoch 1 step 400`, `epoch 2 step 0`: it falls where the epoch rises; else it falls at a restart
         epochs = epoch if (np.diff(epoch)[falls] > 0).mean() > 0.5 else None
     elif epoch is not None and total is not None:
+        # one line an epoch, `epoch 3 [469/469]`: the count never falls, and is of the epoch all the same
         epochs = epoch if epoch.max() > 1 and count.max() <= np.median(total) else None
     elif len(falls) and (total is not None or not name or "batch" in name.lower()):
+        # `[468/469]`, `[0/469]` without a word of the epoch
         epochs = _epochs_from_restarts(count, total)
     if epochs is None:
         return count, label
@@ -186,7 +191,7 @@ def _counted(members: list[tuple[LineTable, Slot | None, Slot | None]]) -> StepC
     epoch = _concatenated([None if slot is None else slot.value for _, _, slot in members], by_position)
     counted = [(table, slot) for table, slot, _ in members if slot is not None]
     is_complete = all(_is_complete(table, slot) for table, slot in counted)
-    if counted and not (is_complete and len(order) > 1):
+    if counted and not (is_complete and len(order) > 1):  # lines with a count of their own
         count = np.concatenate([slot.value for _, slot in counted])[by_position]
         total = _concatenated([table.totals(slot) for table, slot in counted], by_position)
         factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
@@ -194,6 +199,7 @@ def _counted(members: list[tuple[LineTable, Slot | None, Slot | None]]) -> StepC
         name = counted[0][1].name
         step, description = steps_from_count(count, epoch, total, name)
         return StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
+    # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
     if epoch is not None and _is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
     return StepCounter(tables, None, order, epoch, "", "", False)
