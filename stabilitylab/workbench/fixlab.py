@@ -25,7 +25,8 @@ from ..run.recording import Recording
 from ..trial.arm import Arm, ArmCurve
 from ..trial.start import Start
 from ..trial.suggest import suggest
-from ..trial.trial import ArmTask, Trial, TrialResult, TrialState
+from ..trial.tasks import TrialState
+from ..trial.trial import ArmTask, Trial, TrialResult
 from .parts import StepChoice
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #55e2e2d7

@@ -23,7 +23,8 @@ from ..report.trial import trial_sheet
 from ..run.job import Job, JobState
 from ..trial.arm import Arm
 from ..trial.start import Start
-from ..trial.trial import TrialResult, TrialState
+from ..trial.tasks import TrialState
+from ..trial.trial import TrialResult
 from .call import CallLine
 from .figure import PictureWidget
 from stabilitylab.workbench.fixlab import (
