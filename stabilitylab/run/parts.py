@@ -281,9 +281,9 @@ def _all_scalars(closed: xr.DataTree | None, segments: list[Segment]) -> xr.Data
         pieces.append(_logged(segment.scalars, at))
         at += len(segment.scalars["scalars/step"])
     names = dict.fromkeys(name for piece in pieces for name in piece)
-    samples = {
-        name: concatenate_samples([piece[name] for piece in pieces if name in piece]) for name in names
-    }
+    samples = {}
+    for name in names:
+        samples[name] = concatenate_samples([piece[name] for piece in pieces if name in piece])
     return make_scalars(samples, restarts=np.array(starts, dtype=np.int64), source="recorder")
 
 
