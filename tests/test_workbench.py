@@ -167,7 +167,7 @@ def stopped(view, go, is_there):
     "Starts a measurement, stops it once something is so, lets it go and waits for its end."
 
     async def cancelled():
-        view.start()
+        view.panel.start()
         while not is_there():
             await asyncio.sleep(0.01)
         assert view.panel.job is not None and not view.panel.stop.disabled
@@ -182,33 +182,38 @@ def stopped(view, go, is_there):
 def test_measured_gradients_show_how_far_they_are_and_can_be_cancelled(monkeypatch):
     view, go = measuring(monkeypatch)
     stopped(view, go, lambda: view.panel.bar.value == 0.5)
-    assert view.look.parts is None and view.panel.stop.disabled and not view.panel.go.disabled
+    assert view.look.gradients is None and view.panel.stop.disabled and not view.panel.go.disabled
 
 
 def test_a_measurement_that_ended_before_it_heard_of_the_stop_is_not_shown(monkeypatch):
     view, go = measuring(monkeypatch)
     monkeypatch.setattr(ThreadJob, "report", lambda self, share: None)
     stopped(view, go, lambda: True)
-    assert view.look.parts is None and view.panel.stop.disabled and not view.panel.go.disabled
+    assert view.look.gradients is None and view.panel.stop.disabled and not view.panel.go.disabled
+
+
+def asked(view):
+    "The steps that a replay is compared with."
+    return {name: view.look.options()[name] for name in ("states", "batches")}
 
 
 def test_a_replay_compares_with_the_controls_of_its_step_unless_the_user_chose():
     path = DATA / "lm_high_lr"
     view = ReplayView(open_state(path)[0])
-    view.step.value = 337
-    late = {name: {"index": getattr(view, name).index} for name in ("states", "batches")}
-    view.step.value = 351
+    view.look.step = 337
+    late = {name: {"index": view.controls[name].index} for name in ("states", "batches")}
+    view.look.step = 351
     usual = dict(zip(("states", "batches"), controls(path, 351), strict=True))
-    assert usual["states"] != controls(path, 337)[0] and view.asked() == usual
+    assert usual["states"] != controls(path, 337)[0] and asked(view) == usual
     for name, message in late.items():  # the page still had the choice of the former step
-        getattr(view, name).set_state(message)
-    assert view.asked() == usual and list(view.states.value) == usual["states"]
-    view.states.set_state({"index": [0, 2]})
-    assert view.asked() == usual | {"states": view.steps[:3:2]}
-    view.batches.set_state({"index": []})
-    assert view.asked()["batches"] == []
-    view.step.value = 350
-    assert view.asked() == dict(zip(usual, controls(path, 350), strict=True))
+        view.controls[name].set_state(message)
+    assert asked(view) == usual and list(view.controls["states"].value) == usual["states"]
+    view.controls["states"].set_state({"index": [0, 2]})
+    assert asked(view) == usual | {"states": view.look.steps[:3:2]}
+    view.controls["batches"].set_state({"index": []})
+    assert asked(view)["batches"] == []
+    view.look.step = 350
+    assert asked(view) == dict(zip(usual, controls(path, 350), strict=True))
 
 
 def test_what_moved_first_is_shown_although_the_picture_stands_at_later_steps():

@@ -21,7 +21,7 @@ def until(view: FixLabView, is_so: object, seconds: float = 400) -> None:
     "Polls the trial until something is so."
     end = time.monotonic() + seconds
     while not is_so():
-        view.poll()
+        view.work.poll()
         assert time.monotonic() < end, view.work.says.value  # a hang; a busy machine takes minutes
         time.sleep(0.1)
 
@@ -48,8 +48,8 @@ def tick(view: FixLabView, name: str) -> None:
 @pytest.mark.slow  # trains in processes
 def test_an_arm_is_stopped_another_added_and_both_are_told():
     view = opened()
-    view.seeds.value, view.length.value = 1, 5000  # more than any machine trains meanwhile
-    view.begin()
+    view.lab.seeds, view.lab.length = 1, 5000  # more than any machine trains meanwhile
+    view.work.start()
     base, fixed = "unchanged", "lower_lr"
     until(
         view, lambda: view.lines.keys() == {base, fixed} and all(o.bar.value > 0 for o in view.lines.values())
@@ -59,8 +59,8 @@ def test_an_arm_is_stopped_another_added_and_both_are_told():
     view.stop(fixed)
     until(view, lambda: view.lines[fixed].stop.disabled)
     assert "stopped" in view.lines[fixed].words.value and not view.lab.now.ended
-    seen = view.lab.taken
-    until(view, lambda: view.lab.taken > seen)  # the other arm goes on
+    seen = view.lab.n_taken
+    until(view, lambda: view.lab.n_taken > seen)  # the other arm goes on
     tick(view, "placebo")
     view.add()
     assert "placebo" in view.lines
@@ -78,8 +78,8 @@ def test_an_arm_is_stopped_another_added_and_both_are_told():
 @pytest.mark.slow  # trains in processes
 def test_a_finished_trial_gives_a_verdict_and_its_call():
     view = opened()
-    view.seeds.value, view.length.value = 1, 6
-    view.begin()
+    view.lab.seeds, view.lab.length = 1, 6
+    view.work.start()
     until(view, lambda: view.lab.now.ended)
     assert "All arms are done" in view.work.says.value
     assert "lower_lr" in view.verdict.value and "from one seed" in view.verdict.value
@@ -91,7 +91,7 @@ def test_what_cannot_be_tried_is_said():
     view = opened()
     for box in view.boxes:
         box.tick.value = False
-    view.begin()
+    view.work.start()
     assert "`arms`" in view.work.says.value and "tick a fix" in view.work.says.value
     trial = Trial(Start(str(sample()), 300), ["lower_lr"], steps=5)
     with pytest.raises(InputError, match="lower_lr"):
@@ -101,7 +101,7 @@ def test_what_cannot_be_tried_is_said():
     state, _ = open_state({"log": new_run(make_scalars({"loss": Samples(range(50), [2.0] * 50)}))})
     state.visible = "fixlab"
     bare = FixLabView(state)
-    assert "no black box" in bare.notice.value and bare.work.go.disabled and bare.call.call == ""
+    assert "no black box" in bare.texts["notice"].value and bare.work.go.disabled and bare.call.call == ""
 
 
 def test_the_arms_of_a_trial_are_runs_of_the_chooser():
@@ -119,27 +119,31 @@ def test_a_log_without_a_black_box_trains_from_a_proxy():
     state, _ = open_state(log)
     state.visible = "fixlab"
     view = FixLabView(state)
-    assert view.origin.value == "choose …" and view.work.go.disabled and view.lab.path == str(log)
-    view.origin.value = "a small proxy"
+    assert view.controls["origin"].value == "choose …" and view.work.go.disabled and view.lab.path == str(log)
+    view.controls["origin"].value = "a small proxy"
     assert (
         view.maker.job is not None
         and not view.work.stop.disabled
-        and "Training small models" in view.proxied.value
+        and "Training small models" in view.texts["proxied"].value
     )
     view.end()
-    assert view.maker.job is None and view.origin.value == "choose …" and view.work.stop.disabled
-    view.origin.value = "a small proxy"
+    assert view.maker.job is None and view.controls["origin"].value == "choose …" and view.work.stop.disabled
+    view.controls["origin"].value = "a small proxy"
     made = recipe_of(state.run, None, steps=12).recipe.start
     told = {"words": ["It shows."], "start": made.to_dict(), "steps": 12}
     view.maker.show(JobState("done", "done", 1.0, told))
-    assert "It shows." in view.proxied.value and not view.work.go.disabled and view.length.value == 12
-    assert "proxy_training" in view.plan.value and view.step.layout.display == "none"
+    assert (
+        "It shows." in view.texts["proxied"].value
+        and not view.work.go.disabled
+        and view.controls["length"].value == 12
+    )
+    assert "proxy_training" in view.texts["plan"].value and view.controls["step"].layout.display == "none"
     for box in view.boxes:
         box.tick.value = box.choice.name == "lower_lr"
-    view.seeds.value = 1
-    view.begin()
+    view.controls["seeds"].value = 1
+    view.work.start()
     until(view, lambda: view.lab.now.ended)
-    assert "lower_lr" in view.verdict.value and view.lab.result().arms[1].final_loss
+    assert "lower_lr" in view.verdict.value and view.lab.result.arms[1].final_loss
 
 
 def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
@@ -150,7 +154,9 @@ def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
         (JobState("failed", "failed", 0.0, None, "no loss in this log"), "no loss in this log"),
         (JobState("done", "done", 1.0, {"words": ["It does not show."], "start": None}), "does not show"),
     ]:
-        view.origin.value = "a small proxy"
+        view.controls["origin"].value = "a small proxy"
         view.maker.show(answer)
-        assert words in view.proxied.value and view.work.go.disabled and view.plan.value == ""
-        view.origin.value = "choose …"
+        assert (
+            words in view.texts["proxied"].value and view.work.go.disabled and view.texts["plan"].value == ""
+        )
+        view.controls["origin"].value = "choose …"

@@ -81,7 +81,7 @@ def test_the_chosen_head_stays_while_its_run_grows_and_goes_with_another_run():
     view.aspect.value = "entropy"
     state.update(recorded(2 * GROWN))
     assert view.look.row == 3 and "200" in view.words.value and view.aspect.value == "entropy"
-    assert "no black box" in view.state.value and view.fetch.layout.display == "none"
+    assert "no black box" in view.work.says.value and view.work.go.layout.display == "none"
     state.show("second")
     assert view.look.row == -1 and "Click a head" in view.words.value and view.aspect.value == "entropy"
 
@@ -90,15 +90,19 @@ def test_the_attention_of_a_head_is_fetched_given_up_or_refused():
     run = recorded(GROWN, source=str(sample()))  # whose black box can replay steps
     view = AttentionView(opened("attention", {"run": run}))
     view.picture.clicked = {"x": 59.0, "y": 0.2, "finding": -1, "n": 1}
-    assert not view.fetch.disabled and view.stop.layout.display == "none"
-    view.begin()
-    assert view.fetch.disabled and view.stop.layout.display == "" and "Running the batch" in view.state.value
-    view.cancel()
-    assert view.work.job is None and not view.fetch.disabled and view.state.value == ""
-    view.begin()
+    assert not view.work.go.disabled and view.work.stop.layout.display == "none"
+    view.work.start()
+    assert (
+        view.work.go.disabled
+        and view.work.stop.layout.display == ""
+        and "Running the batch" in view.work.says.value
+    )
+    view.work.cancel()
+    assert view.work.job is None and not view.work.go.disabled and view.work.says.value == ""
+    view.work.start()
     view.work.show(JobState("failed", "failed", 0.0, None, "this setup has no model"))
-    assert "this setup has no model" in view.state.value and not view.fetch.disabled
-    view.begin()
+    assert "this setup has no model" in view.work.says.value and not view.work.go.disabled
+    view.work.start()
     weights = np.eye(40).tolist()
     told = {"weights": weights, "module": "h.0.attn", "head": 0, "tokens": [str(i) for i in range(40)]}
     view.work.show(JobState("done", "done", 1.0, told))
@@ -143,7 +147,7 @@ def test_a_page_can_only_ask_for_what_is_in_the_list():
         with pytest.raises(InputError, match="undo"):
             run_action(bench.state, name)
         with pytest.raises(InputError, match="undo or redo"):
-            picture.asked = {"what": name, "n": 1}
+            picture.wish = {"what": name, "n": 1}
 
 
 def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
@@ -153,9 +157,10 @@ def test_a_run_whose_snapshots_lie_lower_can_be_chosen(monkeypatch):
     view = bench.tabs.children[bench._names.index("fixlab")]
     monkeypatch.setattr(BoxIndex, "steps", property(lambda index: [120, 121]))
     monkeypatch.setattr(BoxIndex, "starts", property(lambda index: [120]))
-    before = view.step.min
+    box = view.controls["step"]
+    before = box.min
     bench.chooser.value = "early"
-    assert before > 121 and (view.step.min, view.step.value, view.step.max) == (120, 120, 121)
+    assert before > 121 and (box.min, box.value, box.max) == (120, 120, 121)
 
 
 @pytest.mark.slow  # runs a notebook
@@ -180,7 +185,7 @@ def test_the_notebook_of_the_screen_runs_and_finds_the_same(monkeypatch):
 def test_a_record_in_memory_has_a_page_and_says_why_it_has_no_notebook():
     state = opened("report", {"made": recorded(GROWN)})
     view = ReportView(state)
-    view.begin()
+    view.make.start()
     assert view.files.value.count("<a download") == 1 and "save_run" in view.files.value
     assert "handed over in memory" in view.about.value
 
@@ -203,7 +208,7 @@ def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):
     state = opened("fixlab", tmp_path / "run")
     view = FixLabView(state)
     assert (
-        "no black box" in view.notice.value
+        "no black box" in view.texts["notice"].value
         and view.work.go.disabled
-        and "a small proxy" in view.origin.options
+        and "a small proxy" in view.controls["origin"].options
     )

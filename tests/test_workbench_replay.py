@@ -98,7 +98,7 @@ def test_ordinary_mistakes_with_a_setup_are_told_with_their_place(run, tmp_path)
 
 def test_a_draft_is_offered_once_and_never_written_over(run):
     view = ReplayView(open_state(run)[0])
-    assert view.steps == list(range(6)) and view.panel.draft.layout.display == ""
+    assert view.look.steps == list(range(6)) and view.panel.draft.layout.display == ""
     view.panel.write()
     file = run / "replay_setup.py"
     assert view.panel.chosen == str(file) and "TODO_YourModel()" in view.panel.says.value
@@ -146,25 +146,25 @@ def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
 def test_nothing_of_a_failure_is_left_when_another_replay_begins(run):
     view = ReplayView(open_state(run)[0])
     view.work.go.click()
-    while not view.poll():
+    while not view.work.poll():
         pass
-    assert "missing" in view.head.value and view.work.bar.value == 0 and view.work.says.value == ""
+    assert "missing" in view.texts["head"].value and view.work.bar.value == 0 and view.work.says.value == ""
     assert view.work.bar.layout.visibility == "hidden" and not view.work.go.disabled
-    view.begin()
-    assert view.head.value == "" and view.work.bar.layout.visibility == "visible"
-    view.end()
-    view.step.value = 5
-    view.open()
-    assert view.head.value == ""
+    view.work.start()
+    assert view.texts["head"].value == "" and view.work.bar.layout.visibility == "visible"
+    view.work.cancel()
+    view.controls["step"].value = 5
+    view.open_run()
+    assert view.texts["head"].value == ""
 
 
 def test_another_machine_is_told_before_the_replay(run):
     state, _ = open_state(run)
     view = ReplayView(state)
-    assert "should be reproduced to the last bit" in view.foresight.value
+    assert "should be reproduced to the last bit" in view.texts["foresight"].value
     state.run.attrs["environment"] = {"cpu": "another one", "processor": "XYZ"}
-    view.step.value = 4
-    words = view.foresight.value
+    view.controls["step"].value = 4
+    words = view.texts["foresight"].value
     assert "will hardly be reproduced" in words and "XYZ" in words and "Step 3 has a snapshot" in words
 
 
@@ -173,22 +173,22 @@ def test_a_step_that_is_not_there_becomes_the_nearest(run):
     rows["batches"] = [row for row in rows["batches"] if row["step"] not in (1, 2)]
     (run / "blackbox" / "index.json").write_text(json.dumps(rows))
     view = ReplayView(open_state(run)[0])
-    assert view.steps == [0, 3, 4, 5]
-    view.step.value = 2
-    assert view.step.value == 3
+    assert view.look.steps == [0, 3, 4, 5]
+    view.controls["step"].value = 2
+    assert view.controls["step"].value == view.look.step == 3
 
 
 def test_the_call_of_a_replay_runs_as_it_stands(run):
     (run / "replay_setup.py").write_text(SETUP)
     view = ReplayView(open_state(run)[0])
-    view.step.value = 4
-    for control in (view.swap, view.samples, view.ablate):
-        control.value = False
-    view.precisions.value = ("bf16",)
+    view.controls["step"].value = 4
+    for name in ("swap", "samples", "ablate"):
+        view.controls[name].value = False
+    view.controls["precisions"].value = ("bf16",)
     names = {}
     exec(view.call.call, names)
     found = names["found"]
     assert found.check.is_exact and found.step == 4 and found.swap is None and found.samples is None
-    view.show(found.to_dict())
+    view.look.result = found.to_dict()
     assert view.call.call.endswith("plot_precision(found.precision)")
     exec(view.call.call, names)

@@ -57,9 +57,9 @@ def answered(child, capsys):
 
 def test_checkpoints_are_named_explained_and_called(folder, capsys):
     view = CheckpointsView(open_state(folder / "train.csv")[0])
-    assert view.look.found == [] and "No checkpoint lies below" in view.notice.value
+    assert view.look.below == [] and "No checkpoint lies below" in view.notice.value
     view = CheckpointsView(open_state(folder)[0])
-    view.look.folder, view.look.found = str(folder), checkpoints_below(folder)
+    view.look.folder, view.look.below = str(folder), checkpoints_below(folder)
     view.look.a, view.look.b = "a.pt", "b.pt"
     answered(view.scan, capsys)
     assert "exp_avg of 1.weight" in view.out.value and "state.2" not in view.out.value
@@ -128,7 +128,7 @@ def test_a_step_is_measured_and_called(capsys):
     view.look.step = 300
     answered(view.child, capsys)
     found = ran(view.step_call.call)
-    assert found.to_dict()["step"] == view.look.told["step"] == 300
+    assert found.to_dict()["step"] == view.look.result["step"] == 300
     view.look.setup = "gone.py:setup"
     answered(view.child, capsys)
     assert "gone.py" in view.child.says.value and not view.tables.value and not view.step_call.call

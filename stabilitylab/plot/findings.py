@@ -103,7 +103,7 @@ _PANELS = (
 def panels_of(
     run: xr.DataTree,  # a record
     findings: Findings | None = None,  # series that findings name come in too
-    most: int = 3,  # panels below the loss
+    n_below: int = 3,  # panels below the loss
 ) -> list[str]:  # names of series, the loss first
     "The series that a figure of this run shows."
     names = series_names(run["scalars"].to_dataset())
@@ -111,7 +111,7 @@ def panels_of(
     in_findings = [finding.series for finding in findings or [] if finding.severity != "info"]
     order = dict.fromkeys([*_PANELS[:2], *in_findings, *_PANELS])
     below = [name for name in order if name in names and name not in (loss, "val_loss")]
-    return ([loss] if loss else []) + below[:most]
+    return ([loss] if loss else []) + below[:n_below]
 
 
 def _panels(count: int, width: float) -> list[Axes]:
@@ -130,11 +130,11 @@ def plot_findings(
     names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
     log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
     width: float = 9,  # of a new figure, inches
-    most: int = 3,  # panels below the loss
+    n_below: int = 3,  # panels below the loss
     bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
 ) -> list[Axes]:  # the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
-    names = panels_of(run, findings, most) if names is None else names
+    names = panels_of(run, findings, n_below) if names is None else names
     if not names:
         return []
     scalars = run["scalars"].to_dataset()

@@ -165,8 +165,8 @@ def _sinks(run: xr.DataTree, at: float, ax: Axes) -> None:
 def _entropy(run: xr.DataTree, at: float, ax: Axes) -> None:
     "Entropy against logits."
     data = _attention(run)
-    most = max(1, 20_000 // max(data.sizes["layer"] * data.sizes["head"], 1))
-    keep = np.unique(np.linspace(0, data.sizes["step"] - 1, min(data.sizes["step"], most)).astype(int))
+    limit = max(1, 20_000 // max(data.sizes["layer"] * data.sizes["head"], 1))
+    keep = np.unique(np.linspace(0, data.sizes["step"] - 1, min(data.sizes["step"], limit)).astype(int))
     plot_entropy_against_logit(data.isel(step=keep), ax=ax)
 
 

@@ -121,13 +121,13 @@ class Look:
     def counted(
         self,
         scalars: xr.Dataset,  # the group of a record
-        most: int = 2000,  # points at which it is given
+        limit: int = 2000,  # points at which it is given
     ) -> dict:  # label, and xy: float64 bytes, all steps and then what is counted there; {} along the steps
         "The quantity of the x-axis, so that a page shows it beside the step."
         if self.along == "step" or self.along not in x_axes(scalars):
             return {}
         step, values, axis_label = _x_values(scalars, self.along)
-        at = np.unique(np.linspace(0, len(step) - 1, min(most, len(step))).astype(int))
+        at = np.unique(np.linspace(0, len(step) - 1, min(limit, len(step))).astype(int))
         return {"label": axis_label, "xy": np.ascontiguousarray([step[at], values[at]], float).tobytes()}
 
     def put_on(

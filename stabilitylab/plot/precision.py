@@ -65,13 +65,13 @@ def plot_scaling(
     ax.plot(dims, [limit] * 2, color=colour("error", ax))
     ax.plot(dims, limit * np.sqrt(dims), color=colour("warning", ax))
     ax.fill_between(dims, limit, limit * np.sqrt(dims), color=colour("warning", ax), alpha=0.12, linewidth=0)
-    said = {
+    labels = {
         "overflows if scaled before too": (10, limit * np.sqrt(10) * 2),
         "overflows only if scaled after": (24, limit * 1.4),
         "fits": (24, limit / 4),
     }
-    for words, place in said.items():
-        ax.annotate(words, place, fontsize="small", color=colour("text", ax))
+    for words, xy in labels.items():
+        ax.annotate(words, xy, fontsize="small", color=colour("text", ax))
     if layers is not None and len(layers):
         ax.plot(
             layers.head_dim,

@@ -105,8 +105,8 @@ def step_picture(
         figure = new_figure(width, 1.9)
         ax = figure.add_axes((0.55 / width, 0.2, 1 - 0.7 / width, 0.72))
         if loss is not None:
-            near = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
-            ax.plot(near.step, near, color=colour("loss", ax), marker=".", markersize=4)
+            part = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
+            ax.plot(part.step, part, color=colour("loss", ax), marker=".", markersize=4)
         if step is not None:
             ax.axvline(step, color=colour("error", ax), linewidth=1.4)
         ax.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)

@@ -80,10 +80,10 @@ def findings_svg(
     run: xr.DataTree,  # a record
     findings: Findings,  # what was found in it
     width: float = 9,  # inches at 72 points: the size at which the text reads well
-    most: int = 3,  # panels below the loss
+    n_below: int = 3,  # panels below the loss
 ) -> str:  # an `<svg>` element; '' for a run without series
     "The figure of `plot_findings` as an element of an HTML page."
     with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab {width}"}):
-        svg = _render(run, findings, width=width, most=most, bins=max(60, int(60 * width)))
+        svg = _render(run, findings, width=width, n_below=n_below, bins=max(60, int(60 * width)))
     description = f"training loss over steps with {len(findings)} findings marked"
     return inline_svg(svg, description) if svg else ""

@@ -187,8 +187,8 @@ def run_sheet(
         text=text,
         counts=severity_counts(findings),
         count_words=count_text(findings),
-        figure=Markup(findings_svg(run, findings, 9, most=3 if has_narrow else 1)),
-        narrow=Markup(findings_svg(run, findings, 4.6, most=2)) if has_narrow else Markup(""),
+        figure=Markup(findings_svg(run, findings, 9, n_below=3 if has_narrow else 1)),
+        narrow=Markup(findings_svg(run, findings, 4.6, n_below=2)) if has_narrow else Markup(""),
         series=_series_rows(run),
         events=_event_rows(run),
     )

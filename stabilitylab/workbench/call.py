@@ -38,16 +38,12 @@ def runs_lines(
     state: WorkbenchState,  # with runs
 ) -> list[str]:  # lines of Python after which `runs` are these records by name
     "The lines that read all runs again."
-    told = [run_lines(state, name) for name in state.runs]
-    if any(len(lines) < 2 for lines in told):
+    every = [run_lines(state, name) for name in state.runs]
+    if any(len(lines) < 2 for lines in every):
         return [_OWN_RUNS]
-    entries = [f"    {name!r}: {_value(lines)}," for name, lines in zip(state.runs, told, strict=True)]
-    return [told[0][0], "runs = {", *entries, "}"]
-
-
-def _value(lines: list[str]) -> str:
-    "What the last line gives `run`."
-    return lines[-1].removeprefix("run = ")
+    values = [lines[-1].removeprefix("run = ") for lines in every]
+    entries = [f"    {name!r}: {value}," for name, value in zip(state.runs, values, strict=True)]
+    return [every[0][0], "runs = {", *entries, "}"]
 
 # %% ../../nbs/api/workbench/08_call.ipynb #51afad86
 _HERE = files("stabilitylab.workbench")

@@ -13,6 +13,7 @@ import ipywidgets as widgets
 from ..report.render import render
 from ..trial.arm import Arm
 from .fixlab import ArmRow, Choice, arm_with
+from .parts import button, column, on, set_visible
 
 # %% ../../nbs/api/workbench/06_fixlab_widgets.ipynb #c6f4b098
 _NARROW = widgets.Layout(width="250px")
@@ -32,8 +33,8 @@ def _parameter_widget(
     if "low" not in rules:
         return widgets.Text(value=str(default), **look)
     is_whole = isinstance(default, int) and float(rules["low"]).is_integer()
-    made = widgets.BoundedIntText if is_whole else widgets.BoundedFloatText
-    box = made(min=rules["low"], max=rules["high"], value=default, **look)
+    number_box = widgets.BoundedIntText if is_whole else widgets.BoundedFloatText
+    box = number_box(min=rules["low"], max=rules["high"], value=default, **look)
     box.tooltip = f"{rules['low']:g} to {rules['high']:g}"
     return box
 
@@ -51,28 +52,23 @@ class ChoiceBox(widgets.VBox):
         self.tick = widgets.Checkbox(value=is_ticked, description=words, indent=False)
         self.tick.tooltip = choice.what
         self.controls = {name: _parameter_widget(name, rules) for name, rules in choice.parameters.items()}
-        whole = widgets.Layout(margin="0 0 0 18px", flex="0 0 auto")  # not cut in a full column
-        self.inner = widgets.VBox(list(self.controls.values()), layout=whole)
+        flow = {"margin": "0 0 0 18px", "flex": "0 0 auto"}  # not cut in a full column
+        self.inner = column(*self.controls.values(), **flow)
         self.why = widgets.HTML(render("view_fixlab", part="why", choice=choice))
         super().__init__([self.tick, self.inner, self.why], layout=widgets.Layout(flex="0 0 auto"))
         self.add_class("stl-choice")
-        self.tick.observe(lambda _: self.fold(), names=["value"])
+        on(self.tick, "value", lambda _: self.fold())
         self.fold()
 
     def fold(self) -> None:
         "Shows the parameters of a ticked fix only."
-        self.inner.layout.display = "" if self.tick.value else "none"
+        set_visible(self.inner, self.tick.value)
 
     def arm(self) -> Arm:
         "The fix with these parameters."
         return arm_with(self.choice.name, {name: box.value for name, box in self.controls.items()})
 
 # %% ../../nbs/api/workbench/06_fixlab_widgets.ipynb #533a7552
-def _fit() -> widgets.Layout:
-    "As wide as its words."
-    return widgets.Layout(width="auto")
-
-
 class ArmLine(widgets.HBox):
     "One arm: how far it is, and its buttons."
 
@@ -85,12 +81,10 @@ class ArmLine(widgets.HBox):
     ):
         self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="90px"))
         self.words = widgets.Label(name, layout=widgets.Layout(min_width="220px"))
-        self.stop = widgets.Button(icon="stop", tooltip=f"stop {name}, the others go on", layout=_fit())
+        self.stop = button("", "stop", f"stop {name}, the others go on", lambda: stop(name))
         self.stop.layout.visibility = "hidden" if is_base else "visible"
-        self.show = widgets.Button(description="Open as a run", icon="folder-open", layout=_fit())
-        self.show.tooltip = f"the record of {name} in this workbench"
-        self.stop.on_click(lambda _: stop(name))
-        self.show.on_click(lambda _: show(name))
+        tooltip = f"the record of {name} in this workbench"
+        self.show = button("Open as a run", "folder-open", tooltip, lambda: show(name))
         super().__init__([self.words, self.bar, self.stop, self.show])
 
     def take(
@@ -100,11 +94,5 @@ class ArmLine(widgets.HBox):
         "Shows how far the arm is."
         self.bar.value, self.stop.disabled = row.share, row.is_done
         self.show.disabled = row.share == 0
-        said = {"name": row.name, "share": row.share, "last": row.last, "stopped": row.is_stopped}
-        self.words.value = _line_words(**said)
-
-
-def _line_words(name: str, share: float, last: float, stopped: bool) -> str:
-    "How far an arm is, in words."
-    known = f", loss {last:.4g}" if share else ""
-    return f"{name}: {share:.0%}{known}{', stopped' if stopped else ''}"
+        loss = f", loss {row.last:.4g}" if row.share else ""
+        self.words.value = f"{row.name}: {row.share:.0%}{loss}{', stopped' if row.is_stopped else ''}"

@@ -14,7 +14,7 @@ from ..names.errors import InputError
 from ..read.runs import read_runs
 
 # %% ../../nbs/api/workbench/08_folder.ipynb #86bc31ac
-_MOST_FILES = 20_000  # files of a folder that are looked at; further ones are not followed
+_FILE_LIMIT = 20_000  # files of a folder that are looked at; further ones are not followed
 
 
 class FolderFollower:
@@ -25,31 +25,31 @@ class FolderFollower:
         path: str | Path,  # a folder with logs or records
     ):
         self.path, self.problem = Path(path), ""
-        self._seen = self._look()
+        self._last = self._look()
 
     def _look(self) -> dict[str, tuple[int, int]]:
         "Size and time of every file; those that vanish meanwhile are left out."
-        found = {}
+        stamps = {}
         for file in self.path.rglob("*"):
             try:
                 state = file.stat()
             except OSError:
                 continue
             if file.is_file():
-                found[str(file)] = (state.st_size, state.st_mtime_ns)
-            if len(found) >= _MOST_FILES:
+                stamps[str(file)] = (state.st_size, state.st_mtime_ns)
+            if len(stamps) >= _FILE_LIMIT:
                 break
-        return found
+        return stamps
 
     def poll(self) -> dict[str, xr.DataTree] | None:  # every run there; None where nothing has changed
         "The runs of a folder that has changed; a half-written one is tried again later."
         now = self._look()
-        if now == self._seen:
+        if now == self._last:
             return None
         try:
             runs = read_runs(self.path)
         except InputError as error:
             self.problem = str(error)
             return None
-        self._seen, self.problem = now, ""
+        self._last, self.problem = now, ""
         return runs

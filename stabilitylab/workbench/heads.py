@@ -6,6 +6,7 @@
 __all__ = ['head_statistics', 'recorded_head']
 
 # %% ../../nbs/api/workbench/07_heads.ipynb #6fbdf233
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def head_statistics(
 class _WithLoss(nn.Module):
     "A model that is called as the run called it."
 
-    def __init__(self, model: nn.Module, loss: object):
+    def __init__(self, model: nn.Module, loss: Callable):
         super().__init__()
         self.model, self.loss = model, loss
 
@@ -47,12 +48,11 @@ class _WithLoss(nn.Module):
 
 def _token_ids(part: object, count: int) -> list[str]:
     "The first sequence of token ids that is as long as the keys, also one longer; [] without one."
-    found = part if isinstance(part, list | tuple) else [part]
-    found = part.values() if isinstance(part, dict) else found
-    for held in found:
-        is_ids = torch.is_tensor(held) and held.ndim == 2 and not held.dtype.is_floating_point
-        if is_ids and held.shape[1] - count in (0, 1):
-            return [str(int(one)) for one in held[0, :count]]
+    values = list(part) if isinstance(part, list | tuple) else [part]
+    for value in part.values() if isinstance(part, dict) else values:
+        is_table = isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point()
+        if is_table and value.shape[1] - count in (0, 1):
+            return [str(int(token)) for token in value[0, :count]]
     return []
 
 
@@ -65,10 +65,10 @@ def recorded_head(
     longest: int = 512,  # more tokens than this are refused
 ) -> dict:  # weights, a list of rows; module, head; tokens, the ids of the keys, [] where they are not known
     "The attention weights of one head on the batch of a recorded step; what a child process does."
-    known = setup_of(path, setup)
-    model, _ = load_snapshot(path, step, known).build()
+    run_setup = setup_of(path, setup)
+    model, _ = load_snapshot(path, step, run_setup).build()
     part = load_batch(path, step).parts[0]
-    weights = head_weights(_WithLoss(model, known.loss), (part,), layer, head, longest=longest)
+    weights = head_weights(_WithLoss(model, run_setup.loss), (part,), layer, head, longest=longest)
     return {
         "weights": weights.values,
         "module": weights.attrs["module"].removeprefix("model."),

@@ -132,7 +132,7 @@ function render({ model, el }) {
   let count = 0; // a gesture that repeats the one before it is sent too
   const click = (place) => send('clicked', { finding: -1, ...place, n: ++count });
   const brush = (range) => send('brushed', { range, n: ++count });
-  const ask = (what) => send('asked', { what, n: ++count });
+  const ask = (what) => send('wish', { what, n: ++count });
 
   // the flag under the pointer: above the first panel, or its line at the top of it
   const flagAt = (fx, fy) => {

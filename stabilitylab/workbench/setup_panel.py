@@ -17,6 +17,7 @@ from ..replay.setup_file import SetupFile, draft_setup, setup_files, todo_lines
 from ..report.replay import setup_html
 from ..run.job import Job, JobState
 from .panel import JobPanel
+from .parts import button, column, on, row, set_visible
 
 # %% ../../nbs/api/workbench/11_setup_panel.ipynb #81fe6209
 _WORK = "stabilitylab.replay.setup_file:check_work"
@@ -24,8 +25,8 @@ _WORK = "stabilitylab.replay.setup_file:check_work"
 
 def _typed(where: str) -> tuple[str, SetupFile]:
     "(what is known, the file) of a setup that was typed."
-    place, _, name = where.rpartition(":")
-    file = Path(place if name.isidentifier() else where)
+    path, _, name = where.rpartition(":")
+    file = Path(path if name.isidentifier() else where)
     is_file = where.endswith(".py") or file.suffix == ".py"
     kind = "missing" if is_file and not file.is_file() else "typed"
     return kind, SetupFile(where, kind, todo_lines(file) if is_file else ())
@@ -38,12 +39,13 @@ class SetupPanel:
         self,
         step: Callable[[], int],  # the step that a check goes through
     ):
-        self.step, self.path, self.files = step, Path(), []
-        self.answer = None
-        self.work = JobPanel("Check", self._begin, heard=self._hear, say=_setup_words, icon="check")
+        self.step, self.path = step, Path()
+        self.files: list[SetupFile] = []
+        self.answer: dict | None = None  # what the last check found
+        look = {"icon": "check", "tooltip": "compare it with the record", "button_style": ""}
+        self.work = JobPanel("Check", self._begin, self._take, say=_setup_words, **look)
         self.check, self.stop = self.work.go, self.work.stop
         self.bar, self.says = self.work.bar, self.work.says
-        self.check.tooltip, self.check.button_style = "compare it with the record", ""
         self.where = widgets.Combobox(
             description="Setup",
             ensure_option=False,
@@ -51,14 +53,11 @@ class SetupPanel:
             layout=widgets.Layout(flex="1 1 260px", min_width="220px"),
         )
         self.where.tooltip = "a file with a function `setup` that returns a stabilitylab.Setup"
-        alone = widgets.Layout(width="auto", flex="0 0 auto")  # hidden by itself
-        self.draft = widgets.Button(description="Write a draft", icon="pencil", layout=alone)
-        row = [self.where, self.check, self.stop, self.draft, self.bar]
-        flow = widgets.Layout(flex_flow="row wrap", width="100%", align_items="center")
-        self.widget = widgets.VBox([widgets.HBox(row, layout=flow), self.says])
+        self.draft = button("Write a draft", "pencil", "a file to fill in", self.write)
+        parts = [self.where, self.check, self.stop, self.draft, self.bar]
+        self.widget = column(row(*parts, width="100%", align_items="center"), self.says)
         self.widget.add_class("stl-setup-panel")
-        self.where.observe(lambda _: self._chosen(), names=["value"])
-        self.draft.on_click(lambda _: self.write())
+        on(self.where, "value", lambda _: self._chosen())
 
     @property
     def chosen(self) -> str | None:
@@ -78,24 +77,24 @@ class SetupPanel:
         self.where.value = "" if has_own or not self.files else self.files[0].where
         self._chosen()
 
-    def _known(self) -> tuple[str, SetupFile | None]:
+    def _choice(self) -> tuple[str, SetupFile | None]:
         "(what is known, the file) of the setup that is chosen."
         if self.chosen is None:
             is_sample = bool(self.files) and self.files[0].kind == "sample"
             return ("sample", self.files[0]) if is_sample else ("none", None)
-        found = next((file for file in self.files if file.where == self.chosen), None)
-        if found is None:
+        file = next((file for file in self.files if file.where == self.chosen), None)
+        if file is None:
             return _typed(self.chosen)
-        return found.kind, replace(found, todo=todo_lines(found.where))
+        return file.kind, replace(file, todo=todo_lines(file.where))
 
     def _chosen(self) -> None:
         "Shows what is known of another setup."
         self.cancel()
-        kind, file = self._known()
+        kind, file = self._choice()
         self.answer, self.check.disabled = None, kind in ("none", "missing")
-        self.draft.layout.display = "" if kind == "none" else "none"
-        told = file.to_dict() if file else {}
-        self.says.value = setup_html(kind, file=told, folder=str(Path.cwd()))
+        set_visible(self.draft, kind == "none")
+        facts = file.to_dict() if file else {}
+        self.says.value = setup_html(kind, file=facts, folder=str(Path.cwd()))
 
     def write(self) -> None:
         "Writes a draft into the record and chooses it."
@@ -114,10 +113,9 @@ class SetupPanel:
         arguments = {"path": str(self.path.absolute()), "step": int(self.step()), "setup": self.chosen}
         return Job.of(_WORK, **arguments)
 
-    def _hear(self, state: JobState) -> None:
+    def _take(self, answer: dict) -> None:
         "Keeps what a check found."
-        if state.phase == "done":
-            self.answer = state.result
+        self.answer = answer
 
     def begin(self) -> None:
         "Starts the check; one that runs is ended."

@@ -20,7 +20,8 @@ from traitlets import HasTraits
 from ..names.errors import InputError
 from ..report.render import render
 from .folder import FolderFollower
-from .state import open_state
+from .parts import column, on, refill
+from .state import WorkbenchState, open_state
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #d9798ee3
 class View(NamedTuple):
@@ -49,8 +50,7 @@ _TABS = (  # name, title, and 'module:class' below stabilitylab.workbench, in th
 def _build(where: str, state: HasTraits) -> widgets.Widget:
     "The widget of the class that 'module:class' names; its module is imported now."
     module, name = where.split(":")
-    view = getattr(import_module(f"stabilitylab.workbench.{module}"), name)(state)
-    return view if isinstance(view, widgets.Widget) else view.widget
+    return getattr(import_module(f"stabilitylab.workbench.{module}"), name)(state)
 
 
 def views() -> list[View]:
@@ -69,6 +69,39 @@ def build_view(
         return widgets.HTML(render("view_error", title=view.title, error=error))
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #8d747e74
+class _Tabs:
+    "The views in tabs, linked to the state."
+
+    def __init__(self, state: WorkbenchState):
+        self.state, self._names = state, list[str]()
+        self.tabs = widgets.Tab()
+        first, *others = views()
+        self._add([first])
+        on(self.tabs, "selected_index", self._select)
+        on(state, "visible", self._turn)
+        try:  # the first picture does not wait for the other views
+            asyncio.get_running_loop().call_soon(self._add, others)
+        except RuntimeError:
+            self._add(others)
+
+    def _add(self, more: list[View]) -> None:
+        "Adds the tabs of these views."
+        self._names += [view.name for view in more]
+        titles = [*self.tabs.titles, *(view.title for view in more)]  # new children add empty titles
+        self.tabs.children = [*self.tabs.children, *(build_view(view, self.state) for view in more)]
+        self.tabs.titles = titles
+
+    def _select(self, index: int | None) -> None:
+        "A tab was clicked."
+        if index is not None:
+            self.state.visible = self._names[index]
+
+    def _turn(self, name: str) -> None:
+        "A view asks for another one."
+        if name in self._names:
+            self.tabs.selected_index = self._names.index(name)
+
+# %% ../../nbs/api/workbench/04_tabs.ipynb #0c555b7a
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 
@@ -78,86 +111,48 @@ class Workbench:
         source: str | Path | xr.DataTree | xr.Dataset | list | dict,
         every: float = 1.0,  # seconds between two looks at a growing log
     ):
+        self.every, self._task = every, None
         try:
             self.state, self._follower = open_state(source)
         except InputError as error:
             self.state = self._follower = None
             self.widget = widgets.HTML(render("view_error", title="This run", error=error))
             return
-        self._show(every)
-
-    def _show(self, every: float) -> None:
-        "Builds the tabs."
-        self.every, self._task, self._names, self._is_filling = every, None, [], False
-        self.tabs = widgets.Tab()
-        first, *others = views()
-        self._add_views([first])
-        self.tabs.observe(lambda change: self._see(change["new"]), names=["selected_index"])
-        self.state.observe(lambda change: self._turn(change["new"]), names=["visible"])
-        try:  # the first picture does not wait for the other views
-            asyncio.get_running_loop().call_soon(self._add_views, others)
-        except RuntimeError:
-            self._add_views(others)
-        names = widgets.Layout(width="max-content", min_width="280px", max_width="560px")
-        self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run", layout=names)
+        tabs = _Tabs(self.state)
+        self.tabs, self._names = tabs.tabs, tabs._names
+        self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run")
+        self.chooser.layout = {"width": "max-content", "min_width": "280px", "max_width": "560px"}
         self.chooser.value = self.state.name
-        self.state.observe(lambda _: self._offer(), names=["runs"])
-        self.state.observe(lambda change: self.chooser.set_trait("value", change["new"]), names=["name"])
-        self.chooser.observe(lambda change: self._open(change["new"]), names=["value"])
+        # runs that came later, such as the arms of a trial, can be chosen too
+        on(self.state, "runs name", lambda _: refill(self.chooser, list(self.state.runs), self.state.name))
+        on(self.chooser, "value", self._open)
         self.live = widgets.ToggleButton(
-            description="Follow",
-            icon="refresh",
-            tooltip="read what is appended to the log, or what is new in the folder",
-            disabled=self._follower is None,
+            description="Follow", icon="refresh", disabled=self._follower is None
         )
-        self.live.observe(lambda change: self.follow(change["new"]), names=["value"])
+        self.live.tooltip = "read what is appended to the log, or what is new in the folder"
+        on(self.live, "value", self.follow)
         style = widgets.HTML(render("view_workbench"))
-        self.widget = widgets.VBox([style, widgets.HBox([self.chooser, self.live]), self.tabs])
+        self.widget = column(style, widgets.HBox([self.chooser, self.live]), self.tabs)
         self.widget.add_class("stl-workbench")
-
-    def _add_views(self, more: list[View]) -> None:
-        "Adds the tabs of these views."
-        self._names += [view.name for view in more]
-        titles = [*self.tabs.titles, *(view.title for view in more)]  # new children add empty titles
-        self.tabs.children = [*self.tabs.children, *(build_view(view, self.state) for view in more)]
-        self.tabs.titles = titles
-
-    def _see(self, index: int | None) -> None:
-        "A tab was clicked."
-        if index is not None:
-            self.state.visible = self._names[index]
-
-    def _offer(self) -> None:
-        "Runs that came later, such as the arms of a trial, can be chosen too."
-        names, shown = list(self.state.runs), self.state.name
-        if tuple(names) != tuple(self.chooser.options):
-            self._is_filling = True  # new options choose the first one for a moment
-            self.chooser.options = names
-            self.chooser.value = shown
-            self._is_filling = False
 
     def _open(self, name: str | None) -> None:
         "Another run was chosen."
-        if name is not None and name != self.state.name and not self._is_filling:
+        if name is not None and name != self.state.name:
             self.state.show(name)
-
-    def _turn(self, name: str) -> None:
-        "A view asks for another one."
-        if name in self._names:
-            self.tabs.selected_index = self._names.index(name)
 
     def _repr_mimebundle_(self, **options: object) -> dict:
         return self.widget._repr_mimebundle_(**options)
 
     def poll(self) -> bool:  # whether anything was new
         "Reads what was appended to the log and shows it."
-        new = self._follower.poll()
         if isinstance(self._follower, FolderFollower):
-            self.state.grow(new or {})
-            return bool(new)
-        if new.samples:
+            runs = self._follower.poll() or {}
+            self.state.grow(runs)
+            return bool(runs)
+        samples = self._follower.poll().samples if self._follower is not None else []
+        if samples:
             self.state.update(self._follower.run())
-        return bool(new.samples)
+        return bool(samples)
 
     def follow(
         self,

@@ -6,9 +6,11 @@
 __all__ = ['LONGEST', 'small_model', 'token_loss', 'text_gradients', 'AccumulationState', 'audit_call', 'AccumulationView']
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #b8cc25e6
+import functools
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -29,10 +31,10 @@ from ..plot.replay import replay_png
 from ..report.step import audit_html, heading_html, means_html
 from ..run.job import ThreadJob
 from .call import CallLine
-from .figure import show_sharp
+from .figure import picture_box, show_sharp
 from .panel import CommandPanel, JobPanel
+from .parts import SortableTable, StateView, column, on, row
 from .state import WorkbenchState
-from .table import SortableTable
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #2c1cd6b7
 _N_SEQUENCES, _MEDIAN, LONGEST = 64, 24, 128
@@ -111,7 +113,9 @@ class AccumulationState(HasTraits):
     ranks = traitlets.Int(1, help="data-parallel ranks")
     scheme = traitlets.Unicode("microbatch_mean", help="a name in `DENOMINATORS`")
     script = traitlets.Unicode("", help="FILE.py:FUNCTION of a loop of one's own")
-    parts = traitlets.Any(None, allow_none=True, help="SequenceGradients of the texts; None: not measured")
+    gradients = traitlets.Instance(
+        SequenceGradients, allow_none=True, help="one row a text; None: not measured"
+    )
 
     @property
     def tokens(self) -> np.ndarray:  # (text,)
@@ -133,9 +137,9 @@ class AccumulationState(HasTraits):
 
     def means(self) -> list[dict]:  # a dict a mean, for `means_html`; [] before the gradients are there
         "What each mean makes of the gradient."
-        if self.parts is None:
+        if self.gradients is None:
             return []
-        table = compare_denominators(self.parts, microbatch_window(self.tokens, self.micro, self.ranks))
+        table = compare_denominators(self.gradients, microbatch_window(self.tokens, self.micro, self.ranks))
         return [{"mean": name, **row} for name, row in table.to_dict("index").items()]
 
 
@@ -163,58 +167,66 @@ def audit_call(
     return "\n".join((*lines, f"audit_accumulation(**runpy.run_path({file!r})[{function!r}]())"))
 
 
-class AccumulationView:
+def _weights_picture(look: AccumulationState, dark: bool) -> bytes:
+    "What a token of each text weighs."
+    tokens, (weights, true) = look.tokens, look.weights()
+
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
+        "Draws the weights."
+        plot_token_weights(tokens, weights, true, ax=ax)
+
+    return replay_png(draw, None, dark, (6, 2.5))
+
+# %% ../../nbs/api/workbench/14_view_accumulation.ipynb #c43e63fb
+def _accumulation_controls(look: AccumulationState) -> dict[str, widgets.Widget]:
+    "A widget for every trait that the user sets."
+    width, sizes = {"width": "340px"}, [1, 2, 4, 8, 16]
+    schemes = [(name.replace("_", " "), name) for name in DENOMINATORS]
+    boxes: dict[str, widgets.Widget] = {
+        "spread": widgets.FloatSlider(
+            description="Spread", min=0, max=1.5, step=0.1, value=1.0, continuous_update=False, layout=width
+        ),
+        "micro": widgets.SelectionSlider(description="Micro-batch", options=sizes, layout=width),
+        "ranks": widgets.SelectionSlider(description="Ranks", options=sizes[:4], layout=width),
+        "scheme": widgets.Dropdown(description="Mean", options=schemes, layout=width),
+        "script": widgets.Text(placeholder="FILE.py:FUNCTION", continuous_update=False, layout=width),
+    }
+    for trait, control in boxes.items():
+        control.tooltip = getattr(AccumulationState, trait).help
+        traitlets.link((look, trait), (control, "value"))
+    return boxes
+
+
+class AccumulationView(StateView):
     "Sliders for lengths, micro-batches and ranks; an audit of a loop of yours."
 
     def __init__(
         self,
-        state: WorkbenchState,  # with a run
+        shared: WorkbenchState,  # with a run
     ):
-        self.state, self.look, self.model = state, AccumulationState(), None
-        self.words, self.table = widgets.HTML(), SortableTable()
-        self.call, self.audit_call = CallLine(), CallLine()
-        self.verdict, self.finding = widgets.HTML(), widgets.HTML()
-        self.picture = widgets.Image(
-            format="png", layout=widgets.Layout(max_width="100%", width="fit-content", min_height="270px")
+        super().__init__(shared, "accumulation")
+        self.look, self.model = AccumulationState(), functools.cache(small_model)  # trained once
+        self.controls = _accumulation_controls(self.look)
+        self.words, self.verdict, self.finding = (widgets.HTML() for _ in range(3))
+        self.table, self.call, self.audit_call = SortableTable(), CallLine(), CallLine()
+        self.picture = picture_box(width="fit-content", min_height="270px")
+        self.child = CommandPanel(
+            "Audit your loop", self._arguments, self._take_audit, "search", codes=(0, 1)
         )
-        self._controls()
-        self.child = CommandPanel("Audit your loop", self._arguments, self.show, "search", codes=(0, 1))
-        self.panel = JobPanel("Measure gradients", self._measure, self._take_gradients)
-        self.panel.go.tooltip = "with a small model, here"
-        turned = [self.spread, self.micro, self.ranks, self.scheme, self.panel.widget]
-        left = widgets.VBox(turned, layout=widgets.Layout(flex="0 0 auto"))
-        flow = widgets.Layout(flex_flow="row wrap")
-        weights = widgets.HBox([left, widgets.VBox([self.picture, self.words])], layout=flow)
-        own = widgets.HBox([self.script, self.child.widget], layout=flow)
-        heads = (
-            widgets.HTML(heading_html("What a token weighs")),
-            widgets.HTML(heading_html("Your loop", _YOUR_LOOP)),
-        )
-        above = [self.finding, heads[0], weights, self.table, self.call]
-        self.widget = widgets.VBox([*above, heads[1], own, self.verdict, self.audit_call])
-        self.widget.add_class("stl-accumulation-view")
-        self.look.observe(lambda _: self._lengths(), names=["spread"])
-        self.look.observe(lambda _: self.draw(), names=["micro", "ranks", "scheme", "parts"])
-        state.observe(lambda _: self.draw(), names=["dark", "visible"])
-        state.observe(lambda _: self._said(), names=["findings"])
-        self._said()
+        tooltip = "with a small model, here"
+        self.panel = JobPanel("Measure gradients", self._measure, self._take_gradients, tooltip=tooltip)
+        *sliders, script = self.controls.values()
+        left = column(*sliders, self.panel.widget, flex="0 0 auto")
+        weights = row(left, column(self.picture, self.words))
+        heading, own = (heading_html("What a token weighs"), heading_html("Your loop", _YOUR_LOOP))
+        above = [self.finding, widgets.HTML(heading), weights, self.table, self.call, widgets.HTML(own)]
+        self.children = [*above, row(script, self.child.widget), self.verdict, self.audit_call]
+        on(self.look, "spread", lambda _: self._measure_again())
+        on(self.look, "micro ranks scheme gradients", lambda _: self.draw())
+        on(shared, "dark visible", lambda _: self.draw())
+        on(shared, "findings", lambda _: self._say_finding())
+        self._say_finding()
         self.draw()
-
-    def _controls(self) -> None:
-        "The widgets that turn the state, linked to it."
-        wide, sizes, helps = widgets.Layout(width="340px"), [1, 2, 4, 8, 16], AccumulationState
-        self.spread = widgets.FloatSlider(
-            description="Spread", min=0, max=1.5, step=0.1, value=1.0, continuous_update=False, layout=wide
-        )
-        self.micro = widgets.SelectionSlider(description="Micro-batch", options=sizes, layout=wide)
-        self.ranks = widgets.SelectionSlider(description="Ranks", options=sizes[:4], layout=wide)
-        named = [(name.replace("_", " "), name) for name in DENOMINATORS]
-        self.scheme = widgets.Dropdown(description="Mean", options=named, layout=wide)
-        self.script = widgets.Text(placeholder="FILE.py:FUNCTION", continuous_update=False, layout=wide)
-        for trait in ("spread", "micro", "ranks", "scheme", "script"):
-            control = getattr(self, trait)
-            control.tooltip = getattr(helps, trait).help
-            traitlets.link((self.look, trait), (control, "value"))
 
     def _arguments(self) -> list[str]:
         "What the child process is asked."
@@ -225,60 +237,40 @@ class AccumulationView:
             raise bad_input("script", "nothing", "FILE.py:FUNCTION", fix)
         return ["audit-accumulation", where, "--json"]
 
-    def _said(self) -> None:
+    def _say_finding(self) -> None:
         "What the log itself shows."
-        found = [f.explanation for f in self.state.findings if f.kind == "length_bias"]
-        self.finding.value = heading_html("", *found) if found else ""
+        biased = [f.explanation for f in self.shared.findings if f.kind == "length_bias"]
+        self.finding.value = heading_html("", *biased) if biased else ""
 
-    def _lengths(self) -> None:
+    def _measure_again(self) -> None:
         "Other lengths need other gradients."
-        was_measured, self.look.parts = self.look.parts is not None, None
+        was_measured, self.look.gradients = self.look.gradients is not None, None
         self.draw()
         if was_measured:
-            self.start()
-
-    def start(self) -> None:
-        "Measures the gradients."
-        self.panel.start()
+            self.panel.start()
 
     def _measure(self) -> ThreadJob:
-        "The gradient of every text, in a thread, with a model that is trained once."
+        "The lengths and the gradient of every text, in a thread."
         tokens = self.look.tokens
-
-        def work(report: Callable[[float], None]) -> tuple[np.ndarray, SequenceGradients]:
-            "The lengths and their gradients."
-            if self.model is None:
-                self.model = small_model()
-            return tokens, text_gradients(self.model, tokens, report)
-
-        return ThreadJob(work)
+        return ThreadJob(lambda report: (tokens, text_gradients(self.model(), tokens, report)))
 
     def _take_gradients(self, measured: tuple[np.ndarray, SequenceGradients]) -> None:
         "Takes the gradients; dropped where the lengths have changed meanwhile."
         tokens, gradients = measured
         if np.array_equal(tokens, self.look.tokens):
-            self.look.parts = gradients
+            self.look.gradients = gradients
 
     def draw(self) -> None:
         "The weights, and where gradients are there what the weights make of them."
-        if self.state.visible != "accumulation":
+        if not self.is_seen:
             return
-        tokens, (weights, true) = self.look.tokens, self.look.weights()
-
-        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
-            "Draws the weights."
-            plot_token_weights(tokens, weights, true, ax=ax)
-
-        show_sharp(self.picture, replay_png(on, None, self.state.dark, (6, 2.5)))
+        show_sharp(self.picture, _weights_picture(self.look, self.shared.dark))
         self.words.value = heading_html("", self.look.words())
         self.call.call = _weights_call(self.look)
         means = self.look.means()
         self.table.value = means_html(means, self.look.scheme) if means else ""
 
-    def show(
-        self,
-        text: str,  # the JSON of `stabilitylab audit-accumulation`
-    ) -> None:
-        "Shows what the audit found."
+    def _take_audit(self, text: str) -> None:
+        "Shows what `stabilitylab audit-accumulation` printed as JSON."
         self.verdict.value = audit_html(json.loads(text))
         self.audit_call.call = audit_call(self.look.script.strip())

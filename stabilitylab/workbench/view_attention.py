@@ -25,249 +25,210 @@ from stabilitylab.plot.heads import (
 from ..report.render import render
 from ..run.job import Job, JobState
 from .call import CallLine, run_lines
-from .figure import PictureWidget, show_sharp
+from .figure import PictureWidget, picture_box, show_sharp
 from .heads import head_statistics
 from .panel import JobPanel
+from .parts import StateView, on, refill, row, set_visible
 from .state import WorkbenchState, steer
 
 # %% ../../nbs/api/workbench/16_view_attention.ipynb #728caa72
-_USUAL = "attn_logit_max"  # drawn first where it is there
-
-
 class HeadLook(HasTraits):
     "What the user of this view looks at."
 
     statistic = traitlets.Unicode("", help="variable of /attention that is drawn; '': none")
+    aspect = traitlets.Unicode("", help="further picture of the same heads; '': none")
     row = traitlets.Int(-1, help="row that was clicked, layer by layer; -1: none")
     step = traitlets.Float(0.0, help="step that was clicked")
-    told = traitlets.Dict(None, allow_none=True, help="of `recorded_head`; None: not fetched")
+    setup = traitlets.Unicode("", help="'file.py:function' that builds the model; '': the run's own")
+    weights = traitlets.Dict(help="of `recorded_head`; {}: not fetched")
 
 
-class AttentionView(widgets.VBox):
+def _say(part: str, **words: object) -> str:
+    "A sentence of this view, as HTML."
+    return render("view_attention", part=part, **({"has_massive": False} | words))
+
+
+def _value_words(data: xr.Dataset, look: HeadLook) -> str:
+    "The value of the chosen head at the clicked step, as HTML."
+    if look.row < 0:
+        return _say("click")
+    layer, head = divmod(look.row, data.sizes["head"])
+    da = data[look.statistic].isel(layer=layer, head=head)
+    at = int(np.argmin(np.abs(da.step.values - look.step)))
+    name, value = head_names(data)[look.row], float(da.values[at])
+    return _say("value", statistic=look.statistic, name=name, step=da.step.values[at], value=value)
+
+
+def _detail_picture(data: xr.Dataset, look: HeadLook, dark: bool) -> bytes:
+    "The history and the neighbours of the chosen head; b'' without one."
+    if look.row < 0:
+        return b""
+    layer, head = divmod(look.row, data.sizes["head"])
+    return head_picture(data, look.statistic, look.step, layer, head, dark)
+
+
+def _heads_call(
+    state: WorkbenchState,  # with a run
+    statistic: str,  # variable of /attention
+) -> str:  # Python that can be run by itself
+    "The call that makes the map."
+    span = f".sel(step=slice({state.x_range[0]:g}, {state.x_range[1]:g}))" if state.x_range else ""
+    lines = [*run_lines(state), "from stabilitylab.plot.attention import plot_heads_over_steps"]
+    return "\n".join([*lines, f'plot_heads_over_steps(run["attention"][{statistic!r}]{span})'])
+
+
+def _head_job(state: WorkbenchState, look: HeadLook) -> Job:
+    "The chosen head on the batch of the nearest step that can be replayed, in a child process."
+    data, steps = attention_of(state.run), state.recording.steps
+    if data is None or not steps or look.row < 0:
+        raise bad_input("head", "none", "a head of a run with a black box", "click one in the map")
+    layer, head = divmod(look.row, data.sizes["head"])
+    step, path = _replayed_step(look, steps), str(state.run.attrs["source"])
+    where = {"path": path, "step": step, "layer": layer, "head": head, "setup": look.setup.strip() or None}
+    return Job.of("stabilitylab.workbench.heads:recorded_head", **where)
+
+
+def _replayed_step(look: HeadLook, steps: list[int]) -> int:
+    "The step nearest to the clicked one that can be replayed."
+    return min(steps, key=lambda step: abs(step - look.step))
+
+# %% ../../nbs/api/workbench/16_view_attention.ipynb #6c8f316a
+class _AttentionWidgets(StateView):
+    "The widgets of the view and where they stand."
+
+    def __init__(self, shared: WorkbenchState):
+        super().__init__(shared, "attention")
+        self.look, self.call = HeadLook(), CallLine()
+        self.what = widgets.Dropdown(description="Statistic", layout={"width": "360px"})
+        self.aspect = widgets.Dropdown(description="Also draw", layout={"width": "300px"})
+        self.aspect.tooltip = "a further picture of the same heads, below"
+        self.picture = PictureWidget(dark=shared.dark, alt="Heat map, a row an attention head.")
+        tooltip = "its attention on the batch of this step, from the black box"
+        look = {"icon": "th", "tooltip": tooltip, "button_style": "", "waits": False}
+        self.work = JobPanel("Draw this head", self._begin, self._take, heard=self._say_progress, **look)
+        self.setup = widgets.Text(layout={"width": "280px"})
+        self.setup.placeholder = "setup: file.py:function, or empty"
+        self.setup.tooltip = "a function that returns the Setup of the run, where its record has none"
+        traitlets.link((self.look, "setup"), (self.setup, "value"))
+        self.words, self.notice = widgets.HTML(), widgets.HTML()
+        self.detail = picture_box(max_width="1000px")
+        self.further, self.head = picture_box(max_width="900px"), picture_box(max_width="480px")
+        chosen = row(self.what, self.aspect, margin="0 0 6px 0")
+        fetch = row(self.work.go, self.work.stop, self.setup, self.work.says)
+        self.body = [chosen, self.picture, self.words, self.detail, fetch, self.head, self.further, self.call]
+
+    def _begin(self) -> Job:
+        "The attention of the chosen head."
+        return _head_job(self.shared, self.look)
+
+    def _take(self, weights: dict) -> None:
+        "Takes over the attention of the head."
+        self.look.weights = weights
+
+    def _say_progress(self, state: JobState) -> None:
+        "Says how far the child process is."
+        self.offer_head()
+        if state.phase == "running":
+            step = _replayed_step(self.look, self.shared.recording.steps)
+            self.work.says.value = _say("running", step=step)
+        elif state.phase == "failed":
+            self.work.says.value = render("view_error", title="This head", error=state.error)
+
+    def offer_head(self) -> None:
+        "Whether the attention of a head can be had, and if not, why."
+        is_chosen, has_steps = self.look.row >= 0, bool(self.shared.recording.steps)
+        is_running = self.work.job is not None
+        self.work.go.disabled = is_running or not (is_chosen and has_steps)
+        for widget in (self.work.go, self.setup):
+            set_visible(widget, is_chosen and has_steps)
+        set_visible(self.work.stop, is_running)
+        if not is_running:
+            self.work.says.value = _say("no_box") if is_chosen and not has_steps else ""
+
+# %% ../../nbs/api/workbench/16_view_attention.ipynb #f1924d92
+class AttentionView(_AttentionWidgets):
     "Choose a statistic, click a head, and see it."
 
     def __init__(
         self,
         shared: WorkbenchState,  # with a run
     ):
-        self.shared, self.look, self._asked = shared, HeadLook(), 0
-        self._drawn, self._of = None, None
-        self.what = widgets.Dropdown(description="Statistic", layout=widgets.Layout(width="360px"))
-        self.aspect = widgets.Dropdown(description="Also draw", layout=widgets.Layout(width="300px"))
-        self.aspect.tooltip = "a further look at the same heads, below"
-        self.picture = PictureWidget(dark=shared.dark, alt="Heat map, a row an attention head.")
-        self.detail, self.further, self.head = (_image(width) for width in ("1000px", "900px", "480px"))
-        self.work = JobPanel(
-            "Draw this head", self._begin, self._take, heard=self._hear, icon="th", waits=False
-        )
-        self.fetch, self.stop, self.state = self.work.go, self.work.stop, self.work.says
-        self.fetch.button_style = ""
-        self.fetch.tooltip = "its attention on the batch of this step, from the black box"
-        self.setup = widgets.Text(
-            placeholder="setup: file.py:function, or empty", layout=widgets.Layout(width="280px")
-        )
-        self.setup.tooltip = "a function that returns the Setup of the run, where its record has none"
-        self.words, self.notice, self.call = widgets.HTML(), widgets.HTML(), CallLine()
-        wrap, top = (
-            widgets.Layout(flex_flow="row wrap"),
-            widgets.Layout(flex_flow="row wrap", margin="0 0 6px 0"),
-        )
-        self.body = [
-            widgets.HBox([self.what, self.aspect], layout=top),
-            self.picture,
-            self.words,
-            self.detail,
-            widgets.HBox([self.fetch, self.stop, self.setup, self.state], layout=wrap),
-            self.head,
-            self.further,
-            self.call,
-        ]
-        super().__init__()
-        self.add_class("stl-attention-view")
-        self._link()
+        super().__init__(shared)
+        steer(self.picture, shared)
+        on(self.what, "value", lambda name: self.look.set_trait("statistic", name or ""))
+        on(self.aspect, "value", lambda name: self.look.set_trait("aspect", name or ""))
+        on(self.picture, "clicked", self.click)
+        on(self.look, "statistic row step aspect", lambda _: self.draw())
+        on(self.look, "weights", lambda _: self.draw_head())
+        on(shared, "x_range dark visible", lambda _: self.draw())
+        on(shared, "name findings", lambda _: self.fill())
+        on(shared, "selected", lambda _: self.follow())
         self.fill()
-
-    def _link(self) -> None:
-        "Joins widgets and states, both ways."
-        self.what.observe(
-            lambda change: self.look.set_trait("statistic", change["new"] or ""), names=["value"]
-        )
-        self.aspect.observe(lambda _: self.draw_further(), names=["value"])
-        self.picture.observe(lambda change: self.click(change["new"]), names=["clicked"])
-        steer(self.picture, self.shared)
-        self.look.observe(lambda _: self.draw(), names=["statistic", "row", "step"])
-        self.look.observe(lambda _: self.draw_head(), names=["told"])
-        self.shared.observe(lambda _: self.draw(), names=["x_range", "dark", "visible"])
-        self.shared.observe(lambda _: self.fill(), names=["name", "findings"])
-        self.shared.observe(lambda _: self.follow(), names=["selected"])
 
     def fill(self) -> None:
         "Offers what the run has."
-        run = self.shared.run
-        found, further = head_statistics(run), extra_views(run)
-        if self._of != self.shared.name:  # a run that grew keeps its head
-            self.cancel()
-            self.look.row, self.look.told, self._of = -1, None, self.shared.name
-        self._drawn = None
-        kept = self.aspect.value if self.aspect.value in [name for _, name in further] else ""
-        self.aspect.options = [("nothing", ""), *further]
-        self.aspect.value = kept
-        if not found:
-            self.notice.value = _say("notice", has_massive=bool(further))
-            self.children = [self.notice, *([self.aspect, self.further] if further else [])]
-            self.aspect.value = further[0][1] if further else ""
-            return
-        known, usual = [name for _, name in found], self.look.statistic or _USUAL
-        self.what.options = found
-        self.what.value = self.look.statistic = usual if usual in known else known[0]
-        self.children = self.body
+        look, run = self.look, self.shared.run
+        statistics, aspects = head_statistics(run), extra_views(run)
+        if self.is_new("run", self.shared.name):  # a run that grew keeps its head
+            self.work.cancel()
+            look.row, look.weights = -1, {}
+        names = [name for _, name in aspects]
+        usual = "" if statistics or not names else names[0]
+        look.aspect = look.aspect if look.aspect in names else usual
+        refill(self.aspect, [("nothing", ""), *aspects], look.aspect)
+        if statistics:
+            names, wanted = [name for _, name in statistics], look.statistic or "attn_logit_max"
+            look.statistic = wanted if wanted in names else names[0]
+            refill(self.what, statistics, look.statistic)
+            self.children = self.body
+        else:
+            self.notice.value = _say("notice", has_massive=bool(aspects))
+            self.children = [self.notice, *([self.aspect, self.further] if aspects else [])]
         self.draw()
 
     def draw(self) -> None:
         "Draws what is seen and has changed."
-        shared, look = self.shared, self.look
-        now = shared.name, shared.x_range, shared.dark, look.statistic, look.row, look.step
-        data = attention_of(shared.run) if shared.runs else None
-        if data is None:
-            if self.aspect.value in [name for _, name in extra_views(shared.run)]:
-                self.draw_further()
-            return
-        if shared.visible != "attention" or not look.statistic or now == self._drawn:
-            return
-        self._drawn = now
-        marked = look.row if look.row >= 0 else None
-        png, panels = head_map(data[look.statistic], tuple(shared.x_range) or None, shared.dark, marked)
-        names = head_names(data)
-        self.picture.png, self.picture.panels = png, [panel | {"rows": names} for panel in panels]
-        self.call.call = self.call_of()
-        self.tell(data)
-        self.draw_further()
-
-    def call_of(self) -> str:  # Python that can be run by itself
-        "The call that makes the map."
-        shared = self.shared
-        span = f".sel(step=slice({shared.x_range[0]:g}, {shared.x_range[1]:g}))" if shared.x_range else ""
-        return (
-            "\n".join(run_lines(shared))
-            + "\nfrom stabilitylab.plot.attention import plot_heads_over_steps\n"
-            + f'plot_heads_over_steps(run["attention"][{self.look.statistic!r}]{span})'
-        )
-
-    def tell(
-        self,
-        data: xr.Dataset,  # the `/attention` group
-    ) -> None:
-        "The value, the history and the neighbours of the chosen head."
-        look, count = self.look, data.sizes["head"]
-        is_chosen, steps = look.row >= 0, self._replayable()
-        self.offer_head(is_chosen, bool(steps))
-        _show(self.detail, b"")
-        if not is_chosen:
-            self.words.value = _say("click")
-            return
-        layer, head = divmod(look.row, count)
-        da = data[look.statistic].isel(layer=layer, head=head)
-        at = int(np.argmin(np.abs(da.step.values - look.step)))
-        said = {"name": head_names(data)[look.row], "step": da.step.values[at], "value": float(da.values[at])}
-        self.words.value = _say("value", statistic=look.statistic, **said)
-        _show(self.detail, head_picture(data, look.statistic, look.step, layer, head, self.shared.dark))
-
-    def offer_head(
-        self,
-        is_chosen: bool,  # whether a head is chosen
-        has_steps: bool,  # whether the black box can replay one
-    ) -> None:
-        "Whether the attention of a head can be had, and if not, why."
-        is_running = self.work.job is not None
-        self.fetch.disabled = is_running or not (is_chosen and has_steps)
-        self.fetch.layout.display = self.setup.layout.display = "" if is_chosen and has_steps else "none"
-        self.stop.layout.display = "" if is_running else "none"
-        if not is_running:
-            self.state.value = _say("no_box") if is_chosen and not has_steps else ""
-
-    def draw_further(self) -> None:
-        "The further look that was chosen."
-        is_seen = self.shared.visible == "attention" and self.aspect.value
-        at = self.look.step
-        _show(
-            self.further,
-            extra_view_picture(self.shared.run, self.aspect.value, at, self.shared.dark) if is_seen else b"",
-        )
-
-    def _replayable(self) -> list[int]:
-        "Steps whose state and batch are in the black box; [] without one."
-        return self.shared.recording.steps
+        shared, look, data = self.shared, self.look, attention_of(self.shared.run)
+        chosen = shared.recording, shared.dark, look.step
+        if data is not None and self.is_due("map", *chosen, shared.x_range, look.statistic, look.row):
+            marked = look.row if look.row >= 0 else None
+            span, names = tuple(shared.x_range) or None, head_names(data)
+            png, panels = head_map(data[look.statistic], span, shared.dark, marked)
+            self.picture.png, self.picture.panels = png, [panel | {"rows": names} for panel in panels]
+            self.call.call = _heads_call(shared, look.statistic)
+            self.words.value = _value_words(data, look)
+            show_sharp(self.detail, _detail_picture(data, look, shared.dark))
+            self.offer_head()
+        if self.is_due("further", *chosen, look.aspect):
+            drawn = (
+                extra_view_picture(shared.run, look.aspect, look.step, shared.dark) if look.aspect else b""
+            )
+            show_sharp(self.further, drawn)
 
     def click(
         self,
-        place: dict,  # x, a step, and y, a row
+        click: dict,  # x, a step, and y, a row
     ) -> None:
         "Chooses the head in this row."
         data = attention_of(self.shared.run)
+        if data is None:
+            return
         last = data.sizes["layer"] * data.sizes["head"] - 1
         with self.look.hold_trait_notifications():
-            self.look.step, self.look.told = float(place["x"]), None
-            self.look.row = int(np.clip(place["y"] or 0, 0, last))
+            self.look.step, self.look.weights = float(click["x"]), {}
+            self.look.row = int(np.clip(click["y"] or 0, 0, last))
 
     def follow(self) -> None:
         "Shows the first head of the first module that the selected finding names."
-        data, found = attention_of(self.shared.run), self.shared.finding
-        if data is None or found is None or "module" not in data.coords:
+        data, finding = attention_of(self.shared.run), self.shared.finding
+        if data is None or finding is None or "module" not in data.coords:
             return
-        rows = [i for i, name in enumerate(data.module.values) if str(name) in found.modules]
+        rows = [i for i, name in enumerate(data.module.values) if str(name) in finding.modules]
         if rows:
-            self.look.step = float(found.onset or 0)
+            self.look.step = float(finding.onset or 0)
             self.look.row = rows[0] * data.sizes["head"]
-
-    def begin(self) -> None:
-        "Fetches the attention of the chosen head."
-        self.work.start()
-
-    def _begin(self) -> Job:
-        "The head on the batch of the nearest step that can be replayed, in a child process."
-        data, steps = attention_of(self.shared.run), self._replayable()
-        if data is None or not steps or self.look.row < 0:
-            raise bad_input("head", "none", "a head of a run with a black box", "click one in the map")
-        layer, head = divmod(self.look.row, data.sizes["head"])
-        self._asked = min(steps, key=lambda step: abs(step - self.look.step))
-        path, setup = str(self.shared.run.attrs["source"]), self.setup.value.strip() or None
-        where = {"path": path, "step": self._asked, "layer": layer, "head": head, "setup": setup}
-        return Job.of("stabilitylab.workbench.heads:recorded_head", **where)
-
-    def _take(self, result: object) -> None:
-        "Takes over the attention of the head."
-        self.look.told = result
-
-    def _hear(self, state: JobState) -> None:
-        "Says how far the child process is."
-        self.offer_head(True, True)
-        if state.phase == "running":
-            self.state.value = _say("running", step=self._asked)
-        elif state.phase == "failed":
-            self.state.value = render("view_error", title="This head", error=state.error)
-
-    def cancel(self) -> None:
-        "Gives up the head that is being fetched."
-        self.work.cancel()
 
     def draw_head(self) -> None:
         "The attention of the chosen head."
-        told = self.look.told
-        _show(self.head, weights_picture(told, self.shared.dark) if told else b"")
-
-
-def _say(part: str, **said: object) -> str:
-    "A sentence of this view."
-    return render("view_attention", part=part, **({"has_massive": False} | said))
-
-
-def _image(width: str) -> widgets.Image:
-    "Where a picture goes, hidden until there is one."
-    return widgets.Image(format="png", layout=widgets.Layout(max_width=width, display="none"))
-
-
-def _show(image: widgets.Image, png: bytes) -> None:
-    "Shows a picture, or nothing."
-    image.layout.display = "" if png else "none"
-    if png:
-        show_sharp(image, png)
+        weights = self.look.weights
+        show_sharp(self.head, weights_picture(weights, self.shared.dark) if weights else b"")

@@ -20,12 +20,12 @@ from ..report.render import render
 from ..report.step import heading_html, scan_html
 from .call import CallLine
 from .panel import CommandPanel
+from .parts import SortableTable, StateView, column_helps, on, row
 from .state import WorkbenchState
-from .table import SortableTable, column_helps
 
 # %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #08e0c51c
-_LOOKED_AT = 20_000  # files of a folder that are looked at, so that a data folder does not hold up the page
-_MOST = 1000  # rows of a table
+_FILE_LIMIT = 20_000  # files of a folder that are looked at, so that a data folder does not hold up the page
+_ROW_LIMIT = 1000  # rows of a table
 _NONE = (
     "No checkpoint lies below {}. Type the path of any file or folder (.pt, .pth, .bin, .safetensors, torch"
     " DCP, DeepSpeed, Megatron), or save the next run's with torch.save of model and optimizer in its folder."
@@ -41,16 +41,16 @@ def _is_checkpoint(file: Path) -> bool:
 
 def checkpoints_below(
     path: str | Path,  # folder of a run
-    most: int = 200,  # how many at the most
+    limit: int = 200,  # how many at the most
 ) -> list[str]:  # paths below it, in order
     "The files and folders below a run that look like checkpoints."
     path = Path(path)
     if not path.is_dir():
         return []
-    below = list(itertools.islice(path.rglob("*"), _LOOKED_AT))
+    below = list(itertools.islice(path.rglob("*"), _FILE_LIMIT))
     files = [file for file in below if _is_checkpoint(file)]
     folders = [file.parent for file in below if file.name == ".metadata"]
-    return [str(found.relative_to(path)) for found in sorted({*files, *folders})[:most]]
+    return [str(checkpoint.relative_to(path)) for checkpoint in sorted({*files, *folders})[:limit]]
 
 
 class CheckpointState(HasTraits):
@@ -58,7 +58,7 @@ class CheckpointState(HasTraits):
 
     a = traitlets.Unicode("", help="path of the earlier checkpoint, below the run or anywhere")
     b = traitlets.Unicode("", help="path of the later one")
-    found = traitlets.List(traitlets.Unicode(), help="the checkpoints below the run")
+    below = traitlets.List(traitlets.Unicode(), help="the checkpoints below the run")
     folder = traitlets.Unicode(".", help="folder of the run")
 
     def open(
@@ -67,16 +67,8 @@ class CheckpointState(HasTraits):
     ) -> None:
         "Takes another run, and the first and the last checkpoint below it."
         self.folder = str(run.attrs.get("source", "."))
-        self.found = checkpoints_below(self.folder)
-        self.a, self.b = (self.found[0], self.found[-1]) if self.found else ("", "")
-
-    def place(
-        self,
-        name: str,  # as typed
-    ) -> str:
-        "The path that a name stands for: below the run where it is there."
-        inside = Path(self.folder) / name
-        return str(inside) if name and inside.exists() else name
+        self.below = checkpoints_below(self.folder)
+        self.a, self.b = (self.below[0], self.below[-1]) if self.below else ("", "")
 
     def path_of(
         self,
@@ -84,7 +76,8 @@ class CheckpointState(HasTraits):
     ) -> str:  # a path that is there
         "The path of a chosen checkpoint."
         typed = getattr(self, which).strip()
-        path = self.place(typed)
+        inside = Path(self.folder) / typed
+        path = str(inside) if typed and inside.exists() else typed
         if not typed:
             raise bad_input(which.upper(), "nothing", "the path of a checkpoint", "choose or type one")
         if not Path(path).exists():
@@ -98,48 +91,49 @@ def _checkpoint_call(
 ) -> str:  # lines of Python
     "The call that makes the table of a scan or of a comparison."
     name = "scan_checkpoint" if len(paths) == 1 else "diff_checkpoints"
-    asked = ", ".join(map(repr, paths))
+    arguments = ", ".join(map(repr, paths))
     last = 'table.rename(index=table.attrs["names"])'
-    return "\n".join((f"from stabilitylab import {name}", f"table = {name}({asked})", last))
+    return "\n".join((f"from stabilitylab import {name}", f"table = {name}({arguments})", last))
 
 
 def _columns_html(
-    told: dict,  # the JSON of a scan or of a comparison
+    result: dict,  # the JSON of a scan or of a comparison
 ) -> str:  # HTML; '' without rows
     "What the columns of its table mean."
-    helps, rows = column_helps(), told["tensors"]
-    known = [(head, helps[head]) for head in rows[0] if head in helps] if rows else []
-    return render("view_columns", columns=known) if known else ""
+    helps, rows = column_helps(), result["tensors"]
+    explained = [(head, helps[head]) for head in rows[0] if head in helps] if rows else []
+    return render("view_columns", columns=explained) if explained else ""
 
 
-class CheckpointsView(widgets.VBox):
+class CheckpointsView(StateView):
     "Choose one or two checkpoints; scan or compare them in a child process."
 
     def __init__(
         self,
-        state: WorkbenchState,  # with a run
+        shared: WorkbenchState,  # with a run
     ):
+        super().__init__(shared, "checkpoints")
+        self._paths: list[str] = []  # that the last command reads
         self.look, self.out, self.call = CheckpointState(), SortableTable(), CallLine()
-        self.notice, self.columns, self._asked = widgets.HTML(), widgets.HTML(), []
-        wide = widgets.Layout(width="420px")
+        self.notice, self.columns = widgets.HTML(), widgets.HTML()
         self.boxes = {
-            name: widgets.Combobox(description=words, placeholder="a file or folder", layout=wide)
+            name: widgets.Combobox(
+                description=words, placeholder="a file or folder", layout={"width": "420px"}
+            )
             for name, words in (("a", "A, earlier"), ("b", "B, later"))
         }
         for name, box in self.boxes.items():
             traitlets.link((self.look, name), (box, "value"))
-            traitlets.dlink((self.look, "found"), (box, "options"))
+            traitlets.dlink((self.look, "below"), (box, "options"))
         self.scan = CommandPanel("Scan A", lambda: self._ask("scan", "a"), self.done, "search")
         self.diff = CommandPanel(
             "Compare A with B", lambda: self._ask("diff", "a", "b"), self.done, "exchange"
         )
-        state.observe(lambda _: self.take(state.run), names=["name"])
-        flow = widgets.Layout(flex_flow="row wrap")
-        chosen = widgets.HBox([*self.boxes.values()], layout=flow)
-        buttons = widgets.HBox([self.scan.widget, self.diff.widget], layout=flow)
-        super().__init__([self.notice, chosen, buttons, self.out, self.columns, self.call])
-        self.add_class("stl-checkpoints-view")
-        self.take(state.run)
+        buttons = row(self.scan.widget, self.diff.widget)
+        chosen = row(*self.boxes.values())
+        self.children = [self.notice, chosen, buttons, self.out, self.columns, self.call]
+        on(shared, "name", lambda _: self.take(shared.run))
+        self.take(shared.run)
 
     def take(
         self,
@@ -151,7 +145,7 @@ class CheckpointsView(widgets.VBox):
             child.says.value = ""
         self.look.open(run)
         self._clear()
-        self.notice.value = "" if self.look.found else heading_html("", _NONE.format(self.look.folder))
+        self.notice.value = "" if self.look.below else heading_html("", _NONE.format(self.look.folder))
 
     def _clear(self) -> None:
         "Takes away the last table."
@@ -160,14 +154,14 @@ class CheckpointsView(widgets.VBox):
     def _ask(self, command: str, *names: str) -> list[str]:
         "The arguments of a command, once every path is there."
         self._clear()
-        self._asked = [self.look.path_of(name) for name in names]
-        return [command, *self._asked, "--json"]
+        self._paths = [self.look.path_of(name) for name in names]
+        return [command, *self._paths, "--json"]
 
     def done(
         self,
         text: str,  # the JSON of `stabilitylab scan` or `diff`
     ) -> None:
         "Shows what the command found."
-        told = json.loads(text)
-        self.out.value, self.columns.value = scan_html(told, _MOST), _columns_html(told)
-        self.call.call = _checkpoint_call(self._asked)
+        result = json.loads(text)
+        self.out.value, self.columns.value = scan_html(result, _ROW_LIMIT), _columns_html(result)
+        self.call.call = _checkpoint_call(self._paths)

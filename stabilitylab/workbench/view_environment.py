@@ -6,13 +6,11 @@
 __all__ = ['command_words', 'between_runs', 'EnvironmentView']
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #830db7b0
-import asyncio
 import json
 import shlex
 from collections.abc import Callable
 from importlib.resources import files
 
-import ipywidgets as widgets
 import xarray as xr
 
 from ..detect.restarts import find_environment_change
@@ -20,8 +18,9 @@ from ..probe.environment import environment, environment_change
 from ..report.render import render
 from ..run.curves import group_of
 from .call import CallLine, run_lines
+from .panel import beside
+from .parts import SortableTable, StateView, on
 from .state import WorkbenchState
-from .table import SortableTable
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #387bcb31
 _NOT_COMPARED = ("command", "git_commit", "flush_denormal")  # of a kernel: how it was started
@@ -32,9 +31,9 @@ def _recorded_environment(
     run: xr.DataTree,  # a record
 ) -> dict:  # as `environment` gives it; {} where the run does not say
     "What a run says that it ran on."
-    told = run.attrs.get("environment") or {}
+    recorded = run.attrs.get("environment") or {}
     try:
-        return dict(json.loads(told)) if isinstance(told, str) else dict(told)
+        return dict(json.loads(recorded)) if isinstance(recorded, str) else dict(recorded)
     except ValueError:
         return {}
 
@@ -46,10 +45,13 @@ def _start_rows(
     events = group_of(run, "events")
     rows = []
     if events is not None:
-        told = zip(events.event_step.values, events.event_kind.values, events.event_text.values, strict=True)
-        rows = [(int(step), str(kind), str(text)) for step, kind, text in told if str(kind) in _STARTS]
+        columns = (events.event_step.values, events.event_kind.values, events.event_text.values)
+        every = [(int(step), str(kind), str(text)) for step, kind, text in zip(*columns, strict=True)]
+        rows = [row for row in every if row[1] in _STARTS]
     if not rows:
-        rows = [(one.onset or -1, one.kind, one.explanation) for one in find_environment_change(run)]
+        rows = [
+            (change.onset or -1, change.kind, change.explanation) for change in find_environment_change(run)
+        ]
     return [(f"{step:,}" if step >= 0 else "", kind, text) for step, kind, text in rows]
 
 
@@ -61,7 +63,7 @@ def command_words(
     command: list[str],  # the arguments of a program, as `sys.argv` has them
 ) -> str:  # as it would be typed
     "How a run was started."
-    first, *rest = [str(one) for one in command] or [""]
+    first, *rest = [str(argument) for argument in command] or [""]
     if _KERNEL in first:
         return "a notebook (Jupyter kernel)"
     if first in ("-c", "-m"):  # Python keeps the code or the name of the module to itself
@@ -74,7 +76,7 @@ def command_words(
 def _words(value: object, key: str = "") -> str:
     "A setting as a reader takes it; devices that are alike with their number."
     if key == "command":
-        return command_words(value if isinstance(value, list) else [value])
+        return command_words(value if isinstance(value, list) else [str(value)])
     if isinstance(value, list):
         is_alike = len(value) > 0 and len(set(map(str, value))) == 1
         return f"{len(value)} × {value[0]}" if is_alike else ", ".join(map(str, value))
@@ -104,8 +106,8 @@ def _environment_cards(
 ) -> list[tuple[str, list[tuple[str, str, str]]]]:  # (title, rows of key, name and value)
     "What a run ran on, by topic; settings that are not known come last."
     groups = _setting_groups()
-    known = {key for names in groups.values() for key in names}
-    groups["Also recorded"] = {key: key for key in recorded if key not in known}
+    named = {key for names in groups.values() for key in names}
+    groups["Also recorded"] = {key: key for key in recorded if key not in named}
     cards = []
     for title, names in groups.items():
         rows = [(key, name, _words(recorded[key], key)) for key, name in names.items() if key in recorded]
@@ -115,17 +117,17 @@ def _environment_cards(
 
 def between_runs(
     runs: dict[str, xr.DataTree],  # name -> record
-    most: int = 12,  # settings
+    limit: int = 12,  # settings
 ) -> tuple[list[str], list[list[str]]]:  # names of the runs that say it, and a row a setting that differs
     "In what the environments of several runs differ."
-    told = {name: _recorded_environment(run) for name, run in runs.items()}
-    told = {name: settings for name, settings in told.items() if settings}
+    environments = {name: _recorded_environment(run) for name, run in runs.items()}
+    environments = {name: settings for name, settings in environments.items() if settings}
     rows = []
-    for key in dict.fromkeys(key for settings in told.values() for key in settings):
-        values = [_words(settings.get(key), key) for settings in told.values()]
+    for key in dict.fromkeys(key for settings in environments.values() for key in settings):
+        values = [_words(settings.get(key), key) for settings in environments.values()]
         if len(set(values)) > 1:
             rows.append([_setting_name(key), *values])
-    return list(told), rows[:most]
+    return list(environments), rows[:limit]
 
 
 def _differing_rows(
@@ -134,64 +136,58 @@ def _differing_rows(
 ) -> list[tuple[str, str, str]]:  # (setting, before, after)
     "In what two environments differ, apart from how the program was started."
     changed = environment_change(before, after)
-    seen = {key: pair for key, pair in changed.items() if key not in _NOT_COMPARED}
-    return [(key, _words(old, key), _words(new, key)) for key, (old, new) in seen.items()]
+    compared = [(key, pair) for key, pair in changed.items() if key not in _NOT_COMPARED]
+    return [(key, _words(old, key), _words(new, key)) for key, (old, new) in compared]
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #e47bac56
-class EnvironmentView(widgets.VBox):
+def _environment_html(state: WorkbenchState, here: dict | None) -> str:
+    "The tables; `here` is the environment of this kernel, None before it was asked."
+    recorded = _recorded_environment(state.run)
+    names, others = between_runs(state.runs)
+    differing = _differing_rows(recorded, here) if recorded and here else []
+    return render(
+        "view_environment",
+        cards=_environment_cards(recorded),
+        starts=_start_rows(state.run),
+        here=[(_setting_name(key), *pair) for key, *pair in differing],
+        is_asked=here is not None,
+        names=names,
+        others=others,
+    )
+
+
+def _environment_call(state: WorkbenchState) -> str:
+    "The call that gives the same."
+    public = "from stabilitylab.probe.environment import environment, environment_change"
+    changes = 'environment_change(run.attrs.get("environment", {}), environment())'
+    return "\n".join([*run_lines(state), public, changes])
+
+
+class EnvironmentView(StateView):
     "Tables of what a run ran on and what changed."
 
     def __init__(
         self,
         shared: WorkbenchState,  # with a run
-        here: Callable = environment,  # () -> the environment of this process
+        here: Callable[[], dict] = environment,  # () -> the environment of this process
     ):
-        self.shared, self._here, self._now, self._drawn, self._task = shared, here, None, None, None
-        self.tables, self.call = SortableTable(), CallLine()
-        super().__init__([self.tables, self.call])
-        self.add_class("stl-environment-view")
-        shared.observe(lambda _: self.enter(), names=["visible", "name", "runs"])
+        super().__init__(shared, "environment")
+        self.here: dict | None = None  # None: this kernel was not asked yet
+        self._ask, self.tables, self.call = here, SortableTable(), CallLine()
+        self.children = [self.tables, self.call]
+        on(shared, "visible name runs", lambda _: self.enter())
         self.enter()
 
     def enter(self) -> None:
-        "Tells of the run once the view is seen; this kernel is asked beside its other work."
-        if self.shared.visible != "environment" or self._drawn == (self.shared.name, id(self.shared.runs)):
+        "Shows the run once the view is seen; this kernel is asked beside its other work."
+        if not self.is_due("run", self.shared.name, self.shared.runs):
             return
-        self._drawn = self.shared.name, id(self.shared.runs)
-        self.tell()
-        if self._now is not None:
-            return
-        try:
-            self._task = asyncio.get_running_loop().create_task(self._ask())
-        except RuntimeError:
-            self._now = self._here()
-            self.tell()
+        self._take(self.here)
+        if self.here is None:  # git and the libraries take a moment
+            beside(self._take, self._ask)
 
-    async def _ask(self) -> None:
-        "Asks in a thread, as git and the libraries take a moment."
-        self._now = await asyncio.to_thread(self._here)
-        self.tell()
-
-    def tell(self) -> None:
-        "Writes the tables."
-        run, recorded = self.shared.run, _recorded_environment(self.shared.run)
-        names, others = between_runs(self.shared.runs)
-        differ = _differing_rows(recorded, self._now) if recorded and self._now else []
-        self.tables.value = render(
-            "view_environment",
-            cards=_environment_cards(recorded),
-            starts=_start_rows(run),
-            here=[(_setting_name(key), *pair) for key, *pair in differ],
-            is_asked=self._now is not None,
-            names=names,
-            others=others,
-        )
-        self.call.call = self.call_of()
-
-    def call_of(self) -> str:  # Python that can be run by itself
-        "The call that says the same."
-        return (
-            "\n".join(run_lines(self.shared))
-            + "\nfrom stabilitylab.probe.environment import environment, environment_change\n"
-            + 'environment_change(run.attrs.get("environment", {}), environment())'
-        )
+    def _take(self, here: dict | None) -> None:
+        "Writes the tables, beside the environment of this kernel where it is known."
+        self.here = here
+        self.tables.value = _environment_html(self.shared, here)
+        self.call.call = _environment_call(self.shared)

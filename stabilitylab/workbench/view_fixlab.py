@@ -6,9 +6,9 @@
 __all__ = ['FixLabView']
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #987dbd45
-import asyncio
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import ipywidgets as widgets
@@ -23,202 +23,208 @@ from ..report.trial import trial_sheet
 from ..run.job import Job, JobState
 from ..trial.arm import Arm
 from ..trial.start import Start
+from ..trial.tasks import TrialState
+from ..trial.trial import TrialResult
 from .call import CallLine
 from .figure import PictureWidget
-from .fixlab import Choice, FixLab, TrialJob, choice_of, choices, other_fixes
+from stabilitylab.workbench.fixlab import (
+    Choice,
+    FixLab,
+    TrialLab,
+    arm_rows,
+    arm_runs,
+    choice_of,
+    choices,
+    other_fixes,
+    trial_call,
+)
 from .fixlab_widgets import ArmLine, ChoiceBox
-from .panel import JobPanel
+from .panel import JobPanel, beside
+from stabilitylab.workbench.parts import (
+    SortableTable,
+    StateView,
+    button,
+    column,
+    on,
+    refill,
+    row,
+    set_visible,
+    step_box,
+)
 from .state import WorkbenchState
-from .table import SortableTable
+
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #4ba59b9b
+_PROXY, _STATE, _NOWHERE = "a small proxy", "this state", "choose …"
+_WIDTHS = {"origin": 190, "step": 150, "seeds": 120, "length": 130, "budget": 140, "setup": 300}  # pixels
+_N_TICKED = 2  # fixes that are ticked at first, beside the control
+
+
+def _lab_controls(lab: FixLab) -> dict[str, widgets.Widget]:
+    "A widget for every number and name that a trial needs, in the order of the view."
+    boxes: dict[str, widgets.Widget] = {
+        "origin": widgets.Dropdown(options=[_STATE], description="From"),
+        "step": step_box(lab, description="Start at"),
+        "seeds": widgets.BoundedIntText(description="Seeds", min=1, max=20),
+        "length": widgets.BoundedIntText(description="Steps", min=5, max=100_000),
+        "budget": widgets.BoundedFloatText(description="Minutes", min=0, max=10_000),
+        "setup": widgets.Text(description="Setup", placeholder="file.py:function, or empty"),
+    }
+    helps = {name: trait.help for name, trait in FixLab.class_traits().items()}
+    helps["origin"] = "the state before the failure, or a small model with the run's recipe"
+    for name, control in boxes.items():
+        control.layout.width, control.style.description_width = f"{_WIDTHS[name]}px", "initial"
+        control.layout.margin, control.tooltip = "2px 14px 2px 2px", helps[name]
+    for name in ("seeds", "length", "budget", "setup"):
+        traitlets.link((lab, name), (boxes[name], "value"))
+    return boxes
+
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #bb3a67b0
+def _say(part: str, choice: object = None, **values: object) -> str:
+    "A sentence of this view, as HTML."
+    return render("view_fixlab", part=part, choice=choice, **values)
+
+
+def _status_html(now: TrialState) -> str:
+    "How far a trial is."
+    words = f"{now.done} of {now.total} done · {', '.join(now.running) or 'starting'}"
+    if now.ended and now.total:
+        is_whole = now.done == now.total and not now.failed
+        words = "All arms are done." if is_whole else "Stopped. Finished seeds are kept."
+    return _say("status", "" if now.ended and not now.total else words)
+
+
+def _plan_html(lab: FixLab, arms: list[Arm]) -> str:
+    "What the trial will be."
+    return _say("plan", [arm.name for arm in arms], lab=lab, words=lab.start.words)
+
+
+def _verdict_html(result: TrialResult) -> str:
+    "The verdicts on the arms that have finished a seed."
+    finished = replace(result, arms=[arm for arm in result.arms if arm.seeds])
+    return render("view_trial", trial=replace(trial_sheet(finished), figure=Markup("")))
+
+
+def _start_of(plan: dict) -> Start:
+    "The state of a proxy, from the JSON of `proxy_plan`."
+    names = {field.name for field in fields(Start)}
+    return Start(**{name: value for name, value in plan["start"].items() if name in names})
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #9627d2fe
-_PROXY, _STATE, _NOWHERE = "a small proxy", "this state", "choose …"
-_APART = "2px 14px 2px 2px"  # between two controls of a row
-_WIDTHS = {"step": 150, "seeds": 120, "length": 130, "budget": 140, "setup": 300}  # pixels
-_TICKED = 2  # fixes that are ticked at first, beside the control
-_RUNNING = "{done} of {total} done · {running}"
-_ENDED = {True: "All arms are done.", False: "Stopped; what was finished counts."}
+class _FixLabWidgets(StateView):
+    "The widgets of the view and where they stand."
 
-
-class FixLabView(widgets.VBox):
-    "The choices, the curves, the arms and the verdict."
-
-    def __init__(
-        self,
-        shared: WorkbenchState,  # with a run
-    ):
-        self.shared, self.lab, self.boxes, self.lines = shared, FixLab(), [], {}
-        self._task, self._of, self._told, self._opened = None, None, None, set()
-        self._drawn: object = None
-        self._make_controls()
-        self._make_results()
-        fit = widgets.Layout(flex_flow="row wrap")
-        asked = widgets.HBox([self.origin, *self.numbers], layout=fit)
-        buttons = widgets.HBox([self.work.widget, self.more], layout=fit)
-        main = [asked, self.proxied, self.plan, buttons, self.picture, self.arms, self.verdict, self.call]
-        wide = widgets.VBox(main, layout=widgets.Layout(flex="3 1 560px", min_width="320px"))
-        side = widgets.VBox([self.heading, self.offered, self.other], layout=_side())
-        self.body = widgets.HBox([wide, side], layout=fit)
-        super().__init__([self.notice, self.body])
-        self.add_class("stl-fixlab-view")
-        shared.observe(lambda _: self.enter(), names=["visible", "name", "findings"])
-        shared.observe(lambda _: self.draw(), names=["dark"])
-        self.lab.observe(lambda _: self.tell_call(), names=["step", "seeds", "length", "budget", "setup"])
-        self.enter()
-
-    def _make_controls(self) -> None:
-        "What a trial is asked."
-        wide, lab = widgets.Layout(width="auto"), self.lab
-        self.step = widgets.BoundedIntText(description="Start at")
-        self.setup = widgets.Text(description="Setup", placeholder="file.py:function, or empty")
-        self.seeds = widgets.BoundedIntText(description="Seeds", min=1, max=20)
-        self.length = widgets.BoundedIntText(description="Steps", min=5, max=100_000)
-        self.budget = widgets.BoundedFloatText(description="Minutes", min=0, max=10_000)
-        for trait, pixels in _WIDTHS.items():
-            control = getattr(self, trait)
-            control.layout.width, control.style.description_width = f"{pixels}px", "initial"
-            control.layout.margin = _APART
-            control.tooltip = FixLab.class_traits()[trait].help
-            if trait != "step":
-                traitlets.link((lab, trait), (control, "value"))
-        self.step.observe(lambda change: lab.set_trait("step", change["new"]), names=["value"])
-        self.numbers = [getattr(self, trait) for trait in _WIDTHS]
-        self.origin = widgets.Dropdown(options=[_STATE], description="From")
-        self.origin.layout.width, self.origin.style.description_width = "190px", "initial"
-        self.origin.layout.margin = _APART
-        self.origin.tooltip = "the state before the failure, or a small model with the run's recipe"
-        self.origin.observe(lambda change: self.set_origin(change["new"]), names=["value"])
-        self.proxied, self.plan = widgets.HTML(), widgets.HTML()
-        self.heading = widgets.HTML(render("view_fixlab", part="heading", choice=None))
-        self.offered = widgets.VBox([])
-        self.other = widgets.Dropdown(description="Another", options=[("a fix …", "")], layout=wide)
-        self.other.observe(lambda change: self.offer(change["new"]), names=["value"])
-
-    def _make_results(self) -> None:
-        "Buttons, and where the answers go."
-        fit = widgets.Layout(width="auto")
+    def __init__(self, shared: WorkbenchState):
+        super().__init__(shared, "fixlab")
+        self.lab = TrialLab()
+        self.controls = _lab_controls(self.lab)
+        self.texts = {name: widgets.HTML() for name in ("notice", "heading", "proxied", "plan")}
+        self.boxes: list[ChoiceBox] = []
+        self.lines: dict[str, ArmLine] = {}
+        tips = {"tooltip": "the run unchanged and the ticked fixes, in child processes", "stop": "Stop all"}
         self.work = JobPanel(
-            "Train", self._begin, heard=self._hear, say=self._say, stop="Stop all", waits=False
+            "Train", self._begin, heard=self._draw_new, say=self._status, waits=False, **tips
         )
-        self.work.go.tooltip = "the run unchanged and the ticked fixes, in child processes"
-        self.maker = JobPanel("Make a proxy", self._make_proxy, heard=self.hear_proxy, waits=False)
-        self.more = widgets.Button(description="Add", icon="plus", disabled=True, layout=fit)
-        self.more.tooltip = "the ticked fixes that are not in this trial yet"
-        self.work.stop.on_click(lambda _: self.end())
-        self.more.on_click(lambda _: self.add())
-        self.notice = widgets.HTML()
+        self.maker = JobPanel("Make a proxy", self._make_proxy, heard=self._take_proxy, waits=False)
+        self.more = button("Add", "plus", "the ticked fixes that are not in this trial yet", self.add)
+        self.more.disabled = True
         self.verdict, self.call = SortableTable(), CallLine()
-        self.picture = PictureWidget(dark=self.shared.dark, alt="Loss over steps of every arm of the trial.")
-        self.picture.layout.display = "none"
-        self.arms = widgets.VBox([])
+        self.picture = PictureWidget(dark=shared.dark, alt="Loss over steps of every arm of the trial.")
+        self.arms, self.offered = column(), column()
+        self.other = widgets.Dropdown(
+            description="Another", options=[("a fix …", "")], layout={"width": "auto"}
+        )
+        controls, buttons = row(*self.controls.values()), row(self.work.widget, self.more)
+        main = [controls, self.texts["proxied"], self.texts["plan"], buttons, self.picture]
+        left = column(*main, self.arms, self.verdict, self.call, flex="3 1 560px", min_width="320px")
+        scroll = {"flex": "1 1 300px", "min_width": "290px", "max_height": "860px", "overflow": "auto"}
+        side = column(self.texts["heading"], self.offered, self.other, **scroll)
+        self.children = [self.texts["notice"], row(left, side)]
+        set_visible(self.picture, False)
 
-    def enter(self) -> None:
-        "Shows the run of the state, once the view is seen; the runs of its own arms leave it as it is."
-        shared = self.shared
-        now = shared.name, len(shared.findings)
-        if shared.visible != "fixlab" or shared.name in self._opened or now == self._of:
-            return
-        self._of = now
-        self.lab.open(shared.recording, shared.findings)
-        has_state = bool(self.lab.steps)
-        self.notice.value = "" if has_state else render("view_fixlab", part="notice", choice=None)
-        self.end_proxy()
-        self.proxied.value, self.lab.origin = "", None
-        can_shrink = bool(self.lab.path) and Path(self.lab.path).exists()
-        self.origin.options = [_STATE if has_state else _NOWHERE, *([_PROXY] if can_shrink else [])]
-        self.work.go.disabled = not has_state
-        for control in (self.step, self.setup):
-            control.layout.display = "" if has_state else "none"
-        if has_state:
-            wanted = self.lab.step
-            self.step.min = 0  # a new largest step below the old smallest one is refused
-            self.step.max, self.step.min = self.lab.steps[-1], self.lab.steps[0]
-            self.step.value = wanted
-        self._offer_later()
-
-    def set_origin(
-        self,
-        name: str | None,  # 'this state' or that of the proxy
-    ) -> None:
-        "Where the arms set out; a proxy is made first, in a child process."
-        self.lab.origin = None
-        self.end_proxy()
-        for control in (self.step, self.setup):
-            control.layout.display = "" if name == _STATE else "none"
-        if name != _PROXY:
-            self.work.go.disabled, self.proxied.value = not self.lab.steps, ""
-            self.tell_call()
-            return
-        self.work.go.disabled, self.work.stop.disabled = True, False
-        self.maker.start()
+    def _begin(self) -> TrialLab:
+        "The trial of the ticked fixes, in child processes."
+        self.lab.begin(self.ticked())
+        self.lines, self.verdict.value = {}, ""
+        return self.lab
 
     def _make_proxy(self) -> Job:
         "A small model with the recipe of the run, in a child process."
-        path = str(self.shared.run.attrs.get("source", ""))
-        return Job.of("stabilitylab.investigation.plan:proxy_plan", path=path)
+        return Job.of("stabilitylab.investigation.plan:proxy_plan", path=self.lab.path)
 
-    def hear_proxy(
+    def _status(self, _: JobState) -> str:
+        "How far the trial is, as HTML."
+        return _status_html(self.lab.now)
+
+    def ticked(self) -> list[Arm]:
+        "The arms that are asked for."
+        return [box.arm() for box in self.boxes if box.tick.value]
+
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #830afd6e
+class _FixLabStart(_FixLabWidgets):
+    "From which state the arms train, and which fixes are offered."
+
+    def enter(self) -> None:
+        "Shows the run of the state, once the view is seen; the runs of its own arms leave it as it is."
+        shared, lab = self.shared, self.lab
+        if shared.name in lab.opened or not self.is_due("run", shared.name, len(shared.findings)):
+            return
+        lab.open(shared.recording, shared.findings)
+        self._end_proxy()
+        has_state = bool(lab.steps)
+        self.texts["notice"].value = "" if has_state else _say("notice")
+        origins = [_STATE if has_state else _NOWHERE]
+        origins += [_PROXY] if lab.path and Path(lab.path).exists() else []
+        refill(self.controls["origin"], origins, origins[0])
+        self.set_origin(origins[0])
+        self.texts["heading"].value = _say("heading", "Looking for fixes …")
+        beside(self.take, partial(choices, list(lab.findings), shared.run))
+
+    def set_origin(
         self,
-        state: JobState,  # of the job that makes the proxy
+        name: str,  # 'this state', 'choose …' or that of the proxy
     ) -> None:
+        "Where the arms start; a proxy is boxes first, in a child process."
+        self.lab.origin = None
+        self._end_proxy()
+        for control in ("step", "setup"):
+            set_visible(self.controls[control], name == _STATE)
+        self.texts["proxied"].value = ""
+        self.work.go.disabled = name == _PROXY or not self.lab.steps
+        self.say_call()
+        if name == _PROXY:
+            self.work.stop.disabled = False
+            self.maker.start()
+
+    def _take_proxy(self, state: JobState) -> None:
         "Takes over what the proxy is, and whether the symptom shows in it."
-        if self.origin.value != _PROXY:
+        if self.controls["origin"].value != _PROXY:
             return
         if state.ended:
             self.work.stop.disabled = self.lab.now.ended
-        told = state.result if state.phase == "done" else {}
-        shown = {"choice": told.get("words", []), "state": state}
-        self.proxied.value = render("view_fixlab", part="proxy", **shown)
-        if told.get("start"):
-            known = {one.name for one in fields(Start)}
-            self.lab.origin = Start(**{key: value for key, value in told["start"].items() if key in known})
-            self.length.value = int(told.get("steps", self.length.value))
+        plan = dict(state.result) if state.phase == "done" else {}
+        self.texts["proxied"].value = _say("proxy", plan.get("words", []), state=state)
+        if plan.get("start"):
+            self.lab.origin = _start_of(plan)
+            self.lab.length = int(plan.get("steps", self.lab.length))
             self.work.go.disabled = False
-        self.tell_call()
+        self.say_call()
 
-    def end_proxy(self) -> None:
-        "Gives up a proxy that is being made."
+    def _end_proxy(self) -> None:
+        "Gives up a proxy that is being boxes."
         if self.maker.job is not None:
             self.maker.cancel()
             self.work.stop.disabled = self.lab.now.ended
 
-    def _offer_later(self) -> None:
-        "The choices: in a thread beside a running loop, as the registry is large, else at once."
-        findings, run = list(self.shared.findings), self.shared.run
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.take(choices(findings, run))
-            return
-        self.heading.value = render("view_fixlab", part="heading", choice="Looking for fixes …")
-        self._task = loop.create_task(self._offer_beside(findings, run))
-
-    async def _offer_beside(self, findings: list, run: object) -> None:
-        "A thread looks the fixes up."
-        found = await asyncio.to_thread(choices, findings, run)
-        self.take(found)
-
     def take(
         self,
-        found: list[Choice],  # the fixes that are offered
+        offered: list[Choice],  # the fixes that are worth a trial
     ) -> None:
         "Offers these fixes, the first ones and the control ticked."
         none = "No fix is known to answer the findings of this run; choose one below."
-        self.heading.value = render("view_fixlab", part="heading", choice="" if found else none)
-        ticked = [one.name for one in found if not one.is_control][:_TICKED]
-        ticked += [one.name for one in found if one.is_control]
-        self.boxes = [ChoiceBox(one, one.name in ticked) for one in found]
+        self.texts["heading"].value = _say("heading", "" if offered else none)
+        first = [choice.name for choice in offered if not choice.is_control][:_N_TICKED]
+        self.boxes = [ChoiceBox(choice, choice.is_control or choice.name in first) for choice in offered]
         self._show_boxes()
-
-    def _show_boxes(self) -> None:
-        "Puts the boxes in place."
-        for box in self.boxes:
-            for control in (box.tick, *box.controls.values()):
-                control.observe(lambda _: self.tell_call(), names=["value"])
-        rest = other_fixes([box.choice.name for box in self.boxes])
-        self.offered.children = self.boxes
-        self.other.options = [("a fix …", ""), *((name, name) for name in rest)]
-        self.tell_call()
 
     def offer(
         self,
@@ -226,76 +232,75 @@ class FixLabView(widgets.VBox):
     ) -> None:
         "Offers one more fix, ticked."
         if name:
-            words = fix(name).about.summary
-            self.boxes = [*self.boxes, ChoiceBox(choice_of(name, [words]), is_ticked=True)]
+            added = choice_of(name, [fix(name).about.summary])
+            self.boxes = [*self.boxes, ChoiceBox(added, is_ticked=True)]
             self._show_boxes()
 
-    def ticked(self) -> list[Arm]:
-        "The arms that are asked for."
-        return [box.arm() for box in self.boxes if box.tick.value]
+    def _show_boxes(self) -> None:
+        "Puts the boxes in place."
+        for box in self.boxes:
+            for control in (box.tick, *box.controls.values()):
+                on(control, "value", lambda _: self.say_call())
+        self.offered.children = self.boxes
+        names = other_fixes([box.choice.name for box in self.boxes])
+        refill(self.other, [("a fix …", ""), *((name, name) for name in names)], "")
+        self.say_call()
 
-    def tell_call(self) -> None:
+    def say_call(self) -> None:
         "What the trial will be, and the call that makes it."
-        self.call.call = self.plan.value = ""
+        self.call.call = self.texts["plan"].value = ""
         if not (self.lab.steps or self.lab.origin):
             return
         try:
-            arms, words = self.ticked(), self.lab.start().words
+            arms = self.ticked()
+            self.texts["plan"].value = _plan_html(self.lab, arms)
+            self.call.call = trial_call(self.lab, arms)
         except InputError as error:
-            self.plan.value = render("view_error", title="This trial", error=error)
-            return
-        self.call.call = self.lab.call(arms)
-        names = [arm.name for arm in arms]
-        self.plan.value = render("view_fixlab", part="plan", choice=names, lab=self.lab, words=words)
+            self.texts["plan"].value = render("view_error", title="This trial", error=error)
 
-    def _try(self, action: Callable, *arguments: object) -> bool:
+# %% ../../nbs/api/workbench/15_view_fixlab.ipynb #b63ed8c6
+class FixLabView(_FixLabStart):
+    "The choices, the curves, the arms and the verdict."
+
+    def __init__(
+        self,
+        shared: WorkbenchState,  # with a run
+    ):
+        super().__init__(shared)
+        self.work.stop.on_click(lambda _: self.end())
+        on(self.controls["origin"], "value", self.set_origin)
+        on(self.other, "value", self.offer)
+        on(self.lab, "step seeds length budget setup", lambda _: self.say_call())
+        on(shared, "visible name findings", lambda _: self.enter())
+        on(shared, "dark", lambda _: self.draw())
+        self.enter()
+
+    def _try(self, action: Callable, *arguments: object) -> None:
         "Does it; what cannot be done is said in the view."
         try:
             action(*arguments)
         except InputError as error:
             self.work.says.value = render("view_error", title="This trial", error=error)
-            return False
-        return True
-
-    def begin(self) -> None:
-        "Begins a trial of the ticked fixes."
-        self.work.start()
-
-    def _begin(self) -> TrialJob:
-        "The trial of the ticked fixes, in child processes."
-        self.lab.begin(self.ticked())
-        self.lines, self.verdict.value, self._told = {}, "", None
-        return TrialJob(self.lab)
 
     def add(self) -> None:
         "Adds the ticked fixes that the trial does not have."
-        names = [arm.name for arm in self.lab.trial.arms]
         for arm in self.ticked():
-            if arm.name not in names:
+            if self.lab.work is not None and arm.name not in self.lines:
                 self._try(self.lab.work.add, arm)
         self.show()
         if self.work.job is None:
-            self.work.look_after(TrialJob(self.lab))
+            self.work.look_after(self.lab)
 
-    def poll(self) -> bool:  # whether nothing more will come
-        "Goes on, and shows what is new."
-        return self.work.poll()
-
-    def _hear(self, state: JobState) -> None:
+    def _draw_new(self, _: JobState) -> None:
         "Shows the arms where something is new."
-        if self._drawn != (self.lab.taken, self.lab.now):
-            self._drawn = self.lab.taken, self.lab.now
+        if self.is_new("arms", self.lab.n_taken, self.lab.now):
             self.show()
 
-    def _say(self, state: JobState) -> str:
-        "How far the trial is, as HTML."
-        return render("view_fixlab", part="status", choice=_status(self.lab.now))
-
     def end(self) -> None:
-        "Stops everything, also a proxy that is being made."
+        "Stops everything, also a proxy that is being boxes."
         if self.maker.job is not None:
-            self.end_proxy()
-            self.origin.value = self.origin.options[0]
+            self._end_proxy()
+            self.controls["origin"].value = self.controls["origin"].options[0]
         self.work.cancel()
         self.show()
 
@@ -304,69 +309,47 @@ class FixLabView(widgets.VBox):
         name: str,  # of an arm
     ) -> None:
         "Stops one arm."
-        self._try(self.lab.work.stop, name)
+        if self.lab.work is not None:
+            self._try(self.lab.work.stop, name)
         self.show()
 
     def show(self) -> None:
         "The curves, how far every arm is, and what the finished seeds say."
-        rows, now = self.lab.rows(), self.lab.now
-        for place, row in enumerate(rows):
-            if row.name not in self.lines:
-                self.lines[row.name] = ArmLine(row.name, self.stop, self.open_arm, place == 0)
+        rows, now = arm_rows(self.lab), self.lab.now
+        for number, arm in enumerate(rows):
+            if arm.name not in self.lines:
+                self.lines[arm.name] = ArmLine(arm.name, self.stop, self.open_arm, is_base=number == 0)
                 self.arms.children = list(self.lines.values())
-            self.lines[row.name].take(row)
+            self.lines[arm.name].take(arm)
         self.more.disabled = not rows
         self.draw()
-        if self._told != (now.done, now.failed):
-            self._told = now.done, now.failed
+        if self.is_new("verdict", id(self.lab.work), now.done, now.failed):
             self.judge()
 
     def draw(self) -> None:
         "The curves so far."
-        arms = [row.name for row in self.lab.rows()]
-        png, panels = trial_picture(
-            self.lab.curves(), self.shared.dark, log_name=self._loss_name(), arms=arms
-        )
-        self.picture.layout.display = "" if png else "none"
+        shared, names = self.shared, [arm.name for arm in arm_rows(self.lab)]
+        attrs = shared.run["scalars"]["loss"].attrs if "loss" in shared.series else {}
+        loss = attrs.get("log_name", "loss")
+        png, panels = trial_picture(self.lab.curves, shared.dark, log_name=loss, arms=names)
+        set_visible(self.picture, bool(png))
         self.picture.png, self.picture.panels = png, panels
-
-    def _loss_name(self) -> str:
-        "What the run's log calls its loss."
-        if "loss" not in self.shared.series:
-            return "loss"
-        return self.shared.run["scalars"]["loss"].attrs.get("log_name", "loss")
 
     def judge(self) -> None:
         "The verdicts."
-        result = self.lab.result()
-        if result is not None:
-            told = replace(result, arms=[arm for arm in result.arms if arm.seeds])
-            sheet = replace(trial_sheet(told), figure=Markup(""))
-            self.verdict.value = render("view_trial", trial=sheet)
-            self.shared.trial_call = self.lab.call(self.lab.trial.arms)
-            self.shared.trial = result
+        if self.lab.result is not None and self.lab.trial is not None:
+            self.verdict.value = _verdict_html(self.lab.result)
+            self.shared.trial_call = trial_call(self.lab, self.lab.trial.arms)
+            self.shared.trial = self.lab.result
 
     def open_arm(
         self,
         name: str,  # of an arm
     ) -> None:
         "Shows the records of an arm as runs of this workbench."
-        found = self.lab.runs_of(name)
-        if found:
-            self._opened |= set(found)
-            self.shared.runs = self.shared.runs | found
-            self.shared.show(next(iter(found)))
+        runs = arm_runs(self.lab, name)
+        if runs:
+            self.lab.opened = self.lab.opened | set(runs)
+            self.shared.runs = self.shared.runs | runs
+            self.shared.show(next(iter(runs)))
             self.shared.visible = "overview"
-
-
-def _side() -> widgets.Layout:
-    "The column of the choices, which scrolls by itself."
-    return widgets.Layout(flex="1 1 300px", min_width="290px", max_height="860px", overflow="auto")
-
-
-def _status(now: object) -> str:
-    "How far a trial is, in words."
-    if now.ended:
-        return _ENDED[now.done == now.total and not now.failed] if now.total else ""
-    running = ", ".join(now.running) or "starting"
-    return _RUNNING.format(done=now.done, total=now.total, running=running)

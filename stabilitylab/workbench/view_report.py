@@ -6,7 +6,6 @@
 __all__ = ['report_files', 'ReportView']
 
 # %% ../../nbs/api/workbench/18_view_report.ipynb #dc93cdca
-import asyncio
 import base64
 import json
 from collections import Counter
@@ -26,7 +25,10 @@ from stabilitylab.report.screen import (
     stamp,
 )
 from ..report.trial import trial_sheet
+from ..run.job import ThreadJob
 from .call import CallLine
+from .panel import JobPanel
+from .parts import StateView, on
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/18_view_report.ipynb #b87224b4
@@ -41,7 +43,7 @@ def _screen_of(
         name=state.name,
         date=date,
         x_range=tuple(state.x_range),
-        names=tuple(state.shown),
+        names=tuple(state.drawn),
         log=state.log,
         selected=state.selected,
         trial=state.trial_call,
@@ -56,22 +58,21 @@ def report_files(
     screen = _screen_of(state, date)
     trial = trial_sheet(state.trial) if state.trial is not None else None
     page = screen_html(screen, state.run, state.findings, trial)
-    made = [("report.html", "text/html", page.encode())]
+    files = [("report.html", "text/html", page.encode())]
     if screen.source:
         notebook = json.dumps(screen_notebook(screen, state.run, state.findings), indent=1)
-        made.append(("report.ipynb", "application/x-ipynb+json", notebook.encode()))
-    return made
+        files.append(("report.ipynb", "application/x-ipynb+json", notebook.encode()))
+    return files
 
 
 def _contents(state: WorkbenchState, screen: Screen) -> dict:
     "What the report would hold, for the template."
-    findings = state.findings
-    chosen = findings[screen.selected] if 0 <= screen.selected < len(findings) else None
+    findings, chosen = state.findings, state.finding
     return {
         "rows": stamp(screen, state.run),
         "files": [],
         "has_notebook": bool(screen.source),
-        "counts": Counter(one.severity for one in findings),
+        "counts": Counter(finding.severity for finding in findings),
         "severities": SEVERITIES,
         "chosen": chosen.kind if chosen else "",
         "arms": len(state.trial.arms) if state.trial is not None else 0,
@@ -93,64 +94,45 @@ def _report_call(
     )
 
 
-class ReportView(widgets.VBox):
+def _links_html(files: list[tuple[str, str, bytes]]) -> str:  # files: of `report_files`
+    "Links that save the files."
+    coded = [(name, kind, len(data), base64.b64encode(data).decode()) for name, kind, data in files]
+    return render("view_report", rows=[], files=coded, has_notebook=len(files) > 1)
+
+
+def _now() -> str:
+    "The time, to the minute."
+    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+
+
+class ReportView(StateView):
     "A button that makes the files, and what stands in them."
 
     def __init__(
         self,
         shared: WorkbenchState,  # with a run
     ):
-        self.shared, self._task = shared, None
-        fit = widgets.Layout(width="auto", align_self="flex-start")
-        self.make = widgets.Button(
-            description="Make the report", icon="file-text", button_style="primary", layout=fit
-        )
-        self.make.tooltip = "of what the workbench shows now"
+        super().__init__(shared, "report")
         self.files, self.about, self.call = widgets.HTML(), widgets.HTML(), CallLine()
-        self.make.on_click(lambda _: self.begin())
-        super().__init__([self.make, self.files, self.about, self.call])
-        self.add_class("stl-report-view")
-        shared.observe(
-            lambda _: self.tell(),
-            names=["visible", "name", "x_range", "selected", "shown", "trial", "findings"],
-        )
-        self.tell()
+        look = {"icon": "file-text", "tooltip": "of what the workbench shows now"}
+        self.make = JobPanel("Make the report", self._begin, self._offer, **look)
+        self.children = [self.make.widget, self.files, self.about, self.call]
+        on(shared, "visible name x_range selected drawn trial findings", lambda _: self.say())
+        self.say()
 
-    def tell(self) -> None:
-        "What the report would be of; files of an older screen go away."
-        if self.shared.visible == "report":
+    def say(self) -> None:
+        "What the report would hold; files of an older screen go away."
+        if self.is_seen:
             self.files.value = ""
             screen = _screen_of(self.shared, _now())
             self.about.value = render("view_report", **_contents(self.shared, screen))
             self.call.call = _report_call(screen) if screen.source else ""
 
-    def begin(self) -> None:
-        "Makes the files: beside a running loop in a thread, else at once."
+    def _begin(self) -> ThreadJob:
+        "The files, written in a thread."
         date = _now()
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.offer(report_files(self.shared, date))
-            return
-        self.make.disabled = True
-        self._task = loop.create_task(self._beside(date))
+        return ThreadJob(lambda report: report_files(self.shared, date))
 
-    async def _beside(self, date: str) -> None:
-        "A thread writes the page."
-        try:
-            self.offer(await asyncio.to_thread(report_files, self.shared, date))
-        finally:
-            self.make.disabled = False
-
-    def offer(
-        self,
-        made: list[tuple[str, str, bytes]],  # of `report_files`
-    ) -> None:
+    def _offer(self, files: list[tuple[str, str, bytes]]) -> None:
         "Offers the files."
-        coded = [(name, kind, len(data), base64.b64encode(data).decode()) for name, kind, data in made]
-        self.files.value = render("view_report", rows=[], files=coded, has_notebook=len(made) > 1)
-
-
-def _now() -> str:
-    "The time, to the minute."
-    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        self.files.value = _links_html(files)

@@ -7,13 +7,13 @@ __all__ = ['RoundingState', 'grid_call', 'PrecisionView']
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #13e55548
 import json
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 import traitlets
 import xarray as xr
-from traitlets import HasTraits
 
 from ..detect.findings import Findings
 from ..numerics.formats import spacing
@@ -22,25 +22,36 @@ from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
 from ..replay.setup_file import setup_files
 from ..report.step import heading_html, lattice_html, step_html
+from ..run.recording import Recording
 from ..run.scalars import series, series_names
 from .call import CallLine, run_lines
-from .figure import show_sharp
+from .figure import picture_box, show_sharp
 from .panel import CommandPanel
-from .state import WorkbenchState, steps_again
+from stabilitylab.workbench.parts import (
+    StateView,
+    StepChoice,
+    first_error,
+    on,
+    refill,
+    row,
+    set_visible,
+    step_box,
+)
+from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #47c6f146
 def _grid_html(
     values: np.ndarray,  # the series as it was logged, (n,)
     name: str = "loss",  # of the series
-    seen: Lattice | None = None,  # its grid; None: it is looked for
+    grid: Lattice | None = None,  # its grid; None: it is looked for
 ) -> str:  # HTML
     "Whether a series is rounded, and how long an improvement stays hidden."
     finite = np.asarray(values, float)
     finite = finite[np.isfinite(finite)]
     if len(finite) < 2:
         return lattice_html(None, name)
-    seen = lattice(finite) if seen is None else seen
-    return lattice_html(seen.to_dict(), name, records_to_move(finite, seen.spacing))
+    grid = lattice(finite) if grid is None else grid
+    return lattice_html(grid.to_dict(), name, records_to_move(finite, grid.spacing))
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #294eaeb8
 _NO_BOX = (
@@ -49,40 +60,28 @@ _NO_BOX = (
 )
 
 
-class RoundingState(HasTraits):
+class RoundingState(StepChoice):
     "What the user of this view looks at."
 
     name = traitlets.Unicode(None, allow_none=True, help="the series whose grid is shown; None: none")
     window = traitlets.Int(50, help="records that are averaged to see behind the grid")
-    step = traitlets.Int(0, help="the step that is measured")
-    steps = traitlets.List(help="steps that can be measured; []: none")
-    fmt = traitlets.Unicode("bf16", help="'bf16' or 'fp16': the format that is asked about")
+    fmt = traitlets.Enum(("bf16", "fp16"), "bf16", help="the format that is asked about")
     setup = traitlets.Unicode("", help="FILE.py:FUNCTION; '': a sample run")
     growth = traitlets.Float(1.0, help="factor on queries and keys")
-    told = traitlets.Dict(None, allow_none=True, help="the JSON of `stabilitylab precision`; None: not asked")
+    result = traitlets.Dict(help="the JSON of `stabilitylab precision`; {}: not measured")
 
     def open(
         self,
-        run: xr.DataTree,  # that is shown
+        recording: Recording,  # that is shown
         findings: Findings,  # of it
     ) -> list[str]:
         "Takes another run: its usual series, and the step of its first error; gives the names of its series."
-        names = series_names(run["scalars"].to_dataset())
+        names = series_names(recording.run["scalars"].to_dataset())
         if self.name not in names:
             usual = [name for name in ("loss", "train_loss", *names) if name in names]
             self.name = usual[0] if usual else None
-        self.steps = steps_again(run)
-        errors = [f.onset for f in findings if f.onset is not None and f.severity == "error"]
-        onsets = [onset for onset in errors if onset in self.steps]
-        if self.steps:
-            wanted = onsets[0] if onsets else self.steps[-1]
-            self.step = _nearest(wanted, self.steps)
+        self.offer(recording.steps, first_error(findings, recording.steps))
         return names
-
-
-def _nearest(step: int, steps: list[int]) -> int:
-    "The step that is there and lies nearest."
-    return min(steps, key=lambda known: abs(known - step))
 
 
 def grid_call(
@@ -99,11 +98,11 @@ def grid_call(
             "import numpy as np",
             f"from stabilitylab import debias, plot_lattice, series{', spacing' if fmt else ''}",
             *run_lines(state),
-            f"shown = series(run, {name!r})",
-            f"shown = shown[(shown.step >= {span[0]}) & (shown.step <= {span[1]})]",
-            "step, values = shown.step.values, shown.values.astype(float)",
-            f"behind = debias(values, {window}, {fmt!r})",
-            f"plot_lattice(step, values, {grid}, behind, name={name!r})",
+            f"part = series(run, {name!r})",
+            f"part = part[(part.step >= {span[0]}) & (part.step <= {span[1]})]",
+            "step, values = part.step.values, part.values.astype(float)",
+            f"expected = debias(values, {window}, {fmt!r})",
+            f"plot_lattice(step, values, {grid}, expected, name={name!r})",
         )
     )
 
@@ -111,182 +110,149 @@ def grid_call(
 def _shown_records(
     da: xr.DataArray,  # a series
     x_range: tuple,  # (first, last) step; (): all
-    most: int = 2000,  # without a range the last of them: the grid is seen only near by
+    limit: int = 2000,  # without a range the last of them: the grid is seen only near by
 ) -> tuple[np.ndarray, np.ndarray]:  # steps and values
     "The records that the picture shows."
     step, values = da.step.values, da.values.astype(float)
     if not x_range:
-        return step[-most:], values[-most:]
+        return step[-limit:], values[-limit:]
     keep = (step >= x_range[0]) & (step <= x_range[1])
     return step[keep], values[keep]
 
 
-def _picture(min_height: str) -> widgets.Image:
-    "A place for a picture; nothing below moves when it comes."
-    return widgets.Image(
-        format="png", layout=widgets.Layout(max_width="100%", width="fit-content", min_height=min_height)
-    )
+def _grid_picture(
+    step: np.ndarray, values: np.ndarray, grid: Lattice, window: int, name: str, dark: bool
+) -> bytes:
+    "The records on the lines of their grid, with their expected value."
+    finite = values[np.isfinite(values)]
+    tick = float(spacing(finite[-1:], grid.fmt)[0]) if grid.fmt else float("nan")
+    expected = debias(values, window, grid.fmt)
+
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
+        "Draws the grid."
+        plot_lattice(step, values, tick, expected, name=name, ax=ax)
+
+    return replay_png(draw, None, dark, (7.5, 2.3))
 
 
-class PrecisionView:
+def _room_picture(look: RoundingState, dark: bool) -> bytes:
+    "The attention products of the measured step, grown."
+    rows = look.result.get("attention")
+    layers = pd.DataFrame(rows) if rows else None
+
+    def draw(_: object, ax: Any) -> None:  # ax: of a fresh figure
+        "Draws the room of each layer."
+        plot_scaling(layers, look.growth, ax=ax)
+
+    return replay_png(draw, None, dark, (7.5, 2.6))
+
+# %% ../../nbs/api/workbench/13_view_rounding.ipynb #6c4dae37
+def _precision_controls(look: RoundingState) -> dict[str, widgets.Widget]:
+    "A widget for every trait that the user sets."
+    width = {"width": "320px"}
+    boxes: dict[str, widgets.Widget] = {
+        "name": widgets.Dropdown(description="Series", layout=width),
+        "window": widgets.IntSlider(
+            description="Window", min=5, max=500, value=50, continuous_update=False, layout=width
+        ),
+        "step": step_box(look, layout={"width": "180px"}),
+        "fmt": widgets.Dropdown(options=("bf16", "fp16"), layout={"width": "90px"}),
+        "setup": widgets.Text(
+            placeholder="Setup: file.py:function, or empty for a sample run",
+            continuous_update=False,
+            layout={"width": "330px"},
+        ),
+        "growth": widgets.FloatLogSlider(
+            description="q and k ×", min=-1, max=3, step=0.05, value=1, continuous_update=False, layout=width
+        ),
+    }
+    boxes["window"].tooltip = RoundingState.window.help
+    for trait in ("window", "setup", "fmt", "growth"):
+        traitlets.link((look, trait), (boxes[trait], "value"))
+    on(boxes["name"], "value", lambda name: look.set_trait("name", name))
+    return boxes
+
+
+class PrecisionView(StateView):
     "The grid of a series, a step in 16 bits, and the room of the attention products."
 
     def __init__(
         self,
-        state: WorkbenchState,  # with a run
+        shared: WorkbenchState,  # with a run
     ):
-        self.state, self.look = state, RoundingState()
-        self._grid, self._drawn, self._asked = (None, None), None, ""
+        super().__init__(shared, "precision")
+        self.look, self._call = RoundingState(), ""
+        self.controls = _precision_controls(self.look)
         self.words, self.tables, self.notice = widgets.HTML(), widgets.HTML(), widgets.HTML()
-        self.picture, self.room = _picture("250px"), _picture("250px")
+        still = {"width": "fit-content", "min_height": "250px"}  # nothing below moves when a picture comes
+        self.picture, self.room = picture_box(**still), picture_box(**still)
         self.grid_call, self.step_call = CallLine(), CallLine()
-        self.child = CommandPanel("Measure the step", self._arguments, self.show)
-        self._controls()
-        flow = widgets.Layout(flex_flow="row wrap", align_items="center")
-        self.body = widgets.HBox([self.step, self.fmt, self.setup, self.child.widget], layout=flow)
-        grid = [
-            widgets.HTML(heading_html("Is the log rounded?")),
-            widgets.HBox([self.name, self.window]),
-            self.words,
-            self.picture,
-            self.grid_call,
-        ]
-        step = [
-            widgets.HTML(heading_html("What 16 bits take from a step")),
-            self.notice,
-            self.body,
-            self.tables,
-            self.step_call,
-        ]
-        room = [widgets.HTML(heading_html("Room inside QKᵀ for fp16")), self.growth, self.room]
-        self.widget = widgets.VBox([*grid, *step, *room])
-        self.widget.add_class("stl-precision-view")
-        self.look.observe(lambda _: self.draw(), names=["name", "window"])
-        self.look.observe(lambda _: self.draw_room(), names=["growth", "told"])
-        state.observe(lambda _: self.open(), names=["name", "runs"])
-        state.observe(lambda _: self.redraw(), names=["dark", "x_range", "visible"])
-        self.open()
+        self.child = CommandPanel("Measure the step", self._arguments, self._take)
+        controls = self.controls
+        measured = [controls["step"], controls["fmt"], controls["setup"], self.child.widget]
+        self.body = row(*measured, align_items="center")
+        series_row = row(controls["name"], controls["window"])
+        parts = {
+            "Is the log rounded?": [series_row, self.words, self.picture, self.grid_call],
+            "What 16 bits take from a step": [self.notice, self.body, self.tables, self.step_call],
+            "Room inside QKᵀ for fp16": [controls["growth"], self.room],
+        }
+        for heading, children in parts.items():
+            self.children = [*self.children, widgets.HTML(heading_html(heading)), *children]
+        on(self.look, "name window", lambda _: self.draw())
+        on(self.look, "growth result", lambda _: self.draw())
+        on(shared, "name runs", lambda _: self.open_run())
+        on(shared, "dark x_range visible", lambda _: self.draw())
+        self.open_run()
 
-    def _controls(self) -> None:
-        "The widgets that turn the state, linked to it."
-        wide, look = widgets.Layout(width="320px"), self.look
-        self.name = widgets.Dropdown(description="Series", layout=wide)
-        self.window = widgets.IntSlider(
-            description="Window", min=5, max=500, value=50, continuous_update=False, layout=wide
-        )
-        self.window.tooltip = RoundingState.window.help
-        self.step = widgets.BoundedIntText(
-            description="Step", min=0, max=0, layout=widgets.Layout(width="180px")
-        )
-        self.setup = widgets.Text(
-            placeholder="Setup: file.py:function, or empty for a sample run",
-            continuous_update=False,
-            layout=widgets.Layout(width="330px"),
-        )
-        self.fmt = widgets.Dropdown(options=("bf16", "fp16"), layout=widgets.Layout(width="90px"))
-        self.growth = widgets.FloatLogSlider(
-            description="q and k ×", min=-1, max=3, step=0.05, value=1, continuous_update=False, layout=wide
-        )
-        for trait in ("window", "setup", "fmt", "growth"):
-            traitlets.link((look, trait), (getattr(self, trait), "value"))
-
-    def open(self) -> None:
+    def open_run(self) -> None:
         "Shows the run of the state."
-        names = self.look.open(self.state.run, self.state.findings)
-        chosen, steps = self.look.name, self.look.steps
-        self.name.options = names
-        self.name.value = self.look.name = chosen
-        self.notice.value = "" if steps else heading_html("", _NO_BOX)
-        self.body.layout.display = "" if steps else "none"
-        if steps:
-            path, wanted = str(self.state.run.attrs.get("source", "")), self.look.step
-            files = setup_files(path)
-            self.look.setup = files[0].where if files and files[0].kind != "sample" else ""
-            self.step.min = 0  # a new largest step below the old smallest one is refused
-            self.step.max, self.step.min = steps[-1], steps[0]
-            self.step.value = wanted
-        if not self._drawn:  # once the options stand
-            traitlets.link((self.look, "name"), (self.name, "value"))
-            self.look.observe(lambda change: self._turn(change["new"]), names=["step"])
-            self.step.observe(lambda change: self._turn(change["new"]), names=["value"])
-        self._drawn = ("nothing",)
-        self.redraw()
-
-    def _turn(self, step: int) -> None:
-        "Takes the nearest step that can be measured."
-        if self.look.steps:
-            self.look.step = self.step.value = _nearest(step, self.look.steps)
-
-    def redraw(self) -> None:
-        "Draws what has changed, once the view is seen."
-        now = self.state.name, self.state.dark, self.state.x_range
-        if self.state.visible == "precision" and now != self._drawn:
-            self._drawn = now
-            self.draw()
-            self.draw_room()
+        look, recording = self.look, self.shared.recording
+        refill(self.controls["name"], look.open(recording, self.shared.findings), look.name)
+        self.notice.value = "" if look.steps else heading_html("", _NO_BOX)
+        set_visible(self.body, bool(look.steps))
+        if look.steps:
+            files = setup_files(recording.path)
+            look.setup = files[0].where if files and files[0].kind != "sample" else ""
+        self.draw()
 
     def _arguments(self) -> list:
         "What the child process is asked."
-        look, setup = self.look, self.look.setup.strip()
+        look, setup, path = self.look, self.look.setup.strip(), str(self.shared.recording)
         self.tables.value = self.step_call.call = ""
-        path = str(self.state.run.attrs.get("source", ""))
-        self._asked = f"step_precision({path!r}, {look.step}, {setup or None!r}, {look.fmt!r})"
-        asked = ["precision", path, "--step", look.step, "--format", look.fmt, "--json"]
-        return [*asked, "--setup", setup] if setup else asked
-
-    def _lattice(self, da: xr.DataArray) -> Lattice:
-        "The grid of the whole series, which a zoom does not change."
-        key = self.state.name, self.look.name, da.size
-        if self._grid[0] != key:
-            self._grid = key, lattice(da.values)
-        return self._grid[1]
+        self._call = f"step_precision({path!r}, {look.step}, {setup or None!r}, {look.fmt!r})"
+        arguments = ["precision", path, "--step", look.step, "--format", look.fmt, "--json"]
+        return [*arguments, "--setup", setup] if setup else arguments
 
     def draw(self) -> None:
+        "Draws what is seen and has changed."
+        look, shared = self.look, self.shared
+        if self.is_due("grid", shared.recording, shared.dark, shared.x_range, look.name, look.window):
+            self._draw_grid()
+        if self.is_due("room", shared.dark, look.growth, look.result):
+            show_sharp(self.room, _room_picture(look, shared.dark))
+
+    def _draw_grid(self) -> None:
         "The series on its grid."
-        name = self.look.name
-        if self.state.visible != "precision":
-            return
+        name, png = self.look.name, b""
         if name is None:
-            self.words.value = heading_html("", "This run has no series.")
-            self.picture.layout.display = "none"
-            return
-        da = series(self.state.run, name)
-        seen = self._lattice(da)
-        self.words.value = _grid_html(da.values, name, seen)
-        step, values = _shown_records(da, self.state.x_range)
-        finite = values[np.isfinite(values)]
-        self.picture.layout.display = "block" if len(finite) else "none"
-        if not len(finite):
-            self.grid_call.call = ""
-            return
-        tick = float(spacing(finite[-1:], seen.fmt)[0]) if seen.fmt else float("nan")
-        window = min(self.look.window, max(len(values) // 2, 1))
-        behind = debias(values, window, seen.fmt)
-        span = step[0].item(), step[-1].item()
-        self.grid_call.call = grid_call(self.state, name, window, span, seen.fmt)
+            self.words.value, self.grid_call.call = heading_html("", "This run has no series."), ""
+        else:
+            da = series(self.shared.run, name)
+            grid = lattice(da.values)  # of the whole series, which a zoom does not change
+            self.words.value = _grid_html(da.values, name, grid)
+            step, values = _shown_records(da, self.shared.x_range)
+            window, span = min(self.look.window, max(len(values) // 2, 1)), (0.0, 0.0)
+            is_drawable = bool(np.isfinite(values).any())
+            if is_drawable:
+                png = _grid_picture(step, values, grid, window, name, self.shared.dark)
+                span = step[0].item(), step[-1].item()
+            call = grid_call(self.shared, name, window, span, grid.fmt) if is_drawable else ""
+            self.grid_call.call = call
+        show_sharp(self.picture, png)
 
-        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
-            "Draws the grid."
-            plot_lattice(step, values, tick, behind, name=name, ax=ax)
-
-        show_sharp(self.picture, replay_png(on, None, self.state.dark, (7.5, 2.3)))
-
-    def draw_room(self) -> None:
-        "The attention products of the measured step, grown."
-        rows = (self.look.told or {}).get("attention")
-        layers = pd.DataFrame(rows) if rows else None
-
-        def on(_: object, ax: object) -> None:  # ax: of a fresh figure
-            "Draws the room of each layer."
-            plot_scaling(layers, self.look.growth, ax=ax)
-
-        show_sharp(self.room, replay_png(on, None, self.state.dark, (7.5, 2.6)))
-
-    def show(
-        self,
-        text: str,  # the JSON of `stabilitylab precision`
-    ) -> None:
-        "Shows what the command found."
-        self.look.told = json.loads(text)
-        self.tables.value = step_html(self.look.told)
-        self.step_call.call = f"from stabilitylab import step_precision\n{self._asked}"
+    def _take(self, text: str) -> None:
+        "Shows what `stabilitylab precision` printed as JSON."
+        self.look.result = json.loads(text)
+        self.tables.value = step_html(self.look.result)
+        self.step_call.call = f"from stabilitylab import step_precision\n{self._call}"

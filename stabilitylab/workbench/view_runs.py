@@ -6,9 +6,9 @@
 __all__ = ['RunRow', 'RunsView']
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #3cb06662
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ipywidgets as widgets
 import numpy as np
@@ -27,8 +27,9 @@ from ..run.curves import loss_name
 from ..run.scalars import series
 from .call import CallLine, runs_lines
 from .figure import PictureWidget
+from .panel import beside
+from .parts import SortableTable, StateView, on, refill, set_visible
 from .state import WorkbenchState, steer
-from .table import SortableTable
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #20c66740
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RunRow:
     "One line of the table."
 
     name: str  # of the run
-    severity: int  # place of its worst finding in SEVERITIES; -1: none
+    severity: int  # index of its worst finding in SEVERITIES; -1: none
     worst: str  # kind of that finding; '' without one
     steps: int  # of the training loss
     last: float  # last training loss; NaN where it has none
@@ -49,19 +50,24 @@ def _row_of(
     findings: Findings,  # what was found in it
 ) -> RunRow:  # the line
     "What the table says of a run."
-    ranked = [(SEVERITIES.index(found.severity), -place) for place, found in enumerate(findings)]
-    severity, place = max(ranked, default=(-1, 0))
-    known = loss_name(run)
-    values = series(run, known).values if known else np.array([])
+    ranked = [(SEVERITIES.index(f.severity), -index, f.kind) for index, f in enumerate(findings)]
+    severity, _, worst = max(ranked, default=(-1, 0, ""))
+    loss = loss_name(run)
+    values = series(run, loss).values if loss else np.array([])
     finite = values[np.isfinite(values)]
     return RunRow(
         name=name,
         severity=severity,
-        worst=findings[-place].kind if ranked else "",
+        worst=worst,
         steps=len(values),
         last=float(values[-1]) if len(values) else float("nan"),
         lowest=float(finite.min()) if len(finite) else float("nan"),
     )
+
+
+def _diagnosed(name: str, run: xr.DataTree) -> RunRow:
+    "The line of a run that is diagnosed now."
+    return _row_of(name, run, diagnose(run))
 
 
 _ALIKE = ("source", "format", "skipped", "title", "created")  # of every run its own, or said elsewhere
@@ -69,43 +75,67 @@ _ALIKE = ("source", "format", "skipped", "title", "created")  # of every run its
 
 def _settings_that_differ(
     runs: dict[str, xr.DataTree],  # name -> record
-    most: int = 6,  # settings
+    limit: int = 6,  # settings
 ) -> dict[str, dict[str, str]]:  # setting -> run -> value, '' where a run does not say
     "The attributes of records that are not the same in all runs."
-    told = {name: _settings(run) for name, run in runs.items()}
-    found = {}
-    for key in dict.fromkeys(key for settings in told.values() for key in settings):
-        values = {name: settings.get(key, "") for name, settings in told.items()}
+    recorded = {name: _settings(run) for name, run in runs.items()}
+    differing = {}
+    for key in dict.fromkeys(key for settings in recorded.values() for key in settings):
+        values = {name: settings.get(key, "") for name, settings in recorded.items()}
         if len(set(values.values())) > 1:
-            found[key] = values
-    return dict(list(found.items())[:most])
+            differing[key] = values
+    return dict(list(differing.items())[:limit])
 
 
 def _settings(run: xr.DataTree) -> dict[str, str]:
     "The short attributes of a record, those inside its configuration included."
-    flat = {}
+    flat: dict[str, object] = {}
     for key, value in run.attrs.items():
-        held = opened_setting(value)
-        flat |= {f"{key}.{inner}": found for inner, found in held.items()} if held else {key: value}
+        inner = opened_setting(value)
+        flat |= {f"{key}.{name}": setting for name, setting in inner.items()} if inner else {key: value}
     words = {key: str(value) for key, value in flat.items() if key not in _ALIKE}
     return {key: value for key, value in words.items() if len(value) <= 40}
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #743542f5
-_ONE = (
+_ONE_RUN = (
     "One run. Several are laid over each other by Workbench([path, path, …]), "
     "or Workbench(folder) for a folder of runs."
 )
 _HEADS = ("run", "worst finding", "severity", "steps", "last loss", "lowest loss")
 
 
-def _legend_of(
+def _cells(row: RunRow, differing: dict[str, dict[str, str]]) -> list[str]:
+    "A row as words."
+    severity = SEVERITIES[row.severity] if row.severity >= 0 else ""
+    numbers = [number(row.steps), number(row.last), number(row.lowest)]
+    return [row.name, spaced(row.worst), severity, *numbers, *(v[row.name] for v in differing.values())]
+
+
+def _table_html(state: WorkbenchState, rows: list[RunRow], lines: list[str]) -> str:
+    "The table of the runs, with the lines on what they share."
+    if len(state.runs) < 2:
+        return render("view_runs", heads=[], rows=[], lines=[_ONE_RUN], chosen="")
+    differing = _settings_that_differ(state.runs)
+    cells = [_cells(row, differing) for row in rows]
+    return render("view_runs", heads=[*_HEADS, *differing], rows=cells, lines=lines, chosen=state.name)
+
+
+def _shared_words(runs: dict[str, xr.DataTree]) -> list[str]:
+    "What the runs share, a line a finding."
+    try:
+        shared = [finding.explanation for finding in compare_runs(runs)]
+    except InputError as error:
+        return [str(error)]
+    return shared or ["Nothing is shared by several runs."]
+
+
+def _run_legend(
     names: list[str],  # of runs, as the workbench holds them: a run keeps its colour
-    order: Sequence[str] = (),  # the same names, those first that stand first
+    order: Sequence[str],  # the same names, those first that stand first
 ) -> list[dict]:  # name, label and colour, as the page shows them below the picture
     "What can be hidden by a click."
-    shades = [RUN_COLOURS[place % len(RUN_COLOURS)] for place in range(len(names))]
-    known = dict(zip(names, shades, strict=True))
-    return [{"name": name, "label": name, "colour": known[name]} for name in order or names]
+    shades = {name: RUN_COLOURS[index % len(RUN_COLOURS)] for index, name in enumerate(names)}
+    return [{"name": name, "label": name, "colour": shades[name]} for name in order]
 
 
 def _runs_call(
@@ -113,75 +143,59 @@ def _runs_call(
     hidden: tuple[str, ...] = (),  # runs that are not drawn
 ) -> str:  # Python that can be run by itself
     "The calls that make the picture and the lines below it."
-    span = tuple(state.x_range) or None
-    return "\n".join(
-        [
-            *runs_lines(state),
-            "from stabilitylab import compare_runs, plot_losses",
-            f"plot_losses(runs, {span!r}, hidden={hidden!r})",
-            "compare_runs(runs)",
-        ]
-    )
+    lines = [
+        *runs_lines(state),
+        "from stabilitylab import compare_runs, plot_losses",
+        f"plot_losses(runs, {tuple(state.x_range) or None!r}, hidden={hidden!r})",
+        "compare_runs(runs)",
+    ]
+    return "\n".join(lines)
 
-
-class RunsView(widgets.VBox):
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #eae27c99
+class RunsView(StateView):
     "The table, the picture and what the runs share."
 
     def __init__(
         self,
         shared: WorkbenchState,  # with runs
     ):
-        self.shared, self.rows, self.lines, self._drawn, self._task = shared, [], [], None, None
-        self._is_filling = False
+        super().__init__(shared, "runs")
+        self.rows: list[RunRow] = []
         self.picture = PictureWidget(dark=shared.dark, alt="The losses of the runs over each other.")
         self.table, self.listing = SortableTable(), widgets.Select(rows=5, description="Open")
-        self.table.observe(lambda change: self.pick(change["new"]["name"]), names=["clicked"])
         self.call = CallLine()
-        super().__init__([self.picture, self.table, self.listing, self.call])
-        self.listing.observe(lambda change: self.go_to(change["new"]), names=["value"])
+        self.children = [self.picture, self.table, self.listing, self.call]
         steer(self.picture, shared)
-        self.picture.observe(lambda _: self.draw(), names=["hidden"])
-        shared.observe(lambda _: self.draw(), names=["x_range", "dark", "visible", "runs"])
-        shared.observe(lambda _: self.tell(), names=["name"])
-        self.tell()
+        on(self.table, "clicked", lambda click: self.open_run(click["name"]))
+        on(self.listing, "value", self.open_run)
+        on(self.picture, "hidden", lambda _: self.draw())
+        on(shared, "x_range dark visible runs", lambda _: self.draw())
+        on(shared, "name", lambda _: self.take(self.rows, self.lines))
+        self.take([], [])
         self.draw()
 
     def draw(self) -> None:
         "Draws and diagnoses the runs once the view is seen."
-        state = self.shared
-        if state.visible != "runs" or len(state.runs) < 2:
+        state, hidden = self.shared, tuple(self.picture.hidden)
+        if len(state.runs) < 2:
             return
-        hidden = tuple(self.picture.hidden)
-        now = id(state.runs), state.x_range, state.dark, hidden, self._order()
-        if self._drawn != now:
-            span, order = tuple(state.x_range) or None, self._order()
-            self.picture.legend = _legend_of(list(state.runs), order)
+        diagnosed = [row.name for row in self.rows if row.name in state.runs]
+        order = tuple(dict.fromkeys([*diagnosed, *state.runs]))
+        if self.is_due("picture", state.runs, state.x_range, state.dark, hidden, order):
+            self.picture.legend = _run_legend(list(state.runs), order)
+            span = tuple(state.x_range) or None
             self.picture.show(*runs_scene(state.runs, span, state.dark, hidden, order))
-        is_new = self._drawn is None or self._drawn[0] != id(state.runs)
-        self._drawn, self.call.call = now, _runs_call(state, hidden)
-        if is_new:
-            self._look()
+            self.call.call = _runs_call(state, hidden)
+        if self.is_due("diagnosis", state.runs):
+            works = [partial(_diagnosed, name, run) for name, run in state.runs.items()]
+            beside(partial(self._take_row, state.runs, []), *works)
 
-    def _order(self) -> tuple[str, ...]:
-        "The runs, the worst first where that is known."
-        names = [row.name for row in self.rows if row.name in self.shared.runs]
-        return tuple(dict.fromkeys([*names, *self.shared.runs]))
-
-    def _look(self) -> None:
-        "Diagnoses every run: beside a running loop one after the other, else at once."
-        try:
-            self._task = asyncio.get_running_loop().create_task(self._look_beside(self.shared.runs))
-        except RuntimeError:
-            rows = [_row_of(name, run, diagnose(run)) for name, run in self.shared.runs.items()]
-            self.take(rows, _shared_words(self.shared.runs))
-
-    async def _look_beside(self, runs: dict[str, xr.DataTree]) -> None:
-        "A thread diagnoses; the table grows."
-        rows = []
-        for name, run in runs.items():
-            rows.append(_row_of(name, run, await asyncio.to_thread(diagnose, run)))
-            self.take(rows, [f"{len(rows)} of {len(runs)} runs looked at …"])
-        self.take(rows, await asyncio.to_thread(_shared_words, runs))
+    def _take_row(self, runs: dict[str, xr.DataTree], rows: list[RunRow], row: RunRow) -> None:
+        "Shows one more run; after the last one, what they share."
+        rows.append(row)
+        self.take(rows, [f"{len(rows)} of {len(runs)} runs looked at …"])
+        if len(rows) == len(runs):
+            beside(partial(self.take, rows), partial(_shared_words, runs))
 
     def take(
         self,
@@ -190,64 +204,19 @@ class RunsView(widgets.VBox):
     ) -> None:
         "Shows these rows, the worst first."
         self.rows = sorted(rows, key=lambda row: (-row.severity, -np.nan_to_num(row.last, nan=np.inf)))
-        self.lines = lines
-        self.tell()
-        if len(rows) == len(self.shared.runs):
+        self.lines, state = lines, self.shared
+        self.table.value = _table_html(state, self.rows, lines)
+        for widget in (self.listing, self.picture):
+            set_visible(widget, len(state.runs) > 1)
+        names = [row.name for row in self.rows] or list(state.runs)
+        refill(self.listing, names, state.name if state.name in names else None)
+        if len(rows) == len(state.runs):
             self.draw()
 
-    def tell(self) -> None:
-        "Writes the table."
-        state = self.shared
-        if len(state.runs) < 2:
-            self.table.value = render("view_runs", heads=[], rows=[], lines=[_ONE], chosen="")
-            self.listing.layout.display = self.picture.layout.display = "none"
-            return
-        differ = _settings_that_differ(state.runs)
-        cells = [_cells(row, differ) for row in self.rows]
-        heads = [*_HEADS, *differ]
-        self.table.value = render("view_runs", heads=heads, rows=cells, lines=self.lines, chosen=state.name)
-        names = [row.name for row in self.rows] or list(state.runs)
-        if tuple(names) != tuple(self.listing.options):
-            self._is_filling = True  # new options choose the first one for a moment
-            self.listing.options = names
-            self._is_filling = False
-        self.listing.value = state.name if state.name in names else None
-
-    def go_to(
+    def open_run(
         self,
-        name: str | None,  # of a run; None: none
+        name: str | None,  # of a run, also as the page sent it; None: none
     ) -> None:
         "Shows this run in every view."
-        if name is not None and name != self.shared.name and not self._is_filling:
+        if name in self.shared.runs and name != self.shared.name:
             self.shared.show(name)
-
-    def pick(
-        self,
-        name: str,  # the first cell of a row that was clicked
-    ) -> None:
-        "Shows the run of a row."
-        if name in self.shared.runs:
-            self.go_to(name)
-
-
-def _cells(row: RunRow, differ: dict[str, dict[str, str]]) -> list[str]:
-    "A row as words."
-    severity = SEVERITIES[row.severity] if row.severity >= 0 else ""
-    numbers = [number(row.steps), number(row.last), number(row.lowest)]
-    return [
-        row.name,
-        spaced(row.worst),
-        severity,
-        *numbers,
-        *(values[row.name] for values in differ.values()),
-    ]
-
-
-def _shared_words(
-    runs: dict[str, xr.DataTree],  # name -> record, at least two
-) -> list[str]:  # a line a finding across them
-    "What the runs share."
-    try:
-        return [found.explanation for found in compare_runs(runs)] or ["Nothing is shared by several runs."]
-    except InputError as error:
-        return [str(error)]

@@ -39,7 +39,7 @@ def test_pictures(notebook):
     page.click('button:has-text("Show why")')
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
     taken(page, "overview")
-    page.click('button:has-text("Show what moved first")')
+    page.click('button:has-text("Show what changed first")')
     page.wait_for_selector('p:has-text("blocks.")', timeout=60_000)
     taken(page, "layers")
     tab(page, "Fix lab")

@@ -149,7 +149,7 @@ def test_brush_pan_wheel_and_keys(page, panels):
     first, last = last_sent(page, "brushed")["range"]
     assert np.isclose(last - first, 0.8 * (panel["x1"] - panel["x0"])) and first < 300 < last
     page.keyboard.press("z")
-    assert last_sent(page, "asked")["what"] == "undo"
+    assert last_sent(page, "wish")["what"] == "undo"
     page.keyboard.press("ArrowRight")
     assert page.locator(".stl-readout").is_visible() and last_sent(page, "cursor") > 0
     page.keyboard.press("Escape")
