@@ -34,6 +34,7 @@ class View(NamedTuple):
 # %% ../../nbs/api/workbench/04_tabs.ipynb #620cd976
 _TABS = (  # name, title, and 'module:class' below stabilitylab.workbench, in the order of the tabs
     ("overview", "Overview", "view_overview:Overview"),
+    ("series", "Series", "view_series:SeriesView"),
     ("runs", "Runs", "view_runs:RunsView"),
     ("layers", "Layers", "view_layers:LayersView"),
     ("attention", "Attention", "view_attention:AttentionView"),
