@@ -33,15 +33,15 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     dropout: float = 0.0,  # share of weights set to 0
 ) -> torch.Tensor:  # (batch, head, queries, head_dim)
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
+    if not (inside or cap is not None or sink is not None or extra is not None):
+        if bias is not None and causal:
+            bias, causal = bias + _causal_bias(q, k), False
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale)
     options: dict[str, Any] = dict(
         bias=bias, causal=causal, scale=scale, inside=inside, cap=cap, sink=sink, extra=extra, dropout=dropout
     )
     if has_torch_function((q, k, v)):  # whoever watches or changes attention gets to see the options
         return handle_torch_function(attend, (q, k, v), q, k, v, **options)
-    if not (inside or cap is not None or sink is not None or extra is not None):
-        if bias is not None and causal:
-            bias, causal = bias + _causal_bias(q, k), False
-        return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale)
     logits = attention_logits(q, k, bias, causal, scale, inside, cap)
     if extra is not None:
         logits, v = _with_extra(q, logits, v, extra, cap, scale)
