@@ -171,9 +171,9 @@ def test_a_fault_inside_never_reaches_the_loop(tmp_path, monkeypatch, name):
 def test_most_functions_were_reached(tmp_path, monkeypatch):
     "The injection is real: a fault in the middle of the work is told and leaves a gap that the record names."
     for name, words in (
-        ("hooks.ModuleProbe._look", "activations of fc1 missing from step 0"),
-        ("params.ParamProbe._read_param", "updates of fc1.weight missing"),
-        ("params.ParamProbe._read_gradient", "gradients of fc1.weight missing"),
+        ("hooks._ModuleHooks._look", "activations of fc1 missing from step 0"),
+        ("params._StepReader._read_param", "updates of fc1.weight missing"),
+        ("params._LateParameters._read_gradient", "gradients of fc1.weight missing"),
         ("params.ParamProbe.take_details", "costly statistics missing"),
     ):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
@@ -201,7 +201,7 @@ def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
 
 
 def test_warnings_that_are_errors_stop_nobody(tmp_path, monkeypatch):
-    break_it(monkeypatch, *FUNCTIONS["hooks.ModuleProbe._look"], RuntimeError("planted"))
+    break_it(monkeypatch, *FUNCTIONS["hooks._ModuleHooks._look"], RuntimeError("planted"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(watched(tmp_path / "r"), bare())

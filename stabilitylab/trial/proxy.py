@@ -160,8 +160,8 @@ def _sentences(proxy: Proxy) -> list[str]:
     }
     symptom = "no_symptom"
     if proxy.symptoms:
-        shown = "shown" if proxy.times == 1 else "shown_at"
-        symptom = "not_shown" if proxy.times is None else shown
+        appears = "shown" if proxy.times == 1 else "shown_at"
+        symptom = "not_shown" if proxy.times is None else appears
     keys = [
         "what",
         "reported" if reported else "nothing_reported",
