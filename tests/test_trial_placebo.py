@@ -52,7 +52,7 @@ def wrong_verdicts(pool, seeds, trials, rng):
 def test_a_placebo_on_real_runs(lr):
     pool = real_pool(lr)
     for seeds in (3, 5):
-        helps, harms = wrong_verdicts(pool, seeds, 200, np.random.default_rng(seeds))
+        helps, harms = wrong_verdicts(pool, seeds, 500, np.random.default_rng(seeds))
         assert helps + harms <= STATED, (seeds, helps, harms)
 
 

@@ -40,7 +40,7 @@ def test_pictures(notebook):
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
     taken(page, "overview")
     page.click('button:has-text("Show what changed first")')
-    page.wait_for_selector('p:has-text("blocks.")', timeout=60_000)
+    page.wait_for_selector('.stl-layers-view p:has-text("blocks.")', timeout=60_000)
     taken(page, "layers")
     tab(page, "Fix lab")
     ticked(page, "lower_lr", "weight_decay (control)")

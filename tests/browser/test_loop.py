@@ -70,7 +70,7 @@ def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook, tmp_
     page.click('button:has-text("Show why")')
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
     page.click('button:has-text("Show what changed first")')
-    page.wait_for_selector('p:has-text("blocks.")', timeout=60_000)
+    page.wait_for_selector('.stl-layers-view p:has-text("blocks.")', timeout=60_000)
     shot(page, "loop-layer")
 
     tab(page, "Replay")
