@@ -162,13 +162,17 @@ def test_a_fault_ends_the_measuring_with_one_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow  # compiles
-def test_a_model_in_one_graph_is_told_and_trains_on(tmp_path):
+def test_a_model_in_one_graph_trains_on_and_its_attention_is_that_of_the_plain_model(tmp_path):
     wrap = compiled(fullgraph=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = trained(tmp_path / "r", 2, wrap=wrap)
     assert len(losses) == 6 and np.isfinite(losses).all()
-    assert sum("attention missing" in str(w.message) for w in told) == 1
+    assert sum("activations missing" in str(w.message) for w in told) == 1
+    trained(tmp_path / "plain", 2)
+    compiled_heads, heads = (open_run(tmp_path / name)["attention"] for name in ("r", "plain"))
+    for name in ("attn_logit_max", "attn_entropy", "sink_score"):
+        np.testing.assert_array_equal(compiled_heads[name], heads[name])
 
 
 def test_a_model_without_attention(tmp_path):

@@ -126,6 +126,8 @@ def bad_inputs(tmp_path):
         ),
         "watch a folder": (["watch", tmp_path / "folder"], "one log file"),
         "watch nowhere": (["watch", tmp_path / "no" / "x.log"], "one log file"),
+        "preflight of nothing": (["preflight", tmp_path / "no"], "nothing is there"),
+        "preflight of no log": (["preflight", tmp_path / "noise.bin"], "binary"),
         "no pause": (["watch", tmp_path / "fine.log", "--every", "0"], "above 0"),
     }
 
@@ -224,3 +226,21 @@ def test_a_fault_of_ours_is_one_line_too(monkeypatch):
     monkeypatch.setenv("STABILITYLAB_TRACEBACK", "1")
     with pytest.raises(KeyError):
         run("diagnose", "x")
+
+
+def test_preflight_is_a_row_a_piece_of_advice_and_attention_only_with_strict_an_exit_code(
+    tmp_path, monkeypatch
+):
+    for name in ("PYTHONUNBUFFERED", "NCCL_P2P_DISABLE", "SLURM_HINT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    write(tmp_path / "train.log", (f"step {i} loss: {2 + 2 * 0.98**i:.5}\n" for i in range(200)))
+    calm = run("preflight", tmp_path, "--json", "--strict")
+    told = json.loads(calm.stdout)
+    assert (calm.returncode, told["attention"], list(told)) == (0, 0, ["path", "attention", "rows"])
+    assert {row["verdict"] for row in told["rows"]} <= {"ok", "attention", "cannot tell"}
+    assert all(row["advice"] and row["source"] and row["found"] for row in told["rows"])
+    (tmp_path / "job.slurm").write_text("#SBATCH --hint=multithread --requeue\naccelerate launch train.py\n")
+    assert run("preflight", tmp_path).returncode == 0
+    strict = run("preflight", tmp_path, "--strict")
+    assert strict.returncode == 1 and strict.stdout.startswith("! ") and "IDEFICS" in strict.stdout

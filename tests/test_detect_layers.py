@@ -1,12 +1,16 @@
 "Detectors on records of real, small failures with a known cause."
 
+import numpy as np
+import pytest
 import torch
+import xarray as xr
 
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.run.record import open_run
+from stabilitylab.run.record import new_run, open_run
 
 TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
@@ -87,3 +91,57 @@ def test_sampled_rules_name_the_cause(tmp_path):
     (f,) = fixed(tmp_path / "b", dead).of("dead_units")
     assert f.modules == ("blocks.1.fc2",)
     assert "update_lost_to_rounding" in fixed(tmp_path / "c", lambda m: None, torch.bfloat16, 1e-6).kinds
+
+
+def _nan_weight(model):
+    model.blocks[1].fc1.weight.data[0, 0] = torch.nan
+
+
+def _nan_input(model):
+    model.blocks[1].fc1.register_forward_pre_hook(lambda _, inputs: (inputs[0] * torch.nan,))
+
+
+def _too_large(model):
+    model.blocks[1].fc1.weight.data.mul_(1e38)
+
+
+@pytest.mark.parametrize(
+    "change, module, cause",
+    [
+        (_nan_weight, "blocks.1.fc1", {"cause": "weight"}),
+        (_nan_input, "blocks.1.fc1", {"cause": "input", "code": "blocks.1"}),
+        (_too_large, "norm", {"cause": "overflow"}),
+    ],
+)
+def test_the_first_bad_output_is_a_leaf_with_its_cause(tmp_path, change, module, cause):
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=128, seq=16, d_model=32, n_layer=2, n_head=4, bias=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, tmp_path / "r", merge=False) as rec:
+        for step in range(6):
+            if step == 4:
+                change(model)
+            loss = model(TOKENS, TOKENS)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rec.step(loss)
+    run = open_run(tmp_path / "r")
+    (finding,) = [f for f in diagnose(run).of("non_finite") if f.modules]
+    assert finding.onset == 4 and finding.modules[0] == module
+    assert {name: finding.evidence.get(name) for name in cause} == cause
+    assert "blocks.1" not in finding.modules[:1]  # the block itself is not finite, too
+
+
+def test_without_inputs_the_leaf_is_named_and_no_cause():
+    "As other recorders write it: outputs only, the block before its parts."
+    names = ["h.2", "h.2.fc1", "h.2.fc2", "norm"]
+    counts = np.zeros((5, 4))
+    counts[3:] = [7, 5, 7, 7]
+    labels = {"step": range(5), "module": names, "kind": ("module", ["block", "mlp.fc1", "mlp.fc2", "norm"])}
+    labels["layer"] = ("module", [2, 2, 2, -1])
+    counted = ("step", "module"), counts, {"long_name": "values that are not finite", "units": "1"}
+    (finding,) = find_first_non_finite(
+        new_run(activations=xr.Dataset({"nonfinite_count": counted}, coords=labels))
+    )
+    assert finding.modules == ("h.2.fc1", "h.2.fc2", "norm", "h.2") and "cause" not in finding.evidence

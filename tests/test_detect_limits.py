@@ -53,7 +53,7 @@ def columns(dims, labels, **values):
 
 
 def spike(height, sd=0.01, records=6, level=2.0, at=300, n=600, seed=0):
-    "The finding on high records in a level loss with noise; a median of five calls two of them over."
+    "The severity of high records in a level loss with noise."
     loss = level + noise(n, sd, seed)
     loss[at : at + records] = level + height
     found = [f for f in find_loss_spikes(run_of(loss=loss)) if f.onset <= at <= f.end]
@@ -357,7 +357,7 @@ DECIDES = {  # limits -> what is looked at, {quantity: what is found}
     "bump_sigma": (lambda x: spike(0.005 * x, 0.005), {20: "info", 40: "warning"}),
     "noise_floor": (lambda x: spike(x, 1e-5), {0.02: None, 0.045: "info"}),
     "most_decimals": (printed, {6: False, 9: True}),
-    "outlier_records": (lambda n: spike(0.4, records=n), {4: "info", 5: "warning"}),
+    "outlier_records": (lambda n: spike(0.4, records=n), {2: "info", 3: "warning"}),
     "spike_height": (lambda x: spike(x, records=1), {0.4: "info", 0.7: "warning"}),
     "fast_steps": (recovery, {150: "fast", 300: "slow"}),
     "slow_steps": (recovery, {2000: "slow", 4500: "partial"}),
@@ -380,7 +380,7 @@ DECIDES = {  # limits -> what is looked at, {quantity: what is found}
     "explosion_factor": (lambda x: explosion(x) is None, {7: True, 15: False}),
     "huge_factor": (explosion, {70: "warning", 150: "error"}),
     "leak_language": (leak, {1.5: False, 3: True}),
-    "climb_rank": (climbs, {0.01: "info", 0.5: "error"}),
+    "climb_rank": (climbs, {0.01: "info", 0.4: "error"}),
     "most_steps": (bad_batches, {60: (60, 50)}),
     "most_reported": (spikes, {15: 15, 30: 21}),
     "halvings": (loss_scale, {3: "info", 5: "error"}),

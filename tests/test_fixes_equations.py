@@ -17,6 +17,7 @@ from stabilitylab.models.attention import attend
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.tasks import copy_task, model_loss
+from stabilitylab.names.errors import InputError
 
 
 def on_gradients(gradients, optimizer=None):
@@ -113,6 +114,51 @@ def test_adagc_is_its_equation():
             share = min(1, 1.05 * gamma / norm)
             gamma = 0.98 * gamma + 0.02 * norm * share
         np.testing.assert_allclose(moved, row * share, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adagc", "stable_spam"])
+def test_running_norms_follow_their_parameter(name):
+    "The first parameter has no gradient in every third step; the second one's steps are those without it."
+    settings = {"adagc": {"warmup": 2}, "stable_spam": {}}[name]
+    rows = torch.tensor(draws(12, jumps=(9,)), dtype=torch.float32)
+
+    def weights(with_other: bool) -> torch.Tensor:
+        model = nn.Module()
+        model.other = nn.Parameter(torch.zeros(3))
+        model.w = nn.Parameter(torch.zeros(3))
+
+        def loss(model, part):
+            step, grad = part
+            used = with_other and step % 3
+            return (model.w * grad).sum() + (1e-3 * (model.other * grad).sum() if used else 0.0)
+
+        seen = Training(model, torch.optim.SGD(model.parameters(), 1.0), loss, lambda s: [(s, rows[s])])
+        fix(name, **settings).apply(seen)
+        for _ in range(12):
+            seen.run_step()
+        return model.w.detach()
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=1e-4, atol=1e-5)
+
+
+def test_redraw_by_fan_in_counts_the_area_of_the_kernel():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 128, 3, groups=2), nn.Flatten(), nn.Linear(128, 10))
+    model[0].weight.data.mul_(50)
+    seen = Training(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b).mean(), lambda s: [])
+    fix("redraw", rule="fan_in", divide=False).apply(seen)
+    assert float(model[0].weight.detach().std()) == pytest.approx(1 / (32 * 9) ** 0.5, rel=0.03)
+    assert float(model[2].weight.detach().std()) == pytest.approx(1 / 128**0.5, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["drop_repeats", "curriculum"])
+@pytest.mark.parametrize("part", [torch.randn(4, 3, 8, 8), torch.randn(4, 5)], ids=["images", "a table"])
+def test_fixes_of_tokens_refuse_images_and_tables_at_once(name, part):
+    model = nn.Flatten()
+    model.w = nn.Parameter(torch.zeros(1))
+    seen = Training(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m.w.sum(), lambda s: [part])
+    with pytest.raises(InputError, match="whole numbers"):
+        fix(name).apply(seen)
 
 
 def test_spam_is_its_equation_over_a_reset():
@@ -229,6 +275,30 @@ def test_token_mean_is_the_gradient_of_the_whole_batch():
         got[name] = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     error = {k: float((got[k] - got["whole"]).norm() / got["whole"].norm()) for k in ("naive", "exact")}
     assert error["exact"] < 1e-6 and error["naive"] > 0.1
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_token_mean_counts_what_the_loss_compares_with(shift):
+    "Labels under a name of their own, shifted inside the loss or not."
+    torch.manual_seed(0)
+    model = nn.Linear(4, 7)
+    x, answers = torch.randn(8, 6, 4), torch.randint(0, 7, (8, 6))
+    answers[:4, :5] = -1
+
+    def loss(model, batch):
+        logits, labels = model(batch["x"]), batch["answers"][:, shift:]
+        return F.cross_entropy(logits[:, : 6 - shift].flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+    whole = {"x": x, "answers": answers}
+    halves = [{key: value[i : i + 4] for key, value in whole.items()} for i in (0, 4)]
+    grads = []
+    for parts in ([whole], halves):
+        seen = Training(model, torch.optim.SGD(model.parameters(), 0.0), loss, lambda s, p=parts: p)
+        if len(parts) > 1:
+            fix("token_mean").apply(seen)
+        seen.run_step()
+        grads.append(model.weight.grad.clone())
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
 def test_shrink_keeps_the_forward_pass_and_a_tenth_of_the_gradient():

@@ -1,16 +1,26 @@
 "Spoilt and made-up inputs for every reader, the same ones every time; `make fuzz` tries more."
 
+import json
 import random
 import time
 import warnings
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.pickles import read_pickle
+from stabilitylab.checkpoint.scan import scan_checkpoint
+from stabilitylab.cli.main import main
 from stabilitylab.names.errors import InputError
-from tests.fuzz import seeds
+from stabilitylab.read.recognise import recognise
+from stabilitylab.run.live import LiveStore
+from stabilitylab.run.record import new_run, open_run, pack_run, save_run
+from stabilitylab.run.scalars import Samples, make_scalars
+from tests.fuzz import damage, seeds
 from tests.fuzz.run import fuzz, open_one, read_one, tell_one
 
 BUDGET = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -82,3 +92,138 @@ def test_a_step_beyond_all_counting_costs_its_line(name, step, tmp_path):
         tell_one(path)
     except InputError as e:
         assert "step" in str(e) and len(str(e).splitlines()) == 1
+
+
+@pytest.mark.slow  # hundreds of records are opened
+def test_damage_is_left_out_and_named():
+    "`python -m tests.fuzz.damage 5000` tries more; its outcomes stand in tests/benchmarks/RESULTS.md."
+    outcomes = damage.run(300, seed=3)
+    assert not damage.faults(outcomes), outcomes
+    assert sum(count for (_, told), count in outcomes.items() if told == "named") > 150
+
+
+def long_record(folder):
+    "A record whose series lie in four chunks of 100 rows, as those of a long run do in chunks of 2**18."
+    steps = np.arange(400)
+    samples = {name: Samples(steps, 3 - steps / 200 + i) for i, name in enumerate(("loss", "lr"))}
+    run = new_run(make_scalars(samples), {"model": "tiny"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stabilitylab.run.record._encodings.__defaults__", (100,))
+        return run, save_run(run, folder)
+
+
+def test_a_damaged_chunk_costs_its_steps(tmp_path):
+    run, folder = long_record(tmp_path / "run")
+    chunk = folder / "scalars" / "loss" / "c" / "2"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    left = open_run(folder).load()
+    loss = left["scalars"].loss
+    assert loss.isnull().values.nonzero()[0].tolist() == list(range(200, 300))
+    assert np.array_equal(loss.dropna("step"), np.delete(run["scalars"].loss.values, slice(200, 300)))
+    assert left["scalars"].lr.identical(open_run(long_record(tmp_path / "b")[1])["scalars"].lr.load())
+    assert list(left.attrs["skipped"]) == ["damaged loss of scalars, steps 200 to 299 (its checksum differs)"]
+
+
+@pytest.mark.parametrize("gone", ["scalars/step/c/1", "scalars/step/zarr.json", "scalars/segment/zarr.json"])
+def test_without_its_steps_a_table_is_none(gone, tmp_path):
+    _, folder = long_record(tmp_path / "run")
+    (folder / gone).unlink()
+    left = open_run(folder)
+    assert "scalars" not in left.children and left.attrs["model"] == "tiny"
+    assert list(left.attrs["skipped"]) == ["damaged group scalars (missing)"]
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "checksums.json"])
+def test_lost_settings_cost_no_number(name, tmp_path):
+    run, folder = long_record(tmp_path / "run")
+    (folder / name).write_bytes((folder / name).read_bytes().replace(b"a", b"b", 1))
+    left = open_run(folder).load()
+    assert np.array_equal(left["scalars"].loss, run["scalars"].loss) and len(left.attrs["skipped"]) == 1
+    assert ("model" in left.attrs) == (name == "checksums.json")
+
+
+def test_a_record_of_zarr_format_2_opens(tmp_path):
+    run, _ = long_record(tmp_path / "new")
+    run.to_zarr(tmp_path / "old", zarr_format=2)
+    assert np.array_equal(open_run(tmp_path / "old")["scalars"].loss, run["scalars"].loss)
+    chunk = tmp_path / "old" / "scalars" / "loss" / "0"
+    chunk.write_bytes(b"no chunk")
+    left = open_run(tmp_path / "old")
+    assert list(left["scalars"].data_vars) == ["lr"] and len(left.attrs["skipped"]) == 1
+
+
+def test_a_packed_record_whose_end_is_cut_off(tmp_path):
+    _, folder = long_record(tmp_path / "run")
+    packed = pack_run(folder)
+    data = packed.read_bytes()
+    packed.write_bytes(data[:-100])
+    left = open_run(folder).load()
+    assert float(left["scalars"].loss[0]) == 3 and left["scalars"].sizes["step"] == 400
+    assert list(left.attrs["skipped"]) == ["damaged record.zip (its list of entries is cut off)"]
+
+
+def test_a_damaged_part_is_named_with_its_steps(tmp_path):
+    store = LiveStore(tmp_path / "run", {})
+    for first in range(0, 30, 10):
+        steps = np.arange(first, first + 10)
+        rows = {"scalars/step": steps, "scalars/time": steps * 1.0, "scalars/loss": 3.0 - steps / 30}
+        store.append(rows | {"scalars/has:loss": steps > -1})
+    store.close(merge=False)
+    part = sorted((tmp_path / "run" / "live").glob("part-*"))[1]
+    # the header of an array asks for half the bytes: NumPy alone would read other numbers without a word
+    part.write_bytes(part.read_bytes().replace(b"<f8", b"<f4"))
+    left = open_run(tmp_path / "run")
+    assert left["scalars"].step.values.tolist() == [*range(10), *range(20, 30)]
+    (words,) = left.attrs["skipped"]
+    assert words.startswith(f"damaged {part.name}, steps 10 to 19")
+
+
+def test_a_damaged_tensor_is_left_out_of_a_scan(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(100), "b": torch.full((100,), 2.0)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(torch.ones(1).numpy().tobytes(), b"\0\0\0\x3f", 1))
+    table = scan_checkpoint(path, progress=False)
+    assert list(table.index) == ["b"] and "checksum differs" in table.attrs["left_out"]["a"]
+    with pytest.raises(InputError, match="data/0 is damaged"):
+        open_checkpoint(path)["a"].load()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(100)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert float(open_checkpoint(path)["a"].load().sum()) == 100
+
+
+@pytest.mark.parametrize("at", [12, 60, 150])
+def test_an_event_file_goes_on_after_damage(at, tmp_path):
+    whole = seeds.event_file()
+    path = tmp_path / "events.out.tfevents.1"
+    first = len(whole) - 24 * 56  # 24 records of one length
+    data = bytearray(whole)
+    data[first + at] ^= 8
+    path.write_bytes(data)
+    log = recognise(path).read(path)
+    steps = log.samples["loss"].step.tolist()
+    assert len(steps) == 23 and set(log.skipped) & {"damaged event", "damaged bytes between records"}
+
+
+def test_an_event_file_is_cut_in_a_record(tmp_path):
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(seeds.event_file()[:-20])
+    log = recognise(path).read(path)
+    assert len(log.samples["loss"].step) == 23 and set(log.skipped) == {"bytes at the end that are no record"}
+
+
+def test_check_says_what_is_whole(tmp_path, capsys):
+    _, folder = long_record(tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("hello")
+    assert main(["check", str(tmp_path)]) == 0 and "all whole; 1 files without" in capsys.readouterr().out
+    chunk = folder / "scalars" / "lr" / "c" / "0"
+    chunk.write_bytes(b"")
+    assert main(["check", str(tmp_path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["whole"] and told["damaged"] == [
+        "damaged lr of scalars, steps 0 to 99 (its checksum differs)"
+    ]
+    assert main(["check", str(tmp_path / "nothing")]) == 2 and "check the spelling" in capsys.readouterr().err

@@ -21,10 +21,12 @@ from torch import nn
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
-ROOMS = "blackbox detail hooks kinds params recorder scalars settings stats writer"
-INSIDE = ROOMS.split(" ")
+ROOMS = (
+    "blackbox detail hooks kinds params recorder retention rows scalars settings skips slots stats updates"
+)
+INSIDE = [*ROOMS.split(" "), "writer"]
 # the contract itself: what the user calls, and the guard that everything else stands behind
-OUTSIDE = {"Recorder.__init__", "_Entered.__enter__", "_Entered.__exit__", "Recorder.step", "_Entered.batch"}
+OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}
 OUTSIDE |= {
     "as_list",
     "model_itself",
@@ -33,8 +35,8 @@ OUTSIDE |= {
     "RecorderOptions.__post_init__",
 }
 OUTSIDE |= {"Level.__init__", "read_entry", "pack_batches"}  # not while a program trains
-OUTSIDE |= {"BackwardEnd.__init__", "NoModules.__init__"}  # when the recorder is made
-OUTSIDE |= {"_WithheldSteps._hold_safely", "_WithheldSteps._release_safely", "StepLoss._look_safely"}
+OUTSIDE |= {"BackwardEnd.__init__", "NoModules.__init__", "LossScale.__init__"}  # when the recorder is made
+OUTSIDE |= {"SkippedSteps._hold_safely", "SkippedSteps._release_safely", "StepLoss._look_safely"}
 OUTSIDE |= {"kernel"}
 
 
@@ -171,9 +173,9 @@ def test_a_fault_inside_never_reaches_the_loop(tmp_path, monkeypatch, name):
 def test_most_functions_were_reached(tmp_path, monkeypatch):
     "The injection is real: a fault in the middle of the work is told and leaves a gap that the record names."
     for name, words in (
-        ("hooks._ModuleHooks._look", "activations of fc1 missing from step 0"),
-        ("params._StepReader._read_param", "updates of fc1.weight missing"),
-        ("params._LateParameters._read_gradient", "gradients of fc1.weight missing"),
+        ("hooks.ModuleProbe._look", "activations of fc1 missing from step 0"),
+        ("updates.StepUpdates.read", "updates of fc1.weight missing"),
+        ("params._Gradients._read", "gradients of fc1.weight missing"),
         ("params.ParamProbe.take_details", "costly statistics missing"),
     ):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
@@ -201,7 +203,7 @@ def test_one_module_fails_and_the_others_are_recorded(tmp_path, monkeypatch):
 
 
 def test_warnings_that_are_errors_stop_nobody(tmp_path, monkeypatch):
-    break_it(monkeypatch, *FUNCTIONS["hooks._ModuleHooks._look"], RuntimeError("planted"))
+    break_it(monkeypatch, *FUNCTIONS["hooks.ModuleProbe._look"], RuntimeError("planted"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(watched(tmp_path / "r"), bare())
@@ -576,7 +578,7 @@ def test_a_torn_part_is_left_out(tmp_path, damage):
         for _ in range(3):
             loop(model, optimizer, recorder, steps=2)
             before = recorder.store.n
-            while recorder.store.n == before and recorder.writer.rows:
+            while recorder.store.n == before and recorder.writer.pending.rows:
                 pass
     parts = sorted((tmp_path / "r" / "live").glob("part-*.npz"))
     whole = parts[0].read_bytes()

@@ -148,12 +148,12 @@ def test_marks_stand_at_the_findings_in_every_panel():
     )
     axes = plot_findings(make_run(), f)
     axes[0].figure.canvas.draw()
-    assert len(axes) == 4 and [t.get_text() for t in axes[0].texts] == [
-        "1",
-        "2",
-        "4",
-    ]  # 3 stands too close to 2 for a number
-    assert [t.xy[0] for t in axes[0].texts] == [600, 100, 300]
+    assert len(axes) == 4 and [t.get_text() for t in axes[0].texts] == ["2 3", "4", "1"]
+    assert [t.xy[0] for t in axes[0].texts] == [
+        100,
+        300,
+        600,
+    ]  # 3 stands too close to 2 for a flag of its own
     for ax in axes:
         assert {600, 100, 103} <= {
             line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1

@@ -1,5 +1,6 @@
 "The recorder against slow twins, other people's models, kills and bad disks."
 
+import itertools
 import os
 import subprocess
 import sys
@@ -626,7 +627,8 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_black_box_stays_within_its_bytes(tmp_path):
-    from stabilitylab.probe.blackbox import BlackBox, BoxLimits
+    from stabilitylab.probe.blackbox import BlackBox
+    from stabilitylab.probe.retention import BoxLimits
 
     model = nn.Linear(64, 64)
     opt = torch.optim.AdamW(model.parameters())
@@ -640,21 +642,22 @@ def test_black_box_stays_within_its_bytes(tmp_path):
     files = list(box.folder.glob("*.pt"))
     used = sum(f.stat().st_size for f in files)
     assert used <= 300_000 and {f.name for f in files} == {
-        r["file"] for r in box.index["snapshots"] + box.index["batches"]
+        r["file"] for r in box.retained.index["snapshots"] + box.retained.index["batches"]
     }
     assert (
-        max(s["step"] for s in box.index["snapshots"]) >= 57
+        max(s["step"] for s in box.retained.index["snapshots"]) >= 57
         and (box.folder / "batch-59-0.pt").exists()
-        and any(s["pinned"] for s in box.index["snapshots"])
+        and any(s["pinned"] for s in box.retained.index["snapshots"])
     )
 
 
 def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
-    from stabilitylab.probe.blackbox import BlackBox, BoxLimits
+    from stabilitylab.probe.blackbox import BlackBox
+    from stabilitylab.probe.retention import BoxLimits
 
     model = nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=5, keep=2))
+    box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=5, keep=2, old=0))
     for step in range(203):
         opt.param_groups[0]["lr"] = 1 / (1 + step)  # a schedule: every step has settings of its own
         box.batch(torch.zeros(1, 2), step, 0)
@@ -662,8 +665,8 @@ def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
         if step == 7:
             box.trigger(step)
     box.close()
-    rows = {row["step"]: row["optimizers"][0][0]["lr"] for row in box.index["settings"]}
-    pinned, *free = box.index["snapshots"]
+    rows = {row["step"]: row["optimizers"][0][0]["lr"] for row in box.retained.index["settings"]}
+    pinned, *free = box.retained.index["snapshots"]
     assert pinned["pinned"] and pinned["step"] == 5 and pinned["suspect"] == 7
     want = [*range(5, 8), *range(free[0]["step"], 203)]
     assert sorted(rows) == want and all(lr == 1 / (1 + step) for step, lr in rows.items())
@@ -812,3 +815,249 @@ def test_parameters_that_come_after_the_recorder_count_in_the_norms(tmp_path):
     np.testing.assert_allclose(run["scalars"].grad_norm, norms, rtol=1e-5)
     np.testing.assert_allclose(run["scalars"].update_norm, moved, rtol=1e-4)
     assert run["gradients"].sizes["param"] == 4
+
+
+def test_old_snapshots_remain_at_ever_longer_distances(tmp_path, monkeypatch):
+    "A failure that comes slowly has a state from before, at a distance of the order of its own."
+    from stabilitylab.probe.retention import BoxLimits, RetainedFiles
+
+    monkeypatch.setattr(RetainedFiles, "write", lambda self: None)
+    retained, every = RetainedFiles(tmp_path, BoxLimits(every=10, keep=2, old=4)), 10
+    for step in range(20_000):
+        row = {"step": step, "bytes": 1, "batch_id": ""}
+        if step % every == 0:
+            retained.add("snapshots", row | {"file": f"snapshot-{step}.pt", "pinned": False})
+        retained.add("batches", row | {"file": f"batch-{step}-0.pt"})
+        if step % 1990 == 0 and step:
+            starts = [shot["step"] for shot in retained.index["snapshots"]]
+            ages = [step - start + every for start in starts]
+            ratios = [older / newer for older, newer in itertools.pairwise(ages)]
+            assert starts[0] == 0 and len(starts) == 6 and max(ratios) < 30
+    batches = [row["step"] for row in retained.index["batches"]]
+    starts = [shot["step"] for shot in retained.index["snapshots"]]
+    assert [step for step in batches if step < starts[-2]] == [
+        step for start in starts[:-2] for step in range(start, start + every)
+    ]
+
+
+def test_the_index_lists_the_old_snapshots_that_are_there(tmp_path):
+    from stabilitylab.run.recording import Recording
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, opt, tmp_path / "r", snapshot_every=3, keep_snapshots=1, old_snapshots=2) as rec:
+        for _ in range(40):
+            loss = model(rec.batch(torch.randn(2, 2))).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    box = Recording(tmp_path / "r").box()
+    assert {file.name for file in box.folder.glob("*.pt")} == {
+        row["file"] for row in box.snapshots + box.batches
+    }
+    first, second, newest = box.starts
+    assert first == 0 and newest == 39 and box.steps == [0, 1, 2, *range(second, second + 3), 39]
+    assert Recording(tmp_path / "r").snapshot_before(second + 1) == second
+    with pytest.raises(ValueError, match="old_snapshots"):
+        Recorder(model, opt, tmp_path / "none", old_snapshots=-1)
+
+
+def test_a_run_that_went_back_keeps_its_new_snapshots(tmp_path):
+    from stabilitylab.probe.blackbox import BlackBox
+    from stabilitylab.probe.retention import BoxLimits
+
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    for first, last in ((0, 20), (8, 12)):
+        box = BlackBox(tmp_path, model, [opt], limits=BoxLimits(every=2, keep=2, old=0))
+        for step in range(first, last):
+            box.batch(torch.zeros(1, 2), step, 0)
+        box.close()
+    assert [shot["step"] for shot in box.retained.index["snapshots"]] == [8, 10]
+
+
+class Moments(torch.optim.Optimizer):
+    "Keeps its state in a tuple and a list, has two epsilons and no betas."
+
+    def __init__(self, params, value=0.0):
+        super().__init__(params, {"lr": 0.1, "eps": (1e-30, 1e-3), "betas": None})
+        self.value = value
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"moments": (p.grad.clone(), [torch.full_like(p, self.value)]), "step": 1}
+            p.sub_(0.1 * p.grad)
+
+
+def _trained(path, model, opt, steps=3, batch=lambda i: torch.ones(2, 4), **options):
+    "The record of a short run."
+    torch.manual_seed(0)
+    with Recorder(model, opt, path, merge=False, **options) as rec:
+        for i in range(steps):
+            loss = model(rec.batch(batch(i))).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    assert rec.off is None
+    return open_run(path).load()
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_optimizer_state_in_tuples(tmp_path, value):
+    model = nn.Linear(4, 4)
+    run = _trained(tmp_path / "r", model, Moments(model.parameters(), value), level="full", snapshot_every=1)
+    assert (
+        run["optimizer"].nonfinite_count.sel(param="weight").values.tolist() == [0 if value == 0 else 16] * 3
+    )
+    assert run.attrs["eps"] is None and (run["updates"].update_norm > 0).all()
+    saved = torch.load(tmp_path / "r" / "blackbox" / "snapshot-2.pt", weights_only=True)["optimizer"][0]
+    assert len(saved["state"][0]["moments"]) == 2 and saved["param_groups"][0]["eps"] == (1e-30, 1e-3)
+
+
+@pytest.mark.parametrize("made", ["torch", "transformers"])
+def test_adafactor(tmp_path, made):
+    model = nn.Linear(4, 4)
+    if made == "torch":
+        opt = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    else:
+        opt = pytest.importorskip("transformers").Adafactor(model.parameters(), lr=1e-2, relative_step=False)
+    before = model.weight.detach().clone()
+    run = _trained(tmp_path / "r", model, opt, steps=1, level="full", snapshot_every=1)
+    moved = float((model.weight - before).norm())
+    assert abs(float(run["updates"].update_norm.sel(param="weight")[0]) - moved) < 1e-6 * moved
+    assert float(run["scalars"].lr[0]) == pytest.approx(1e-2) and run["scalars"].skipped[0] == 0
+
+
+def test_sparse_gradients_are_those_of_the_dense_embedding(tmp_path):
+    runs = []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, 4, sparse=is_sparse), nn.Linear(4, 4))
+        opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        options = dict(level="full", snapshot_every=1, on_nonfinite="skip")
+        runs.append(
+            _trained(tmp_path / str(is_sparse), model, opt, batch=lambda i: torch.arange(6) + i, **options)
+        )
+    for group, name in (("gradients", "grad_norm"), ("updates", "update_norm"), ("weights", "weight_norm")):
+        sparse, dense = (run[group][name].sel(param="0.weight").values for run in runs)
+        assert np.allclose(sparse, dense, rtol=1e-6) and (sparse > 0).all()
+    assert runs[0]["scalars"].skipped.values.tolist() == [0, 0, 0]
+
+
+class SAM(torch.optim.Optimizer):
+    "Climbs, and lets the optimizer inside descend from where it stood; loops call the two halves."
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+        self.base = torch.optim.SGD(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+            p.add_(0.05 * p.grad)
+        self.zero_grad()
+
+    def descend(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_inside_another_is_seen(tmp_path, momentum):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    opt, moved = SAM(model.parameters(), lr=0.1, momentum=momentum), []
+    with Recorder(model, opt, tmp_path / "r", snapshot_every=1, on_nonfinite="skip") as rec:
+        for i in range(3):
+            x, before = rec.batch(torch.ones(2, 4)), model.weight.detach().clone()
+            if i == 2:
+                x = x * float("inf")
+            for half in (opt.climb, opt.descend):
+                loss = model(x).square().mean()
+                loss.backward()
+                if i < 2 or half == opt.descend:
+                    half()
+            moved.append(float((model.weight - before).norm()))
+            rec.step(loss)
+    run = open_run(tmp_path / "r").load()
+    update = run["updates"].update_norm.sel(param="weight").values
+    assert run["scalars"].skipped.values.tolist() == [0, 0, 1] and np.allclose(
+        update[:2], moved[:2], rtol=1e-5
+    )
+    texts = run["events"].event_text.values.tolist() if "events" in run.children else []
+    assert any("SGD inside the SAM is not in its state_dict" in text for text in texts) == (momentum > 0)
+
+
+def test_a_step_that_cannot_be_withheld_is_named(tmp_path):
+    class Descent:
+        def __init__(self, params):
+            self.params = list(params)
+
+        def step(self):
+            for p in self.params:
+                p.data.sub_(0.1 * p.grad)
+
+        def zero_grad(self):
+            for p in self.params:
+                p.grad = None
+
+    model = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="Descent runs no hooks: its steps are not skipped"):
+        run = _trained(tmp_path / "r", model, Descent(model.parameters()), on_nonfinite="skip")
+    assert (run["updates"].update_norm > 0).all()
+
+
+def test_a_model_inside_torch_func_is_named(tmp_path):
+    from torch.func import functional_call, grad, vmap
+
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params, x):
+        return functional_call(model, params, (x[None],)).square().mean()
+
+    with (
+        pytest.warns(UserWarning, match="inside a transform of torch.func"),
+        Recorder(model, opt, tmp_path / "r", merge=False) as rec,
+    ):
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        each = vmap(grad(loss), in_dims=(None, 0))(params, torch.ones(3, 4))
+        for name, p in model.named_parameters():
+            p.grad = each[name].mean(0)
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        opt.step()
+        rec.step()
+    run = open_run(tmp_path / "r").load()
+    assert float(run["scalars"].grad_norm[0]) == pytest.approx(float(norm))
+    assert run["activations"].rms.isnull().all()
+
+
+def test_a_compiled_model_compiles_no_hook(tmp_path):
+    "Twelve layers have more hooks than the recompilations that Dynamo allows: each would be one."
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)])
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, opt, tmp_path / "r", merge=False) as rec:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            loss = compiled(rec.batch(torch.ones(2, 4))).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert not any("recompile" in reason or "__call__" in reason for reason in breaks)
+    assert not torch._dynamo.utils.counters["recompile_limit"]
+    assert open_run(tmp_path / "r")["activations"].rms.notnull().all()
+    torch._dynamo.reset()

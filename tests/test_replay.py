@@ -15,7 +15,8 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
-from stabilitylab.replay.examine import examine, setup_of
+from stabilitylab.replay.examine import examine
+from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay

@@ -147,6 +147,7 @@ def test_a_planted_fault_of_the_setup_is_named(path, fault):
 def test_a_record_without_settings_says_that_the_schedule_is_missing(tmp_path):
     path = record(tmp_path / "run")
     index = json.loads((path / "blackbox" / "index.json").read_text())
+    index.pop("crc32c")
     del index["settings"]
     (path / "blackbox" / "index.json").write_text(json.dumps(index))
     assert check_setup(path, 3, replace(SETUP, schedule=None)).fault == "schedule"
@@ -418,7 +419,7 @@ def test_the_page_names_tests_that_there_are():
 OTHER_PROCESSOR = """
 from dataclasses import replace
 from stabilitylab.cases.samples import sample
-from stabilitylab.replay.examine import setup_of
+from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.setup_check import check_setup
 
 path, setup = sample(), setup_of(sample())
@@ -476,3 +477,47 @@ def test_a_precision_that_does_not_exist_is_refused_before_anything_runs(path, m
     monkeypatch.setattr("stabilitylab.replay.examine.retrace", lambda *_: pytest.fail("the comparison ran"))
     with pytest.raises(ValueError, match=r"fp4.*bf16_autocast"):
         examine(path, 3, SETUP, precisions=["fp4"])
+
+
+SCRIPT = """
+import argparse, sys
+from torch import nn
+from stabilitylab import Recorder, Setup
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+args = parser.parse_args()
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(args.width, 1)
+
+model = Net()
+with Recorder(model, [], sys.argv[0] + ".never") as recorder:
+    raise RuntimeError("this script trains when it is imported")
+"""
+
+
+def test_a_setup_may_import_a_script_that_trains(tmp_path, monkeypatch):
+    (tmp_path / "my_training.py").write_text(SCRIPT)
+    lines = ["from my_training import Net", "from stabilitylab import Setup"]
+    lines += ["def setup():", "    return Setup(Net, lambda model, batch: model(batch).mean())"]
+    (tmp_path / "setup_of_mine.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["stabilitylab", "replay", "run", "--step", "3"])
+    (tmp_path / "run").mkdir()
+    setup = load_setup(f"{tmp_path}/setup_of_mine.py", tmp_path / "run")
+    assert setup.model().in_features == 4 and sys.argv[1] == "replay"
+
+
+def test_no_recorder_continues_a_record_that_is_replayed(tmp_path):
+    from stabilitylab.replay.script import without_training
+
+    model = nn.Linear(2, 1)
+    with without_training(tmp_path / "run"), pytest.raises(ValueError, match="is being replayed"):
+        Recorder(model, [], tmp_path / "run").__enter__()
+    assert not (tmp_path / "run").exists()
+
+
+def test_with_json_an_error_is_json(tmp_path, capsys):
+    code, out, error = command(capsys, tmp_path / "nothing", "--json")
+    assert code == 2 and "nothing" in json.loads(out)["error"] and "Traceback" not in error

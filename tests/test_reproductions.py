@@ -196,3 +196,28 @@ def test_sink_arms_are_stored_as_a_training_gives_them():
     "A short training of one arm has the sign of the stored ones."
     arm = measured_arm(trained_reader("softmax1", 40, flag=1.0, sink=0.0), 0, 1.0)
     assert arm.null > 0 and {(arm.softmax, arm.flag) for arm in sink_arms()} >= {("softmax1", 1.0)}
+
+
+def test_the_frozen_vlm_shows_what_its_page_says_and_no_more():
+    "Each sentence of the page, from the stored numbers: the sign, and what does not show."
+    outcome = stored_outcomes()["frozen_vlm"]
+    means, effects = outcome.means(), outcome.comparisons()
+    for label in ("bf16, rate 0.01", "fp32, rate 0.01"):
+        row = means.loc[label]
+        assert 250 < row["growth behind O and FC2"] < 280 and 15 < row["growth of Q, K and V"] < 17
+        assert row["step of the loss"] - row["step of the surge"] > 80
+    after = means.loc["bf16, rate 0.01, LayerNorm behind O and FC2"]
+    assert after["growth behind O and FC2"] < 1.5
+    assert effects.verdict["bf16, rate 0.01, LayerNorm behind O and FC2"] == "can't tell yet"
+    logits = means["largest attention logit"]
+    assert round(logits["bf16, rate 0.01, qk-norm"]) == 9 and round(logits["bf16, rate 0.01"]) == 289
+    arms = outcome.arms
+    for rate in ("0.01", "0.03", "0.1"):
+        pairs = [np.array(arms[f"{kind}, rate {rate}"][outcome.measure]) for kind in ("bf16", "fp32")]
+        low, high = paired_interval(pairs[0] - pairs[1])
+        assert low < 0 < high, rate
+    ends_high = "above the loss at the start"
+    for name in ("", ", qk-norm"):
+        assert all(arms[f"{kind}, rate 0.1{name}"][ends_high] == [1.0] * 3 for kind in ("bf16", "fp32"))
+    helps = effects.index[effects.verdict == "helps"].tolist()
+    assert helps == ["bf16, rate 0.01, norms of the frozen model train"]

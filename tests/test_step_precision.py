@@ -11,7 +11,8 @@ from stabilitylab.numerics.accumulation.audit import audit_accumulation, sequenc
 from stabilitylab.numerics.accumulation.denominators import compare_denominators, microbatch_window
 from stabilitylab.numerics.accumulation.weights import DENOMINATORS
 from stabilitylab.numerics.rounding.attention_range import attention_inputs, scale_overflows
-from stabilitylab.replay.examine import setup_of
+from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.rounded_step import step_precision
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
 from tests.command import command
@@ -115,3 +116,21 @@ def test_bad_input_is_told_and_code_2():
         out = command("precision", *arguments)
         assert out.returncode == 2 and words in out.stderr and out.stdout == "", arguments
         assert "Traceback" not in out.stderr, arguments
+
+
+def test_weights_that_are_bf16_themselves_lose_what_their_update_was_before_rounding(tmp_path):
+    from stabilitylab import Recorder
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=10) as recorder:
+        for _ in range(2):
+            x = recorder.batch(torch.randn(4, 16, dtype=torch.bfloat16))
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    told = step_precision(tmp_path / "run", 1)
+    assert told.updates.lost["weight"] > 0.9

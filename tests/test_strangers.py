@@ -2,7 +2,11 @@
 
 import ast
 import importlib
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +15,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab import Recorder, diagnose, open_run, replayable_steps
+from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
 from stabilitylab.probe.setup_template import setup_source
+from stabilitylab.replay.find_setup import todo_lines
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
-from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
 from stabilitylab.trial import start
+from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.slow  # programs of others, each recorded and replayed
 
@@ -252,3 +258,20 @@ def test_torch_counts_causal_queries_from_the_first_key():
     seen = torch.ones(3, 7).tril().bool()
     want = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1).sum(2)
     torch.testing.assert_close(attention_sums(caught.statistics).column, want.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_plain_program_is_replayed_without_an_edit(tmp_path, capsys, name):
+    if "transformers" in PROGRAMS[name]:
+        pytest.importorskip("transformers")
+    if "accelerate" in PROGRAMS[name]:
+        pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(PROGRAMS[name])
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert main(["replay", str(tmp_path / "run"), "--json", "--no-swap", "--no-samples"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["is_step"] and check["is_exact"] and check["fault"] in ("", "other loss"), check["words"]
+    assert {path: path.stat().st_mtime_ns for path in files} == files  # the record was not continued

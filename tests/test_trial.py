@@ -12,7 +12,7 @@ import pytest
 from stabilitylab.cases.samples import sample
 from stabilitylab.fixes.training import Training
 from stabilitylab.report.trial import trial_words
-from stabilitylab.trial.arm import Arm, ArmCurve, arm_of
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial, TrialResult
 from stabilitylab.trial.verdict import failure_bound, judge, paired_interval, verdicts_of
@@ -114,20 +114,21 @@ def noisy(level: float, seed: int, n: int = 60) -> np.ndarray:
 def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
     "Recorded: 2 nats, then 3.2 from before the start. No curve rises, and the unchanged run has failed."
     recorded = np.r_[np.linspace(5, 2, 60), noisy(2, 0), noisy(3.2, 1, 20)]
-    arms = [Arm(), Arm(({"name": "back"},)), Arm(({"name": "nothing"},)), Arm(({"name": "half"},))]
-    levels = {"unchanged": 3.2, "back": 2.0, "nothing": 3.2, "half": 2.8}
+    arms = [Arm(), *(Arm(({"name": name},)) for name in ("back", "nothing", "half")), null_arm(60)]
+    levels = {"unchanged": 3.2, "back": 2.0, "nothing": 3.2, "half": 2.8, "another order": 3.2}
     curves = [
         made(arm, s, noisy(level, 7 * i + s))
         for i, (arm, level) in enumerate(levels.items())
         for s in range(3)
     ]
-    base, back, nothing, half = verdicts_of(arms, curves, 5.0, failure_bound(recorded))
+    base, back, nothing, half, null = verdicts_of(arms, curves, 5.0, failure_bound(recorded))
     assert (base.diverged, back.diverged, nothing.diverged, half.diverged) == (3, 0, 3, 3)
     assert back.verdict == "helps" and back.rescued == 3 and back.decided_by == "failures"
     assert nothing.verdict != "helps" and half.decided_by == "lessened"
-    words = trial_words(TrialResult(Start(function="a:b"), 60, [base, back, half], curves, True))
-    assert "back helps: it prevents the failure on 3 of 3 seeds (p <= 1/64 if the fix did nothing)" in words
+    words = trial_words(TrialResult(Start(function="a:b"), 60, [base, back, half, null], curves, True))
+    assert "back helps: it prevents the failure on 3 of 3 seeds (p <= 1/102 if none of 3 fixes did" in words
     assert "half lessens the failure" in words and "does not help" not in words
+    assert "another order of the same batches, nothing else changed: the final loss changes by" in words
 
 
 def test_an_effect_that_excludes_zero_is_never_said_to_be_none():
@@ -136,6 +137,7 @@ def test_an_effect_that_excludes_zero_is_never_said_to_be_none():
             differences = shift + np.array([-0.002, 0.0, 0.002])
             low, high = paired_interval(differences)
             verdict, _ = judge(differences, 3.0, diverged)
+            assert verdict != "helps" or judge(differences, 3.0, diverged, n_arms=9)[0] != "does not help"
             assert verdict != "does not help" or low <= 0 <= high, (shift, diverged)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from stabilitylab.trial.arm import Arm, ArmCurve
+from stabilitylab.trial.arm import Arm, ArmCurve, null_arm
 from stabilitylab.trial.batched import BatchedTraining
 from stabilitylab.trial.recipe import proxy_training
-from stabilitylab.trial.verdict import outcome, rescue_chance, verdicts_of
+from stabilitylab.trial.verdict import failure_chance, outcome, verdicts_of
 
 ARMS = [Arm(), Arm(({"name": "placebo"},))]
 TINY = {"d_model": 16, "n_layer": 1, "n_head": 2, "seq": 16, "batch": 4, "clip": None}
@@ -67,14 +67,20 @@ def test_a_placebo_on_failures_with_heavy_tails(tail):
         assert helps + harms <= STATED, (seeds, helps, harms)
 
 
-def test_the_chance_of_rescued_seeds_bounds_that_of_every_failure_rate():
-    "By simulation: the share of trials with so many rescued seeds, for any rate of failure."
+def test_failures_are_told_apart_by_chance_as_seldom_as_is_said():
+    "By simulation: how often the probability is below a level, for any rate of failure."
     rng = np.random.default_rng(0)
-    for rate in (0.1, 0.3, 0.5, 0.7, 0.9):
-        base, arm = (rng.random((20_000, 5)) < rate for _ in range(2))
-        rescued = (base & ~arm).sum(1)
-        for k in (2, 3, 4, 5):
-            assert (rescued >= k).mean() <= rescue_chance(k, 5) + 0.005
+    for n_null, n_arm in ((3, 3), (6, 3), (5, 5)):
+        chance = np.array(
+            [
+                [failure_chance((arm, n_arm), (null, n_null)) for null in range(n_null + 1)]
+                for arm in range(n_arm + 1)
+            ]
+        )
+        for rate in (0.1, 0.3, 0.5, 0.7, 0.9):
+            arm, null = rng.binomial(n_arm, rate, 20_000), rng.binomial(n_null, rate, 20_000)
+            for level in (0.0125, 0.025, 0.1):
+                assert (chance[arm, null] <= level).mean() <= level + 0.004, (n_null, rate, level)
 
 
 def test_healthy_curves_have_not_left():
@@ -83,6 +89,48 @@ def test_healthy_curves_have_not_left():
         flat = 2.5 + 0.1 * rng.standard_normal((200, steps)) * (1 + 3 * (rng.random((200, steps)) < 0.02))
         left = sum(outcome(ArmCurve("", 0, np.arange(steps), loss)).diverged for loss in flat)
         assert left <= 2
+
+
+def correlated(rho, shape, rng):
+    "Noise with a standard deviation of 1 and a correlation from step to step."
+    fresh = rng.standard_normal((*shape[:-1], shape[-1] + 100))
+    noise = fresh.copy()
+    for step in range(1, noise.shape[-1]):
+        noise[..., step] = rho * noise[..., step - 1] + (1 - rho**2) ** 0.5 * fresh[..., step]
+    return noise[..., 100:]
+
+
+@pytest.mark.parametrize("rho", [0.5, 0.8, 0.9])
+def test_autocorrelated_losses_are_not_failures(rho):
+    "Three arms that do nothing on a flat loss, then the first one with a gain of 25 %."
+    rng, n_trials = np.random.default_rng(7), 60
+    arms = [Arm(), *(Arm(({"name": name},)) for name in "abc"), null_arm(100)]
+    failed, family, denied = 0, 0, 0
+    for _ in range(n_trials):
+        loss = 2.5 + 0.25 * correlated(rho, (5, 3, 100), rng)
+        told = judged(arms, loss)
+        failed += told[0].diverged > 0
+        family += any(arm.verdict in ("helps", "harms", "does not help") for arm in told[1:4])
+        loss[1] *= 0.75
+        denied += judged(arms, loss)[1].verdict == "does not help"
+    assert failed <= STATED * n_trials and denied <= STATED * n_trials, (failed, denied)
+    assert family <= 2 * STATED * n_trials, family  # sixty trials of a share of at most 5 %
+
+
+def judged(arms, loss):
+    "The verdicts on losses (arm, seed, step)."
+    steps = np.arange(loss.shape[-1])
+    pairs = [(arm, seed) for arm in range(len(arms)) for seed in range(loss.shape[1])]
+    return verdicts_of(arms, [ArmCurve(arms[i].name, seed, steps, loss[i, seed]) for i, seed in pairs])
+
+
+def test_failures_are_still_seen_in_correlated_noise():
+    "A jump by ten deviations and a slow rise to it, in noise with a correlation of 0.8."
+    rng, steps = np.random.default_rng(1), np.arange(120)
+    for rise in (np.where(steps > 70, 2.5, 0.0), np.clip((steps - 60) / 40, 0, 1) * 2.5):
+        loss = 2.5 + 0.25 * correlated(0.8, (60, 120), rng) + rise
+        share = np.mean([outcome(ArmCurve("", 0, steps, row), correlation=0.8).diverged for row in loss])
+        assert share > 0.9, share
 
 
 def test_one_wild_seed_does_not_hide_a_rescue():

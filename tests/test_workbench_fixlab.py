@@ -31,18 +31,18 @@ def opened() -> FixLabView:
     state, _ = open_state(sample())
     state.visible = "fixlab"
     view = FixLabView(state)
-    for box in view.boxes:
+    for box in view.offers.boxes:
         box.tick.value = box.choice.name == "lower_lr"
     return view
 
 
 def tick(view: FixLabView, name: str) -> None:
     "Ticks one more fix, offered or not."
-    known = {box.choice.name: box for box in view.boxes}
+    known = {box.choice.name: box for box in view.offers.boxes}
     if name in known:
         known[name].tick.value = True
     else:
-        view.offer(name)
+        view.offers.offer(name)
 
 
 @pytest.mark.slow  # trains in processes
@@ -89,7 +89,7 @@ def test_a_finished_trial_gives_a_verdict_and_its_call():
 
 def test_what_cannot_be_tried_is_said():
     view = opened()
-    for box in view.boxes:
+    for box in view.offers.boxes:
         box.tick.value = False
     view.work.start()
     assert "`arms`" in view.work.says.value and "tick a fix" in view.work.says.value
@@ -138,7 +138,7 @@ def test_a_log_without_a_black_box_trains_from_a_proxy():
         and view.controls["length"].value == 12
     )
     assert "proxy_training" in view.texts["plan"].value and view.controls["step"].layout.display == "none"
-    for box in view.boxes:
+    for box in view.offers.boxes:
         box.tick.value = box.choice.name == "lower_lr"
     view.controls["seeds"].value = 1
     view.work.start()

@@ -190,13 +190,15 @@ def test_a_record_in_memory_has_a_page_and_says_why_it_has_no_notebook():
     assert "handed over in memory" in view.about.value
 
 
-def test_a_record_that_was_cut_off_is_refused_in_words(tmp_path):
+def test_a_record_with_a_chunk_that_was_cut_off_opens_without_it_and_says_so(tmp_path):
     save_run(recorded(GROWN), tmp_path / "run")
     files = [file for file in (tmp_path / "run" / "scalars" / "loss").rglob("*") if file.is_file()]
     chunk = max(files, key=lambda file: file.name.startswith(("c", "0")))
     chunk.write_bytes(chunk.read_bytes()[:20])
     bench = Workbench(tmp_path / "run")
-    assert bench.state is None and "a record that is whole" in bench.widget.value
+    skipped = " ".join(bench.state.run.attrs["skipped"])
+    assert "loss of scalars" in skipped and "loss" not in bench.state.series
+    assert "Left out: " in bench.tabs.children[0].detail.value
 
 
 def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):

@@ -13,7 +13,7 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay import setup_file
 from stabilitylab.replay.setup_file import checked
-from stabilitylab.run.job import JobState, tell
+from stabilitylab.run.job import JobState, report_progress
 from stabilitylab.workbench import setup_panel
 from stabilitylab.workbench.setup_panel import SetupPanel
 from stabilitylab.workbench.state import open_state
@@ -114,11 +114,11 @@ def held_check(path, step, setup):
     "A check that stays at its fourth step until it is ended."
 
     def heard(words=None, share=None):
-        tell(words, share)
+        report_progress(words, share)
         if words and "step 4" in words:
             time.sleep(120)
 
-    setup_file.tell = heard  # this runs in a child process of its own
+    setup_file.report_progress = heard  # this runs in a child process of its own
     return setup_file.check_work(path, step, setup)
 
 
@@ -170,6 +170,7 @@ def test_another_machine_is_told_before_the_replay(run):
 
 def test_a_step_that_is_not_there_becomes_the_nearest(run):
     rows = json.loads((run / "blackbox" / "index.json").read_text())
+    rows.pop("crc32c")
     rows["batches"] = [row for row in rows["batches"] if row["step"] not in (1, 2)]
     (run / "blackbox" / "index.json").write_text(json.dumps(rows))
     view = ReplayView(open_state(run)[0])
@@ -192,3 +193,13 @@ def test_the_call_of_a_replay_runs_as_it_stands(run):
     view.look.result = found.to_dict()
     assert view.call.call.endswith("plot_precision(found.precision)")
     exec(view.call.call, names)
+
+
+def test_a_replay_stands_beside_its_own_step_only(run):
+    view = ReplayView(open_state(run)[0])
+    view.look.step, view._replayed = 3, 3
+    view.look.step = 4  # while the replay of step 3 still runs
+    view._notice_end(JobState("failed", "failed", 0.0, None, "its setup is gone"))
+    assert view.look.result == {} and view.texts["head"].value == ""
+    view.look.step = 3
+    assert "its setup is gone" in view.texts["head"].value

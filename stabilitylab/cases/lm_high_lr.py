@@ -187,6 +187,7 @@ def make_lm_high_lr(
         every_n=20,
         snapshot_every=50,
         keep_snapshots=1,
+        old_snapshots=0,
         triggers=(_pins(replay_from),),
         flush_seconds=3600.0,
     )

@@ -153,6 +153,26 @@ def _grad_norm(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, grad_norm=columns["grad_norm"] * factor)
 
 
+def _growth(columns: dict, t: np.ndarray, rng: np.random.Generator, series: str = "grad_norm") -> Log:
+    "A norm that grows by four orders of magnitude over 500 steps; the loss diverges in the last hundred."
+    climb = _from(t - 400, np.minimum(0.02 * (t - 400), 4))
+    grown = columns["grad_norm"] * 10 ** (4 * np.clip(t / 500, 0, 1))
+    return _log(columns, **{"loss": columns["loss"] + climb, series: grown})
+
+
+def _one_dataset(columns: dict, t: np.ndarray, rng: np.random.Generator, fault: str) -> Log:
+    "Losses of two datasets and their mean; one of them spikes or stands still, which the mean hides."
+    i = np.arange(RECORDS)
+    text, pairs = columns["loss"], columns["loss"] + rng.normal(0, 0.02, RECORDS)
+    if fault == "spikes":
+        pairs = pairs + np.where((t >= 0) & (t < 3), 1.5, 0)
+        mean = (19 * text + pairs) / 20 + rng.normal(0, 0.02, RECORDS)
+    else:
+        text = text - 0.0008 * i
+        mean = (text + pairs) / 2
+    return _log(columns, loss=mean, text_loss=text, pairs_loss=pairs)
+
+
 def _z_loss(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A z-loss that falls to a tenth while the loss spikes."
     z_loss = 0.01 * np.exp(rng.normal(0, 0.05, RECORDS)) * np.where((t >= 0) & (t < 25), 0.1, 1.0)
@@ -266,6 +286,22 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
     "bf16 loss": ("quantized_loss", _quantized, {"onset": None}),
     "loss scale halves": ("loss_scale_collapse", _scale_collapse, {}),
     "norm explodes": ("grad_norm_explosion", _grad_norm, {}),
+    "norm grows": (
+        "grad_norm_explosion",
+        _growth,
+        {"also": ("divergence", "loss_spike"), "early": 30, "late": 30},
+    ),
+    "activations grow": (
+        "activation_explosion",
+        functools.partial(_growth, series="activation_norm"),
+        {"also": ("divergence", "loss_spike"), "early": 30, "late": 30},
+    ),
+    "one dataset spikes": ("loss_spike", functools.partial(_one_dataset, fault="spikes"), {}),
+    "one dataset stands still": (
+        "plateau",
+        functools.partial(_one_dataset, fault="stands still"),
+        {"onset": None},
+    ),
     "logits collapse": ("z_loss_collapse", _z_loss, {"also": ("loss_spike",)}),
     "slow hill": ("slow_rise", _slow_rise, {"early": 50, "late": 150}),
     "other data": ("level_shift", _level_shift, {"also": ("divergence", "loss_spike"), "late": 75}),

@@ -51,7 +51,7 @@ FORMAT_CASES = {  # name -> Case
         also=("activation_explosion", "update_rms_excess", "divergence", "loss_spike", "massive_activation"),
         scalars={"loss_scale": 65536.0},
     ),
-    "gradients below fp16": layer_case("underflow", "", scalars={"loss_scale": 1.0}),
+    "gradients below fp16": layer_case("underflow", "", scalars={"loss_scale": 2.0}),
     "sides of 60": layer_case("misaligned_shape", "", config={"d_model": 60}),
     "moments forgotten": layer_case(
         "update_rms_excess", "", 40, _forget_moments(40), optimizer={"lr": 3e-4, "betas": (0.9, 0.95)}

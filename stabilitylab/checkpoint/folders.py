@@ -169,15 +169,16 @@ def _described_tensors(folder: Path, metadata: dict) -> dict[str, LazyTensor]:
     for index, where in metadata["storage_data"].items():
         key = index.attributes()
         stored.setdefault(key["fqn"], []).append((tuple(key.get("offset") or ()), where.attributes()))
-    tensors = {}
+    tensors: dict[str, LazyTensor] = {}
+    opened: dict[_Piece, LazyTensor] = {}
     for name, entry in metadata["state_dict_metadata"].items():
         about = entry.attributes()
         if "chunks" in about:
-            tensors[name] = _tensor(folder, name, about, stored.get(name, []))
+            tensors[name] = _tensor(folder, name, about, stored.get(name, []), opened)
     return tensors
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #b2cf8881
-def _tensor(folder: Path, name: str, about: dict, stored: list) -> LazyTensor:
+def _tensor(folder: Path, name: str, about: dict, stored: list, opened: dict) -> LazyTensor:
     "One tensor of the metadata, put together when it is read."
     shape, dtype = tuple(about["size"]), _dtype(about["properties"])
     origin = (0,) * len(shape)
@@ -195,7 +196,7 @@ def _tensor(folder: Path, name: str, about: dict, stored: list) -> LazyTensor:
         if size is not None:
             span = where["relative_path"], where["offset"], where["length"]
             pieces.append(_Piece(offset or origin, size, *span))
-    reader = _Assembler(folder, name, shape, dtype, pieces)
+    reader = _Assembler(folder, name, shape, dtype, pieces, opened)
     return LazyTensor(name, shape, dtype, reader.rows)
 
 
@@ -206,13 +207,18 @@ def _dtype(properties: StubObject) -> torch.dtype | None:
     return torch_dtype(properties.attributes().get("dtype"))
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #6fc32c78
+_OPENED = 64  # pieces of a checkpoint whose description is held, about 20 kB each
+
+
 class _Assembler:
     "Rows of a tensor from the pieces that hold them."
 
-    def __init__(self, folder: Path, name: str, shape: tuple, dtype: torch.dtype, pieces: list[_Piece]):
+    def __init__(
+        self, folder: Path, name: str, shape: tuple, dtype: torch.dtype, pieces: list[_Piece], opened: dict
+    ):
         self.folder, self.name, self.shape, self.dtype = folder, name, shape, dtype
         self.pieces = pieces
-        self.opened: dict[_Piece, LazyTensor] = {}
+        self.opened: dict[_Piece, LazyTensor] = opened  # of all tensors of the checkpoint
 
     def rows(
         self,
@@ -286,6 +292,9 @@ class _Assembler:
                     f"`{path}`: the part of {printable(self.name)} has shape {shape},"
                     f" the list says {piece.size}"
                 )
+            tensors[0].refuse_damage()
+            if len(self.opened) >= _OPENED:
+                self.opened.clear()
             self.opened[piece] = tensors[0]
         return self.opened[piece]
 

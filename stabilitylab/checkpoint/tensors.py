@@ -22,7 +22,7 @@ from ..names.errors import InputError, bad_input, printable
 Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies between, `last` left out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LazyTensor:
     "A tensor of a file that is not read yet."
 
@@ -31,6 +31,8 @@ class LazyTensor:
     dtype: torch.dtype  # as stored
     read: Reader  # rows of the first dimension
     flat: Reader | None = None  # values in the order of the file; None where they do not lie together
+    # raises an `InputError` where the bytes are not what their checksum says; None: the file has none
+    verify: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:  # >= 0
@@ -39,13 +41,20 @@ class LazyTensor:
 
     def load(self) -> torch.Tensor:  # the whole tensor
         "Read all of it."
+        self.refuse_damage()
         return self.read(0, self.shape[0] if self.shape else 1).reshape(self.shape)
+
+    def refuse_damage(self) -> None:
+        "Compare its bytes with their checksum, where the file has one."
+        if self.verify is not None:
+            self.verify()
 
     def chunks(
         self,
         limit: int = 2**23,  # bytes a chunk, at least one row
     ) -> Iterator[torch.Tensor]:  # rows of the first dimension, in order
         "Read it piece by piece."
+        self.refuse_damage()
         count = self.shape[0] if self.shape else 1
         rows = max(1, limit // max(1, self.nbytes // max(count, 1)))
         for first in range(0, count, rows):
@@ -60,6 +69,7 @@ class LazyTensor:
         if self.flat is None:
             yield from (chunk.reshape(-1) for chunk in self.chunks(limit))
             return
+        self.refuse_damage()
         count, row = math.prod(self.shape), math.prod(self.shape[1:])
         step = max(1, limit // self.dtype.itemsize)
         if 0 < row <= step:
@@ -76,22 +86,33 @@ def in_file(
     dtype: torch.dtype,  # as stored
 ) -> LazyTensor:  # not read yet
     "A tensor whose values lie together in a file."
-    row = math.prod(shape[1:])
+    span = _Span(name, path, begin, shape, dtype)
+    return LazyTensor(name, shape, dtype, span.rows, span.flat)
 
-    def flat(first: int, last: int) -> torch.Tensor:  # counted in entries
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    "Values that lie together in a file; small, as a checkpoint has a hundred thousand of them."
+
+    name: str  # in the checkpoint
+    path: Path
+    begin: int  # byte
+    shape: tuple
+    dtype: torch.dtype
+
+    def flat(self, first: int, last: int) -> torch.Tensor:  # counted in entries
         "Entries `first` to `last - 1` in the order of the file."
-        out = torch.empty(last - first, dtype=dtype)
+        out = torch.empty(last - first, dtype=self.dtype)
         if out.numel():
-            with open(path, "rb", buffering=0) as file:
-                file.seek(begin + first * dtype.itemsize)
-                _fill(file, out.view(torch.uint8).numpy().data, path, name)
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.begin + first * self.dtype.itemsize)
+                _fill(file, out.view(torch.uint8).numpy().data, self.path, self.name)
         return out
 
-    def rows(first: int, last: int) -> torch.Tensor:  # counted along the first dimension
+    def rows(self, first: int, last: int) -> torch.Tensor:  # counted along the first dimension
         "Rows `first` to `last - 1`."
-        return flat(first * row, last * row).reshape(last - first, *shape[1:])
-
-    return LazyTensor(name, shape, dtype, rows, flat)
+        row = math.prod(self.shape[1:])
+        return self.flat(first * row, last * row).reshape(last - first, *self.shape[1:])
 
 
 def _fill(file: RawIOBase, to: memoryview, path: Path, name: str) -> None:

@@ -10,8 +10,9 @@ import math
 import mmap
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,16 @@ class _Archive:
                 some = ", ".join(printable(n, 40) for n in list(self.entries)[:3]) or "nothing"
                 raise InputError(f"`{path}` is a zip archive but no torch file: it holds {some}, no data.pkl")
             self.root = name.removesuffix("data.pkl")
+            self.checked: dict[str, bool] = {}  # storage -> whether its bytes are what was written
+            self.has_checksums = self._has_checksums(file, name)
             self.pickle = read_pickle(self._bytes(file, name), str(path))
             if f"{self.root}byteorder" in self.entries:
                 self._check_order(self._bytes(file, f"{self.root}byteorder"))
             storages = self.pickle.storages
             self.ranges = {key: self._range(file, f"{self.root}data/{key}") for key in storages}
+            # an entry of a zip archive takes a kilobyte, and every tensor holds this object
+            self.crcs = {key: self.entries[f"{self.root}data/{key}"].CRC for key in storages}
+            self.entries = {}
 
     def _entries(self, file: FileSlice) -> dict:
         "Name -> entry, when nothing is packed."
@@ -254,6 +260,35 @@ class _Archive:
             )
         return self.begin + begin, entry.file_size
 
+    def _has_checksums(self, file: FileSlice, name: str) -> bool:
+        "Whether the entries have their CRC-32: `torch.serialization.set_crc32_options(False)` writes none."
+        if zlib.crc32(self._bytes(file, name)) == self.entries[name].CRC:
+            return True
+        small = (f"{self.root}{sibling}" for sibling in ("version", "byteorder", ".format_version"))
+        others = [sibling for sibling in small if sibling in self.entries]
+        is_right = [zlib.crc32(self._bytes(file, key)) == self.entries[key].CRC for key in others]
+        if not others or any(is_right):
+            raise InputError(
+                f"`{self.path}`: {printable(name)} is damaged, its checksum differs; copy it again"
+            )
+        return False
+
+    def verify(self, key: str) -> None:
+        "Compare the bytes of a storage with their CRC-32, once."
+        if not self.has_checksums:
+            return
+        if key not in self.checked:
+            begin, size = self.ranges[key]
+            with FileSlice(self.path, begin, size) as file:
+                crc = 0
+                while piece := file.read(2**20):
+                    crc = zlib.crc32(piece, crc)
+            self.checked[key] = crc == self.crcs[key]
+        if not self.checked[key]:
+            raise InputError(
+                f"`{self.path}`: data/{printable(key)} is damaged, its checksum differs; copy it again"
+            )
+
     def _bytes(self, file: FileSlice, name: str) -> bytes:
         "All bytes of an entry."
         begin, size = self._range(file, name)
@@ -266,7 +301,9 @@ class _Archive:
 
     def locate(self, name: str, tensor: StoredTensor) -> LazyTensor:
         "A described tensor as one that can be read."
-        return _stored_tensor(name, tensor, self.path, *self.ranges[tensor.storage.key])
+        key = tensor.storage.key
+        lazy = _stored_tensor(name, tensor, self.path, *self.ranges[key])
+        return replace(lazy, verify=partial(self.verify, key))
 
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #a281a723
 def read_archive(
@@ -276,7 +313,9 @@ def read_archive(
 ) -> Checkpoint:  # everything in it
     "What a torch file since 1.6 holds."
     archive = _Archive(path, begin, path.stat().st_size - begin if size is None else size)
-    return _contents(archive.pickle, archive.locate, path)
+    described = archive.pickle
+    del archive.pickle
+    return _contents(described, archive.locate, path)
 
 
 def _contents(pickle: Pickle, locate: Callable, path: Path) -> Checkpoint:

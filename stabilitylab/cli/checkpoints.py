@@ -97,7 +97,7 @@ def _run_scan(
         settings = {what: value for what, value in group.items() if value is not None and value is not False}
         words = [f"{printable(what)} {printable(value)}" for what, value in settings.items()]
         print(f"optimizer group {i}: {', '.join(words)}")
-    for name, why in ckpt.left_out.items():
+    for name, why in table.attrs["left_out"].items():
         print(f"left out: {_short(name)}: {why}")
     for line in _unnamed_lines(table.attrs["unnamed"]):
         print(line)

@@ -7,13 +7,26 @@ __all__ = ['make_parser', 'main']
 
 # %% ../../nbs/api/cli/00_main.ipynb #e6c89c73
 import argparse
+import json
 import os
 import sys
 from importlib import import_module
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
 # modules of `stabilitylab.cli`, each with a function `add_NAME`, in the order of the help
-_MODULES = ("diagnose", "watch", "audit", "checkpoints", "formats", "lab", "precision", "replay", "trial")
+_MODULES = (
+    "diagnose",
+    "watch",
+    "audit",
+    "check",
+    "checkpoints",
+    "formats",
+    "lab",
+    "precision",
+    "preflight",
+    "replay",
+    "trial",
+)
 
 
 def make_parser() -> argparse.ArgumentParser:  # with every command
@@ -34,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:  # with every command
 def main(
     argv: list[str] | None = None,  # arguments; None: those of the process
 ) -> int:  # exit code
-    "Runs one command and returns its exit code; every expected error is one line on stderr."
+    "Runs one command and returns its exit code; an error is one line on stderr, with --json an object, too."
     try:
         args = make_parser().parse_args(argv)
         code = args.func(args) or 0
@@ -50,7 +63,10 @@ def main(
         if is_bug and os.environ.get("STABILITYLAB_TRACEBACK"):
             raise
         blame = _BUG_REPORT.format(type(error).__name__) if is_bug else ""
-        print(f"stabilitylab: {blame}{_one_line(error)}", file=sys.stderr)
+        words = f"{blame}{_one_line(error)}"
+        print(f"stabilitylab: {words}", file=sys.stderr)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps({"error": words}))
         return 2
 
 

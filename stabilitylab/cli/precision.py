@@ -23,11 +23,11 @@ def add_precision(
         "exit code: 0 told; 2 it cannot be replayed",
     )
     p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
-    p.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step")
+    p.add_argument("--step", type=int, metavar="N", help="optimizer step (that of the worst finding)")
     p.add_argument(
         "--setup",
         metavar="FILE.py:FUNCTION",
-        help="code that returns a stabilitylab.Setup for the folder of the run",
+        help="code that returns a stabilitylab.Setup (RUN/replay_setup.py, which the Recorder wrote)",
     )
     p.add_argument(
         "--format",
@@ -43,10 +43,12 @@ def _run_precision(
     args: argparse.Namespace,  # what `add_precision` declares
 ) -> int:  # exit code 0
     "Measures the step and prints what 16 bits would lose."
+    from stabilitylab.investigation.opening import suspect_step
     from stabilitylab.names.encode import to_json
     from stabilitylab.replay.rounded_step import step_precision
     from stabilitylab.report.step import step_text
 
-    precision = step_precision(args.run, args.step, args.setup, args.format)
+    step = suspect_step(args.run) if args.step is None else args.step
+    precision = step_precision(args.run, step, args.setup, args.format)
     print(to_json(precision, missing={"nan"}, indent=1) if args.json else step_text(precision.to_dict()))
     return 0

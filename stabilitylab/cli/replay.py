@@ -27,12 +27,12 @@ def add_replay(
         " nothing else. exit code: 0 replayed; 2 it cannot be replayed",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a record with a black box")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="optimizer step")
+    parser.add_argument("--step", type=int, metavar="N", help="optimizer step (that of the worst finding)")
     parser.add_argument(
         "--setup",
         metavar="FILE.py[:FUNCTION]",
-        help="code that returns a stabilitylab.Setup: how the model is built and how a batch becomes a loss;"
-        " a draft is in the record, RUN/replay_setup.py (function: setup)",
+        help="code that returns a stabilitylab.Setup: how the model is built and how a batch becomes a loss"
+        " (RUN/replay_setup.py, which the Recorder wrote)",
     )
     parser.add_argument(
         "--precision",
@@ -52,7 +52,9 @@ def _run_replay(
     args: argparse.Namespace,  # what `add_replay` declares
 ) -> int:  # exit code 0
     "Replays the step and prints what came out."
-    from stabilitylab.replay.examine import examine, setup_of
+    from stabilitylab.investigation.opening import suspect_step
+    from stabilitylab.replay.examine import examine
+    from stabilitylab.replay.find_setup import setup_of
     from stabilitylab.report.replay import replay_text
 
     shows_progress = sys.stderr.isatty()
@@ -65,7 +67,7 @@ def _run_replay(
     with redirect_stdout(sys.stderr):  # a model that prints as it is built
         examination = examine(
             args.run,
-            args.step,
+            suspect_step(args.run) if args.step is None else args.step,
             setup_of(args.run, args.setup),
             swap=not args.no_swap,
             samples=not args.no_samples,

@@ -11,7 +11,9 @@ __all__ = ['first_crossings', 'crossing_order', 'first_names', 'find_activation_
 import numpy as np
 import xarray as xr
 
+from .context import scales_its_loss
 from .findings import Finding
+from .growth import growth_evidence
 from .limits import limit
 from ..names.errors import bad_input
 from ..numerics.formats import NUMBER_FORMATS
@@ -82,6 +84,7 @@ def _explosion(activations: xr.Dataset, name: str, what: str, beyond: float) -> 
     if not len(order):
         return None
     first = order[0]
+    growth = growth_evidence(activations.step.values, activations[name].values[:, first])
     finding = Finding(
         "activation_explosion",
         "error" if ratio[first] > limit("huge_factor") else "warning",
@@ -93,7 +96,8 @@ def _explosion(activations: xr.Dataset, name: str, what: str, beyond: float) -> 
             "layer": int(activations.layer.values[first]),
             "ratio": float(ratio[first]),
             "n": len(order),
-        },
+        }
+        | growth,
     )
     return int(at[first]), finding
 
@@ -117,10 +121,9 @@ def median_of_finite(
 # %% ../../nbs/api/detect/60_activations.ipynb #06a5bd05
 def run_format(
     run: xr.DataTree,  # a record
-) -> str:  # 'fp16' where it has a loss scale, else 'bf16', whose range is that of float32
+) -> str:  # 'fp16' where its loss is scaled, else 'bf16', whose range is that of float32
     "The narrowest range that the run's activations must fit."
-    scalars = group_of(run, "scalars")
-    return "fp16" if scalars is not None and "loss_scale" in scalars else "bf16"
+    return "fp16" if scales_its_loss(run) else "bf16"
 
 # %% ../../nbs/api/detect/60_activations.ipynb #005314ee
 def _format_of(run: xr.DataTree, format: str | None) -> str:

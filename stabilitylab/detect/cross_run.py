@@ -19,6 +19,7 @@ from .findings import Finding, Findings
 from .limits import limit
 from .phrase import explain
 from .restarts import find_other_environments
+from .speed import find_slow_sisters
 from .spikes import out_of_range
 from ..run.curves import Curve, curve, loss_curve
 from ..run.intervals import stretches
@@ -145,7 +146,7 @@ def compare_runs(
 ) -> Findings:  # findings across them, one for all runs that share; their evidence names the runs
     "What several runs share: spikes of the loss or of the gradient norm at the same steps, and beginnings."
     records = _named(runs)
-    findings_so_far = find_other_environments(records)
+    findings_so_far = [*find_other_environments(records), *find_slow_sisters(records)]
     for series, read in _SERIES.items():
         seen = [_seen(name, read(run)) for name, run in records.items()]
         known = [one for one in seen if one is not None]

@@ -16,6 +16,8 @@ import xarray as xr
 from .findings import Finding
 from .limits import limit
 from .restarts import longest_run
+from .spikes import spike_events
+from ..run.attempts import rolled_back_at, surviving, with_history
 from ..run.curves import Curve, curve, loss_curve
 from ..run.rolling import MAD_TO_SD, difference_noise, smooth
 
@@ -70,15 +72,21 @@ def validation_improved(
     return bool(np.median(validation.value[-few:]) < (1 - limit("rise_share")) * then)
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #20756f34
-def find_divergence(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
-    "Where the loss left its course for good."
-    series = longest_run(loss_curve(run))
-    if series is None or not is_likelihood(series) or (series.value < 0).any():
-        return []
+def _wander(value: np.ndarray) -> float:
+    "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
+    if len(value) < limit("least_long"):  # a median of a few differences is no estimate
+        return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
+    lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
+    return max(difference_noise(value, lag) for lag in lags)
+
+
+def _divergence(
+    series: Curve,  # a loss as arrays
+    validation: Curve | None,  # of the run; None: not logged
+) -> Finding | None:
+    "Where a loss left its course for good; None where it did not."
     loss, noise, window = smoothed_shape(series)
-    scatter = float(np.median(np.abs(series.value - loss))) * MAD_TO_SD  # holds the wander of slow noise too
+    scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
     final = float(np.median(loss[-max(limit("median_records"), window // 2) :]))
@@ -90,7 +98,7 @@ def find_divergence(
     )
     is_best_at_end = n - 1 - at_best < max(limit("median_records"), limit("smooth_share") * n)
     if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
-        return []
+        return None
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))
     left = min(at_best + int(near_best[-1]) + 1, n - 1)
     evidence = {
@@ -101,16 +109,48 @@ def find_divergence(
         "noise": noise,
     }
     is_mild = rise < limit("trend_sigma") * scatter  # not more than single records scatter
-    improved = validation_improved(curve(run, "val_loss"), int(series.step[left]))
+    improved = validation_improved(validation, int(series.step[left]))
     severity = "warning" if best > limit("most_nats") else "error"
     ends_at_once = n - left < limit("median_records")
     if is_mild or improved or ends_at_once:
         severity = "info"
-    return [
-        Finding(
-            "divergence", severity, series.step[left], series.step[-1], evidence=evidence, series=series.name
-        )
-    ]
+    return Finding(
+        "divergence", severity, series.step[left], series.step[-1], evidence=evidence, series=series.name
+    )
+
+# %% ../../nbs/api/detect/11_divergence.ipynb #05366bb8
+def _part(series: Curve, kept: np.ndarray) -> Curve:
+    "The records at some indices."
+    return series._replace(step=series.step[kept], value=series.value[kept], segment=series.segment[kept])
+
+
+def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
+    "Divergences without a spike that a rollback ended, each judged on the path that led to it."
+    jumped = {rolled_back_at(series, spike.first) for spike in spike_events(series)}
+    resumed = [attempt for attempt, _ in with_history(series) if attempt.resumed]
+    findings = []
+    for attempt, lead in with_history(series):
+        after = next((other.first for other in resumed if other.first >= attempt.stop), None)
+        if after != attempt.stop or after in jumped:
+            continue
+        found = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
+        back_to = int(series.step[after])
+        if found is not None and found.severity != "info" and found.onset >= back_to:
+            findings.append(found.with_(evidence=found.evidence | {"rolled_back_to": back_to}))
+    return findings
+
+
+def find_divergence(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one that lasts to the end, and those that a rollback ended
+    "Where the loss left its course for good, or until the run was rolled back."
+    series = longest_run(loss_curve(run))
+    if series is None or not is_likelihood(series) or (series.value < 0).any():
+        return []
+    validation, path = curve(run, "val_loss"), surviving(series)
+    abandoned = [] if path is series else _abandoned(series, validation)
+    lasting = _divergence(path, validation)
+    return abandoned if lasting is None else [*abandoned, lasting]
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #0b563d06
 _DIFFERENCE_TO_SD = np.sqrt(np.pi) / 2  # standard deviation of normal noise over the mean of its differences

@@ -6,11 +6,14 @@
 __all__ = ['find_logged_crashes', 'find_hardware_errors']
 
 # %% ../../nbs/api/detect/04_events.ipynb #7b6c5384
+import re
+
 import numpy as np
 import xarray as xr
 
 from .findings import Finding
 from .limits import limit
+from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/04_events.ipynb #b8d1569b
@@ -27,6 +30,25 @@ _TOLD = (
 )  # fields that evidence repeats
 
 
+_XID = re.compile(r"Xid(?: \([^)]*\):)? (\d+)")  # in the words of a reader, or of the kernel
+
+
+def _vendor_word(message: str) -> dict[str, object]:
+    "What NVIDIA says of the Xid in a message; {} where there is none."
+    number = _XID.search(message)
+    if number is None:
+        return {}
+    row = xid_row(int(number[1]))
+    said = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
+    return {"xid": int(number[1])} | said
+
+
+def _is_said(text: str, messages: list[str]) -> bool:
+    "Whether a message of the driver, in the words of a reader, stands in one of these lines."
+    number, device = re.findall(r"Xid (\d+) on ([^ ]+?):? ", text + " ")[0] if " on " in text else ("", "")
+    return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
+
+
 def find_logged_crashes(
     run: xr.DataTree,  # a record; attribute `crashes` has what its logs say of deaths
 ) -> list[Finding]:  # the end of the run, and one finding for the attempts before it
@@ -37,6 +59,7 @@ def find_logged_crashes(
         evidence = {name: crash[name] for name in _TOLD if crash[name] not in (None, "", [])}
         evidence["followed"] = crash["followed"] or None
         evidence["then"] = "; ".join(crash["then"])
+        evidence |= _vendor_word(crash["message"])
         evidence["ended"] = "outside" if crash["outside"] and crash["died"] else crash["died"]
         findings.append(Finding("crash", "error" if is_error else "info", crash["step"], evidence=evidence))
     return findings
@@ -54,11 +77,12 @@ def _names_the_machine(text: str) -> bool:
 def _message(events: xr.Dataset, at: int, count: int) -> Finding:
     "One message of the machine, of `count` of its kind."
     step = int(events.event_step.values[at])
+    message = str(events.event_text.values[at])[:_LONGEST]
     return Finding(
         "hardware_error",
         "warning",
         onset=None if step < 0 else step,
-        evidence={"message": str(events.event_text.values[at])[:_LONGEST], "count": count},
+        evidence={"message": message, "count": count} | _vendor_word(message),
     )
 
 
@@ -70,7 +94,8 @@ def find_hardware_errors(
     if events is None:
         return []
     kind, text = events.event_kind.values, events.event_text.values
-    xid = np.flatnonzero(kind == "xid")
+    died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
+    xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
     findings = [_message(events, at, len(xid)) for at in xid[: limit("most_reported")]]
     is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
     for name in () if is_told else ("error", "signal"):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 import pandas as pd
 
@@ -49,7 +50,7 @@ class Finding:
 
     def with_(
         self,
-        **changes: object,  # fields to change
+        **changes: Any,  # fields to change
     ) -> "Finding":  # a new one
         "The same finding with some fields changed."
         return replace(self, **changes)
@@ -69,11 +70,11 @@ class Finding:
             "modules": list(self.modules),
             "evidence": series | deepcopy(self.evidence),
             "explanation": self.explanation,
-            "remedies": [_told(remedy) for remedy in remedies],
+            "remedies": [_short_remedy(remedy) for remedy in remedies],
         }
 
 
-def _told(remedy: dict) -> dict:
+def _short_remedy(remedy: dict) -> dict:
     "What the command's JSON says of a remedy."
     return {name: remedy[name] for name in ("name", "source", "reported")}
 
@@ -101,6 +102,10 @@ class Findings(Sequence):
     def __len__(self) -> int:
         return len(self._all)
 
+    @overload
+    def __getitem__(self, i: int) -> Finding: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Findings": ...
     def __getitem__(self, i: int | slice) -> "Finding | Findings":
         return Findings(self._all[i], self.attrs) if isinstance(i, slice) else self._all[i]
 
@@ -123,8 +128,8 @@ class Findings(Sequence):
         "The findings of this severity and above."
         if severity not in SEVERITIES:
             raise bad_input("severity", severity, ", ".join(SEVERITIES))
-        least = SEVERITIES.index(severity)
-        return Findings((f for f in self if SEVERITIES.index(f.severity) >= least), self.attrs)
+        minimum = SEVERITIES.index(severity)
+        return Findings((f for f in self if SEVERITIES.index(f.severity) >= minimum), self.attrs)
 
     @property
     def kinds(self) -> list[str]:

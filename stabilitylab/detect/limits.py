@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -45,7 +45,7 @@ _READS: ContextVar[dict[str, float] | None] = ContextVar("reads", default=None)
 
 def limit(
     name: str,  # name of a limit
-) -> float:  # its value; an int where it counts something
+) -> Any:  # its value, a float; an int where it counts something
     "The value of one limit, as changed by `use_limits`."
     if name not in LIMITS:
         raise bad_input("name", name, f"one of {', '.join(LIMITS)}")

@@ -6,15 +6,17 @@
 __all__ = ['find_non_finite', 'find_first_non_finite']
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #9ed03957
+import re
 from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
 
-from .activations import first_names
+from .activations import first_names, run_format
 from .findings import Finding
 from .limits import limit
 from ..names.findings import SEVERITIES
+from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, group_of, loss_name, scalars_of
 from ..run.scalars import series, series_names
 
@@ -85,10 +87,68 @@ class _Bad:
     what: str
     names: xr.DataArray  # of the modules or parameters
     order: np.ndarray  # those that were not finite at that step, the cause first
+    cause: dict  # evidence of what made the first of them, {} where the record does not tell
     count: float  # values of the first of them
     stays: bool  # whether it was so at every later step
 
+# %% ../../nbs/api/detect/05_non_finite.ipynb #7c300c90
+_REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(.*?(?:absmax (\S+))?$")
 
+
+def _reported(run: xr.DataTree, step: int) -> tuple[str, float]:
+    "The module that the recorder itself saw first at a step, and the largest number just before; '' and NaN."
+    events = group_of(run, "events")
+    texts = [] if events is None else events.event_text.values[events.event_step.values == step].astype(str)
+    match = next((match for match in map(_REPORT.match, texts) if match), None)
+    return ("", np.nan) if match is None else (match[1], float(match[2] or np.nan))
+
+
+def _counts_at(at_step: xr.Dataset, name: str) -> np.ndarray:
+    "(module,) a count at one step, NaN where it was not recorded."
+    return at_step[name].values if name in at_step else np.full(at_step.sizes["module"], np.nan)
+
+
+def _leaves_first(at_step: xr.Dataset, bad: np.ndarray, reported: str) -> np.ndarray:
+    "Indices of the module that the recorder saw first, then those without a bad one inside, then the others."
+    if "module" not in at_step.dims:
+        return bad
+    names, came_in = at_step.module.values.astype(str), _counts_at(at_step, "in_nonfinite_count") > 0
+    around = {i for i in bad for j in bad if names[j].startswith(f"{names[i]}.")}
+    return np.array(sorted(bad, key=lambda i: (names[i] != reported, i in around, came_in[i])), dtype=int)
+
+# %% ../../nbs/api/detect/05_non_finite.ipynb #258bdc5c
+def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, before: float) -> dict:
+    "What made the first output that is not finite, as evidence; {} where the record does not tell."
+    names, first = at_step.module.values.astype(str), order[0]
+    came_in = _counts_at(at_step, "in_nonfinite_count")
+    if came_in[first] > 0:
+        outer = [
+            str(names[i]) for i in order if not came_in[i] > 0 and names[first].startswith(f"{names[i]}.")
+        ]
+        return {"cause": "input", "code": max(outer, key=len, default="the model")}
+    largest = float(_counts_at(at_step, "in_absmax")[first])
+    largest = largest if np.isfinite(largest) else before
+    bound = largest * _gain(run, names[first], int(at_step.step), largest)
+    if not np.isfinite(largest) or not bound >= 0:
+        return {}
+    overflows = bound >= float(NUMBER_FORMATS[run_format(run)].max)
+    has_weight = f"{names[first]}.weight" in run.attrs.get("shapes", {})
+    own_cause = "weight" if has_weight else "module"
+    return {"cause": "overflow" if overflows else own_cause, "in_absmax": largest}
+
+
+def _gain(run: xr.DataTree, module: str, step: int, largest: float) -> float:
+    "How many times the largest input a result can be: of a matrix as last recorded, else of a square."
+    weights, param = group_of(run, "weights"), f"{module}.weight"
+    shape = run.attrs.get("shapes", {}).get(param, ())
+    if len(shape) != 2:
+        return largest
+    if weights is None or "absmax" not in weights or param not in weights.param.values:
+        return np.nan
+    before = weights.absmax.sel(param=param, step=weights.step < step)
+    return float(before.values[-1]) * max(shape) if before.size else np.nan
+
+# %% ../../nbs/api/detect/05_non_finite.ipynb #c37b66dd
 def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     "The first step at which a count of values that are not finite is above zero."
     table = group_of(run, group)
@@ -100,11 +160,15 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     rows = np.flatnonzero((counts > 0).any(axis=1) & ~_skipped(run, table.step.values))
     if not len(rows):
         return None
-    order = np.flatnonzero(counts[rows[0]] > 0)
-    order = order[::-1] if comes_backwards else order
+    bad = np.flatnonzero(counts[rows[0]] > 0)
+    is_output = (group, name) == ("activations", "nonfinite_count")
+    at_step = table.isel(step=rows[0])
+    reported, before = _reported(run, int(at_step.step))
+    order = _leaves_first(at_step, bad[::-1] if comes_backwards else bad, reported)
+    cause = _cause(run, at_step, order, before) if is_output else {}
     stays = bool((counts[rows[0] :] > 0).any(axis=1).all())
     count = float(counts[rows[0], order[0]])
-    return _Bad(int(table.step.values[rows[0]]), what, table[label], order, count, stays)
+    return _Bad(int(table.step.values[rows[0]]), what, table[label], order, cause, count, stays)
 
 
 def _skipped(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
@@ -124,5 +188,6 @@ def find_first_non_finite(
     if bad is None:
         return []
     evidence = {"what": bad.what, "values": int(bad.count), "n": len(bad.order), "stays": bad.stays}
+    evidence |= bad.cause
     severity, modules = "error" if bad.stays else "warning", first_names(bad.names, bad.order)
     return [Finding("non_finite", severity, bad.step, modules=modules, evidence=evidence)]

@@ -19,6 +19,7 @@ from stabilitylab.detect.activations import (
     median_of_finite,
 )
 from .findings import Finding
+from .growth import growth_evidence
 from .limits import limit
 from .phrase import evidence_words
 from ..run.curves import curve, group_of
@@ -37,6 +38,7 @@ def find_param_grad_explosion(
         return []
     onset = gradients.step.values[at[order[0]]]
     evidence = {"ratio": float(ratio[order[0]]), "n": len(order)}
+    evidence |= growth_evidence(gradients.step.values, gradients.grad_norm.values[:, order[0]])
     modules = first_names(gradients.param, order)
     return [Finding("grad_norm_explosion", "warning", onset, modules=modules, evidence=evidence)]
 

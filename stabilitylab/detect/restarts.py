@@ -15,6 +15,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import limit
 from .phrase import evidence_words
+from ..run.attempts import rolled_back_at
 from ..run.curves import Curve, group_of, loss_curve, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
@@ -112,26 +113,28 @@ def find_changed_settings(
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #a1b957b8
 def _fresh_starts(
-    value: np.ndarray,  # (n,) float64, finite: a loss whose steps do not say where another model begins
+    series: Curve,  # a loss with finite values, whose steps do not say where another model begins
 ) -> list[int]:  # indices of first records of further models; [] for one model
     "Where a loss jumps back to where it began and falls again as it fell then: folds, or runs in one file."
+    value = series.value
     few, n = limit("few_records"), len(value)
     level = before(value, few, few)
     learned = value[:1] - level
     is_learned = learned > limit("spike_sigma") * difference_noise(value)
-    places = np.flatnonzero(is_learned & (value - level > limit("majority") * learned))
-    if not len(places):
+    jumps = np.flatnonzero(is_learned & (value - level > limit("majority") * learned))
+    if not len(jumps):
         return []
-    drop = float(learned[places[0]])
+    drop = float(learned[jumps[0]])
     half = int(np.argmax(value <= value[0] - drop / 2))
     records = int(np.clip(2 * half, few, limit("history") // 2))
-    is_whole = (places >= records) & (places + records <= n)
+    is_whole = (jumps >= records) & (jumps + records <= n)
     if half < few or not is_whole.any():
         return []  # a loss that falls at once, and a spike that comes back at once, look alike
-    starts, course = [0], value[:records]
-    for at in places[is_whole].tolist():
-        is_alike = np.abs(value[at : at + records] - course).mean() <= limit("slight_share") * drop
-        if is_alike and at - starts[-1] >= records:
+    starts, first_fall = [0], value[:records]
+    for at in jumps[is_whole].tolist():
+        is_alike = np.abs(value[at : at + records] - first_fall).mean() <= limit("slight_share") * drop
+        is_far = at - starts[-1] >= records
+        if is_alike and is_far and rolled_back_at(series, at) is None:
             starts.append(at)
     return starts[1:]
 
@@ -155,7 +158,7 @@ def split_runs(
             cuts.append(int(at))
             starts.append(begins)
     parts = _parts(series, cuts)
-    return [run for part in parts for run in _parts(part, [0, *_fresh_starts(part.value)])]
+    return [run for part in parts for run in _parts(part, [0, *_fresh_starts(part)])]
 
 
 def _parts(series: Curve, cuts: list[int]) -> list[Curve]:
@@ -187,8 +190,8 @@ def find_concatenated_runs(
     loss = loss_curve(run)
     if loss is None or not len(loss.value):
         return []
-    told = loss.step[np.r_[True, np.diff(loss.segment) > 0]]
-    new = [int(part.step[0]) for part in split_runs(loss) if part.step[0] not in told]
+    reported = loss.step[np.r_[True, np.diff(loss.segment) > 0]]
+    new = [int(part.step[0]) for part in split_runs(loss) if part.step[0] not in reported]
     if not new:
         return []
     evidence = {
@@ -199,8 +202,8 @@ def find_concatenated_runs(
     return [Finding("restart", "info", new[0], evidence=evidence, series=loss.name)]
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #483e772b
-_NOT_TOLD = ("command",)
-_MOST = 10  # settings that are told in words; `keys` has all of them
+_UNREPORTED = ("command",)
+_MAX_SETTINGS = 10  # settings that are told in words; `keys` has all of them
 
 
 def find_environment_change(
@@ -222,17 +225,17 @@ def find_other_environments(
     runs: dict[str, xr.DataTree],  # name -> record
 ) -> list[Finding]:  # one a pair of runs that differ
     "Pairs of recorded runs that did not run in the same environment."
-    known = {name: run.attrs["environment"] for name, run in runs.items() if run.attrs.get("environment")}
+    recorded = {name: run.attrs["environment"] for name, run in runs.items() if run.attrs.get("environment")}
     findings = []
-    for a, b in combinations(known, 2):
-        old, new = known[a], known[b]
-        keys = [key for key in sorted(old | new) if key not in _NOT_TOLD and old.get(key) != new.get(key)]
+    for a, b in combinations(recorded, 2):
+        old, new = recorded[a], recorded[b]
+        keys = [key for key in sorted(old | new) if key not in _UNREPORTED and old.get(key) != new.get(key)]
         if not keys:
             continue
-        told = [
+        texts = [
             evidence_words("other environment", name=key, old=old.get(key), new=new.get(key))
-            for key in keys[:_MOST]
+            for key in keys[:_MAX_SETTINGS]
         ]
-        evidence = {"names": [a, b], "changed": ", ".join(told), "keys": keys}
+        evidence = {"names": [a, b], "changed": ", ".join(texts), "keys": keys}
         findings.append(Finding("environment_change", "info", evidence=evidence))
     return findings

@@ -15,7 +15,9 @@ from .findings import Finding
 from .limits import limit
 from .phrase import evidence_words
 from .restarts import split_runs
+from ..run.attempts import attempts, rolled_back_at, with_history
 from ..run.curves import Curve, curve, loss_curve, step_interval
+from ..run.intervals import stretches
 from ..run.rolling import before, level_and_noise
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #f03fe904
@@ -58,6 +60,23 @@ def out_of_range(
         noise = np.where(np.isnan(noise), _early_noise(value, lowest), noise)
     return np.flatnonzero(is_high), level, noise
 
+# %% ../../nbs/api/detect/10_spikes.ipynb #98a43368
+def _attempts_out_of_range(series: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "`out_of_range` of a loss, where what a rollback abandoned is no level of what comes after it."
+    if not any(attempt.resumed for attempt in attempts(series)):
+        return out_of_range(series.value)
+    level, noise = np.empty((2, len(series.value)))
+    high = []
+    for attempt, lead in with_history(series):
+        if len(lead) < limit("history") // 4:  # too few are in the log: those printed before count
+            lead = np.arange(attempt.first)
+        lead = lead[-limit("look_windows") * limit("history") :]
+        own = slice(attempt.first, attempt.stop)
+        flagged, own_level, own_noise = out_of_range(np.r_[series.value[lead], series.value[own]])
+        high.append(flagged[flagged >= len(lead)] - len(lead) + attempt.first)
+        level[own], noise[own] = own_level[len(lead) :], own_noise[len(lead) :]
+    return np.concatenate(high), level, noise
+
 # %% ../../nbs/api/detect/10_spikes.ipynb #07b221b7
 _CHUNK = 4096  # windows whose medians are taken at once: what follows a spike may be a million records
 
@@ -91,6 +110,7 @@ class Spike:
 
     first: int  # index of its first record
     last: int  # index of its last record; the end of the series where it never came back
+    records: int  # records in it that had not come back
     baseline: float  # level before it
     noise: float  # usual noise there, a standard deviation
     peak: float  # highest value
@@ -99,11 +119,7 @@ class Spike:
     recovery: str  # fast, slow, partial or none
     recovery_steps: int | None  # steps until it was back; None: it never was
     offset: float | None  # how far above the baseline the series ends; None where it came back
-
-    @property
-    def records(self) -> int:
-        "How many records it lasted."
-        return self.last - self.first + 1
+    rolled_back_to: int | None = None  # step of the restart that abandoned it before it came back
 
     @property
     def height(self) -> float:
@@ -112,17 +128,36 @@ class Spike:
 
     def evidence(self) -> dict:
         "What a finding says of it; what is not known is left out."
-        told = ("baseline", "peak", "peak_step", "z", "recovery", "recovery_steps", "offset")
+        told = (
+            "baseline",
+            "peak",
+            "peak_step",
+            "z",
+            "recovery",
+            "recovery_steps",
+            "offset",
+            "rolled_back_to",
+        )
         return {name: getattr(self, name) for name in told if getattr(self, name) is not None}
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #981bd6b5
-def _spike(series: Curve, first: int, baseline: float, noise: float) -> Spike:
-    "The spike that begins at record `first`."
-    value, n = series.value, len(series.value)
-    back, records_left = None, n - first - 1
+def _abandoned_at(series: Curve, first: int) -> int | None:
+    "The restart that went back to before a spike, where the spike had been up long enough to be judged."
+    restart = rolled_back_at(series, first)
+    is_short = restart is not None and restart - first < limit("median_records")
+    return None if is_short else restart
+
+
+def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: float) -> Spike:
+    "The spike that begins at record `first` and has its last record out of range at `last_high`, or later."
+    restart = _abandoned_at(series, first)
+    value = series.value[:restart]
+    n, back = len(value), None
+    last_high = min(last_high, n - 1)
+    records_left = n - last_high - 1
+    ceiling = baseline + limit("back_sigma") * noise
     if records_left:
-        ceiling = baseline + limit("back_sigma") * noise
-        back = _back(value, first + 1, ceiling, min(limit("few_records"), records_left))
+        back = _back(value, last_high + 1, ceiling, min(limit("few_records"), records_left))
     last = n - 1 if back is None else back - 1
     at_peak = first + int(np.argmax(value[first : last + 1]))
     peak = float(value[at_peak])
@@ -133,32 +168,39 @@ def _spike(series: Curve, first: int, baseline: float, noise: float) -> Spike:
         left = offset / (peak - baseline) if peak > baseline else None
     else:
         steps = int(abs(series.step[back] - series.step[first]))
+    is_outlier = back is not None and back - first <= limit("outlier_records")
     return Spike(
         first=first,
         last=last,
+        records=int((value[first : last + 1] > ceiling).sum()),
         baseline=baseline,
         noise=noise,
         peak=peak,
         peak_step=int(series.step[at_peak]),
         z=(peak - baseline) / noise if noise > 0 else float("inf"),
-        recovery="fast" if back == first + 1 else _recovery(steps, left),
+        recovery="fast" if is_outlier else _recovery(steps, left),
         recovery_steps=steps,
         offset=offset,
+        rolled_back_to=None if restart is None or back is not None else int(series.step[restart]),
     )
 
 
 def spike_events(
     series: Curve,  # the loss as arrays
 ) -> list[Spike]:  # in the order of the log
-    "The spikes of one series, each once."
+    "The spikes of one series, each once: records out of range that lie near each other are one."
     if len(series.value) < limit("median_records"):
         return []
-    high, level, noise = out_of_range(series.value)
-    events, done = [], -1
-    for first in high.tolist():
-        if first > done:
-            events.append(_spike(series, first, float(level[first]), float(noise[first])))
-            done = events[-1].last
+    high, level, noise = _attempts_out_of_range(series)
+    resumed = [attempt.first for attempt in attempts(series) if attempt.resumed]
+    of_each = np.split(high, np.searchsorted(high, resumed))
+    events: list[Spike] = []
+    for first, last in (pair for part in of_each for pair in stretches(part, limit("gap_records"))):
+        if events and last <= events[-1].last:
+            continue
+        goes_on = events and first <= events[-1].last
+        begin = events.pop().first if goes_on else first
+        events.append(_spike(series, begin, last, float(level[begin]), float(noise[begin])))
     return events
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #e3389d03
@@ -250,7 +292,7 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
     few = limit("most_reported")
     if not any(_is_tail_end(spike, np.inf) for spike in spikes) or len(series.value) <= few:
         return 0.0
-    _, level, noise = out_of_range(series.value)
+    _, level, noise = _attempts_out_of_range(series)
     z = (series.value - level) / np.where(noise > 0, noise, np.inf)
     beside = np.maximum(np.r_[0.0, z[:-1]], np.r_[z[1:], 0.0])
     alone = np.where(z > limit("twofold") * beside, z, 0.0)

@@ -32,7 +32,7 @@ def _set_groups(log: UndoLog, name: str, value: Any) -> None:
     "adam_eps",
     "optimizer",
     "lower: OLMo 2, SD3, Wortsman et al.; higher: OPT-175B, practitioner's MT notes",
-    rows=("opt-5", "mt-39", "own-4", "vlm-10"),
+    rows=("opt-5", "mt-39", "mt-43f", "own-4", "vlm-10"),
     slots=("optimizer.eps",),
     equation="Δw = lr·m̂/(√v̂ + ε)",
 )
@@ -51,7 +51,7 @@ def _adam_eps(
     "adam_beta2",
     "optimizer",
     "Wortsman et al., Adept; OPT-175B and BLOOM saw no effect",
-    rows=("opt-4", "mle-17g", "own-7", "vlm-10"),
+    rows=("opt-4", "mle-17g", "own-7", "vlm-10", "opt-32"),
     slots=("optimizer.betas",),
     equation="v -> β₂ v + (1-β₂) g²",
 )
@@ -101,7 +101,7 @@ def _sgd_like_adam(
     "weight_decay",
     "optimizer",
     "Hugging Face VLM note, OPT-175B, practitioner's MT notes: did not work",
-    rows=("vlm-6", "vlm-10", "opt-2", "opt-7", "mt-43c"),
+    rows=("vlm-6", "vlm-10", "opt-2", "opt-7", "mt-43c", "opt-32", "mt-2"),
     slots=("optimizer.decay",),
     is_control=True,
     equation="w -> w - lr·λ·w",

@@ -124,7 +124,7 @@ def _output_norm(
     "normformer",
     "model",
     "OPT-175B tried and removed it; NormFormer 2110.09456",
-    rows=("opt-9",),
+    rows=("opt-9", "opt-32"),
     slots=("norms.output", "attention.gate"),
     keeps_function=False,
     is_control=True,

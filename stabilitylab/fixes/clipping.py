@@ -21,7 +21,7 @@ from .undo_log import UndoLog
     "clip_norm",
     "optimizer",
     "OPT-175B, BLOOM, Marin; wide ones: practitioner's MT notes",
-    rows=("opt-3", "opt-11", "opt-21", "mt-7", "mt-8", "mt-43d", "new-2b"),
+    rows=("opt-3", "opt-11", "opt-21", "mt-7", "mt-8", "mt-43d", "new-2b", "opt-32"),
     slots=("clip",),
     equation="g -> g·min(1, c/‖g‖)",
 )
@@ -46,6 +46,11 @@ def with_gradients(
 ) -> list:  # of parameters
     "Parameters that have a gradient, in the order of the model."
     return [p for p in training.model.parameters() if p.grad is not None]
+
+
+def _named_with_gradients(training: Training) -> dict[str, Any]:
+    "The same by name: running values follow a parameter, also where others have no gradient in a step."
+    return {name: p for name, p in training.model.named_parameters() if p.grad is not None}
 
 
 @torch.no_grad()
@@ -121,33 +126,33 @@ class _RunningNormClipping(Hook):
 
     def __init__(self, factor: float, beta: float, warmup: int):
         self.factor, self.beta, self.warmup = factor, beta, warmup
-        self.steps, self.running = 0, dict[int, float]()
+        self.steps, self.running = 0, dict[str, float]()
 
     def after_backward(self, training: Training) -> None:
         "Clips every tensor; during the warmup globally at 1, tracking each tensor's smallest norm."
-        parameters = with_gradients(training)
-        norms = [grad_norm([p]) for p in parameters]
-        if not all(map(math.isfinite, norms)):
+        parameters = _named_with_gradients(training)
+        norms = {name: grad_norm([parameter]) for name, parameter in parameters.items()}
+        if not all(map(math.isfinite, norms.values())):
             training.skip = True
             return
-        total = math.sqrt(sum(n * n for n in norms))
+        total = math.sqrt(sum(norm * norm for norm in norms.values()))
         global_factor = min(1.0, 1 / total) if total else 1.0
         is_warm = self.steps >= self.warmup
-        for i, (parameter, norm) in enumerate(zip(parameters, norms, strict=True)):
-            factor = self.clip_factor(i, norm) if is_warm else global_factor
-            _scale_gradients([parameter], factor)
-            self.update(i, norm * factor)
+        for name, norm in norms.items():
+            factor = self.clip_factor(name, norm) if is_warm else global_factor
+            _scale_gradients([parameters[name]], factor)
+            self.update(name, norm * factor)
         self.steps += 1
 
-    def clip_factor(self, index: int, norm: float) -> float:
+    def clip_factor(self, name: str, norm: float) -> float:
         "The factor of one tensor's gradient, in (0, 1]."
-        return min(1.0, self.factor * self.running.get(index, norm) / norm) if norm else 1.0
+        return min(1.0, self.factor * self.running.get(name, norm) / norm) if norm else 1.0
 
-    def update(self, index: int, norm: float) -> None:
+    def update(self, name: str, norm: float) -> None:
         "Updates the running norm of one tensor with its clipped norm."
-        old = self.running.get(index, norm)
+        old = self.running.get(name, norm)
         is_warm = self.steps >= self.warmup
-        self.running[index] = self.beta * old + (1 - self.beta) * norm if is_warm else min(old, norm)
+        self.running[name] = self.beta * old + (1 - self.beta) * norm if is_warm else min(old, norm)
 
 # %% ../../nbs/api/fixes/16_clipping.ipynb #410fdb62
 @define_fix(
@@ -286,7 +291,7 @@ class _RunningMaximumClipping(Hook):
 
     def __init__(self, theta: float, gamma1: float, gamma2: float, interval: int):
         self.theta, self.gamma1, self.gamma2, self.interval = theta, gamma1, gamma2, interval
-        self.steps, self.running = 0, dict[int, tuple[float, float, float]]()
+        self.steps, self.running = 0, dict[str, tuple[float, float, float, int]]()
 
     def after_backward(self, training: Training) -> None:
         "Clips every tensor by its own running values."
@@ -294,32 +299,29 @@ class _RunningMaximumClipping(Hook):
             training.skip = True
             return
         self.steps += 1
-        for i, parameter in enumerate(with_gradients(training)):
-            self._clip(i, parameter)
+        for name, parameter in _named_with_gradients(training).items():
+            self._clip(name, parameter)
         if self.steps % self.interval == 0:
             training.optimizer.state.clear()
 
-    def _corrected(self, mean: float, memory: float) -> float:
-        "A running mean, corrected for its start at 0."
-        return mean / (1 - memory**self.steps)
-
     @torch.no_grad()
-    def _clip(self, index: int, parameter: Any) -> None:
-        "Clips the entries of one tensor, then scales its norm."
-        maximum, mean, square = self.running.get(index, (0.0, 0.0, 0.0))
+    def _clip(self, name: str, parameter: Any) -> None:
+        "Clips the entries of one tensor, then scales its norm; a step without its gradient does not count."
+        maximum, mean, square, steps = self.running.get(name, (0.0, 0.0, 0.0, 0))
+        steps += 1
         largest = float(parameter.grad.abs().max())
         maximum = self.theta * maximum + (1 - self.theta) * largest
-        limit = self._corrected(maximum, self.theta)
+        limit = maximum / (1 - self.theta**steps)  # corrected for its start at 0, as are the next two
         is_large = parameter.grad.abs() > limit
         shrunk = parameter.grad * (limit / largest if largest else 1.0)
         parameter.grad.copy_(torch.where(is_large, shrunk, parameter.grad))
         norm = grad_norm([parameter])
         mean = self.gamma1 * mean + (1 - self.gamma1) * norm
         square = self.gamma2 * square + (1 - self.gamma2) * norm**2
-        deviation = math.sqrt(self._corrected(square, self.gamma2))
-        target = self._corrected(mean, self.gamma1) / (deviation + 1e-12)
+        deviation = math.sqrt(square / (1 - self.gamma2**steps))
+        target = mean / (1 - self.gamma1**steps) / (deviation + 1e-12)
         _scale_gradients([parameter], target / norm if norm else 1.0)
-        self.running[index] = (maximum, mean, square)
+        self.running[name] = (maximum, mean, square, steps)
 
 # %% ../../nbs/api/fixes/16_clipping.ipynb #bdba9b80
 @define_fix(

@@ -131,6 +131,15 @@ def _tokens_of(part: Any) -> torch.Tensor:
     return part[names[0]]
 
 
+def _require_tokens(log: UndoLog) -> None:
+    "Raises where the next batch has no rows of tokens: images and tables have no repeats and no length."
+    tokens = _tokens_of(log.training.batches(log.training.step)[0])
+    is_tokens = tokens.ndim == 2 and not tokens.is_floating_point()
+    if not is_tokens:
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise bad_input("batches", got, "whole numbers (rows, tokens)", f"{log.fix.name} acts on tokens")
+
+
 def _filtered(part: Any, scores: torch.Tensor, limit: float) -> Any:
     "A micro-batch whose rows above the limit are replaced by the others; the best row, where all are above."
     is_good = scores <= limit
@@ -164,6 +173,7 @@ def _drop_repeats(
     times: Annotated[int, Range(2, 10_000)] = 32,  # repetitions in a row that count
 ) -> None:
     "Replace rows with long repetitions by other rows of their batch."
+    _require_tokens(log)
 
     def repeated(part: Any) -> torch.Tensor:
         "The fraction of repeated tokens of each row."
@@ -242,6 +252,7 @@ def _curriculum(
     steps: Annotated[int, Range(1, 10_000_000)] = 1000,  # until the full length
 ) -> None:
     "Start with short sequences."
+    _require_tokens(log)
     base, first = log.training.batches, log.training.step
 
     def shortened(step: int) -> list:

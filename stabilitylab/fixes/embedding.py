@@ -115,7 +115,7 @@ def _embedding_norm(log: UndoLog) -> None:
     "no_embedding_scale",
     "init",
     "OPT-175B, part of what worked",
-    rows=("opt-19",),
+    rows=("opt-19", "opt-32"),
     slots=("embedding.scale",),
     keeps_function=False,
 )
@@ -132,7 +132,7 @@ def _no_embedding_scale(log: UndoLog) -> None:
     "position_start",
     "init",
     "OPT-175B: sines froze, a normal draw was part of what worked",
-    rows=("opt-12", "opt-13"),
+    rows=("opt-12", "opt-13", "opt-32"),
     slots=("positions.start",),
     keeps_function=False,
 )

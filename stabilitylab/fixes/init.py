@@ -17,12 +17,23 @@ from .submodules import embedding_tables, linear_layers, matrix_sizes, residual_
 from .undo_log import UndoLog
 
 # %% ../../nbs/api/fixes/13_init.ipynb #3173cf78
+def _convolutions(model: nn.Module) -> dict[str, nn.Module]:
+    "Every convolution that is not transposed, by name."
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
+def _fan_in(module: Any) -> int:
+    "Inputs of one output; of a convolution the channels of a group times the kernel's area."
+    return module.weight[0].numel() if module.weight.ndim > 2 else matrix_sizes(module)[0]
+
+
 def _width(model: nn.Module) -> int:
     "Width of the model: of its token vectors, or the most frequent number of inputs of its matrices."
     tables = list(embedding_tables(model).values())
     if tables:
         return tables[0].embedding_dim
-    sizes = [m.weight.shape[1] for m in linear_layers(model).values()]
+    sizes = [_fan_in(m) for m in (linear_layers(model) or _convolutions(model)).values()]
     return max(set(sizes), key=sizes.count)
 
 
@@ -68,13 +79,14 @@ def _redraw(
         **embedding_tables(model),
         **embedding_tables(model, True),
         **linear_layers(model),
+        **_convolutions(model),
     }
     drawn: set[int] = set()
     for name, module in modules.items():
         if id(module.weight) in drawn:  # tied weights are drawn once
             continue
         drawn.add(id(module.weight))
-        inputs = width if isinstance(module, nn.Embedding) else matrix_sizes(module)[0]
+        inputs = width if isinstance(module, nn.Embedding) else _fan_in(module)
         deviation = _std(rule, width, inputs, std) * factor / (depth if name in residual else 1.0)
         _draw(log, name, module.weight, deviation)
         if getattr(module, "bias", None) is not None:

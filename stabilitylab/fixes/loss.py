@@ -17,6 +17,7 @@ from .registry import Range, define_fix
 from .training import Hook, Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
+from ..numerics.pytree import tensors_of
 
 # %% ../../nbs/api/fixes/18_loss.ipynb #7108358d
 class _CrossEntropy(TorchFunctionMode):
@@ -86,7 +87,7 @@ def _log_z(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch
     "z_loss",
     "loss",
     "PaLM 1e-4, OLMo 2 1e-5, Marin late in the run; no effect in IDEFICS's grid at 9B",
-    rows=("idefics-7", "own-5", "new-12b"),
+    rows=("idefics-7", "own-5", "new-12b", "vlm-9"),
     slots=("loss.z",),
     equation="L + c·mean(log² Z)",
 )
@@ -167,10 +168,34 @@ def count_targets(
     return int((targets != ignore).sum())
 
 
-def _token_shares(parts: list) -> list[float]:
-    "Each micro-batch's fraction of the tokens, sum 1."
-    counts = [count_targets(part) for part in parts]
-    return [count / max(sum(counts), 1) for count in counts]
+def _targets_of_loss(training: Training, part: Any) -> tuple[torch.Tensor, int]:
+    "The targets of the loss on a micro-batch, and the one that it ignores; modes and random state stay."
+    compared: list[tuple] = []
+
+    def record(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+        "The cross-entropy itself."
+        compared.append((targets.detach().flatten(), settings.get("ignore_index", -100)))
+        return F.cross_entropy(logits, targets, **settings)
+
+    modes = [(module, module.training) for module in training.model.modules()]
+    training.model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), training.autocast_context():
+        _EditedLoss(training.loss, record)(training.model, part)
+    for module, mode in modes:
+        module.training = mode
+    return compared[-1]
+
+
+def _counter_of_targets(training: Training) -> Callable[[Any], int]:
+    "(micro-batch) -> targets that count, in the tensor that the loss compares with, also shifted."
+    part = training.batches(training.step)[0]
+    targets, ignored = _targets_of_loss(training, part)
+    for index, leaf in enumerate(tensors_of(part)):
+        for shift in (0, 1):
+            shifted = leaf[..., shift:] if leaf.ndim else leaf
+            if torch.equal(shifted.flatten(), targets.to(leaf)):
+                return lambda part: int((tensors_of(part)[index][..., shift:] != ignored).sum())
+    raise bad_input("batches", "no targets of the loss", "tensors that the loss compares with")
 
 
 @define_fix(
@@ -187,7 +212,14 @@ def _token_mean(log: UndoLog) -> None:
         allowed = "a training that averages its micro-batches"
         hint = "the loss of this one is divided by its tokens already"
         raise bad_input("fix", "token_mean", allowed, hint)
-    log.set(log.training, "microbatch_weights", _token_shares, "training", "weights of micro-batches")
+    count = _counter_of_targets(log.training)
+
+    def token_shares(parts: list) -> list[float]:
+        "Each micro-batch's fraction of the tokens, sum 1."
+        counts = [count(part) for part in parts]
+        return [n / max(sum(counts), 1) for n in counts]
+
+    log.set(log.training, "microbatch_weights", token_shares, "training", "weights of micro-batches")
 
 
 class _Predivision(Hook):

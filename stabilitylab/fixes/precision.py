@@ -58,7 +58,7 @@ def _autocast(
     "weight_type",
     "precision",
     "Hugging Face VLM note (fp16 to bf16 first); OPT-175B (pure fp16 failed)",
-    rows=("vlm-5", "opt-18", "opt-23"),
+    rows=("opt-18", "opt-23", "mt-45"),
     slots=("precision.weights",),
     keeps_function=False,
 )

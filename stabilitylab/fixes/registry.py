@@ -8,13 +8,11 @@ __all__ = ['REGISTRY', 'Range', 'About', 'define_fix', 'parameter_ranges', 'Fix'
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #726229b6
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.resources import files
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -310,14 +308,8 @@ def fixes(
     return pd.DataFrame([row for row in rows if acts_on in (None, row["acts_on"])])
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #b16dbe22
-@cache
-def _reasons() -> dict[str, dict]:
-    "Rows of the accounts that no fix carries out, with the reason."
-    text = files("stabilitylab.fixes").joinpath("answers.json").read_text(encoding="utf-8")
-    return {row["id"]: row for row in json.loads(text)}
-
-
 def answers() -> pd.DataFrame:  # id, name, source, reported ('' for what was only observed), answer, text
+    # answer: 'object' (text: fixes), 'call' (text: the call), else the state of its items and the reason
     "Every row of the tables of knowledge and what this project does about it."
     _load_modules()
     by_row: dict[str, list[str]] = {}
@@ -326,9 +318,17 @@ def answers() -> pd.DataFrame:  # id, name, source, reported ('' for what was on
             by_row.setdefault(row, []).append(name)
     rows = []
     for account in (*load_rows("phenomena"), *load_rows("remedies")):
-        reason = _reasons().get(account["id"], {"answer": "none", "text": ""})
         names = by_row.get(account["id"])
-        answer = {"answer": "object", "text": ", ".join(names)} if names else reason
+        answer, text = ("object", ", ".join(names)) if names else _answer_of(account["id"])
         columns = {k: account.get(k, "") for k in ("id", "name", "source", "reported")}
-        rows.append(columns | {"answer": answer["answer"], "text": answer["text"]})
+        rows.append(columns | {"answer": answer, "text": text})
     return pd.DataFrame(rows)
+
+
+def _answer_of(row: str) -> tuple[str, str]:
+    "What the table of items has for a row that no fix carries out: a call before a reason."
+    of_row = [item for item in load_rows("items") if row in item["rows"]]
+    calls = [item["call"] for item in of_row if item["state"] == "works"]
+    if calls:
+        return "call", calls[0]
+    return next(((item["state"], item.get("numbers", "")) for item in of_row), ("none", ""))

@@ -46,7 +46,7 @@ def _scale_rates(log: UndoLog, factor: Callable[[int], float], what: str) -> Non
     "lower_lr",
     "schedule",
     "OPT-175B, IDEFICS-80B, Hugging Face VLM note",
-    rows=("vlm-18", "opt-14", "opt-20", "mle-17b", "mt-43a", "vlm-9"),
+    rows=("vlm-18", "opt-14", "opt-20", "mle-17b", "mt-43a", "vlm-9", "opt-32", "mt-2"),
     slots=("lr.factor",),
     equation="lr -> f·lr",
 )
@@ -81,7 +81,7 @@ def _raise_lr(
     "warmup",
     "schedule",
     "BLOOM: longer warmup did not work; Marin: 1000 steps behind a change of architecture",
-    rows=("mle-17i", "mt-43b", "new-2a", "vlm-9"),
+    rows=("mle-17i", "mt-43b", "new-2a", "vlm-9", "mt-2"),
     slots=("lr.warmup",),
     equation="lr -> lr·min(1, (t+1)/T)",
 )

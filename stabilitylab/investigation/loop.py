@@ -18,7 +18,7 @@ from ..names.errors import InputError, bad_input
 from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words
 from ..run.recording import Recording
-from ..trial.arm import Arm
+from ..trial.arm import Arm, null_arm
 from ..trial.tasks import TrialState, run_to_end
 from ..trial.trial import Trial, TrialResult
 
@@ -50,12 +50,12 @@ class _RunningTrial:
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ) -> None:
         "Starts to train; one that trains already is stopped."
-        if self.plan.start is None:
-            raise bad_input("plan", "one without a start", "a plan with a start", " ".join(self.plan.notes))
+        plan = self.plan
+        if plan.start is None:
+            raise bad_input("plan", "one without a start", "a plan with a start", " ".join(plan.notes))
         self.cancel()
-        self.trial = Trial(
-            self.plan.start, self.plan.arms, self.plan.steps, seeds, folder, device=device, client=client
-        )
+        arms = [*(arm for arm in plan.arms if not arm.is_null), null_arm(plan.steps)]
+        self.trial = Trial(plan.start, arms, plan.steps, seeds, folder, device=device, client=client)
         self._minutes, self._has_folder = budget, folder is not None
         self._set_end()
 

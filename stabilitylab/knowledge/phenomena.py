@@ -18,7 +18,7 @@ from ..names.findings import FINDING_KINDS
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #bdca1441
 @cache
 def load_rows(
-    table: str,  # 'phenomena', 'remedies' or 'contradictions'
+    table: str,  # 'phenomena', 'remedies', 'contradictions' or 'sources'
 ) -> tuple[dict, ...]:  # the rows of that table, in the order in which they matter
     "The rows of one of the tables that come with the package."
     return tuple(
@@ -37,7 +37,9 @@ def check_kind(
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #177b2f91
 def phenomena(
     kind: str | None = None,  # a finding kind; None: all
-) -> pd.DataFrame:  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, evidence
+) -> (
+    pd.DataFrame
+):  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, ours, evidence
     "What teams observed, one row each."
     rows = load_rows("phenomena")
     columns = list(rows[0])

@@ -17,7 +17,9 @@ from ..names.findings import REPORTED
 def remedies_for(
     kind: str,  # a finding kind
     limit: int | None = None,  # at most so many, with every verdict represented; None: all
-) -> list[dict]:  # name, source, reported, note, topic, knobs, evidence, id, what; what worked comes first
+) -> list[
+    dict
+]:  # name, source, reported, note, ours, topic, knobs, evidence, id, what; what worked comes first
     "What teams tried against this kind of finding, and what they said of it."
     check_kind(kind)
     rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]
@@ -50,12 +52,12 @@ def _shares(groups: list[list[dict]], limit: int) -> list[list[dict]]:
     return [group[: counts[i]] for i, group in enumerate(groups)]
 
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #67a126cb
-_COLUMNS = ["topic", "name", "source", "reported", "note", "kinds", "knobs", "evidence", "id", "what"]
+_COLUMNS = ["topic", "name", "source", "reported", "note", "ours", "kinds", "knobs", "evidence", "id", "what"]
 
 
 def remedies_table(
     topic: str | None = None,  # such as 'gradient clipping'; None: all
-) -> pd.DataFrame:  # columns: topic, name, source, reported, note, kinds, knobs, evidence, id, what
+) -> pd.DataFrame:  # columns: topic, name, source, reported, note, ours, kinds, knobs, evidence, id, what
     "Every remedy, sorted by topic; reports on one topic stand together, so that disagreement shows."
     rows = [row for row in load_rows("remedies") if topic in (None, row["topic"])]
     return pd.DataFrame(rows, columns=_COLUMNS).sort_values("topic", kind="stable", ignore_index=True)

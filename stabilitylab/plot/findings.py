@@ -6,7 +6,7 @@
 __all__ = ['WITHOUT_BAND', 'panels_of', 'plot_findings']
 
 # %% ../../nbs/api/plot/03_findings.ipynb #e71b68e1
-from typing import Any
+from typing import Any, cast
 
 import matplotlib.pyplot as plt
 import xarray as xr
@@ -19,6 +19,14 @@ from ..run.curves import loss_name
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/plot/03_findings.ipynb #ae24b62d
+_ON_A_FLAG = 3  # numbers that a flag names; the others are counted
+_TRIANGLE: dict[str, Any] = {
+    "marker": "v",
+    "markersize": 3,
+    "linestyle": "none",
+    "clip_on": False,
+    "zorder": 6,
+}
 WITHOUT_BAND = (
     "restart",
     "not_learning",
@@ -32,11 +40,10 @@ def _mark_findings(
     findings: Findings,  # of one run
     ax: Axes,  # with the x-axis in steps, its range already set
     flags: bool = True,  # numbers above the axes
-    min_gap: float = 0.022,  # smallest distance of two numbers, as a fraction of the width
 ) -> Axes:  # the axes
     "Findings as bands and numbered flags, in the colour of their severity."
     low, high = ax.set_xlim(ax.get_xlim())
-    numbered: list[float] = []  # positions of the flags with a number, as fractions of the width
+    placed: dict[int, float] = {}  # number of a finding -> where its flag stands, as a fraction of the width
     bands: set[tuple] = set()
     for number, finding in enumerate(findings, 1):
         onset = finding.onset
@@ -51,11 +58,39 @@ def _mark_findings(
         if finding.kind != "restart":
             ax.axvline(onset, color=shade, linewidth=0.9, alpha=0.8, zorder=1)
         if flags:
-            position = (onset - low) / (high - low)
-            overlaps = any(abs(position - other) < min_gap for other in numbered)
-            _flag(ax, "" if overlaps else str(number), onset, shade)
-            numbered += [] if overlaps else [position]
+            ax.plot([onset], [1], color=shade, label="_flag", **_TRIANGLE, transform=ax.get_xaxis_transform())
+        placed[number] = (onset - low) / (high - low)
+    for numbers in _flag_groups(placed) if flags else []:
+        first = findings[numbers[0] - 1]
+        _flag(ax, _flag_text(numbers), cast(int, first.onset), colour(first.severity, ax))
     return ax
+
+
+def _flag_groups(placed: dict[int, float]) -> list[list[int]]:
+    "The numbers that share a flag, the most severe finding first in each."
+    groups = [[number] for number in sorted(placed, key=lambda number: placed[number])]
+    left = 0
+    while left < len(groups) - 1:
+        first, second = groups[left], groups[left + 1]
+        distance = abs(placed[first[0]] - placed[second[0]])
+        if distance >= (_flag_width(first) + _flag_width(second)) / 2:
+            left += 1
+            continue
+        groups[left : left + 2] = [sorted([*first, *second])]
+        left = max(left - 1, 0)  # a wider flag may now touch the one before it
+    return groups
+
+
+def _flag_text(numbers: list[int]) -> str:
+    "What a flag says of its findings."
+    text = " ".join(str(number) for number in numbers[:_ON_A_FLAG])
+    more = len(numbers) - _ON_A_FLAG
+    return f"{text} +{more}" if more > 0 else text
+
+
+def _flag_width(numbers: list[int]) -> float:
+    "How wide a flag is at most, as a fraction of the width of a page's picture."
+    return 0.012 + 0.01 * len(_flag_text(numbers))
 
 
 def _has_band(finding: Finding, share: float) -> bool:
@@ -64,12 +99,7 @@ def _has_band(finding: Finding, share: float) -> bool:
 
 
 def _flag(ax: Axes, text: str, step: float, shade: str) -> None:
-    "A flag with a number above the axes; without one a small triangle."
-    look: dict[str, Any] = {"marker": "s", "markersize": 1} if text else {"marker": "v", "markersize": 3}
-    above: dict[str, Any] = {"clip_on": False, "transform": ax.get_xaxis_transform(), "zorder": 6}
-    ax.plot([step], [1], linestyle="none", color=shade, label="_flag", **look, **above)
-    if not text:
-        return
+    "A flag with numbers above the axes."
     ax.annotate(
         text,
         (step, 1),

@@ -21,11 +21,11 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
-from .guard import RECORDING, Guard, warn_safely, whole_graphs
+from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
-from .params import UPDATES, ParamProbe, groups_of, scaler_in_use
-from .scalars import StepLoss, clean_scalars
+from .params import UPDATES, ParamProbe, groups_of
+from .scalars import LossScale, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
     RecorderOptions,
@@ -39,378 +39,12 @@ from stabilitylab.probe.settings import (
     this_rank,
 )
 from .setup_template import write_setup
+from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
-_LOOKS = 5  # optimizer steps at which a forgotten GradScaler is looked for; our convention
-
-
-def _finish_at_exit(recorder: weakref.ref) -> None:
-    "Write what a recorder still holds when the program ends without closing it."
-    left = recorder()
-    if left is not None and left.pid == os.getpid():
-        error = getattr(sys, "last_value", None)
-        left.__exit__(None if error is None else type(error), error, None)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
-class _RecorderState:
-    "What a recording holds."
-
-    options: RecorderOptions
-    model: torch.nn.Module
-    path: Path
-    optimizers: list
-    scaler: Any  # GradScaler; None until one is given or found
-    has_scaler: bool
-    pid: int  # of the process that made the recorder
-    guard: Guard
-    n: int  # step that comes next
-    micro: int = 0  # micro-batches of it so far
-    is_open: bool = False
-    sample_next: bool = False  # whether the next step takes the costly statistics whatever its number
-    skipped: bool = False  # whether a step was withheld
-    graphs: int  # modules met in a whole graph when the recording began
-    looks: int = 0  # steps at which a GradScaler was looked for
-    modules: ModuleProbe | NoModules
-    # the ParamProbe, its LiveStore, Writer, StepLoss and AttentionRecording; None until `__enter__`
-    params: Any = None
-    store: Any = None
-    writer: Any = None
-    own_loss: Any = None
-    attention: Any = None
-    box: BlackBox | None = None  # None without snapshots
-    handles: list  # of hooks, which have a `remove`
-    withheld: list[tuple[torch.nn.Parameter, torch.Tensor]]  # gradients of a step that is skipped
-    scale: torch.Tensor | None = None  # loss scale of the gradients
-    at_exit: Any = None  # what runs when the program ends
-    begin: float  # when the step began, of `time.perf_counter`
-    clip: float | None = None  # largest gradient norm, where a framework says it
-
-    @property
-    def off(self) -> str | None:
-        "Why nothing is recorded any more; None while the recording goes on."
-        return self.guard.end
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
-class _StepEvents(_RecorderState):
-    "What is done while a step runs."
-
-    def _sample(self) -> None:
-        "Decide whether the step that begins takes the costly statistics."
-        every = 1 if self.options.level == "full" else self.options.every_n
-        is_due = self.sample_next or bool(every and self.n % every == 0)
-        self.attention.begin_step(self.n, self.sample_next)
-        self.sample_next = False
-        self.modules.sampling = self.params.sampling = is_due and self.off is None
-
-    def _on_bad(self, step: int, text: str) -> None:
-        "At the first non-finite value."
-        self.sample_next = True
-        if self.box is not None:
-            self.guard.attempt("the black box", None, self.box.trigger, step)
-
-    def _after_backward(self) -> None:
-        "At the end of each backward pass."
-        if self.off is None:
-            self.params.after_backward()
-            self._read_scale()
-
-    def _read_scale(self) -> None:
-        "The loss scale that the gradients carry now."
-        scale = getattr(self.scaler, "_scale", None)
-        self.scale = scale.clone() if torch.is_tensor(scale) else None
-
-    def _before_optimizer(self) -> None:
-        "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
-        if self.box is not None:
-            self.guard.attempt("the black box", None, self.box.settings, self.n)
-        self.looks += 1
-        if self.has_scaler or self.looks > _LOOKS:
-            return
-        self.scaler = scaler_in_use()
-        if self.scaler is None:
-            return
-        self.has_scaler = True
-        self._read_scale()
-        if self.box is not None:
-            self.box.scaler = self.scaler
-        self.guard.note(
-            "the loop has a GradScaler that was not given: its loss scale is used; pass `scaler=`"
-        )
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #659d8e0d
-class _WithheldSteps(_StepEvents):
-    "Steps that change nothing because a gradient is not finite."
-
-    def _guard_steps(self) -> None:
-        "Hooks that take the gradients away from a step that would use a non-finite one."
-        for optimizer in self.params.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._hold_safely))
-            self.handles.append(optimizer.register_step_post_hook(self._release_safely))
-
-    def _hold_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        "The hook before a step that may have to be skipped."
-        self.guard.attempt("skipped steps", None, self._hold, optimizer)
-
-    def _hold(self, optimizer: Any) -> None:
-        "Take the gradients away from a step that would use a non-finite one, so that nothing is changed."
-        if has_bad(self.params.grads.values()):
-            params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
-            self.withheld, self.skipped = [(p, p.grad) for p in params], True
-            for p in params:
-                p.grad = None
-
-    def _release_safely(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        "The hook after a step that may have been skipped."
-        self.guard.attempt("skipped steps", None, self._release)
-
-    def _release(self) -> None:
-        "Give the gradients back."
-        for p, gradient in self.withheld:
-            p.grad = gradient
-        self.withheld = []
-
-    def _raise(self) -> None:
-        "Stop the run and say where it broke, as the caller asked."
-        writer = self.writer
-        while writer.bad is None and writer.thread.is_alive() and not writer.broken:
-            time.sleep(0.01)
-        bad = writer.bad or {}
-        location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
-        raise FloatingPointError(f"step {self.n - 1}: first non-finite value is the {location}")
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #01ff34d7
-class _StepReport(_WithheldSteps):
-    "What a step gathered, as the writer gets it."
-
-    def _scalars(self, values: dict[str, Any], elapsed: float, is_skipped: bool) -> dict[str, Any]:
-        "The values of this step."
-        own = None if self.own_loss is None else self.own_loss.take(self.scale)
-        if values.get("loss") is None and own is not None:
-            values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
-        elif values.get("loss") is None:
-            self.guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
-        scalars = clean_scalars(values, self.guard) | {"step_time": elapsed}
-        rates = [self.params.lr] if self.params.lr is not None else []
-        rates += [groups[0]["lr"] for groups in map(groups_of, self.params.optimizers) if groups]
-        if self.optimizers:
-            scalars["skipped"] = float(is_skipped)
-            scalars |= clean_scalars({"lr": rates[0] if rates else None}, self.guard)
-        if self.scale is not None:
-            scalars["loss_scale"] = self.scale.reshape(1)
-        return scalars
-
-    def _take_details(self, uses: dict) -> tuple[dict, dict]:
-        "The costly statistics of this step by what they are of, and the channels that stand out."
-        if not self.params.sampling:
-            return {}, {}
-        rows, tops = self.modules.take_details(uses)
-        details = {("module", key): row for key, row in rows.items()}
-        for what, rows_by_param in self.params.take_details().items():
-            details |= {(what, i): row for i, row in rows_by_param.items()}
-        return details, tops
-
-    def _look_at_graphs(self) -> None:
-        "Say it where modules were compiled into a graph that hooks may not break."
-        if whole_graphs[0] != self.graphs:
-            self.graphs = whole_graphs[0]
-            self.guard.note(
-                "activations missing: the model is compiled as one graph; parameters are recorded"
-            )
-
-    def _put_news(self) -> None:
-        "What was switched off, into the record."
-        for step, text in self.guard.take_news():
-            self.writer.put(("note", step, text, time.time()))
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #aafdc495
-class _HandOver(_StepReport):
-    "The end of a step."
-
-    def _hand_over(self, elapsed: float, values: dict[str, Any]) -> bool:
-        "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
-        parts, uses, order = self.guard.attempt(OUTPUTS, None, self.modules.take) or ({}, {}, [])
-        details, tops = self.guard.attempt("costly statistics", None, self._take_details, uses) or ({}, {})
-        grads, step_rows, stepped = self.guard.attempt(UPDATES, None, self.params.take) or ({}, {}, set())
-        is_skipped = self.skipped or (bool(grads) and not stepped)
-        heads, attention_scalars = self.attention.take()
-        scalars = self._scalars(values, elapsed, is_skipped) | attention_scalars
-        item = {
-            "step": self.n,
-            "time": time.time(),
-            "modules": {device: to_host(rows) for device, rows in parts.items()},
-            "uses": uses,
-            "details": stack_rows(details),
-            "tops": stack_rows(tops),
-            "order": order,
-            "grads": stack_rows(grads),
-            "made": stack_rows(step_rows),
-            "heads": heads,
-            "scale": None if self.scale is None else to_host(self.scale.reshape(1)),
-            "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
-            "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
-        }
-        self.skipped = False
-        self._look_at_graphs()
-        self._put_news()
-        self.writer.put(item)
-        self.guard.attempt("triggers", None, self._pull_triggers, scalars)
-        if self.options.on_nonfinite != "stop":
-            return False
-        return has_bad((*parts.values(), *grads.values()))
-
-    def _pull_triggers(self, scalars: dict[str, Any]) -> None:
-        "Pin this step in the black box if a trigger fires, note it, and look closer at the next one."
-        if not self.options.triggers:
-            return
-        values = {name: float(value) for name, value in scalars.items()}
-        if any([trigger(self.n, values) for trigger in self.options.triggers]):
-            self.sample_next = True
-            self.writer.put(("note", self.n, "a trigger fired", time.time()))
-            if self.box is not None:
-                self.guard.attempt("the black box", None, self.box.trigger, self.n)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #131f8343
-class _Opening(_HandOver):
-    "The parts of a recording, made one after the other."
-
-    def _start(self, model: torch.nn.Module) -> None:
-        "Hooks, store, writer and black box."
-        level, options = LEVELS[self.options.level], self.options
-        probe = self.guard.attempt(OUTPUTS, None, self._module_probe, model)
-        self.modules = probe or NoModules(self.guard)
-        self.params = ParamProbe(model, self.optimizers, options.kinds, level.updates, self.guard)
-        self.params.before_step = self._before_optimizer
-        self.modules.after_backward = self._after_backward
-        self.params.watch_arrivals(self.modules.begin_backward)
-        if options.on_nonfinite == "skip":
-            self._guard_steps()
-        self._open(model)
-        self.own_loss = self.guard.attempt("the model's own loss", None, StepLoss, model, self.guard)
-        self.attention = AttentionRecording(model, self.options.attention_every, self.guard)
-        self.handles.append(self.attention)
-        self._sample()
-        self.at_exit = partial(_finish_at_exit, weakref.ref(self))
-        atexit.register(self.at_exit)
-
-    def _module_probe(self, model: torch.nn.Module) -> ModuleProbe:
-        "The module hooks of the chosen level."
-        level, select, kinds = LEVELS[self.options.level], self.options.select, self.options.kinds
-        if level.kinds and select is None:
-            names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
-            select = f"^({'|'.join(map(re.escape, names))})$" if names else None
-        return ModuleProbe(model, select, kinds, level.inputs, level.backward, self.guard)
-
-    def _open(self, model: torch.nn.Module) -> None:
-        "The store, its writer and the black box."
-        rank = this_rank()
-        only_modules = rank.number > 0 and self.params.copies is None
-        attrs = attrs_of(self.params, rank.world)
-        self.store = open_store(
-            self.path, record_tables(self.modules, self.params, only_modules), attrs, rank
-        )
-        seconds, is_spread = self.options.flush_seconds, rank.world > 1
-        self.writer = Writer(
-            self.store, self.modules, self.params, self.guard, seconds, is_spread, only_modules, self._on_bad
-        )
-        if not rank.number:
-            for event in opening_events(self.store, attrs, self.params, self.n):
-                self.writer.put(event)
-        if self.options.snapshot_every:
-            self.box = self.guard.attempt("the black box", None, self._black_box, model, rank.number)
-
-    def _black_box(self, model: torch.nn.Module, rank: int) -> BlackBox:
-        "Where batches and snapshots go."
-        options = self.options
-        limits = BoxLimits(options.snapshot_every, options.keep_snapshots, max_bytes=options.max_box_bytes)
-        optimizers = self.params.optimizers
-        return BlackBox(self.path, model, optimizers, self.scaler, limits, self.guard.note, rank)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #02e40000
-class _Closing(_Opening):
-    "The end of a recording, by its loop, by a fault or by the end of the program."
-
-    def _give_up(self, why: str) -> None:
-        "Say why nothing is recorded, and leave the model alone."
-        self.guard.stop(why)
-        try:
-            self._unhook()
-        except Exception as error:
-            self.guard.note(f"hooks that do nothing may be left: {error}")
-
-    def _unhook(self) -> None:
-        "Take every hook off."
-        self.modules.remove()
-        if self.params is not None:
-            self.params.remove()
-        if self.own_loss is not None:
-            self.own_loss.handle.remove()
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-    def _finish(self, kind: type | None, error: BaseException | None) -> None:
-        "Close hooks, black box, writer and store; a second time nothing is left to do."
-        if not self.is_open:
-            return
-        self.is_open = False
-        if self.at_exit is not None:
-            atexit.unregister(self.at_exit)
-        for close in (self._unhook, None if self.box is None else self.box.close):
-            try:
-                if close is not None:
-                    close()
-            except Exception as fault:
-                self.guard.note(f"not closed as it should be: {type(fault).__name__}: {fault}"[:300])
-        if self.writer is None:
-            return
-        self._put_news()
-        if kind is not None:
-            self.writer.put(("error", self.n, f"{kind.__name__}: {error}"[:500], time.time()))
-        self.writer.close()
-        self.store.close(self.options.merge)
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #a2e613f3
-class _Entered(_Closing):
-    "A recording that is entered and left, and given the batches of its steps."
-
-    def __enter__(self):
-        "Put the hooks in place and open the record; where that fails, warn once and record nothing."
-        self.is_open, self.begin = True, time.perf_counter()
-        try:
-            self._start(model_itself(self.model))
-        except (OSError, InputError) as error:
-            self._give_up(f"nothing is recorded, training goes on: {error}")
-        except torch.distributed.DistStoreError:
-            self._give_up("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
-        except Exception as error:
-            self._give_up(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        "Take the hooks off and make the record an ordinary one."
-        try:
-            self._finish(kind, error)
-        except Exception as fault:
-            warn_safely(
-                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
-            )
-
-    def batch(
-        self,
-        batch: Any,  # what the model is about to be given; nested tensors
-    ) -> Any:
-        "The same batch, kept for replay together with the random state; call it before each forward pass."
-        if self.box is not None and self.off is None:
-            self.guard.attempt("the black box", None, self.box.batch, batch, self.n, self.micro)
-            if self.n == self.options.first_step and not self.micro:
-                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
-        self.micro += 1
-        return batch
-
-# %% ../../nbs/api/probe/06_recorder.ipynb #93349dac
-class Recorder(_Entered):
+class Recorder:
     "A recorder of one training run, best used with `with`; what fails in it never reaches the loop."
 
     def __init__(
@@ -422,11 +56,70 @@ class Recorder(_Entered):
     ):
         self.options = recorder_options(options)
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)
-        self.scaler, self.has_scaler = self.options.scaler, self.options.scaler is not None
         self.guard = Guard(str(path), self.options.first_step)
-        self.n, self.pid = self.options.first_step, os.getpid()
-        self.modules, self.handles, self.withheld = NoModules(self.guard), [], []
-        self.graphs, self.begin = whole_graphs[0], time.perf_counter()
+        self.n, self.pid = self.options.first_step, os.getpid()  # the step that comes next
+        self.micro = 0  # micro-batches of it so far
+        self.is_open = False
+        self.begin = time.perf_counter()  # when the step began
+        self.sample_next = False  # whether the next step takes the costly statistics whatever its number
+        # modules met in a whole graph, and inside a transform, so far
+        self.graphs, self.transformed = whole_graphs[0], transformed[0]
+        self.clip: float | None = None  # largest gradient norm, where a framework says it
+        self.scale = LossScale(self.options.scaler, self.guard)
+        # the parts of a recording; None until it is entered
+        self.modules: ModuleProbe | NoModules = NoModules(self.guard)
+        self.params: Any = None
+        self.skips: SkippedSteps | None = None  # also where steps are not skipped
+        self.own_loss: Any = None
+        self.attention: Any = None
+        self.box: BlackBox | None = None  # also without snapshots
+        self.store: Any = None
+        self.writer: Any = None
+        self.at_exit: Any = None  # what runs when the program ends
+
+    @property
+    def off(self) -> str | None:
+        "Why nothing is recorded any more; None while the recording goes on."
+        return self.guard.end
+
+    def __enter__(self):
+        "Put the hooks in place and open the record; where that fails, warn once and record nothing."
+        if str(self.path.resolve()) in REPLAYED:
+            raise InputError(
+                f"`{self.path}` is being replayed, and importing the script began its training; put the loop"
+                ' under `if __name__ == "__main__":`'
+            )
+        self.is_open, self.begin = True, time.perf_counter()
+        try:
+            _open(self, model_itself(self.model))
+        except (OSError, InputError) as error:
+            self._give_up(f"nothing is recorded, training goes on: {error}")
+        except torch.distributed.DistStoreError:
+            self._give_up("nothing is recorded on this rank, training goes on: rank 0 has no Recorder")
+        except Exception as error:
+            self._give_up(f"nothing is recorded, training goes on: {type(error).__name__}: {error}")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        "Take the hooks off and make the record an ordinary one."
+        try:
+            _close(self, kind, error)
+        except Exception as fault:
+            warn_safely(
+                f"Recorder({str(self.path)!r}): the record stays in parts, open_run reads them: {fault}"
+            )
+
+    def batch(
+        self,
+        batch: Any,  # what the model is about to be given; nested tensors
+    ) -> Any:
+        "The same batch, kept for replay together with the random state; call it before each forward pass."
+        if self.box is not None and self.off is None:
+            self.guard.attempt(_BOX, None, self.box.batch, batch, self.n, self.micro)
+            if self.n == self.options.first_step and not self.micro:
+                self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
+        self.micro += 1
+        return batch
 
     def step(
         self,
@@ -441,11 +134,259 @@ class Recorder(_Entered):
             self.__enter__()
         elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
         values = ({} if loss is None else {"loss": loss}) | scalars
-        is_bad = self.guard.attempt(RECORDING, None, self._hand_over, elapsed, values)
+        is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
         self.n, self.micro = self.n + 1, 0
         self.guard.step = self.n
         self.guard.attempt(RECORDING, None, self._sample)
         if self.off is not None:
             self._give_up(self.off)
         if is_bad:
-            self._raise()
+            _raise_bad(self)
+
+    def _sample(self) -> None:
+        "Decide whether the step that begins takes the costly statistics."
+        every = 1 if self.options.level == "full" else self.options.every_n
+        is_due = self.sample_next or bool(every and self.n % every == 0)
+        self.attention.begin_step(self.n, self.sample_next)
+        self.sample_next = False
+        self.modules.sampling = self.params.sampling = is_due and self.off is None
+
+    def _after_backward(self) -> None:
+        "At the end of each backward pass."
+        if self.off is None:
+            self.params.after_backward()
+            self.scale.read()
+
+    def _before_optimizer(self) -> None:
+        "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
+        if self.box is not None:
+            self.guard.attempt(_BOX, None, self.box.settings, self.n)
+        if self.scale.find() and self.box is not None:
+            self.box.scaler = self.scale.scaler
+
+    def _on_bad(self, step: int, text: str) -> None:
+        "At the first non-finite value."
+        self.sample_next = True
+        if self.box is not None:
+            self.guard.attempt(_BOX, None, self.box.trigger, step)
+
+    def _give_up(self, why: str) -> None:
+        "Say why nothing is recorded, and leave the model alone."
+        self.guard.stop(why)
+        try:
+            _unhook(self)
+        except Exception as error:
+            self.guard.note(f"hooks that do nothing may be left: {error}")
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
+_BOX = "the black box"  # the kind of statistic that it stands for
+
+
+def _open(recorder: Recorder, model: torch.nn.Module) -> None:
+    "Hooks, store, writer and black box, made one after the other."
+    guard, options = recorder.guard, recorder.options
+    probe = guard.attempt(OUTPUTS, None, _module_probe, model, options, guard)
+    modules = recorder.modules = probe or NoModules(guard)
+    params = ParamProbe(model, recorder.optimizers, options.kinds, LEVELS[options.level].updates, guard)
+    recorder.params, params.before_step = params, recorder._before_optimizer
+    modules.after_backward = recorder._after_backward
+    params.watch_arrivals(modules.begin_backward)
+    if options.on_nonfinite == "skip":
+        recorder.skips = SkippedSteps(params, guard)
+    _open_record(recorder, model)
+    recorder.own_loss = guard.attempt("the model's own loss", None, StepLoss, model, guard)
+    recorder.attention = AttentionRecording(model, options.attention_every, guard)
+    recorder._sample()
+    recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
+    atexit.register(recorder.at_exit)
+
+
+def _module_probe(model: torch.nn.Module, options: RecorderOptions, guard: Guard) -> ModuleProbe:
+    "The module hooks of the chosen level."
+    level, select, kinds = LEVELS[options.level], options.select, options.kinds
+    if level.kinds and select is None:
+        names = [name for name, (kind, _) in module_kinds(model, kinds).items() if kind in level.kinds]
+        select = f"^({'|'.join(map(re.escape, names))})$" if names else None
+    return ModuleProbe(model, select, kinds, level.inputs, level.backward, guard)
+
+
+def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
+    "The store, its writer and the black box."
+    rank, modules, params, guard = this_rank(), recorder.modules, recorder.params, recorder.guard
+    only_modules = rank.number > 0 and params.copies is None
+    attrs = attrs_of(params, rank.world)
+    tables = record_tables(modules, params, only_modules)
+    store = recorder.store = open_store(recorder.path, tables, attrs, rank)
+    seconds, is_spread = recorder.options.flush_seconds, rank.world > 1
+    recorder.writer = Writer(
+        store, modules, params, guard, seconds, is_spread, only_modules, recorder._on_bad
+    )
+    if not rank.number:
+        for event in opening_events(store, attrs, params, recorder.n):
+            recorder.writer.put(event)
+    if recorder.options.snapshot_every:
+        recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model, rank.number)
+
+
+def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBox:
+    "Where batches and snapshots go."
+    options = recorder.options
+    limits = BoxLimits(
+        options.snapshot_every,
+        options.keep_snapshots,
+        max_bytes=options.max_box_bytes,
+        old=options.old_snapshots,
+    )
+    optimizers, scaler = recorder.params.optimizers, recorder.scale.scaler
+    return BlackBox(recorder.path, model, optimizers, scaler, limits, recorder.guard.note, rank)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #a9c1320d
+def _unhook(recorder: Recorder) -> None:
+    "Take every hook off."
+    own_loss = None if recorder.own_loss is None else recorder.own_loss.handle
+    for part in (recorder.modules, recorder.params, own_loss, recorder.attention, recorder.skips):
+        if part is not None:
+            part.remove()
+
+
+def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -> None:
+    "Close hooks, black box, writer and store; a second time nothing is left to do."
+    if not recorder.is_open:
+        return
+    recorder.is_open, guard = False, recorder.guard
+    if recorder.at_exit is not None:
+        atexit.unregister(recorder.at_exit)
+    for close in (partial(_unhook, recorder), None if recorder.box is None else recorder.box.close):
+        try:
+            if close is not None:
+                close()
+        except Exception as fault:
+            guard.note(f"not closed as it should be: {type(fault).__name__}: {fault}"[:300])
+    if recorder.writer is None:
+        return
+    _put_news(recorder)
+    if kind is not None:
+        recorder.writer.put(("error", recorder.n, f"{kind.__name__}: {error}"[:500], time.time()))
+    recorder.writer.close()
+    recorder.store.close(recorder.options.merge)
+
+
+def _finish_at_exit(recorder: weakref.ref) -> None:
+    "Write what a recorder still holds when the program ends without closing it."
+    left = recorder()
+    if left is not None and left.pid == os.getpid():
+        error = getattr(sys, "last_value", None)
+        left.__exit__(None if error is None else type(error), error, None)
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #300682fa
+def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bool:
+    "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
+    guard, scale = recorder.guard, recorder.scale.value
+    parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
+    details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
+    grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
+    is_withheld = recorder.skips is not None and recorder.skips.take()
+    heads, attention_scalars = recorder.attention.take()
+    is_skipped = is_withheld or (bool(grads) and not stepped)
+    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars
+    item = {
+        "step": recorder.n,
+        "time": time.time(),
+        "modules": {device: to_host(rows) for device, rows in parts.items()},
+        "uses": uses,
+        "details": stack_rows(details),
+        "tops": stack_rows(tops),
+        "order": order,
+        "grads": stack_rows(grads),
+        "made": stack_rows(step_rows),
+        "heads": heads,
+        "scale": None if scale is None else to_host(scale.reshape(1)),
+        "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
+        "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
+    }
+    _note_unseen(recorder, is_seen=bool(uses) or not grads)
+    _put_news(recorder)
+    recorder.writer.put(item)
+    guard.attempt("triggers", None, _pull_triggers, recorder, scalars)
+    if recorder.options.on_nonfinite != "stop":
+        return False
+    return has_bad((*parts.values(), *grads.values()))
+
+
+def _take_details(recorder: Recorder, uses: dict) -> tuple[dict, dict]:
+    "The costly statistics of this step by what they are of, and the channels that stand out."
+    if not recorder.params.sampling:
+        return {}, {}
+    rows, tops = recorder.modules.take_details(uses)
+    details = {("module", key): row for key, row in rows.items()}
+    for what, rows_by_param in recorder.params.take_details().items():
+        details |= {(what, i): row for i, row in rows_by_param.items()}
+    return details, tops
+
+
+def _step_scalars(
+    recorder: Recorder, values: dict[str, Any], elapsed: float, is_skipped: bool
+) -> dict[str, Any]:
+    "The values of this step."
+    scale, params, guard = recorder.scale.value, recorder.params, recorder.guard
+    own = None if recorder.own_loss is None else recorder.own_loss.take(scale)
+    if values.get("loss") is None and own is not None:
+        values = {"loss": own} | {name: value for name, value in values.items() if name != "loss"}
+    elif values.get("loss") is None:
+        guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
+    scalars = clean_scalars(values, guard) | {"step_time": elapsed}
+    rates = [params.lr] if params.lr is not None else []
+    rates += [groups[0]["lr"] for groups in map(groups_of, params.optimizers) if groups]
+    if recorder.optimizers:
+        scalars["skipped"] = float(is_skipped)
+        scalars |= clean_scalars({"lr": rates[0] if rates else None}, guard)
+    if scale is not None:
+        scalars["loss_scale"] = scale.reshape(1)
+    return scalars
+
+# %% ../../nbs/api/probe/06_recorder.ipynb #0db68773
+def _note_unseen(recorder: Recorder, is_seen: bool) -> None:
+    "Say it where modules ran in a graph that hooks may not break, or where hooks cannot read numbers."
+    if whole_graphs[0] != recorder.graphs:
+        recorder.graphs = whole_graphs[0]
+        recorder.guard.note(
+            "activations missing: the model is compiled as one graph; parameters are recorded"
+        )
+    is_transformed, recorder.transformed = transformed[0] != recorder.transformed, transformed[0]
+    if is_seen or not recorder.modules.names:
+        return
+    if is_transformed:
+        text = "the model runs inside a transform of torch.func; parameters are recorded"
+        recorder.guard.note(f"activations missing: {text}")
+    elif not whole_graphs[0]:
+        text = "no module was called in a way that runs hooks"
+        recorder.guard.note(f"activations missing: {text}", aloud=False)
+
+
+def _put_news(recorder: Recorder) -> None:
+    "What was switched off, into the record."
+    for step, text in recorder.guard.take_news():
+        recorder.writer.put(("note", step, text, time.time()))
+
+
+def _pull_triggers(recorder: Recorder, scalars: dict[str, Any]) -> None:
+    "Pin this step in the black box if a trigger fires, note it, and look closer at the next one."
+    triggers = recorder.options.triggers
+    if not triggers:
+        return
+    values = {name: float(value) for name, value in scalars.items()}
+    if any([trigger(recorder.n, values) for trigger in triggers]):
+        recorder.sample_next = True
+        recorder.writer.put(("note", recorder.n, "a trigger fired", time.time()))
+        if recorder.box is not None:
+            recorder.guard.attempt(_BOX, None, recorder.box.trigger, recorder.n)
+
+
+def _raise_bad(recorder: Recorder) -> None:
+    "Stop the run and say where it broke, as the caller asked."
+    writer = recorder.writer
+    while writer.bad is None and writer.thread.is_alive() and not writer.broken:
+        time.sleep(0.01)
+    bad = writer.bad or {}
+    location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
+    raise FloatingPointError(f"step {recorder.n - 1}: first non-finite value is the {location}")

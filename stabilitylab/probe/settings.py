@@ -59,7 +59,10 @@ class RecorderOptions:
     # the last two look at one number a step
     on_nonfinite: str = "go on"
     snapshot_every: int = 0  # steps between snapshots of the black box; 0: no black box
-    keep_snapshots: int = 2  # snapshots that are kept, beside four that triggers pinned
+    keep_snapshots: int = 2  # newest snapshots that are kept, beside four that triggers pinned
+    # older snapshots that are kept, thinned logarithmically, the first one among them: a failure that
+    # comes slowly has a state from before; each with the batches of one interval
+    old_snapshots: int = 3
     max_box_bytes: int = 10 * 2**30  # of the black box on disk; the oldest go first
     # functions of (step, scalars) -> bool that pin the suspect step, such as `OnlineRule()`;
     # the loss is given as a float, which waits for the device
@@ -72,7 +75,7 @@ class RecorderOptions:
     def __post_init__(self):
         if self.level not in LEVELS:
             raise bad_input("level", self.level, ", ".join(LEVELS))
-        for name in ("every_n", "attention_every"):
+        for name in ("every_n", "attention_every", "old_snapshots"):
             if getattr(self, name) < 0:
                 raise bad_input(name, getattr(self, name), "0 or more")
         if self.on_nonfinite not in _ON_NONFINITE:
@@ -213,8 +216,9 @@ def record_tables(
 
 # %% ../../nbs/api/probe/16_settings.ipynb #1d4ec86d
 def _number(value: Any) -> float | None:
-    "A setting as JSON can hold it."
-    return None if value is None else float(value)
+    "A setting that is one number, as JSON can hold it; None for others, such as Adafactor's two epsilons."
+    is_number = isinstance(value, int | float) or (torch.is_tensor(value) and value.numel() == 1)
+    return float(value) if is_number else None
 
 
 def attrs_of(
@@ -227,7 +231,7 @@ def attrs_of(
     attrs = {
         "environment": environment(),
         "optimizer": [type(o).__name__ for o in params.optimizers],
-        "betas": [_number(beta) for beta in first.get("betas", ())],
+        "betas": [_number(beta) for beta in first.get("betas") or ()],
         "eps": _number(first.get("eps")),
         "shapes": {name: list(p.shape) for name, p in named},
         "trainable": [name for name, p in named if p.requires_grad],

@@ -6,11 +6,16 @@
 __all__ = ['FILE', 'own_loss', 'setup_source', 'record_source', 'write_setup']
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #c8eb0687
+import ast
+import contextlib
 import inspect
+import keyword
 import math
 import pprint
+import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
@@ -25,6 +30,7 @@ from torch import nn
 from ..names.errors import InputError
 from ..names.files import write_atomic
 from ..numerics.pytree import container_kind, parts_of
+from .loop_code import LoopCode, loop_code, model_code
 from .params import groups_of
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #d2926720
@@ -48,8 +54,9 @@ def own_loss(
     )
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #b869223f
-_CONFIGS = ("config", "cfg", "args", "hparams", "conf", "opt")  # attributes that hold arguments
+_CONFIGS = ("config", "cfg", "args", "hparams", "_hparams", "conf", "opt")  # attributes that hold arguments
 _LONG = 90  # characters of a dict that stands in one line
+_MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -60,14 +67,17 @@ class _Imports:
         self.imports: set[str] = set()
         self.folders: list[str] = []  # where what is imported stands, beside the script
         self.unseen: list[str] = []  # arguments that could not be seen and have a default
+        self.uses_script = False  # whether something of the running script is imported
 
     def name_of(self, cls: type) -> str | None:
         "A class by its name, imported; None where no file defines it at its top level."
         if cls.__module__ == "builtins":
             return cls.__name__
-        module = _main_module() if cls.__module__ == "__main__" else cls.__module__
+        is_main = cls.__module__ == "__main__"
+        module = _main_module() if is_main else cls.__module__
         if module is None or "<locals>" in cls.__qualname__:
             return None
+        self.uses_script |= is_main
         if module.startswith("torch.optim"):
             return f"torch.optim.{cls.__name__}"
         if module.startswith("torch.nn"):
@@ -89,10 +99,29 @@ class _Imports:
             self.folders.append(str(folder))
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #3a17c3ae
-def _main_module() -> str | None:
-    "The name under which the running script is imported; None in a notebook."
+_CELLS = "replay_cells.py"  # in the record: what the cells of a notebook said
+
+
+def _main_file() -> Path | None:
+    "The running script; None in a notebook and for a program without a file."
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file).stem if file else None
+    return Path(file).resolve() if file and Path(file).is_file() else None
+
+
+def _cells() -> str:
+    "The cells that a notebook ran; '' outside of one."
+    cells = getattr(sys.modules.get("__main__"), "In", None)
+    return "\n\n".join(cells) if isinstance(cells, list) else ""
+
+
+def _main_module() -> str | None:
+    "The name under which the running script is imported; None for a program without a file."
+    file = _main_file()
+    if file is None:
+        return Path(_CELLS).stem if _cells() else None
+    name = re.sub(r"\W", "_", file.stem)
+    is_usable = name.isidentifier() and not keyword.iskeyword(name) and name not in sys.modules
+    return name if is_usable and name not in sys.stdlib_module_names else f"script_{name}"
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #8708515a
 class _Draft(_Imports):
@@ -105,7 +134,7 @@ class _Draft(_Imports):
         "A value as source; None where it has none."
         if isinstance(value, float) and not math.isfinite(value):
             return f"float('{value}')"
-        if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
             return repr(value)
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config(value)
@@ -115,7 +144,19 @@ class _Draft(_Imports):
         kind = container_kind(value)
         if kind == "namespace":
             return self._construct(type(value), vars(value))
-        return self._container(value) if kind == "plain" else None
+        return self._container(value) if kind == "plain" else self._tensor(value)
+
+    def _tensor(self, value: Any) -> str | None:
+        "A small tensor by its values; a device by its name; None for anything else."
+        if isinstance(value, torch.device):
+            return f"torch.device({str(value)!r})"
+        if not isinstance(value, torch.Tensor):
+            return None
+        is_plain = value.layout == torch.strided and not value.requires_grad and not value.is_complex()
+        if not is_plain or value.numel() > _MAX_ENTRIES:
+            return None
+        values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
+        return f"torch.tensor({values}, dtype={value.dtype})"
 
     def _construct(self, cls: type, arguments: dict) -> str | None:
         "A call that makes an object."
@@ -163,6 +204,8 @@ def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
         attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
         if name in attributes and not isinstance(attributes[name], (torch.Tensor, nn.Module)):
             return True, attributes[name]
+    if name in model._buffers:
+        return True, model._buffers[name]
     return False, None
 
 
@@ -198,7 +241,7 @@ def _arguments(draft: _Draft, model: nn.Module) -> tuple[list[str], list[str]]:
             draft.unseen.append(f"{key}={default!r}" if draft.literal(default) else key)
         elif source is not None and source != repr(default):
             arguments.append(f"{key}={source}")
-    if parameters and not named:
+    if parameters and not named and type(model).__init__ is not nn.Module.__init__:
         arguments.append("TODO")
         missing.append(f"what {type(model).__name__} was given")
     return arguments, missing
@@ -215,6 +258,156 @@ def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
         ]
     arguments, missing = _arguments(draft, model)
     return f"{name}({', '.join(arguments)})", missing
+
+# %% ../../nbs/api/probe/28_setup_template.ipynb #0dc5e51a
+_OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
+
+
+class _LoopValues:
+    "Sources of the values that a loop uses."
+
+    def __init__(self, draft: _Draft, model: nn.Module):
+        self.draft, self.model = draft, model
+        self.submodules = {id(child): name for name, child in model.named_modules() if name}
+        self.depth = 0
+
+    def __call__(self, name: str, value: Any) -> str | None:
+        "An expression for a value; None where it has none."
+        if isinstance(value, types.ModuleType):
+            return self._import(f"import {value.__name__}", name, value.__name__)
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return self._named(name, value)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, contextlib.nullcontext):
+            return "__import__('contextlib').nullcontext()"
+        if isinstance(value, torch.autocast):
+            words = f"{value.device!r}, {value.fast_dtype}, enabled={value._enabled}"
+            return f"torch.autocast({words})"
+        source = self.draft.literal(value)
+        if source is None:
+            source = self._owner(value)
+        return self._global(name, value) if source is None else source
+
+    def _import(self, words: str, name: str, module: str) -> str:
+        "The name under which something is imported."
+        own = f"_{name}" if name in _OWN_NAMES and words != f"import {name}" else name
+        self.draft.imports.add(words if own == module else f"{words} as {own}")
+        return own
+
+    def _named(self, name: str, value: Any) -> str | None:
+        "A class or a function by its import."
+        qualified = getattr(value, "__qualname__", "")
+        module = getattr(value, "__module__", None) or ""
+        if module == "builtins" or not qualified.isidentifier():
+            return None
+        if module == "__main__":
+            main = _main_module()
+            self.draft.uses_script |= main is not None
+            return None if main is None else self._import(f"from {main} import {qualified}", name, qualified)
+        if getattr(sys.modules.get(module), qualified, None) is not value:
+            return None
+        self.draft._note_folder(module)
+        return self._import(f"from {module} import {qualified}", name, qualified)
+
+    def _module(self, value: nn.Module) -> str | None:
+        "A part of the model, or a module without parameters such as a criterion."
+        if id(value) in self.submodules:
+            return f"model.get_submodule({self.submodules[id(value)]!r})"
+        if next(value.parameters(), None) is not None:
+            return None
+        unseen = list(self.draft.unseen)
+        source, missing = _model_source(self.draft, value)
+        self.draft.unseen = unseen
+        return None if missing else source
+
+    def _owner(self, value: Any) -> str | None:
+        "An object of a class of the script, by those of its attributes that have a source."
+        cls = type(value)
+        is_theirs = cls.__module__ in ("__main__", *_local_modules())
+        if not is_theirs or not hasattr(value, "__dict__") or self.depth:
+            return None
+        name = self._named(cls.__name__, cls)
+        if name is None:
+            return None
+        self.depth += 1
+        sources = {key: self._attribute(key, part) for key, part in vars(value).items() if key.isidentifier()}
+        self.depth -= 1
+        self.draft.imports.add("from stabilitylab.replay.script import stand_in")
+        words = [f"{key}={source}" for key, source in sources.items() if source is not None]
+        return f"stand_in({', '.join([name, *words])})"
+
+    def _attribute(self, name: str, value: Any) -> str | None:
+        "An attribute of such an object."
+        if value is self.model:
+            return "model"
+        return None if isinstance(value, types.ModuleType) else self(name, value)
+
+    def _global(self, name: str, value: Any) -> str | None:
+        "A value that the script computes at its top level."
+        main, module = vars(sys.modules["__main__"]), _main_module()
+        is_computed = module is not None and name in _assigned() and main.get(name) is value
+        if not is_computed or self.depth or name in _OWN_NAMES:
+            return None
+        self.draft.uses_script = True
+        return self._import(f"from {module} import {name}", name, name)
+
+
+def _assigned() -> set[str]:
+    "Names that the running script assigns at its top level, outside of blocks."
+    file = _main_file()
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8", errors="replace") if file else _cells())
+    except SyntaxError:
+        return set()
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _local_modules() -> list[str]:
+    "Modules that stand beside the running script."
+    file = _main_file()
+    modules = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
+    return [name for name, path in modules if file and path and Path(path).parent == file.parent]
+
+# %% ../../nbs/api/probe/28_setup_template.ipynb #3de68661
+def _script_lines(draft: _Draft, record: str | Path) -> str:
+    "The line that makes the running script a module; '' where nothing of it is used."
+    file, name = _main_file(), _main_module()
+    if not draft.uses_script or name is None:
+        return ""
+    draft.imports.add("from stabilitylab.replay.script import definitions")
+    text = file.read_text(encoding="utf-8", errors="replace") if file else _cells()
+    where = repr(str(file)) if file else f"str(__import__('pathlib').Path(__file__).with_name({_CELLS!r}))"
+    values = _script_values(draft, text)
+    inner = "".join(f"\n    {key!r}: {source}," for key, source in values.items())
+    arguments = f"{where}, {name!r}" + (f", {{{inner}\n}}" if inner else "")
+    return f"\n# its imports, functions and classes; nothing of it runs\ndefinitions({arguments})\n"
+
+
+def _script_values(draft: _Draft, text: str) -> dict[str, str]:
+    "Global values that the functions of a script read and that it computes, with their sources."
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {}
+    defined = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    read = {n.id for part in defined for n in ast.walk(part) if isinstance(n, ast.Name)}
+    plain = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    values = {}
+    for name in sorted(read):
+        value = vars(sys.modules["__main__"]).get(name)
+        is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, torch.Tensor, type(None)))
+        source = None if is_code or name in plain else draft.literal(value)
+        if source is not None and len(source) < 20 * _LONG:
+            values[name] = source
+    return values
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #fedecca2
 def _cast_source(model: nn.Module) -> str:
@@ -253,6 +446,8 @@ def _described(part: Any) -> str:
 # %% ../../nbs/api/probe/28_setup_template.ipynb #bbd8a2fe
 def _optimizer_source(draft: _Draft, optimizer: Any, names: dict[int, str]) -> str:
     "A call that makes an optimizer with its groups."
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):  # of a framework
+        optimizer = optimizer.optimizer
     cls = type(optimizer)
     parameters, defaults = inspect.signature(cls).parameters, getattr(optimizer, "defaults", {})
     settings = {key: draft.literal(value) for key, value in defaults.items() if key in parameters}
@@ -312,32 +507,99 @@ def setup_source(
     batch: Any,  # the first micro-batch
     record: str = "RUN",  # path of the record, as one would type it
     clip: float | None = None,  # largest gradient norm, where it is known
+    loop: tuple[types.FrameType, Any] | None = None,  # (what called `recorder.batch`, the Recorder)
 ) -> str:  # Python
     "A draft of the code that a replay needs."
     draft, names = _Draft(), {id(p): name for name, p in model.named_parameters()}
-    model_call, missing = _model_source(draft, model)
-    call, batch_words = _call_source(model, batch)
+    values = _LoopValues(draft, model)
+    code = None if loop is None else loop_code(loop[0], loop[1], model, values)
+    lines, model_words = _model_lines(draft, model, None if loop is None else loop[0])
     made_optimizers = [_optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
+    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch):
+        draft.name_of(type(batch))  # a replay finds it here
+    script = _script_lines(draft, record)
+    imports = sorted(draft.imports, key=lambda line: (f"from {_main_module()} " in line, line))
+    main = [line for line in imports if f"from {_main_module()} " in line]
+    library = [line for line in imports if line not in main]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_BY_RECORDER,
         record=record,
         project=repr(list(dict.fromkeys(folders))),
-        imports="\n".join(sorted(draft.imports)),
-        model=model_call + _cast_source(model),
-        seen=_seen_words(missing, draft.unseen),
-        call=call,
-        batch=batch_words,
+        imports="\n".join(library) + script + "\n".join(main),
+        model=indent("\n".join(lines), "    ").lstrip(),
+        seen=model_words,
         optimizer=single,
-        clip=repr(clip),
-        clip_words="largest gradient norm"
-        if clip
-        else "TODO: the largest gradient norm, where the loop clips",
+        **_loss_parts(model, batch, code),
+        **_clip_parts(clip, code),
     )
 
+
+def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None) -> dict[str, str]:
+    "The body of the loss in a draft, and how micro-batches are put together."
+    call, words = _call_source(model, batch)
+    if code is not None:
+        todo = "".join(f"\n    # TODO: {text}" for text in code.missing)
+        comment = f"{words}. These lines are the loop's.{todo}"
+        return {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip(), "reduction": "sum"}
+    if hasattr(model, "training_step"):  # Lightning
+        call = "model.training_step(batch, 0)"
+    hint = (
+        f"{words}.\n    # Where the model returns no loss, write here what the loop does with its output;"
+        "\n    # where the loop runs under autocast, do so here."
+    )
+    return {"batch": hint, "loss": f"return own_loss({call})", "reduction": "auto"}
+
+
+def _clip_parts(clip: float | None, code: LoopCode | None) -> dict[str, str]:
+    "The clipping in a draft, and what is known of it."
+    if clip is not None:
+        return {"clip": repr(clip), "clip_words": "largest gradient norm"}
+    if code is not None and code.clip is not None:
+        return {"clip": code.clip, "clip_words": "as the loop clips"}
+    if code is not None:
+        return {"clip": "None", "clip_words": "no line of the loop clips"}
+    return {"clip": "None", "clip_words": "TODO: the largest gradient norm, where the loop clips"}
+
 # %% ../../nbs/api/probe/28_setup_template.ipynb #a095ae75
+def _model_lines(draft: _Draft, model: nn.Module, frame: types.FrameType | None) -> tuple[list[str], str]:
+    "(lines that make a model and return it, what could be seen of it)."
+    unseen, draft.unseen = draft.unseen, []
+    call, missing = _model_source(draft, model)
+    lines = [f"model = {call}{_cast_source(model)}"]
+    model_words = _seen_words(missing, draft.unseen)
+    if frame is not None and (missing or draft.unseen or "TODO" in call):
+        draft.unseen = []
+        own = model_code(frame, model, _LoopValues(draft, model))
+        if own is not None:
+            lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{_cast_source(model)}"]
+            model_words = "The program's own lines."
+    draft.unseen = unseen
+    fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if fixed:
+        lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]
+    dtype = _mixed_dtype(model)
+    if dtype is not None:
+        draft.imports.add("from stabilitylab.replay.script import mixed")
+        return [*lines, f"return mixed(model, {dtype})"], model_words
+    if len(lines) == 1:
+        return [lines[0].replace("model = ", "return ", 1)], model_words
+    return [*lines, "return model"], model_words
+
+
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
+
+
+def _mixed_dtype(model: nn.Module) -> torch.dtype | None:
+    "The format under whose autocast accelerate runs a model; None for any other."
+    state = sys.modules.get("accelerate.state")
+    if state is None or "_original_forward" not in vars(model):
+        return None
+    return _MIXED.get(str(state.AcceleratorState._shared_state.get("_mixed_precision")))
+
+# %% ../../nbs/api/probe/28_setup_template.ipynb #17183f5e
 def _torch_optimizer(name: str, settings: dict) -> str:
     "A call that makes an optimizer of a class of torch, with recorded settings; TODO for any other class."
     cls = getattr(torch.optim, name, None)
@@ -359,7 +621,6 @@ def record_source(
     batch: Any,  # the first micro-batch
 ) -> str:  # Python
     "A draft of the code that a replay needs, from a record alone: the model is left to be written."
-    call, batch_words = _call_source(None, batch)
     some = ", ".join(f"{name} {tuple(shape)}" for name, shape in list(shapes.items())[:3])
     optimizer_calls = [
         _torch_optimizer(name, group) for name, group in zip(optimizers, settings, strict=True)
@@ -369,16 +630,15 @@ def record_source(
         record=record,
         project=repr([str(Path(record).resolve().parent)]),
         imports="# TODO: from your_file import YourModel",
-        model="TODO_YourModel()",
+        model="return TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
-        call=call,
-        batch=batch_words,
+        **_loss_parts(nn.Module(), batch, None),
         optimizer=optimizer_calls[0] if len(optimizer_calls) == 1 else "[" + ", ".join(optimizer_calls) + "]",
         clip="None",
         clip_words="TODO: the largest gradient norm, where the loop clips",
     )
 
-# %% ../../nbs/api/probe/28_setup_template.ipynb #17183f5e
+# %% ../../nbs/api/probe/28_setup_template.ipynb #6f20a7b7
 def write_setup(
     recorder: Any,  # a `Recorder` with a black box
     batch: Any,  # the first micro-batch
@@ -387,5 +647,20 @@ def write_setup(
     path, box = Path(recorder.path) / FILE, recorder.box
     if box.folder.name == "blackbox" and not path.exists():
         clip = getattr(recorder, "clip", None)
-        text = setup_source(box.model, box.optimizers, batch, str(recorder.path), clip)
+        arguments = (box.model, box.optimizers, batch, str(recorder.path), clip)
+        try:
+            text = setup_source(*arguments, (_caller(), recorder))
+        except Exception as error:  # code that nobody here has read
+            text = setup_source(*arguments)
+            recorder.guard.note(f"the draft of the setup lacks the loop's code: {error}"[:200], aloud=False)
+        if _CELLS in text:
+            write_atomic(path.with_name(_CELLS), _cells())
         write_atomic(path, text)
+
+
+def _caller() -> types.FrameType:
+    "The function that called the Recorder."
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("stabilitylab.probe"):
+        frame = frame.f_back
+    return frame

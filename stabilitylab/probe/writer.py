@@ -9,347 +9,135 @@ __all__ = ['Writer']
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .detail import detail_statistics, merge_details
 from .guard import RECORDING, Guard
-from .hooks import TENSOR_ROLES
-from .settings import ROLE_PREFIXES, SAMPLED_SIZES, SAMPLED_VARIABLES, TOP_CHANNEL
-from .stats import fetch, statistics
+from .rows import StepRow, step_row
 from ..run.heads import joined_rows
 
-# %% ../../nbs/api/probe/05_writer.ipynb #d05e61ee
-class _Columns:
-    "One step's rows of the costly statistics, NaN where nothing was seen."
-
-    def __init__(self, n_modules: int, n_params: int, counts: bool):
-        self.n_modules, self.n_params, self.counts = n_modules, n_params, counts
-        self.rows: dict[str, np.ndarray] = {}
-
-    def put(
-        self,
-        group: str,  # of the record
-        name: str,  # of the variable
-        i: int,  # place of its module or parameter
-        value: Any,  # one number, or one a bin
-    ) -> None:
-        "One entry of one variable."
-        key, further = f"{group}/{name}", SAMPLED_VARIABLES[group].get(name, ())[2:]
-        if key not in self.rows:
-            count = self.n_modules if group == "sampled_activations" else self.n_params
-            self.rows[key] = np.full((count, *(SAMPLED_SIZES[dim] for dim in further)), np.nan, np.float32)
-        self.rows[key][i] = value
-
-    def put_detail(
-        self,
-        group: str,  # of the record
-        prefix: str,  # of the variables' names
-        i: int,  # place of its module or parameter
-        row: np.ndarray,  # sums of one tensor
-    ) -> None:
-        "Everything that one row of details says."
-        for name, value in detail_statistics(row).items():
-            self.put(group, prefix + name, i, value)
-        if self.counts:
-            self.put(group, f"n:{prefix}", i, row[0] - row[1])
-
-    def put_tops(
-        self,
-        tops: list,  # (slots, array) pairs of one step
-    ) -> None:
-        "The channels that stand out."
-        for slots, maxima in tops:
-            for slot, (top, median, at) in zip(slots, maxima.numpy(), strict=True):
-                values = (median, np.float64(top) / median, at)
-                for name, value in zip(TOP_CHANNEL, values, strict=True):
-                    self.put("sampled_activations", name, slot // 3, value)
-
-    def put_param(
-        self,
-        what: str,  # m, v, lost or the tensor
-        i: int,  # place of the parameter
-        row: np.ndarray,  # sums of one tensor
-    ) -> None:
-        "What was taken of one parameter."
-        if what == "lost":
-            self.put("sampled_updates", "lost_frac", i, row[1] / row[0])
-        elif what in ("m", "v"):
-            self.put_detail("sampled_optimizer", f"{what}_", i, row)
-        else:
-            self.put_detail(f"sampled_{what}", "", i, row)
-
-# %% ../../nbs/api/probe/05_writer.ipynb #a0f1f047
-def _sampled_columns(
-    item: dict,  # a step as the recorder hands it over, with `details`
-    n_modules: int,  # modules
-    n_params: int,  # parameters
-    counts: bool = False,  # also how many entries each is of
-) -> dict[str, np.ndarray]:  # 'group/variable' -> (modules or params, …) float32; NaN where nothing was seen
-    "One step's row of every costly statistic that was taken."
-    columns = _Columns(n_modules, n_params, counts)
-    rows: dict[tuple, np.ndarray] = {}
-    for keys, table in item["details"]:
-        rows |= dict(zip(keys, table.numpy(), strict=True))
-    for slot, keys in item["uses"].items():
-        if slot % 3 != 1 and all(("module", key) in rows for key in keys):
-            merged = merge_details([rows["module", key] for key in keys])
-            columns.put_detail(
-                "sampled_activations", ROLE_PREFIXES[TENSOR_ROLES[slot % 3]][0], slot // 3, merged
-            )
-    with np.errstate(all="ignore"):
-        columns.put_tops(item["tops"])
-        for (what, i), row in rows.items():
-            if what != "module":
-                columns.put_param(what, i, row)
-    return columns.rows
-
-# %% ../../nbs/api/probe/05_writer.ipynb #4dee3e34
-def _module_columns(
-    sums: np.ndarray,  # shape (3*modules, 5) rows of sums
-    scale: float = 1.0,  # loss scale that the gradients carry
-) -> dict[str, np.ndarray]:  # variable of /activations -> (modules,) float32
-    "One step's row of every module statistic."
-    out = {}
-    for r, role in enumerate(TENSOR_ROLES):
-        for name, value in statistics(sums[r::3]).items():
-            is_scaled = role == "grad" and name != "nonfinite_count"
-            column = value / scale if is_scaled else value
-            out[f"activations/{ROLE_PREFIXES[role][0]}{name}"] = column.astype(np.float32)
-    return out
-
-
-def _param_columns(
-    grads: np.ndarray,  # shape (params, 5) sums of the gradients; zeros where there is none
-    steps: np.ndarray,  # shape (params, 12) sums of the step; NaN where there was none
-    scale: float = 1.0,  # loss scale that the gradients carry
-) -> dict[str, np.ndarray]:  # 'group/variable' -> (params,) float32
-    "One step's row of every parameter statistic."
-    with np.errstate(all="ignore"):
-        none = grads[:, 0] == 0
-        g = {k: v if k == "nonfinite_count" else v / scale for k, v in statistics(grads).items()} | {
-            "grad_norm": np.where(none, np.nan, np.sqrt(grads[:, 2]) / scale)
-        }
-        n, w, u = steps[:, 0], np.sqrt(steps[:, 4]), np.sqrt(steps[:, 8])
-        out = {f"gradients/{k}": v for k, v in g.items()} | {
-            "weights/weight_norm": w,
-            "weights/absmax": steps[:, 5],
-            "weights/nonfinite_count": steps[:, 6],
-            "updates/update_norm": u,
-            "updates/update_ratio": u / w,
-            "optimizer/update_rms": np.sqrt(steps[:, 9] / n),
-            "optimizer/below_eps_frac": steps[:, 10] / n,
-            "optimizer/v_below_eps_frac": steps[:, 11] / n,
-            "optimizer/nonfinite_count": steps[:, 7],
-        }
-    return {k: v.astype(np.float32) for k, v in out.items()}
-
-
-def _role_names() -> list[str]:  # '', 'in_', 'grad_'
-    "What stands before the statistics of each role."
-    return [ROLE_PREFIXES[role][0] for role in TENSOR_ROLES]
-
-# %% ../../nbs/api/probe/05_writer.ipynb #aa5f0d8a
-_WORDS = {"out": "forward output", "in": "forward input", "grad": "gradient of the output"}
-
-
-def _bad_module(
-    names: list[str], sums: np.ndarray, order: list[int], dtypes: dict, frames: int
-) -> tuple[dict | None, list[str]]:
-    "The first module row that is not finite, and the rows before it as words."
-    frames_before: list[str] = []
-    for slot in order:
-        module, role, count = names[slot // 3], TENSOR_ROLES[slot % 3], int(sums[slot, 4])
-        if count:
-            dtype, before = str(dtypes.get(slot, "")), frames_before[-frames:]
-            return dict(
-                module=module, tensor=_WORDS[role], dtype=dtype, count=count, frames=before
-            ), frames_before
-        frames_before.append(f"{module} {role} absmax {sums[slot, 3]:.3g}")
-    return None, frames_before
-
-
-def _first_bad(
-    names: list[str],  # module names
-    sums: np.ndarray,  # shape (3*modules, 5)
-    order: list[int],  # rows in the order in which they were first filled
-    dtypes: dict,  # row -> dtype
-    params: Sequence[str] = (),  # parameter names
-    grads: np.ndarray | None = None,  # shape (params, 5)
-    steps: np.ndarray | None = None,  # shape (params, 12)
-    frames: int = 5,  # how many earlier rows are told
-) -> dict | None:  # module, tensor, dtype, count, frames; None where all is finite
-    "Where NaN or Inf appeared first in a step: forward, then backward, then gradients, state and weights."
-    bad_module, frames_before = _bad_module(names, sums, order, dtypes, frames)
-    if bad_module is not None:
-        return bad_module
-    tables = (
-        (grads, 4, "parameter gradient"),
-        (steps, 7, "optimizer state"),
-        (steps, 6, "weight after the step"),
-    )
-    for table, column, tensor in tables:
-        if table is None:
-            continue
-        bad = np.flatnonzero(np.nan_to_num(table[:, column]) > 0)
-        if len(bad):
-            name, count = params[bad[0]], int(table[bad[0], column])
-            return dict(module=name, tensor=tensor, dtype="", count=count, frames=frames_before[-frames:])
-    return None
-
-# %% ../../nbs/api/probe/05_writer.ipynb #ab1c1802
+# %% ../../nbs/api/probe/05_writer.ipynb #5224b95e
 _ROWS = 200  # steps after which a part is written, however fast they are
 _WAITING = 20 * _ROWS  # steps that are kept in memory while nothing can be written
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
-class _Waiting:
-    "What waits to be written."
+def _scalar_arrays(rows: list[StepRow]) -> dict[str, np.ndarray]:
+    "The scalars of some steps, and which step has which."
+    arrays = {"scalars/step": np.array([row.step for row in rows])}
+    arrays["scalars/time"] = np.array([row.time for row in rows])
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row.scalars)
+    for name in names:
+        arrays[f"scalars/{name}"] = np.array([row.scalars.get(name, np.nan) for row in rows])
+        arrays[f"scalars/has:{name}"] = np.array([name in row.scalars for row in rows])
+    return arrays
 
-    store: Any  # a `LiveStore`
-    modules: Any  # a `ModuleProbe` or `NoModules`
-    params: Any  # a `ParamProbe`
-    guard: Guard
-    rows: list[tuple]  # (step, time, columns, scalars) that wait
-    sampled: list[tuple[int, dict]]  # (step, columns of the costly statistics) that wait
-    heads: list[dict]
-    events: list[tuple]  # (kind, step, text, time)
-    lost: list[int]  # steps that could not be recorded
-    counts: bool  # also write how many entries each statistic is of
-    only_modules: bool  # leave the parameters to another rank
-    on_bad: Callable[[int, str], None] | None
-    bad: dict | None  # the first non-finite value
-    flushed: float  # when something was written, of `time.monotonic`
-    enough: int  # steps that make a part
 
-    def _scalar_arrays(self) -> dict[str, np.ndarray]:
-        "The scalars that wait, and which step has which."
-        arrays = {"scalars/step": np.array([row[0] for row in self.rows])}
-        arrays["scalars/time"] = np.array([row[1] for row in self.rows])
-        every = [row[3] for row in self.rows]
-        names: dict[str, None] = {}
-        for scalars in every:
-            names |= dict.fromkeys(scalars)
-        for name in names:
-            arrays[f"scalars/{name}"] = np.array([scalars.get(name, np.nan) for scalars in every])
-            arrays[f"scalars/has:{name}"] = np.array([name in scalars for scalars in every])
-        return arrays
+def _table_arrays(rows: list[StepRow]) -> dict[str, np.ndarray]:
+    "The statistics of some steps."
+    keys, steps = list(rows[0].columns), np.array([row.step for row in rows])
+    arrays = {f"{key.split('/')[0]}/step": steps for key in keys}
+    for key in keys:
+        arrays[key] = np.stack([row.columns[key] for row in rows])
+    return arrays
 
-# %% ../../nbs/api/probe/05_writer.ipynb #760db9e9
-class _WaitingTables(_Waiting):
-    "The tables of statistics that wait."
 
-    def _table_arrays(self) -> dict[str, np.ndarray]:
-        "The statistics that wait."
-        keys, steps = list(self.rows[0][2]), np.array([row[0] for row in self.rows])
-        arrays = {f"{key.split('/')[0]}/step": steps for key in keys}
-        for key in keys:
-            arrays[key] = np.stack([row[2][key] for row in self.rows])
-        return arrays
+def _sampled_arrays(rows: list[StepRow]) -> dict[str, np.ndarray]:
+    "The costly statistics of some steps; a statistic that a step lacks is NaN there."
+    steps = np.array([row.step for row in rows])
+    arrays: dict[str, np.ndarray] = {}
+    shapes: dict[str, tuple] = {}
+    for row in rows:
+        shapes |= {key: column.shape for key, column in row.sampled.items()}
+    for key, shape in shapes.items():
+        nothing = np.full(shape, np.nan, np.float32)
+        arrays[key] = np.stack([row.sampled.get(key, nothing) for row in rows])
+        arrays[f"{key.split('/')[0]}/step"] = steps
+    return arrays
 
-    def _sampled_arrays(self) -> dict[str, np.ndarray]:
-        "The costly statistics that wait; a statistic that a step lacks is NaN there."
-        steps = np.array([step for step, _ in self.sampled])
-        arrays: dict[str, np.ndarray] = {}
-        shapes: dict[str, tuple] = {}
-        for _, columns in self.sampled:
-            shapes |= {key: column.shape for key, column in columns.items()}
-        for key, shape in shapes.items():
-            nothing = np.full(shape, np.nan, np.float32)
-            arrays[key] = np.stack([columns.get(key, nothing) for _, columns in self.sampled])
-            arrays[f"{key.split('/')[0]}/step"] = steps
-        return arrays
+# %% ../../nbs/api/probe/05_writer.ipynb #1435953a
+class _Pending:
+    "Steps and events that wait to be written."
 
-    def _flush(self) -> None:
-        "Write the waiting rows as one part."
-        arrays = (self._scalar_arrays() | self._table_arrays()) if self.rows else {}
+    def __init__(self):
+        self.rows: list[StepRow] = []
+        self.events: list[tuple] = []  # (kind, step, text, time)
+        self.lost: list[int] = []  # steps that could not be recorded
+
+    def write(self, store: Any) -> None:  # to a `LiveStore`
+        "Write what waits as one part."
+        arrays = (_scalar_arrays(self.rows) | _table_arrays(self.rows)) if self.rows else {}
+        arrays |= _sampled_arrays([row for row in self.rows if row.sampled])
         events = self.events
         if self.lost:
             text = f"{len(self.lost)} steps from {min(self.lost)} to {max(self.lost)} were not recorded"
             events = [*events, ("note", min(self.lost), text, time.time())]
-        self.store.append(arrays | self._sampled_arrays() | joined_rows(self.heads), events)
-        self.rows, self.sampled, self.heads, self.events, self.lost = [], [], [], [], []
-        self.flushed = time.monotonic()
+        store.append(arrays | joined_rows([row.heads for row in self.rows if row.heads]), events)
+        self.rows, self.events, self.lost = [], [], []
 
-# %% ../../nbs/api/probe/05_writer.ipynb #5309c115
-class _StepNorms(_WaitingTables):
-    "What a step's sums say as a whole."
+    def shorten(self, size: int) -> None:  # in steps
+        "Leave out the oldest steps."
+        self.lost += [row.step for row in self.rows[:-size]]
+        self.rows = self.rows[-size:]
 
-    def _norms(self, item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> dict[str, float]:
-        "Norms over all parameters."
-        norms = {}
-        if item["grads"]:
-            is_finite = not grads[:, 4].any()
-            norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
-        if item["made"]:
-            norms["weight_norm"] = float(np.sqrt(np.nansum(steps[:, 4])))
-            norms["update_norm"] = float(np.sqrt(np.nansum(steps[:, 8])))
-        return norms
+# %% ../../nbs/api/probe/05_writer.ipynb #01c8d301
+class Writer:
+    "The thread that turns handed-over sums into parts of the record."
 
-    def _counts(self, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> dict[str, np.ndarray]:
-        "How many finite entries each statistic is of."
-        out = {f"activations/n:{name}": sums[r::3, 0] - sums[r::3, 4] for r, name in enumerate(_role_names())}
-        if not self.only_modules:
-            entries = np.nan_to_num(steps[:, 0])
-            out |= {"gradients/n:": grads[:, 0] - grads[:, 4], "optimizer/n:": entries, "weights/n:": entries}
-        return out
+    def __init__(
+        self,
+        store: Any,  # a `LiveStore`
+        modules: Any,  # a `ModuleProbe` or `NoModules`
+        params: Any,  # a `ParamProbe`
+        guard: Guard,  # of the recording
+        seconds: float = 5.0,  # longest time before what is there is written, > 0
+        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
+        only_modules: bool = False,  # leave the parameters to another rank
+        on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
+    ):
+        self.store, self.guard, self.seconds, self.on_bad = store, guard, seconds, on_bad
+        self.row_of = partial(
+            step_row, modules=modules, params=params, counts=counts, only_modules=only_modules
+        )
+        self.pending = _Pending()
+        self.bad: dict | None = None  # the first non-finite value
+        self.flushed = time.monotonic()  # when something was written
+        self.enough = _ROWS  # steps that make a part
+        self.patience = _PATIENCE  # seconds that the training loop waits for a slow disk
+        self.broken = False
+        self.work: queue.Queue = queue.Queue(maxsize=64)
+        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
+        self.thread.start()
 
-    def _look(self, item: dict, sums: np.ndarray, grads: np.ndarray, steps: np.ndarray) -> None:
-        "Tell of the first non-finite value once."
-        names, dtypes = self.modules.names, self.modules.dtypes
-        bad = _first_bad(names, sums, item["order"], dtypes, self.params.names, grads, steps)
-        if bad is None:
+    def put(
+        self,
+        item: dict | tuple | None,  # one step (a dict), one event (a tuple), None: the end
+    ) -> None:
+        "Hand over one step or event; a disk that does not keep up costs the loop one wait, then steps."
+        is_wanted = item is None or not self.broken
+        if not is_wanted or not self.thread.is_alive():
             return
-        self.bad = bad | {"step": item["step"]}
-        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
-        before = "; ".join(bad["frames"]) or "nothing"
-        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
-        self.events.append(("error", item["step"], text, item["time"]))
-        if self.on_bad:
-            self.on_bad(item["step"], text)
+        try:
+            self.work.put(item, timeout=self.patience)
+            self.patience = _PATIENCE
+        except queue.Full:
+            self.patience = 0.0
+            if isinstance(item, dict):
+                self.pending.lost.append(item["step"])
+            self.guard.note("the disk does not keep up: steps are left out, training goes on")
 
-# %% ../../nbs/api/probe/05_writer.ipynb #ddd27192
-class _StepRows(_StepNorms):
-    "A step as a row of the record."
-
-    def _row(self, item: dict) -> None:
-        "One step as columns."
-        for event in item["ready"]:
-            event.synchronize()
-        scale = float(item["scale"]) if item["scale"] is not None else 1.0
-        n_modules, n_params = len(self.modules.names), self.params.n_recorded
-        n_all = len(self.params.params)  # with those that came later, which count in norms only
-        sums = fetch(item["modules"], item["uses"], 3 * n_modules)
-        grads, steps = np.zeros((n_all, 5)), np.full((n_all, 12), np.nan)
-        for at, table in item["grads"]:
-            grads[at] = table.numpy()
-        for at, table in item["made"]:
-            steps[at] = table.numpy()
-        row = _module_columns(sums, scale) if n_modules else {}
-        if not self.only_modules:
-            row |= _param_columns(grads[:n_params], steps[:n_params], scale)
-        if self.counts:
-            row |= self._counts(sums, grads[:n_params], steps[:n_params])
-        scalars = {name: float(value) for name, value in item["scalars"].items()}
-        scalars |= self._norms(item, grads, steps, scale)
-        self.rows.append((item["step"], item["time"], row, scalars))
-        if item["details"]:
-            self.sampled.append((item["step"], _sampled_columns(item, n_modules, n_params, self.counts)))
-        if item.get("heads"):
-            self.heads.append(item["heads"])
-        if self.bad is None:
-            self._look(item, sums, grads, steps)
-
-# %% ../../nbs/api/probe/05_writer.ipynb #d9bc7d0a
-class _WriterThread(_StepRows):
-    "Takes, computes and writes; what the disk refuses is tried again."
-
-    work: queue.Queue
-    seconds: float  # longest time before what is there is written
-    patience: float  # seconds that the training loop waits for a slow disk
-    broken: bool
+    def close(self) -> None:
+        "Write what is waiting and stop."
+        self.patience = 60.0
+        self.put(None)
+        self.thread.join(60)
+        if self.thread.is_alive():
+            self.guard.note("the last steps are still being written and may be lost")
 
     def _run(self) -> None:
         "Take, compute, write."
@@ -369,78 +157,41 @@ class _WriterThread(_StepRows):
     def _take(self, item: dict | tuple | None) -> None:
         "One step or event, until it is written."
         if isinstance(item, tuple) and item:
-            self.events.append(item)
+            self.pending.events.append(item)
         if not isinstance(item, dict):
             return
         try:
-            self._row(item)
+            row = self.row_of(item)
+            self.pending.rows.append(row)
+            if self.bad is None and row.bad is not None:
+                self._report(row, row.bad)
         except Exception as error:
-            self.lost.append(item["step"])
+            self.pending.lost.append(item["step"])
             self.guard.note(f"a step could not be recorded: {type(error).__name__}: {error}")
+
+    def _report(self, row: StepRow, bad: dict) -> None:
+        "Tell of the first non-finite value."
+        self.bad = bad | {"step": row.step}
+        location = f"{bad['tensor']} of {bad['module']} ({bad['dtype'] or 'parameter'})"
+        before = "; ".join(bad["frames"]) or "nothing"
+        text = f"first non-finite value: {location}, {bad['count']} entries; before it: {before}"
+        self.pending.events.append(("error", row.step, text, row.time))
+        if self.on_bad:
+            self.on_bad(row.step, text)
 
     def _flush_if_due(self, is_end: bool) -> None:
         "Write when there is enough or it is time; what the disk refuses is kept and tried again."
-        is_late = time.monotonic() - self.flushed > self.seconds
-        is_due = is_end or len(self.rows) >= self.enough or is_late
-        if not is_due or not (self.rows or self.events):
+        pending, is_late = self.pending, time.monotonic() - self.flushed > self.seconds
+        is_due = is_end or len(pending.rows) >= self.enough or is_late
+        if not is_due or not (pending.rows or pending.events):
             return
         try:
-            self._flush()
+            pending.write(self.store)
             self.enough = _ROWS
         except OSError as error:
-            self.flushed, self.enough = time.monotonic(), _WAITING
+            self.enough = _WAITING
             self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
-            self.lost += [row[0] for row in self.rows[:-_WAITING]]
-            self.rows, self.sampled = self.rows[-_WAITING:], self.sampled[-_WAITING:]
-            self.heads = self.heads[-_WAITING:]
+            pending.shorten(_WAITING)
             if is_end:
-                self.guard.note(f"the last {len(self.rows)} steps were never written")
-
-# %% ../../nbs/api/probe/05_writer.ipynb #eff763d9
-class Writer(_WriterThread):
-    "The thread that turns handed-over sums into parts of the record."
-
-    def __init__(
-        self,
-        store: Any,  # a `LiveStore`
-        modules: Any,  # a `ModuleProbe` or `NoModules`
-        params: Any,  # a `ParamProbe`
-        guard: Guard,  # of the recording
-        seconds: float = 5.0,  # longest time before what is there is written, > 0
-        counts: bool = False,  # also write how many entries each statistic is of, to put ranks together
-        only_modules: bool = False,  # leave the parameters to another rank
-        on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
-    ):
-        self.store, self.modules, self.params, self.guard = store, modules, params, guard
-        self.seconds, self.counts, self.only_modules, self.on_bad = seconds, counts, only_modules, on_bad
-        self.rows, self.sampled, self.heads, self.events, self.bad = [], [], [], [], None
-        self.broken, self.flushed, self.patience, self.lost = False, time.monotonic(), _PATIENCE, []
-        self.enough = _ROWS  # steps that make a part
-        self.work = queue.Queue(maxsize=64)
-        self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
-        self.thread.start()
-
-    def put(
-        self,
-        item: dict | tuple | None,  # one step (a dict), one event (a tuple), None: the end
-    ) -> None:
-        "Hand over one step or event; a disk that does not keep up costs the loop one wait, then steps."
-        is_wanted = item is None or not self.broken
-        if not is_wanted or not self.thread.is_alive():
-            return
-        try:
-            self.work.put(item, timeout=self.patience)
-            self.patience = _PATIENCE
-        except queue.Full:
-            self.patience = 0.0
-            if isinstance(item, dict):
-                self.lost.append(item["step"])
-            self.guard.note("the disk does not keep up: steps are left out, training goes on")
-
-    def close(self) -> None:
-        "Write what is waiting and stop."
-        self.patience = 60.0
-        self.put(None)
-        self.thread.join(60)
-        if self.thread.is_alive():
-            self.guard.note("the last steps are still being written and may be lost")
+                self.guard.note(f"the last {len(pending.rows)} steps were never written")
+        self.flushed = time.monotonic()

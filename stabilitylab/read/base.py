@@ -32,6 +32,7 @@ class LogData:
     # the log's own name of a series -> the canonical one, where the reader knows better than the name says
     canonical_names: dict[str, str] = field(default_factory=dict)
     n_lines: int = 0  # lines of a text log, as far as they were counted
+    event_places: list[int] = field(default_factory=list)  # offset of each event of a text log; else []
 
     def skip(
         self,

@@ -19,6 +19,7 @@ from ..names.variables import canonical_name
 from .base import Format, LogData
 from .crash.incidents import add_crash_after_rows, add_crashes
 from .logs.generic import read_generic
+from .logs.kernel import add_xids
 from .recognise import recognise
 from ..run.scalars import order_of
 
@@ -148,6 +149,8 @@ def read_files(
                 add_crashes(path, data)
             elif format.name in _ROW_FORMATS:
                 add_crash_after_rows(path, data)
+        if len(runs) == 1 and path.is_file() and format.name != "kernel":
+            add_xids(path, runs[next(iter(runs))])
     except (InputError, MemoryError, KeyboardInterrupt):
         raise
     except Exception as e:

@@ -14,7 +14,7 @@ import xarray as xr
 
 from ..names.errors import InputError, bad_input
 from .base import head_of
-from .companions import companion_files, join_companion_logs
+from .companions import companion_files, join_companion_logs, join_kernel_logs
 from .dataset import to_dataset
 from stabilitylab.read.files import (
     LogFile,
@@ -181,6 +181,7 @@ def _read_folder(folder: Path, options: ReadOptions) -> dict[str, xr.DataTree]:
         runs[name] = _run_of(files, _source(folder, key, files))
     if not runs:
         raise _no_log_error(folder, rejected)
+    runs = join_kernel_logs(runs)
     _note_rejected(runs, rejected, folder)
     return runs
 

@@ -62,8 +62,14 @@ class _Steps:
         singles: list[_Single],
         before: int | None,  # last step of the pieces before; None: there was none
     ):
-        alone = [(single.order, single.step) for single in singles if single.step is not None]
-        parts = [(group.order, group.step) for group in many if group.step is not None]
+        alone = [
+            (single.order, single.step)
+            for single in singles
+            if single.step is not None and not single.hit.event
+        ]
+        parts = [
+            (group.order, group.step) for group in many if group.step is not None and not group.hit.event
+        ]
         table = np.array(alone, np.int64).reshape(-1, 2)
         order = np.concatenate([*(order for order, _ in parts), table[:, 0]])
         step = np.concatenate([*(steps for _, steps in parts), table[:, 1]])
@@ -395,6 +401,7 @@ class Scan:
         in_order = sorted(self.events, key=lambda event: event[0])
         events = [(kind, step, text[:500], time) for _, kind, step, text, time in in_order]
         log = LogData(self.samples(), events, n_lines=self.n_lines)
+        log.event_places = [position for position, *_ in in_order]
         log.skip("unreadable record", self.parser.n_unread)
         self.events, self.parser.n_unread = [], 0
         return log

@@ -10,7 +10,7 @@ import itertools
 from pathlib import Path
 
 from .examine import examine, setup_of
-from ..run.job import CALL, Job, tell
+from ..run.job import CALL, Job, report_progress
 
 # %% ../../nbs/api/replay/09_job.ipynb #38b4331c
 def work(
@@ -25,7 +25,7 @@ def work(
 
     def say(words: str) -> None:  # words: of the part that begins
         "Tells a part and the share that is done."
-        tell(words, next(done) / parts)
+        report_progress(words, next(done) / parts)
 
     return {"run": path} | examine(path, step, setup_of(path, setup), say=say, **options).to_dict()
 

@@ -17,10 +17,11 @@ from ..numerics.rounding.attention_range import attention_inputs, scale_overflow
 from ..numerics.rounding.loss_cast import LossCast, find_loss_cast
 from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
 from ..probe.settings import as_list
-from .examine import setup_of
-from .snapshot import Snapshot, load_batch, load_snapshot
-from .step import replay
-from ..run.job import tell
+from .find_setup import setup_of
+from .snapshot import load_batch, load_snapshot
+from .state import Snapshot
+from .step import Replayed, replay
+from ..run.job import report_progress
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,6 +70,25 @@ def _casts(
     return {words: find_loss_cast(m.eval(), part, snapshot.setup.loss) for words, m in models.items()}
 
 
+def _exact_update(
+    snapshot: Snapshot, after: Replayed, params: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    "(weights before the step, what the optimizer adds to them); 16-bit weights take the step in float32."
+    weights = after.weights
+    if any(param.dtype.itemsize < 4 for param in params.values()):  # theirs is rounded already
+        full_precision, optimizer = snapshot.build(dtype=torch.float32)
+        if snapshot.setup.schedule is not None:
+            snapshot.setup.schedule(optimizer, snapshot.step)
+        for name in params:
+            full_precision.get_parameter(name).grad = after.gradients[name].float()
+        params = {name: full_precision.get_parameter(name).detach().clone() for name in params}
+        for each in as_list(optimizer):
+            each.step()
+        weights = dict(full_precision.named_parameters())
+    before = {name: param.detach() for name, param in params.items()}
+    return before, {name: weights[name].detach() - weight for name, weight in before.items()}
+
+
 def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float]:
     "Epsilon of each parameter that has one, by the parameter's id."
     every = [group for each in as_list(optimizer) for group in each.param_groups]
@@ -86,18 +106,16 @@ def step_precision(
     if fmt not in _DTYPES:
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)
-    tell("going back to the step", 0.1)
+    report_progress("going back to the step", 0.1)
     snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
-    tell("the step again", 0.6)
+    report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
-    tell("what 16 bits take from it", 0.8)
+    report_progress("what 16 bits take from it", 0.8)
     model, optimizer = snapshot.build()
     params = {name: param for name, param in model.named_parameters() if name in after.gradients}
     updates = None
     if optimizer is not None:
-        before = {name: param.detach() for name, param in params.items()}
-        moved = {name: after.weights[name] - weight for name, weight in before.items()}
-        updates = lost_updates(before, moved, fmt)
+        updates = lost_updates(*_exact_update(snapshot, after, params), fmt)
     eps = _epsilons(optimizer)
     regimes = {
         name: adam_eps(after.gradients[name], eps[id(param)])

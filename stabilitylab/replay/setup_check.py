@@ -201,7 +201,7 @@ def check_setup(
     parameters = _parameters(path, way.start)
     fault, evidence, at = _judged(facts_of(path, setup, way), parameters)
     checks = (parameters, *_checks_of(way.steps[at - way.start.step]))
-    is_exact = not fault and _is_exact(way.steps[-1])
+    is_exact = fault in ("", "other loss") and _is_exact(way.steps[-1])
     return SetupCheck(
         step,
         way.start.step,

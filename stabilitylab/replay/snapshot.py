@@ -47,6 +47,10 @@ def _refuse_step(path: str | Path | Recording, step: int) -> InputError:
         first = next(iter(lost.values()))
         why = f"the batch could not be stored as it was: {first}; give `recorder.batch` tensors, arrays,"
         return bad_input("step", step, allowed, f"{why} numbers, text and containers of them")
+    if index.damages:
+        return bad_input(
+            "step", step, allowed, f"the black box has {index.damages[0].words}: copy the record anew"
+        )
     return bad_input("step", step, allowed, "these steps have their batch and an earlier snapshot")
 
 

@@ -26,6 +26,7 @@ import torch
 
 import stabilitylab
 from ..names.errors import InputError, bad_input
+from .script import own_arguments, without_training
 from .state import Setup
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #7d79ae57
@@ -174,7 +175,8 @@ def function_at(
         raise bad_input("setup", where, "'package.module:function' or 'file.py:function'")
     allowed = "a module or file that can be imported and runs"
     try:
-        module = _imported(module_or_file)
+        with own_arguments(module_or_file):
+            module = _imported(module_or_file)
     except (Exception, SystemExit) as error:  # the code may raise anything
         at = _place_of(error.__traceback__)
         if isinstance(error, SyntaxError):
@@ -213,9 +215,11 @@ def load_setup(
     path: str | Path,  # folder of the run
 ) -> Setup:  # what the function returns; faults in it are told with their line
     "The `Setup` that a piece of code of yours makes for a run."
-    function = function_at(where)
+    with without_training(path):
+        function = function_at(where)
     try:
-        setup = _call(function, Path(path))
+        with without_training(path):
+            setup = _call(function, Path(path))
     except Exception as error:
         at = _place_of(error.__traceback__)
         if isinstance(error, InputError):

@@ -13,6 +13,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..knowledge.sources import source_url
 from ..names.errors import bad_input
 from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text
 from .words import clean, number, spaced
@@ -61,6 +62,7 @@ def _environment() -> Environment:
         "evidence": evidence_items,
         "remedies": remedies_by_verdict,
         "remedy": remedy_text,
+        "source_url": source_url,
     }
     environment.globals["stylesheet"] = stylesheet
     return environment

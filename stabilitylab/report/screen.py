@@ -10,9 +10,7 @@ import hashlib
 import json
 import platform
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
-from importlib.resources import files
 
 import numpy as np
 import xarray as xr
@@ -20,6 +18,7 @@ from markupsafe import Markup
 
 from .. import __version__
 from ..detect.findings import Findings
+from ..knowledge.sources import source_url
 from ..plot.findings import panels_of
 from ..plot.picture import in_range
 from ..plot.svg import css_colours, page_svg
@@ -84,24 +83,12 @@ def configuration(
     return [(key, value) for key, value in rows if key != "source" and len(value) <= _LONGEST]
 
 # %% ../../nbs/api/report/12_screen.ipynb #1a5620df
-@cache
-def _urls() -> dict[str, str]:
-    "Name of a source -> where it can be read."
-    text = files("stabilitylab.knowledge").joinpath("sources.json").read_text(encoding="utf-8")
-    return {row["name"]: row["url"] for row in json.loads(text)}
-
-
 def source_links(
     findings: Findings,  # of one run
 ) -> list[tuple[str, str]]:  # (name, address), '' where a source has no public one; each source once
     "The sources of the remedies of these findings, with their addresses."
     sources = sorted({remedy["source"] for finding in findings for remedy in finding.remedies})
-    return [(name, _address(name)) for name in sources]
-
-
-def _address(name: str) -> str:
-    "The address of the first source that the name begins with; '' without one."
-    return next((url for source, url in _urls().items() if name.startswith(source)), "")
+    return [(name, source_url(name)) for name in sources]
 
 # %% ../../nbs/api/report/12_screen.ipynb #87025a71
 _ALL = "all"

@@ -16,10 +16,10 @@ from markupsafe import Markup
 from ..plot.trial import trial_svg
 from .terminal import columns_text
 from .words import number
-from ..trial.arm import ArmCurve
+from ..trial.arm import ANOTHER_ORDER, ArmCurve
 from ..trial.suggest import Suggestion
 from ..trial.trial import TrialResult
-from ..trial.verdict import ArmVerdict, rescue_chance
+from ..trial.verdict import ArmVerdict
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _INTERVAL = "({low} to {high})"
@@ -27,18 +27,22 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ("helps", "loss"): "{name} helps: the final loss is {gain} lower {interval} over {n} seeds",
     ("harms", "loss"): "{name} harms: the final loss is {loss} higher {interval} over {n} seeds",
     ("does not help", "loss"): "{name} does not help: the final loss changes by {effect} {interval}"
-    " over {n} seeds",
-    ("can't tell yet", ""): "{name}: can't tell yet (so far {effect}, {low} to {high}); {more} more seeds"
-    " would probably decide",
+    " over {n} seeds; a gain of {detectable} would show in four of five such trials",
+    (
+        "can't tell yet",
+        "",
+    ): "{name}: can't tell yet (so far {effect}, {low} to {high}; a gain of {detectable} would show"
+    " in four of five such trials); {more} more seeds would probably decide",
     # where failures decided, whatever the final losses of failed runs are
     ("helps", "failures"): "{name} helps: it prevents the failure on {rescued} of {n} seeds"
-    " (p <= 1/{odds} if the fix did nothing); the final loss changes by {effect} {interval}",
+    " (p <= 1/{odds} if {nothing}); the final loss changes by {effect} {interval}",
     (
         "harms",
         "failures",
     ): "{name} harms: it fails on {broken} of {n} seeds on which the unchanged run does not"
-    " (p <= 1/{odds} if the fix did nothing); the final loss changes by {effect} {interval}",
-    ("does not help", "failures"): "{name} does not help: it does not fail on fewer seeds;"
+    " (p <= 1/{odds} if {nothing}); the final loss changes by {effect} {interval}",
+    ("does not help", "failures"): "{name} does not help: it does not fail on fewer seeds"
+    " (one that prevents {share} of the failures does in 19 of 20 trials);"
     " the final loss changes by {effect} {interval}",
     # an effect that excludes 0 is never said to be none
     (
@@ -50,6 +54,9 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " {interval} over {n} seeds",
     ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
     " the initial loss and are capped there",
+    "null": "{name} of the same batches, nothing else changed: the final loss changes by {effect} on"
+    " average ({n} seeds): so much is chance",
+    "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
     "all capped": "{name} does not help: it does not fail on fewer seeds; the final losses are above the"
     " initial loss, are capped there and cannot be compared",
@@ -61,6 +68,8 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
 
 def _template(arm: ArmVerdict) -> str:
     "The sentence that fits a verdict."
+    if arm.fix == ANOTHER_ORDER:
+        return _SENTENCES["null"]
     if not math.isfinite(arm.interval[0]):
         return _SENTENCES["one seed"]
     if arm.decided_by == "failures" and arm.capped == len(arm.seeds):
@@ -89,7 +98,10 @@ def _arm_sentence(
         more=arm.more_seeds,
         rescued=arm.rescued,
         broken=arm.broken,
-        odds=math.floor(1 / rescue_chance(max(arm.rescued, arm.broken), n)),
+        odds=math.floor(1 / arm.chance + 1e-6),
+        nothing="the fix did nothing" if arm.n_arms == 1 else f"none of {arm.n_arms} fixes did anything",
+        detectable=number(arm.detectable),
+        share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
     if arm.diverged or base.diverged:
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
@@ -104,6 +116,8 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     base, *arms = result.arms
     sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
+    n_arms = base.n_arms
+    sentences += [_SENTENCES["corrected"].format(k=n_arms)] if n_arms > 1 and len(base.seeds) > 1 else []
     if not result.complete:
         sentences.append("Not all requested arms were trained.")
     return sentences + [f"A child process ended early: {why}." for why in result.failed[:3]]
@@ -132,7 +146,7 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     effect = "" if arm.verdict == "unchanged" else f"{arm.effect:+.3f} {interval}"
     return (
         arm.fix,
-        _DECIDED.get(arm.decided_by, arm.verdict),
+        "chance" if arm.fix == ANOTHER_ORDER else _DECIDED.get(arm.decided_by, arm.verdict),
         f"{np.mean(finals):.3f}" if finals else "not finite",
         effect,
         f"{arm.diverged} of {len(arm.seeds)}",

@@ -16,9 +16,10 @@ import numpy as np
 
 from ..names.errors import bad_input
 from ..names.files import try_lock, write_atomic
-from ..names.variables import GROUPS
+from .checksums import sealed, unsealed
+from .closed import open_closed
 from .parts import read_live
-from .record import RECORD_FILE, save_run, unpack_run
+from .record import RECORD_FILE, RECORD_MARKS, record_parts, save_run, unpack_run
 
 # %% ../../nbs/api/run/03_live.ipynb #a6431125
 def _number(file: Path) -> int:
@@ -29,7 +30,7 @@ def _number(file: Path) -> int:
 def _settings(file: Path) -> dict:
     "What a start wrote about itself; {} where the file is torn."
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return unsealed(file.read_bytes())
     except ValueError:
         return {}
 
@@ -39,8 +40,7 @@ def _last_attrs(live: Path) -> dict:
     last = max(live.glob("segment-*-0.json"), key=_number, default=None)
     if last is not None:
         return _settings(last).get("attrs", {})
-    closed = live / "closed" / ".zattrs"
-    return json.loads(closed.read_text(encoding="utf-8")) if closed.exists() else {}
+    return dict(open_closed(live / "closed").attrs) if (live / "closed").is_dir() else {}
 
 
 def _unclose(path: Path) -> None:
@@ -50,18 +50,17 @@ def _unclose(path: Path) -> None:
         return
     if (path / RECORD_FILE).exists():
         unpack_run(path)
-    if not (path / ".zgroup").exists():
+    if not any((path / mark).exists() for mark in RECORD_MARKS):
         return
     closed = path / "live" / "closed"
     closed.mkdir(exist_ok=True)
-    for part in path.iterdir():
-        if part.name in GROUPS or part.name.startswith(".z"):
-            part.rename(closed / part.name)
+    for part in record_parts(path):
+        part.rename(closed / part.name)
 
 
 def _refuse_foreign(path: Path, lock: str) -> None:
     "Leave a folder alone that holds something else than a record."
-    names = ("live", "blackbox", ".zgroup", RECORD_FILE, lock)
+    names = ("live", "blackbox", *RECORD_MARKS, lock)
     is_filled = path.is_dir() and any(path.iterdir())
     if is_filled and not any((path / name).exists() for name in names):
         raise bad_input(
@@ -106,7 +105,7 @@ class LiveStore:
         self.segment, self.tag = segment, f"{segment}-{rank}"
         self.previous = _last_attrs(self.live)
         settings = {"tables": tables, "attrs": attrs or {}, "world": world}
-        write_atomic(self.live / f"segment-{self.tag}.json", json.dumps(settings).encode(), durable=True)
+        write_atomic(self.live / f"segment-{self.tag}.json", sealed(settings), durable=True)
 
     def append(
         self,

@@ -6,15 +6,18 @@
 __all__ = ['Shard', 'Segment', 'scalar_samples', 'segment_starts', 'read_live']
 
 # %% ../../nbs/api/run/06_parts.ipynb #dd416c61
+import io
 import json
 import zipfile
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import xarray as xr
 
+from ..names.errors import printable
+from .checksums import ZIP_FAULTS, Damage, unsealed
+from .closed import open_closed
 from .heads import combine_heads, head_table
 from .ranks import combine_shards, stack_ranks
 from stabilitylab.run.scalars import (
@@ -34,6 +37,7 @@ class Shard:
     arrays: dict  # 'group/variable' -> the rows of all its parts, in order
     events: list  # (kind, step, text, time)
     settings: dict  # 'tables', 'attrs' and 'world' as `LiveStore` was given them
+    damages: list[Damage] = field(default_factory=list)  # files that were left out
 
     def has(
         self,
@@ -52,15 +56,13 @@ def _rows(part: dict, key: str) -> np.ndarray | None:
     return np.full(len(part["scalars/step"]), False if "has:" in key else np.nan)
 
 
-# what NumPy, zipfile and JSON raise on a file that is empty, cut or overwritten
-_TORN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
-
-
 def _read_part(path: Path) -> tuple[dict, list]:
-    "The rows and events of one part."
-    with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-        events = json.loads(bytes(stored["events"]).decode())
-        part = {key: stored[key] for key in stored.files if key != "events"}
+    "The rows and events of one part; an error of `ZIP_FAULTS` where it is damaged."
+    # an entry is read whole before NumPy sees it: a changed header may ask for fewer bytes than are checked
+    with zipfile.ZipFile(path) as stored:
+        entries = {name.removesuffix(".npy"): io.BytesIO(stored.read(name)) for name in stored.namelist()}
+    part = {key: np.lib.format.read_array(data, allow_pickle=False) for key, data in entries.items()}
+    events = json.loads(bytes(part.pop("events")).decode())
     for group in {key.split("/")[0] for key in part}:
         sizes = {len(rows) for key, rows in part.items() if key.startswith(f"{group}/")}
         if len(sizes) > 1:
@@ -68,32 +70,81 @@ def _read_part(path: Path) -> tuple[dict, list]:
     return part, events
 
 
-def _last_step(parts: list[dict]) -> int:
-    "The last step that was read; 0 where there is none."
-    steps = [part["scalars/step"] for part in parts if len(part.get("scalars/step", ()))]
-    return int(steps[-1][-1]) if steps else 0
+def _settings(file: Path) -> dict:
+    "What a start wrote about itself; an error where it is damaged."
+    settings = unsealed(file.read_bytes())
+    if "tables" not in settings:
+        raise ValueError("it lists no tables")
+    return {"attrs": {}, "world": 1} | settings
+
+
+@dataclass(frozen=True)
+class _Part:
+    "One part of a shard; empty where its file is damaged."
+
+    name: str  # of the file
+    arrays: dict  # 'group/variable' -> rows
+    events: list
+    why: str = ""  # it is damaged
+
+    @property
+    def steps(self) -> np.ndarray:
+        "The steps of its scalars."
+        return self.arrays.get("scalars/step", np.zeros(0, int))
+
+
+def _parts_of(live: Path, segment: int, rank: int) -> list[_Part]:
+    "The parts of one process in order; one whose number was passed over is missing."
+    parts, number = [], 0
+    for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
+        last = path.stem.split("-")[-1]
+        for missing in range(number, int(last) if last.isdecimal() else number):
+            name = f"part-{segment}-{rank}-{missing:07d}.npz"
+            parts.append(_Part(name, {}, [], "missing"))
+        number = int(last) + 1 if last.isdecimal() else number
+        try:
+            parts.append(_Part(path.name, *_read_part(path)))
+        except ZIP_FAULTS as error:
+            parts.append(_Part(path.name, {}, [], printable(error, 200) or type(error).__name__))
+    return parts
+
+
+def _part_damage(parts: list[_Part], at: int) -> Damage:
+    "A damaged part, with the steps between its neighbours that are whole."
+    earlier = [part.steps[-1] for part in parts[:at] if len(part.steps)]
+    later = [part.steps[0] for part in parts[at + 1 :] if len(part.steps)]
+    first = int(earlier[-1]) + 1 if earlier else 0
+    is_gap = bool(later) and int(later[0]) > first
+    return Damage(parts[at].name, parts[at].why, steps=(first, int(later[0]) - 1) if is_gap else None)
+
+
+def _last_step(parts: list[_Part]) -> int:
+    "The last step of whole parts; 0 where there is none."
+    return max((int(part.steps[-1]) for part in parts if len(part.steps)), default=0)
 
 
 def _read_shard(live: Path, segment: int, rank: int) -> Shard:
     "The parts of one process in order; a part that is torn is left out, and that is noted."
-    parts: list[dict] = []
+    parts = _parts_of(live, segment, rank)
     events: list[tuple] = []
-    for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
-        try:
-            part, part_events = _read_part(path)
-        except _TORN as error:
-            part_events = [
-                ("note", _last_step(parts), f"{path.name} is left out, it is torn: {error}"[:300], None)
-            ]
-            part = {}
-        events += part_events
-        parts.append(part)
+    damages = []
+    for at, part in enumerate(parts):
+        events += part.events
+        if part.why:
+            damage = _part_damage(parts, at)
+            text = f"{part.name} is left out, it is torn: {part.why}"
+            events.append(("note", _last_step(parts[:at]), text[:300], None))
+            damages.append(damage)
     arrays = {}
-    for key in dict.fromkeys(key for part in parts for key in part):
-        pieces = [_rows(part, key) for part in parts]
+    for key in dict.fromkeys(key for part in parts for key in part.arrays):
+        pieces = [_rows(part.arrays, key) for part in parts]
         arrays[key] = np.concatenate([piece for piece in pieces if piece is not None])
-    settings = json.loads((live / f"segment-{segment}-{rank}.json").read_text(encoding="utf-8"))
-    return Shard(arrays, events, settings)
+    try:
+        settings = _settings(live / f"segment-{segment}-{rank}.json")
+    except (OSError, ValueError) as error:
+        settings = {"tables": {}, "attrs": {}, "world": 1, "damaged": True}
+        damages.append(Damage(f"segment-{segment}-{rank}.json", str(error), "settings and tables of a start"))
+    return Shard(arrays, events, settings, damages)
 
 
 def _labels(values: list) -> np.ndarray:
@@ -136,6 +187,7 @@ class Segment:
     scalars: dict  # 'scalars/…' -> rows
     tables: dict  # group -> Dataset
     events: list  # (kind, step, text, time)
+    damages: list[Damage]  # files that were left out
 
 
 def _at(steps: np.ndarray, own: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -185,7 +237,8 @@ def _mend_update_ratio(tables: dict) -> None:
 
 def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Dataset]:
     "The groups of all ranks, combined, and what each rank saw of the activations."
-    first, tables = shards[min(shards)].settings, {}
+    complete = [shard.settings for _, shard in sorted(shards.items()) if "damaged" not in shard.settings]
+    first, tables = complete[0] if complete else shards[min(shards)].settings, {}
     copies = np.asarray(first["attrs"].get("copies", 1.0))
     for group, table in first["tables"].items():
         own = {
@@ -206,18 +259,10 @@ def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Datase
     return tables
 
 
-def _is_whole(settings: Path) -> bool:
-    "Whether what a start wrote about itself can be read; a power cut can leave it empty."
-    try:
-        return "tables" in json.loads(settings.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
 def _read_segment(live: Path, segment: int, number: int) -> Segment:
     "One start of the program; `number` is what the record calls it."
-    starts = [path for path in live.glob(f"segment-{segment}-*.json") if _is_whole(path)]
-    ranks = sorted(int(path.stem.split("-")[2]) for path in starts)
+    names = [*live.glob(f"segment-{segment}-*.json"), *live.glob(f"part-{segment}-*-*.npz")]
+    ranks = sorted({0, *(int(path.stem.split("-")[2]) for path in names)})
     shards = {rank: _read_shard(live, segment, rank) for rank in ranks}
     tables = _joint_tables(shards, number)
     if len(ranks) > 1:
@@ -228,7 +273,8 @@ def _read_segment(live: Path, segment: int, number: int) -> Segment:
         for kind, step, text, time in shard.events
     ]
     scalars = _joint_scalars(list(shards.values()), tables)
-    return Segment(shards[0].settings["attrs"], scalars, tables, events)
+    damages = [damage for shard in shards.values() for damage in shard.damages]
+    return Segment(shards[0].settings["attrs"], scalars, tables, events, damages)
 
 # %% ../../nbs/api/run/06_parts.ipynb #a9f8ad20
 def scalar_samples(
@@ -315,14 +361,16 @@ def read_live(
     live = Path(path) / "live"
     closed, tables, events, attrs, base = None, {}, [], {}, 0
     if (live / "closed").is_dir():
-        closed = xr.open_datatree(live / "closed", engine="zarr", chunks=None).load()
+        closed = open_closed(live / "closed").load()
         attrs, events, base = dict(closed.attrs), _old_events(closed), _next_segment(closed)
         others = [group for group in closed.children if group not in ("scalars", "events")]
         tables = {group: [closed[group].to_dataset().drop_encoding()] for group in others}
-    numbers = sorted(int(f.stem.split("-")[1]) for f in live.glob("segment-*-0.json") if _is_whole(f))
+    starts = [*live.glob("segment-*-0.json"), *live.glob("part-*-0-*.npz")]
+    numbers = sorted({int(file.stem.split("-")[1]) for file in starts})
     segments = [_read_segment(live, number, base + number) for number in numbers]
     for segment in segments:
-        attrs |= segment.attrs
+        skipped = dict(attrs.get("skipped") or {}) | {damage.words: 1 for damage in segment.damages}
+        attrs |= segment.attrs | ({"skipped": skipped} if skipped else {})
         events += segment.events
         for group, table in segment.tables.items():
             tables.setdefault(group, []).append(table)

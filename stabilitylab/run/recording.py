@@ -6,8 +6,8 @@
 __all__ = ['BoxIndex', 'Recording', 'opened']
 
 # %% ../../nbs/api/run/12_recording.ipynb #97b5591c
-import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
+from .checksums import Damage, file_fault, unsealed
 from .record import open_run
 
 # %% ../../nbs/api/run/12_recording.ipynb #e493db4f
@@ -26,6 +27,7 @@ class BoxIndex:
     snapshots: list[dict]  # a row a file; with `step` and `file`
     batches: list[dict]  # a row a micro-batch; with `step`, `file` and, where not storable, `lost`
     settings: list[dict]  # a row a change; with `step` and `optimizers`
+    damages: tuple[Damage, ...] = ()  # files that are not what was written; their rows are left out
 
     @cached_property
     def lost(self) -> dict[int, str]:  # step -> what could not be stored
@@ -61,11 +63,30 @@ def _read_index(path: Path, rank: int) -> BoxIndex:
         why = f"a step of several ranks is replayed with the batches of all; rank {rank} has no Recorder"
         raise bad_input("path", str(path), "a record with the black box of every rank", why)
     try:
-        stored = {"settings": []} | json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        why = "its list of files was cut off: copy the record anew"
+        stored = {"settings": []} | unsealed(file.read_bytes())
+        rows = stored["snapshots"] + stored["batches"]
+        damages = {
+            id(row): Damage(row["file"], why, steps=(row["step"],) * 2) for row, why in _faults(folder, rows)
+        }
+        snapshots = [row for row in stored["snapshots"] if id(row) not in damages]
+        batches = [row for row in stored["batches"] if id(row) not in damages]
+        return BoxIndex(folder, snapshots, batches, stored["settings"], tuple(damages.values()))
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"its list of files is damaged ({error}): copy the record anew"
         raise bad_input("path", str(path), "a record with a whole black box", why) from error
-    return BoxIndex(folder, stored["snapshots"], stored["batches"], stored["settings"])
+
+
+def _faults(folder: Path, rows: list[dict]) -> Iterator[tuple[dict, str]]:
+    "Rows whose file is missing, cut or changed; each file is read once."
+    checked: dict[str, str] = {}
+    for row in rows:
+        name, is_packed = row.get("file"), "key" in row
+        if name is None or "bytes" not in row:
+            continue
+        if name not in checked:
+            checked[name] = file_fault(folder / name, row.get("crc32c"), None if is_packed else row["bytes"])
+        if checked[name]:
+            yield row, checked[name]
 
 # %% ../../nbs/api/run/12_recording.ipynb #f359ae0b
 class Recording:

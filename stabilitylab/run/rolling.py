@@ -44,11 +44,12 @@ def level_and_noise(
 
 def difference_noise(
     x: np.ndarray,  # (n,) float64, finite
+    lag: int = 1,  # how far the records lie apart whose differences are taken; noise with a memory needs more
 ) -> float:  # a standard deviation; 0 for fewer than two values
     "The noise of a whole series, from the differences of its neighbours: a slow trend does not count."
-    if len(x) < 2:
+    if len(x) <= lag:
         return 0.0
-    difference = np.diff(x)
+    difference = x[lag:] - x[:-lag]
     return _DIFFERENCE_TO_SD * float(np.median(np.abs(difference - np.median(difference))))
 
 # %% ../../nbs/api/run/09_rolling.ipynb #35eae65a

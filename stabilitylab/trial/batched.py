@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
-from ..run.job import tell
+from ..run.job import report_progress
 from .arm import ArmTraining, run_arm
 
 # %% ../../nbs/api/trial/05_batched.ipynb #84dcdcf8
@@ -307,7 +307,7 @@ def _after_step(
         raise bad_input("fixes", "one that takes weights out of place", *allowed)
     if n_steps % 10 == 0:
         losses = [arm.training.last_loss for arm in active]
-        tell(f"step {active[0].training.step} of {len(active)} arms", share(), loss=min(losses))
+        report_progress(f"step {active[0].training.step} of {len(active)} arms", share(), loss=min(losses))
     if n_steps % keep_every == 0:
         for arm in active:
             arm.save()

@@ -16,7 +16,7 @@ import xarray as xr
 
 from ..fixes.training import Training
 from ..names.errors import bad_input
-from ..replay.examine import setup_of
+from ..replay.find_setup import setup_of
 from ..replay.setup_check import SetupCheck
 from ..replay.setup_file import checked
 from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule

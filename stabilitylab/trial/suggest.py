@@ -86,6 +86,7 @@ def _tallies(findings: Sequence[Finding]) -> dict[str, _Tally]:
     return tallies
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #f367e273
+_FROM_THE_RUN = 2.0  # weight of a fix for which the run itself speaks, 1 for reports alone: our convention
 _HALF = 0.5  # of the rate at which a run failed; OPT-175B and IDEFICS went to half and below: our convention
 
 
@@ -100,17 +101,20 @@ class _RunEvidence:
 
 def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "How far to lower the rate: at most half of that at which the run failed, wherever its schedule goes."
+    is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
+    unmeasured = _RunEvidence(_FROM_THE_RUN if is_too_high else 1.0)
     lr, onset = curve(run, "lr"), failure_onset(findings)
     if lr is None or not len(lr.value) or onset is None:
-        return _RunEvidence()
+        return unmeasured
     order = np.argsort(lr.step, kind="stable")
     at_failure, peak = float(np.interp(onset, lr.step[order], lr.value[order])), float(lr.value.max())
     if not at_failure > 0:
-        return _RunEvidence()
+        return unmeasured
     default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
     factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
     words = f"it failed at a rate of {at_failure:.3g}, and the rate goes to {peak:.3g}"
-    weight = 1.5 if lr.value[-1] > 0.99 * peak else 1.0
+    ends_at_peak = lr.value[-1] > 0.99 * peak
+    weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #33e996b7
@@ -137,7 +141,7 @@ def _evidence_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _R
     first, last, peak = logits.value[0], logits.value[-1], logits.value.max()
     if last <= 100 * abs(first):
         return _RunEvidence()
-    return _RunEvidence(2.0, f"the largest attention logit grew from {first:.3g} to {peak:.3g}")
+    return _RunEvidence(_FROM_THE_RUN, f"the largest attention logit grew from {first:.3g} to {peak:.3g}")
 
 
 def _placebo() -> Suggestion:
@@ -145,6 +149,11 @@ def _placebo() -> Suggestion:
     return Suggestion("placebo", 0.0, ["changes nothing: what chance alone does"], [], is_control=True)
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #94dfe97d
+def _n_teams(reports: list[dict]) -> int:
+    "How many teams wrote these reports."
+    return len({row["source"] for row in reports})
+
+
 def suggest(
     findings: Sequence[Finding],  # of `diagnose`
     run: xr.DataTree,  # the record that they are of
@@ -156,7 +165,7 @@ def suggest(
     for name, tally in _tallies(findings).items():
         if table.acts_on[name] in _CANNOT:
             continue
-        good, bad = len(tally.worked), len(tally.failed)
+        good, bad = _n_teams(tally.worked), _n_teams(tally.failed)
         evidence = _evidence_of(name, findings, run)
         share = (good + 1) / (good + bad + 2)
         reasons = [

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import Scratch, try_lock, write_atomic
-from ..run.job import Job, tell
+from ..run.job import Job, report_progress
 from .arm import Arm, done_file, seed_folder
 from .cluster import ClusterJob, as_client, begin_work
 from .start import Start
@@ -73,7 +73,7 @@ def run_to_end(
             while not (state := work.poll()).ended:
                 bar.update(max(state.share - bar.n, 0))
                 bar.set_postfix_str(f"{state.done} of {state.total} done; {'; '.join(state.running)}"[:80])
-                tell(f"{state.done} of {state.total} done", share=state.share)
+                report_progress(f"{state.done} of {state.total} done", share=state.share)
                 if on_progress is not None:
                     on_progress(state)
                 if end is not None and time.monotonic() > end:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..detect.attention import attention_of
 from ..probe.attention.report import head_weights
-from ..replay.examine import setup_of
+from ..replay.find_setup import setup_of
 from ..replay.snapshot import load_batch, load_snapshot
 from ..report.words import spaced
 

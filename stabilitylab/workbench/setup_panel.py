@@ -13,7 +13,8 @@ from pathlib import Path
 import ipywidgets as widgets
 
 from ..names.errors import InputError
-from ..replay.setup_file import SetupFile, draft_setup, setup_files, todo_lines
+from ..replay.find_setup import SetupFile, setup_files, todo_lines
+from ..replay.setup_file import draft_setup
 from ..report.replay import setup_html
 from ..run.job import Job, JobState
 from .panel import JobPanel

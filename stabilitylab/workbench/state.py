@@ -33,9 +33,20 @@ from .panel import beside
 _ENDS = {"x_range": ("first", "last"), "y_range": ("lowest", "highest")}
 
 
-class _Zoom(HasTraits):
-    "The steps and values that are shown, and those that were shown before."
+class _Drawn(HasTraits):
+    "Which series are drawn, how, over which steps and values, and the ranges shown before."
 
+    drawn = traitlets.Tuple(help="names of the series drawn, the first one large; (): the usual ones")
+    hidden = traitlets.Tuple(help="names of drawn series that are hidden for now")
+    log = traitlets.Bool(
+        None,
+        allow_none=True,
+        help="logarithmic axis of the first series; None: where it spans a factor of 20",
+    )
+    smooth = traitlets.Int(0, help="records of the moving mean that is drawn over the curves; 0: none")
+    along = traitlets.Unicode("step", help="what the axis counts: 'step', 'tokens', 'epoch' or 'time'")
+    dark = traitlets.Bool(False, help="whether the page has a dark theme")
+    drawing = traitlets.Instance(RunPicture, (), help="draws the curves")
     x_range = traitlets.Tuple(help="(first, last) step shown; (): all")
     y_range = traitlets.Tuple(help="(lowest, highest) value of the first panel; (): all")
 
@@ -50,6 +61,11 @@ class _Zoom(HasTraits):
             low, high = _ENDS[proposal["trait"].name]
             raise bad_input(proposal["trait"].name, span, f"({low}, {high}) with {low} < {high}, or ()")
         return span
+
+    @property
+    def look(self) -> Look:
+        "How the curves are drawn."
+        return Look(self.smooth, self.along, tuple(self.y_range), tuple(self.hidden))
 
     def _forget_ranges(self) -> None:
         "Starts the history anew, with everything shown."
@@ -77,28 +93,7 @@ class _Zoom(HasTraits):
         "Shows the range that was undone."
         self._go(self._at + 1)
 
-# %% ../../nbs/api/workbench/01_state.ipynb #3168fc47
-class _Curves(_Zoom):
-    "Which series are drawn, and how."
-
-    drawn = traitlets.Tuple(help="names of the series drawn, the first one large; (): the usual ones")
-    hidden = traitlets.Tuple(help="names of drawn series that are hidden for now")
-    log = traitlets.Bool(
-        None,
-        allow_none=True,
-        help="logarithmic axis of the first series; None: where it spans a factor of 20",
-    )
-    smooth = traitlets.Int(0, help="records of the moving mean that is drawn over the curves; 0: none")
-    along = traitlets.Unicode("step", help="what the axis counts: 'step', 'tokens', 'epoch' or 'time'")
-    dark = traitlets.Bool(False, help="whether the page has a dark theme")
-    drawing = traitlets.Instance(RunPicture, (), help="draws the curves")
-
-    @property
-    def look(self) -> Look:
-        "How the curves are drawn."
-        return Look(self.smooth, self.along, tuple(self.y_range), tuple(self.hidden))
-
-# %% ../../nbs/api/workbench/01_state.ipynb #700b5a46
+# %% ../../nbs/api/workbench/01_state.ipynb #c2c4b19c
 _LONG = 100_000  # steps from which on the diagnosis no longer holds up the first picture
 
 
@@ -109,14 +104,23 @@ class _ByName(dict):
         return self is other
 
 
-class _Diagnosed(_Curves):
-    "Records by name, the one that is shown, and its findings."
+class WorkbenchState(_Drawn):
+    "The runs, the one that is shown, its findings, and what the user looks at."
 
     runs = traitlets.Dict(help="name -> record")
     origins = traitlets.Dict(help="name -> (path, name there) of the runs that were read from the disk")
     name = traitlets.Unicode("", help="the run that is shown")
     findings = traitlets.Instance(Findings, (), help="what `diagnose` found in it")
     busy = traitlets.Bool(False, help="whether the run is still being diagnosed")
+    selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
+    step = traitlets.Float(None, allow_none=True, help="the step that was clicked; None: none")
+    visible = traitlets.Unicode(
+        "overview", help="name of the view that is seen; the others wait with drawing"
+    )
+    error = traitlets.Unicode("", help="the last error, shown by the views")
+    wanted = traitlets.Unicode("", help="the fix that is to be tried; '': none")
+    trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
+    trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
     _recording: Recording | None = None
 
     @property
@@ -153,21 +157,11 @@ class _Diagnosed(_Curves):
 
     def _show_findings(self, run: xr.DataTree, findings: Findings) -> None:
         "Shows the findings of a run; they are dropped where another run is shown by now."
-        if run is self.run:
-            self.busy, self.findings = False, findings
-
-# %% ../../nbs/api/workbench/01_state.ipynb #c2c4b19c
-class WorkbenchState(_Diagnosed):
-    "The run, its findings, and what the user looks at."
-
-    selected = traitlets.Int(-1, help="index of the selected finding; -1: none")
-    step = traitlets.Float(None, allow_none=True, help="the step that was clicked; None: none")
-    visible = traitlets.Unicode(
-        "overview", help="name of the view that is seen; the others wait with drawing"
-    )
-    error = traitlets.Unicode("", help="the last error, shown by the views")
-    trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
-    trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
+        if run is not self.run:
+            return
+        if self.selected >= len(findings):
+            self.selected = -1
+        self.busy, self.findings = False, findings
 
     @property
     def finding(self) -> Finding | None:
@@ -188,12 +182,6 @@ class WorkbenchState(_Diagnosed):
             raise bad_input("drawn", unknown[0], ", ".join(self.series))
         return proposal["value"]
 
-    def _show_findings(self, run: xr.DataTree, findings: Findings) -> None:
-        "Shows the findings of a run; a selected one that is no more there is left."
-        if run is self.run and self.selected >= len(findings):
-            self.selected = -1
-        super()._show_findings(run, findings)
-
     def show(
         self,
         name: str,  # one of `runs`
@@ -202,7 +190,7 @@ class WorkbenchState(_Diagnosed):
         if name not in self.runs:
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
-        self.step, self.name, self.x_range, self.drawn = None, name, (), ()
+        self.step, self.name, self.x_range, self.drawn, self.wanted = None, name, (), (), ""
         self.y_range, self.hidden, self.along = (), (), "step"
         self._forget_ranges()
         self._diagnose()

@@ -31,6 +31,10 @@ function render({ model, el }) {
     sort(table, column, head, turn);
     chosen[place] = { words: head.textContent.trim(), turn };
   };
+  const tell = (name) => {
+    model.set('clicked', { name, n: ++count });
+    model.save_changes();
+  };
   const draw = () => {
     el.innerHTML = model.get('value'); // markup of the project's own templates, which escape what they are given
     const helps = model.get('helps') || {};
@@ -48,13 +52,17 @@ function render({ model, el }) {
         const known = chosen[place]; // rows that came later keep the order that was asked for
         if (known && known.words === words) sort(table, column, head, known.turn);
       });
-      for (const row of [...table.rows].slice(1)) {
-        row.addEventListener('click', () => {
-          model.set('clicked', { name: row.cells[0]?.textContent.trim() || '', n: ++count });
-          model.save_changes();
-        });
-      }
+      for (const row of [...table.rows].slice(1)) row.dataset.name ||= row.cells[0]?.textContent.trim() || '';
     });
+    for (const element of el.querySelectorAll('[data-name]')) {
+      element.tabIndex = 0;
+      element.addEventListener('click', () => tell(element.dataset.name));
+      element.addEventListener('keydown', e => {
+        if (e.key !== 'Enter') return;
+        e.preventDefault(); e.stopPropagation();
+        tell(element.dataset.name);
+      });
+    }
   };
   model.on('change:value', draw);
   draw();

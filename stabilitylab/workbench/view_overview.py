@@ -7,13 +7,14 @@ __all__ = ['SeriesControls', 'Overview']
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #5f1c96f8
 import base64
+from functools import cache
 
 import ipywidgets as widgets
 import numpy as np
 import traitlets
 
-from ..detect.findings import Finding
 from ..detect.likely_cause import most_likely
+from ..fixes.registry import fix, fixes
 from ..plot.findings import panels_of
 from ..plot.look import x_axes
 from ..plot.picture import in_range
@@ -25,7 +26,16 @@ from ..report.render import render
 from ..report.words import spaced
 from .call import CallLine, run_lines
 from .figure import PictureWidget
-from .parts import StateView, button, column, on, refill, row, set_visible
+from stabilitylab.workbench.parts import (
+    SortableTable,
+    StateView,
+    button,
+    column,
+    on,
+    refill,
+    row,
+    set_visible,
+)
 from stabilitylab.workbench.state import (
     WorkbenchState,
     around,
@@ -58,17 +68,37 @@ def _note(state: WorkbenchState) -> str:
     return "few" if len(np.unique(state.run["scalars"].step.values)) < 2 else "healthy"
 
 
+def _skipped(state: WorkbenchState) -> dict[str, int]:
+    "What the reader left out of the run, and how often."
+    return dict(state.run.attrs.get("skipped") or {})
+
+
 def _detail_html(state: WorkbenchState) -> str:
     "The selected finding with its evidence and remedies, or what to do."
     if state.finding is None:
-        return render("view_overview", card=None, note=_NOTES[_note(state)])
-    return render("view_overview", card=finding_card(state.finding, state.selected + 1), note="")
+        skipped = [f"{words} ({n:,})" if n > 1 else words for words, n in _skipped(state).items()]
+        return render("view_overview", card=None, fixes={}, note=_NOTES[_note(state)], skipped=skipped)
+    card = finding_card(state.finding, state.selected + 1)
+    return render("view_overview", card=card, fixes=_remedy_fixes(), note="", skipped=[])
 
 
-def _finding_label(number: int, finding: Finding) -> str:
-    "The line of a finding in the list, with its number on the figure."
-    where = steps_text(finding).removeprefix("steps ").removeprefix("step ")
-    return f"{number}  {finding.severity}  {spaced(finding.kind)}" + (f" · {where}" if where else "")
+@cache
+def _remedy_fixes() -> dict[str, list[str]]:
+    "The id of a remedy -> the fixes that carry it out."
+    by_remedy: dict[str, list[str]] = {}
+    for name in fixes()["name"]:
+        for remedy in fix(name).about.rows:
+            by_remedy.setdefault(remedy, []).append(name)
+    return by_remedy
+
+
+def _listing_html(state: WorkbenchState, chosen: int) -> str:  # chosen: index, -1: none
+    "The findings as rows to choose from, with their numbers on the figure."
+    rows = []
+    for number, finding in enumerate(state.findings, 1):
+        where = steps_text(finding).removeprefix("steps ").removeprefix("step ")
+        rows.append({"number": number, "kind": finding.kind, "severity": finding.severity, "where": where})
+    return render("view_findings", rows=rows, chosen=chosen + 1)
 
 
 def _likely_cause(
@@ -215,8 +245,8 @@ class _OverviewWidgets(StateView):
     def __init__(self, shared: WorkbenchState):
         super().__init__(shared, "overview")
         self.controls, self.picture = SeriesControls(shared), PictureWidget(dark=shared.dark)
-        self.listing = widgets.Select(rows=7, layout={"width": "100%", "min_height": "130px"})
-        self.detail, self.likely, self.files = (widgets.HTML() for _ in range(3))
+        self.listing, self.detail = SortableTable(), SortableTable()
+        self.likely, self.files = widgets.HTML(), widgets.HTML()
         self.layers = button("Show its module", "th", "", self.go_to_layers)
         self.why = button("Show why", "search", "the finding that says so", self.show_why)
         tooltip = "the picture as PNG and SVG, its data as CSV"
@@ -225,9 +255,17 @@ class _OverviewWidgets(StateView):
         below = row(*self.controls.children, self.save)
         scroll = {"max_height": "460px", "overflow": "auto", "width": "100%"}
         card = widgets.Box([self.detail], layout=scroll)
-        main = column(self.picture, below, self.files, self.call, flex="3 1 420px", min_width="320px")
-        side = [self.likely, self.why, self.listing, self.layers, card]
-        self.children = [row(main, column(*side, flex="1 1 340px", min_width="300px"))]
+        rows = widgets.Box([self.listing], layout=scroll | {"max_height": "210px", "flex": "0 0 auto"})
+        parts = {  # of the grid that `view_workbench` lays out: a narrow page has the findings first
+            "main": column(self.picture, below, self.files, self.call, min_width="0"),
+            "side": column(self.likely, self.why, rows, self.layers),
+            "card": card,
+        }
+        for name, part in parts.items():
+            part.layout.grid_area = name
+        grid = widgets.Box(list(parts.values()))
+        grid.add_class("stl-overview-grid")
+        self.children = [grid]
 
     def go_to_layers(self) -> None:
         "The module of the selected finding, or the one that changed first."
@@ -238,6 +276,15 @@ class _OverviewWidgets(StateView):
     def show_why(self) -> None:
         "Selects the finding that says most of the likely cause."
         self.choose(_likely_cause(self.shared)[1])
+
+    def try_fix(
+        self,
+        name: str,  # of a fix that carries out a remedy
+    ) -> None:
+        "Opens the Fix lab with a fix ticked; a name that is no fix is ignored."
+        if name in set(fixes()["name"]):
+            self.shared.wanted = ""  # so that the same one can be asked for again
+            self.shared.wanted, self.shared.visible = name, "fixlab"
 
     def export(self) -> None:
         "Offers the picture, its data and its call."
@@ -277,7 +324,8 @@ class Overview(_OverviewWidgets):
     ):
         super().__init__(shared)
         picture = self.picture
-        on(self.listing, "value", self.choose)
+        on(self.listing, "clicked", lambda row: self.choose(self._index(row["name"])))
+        on(self.detail, "clicked", lambda button: self.try_fix(button["name"]))
         on(picture, "clicked", self.click)
         on(picture, "brushed", lambda brush: self.zoom(brush["range"]))
         on(picture, "lifted", lambda brush: shared.set_trait("y_range", tuple(brush["range"])))
@@ -329,19 +377,22 @@ class Overview(_OverviewWidgets):
         "Marks the selected finding while its steps are shown; after a zoom it can be chosen again."
         index = self.shared.selected
         is_seen = index >= 0 and tuple(self.shared.x_range) == around(self.shared, index)
-        self.listing.value = index if is_seen else None
+        self.listing.value = _listing_html(self.shared, index if is_seen else -1)
 
     def fill(self) -> None:
         "Shows another run, or the same with more steps."
         findings = self.shared.findings
         self.picture.alt = f"Loss of {self.shared.name} with {len(findings)} findings."
-        labels = [(_finding_label(i + 1, finding), i) for i, finding in enumerate(findings)]
-        refill(self.listing, labels, None)
         set_visible(self.listing, len(findings) > 0)
         self.mark()
         self.controls.refill()
         self.draw()
         self.say()
+
+    def _index(self, number: str) -> int:
+        "The index of the finding whose row was clicked; -1 where there is none."
+        names = [str(i) for i in range(1, len(self.shared.findings) + 1)]
+        return names.index(number) if number in names else -1
 
     def click(
         self,

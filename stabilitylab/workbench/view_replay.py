@@ -55,7 +55,7 @@ class ReplayState(StepChoice):
     ablate = traitlets.Bool(False, help="whether the modules are left out one after the other")
     precisions = traitlets.Tuple(help="number formats that are compared with float64")
     setup = traitlets.Unicode("", help="'file.py:function' that builds the model; '': the run's own")
-    result = traitlets.Dict(help="the JSON of the last replay, or its error; {}: none")
+    result = traitlets.Dict(help="the JSON of the last replay of this step, or its error; {}: none")
 
     @traitlets.validate("precisions")
     def _check_precisions(self, proposal: dict) -> tuple:
@@ -205,6 +205,8 @@ class _ReplayWidgets(StateView):
     def __init__(self, shared: WorkbenchState):
         super().__init__(shared, "replay")
         self.look = ReplayState()
+        self._results: dict[int, dict] = {}  # step -> what its replay found
+        self._replayed = 0  # the step of the last replay
         self.controls, self.panel = _replay_controls(self.look), SetupPanel(lambda: self.look.step)
         tips = {"tooltip": "run this step again in a child process", "stop": "Stop"}
         self.work = JobPanel(
@@ -224,14 +226,18 @@ class _ReplayWidgets(StateView):
 
     def _begin(self) -> ReplayJob:
         "The replay, in a child process."
-        self.look.result = {}
         look = self.look
+        look.result, self._replayed = {}, look.step
         return ReplayJob(look.recording.path, look.step, look.setup or None, **look.options())
 
     def _notice_end(self, state: JobState) -> None:
         "Keeps what a replay found, or why it failed."
-        if state.ended:
-            self.look.result = state.result if state.phase == "done" else {"error": state.error}
+        if not state.ended:
+            return
+        result = state.result if state.phase == "done" else {"error": state.error}
+        self._results[self._replayed] = result
+        if self._replayed == self.look.step:
+            self.look.result = result
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #6c4a1e97
 class ReplayView(_ReplayWidgets):
@@ -271,6 +277,7 @@ class ReplayView(_ReplayWidgets):
             return
         self.panel.open(self.shared.recording.path)
         self.work.cancel()
+        self._results.clear()
         self.look.result = {}
         self._say_call()
 
@@ -298,6 +305,7 @@ class ReplayView(_ReplayWidgets):
             refill(chooser, earlier, tuple(chosen))
         self._draw()
         self.texts["foresight"].value = _foresight(look)
+        look.result = self._results.get(look.step, {})
 
     def _compare_with(self, name: str) -> None:
         "Keeps the user's choice; indices of the former step, from a page that was late, are put right."

@@ -20,7 +20,7 @@ from ..numerics.formats import spacing
 from ..numerics.lattice import Lattice, debias, lattice, records_to_move
 from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
-from ..replay.setup_file import setup_files
+from ..replay.find_setup import setup_files
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording
 from ..run.scalars import series, series_names

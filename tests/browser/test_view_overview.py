@@ -129,13 +129,29 @@ def test_a_growing_log_is_followed(notebook, tmp_path):
             f.write("".join(line.format(i, 3 + i / 50) for i in range(100, 200)))
 
     changes(page, grow)
-    page.wait_for_selector('.widget-select option:has-text("divergence")', state="attached", timeout=30_000)
+    page.wait_for_selector('.stl-findings tr:has-text("divergence")', timeout=30_000)
     assert not errors, errors
 
 
 def choose_finding(page, words):
     "Selects the finding of this kind in the list."
-    found = page.locator(".widget-select:not(.widget-select-multiple) select").first
-    at = found.evaluate("(s, words) => [...s.options].findIndex(o => o.text.includes(words))", words)
-    found.select_option(index=at)
+    page.locator(f'.stl-findings tr:has-text("{words}")').first.click()
     page.wait_for_selector(f'.stl-detail h3:text("{words}")', timeout=30_000)
+
+
+def test_a_remedy_opens_its_fix_and_a_narrow_page_has_the_findings_first(notebook):
+    page, errors = notebook("try_fix", SESSION, "1 + 1")
+    shown(page)
+    choose_finding(page, "divergence")
+    side, picture = page.locator(".stl-findings"), page.locator(".stl-figure").first
+    page.set_viewport_size({"width": 900, "height": 1000})
+    page.wait_for_function(
+        "document.querySelector('.stl-findings').getBoundingClientRect().bottom"
+        " < document.querySelector('.stl-figure').getBoundingClientRect().top"
+    )
+    page.set_viewport_size({"width": 1400, "height": 1000})
+    page.wait_for_timeout(1000)
+    assert side.bounding_box()["x"] > picture.bounding_box()["x"] + picture.bounding_box()["width"]
+    page.click('.stl-detail button:has-text("Try larger_batch")')
+    page.wait_for_selector('.stl-fixlab-view label:has-text("larger_batch")', timeout=60_000)
+    assert not errors, errors

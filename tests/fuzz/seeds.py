@@ -88,9 +88,19 @@ def _event(step: int, value: float) -> bytes:
     event = (
         b"\x09" + struct.pack("<d", 1.7e9 + step) + b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)])
     )
-    event += summary
+    return _framed(event + summary)
+
+
+def _framed(event: bytes) -> bytes:
+    "A message as TFRecord has it: its length and it, each with its checksum."
     size = struct.pack("<Q", len(event))
     return size + struct.pack("<I", _crc(size)) + event + struct.pack("<I", _crc(event))
+
+
+def event_file() -> bytes:
+    "An event file of 24 scalars; the first record says what it is."
+    version = b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2"
+    return _framed(version) + b"".join(_event(i, 3 - i / 20) for i in range(24))
 
 
 def binary_seeds() -> dict[str, bytes]:
@@ -101,7 +111,7 @@ def binary_seeds() -> dict[str, bytes]:
     head = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
     wandb = head + struct.pack("<IHB", 0, len(record), 1) + record
     return {
-        "events.out.tfevents.1": b"".join(_event(i, 3 - i / 20) for i in range(24)),
+        "events.out.tfevents.1": event_file(),
         "run-1.wandb": wandb,
         "curves.pt": curves.getvalue(),
     }

@@ -27,14 +27,14 @@ from reproductions.recipes import (
     train_lm,
     validation_loss,
 )
+from reproductions.vlm import frozen_vlm as frozen_vlm
 from stabilitylab.detect.spikes import out_of_range
 from stabilitylab.fixes.registry import Fix, fix
 from stabilitylab.fixes.training import grad_norm
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.tasks import Task, picture_task, translation_task
+from stabilitylab.models.tasks import Task, translation_task
 from stabilitylab.models.translation import TranslationModel
-from stabilitylab.models.vision import VisionLanguageModel
 
 # Language models
 # Measured at the end: loss on held-out text, the largest attention logit, the number of records out of
@@ -171,7 +171,7 @@ def _sensitivity(config: ModelConfig, rates: tuple[float, ...], seed: int) -> fl
 
 # Other models
 # A translator with eight kinds of positions; a model whose embeddings were changed by LoRA before it is
-# fine-tuned; new layers between frozen ones.
+# fine-tuned. New layers between frozen ones stand in `vlm.py`.
 
 
 def _fit(
@@ -226,26 +226,6 @@ def positions() -> Outcome:
                 found.setdefault(kind, {}).setdefault(name, []).append(value)
     settings = "2 + 2 layers of width 48, toy translation with distant word order, 200 steps at 3e-3"
     return Outcome(found, "validation loss", _SEEDS, settings)
-
-
-def frozen_vlm() -> Outcome:
-    "New gated layers between frozen ones, with norms on queries and keys, at two rates."
-    found: dict[str, dict[str, list[float]]] = {}
-    for rate in (3e-3, 1e-1):
-        for norm in ("none", "ln", "rms", "l2"):
-            label = f"rate {rate:g}, {norm}"
-            for seed in _SEEDS:
-                task = picture_task(seed=seed)
-                torch.manual_seed(seed)
-                parts = {"vocab": task.vocab, "seq": 8, "d_model": 32, "n_layer": 2, "n_head": 4}
-                model = VisionLanguageModel(ModelConfig(qk_norm=norm, **parts), gate=0.5)
-                norms = _fit(model, task, rate, 150, lambda m, batch: m(**batch))
-                with torch.no_grad():
-                    losses = [float(model(**task.at(10_000 + i))) for i in range(4)]
-                found.setdefault(label, {}).setdefault("validation loss", []).append(float(np.mean(losses)))
-                found[label].setdefault("largest gradient norm", []).append(max(norms[30:]))
-    settings = "frozen parts of 2 layers of width 32, new layers with gates from 0.5, 150 steps"
-    return Outcome(found, "validation loss", _SEEDS, settings + "; compared with the first arm")
 
 
 def _anisotropy(model: LanguageModel) -> float:

@@ -104,7 +104,7 @@ EXPERIMENTS = _listed(
     ),
     (
         "frozen_vlm",
-        "Does QK-norm help new layers between frozen ones?",
+        "What of the frozen VLM shows in bf16, and what helps?",
         "Hugging Face VLM note",
         "frozen_vlm",
     ),

@@ -27,9 +27,9 @@ from stabilitylab.probe.attention.stream import (
 class HeadStatistics:
     "What every head of one attention does; arrays (head,) unless said."
 
-    attn_logit_max: (
-        np.ndarray
-    )  # largest visible factor·q·k, before capping and biases; -inf where nothing is seen
+    # largest visible factor·q·k, before capping and biases; -inf where nothing is seen. Where the source is
+    # "eager scores" it is the largest score that the softmax sees, after them
+    attn_logit_max: np.ndarray
     attn_entropy: np.ndarray  # nats, mean over queries, of the weights over keys; NaN where no query counts
     attn_entropy_rel: (
         np.ndarray

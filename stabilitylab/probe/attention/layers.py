@@ -21,8 +21,8 @@ from ...detect.findings import Finding
 from ...detect.limits import limit
 from ...names.errors import bad_input
 from .watch import eager_model, preserve_state
-from ..hooks import first_tensor
 from ..kinds import module_kinds
+from ..slots import first_tensor
 
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #5d586114
 @dataclass(frozen=True)

@@ -84,66 +84,23 @@ class _Mask:
     count: torch.Tensor  # (batch|1, head|1, row) keys seen
     far: torch.Tensor  # (1, 1, row, key) |query - key|
 
-# %% ../../../nbs/api/probe/attention/21_stream.ipynb #19578199
-class _BlockMasks:
-    "Who sees whom, block by block, and the buffers of a pass."
-
-    call: AttentionCall
-    dtype: torch.dtype  # of the products
-    clean: bool  # whether every raw logit is finite
-    sums: Sums
-    plain: bool  # whether the softmax sees the raw logits
-    last: _Mask | None  # of the block before
-    buffers: dict[str, torch.Tensor]  # memory by use
-    order_only: bool  # whether only order and window hide keys
-    # How far a mask differs: from head to head, or from sequence to sequence. Where it does not, it is
-    # made once for a range of rows, with sizes of 1 in these dims, and every other block takes it over.
-    by_head: bool
-    by_batch: bool
-    unordered: AttentionCall  # the call without causal order and window, which the tiles apply themselves
-    masked: bool  # whether the tiles need a mask
-    tiles: TileSums | None  # the compiled function; None: the same in torch
-
-    def buffer(
-        self,
-        name: str,  # of the use
-        shape: tuple[int, ...],  # that is needed now
-    ) -> torch.Tensor:
-        "Memory that is used again from block to block."
-        size = math.prod(shape)
-        have = self.buffers.get(name)
-        if have is None or have.numel() < size:
-            have = self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.call.q.device)
-        return have[:size].view(shape)
-
-    def _logits(self, block: ScoreBlock, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        "The raw logits of a block, and those that the softmax sees."
-        raw = self.buffer("raw", size)
-        if self.call.scores is not None:
-            # of scores that no description covers the raw logits are not known (their scale, above all):
-            # the largest one that the softmax sees is told; what the model hid with -inf counts as hidden
-            s = biased_logits(self.call, block, raw)
-            return s.clamp(min=LOWEST), s
-        raw = products(self.call, block, self.dtype, raw)
-        return raw, raw if self.plain else biased_logits(self.call, block, raw)
-
-    def _in_order(self, away: torch.Tensor) -> torch.Tensor | None:
-        "1 where causal order and window let a query see a key, else 0; in floats: booleans are slow."
-        left, right = self.call.window
-        right = 0 if self.call.causal else right
-        weight = None
-        if right is not None:
-            weight = (right + 1 - away).clamp_(0, 1)
-        if left is not None:
-            in_window = (away + left + 1).clamp_(0, 1)
-            weight = in_window if weight is None else weight.mul_(in_window)
-        return weight
-
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #0f3f14ee
-class _Visibility(_BlockMasks):
-    "The masks of blocks, and what they hide."
+class _BlockMasks:
+    "Who sees whom, block by block; a mask that blocks share is made once."
 
-    def mask(
+    def __init__(self, call: AttentionCall, dtype: torch.dtype, clean: bool):
+        self.call, self.dtype, self.clean = call, dtype, clean
+        # How far a mask differs: from head to head, or from sequence to sequence. Where it does not, it is
+        # made once for a range of rows, with sizes of 1 in these dims, and every other block takes it over.
+        shapes = [m[(None,) * (4 - m.ndim)].shape for m in call.masks]
+        is_closed = call.score_mod is not None or call.mask_mod is not None or call.scores is not None
+        self.by_head = is_closed or any(s[1] > 1 for s in shapes)
+        self.by_batch = self.by_head or call.documents is not None or any(s[0] > 1 for s in shapes)
+        # whether only order and window hide keys
+        self.order_only = not (is_closed or call.masks or call.documents is not None)
+        self.last: _Mask | None = None  # of the block before
+
+    def of(
         self,
         block: ScoreBlock,  # that is read now
     ) -> tuple[_Mask, bool]:
@@ -166,112 +123,43 @@ class _Visibility(_BlockMasks):
         self.last = _Mask(key, visibility, weight, hidden, count, away.abs_())
         return self.last, True
 
-    def _hide(self, s: torch.Tensor, mask: _Mask) -> torch.Tensor:
-        "Logits with hidden keys far below all others; `where` is slow, but a hidden NaN stays hidden."
-        if mask.hidden is None or mask.visibility is None:
-            return s if mask.hidden is None else s.add_(mask.hidden)
-        return s.add_(mask.hidden) if self.clean else torch.where(mask.visibility, s, -torch.inf)
+    def _in_order(self, away: torch.Tensor) -> torch.Tensor | None:
+        "1 where causal order and window let a query see a key, else 0; in floats: booleans are slow."
+        left, right = self.call.window
+        right = 0 if self.call.causal else right
+        weight = None
+        if right is not None:
+            weight = (right + 1 - away).clamp_(0, 1)
+        if left is not None:
+            in_window = (away + left + 1).clamp_(0, 1)
+            weight = in_window if weight is None else weight.mul_(in_window)
+        return weight
 
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #2ab75772
-class _RowSums(_Visibility):
-    "What the rows of a block add up to."
-
-    def _rows(self, block: ScoreBlock, mask: _Mask, s: torch.Tensor, peak: torch.Tensor, at: tuple):
-        "What a row of weights adds up to."
-        s.sub_(peak[..., None])
-        e = torch.exp(s, out=self.buffer("e", s.shape))
-        total = e.sum(-1)
-        self.sums.peak[at], self.sums.total[at], self.sums.spread[at] = peak, total, s.mul_(e).sum(-1)
-        share = 1 / total
-        if self.call.sinks is not None:
-            sinks = self.call.sinks[at[1]].to(share)[None, :, None]
-            share *= torch.sigmoid(peak + total.log() - sinks)
-        if not self.clean:
-            share = share.masked_fill(~usable_rows(peak, total, mask.count), 0)
-            e.nan_to_num_(0.0)
-        elif mask.weight is not None:
-            share *= mask.count > 0
-        self.sums.column[(*at[:2], block.keys)] += (share[..., None, :] @ e)[..., 0, :]
-        self.sums.far[at] = e.mul_(mask.far).sum(-1)
-
-    def _reach(self, block: ScoreBlock, mask: _Mask):
-        "First and last key that each query sees, in the first head."
-        if block.heads.start or block.keys.start == block.keys.stop:
-            return
-        at = (block.batch if self.by_batch else slice(None), block.rows)
-        if mask.hidden is None:
-            self.sums.first[at], self.sums.last[at] = block.keys.start, block.keys.stop - 1
-            return
-        number = torch.arange(block.keys.start, block.keys.stop, device=mask.far.device, dtype=self.dtype)
-        hidden, blind = mask.hidden[:, 0], mask.count[:, 0] == 0
-        last, first = (number + hidden).amax(-1), -(hidden - number).amax(-1)
-        self.sums.last[at] = last.double().masked_fill(blind, -1)
-        self.sums.first[at] = first.double().masked_fill(blind, self.call.k.shape[2])
-
-# %% ../../../nbs/api/probe/attention/21_stream.ipynb #b911373a
-class _ColumnSums(_RowSums):
-    "What the keys of a block receive."
-
-    def _columns(self, block: ScoreBlock, mask: _Mask, at: tuple):
-        "How many rows see each key, and what it would get from uniform attention."
-        if self.clean:
-            ok = (mask.count > 0).double()
-            at = (block.batch if self.by_batch else slice(None), at[1] if self.by_head else slice(None))
-        else:
-            ok = usable_rows(self.sums.peak[at], self.sums.total[at], mask.count).double()
-        even = ok / mask.count.clamp(min=1)
-        for sums, rows in ((self.sums.visible_to, ok), (self.sums.uniform, even)):
-            if mask.weight is None:
-                sums[(*at[:2], block.keys)] += rows.sum(-1, keepdim=True)
-            else:
-                sums[(*at[:2], block.keys)] += (rows[..., None, :] @ mask.weight.double())[..., 0, :]
-
-    def add_tile(
-        self,
-        block: ScoreBlock,  # that is read now
-        tiles: TileSums,  # of this pass
-    ):
-        "Add one block to the sums by the compiled function."
-        n_key, call = block.keys.stop - block.keys.start, self.call
-        if not n_key:
-            return
-        heads, (left, right) = query_heads(call, block), call.window
-        sizes = [s.stop - s.start for s in (block.batch, heads, block.rows, block.keys)]
-        raw, s = self._logits(block, tuple(sizes))
-        s = s.contiguous() if call.scores is None else s.clone(memory_format=torch.contiguous_format)
-        mask = visible(self.unordered, block) if self.masked else None
-        start = (block.batch.start, heads.start, block.rows.start, block.keys.start)
-        order = (call.offset, left, 0 if call.causal else right)
-        tiles.add(s, raw, mask, start, order, not self.clean)
-
-# %% ../../../nbs/api/probe/attention/21_stream.ipynb #753025cd
-class _Pass(_ColumnSums):
+class _Pass:
     "One pass over an attention's blocks; the large intermediate results live in three buffers."
 
     def __init__(self, call: AttentionCall, dtype: torch.dtype, clean: bool):
-        self.call, self.dtype, self.clean = call, dtype, clean
-        self.sums, self.plain = _empty(call), is_plain(call)
-        self.last: _Mask | None = None  # of the block before
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.order_only = not call.masks and call.documents is None and call.mask_mod is None
-        self.order_only &= call.score_mod is None and call.scores is None
-        shapes = [m[(None,) * (4 - m.ndim)].shape for m in call.masks]
-        closed = call.score_mod is not None or call.mask_mod is not None or call.scores is not None
-        self.by_head = closed or any(s[1] > 1 for s in shapes)
-        self.by_batch = self.by_head or call.documents is not None or any(s[0] > 1 for s in shapes)
-        self.unordered, self.masked = replace(call, causal=False, window=(None, None)), not self.order_only
+        self.call, self.dtype = call, dtype
+        self.clean = clean  # whether every raw logit is finite
+        self.sums, self.plain = _empty(call), is_plain(call)  # whether the softmax sees the raw logits
+        self.masks = _BlockMasks(call, dtype, clean)
+        self.buffers: dict[str, torch.Tensor] = {}  # memory by use
+        # the call without causal order and window, which the tiles apply themselves
+        self.unordered = replace(call, causal=False, window=(None, None))
         kernel = tile_kernel(dtype) if call.q.device.type == "cpu" else None
+        # the compiled function; None: the same in torch
         self.tiles = None if kernel is None else TileSums(self.sums, kernel, call.sinks)
 
     def add(
         self,
         block: ScoreBlock,  # that is read now
-    ):
+    ) -> None:
         "Add one block to the sums."
         if self.tiles is not None:
             self.add_tile(block, self.tiles)
             return
-        mask, new = self.mask(block)
+        mask, new = self.masks.of(block)
         at = (block.batch, query_heads(self.call, block), block.rows)
         if new:
             self._reach(block, mask)
@@ -300,6 +188,102 @@ class _Pass(_ColumnSums):
         self._rows(block, mask, s, peak, at)
         if new or not self.clean:
             self._columns(block, mask, at)
+
+    def add_tile(
+        self,
+        block: ScoreBlock,  # that is read now
+        tiles: TileSums,  # of this pass
+    ) -> None:
+        "Add one block to the sums by the compiled function."
+        n_key, call = block.keys.stop - block.keys.start, self.call
+        if not n_key:
+            return
+        heads, (left, right) = query_heads(call, block), call.window
+        sizes = [s.stop - s.start for s in (block.batch, heads, block.rows, block.keys)]
+        raw, s = self._logits(block, tuple(sizes))
+        s = s.contiguous() if call.scores is None else s.clone(memory_format=torch.contiguous_format)
+        mask = visible(self.unordered, block) if not self.masks.order_only else None
+        start = (block.batch.start, heads.start, block.rows.start, block.keys.start)
+        order = (call.offset, left, 0 if call.causal else right)
+        tiles.add(s, raw, mask, start, order, not self.clean)
+
+    def buffer(
+        self,
+        name: str,  # of the use
+        shape: tuple[int, ...],  # that is needed now
+    ) -> torch.Tensor:
+        "Memory that is used again from block to block."
+        size = math.prod(shape)
+        have = self.buffers.get(name)
+        if have is None or have.numel() < size:
+            have = self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.call.q.device)
+        return have[:size].view(shape)
+
+    def _logits(self, block: ScoreBlock, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        "The raw logits of a block, and those that the softmax sees."
+        raw = self.buffer("raw", size)
+        if self.call.scores is not None:
+            # of scores that no description covers the raw logits are not known (their scale, above all):
+            # the largest one that the softmax sees is told; what the model hid with -inf counts as hidden
+            s = biased_logits(self.call, block, raw)
+            return s.clamp(min=LOWEST), s
+        raw = products(self.call, block, self.dtype, raw)
+        return raw, raw if self.plain else biased_logits(self.call, block, raw)
+
+    def _hide(self, s: torch.Tensor, mask: _Mask) -> torch.Tensor:
+        "Logits with hidden keys far below all others; `where` is slow, but a hidden NaN stays hidden."
+        if mask.hidden is None or mask.visibility is None:
+            return s if mask.hidden is None else s.add_(mask.hidden)
+        return s.add_(mask.hidden) if self.clean else torch.where(mask.visibility, s, -torch.inf)
+
+    def _rows(self, block: ScoreBlock, mask: _Mask, s: torch.Tensor, peak: torch.Tensor, at: tuple) -> None:
+        "What a row of weights adds up to."
+        s.sub_(peak[..., None])
+        e = torch.exp(s, out=self.buffer("e", s.shape))
+        total = e.sum(-1)
+        self.sums.peak[at], self.sums.total[at], self.sums.spread[at] = peak, total, s.mul_(e).sum(-1)
+        share = 1 / total
+        if self.call.sinks is not None:
+            sinks = self.call.sinks[at[1]].to(share)[None, :, None]
+            share *= torch.sigmoid(peak + total.log() - sinks)
+        if not self.clean:
+            share = share.masked_fill(~usable_rows(peak, total, mask.count), 0)
+            e.nan_to_num_(0.0)
+        elif mask.weight is not None:
+            share *= mask.count > 0
+        self.sums.column[(*at[:2], block.keys)] += (share[..., None, :] @ e)[..., 0, :]
+        self.sums.far[at] = e.mul_(mask.far).sum(-1)
+
+    def _reach(self, block: ScoreBlock, mask: _Mask) -> None:
+        "First and last key that each query sees, in the first head."
+        if block.heads.start or block.keys.start == block.keys.stop:
+            return
+        at = (block.batch if self.masks.by_batch else slice(None), block.rows)
+        if mask.hidden is None:
+            self.sums.first[at], self.sums.last[at] = block.keys.start, block.keys.stop - 1
+            return
+        number = torch.arange(block.keys.start, block.keys.stop, device=mask.far.device, dtype=self.dtype)
+        hidden, blind = mask.hidden[:, 0], mask.count[:, 0] == 0
+        last, first = (number + hidden).amax(-1), -(hidden - number).amax(-1)
+        self.sums.last[at] = last.double().masked_fill(blind, -1)
+        self.sums.first[at] = first.double().masked_fill(blind, self.call.k.shape[2])
+
+    def _columns(self, block: ScoreBlock, mask: _Mask, at: tuple) -> None:
+        "How many rows see each key, and what it would get from uniform attention."
+        if self.clean:
+            ok = (mask.count > 0).double()
+            at = (
+                block.batch if self.masks.by_batch else slice(None),
+                at[1] if self.masks.by_head else slice(None),
+            )
+        else:
+            ok = usable_rows(self.sums.peak[at], self.sums.total[at], mask.count).double()
+        even = ok / mask.count.clamp(min=1)
+        for sums, rows in ((self.sums.visible_to, ok), (self.sums.uniform, even)):
+            if mask.weight is None:
+                sums[(*at[:2], block.keys)] += rows.sum(-1, keepdim=True)
+            else:
+                sums[(*at[:2], block.keys)] += (rows[..., None, :] @ mask.weight.double())[..., 0, :]
 
 # %% ../../../nbs/api/probe/attention/21_stream.ipynb #884d2a6d
 def usable_rows(

@@ -87,16 +87,19 @@ _HARMLESS = frozenset(  # functions that leave every value what it was
 )
 
 
-class _Origins:
-    "What is known of tensors that came from a product."
+class ScoreTrace:
+    "Follows batched products through an eager attention to their softmax, and on to the values."
 
-    heads: Callable[[], int | None]  # () -> number of heads of the module that is running
-    done: Callable[[AttentionCall], None]  # called with every attention
-    named: Callable[[AttentionCall], AttentionCall]
-    # A tensor is known by its id together with a weak reference: an id is given out again after the
-    # tensor is freed, and the trace must not keep the model's tensors alive.
-    origins: dict[int, tuple]  # id of a tensor -> (weak reference, what it is)
-    pending: dict[int, AttentionCall]  # calls whose values are not known yet
+    def __init__(
+        self,
+        shape_of: Callable[[], int | None],  # () -> number of heads of the module that is running, or None
+        done: Callable[[AttentionCall], None],  # called with every attention, once its values are known
+        # names the module that runs, for attentions whose values never come; None: nothing is named
+        named: Callable[[AttentionCall], AttentionCall] | None = None,
+    ):
+        self.heads, self.done, self.named = shape_of, done, named or (lambda call: call)
+        self.origins: dict[int, tuple] = {}  # id of a tensor -> (weak reference, what it is)
+        self.pending: dict[int, AttentionCall] = {}  # calls whose values are not known yet
 
     def get(
         self,
@@ -110,17 +113,20 @@ class _Origins:
         self,
         x: torch.Tensor,  # the tensor
         what: Scores | Weights,  # what it is
-    ):
+    ) -> None:
         "Remember what a tensor is."
         self.origins[id(x)] = weakref.ref(x), what
 
-    def clear(self):
+    def clear(self) -> None:
         "Forget everything; attentions whose values never came are handed over without."
         for call in self.pending.values():
             self.done(call)
         self.origins, self.pending = {}, {}
 
-    def _of_one(self, args: tuple) -> tuple[Scores | Weights, Any] | None:
+    def of_one(
+        self,
+        args: tuple,  # operands of a function
+    ) -> tuple[Scores | Weights, Any] | None:  # None: neither of two is known
         "The operand that is known and the other one."
         for x, other in ((args[0], args[1]), (args[1], args[0])) if len(args) > 1 else ():
             origin = self.get(x)
@@ -128,156 +134,17 @@ class _Origins:
                 return origin, other
         return None
 
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #f82daea0
-class _Products(_Origins):
-    "Where scores begin and where weights meet their values."
-
-    def _product(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        a, b = (*args, *kwargs.values())[:2]
-        weights = self.get(a)
-        if isinstance(weights, Weights):
-            self._values(weights, b)
-        elif a.ndim >= 3 and b.ndim == a.ndim and not isinstance(b, torch.nn.Parameter):
-            self.put(out, Scores(a.detach(), b.detach().mT))
-
-    def _einsum(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-        if len(operands) != 2 or not isinstance(args[0], str):
-            return
-        weights = self.get(operands[0])
-        if isinstance(weights, Weights):
-            self._values(weights, operands[1])
-            return
-        pair = _einsum_product(args[0], *(x.detach() for x in operands))
-        if pair is not None:
-            self.put(out, Scores(*pair))
-
-    def _biased_product(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        names = ("input", "batch1", "batch2")
-        operands = dict(zip(names, args, strict=False)) | kwargs
-        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        bias = () if beta == 0 else (operands["input"].detach() * beta,)
-        self.put(out, Scores(operands["batch1"].detach(), operands["batch2"].detach().mT, float(alpha), bias))
-
-    def _values(self, weights: Weights, v: torch.Tensor):
-        "The values that a set of weights multiplies: the call is complete."
-        call = self.pending.pop(id(weights.call), None)
-        if call is None:
-            return
-        b, kv, m = call.k.shape[:3]
-        v = v.detach()
-        fits = v.numel() and v.ndim >= 3 and v.shape[-2] == m and v.numel() % (b * kv * m) == 0
-        self.done(replace(call, v=v.reshape(b, kv, m, -1) if fits else None))
-
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #61764fa0
-class _Arithmetic(_Products):
-    "Scores that are scaled, shifted or added to."
-
-    def _scaled(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        match = self._of_one(args)
-        if match is None:
-            return
-        origin, other = match
-        if isinstance(origin, Weights):
-            self.put(out, origin)
-        elif not _is_number(other):
-            self.put(out, replace(origin, is_exact=False))
-        elif origin.tanh and origin.softcap is None:
-            self.put(out, replace(origin, softcap=float(other), scale=origin.scale * float(other)))
-        else:
-            self.put(out, _rescaled(origin, float(other)))
-
-    def _divided(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[0])
-        if origin is None:
-            return
-        if isinstance(origin, Weights):
-            self.put(out, origin)
-        elif _is_number(args[1]) and float(args[1]):
-            self.put(out, _rescaled(origin, 1 / float(args[1])))
-        else:
-            self.put(out, replace(origin, is_exact=False))
-
-    def _added(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        match = self._of_one(args)
-        if match is None:
-            return
-        origin, other = match
-        if isinstance(origin, Weights):
-            return
-        if torch.is_tensor(other) and (self.get(other) is not None or origin.sinks is not None):
-            self.put(out, replace(origin, is_exact=False))
-        elif torch.is_tensor(other) and other.ndim:
-            self.put(out, replace(origin, masks=(*origin.masks, other.detach())))
-        else:
-            self.put(out, origin)
-
-    def _shifted(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[0])
-        if isinstance(origin, Scores):
-            one_a_row = _is_number(args[1]) or args[1].shape[-1] == 1
-            self.put(out, origin if one_a_row else replace(origin, is_exact=False))
-
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #e61e6c26
-class _Hidden(_Arithmetic):
-    "Scores that are hidden, capped or joined by a sink."
-
-    def _filled(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[0])
-        if isinstance(origin, Weights):  # what was hidden before the softmax is set to zero once more
-            self.put(out, origin)
-        if not isinstance(origin, Scores):
-            return
-        mask = args[1] if len(args) > 1 else kwargs["mask"]
-        value = args[2] if len(args) > 2 else kwargs["value"]
-        self._hide(out, origin, ~mask.bool(), value)
-
-    def _where(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[1]) if len(args) == 3 else None
-        if isinstance(origin, Weights):
-            self.put(out, origin)
-        elif isinstance(origin, Scores):
-            self._hide(out, origin, args[0].bool(), args[2])
-
-    def _hide(self, out: torch.Tensor, origin: Scores, mask: torch.Tensor, value: Any):
-        "Scores of which some were replaced by a value."
-        low = float(value.max()) if torch.is_tensor(value) else float(value)
-        if low > _FAR_BELOW or origin.sinks is not None:
-            self.put(out, replace(origin, is_exact=False))
-        else:
-            self.put(out, replace(origin, masks=(*origin.masks, mask)))
-
-    def _capped(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[0])
-        if isinstance(origin, Scores):
-            fine = not (origin.tanh or origin.masks)
-            self.put(out, replace(origin, tanh=True, is_exact=origin.is_exact and fine))
-
-    def _appended(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        parts = args[0]
-        if len(parts) != 2 or not torch.is_tensor(parts[1]):
-            return
-        origin, column = self.get(parts[0]), parts[1]
-        if isinstance(origin, Scores) and column.shape[-1] == 1 and out.shape[-1] == parts[0].shape[-1] + 1:
-            self.put(out, replace(origin, sinks=column.detach()))
-
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #2f6dce61
-class _KnownCalls(_Hidden):
-    "Function calls, each with what it does to scores."
-
-    steps: dict[str, Callable]  # name of a function -> what takes note of its calls
-
     def see(
         self,
         name: str,  # of the function
         args: tuple,  # what it got
         kwargs: dict,  # what it got by name
         out: Any,  # what it gave back
-    ):
+    ) -> None:
         "Take note of one function call."
-        step = self.steps.get(name)
+        step = _STEPS.get(name)
         if step is not None:
-            step(args, kwargs, out)
+            step(self, args, kwargs, out)
             return
         origin = self.get(args[0]) if args else None
         if origin is None or not torch.is_tensor(out) or not out.is_floating_point():
@@ -289,46 +156,150 @@ class _KnownCalls(_Hidden):
         elif same:
             self.put(out, origin if is_harmless else replace(origin, is_exact=False))
 
-    def _softmax(self, args: tuple, kwargs: dict, out: torch.Tensor):
-        origin = self.get(args[0])
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(origin, Scores) or axis not in (-1, out.ndim - 1):
-            return
-        call = _as_call(origin, args[0].detach(), self.heads())
-        if call is not None:
-            call = self.named(call)
-            self.pending[id(call)] = call
-            self.put(out, Weights(call))
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #f82daea0
+def _product(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "A batched product begins scores, or gives weights their values."
+    a, b = (*args, *kwargs.values())[:2]
+    weights = trace.get(a)
+    if isinstance(weights, Weights):
+        _values(trace, weights, b)
+    elif a.ndim >= 3 and b.ndim == a.ndim and not isinstance(b, torch.nn.Parameter):
+        trace.put(out, Scores(a.detach(), b.detach().mT))
 
-# %% ../../../nbs/api/probe/attention/23_trace.ipynb #5c3c01e8
-class ScoreTrace(_KnownCalls):
-    "Follows batched products through an eager attention to their softmax, and on to the values."
 
-    def __init__(
-        self,
-        shape_of: Callable[[], int | None],  # () -> number of heads of the module that is running, or None
-        done: Callable[[AttentionCall], None],  # called with every attention, once its values are known
-        # names the module that runs, for attentions whose values never come; None: nothing is named
-        named: Callable[[AttentionCall], AttentionCall] | None = None,
-    ):
-        self.heads, self.done = shape_of, done
-        self.origins: dict[int, tuple] = {}  # id of a tensor -> (weak reference, what it is)
-        self.pending: dict[int, AttentionCall] = {}  # calls whose values are not known yet
-        self.named = named or (lambda call: call)
-        self.steps = {
-            **dict.fromkeys(("matmul", "__matmul__", "bmm"), self._product),
-            **dict.fromkeys(("baddbmm", "baddbmm_"), self._biased_product),
-            **dict.fromkeys(("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"), self._scaled),
-            **dict.fromkeys(("div", "__truediv__", "div_", "true_divide", "__itruediv__"), self._divided),
-            **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), self._added),
-            **dict.fromkeys(("sub", "__sub__", "sub_"), self._shifted),
-            **dict.fromkeys(("masked_fill", "masked_fill_"), self._filled),
-            **dict.fromkeys(("tanh", "tanh_"), self._capped),
-            **dict.fromkeys(("cat", "concat"), self._appended),
-            **dict.fromkeys(("softmax", "_softmax"), self._softmax),
-            "einsum": self._einsum,
-            "where": self._where,
-        }
+def _einsum(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "An einsum that multiplies queries with keys, or weights with values."
+    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if len(operands) != 2 or not isinstance(args[0], str):
+        return
+    weights = trace.get(operands[0])
+    if isinstance(weights, Weights):
+        _values(trace, weights, operands[1])
+        return
+    pair = _einsum_product(args[0], *(x.detach() for x in operands))
+    if pair is not None:
+        trace.put(out, Scores(*pair))
+
+
+def _biased_product(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "A product with a bias, as `baddbmm` has it."
+    names = ("input", "batch1", "batch2")
+    operands = dict(zip(names, args, strict=False)) | kwargs
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    bias = () if beta == 0 else (operands["input"].detach() * beta,)
+    trace.put(out, Scores(operands["batch1"].detach(), operands["batch2"].detach().mT, float(alpha), bias))
+
+
+def _values(trace: "ScoreTrace", weights: Weights, v: torch.Tensor) -> None:
+    "The values that a set of weights multiplies: the call is complete."
+    call = trace.pending.pop(id(weights.call), None)
+    if call is None:
+        return
+    b, kv, m = call.k.shape[:3]
+    v = v.detach()
+    fits = v.numel() and v.ndim >= 3 and v.shape[-2] == m and v.numel() % (b * kv * m) == 0
+    trace.done(replace(call, v=v.reshape(b, kv, m, -1) if fits else None))
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #61764fa0
+def _scaled(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores times something."
+    match = trace.of_one(args)
+    if match is None:
+        return
+    origin, other = match
+    if isinstance(origin, Weights):
+        trace.put(out, origin)
+    elif not _is_number(other):
+        trace.put(out, replace(origin, is_exact=False))
+    elif origin.tanh and origin.softcap is None:
+        trace.put(out, replace(origin, softcap=float(other), scale=origin.scale * float(other)))
+    else:
+        trace.put(out, _rescaled(origin, float(other)))
+
+
+def _divided(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores divided by something."
+    origin = trace.get(args[0])
+    if origin is None:
+        return
+    if isinstance(origin, Weights):
+        trace.put(out, origin)
+    elif _is_number(args[1]) and float(args[1]):
+        trace.put(out, _rescaled(origin, 1 / float(args[1])))
+    else:
+        trace.put(out, replace(origin, is_exact=False))
+
+
+def _added(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores plus a bias or a mask."
+    match = trace.of_one(args)
+    if match is None:
+        return
+    origin, other = match
+    if isinstance(origin, Weights):
+        return
+    if torch.is_tensor(other) and (trace.get(other) is not None or origin.sinks is not None):
+        trace.put(out, replace(origin, is_exact=False))
+    elif torch.is_tensor(other) and other.ndim:
+        trace.put(out, replace(origin, masks=(*origin.masks, other.detach())))
+    else:
+        trace.put(out, origin)
+
+
+def _shifted(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores minus something, such as the largest of each row."
+    origin = trace.get(args[0])
+    if isinstance(origin, Scores):
+        one_a_row = _is_number(args[1]) or args[1].shape[-1] == 1
+        trace.put(out, origin if one_a_row else replace(origin, is_exact=False))
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #e61e6c26
+def _filled(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores of which some were filled with a value."
+    origin = trace.get(args[0])
+    if isinstance(origin, Weights):  # what was hidden before the softmax is set to zero once more
+        trace.put(out, origin)
+    if not isinstance(origin, Scores):
+        return
+    mask = args[1] if len(args) > 1 else kwargs["mask"]
+    value = args[2] if len(args) > 2 else kwargs["value"]
+    _hide(trace, out, origin, ~mask.bool(), value)
+
+
+def _where(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores where a condition holds, a value elsewhere."
+    origin = trace.get(args[1]) if len(args) == 3 else None
+    if isinstance(origin, Weights):
+        trace.put(out, origin)
+    elif isinstance(origin, Scores):
+        _hide(trace, out, origin, args[0].bool(), args[2])
+
+
+def _hide(trace: "ScoreTrace", out: torch.Tensor, origin: Scores, mask: torch.Tensor, value: Any) -> None:
+    "Scores of which some were replaced by a value."
+    low = float(value.max()) if torch.is_tensor(value) else float(value)
+    if low > _FAR_BELOW or origin.sinks is not None:
+        trace.put(out, replace(origin, is_exact=False))
+    else:
+        trace.put(out, replace(origin, masks=(*origin.masks, mask)))
+
+
+def _capped(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "The tanh of scores."
+    origin = trace.get(args[0])
+    if isinstance(origin, Scores):
+        fine = not (origin.tanh or origin.masks)
+        trace.put(out, replace(origin, tanh=True, is_exact=origin.is_exact and fine))
+
+
+def _appended(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "Scores with one more column, that of a sink."
+    parts = args[0]
+    if len(parts) != 2 or not torch.is_tensor(parts[1]):
+        return
+    origin, column = trace.get(parts[0]), parts[1]
+    if isinstance(origin, Scores) and column.shape[-1] == 1 and out.shape[-1] == parts[0].shape[-1] + 1:
+        trace.put(out, replace(origin, sinks=column.detach()))
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #d98cbbd5
 def _split(x: torch.Tensor, n_batch: int, heads: int) -> torch.Tensor:
@@ -397,3 +368,32 @@ def _as_call(
     if is_understood and _agrees(call, scores):
         return call
     return AttentionCall(q, k, scale=scale, sinks=sinks, scores=scores, source="eager scores")
+
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #0a461c62
+def _softmax(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
+    "The softmax of scores: an attention, still without its values."
+    origin = trace.get(args[0])
+    axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(origin, Scores) or axis not in (-1, out.ndim - 1):
+        return
+    call = _as_call(origin, args[0].detach(), trace.heads())
+    if call is not None:
+        call = trace.named(call)
+        trace.pending[id(call)] = call
+        trace.put(out, Weights(call))
+
+
+_STEPS: dict[str, Callable] = {  # name of a function -> what takes note of its calls
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(("baddbmm", "baddbmm_"), _biased_product),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"), _scaled),
+    **dict.fromkeys(("div", "__truediv__", "div_", "true_divide", "__itruediv__"), _divided),
+    **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), _added),
+    **dict.fromkeys(("sub", "__sub__", "sub_"), _shifted),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
+    **dict.fromkeys(("tanh", "tanh_"), _capped),
+    **dict.fromkeys(("cat", "concat"), _appended),
+    **dict.fromkeys(("softmax", "_softmax"), _softmax),
+    "einsum": _einsum,
+    "where": _where,
+}

@@ -29,8 +29,8 @@ from stabilitylab.probe.attention.inputs import (
     unwrapped_name,
 )
 from .trace import ScoreTrace
-from ..hooks import first_tensor
 from ..kinds import module_kinds
+from ..slots import first_tensor
 
 # %% ../../../nbs/api/probe/attention/25_watch.ipynb #2b7b708e
 def call_model(
@@ -115,33 +115,22 @@ class Caught:
     stream_token: int = -1  # token id at the largest; -1 where unknown
 
 # %% ../../../nbs/api/probe/attention/25_watch.ipynb #ee7e9d2c
-class _RunningModules(TorchFunctionMode):
-    "Which modules of a model run, and what their blocks put out."
+class _RunningModules:
+    "Which modules of a model run, and the token ids that they embed."
 
-    model: nn.Module
-    ran: set[str]  # names of modules that ran
-    inside: list[tuple[str, Any, bool]]  # the running modules, outermost first; whether each reads a context
-    ids: list[torch.Tensor]  # token ids that were embedded
-    handles: list
-    problems: list[str]
-    muted: bool  # whether calls are our own
-    looks: list[str]  # names of modules that look like attention
-    peeked: dict[str, str]  # modules whose output is looked at -> kind
-    peaks: dict[str, tuple[StreamPeak | None, int]]
-    logits: torch.Tensor | None  # (input, place, vocab) some logits of the pass
+    def __init__(self):
+        self.ran: set[str] = set()  # names of modules that ran
+        # the running modules, outermost first; whether each reads a context
+        self.inside: list[tuple[str, Any, bool]] = []
+        self.ids: list[torch.Tensor] = []  # token ids that were embedded
 
-    def _note_ids(self, ids: torch.Tensor):
-        "Keep the token ids of an embedding; positions are the same in every sequence and count up."
-        if ids.ndim != 2 or ids.is_floating_point():
-            return
-        counts_up = ids.shape[1] > 1 and bool((ids.diff(dim=1) == 1).all())
-        if not counts_up:
-            self.ids.append(ids.detach())
-
-    def _enter(self, name: str) -> Callable:
+    def enter(
+        self,
+        name: str,  # of a module
+    ) -> Callable:
         "A hook that notes which module runs."
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict):  # before its forward
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:  # before its forward
             "Notes that the module runs, and whether it reads a context."
             reads = any(kwargs.get(word) is not None for word in _CONTEXT)
             self.inside.append((name, module, reads))
@@ -151,7 +140,15 @@ class _RunningModules(TorchFunctionMode):
 
         return hook
 
-    def _heads(self) -> int | None:
+    def _note_ids(self, ids: torch.Tensor) -> None:
+        "Keep the token ids of an embedding; positions are the same in every sequence and count up."
+        if ids.ndim != 2 or ids.is_floating_point():
+            return
+        counts_up = ids.shape[1] > 1 and bool((ids.diff(dim=1) == 1).all())
+        if not counts_up:
+            self.ids.append(ids.detach())
+
+    def heads(self) -> int | None:
         "Heads of the innermost module that says."
         for _, module, _ in reversed(self.inside):
             for word in _HEADS:
@@ -160,53 +157,14 @@ class _RunningModules(TorchFunctionMode):
                     return n
         return None
 
-    def _name(self) -> str:
+    def name(self) -> str:
+        "The innermost module's name; '' outside of all."
         return unwrapped_name(self.inside[-1][0]) if self.inside else ""
 
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #76b10c96
-class _Outputs(_RunningModules):
-    "What blocks and the head put out."
-
-    def _leave(self, module: nn.Module, args: tuple, out: object):
-        if not self.inside:
-            return
-        name, self.muted = self.inside.pop()[0], True
-        try:
-            if name in self.peeked:
-                self._peek(name, first_tensor(out))
-        except Exception as error:
-            self.problems.append(f"{unwrapped_name(name)}: {type(error).__name__}: {error}")
-        self.muted = False
-
-    def _peek(self, name: str, out: torch.Tensor | None):
-        "Keep the peak of a block's output, and some of the logits."
-        if out is None or out.ndim != 3:
-            return
-        if self.peeked[name] == "lm_head":
-            step = max(1, out.shape[1] // _SOME_PLACES)
-            self.logits = out.detach()[:_SOME_INPUTS, ::step][:, :_SOME_PLACES].float().clone()
-            return
-        peak = stream_peak(out)
-        fit = [x for x in self.ids if x.shape == out.shape[:2]]
-        token = int(fit[-1][peak.sequence, peak.position]) if peak is not None and fit else -1
-        self.peaks[unwrapped_name(name)] = peak, token
-
-    def _with_stream(self, caught: Caught) -> Caught:
-        "An attention with what its block puts out."
-        around = [name for name in self.peaks if f"{caught.module}.".startswith(f"{name}.")]
-        if not around:
-            return caught
-        peak, token = self.peaks[max(around, key=len)]
-        return replace(caught, stream=peak, stream_token=token)
-
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #570a8f61
-class _Catches(_Outputs):
-    "The attentions that were caught."
-
-    caught: list[Caught]
-    measure: Callable[[AttentionCall], object]
-
-    def _role(self, call: AttentionCall) -> AttentionCall:
+    def placed(
+        self,
+        call: AttentionCall,  # that is made now
+    ) -> AttentionCall:
         "The call with its role, its module, and the place of its first query where there is a cache."
         around = [x for x in self.inside if not isinstance(x[1], nn.Softmax)] or [("", None, False)]
         name, module, reads = around[-1]
@@ -218,14 +176,11 @@ class _Catches(_Outputs):
         offset = 0 if is_cross or from_first else call.k.shape[2] - call.q.shape[2]
         return replace(call, role="cross" if is_cross else "self", module=unwrapped_name(name), offset=offset)
 
-    def _take(self, call: AttentionCall):
-        "Measure one attention; outside of all modules it is one that was named before."
-        call = self._role(call) if self.inside else call
-        got = self.measure(call)
-        tokens = self._tokens(call, got) if isinstance(got, HeadStatistics) else None
-        self.caught.append(Caught(call.module, call.role, call.source, got, tokens))
-
-    def _tokens(self, call: AttentionCall, got: HeadStatistics) -> torch.Tensor | None:
+    def tokens(
+        self,
+        call: AttentionCall,  # that was measured
+        got: HeadStatistics,  # of it
+    ) -> torch.Tensor | None:  # (document, head); None where ids are unknown
         "Token ids at the sinks: of the last ids embedded at this length, of the first for cross-attention."
         fit = [x for x in self.ids if x.shape == (call.k.shape[0], call.k.shape[2])]
         if not fit or not len(got.sequence_of):
@@ -235,69 +190,47 @@ class _Catches(_Outputs):
         tokens = ids[torch.as_tensor(got.sequence_of)[:, None], at.clamp(min=0)]
         return tokens.masked_fill(at < 0, -1)
 
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #7e77aedd
-class _Misses(_Catches):
-    "Modules that look like attention and in which none was caught."
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #76b10c96
+class _Outputs:
+    "What blocks and the head put out."
 
-    def unrecognised(self) -> list[str]:
-        "Modules that look like attention, ran, and in which no attention was seen."
-        names = {c.module for c in self.caught}
+    def __init__(self, kinds: dict):  # name of a module -> (kind, layer)
+        self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
+        self.peaks: dict[str, tuple[StreamPeak | None, int]] = {}
+        self.logits: torch.Tensor | None = None  # (input, place, vocab) some logits of the pass
 
-        def has(name: str) -> bool:  # name: of the module
-            "Whether a call was caught in or below a module."
-            return any(n == name or n.startswith(name + ".") for n in names)
+    def peek(
+        self,
+        name: str,  # of a module
+        out: torch.Tensor | None,  # what it put out
+        ids: list[torch.Tensor],  # token ids that were embedded
+    ) -> None:
+        "Keep the peak of a block's output, and some of the logits."
+        if out is None or out.ndim != 3:
+            return
+        if self.peeked[name] == "lm_head":
+            step = max(1, out.shape[1] // _SOME_PLACES)
+            self.logits = out.detach()[:_SOME_INPUTS, ::step][:, :_SOME_PLACES].float().clone()
+            return
+        peak = stream_peak(out)
+        fit = [x for x in ids if x.shape == out.shape[:2]]
+        token = int(fit[-1][peak.sequence, peak.position]) if peak is not None and fit else -1
+        self.peaks[unwrapped_name(name)] = peak, token
 
-        def is_inside(name: str) -> bool:  # name: of the module
-            "Whether a module lies below one with a caught call."
-            return any(name.startswith(n + ".") for n in names if n)
+    def beside(
+        self,
+        caught: Caught,  # an attention
+    ) -> Caught:
+        "The attention with what its block puts out."
+        around = [name for name in self.peaks if f"{caught.module}.".startswith(f"{name}.")]
+        if not around:
+            return caught
+        peak, token = self.peaks[max(around, key=len)]
+        return replace(caught, stream=peak, stream_token=token)
 
-        def is_around(name: str) -> bool:  # name: of the module
-            "Whether a module that ran lies below this one."
-            return any(n.startswith(name + ".") for n in ran)
-
-        ran = [unwrapped_name(n) for n in self.looks if n in self.ran]
-        inner = [n for n in ran if not is_around(n)]
-        within = [n for n in inner if not has(n) and not is_inside(n)]
-        return sorted(within) + self.problems
-
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #17c49014
-class _Calls(_Misses):
-    "The function calls of a forward pass, each looked at for an attention."
-
-    trace: ScoreTrace
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.muted:
-            return out
-        try:
-            self._see(func, args, kwargs, out)
-        except Exception as error:  # whatever a measurement meets, the model that is measured goes on
-            self.problems.append(f"{self._name()}: {type(error).__name__}: {error}")
-        return out
-
-    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object):
-        "Recognise one function call."
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention:
-            self._take(sdpa_call(*args, **(kwargs | {"heads": self._heads()})))
-        elif func is F.multi_head_attention_forward:
-            self._take(mha_call(*args, **kwargs))
-        elif type(func).__name__ == "FlexAttentionHOP":
-            self._take(flex_call(*args, **kwargs))
-        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
-            self._take(option_call(*args, **kwargs))
-        else:
-            self.trace.see(name, args, kwargs, out)
-
-    def heard(self) -> int:
-        "How many attentions were seen, those that are not understood among them."
-        return len(self.caught) + len(self.trace.pending) + len(self.problems)
-
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #77cae5bf
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #f56a8556
 @contextmanager
-def _registry(watch: _Calls):
+def _registry(watch: "AttentionWatch"):
     "While entered, functions of Hugging Face's registry with a hidden kernel are read from their arguments."
     modeling = sys.modules.get("transformers.modeling_utils")
     registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
@@ -321,9 +254,9 @@ def _registry(watch: _Calls):
             out = function(module, query, key, value, *args, **kwargs)
             if watch.heard() == before:
                 try:
-                    watch._take(registry_call(module, query, key, value, *args, **kwargs))
+                    watch.take(registry_call(module, query, key, value, *args, **kwargs))
                 except Exception as error:  # the model that is measured goes on
-                    watch.problems.append(f"{watch._name()}: {type(error).__name__}: {error}")
+                    watch.problems.append(f"{watch.running.name()}: {type(error).__name__}: {error}")
             return out
 
         return watched
@@ -338,8 +271,8 @@ def _registry(watch: _Calls):
         local.clear()
         local.update(saved)
 
-# %% ../../../nbs/api/probe/attention/25_watch.ipynb #f2f24460
-class AttentionWatch(_Calls):
+# %% ../../../nbs/api/probe/attention/25_watch.ipynb #570a8f61
+class AttentionWatch(TorchFunctionMode):
     "Sees every attention that is computed while it is entered, and measures it at once."
 
     def __init__(
@@ -349,19 +282,26 @@ class AttentionWatch(_Calls):
         measure: Callable[[AttentionCall], object] | None = None,  # None: `attention_statistics`
     ):
         super().__init__()
-        self.model, self.caught, self.ran, self.inside, self.ids, self.handles = model, [], set(), [], [], []
-        self.problems, self.muted = [], False
-        self.measure = measure or (lambda call: attention_statistics(call, epsilon))
-        self.trace = ScoreTrace(self._heads, self._take, self._role)
+        self.model, self.measure = model, measure or (lambda call: attention_statistics(call, epsilon))
+        self.caught: list[Caught] = []
+        self.problems: list[str] = []
+        self.handles: list[Any] = []
+        self.muted = False  # whether calls are our own
         kinds = module_kinds(model)
+        self.running, self.outputs = _RunningModules(), _Outputs(kinds)
+        self.trace = ScoreTrace(self.running.heads, self.take, self.running.placed)
         named = [n for n, (kind, _) in kinds.items() if kind in ("attn", "cross_attn")]
+        # names of modules that look like attention
         self.looks = [n for n in named if not _is_beside(model.get_submodule(n))]
-        self.peeked = {n: kind for n, (kind, _) in kinds.items() if kind in ("block", "lm_head")}
-        self.peaks, self.logits = {}, None
+
+    @property
+    def logits(self) -> torch.Tensor | None:  # (input, place, vocab)
+        "Some logits of the pass."
+        return self.outputs.logits
 
     def __enter__(self):
         for name, module in self.model.named_modules():
-            self.handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            self.handles.append(module.register_forward_pre_hook(self.running.enter(name), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
         self._stack = ExitStack()
         self._stack.enter_context(_registry(self))
@@ -373,5 +313,77 @@ class AttentionWatch(_Calls):
         for handle in self.handles:
             handle.remove()
         self.trace.clear()
-        self.caught = [self._with_stream(c) for c in self.caught]
-        self.handles, self.inside = [], []
+        self.caught = [self.outputs.beside(c) for c in self.caught]
+        self.handles, self.running.inside = [], []
+
+    def _leave(self, module: nn.Module, args: tuple, out: object) -> None:
+        "A hook that notes that a module has run, and looks at what it put out."
+        if not self.running.inside:
+            return
+        name, self.muted = self.running.inside.pop()[0], True
+        try:
+            if name in self.outputs.peeked:
+                self.outputs.peek(name, first_tensor(out), self.running.ids)
+        except Exception as error:
+            self.problems.append(f"{unwrapped_name(name)}: {type(error).__name__}: {error}")
+        self.muted = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.muted:
+            return out
+        try:
+            self._see(func, args, kwargs, out)
+        except Exception as error:  # whatever a measurement meets, the model that is measured goes on
+            self.problems.append(f"{self.running.name()}: {type(error).__name__}: {error}")
+        return out
+
+    def _see(self, func: Callable, args: tuple, kwargs: dict, out: object) -> None:
+        "Recognise one function call."
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention:
+            self.take(sdpa_call(*args, **(kwargs | {"heads": self.running.heads()})))
+        elif func is F.multi_head_attention_forward:
+            self.take(mha_call(*args, **kwargs))
+        elif type(func).__name__ == "FlexAttentionHOP":
+            self.take(flex_call(*args, **kwargs))
+        elif name == _WITH_OPTIONS and {"causal", "cap", "sink"} <= set(kwargs):
+            self.take(option_call(*args, **kwargs))
+        else:
+            self.trace.see(name, args, kwargs, out)
+
+    def heard(self) -> int:
+        "How many attentions were seen, those that are not understood among them."
+        return len(self.caught) + len(self.trace.pending) + len(self.problems)
+
+    def take(
+        self,
+        call: AttentionCall,  # that was recognised
+    ) -> None:
+        "Measure one attention; outside of all modules it is one that was named before."
+        call = self.running.placed(call) if self.running.inside else call
+        got = self.measure(call)
+        tokens = self.running.tokens(call, got) if isinstance(got, HeadStatistics) else None
+        self.caught.append(Caught(call.module, call.role, call.source, got, tokens))
+
+    def unrecognised(self) -> list[str]:
+        "Modules that look like attention, ran, and in which no attention was seen."
+        names = {c.module for c in self.caught}
+
+        def has(name: str) -> bool:  # name: of the module
+            "Whether a call was caught in or below a module."
+            return any(n == name or n.startswith(name + ".") for n in names)
+
+        def is_inside(name: str) -> bool:  # name: of the module
+            "Whether a module lies below one with a caught call."
+            return any(name.startswith(n + ".") for n in names if n)
+
+        def is_around(name: str) -> bool:  # name: of the module
+            "Whether a module that ran lies below this one."
+            return any(n.startswith(name + ".") for n in ran)
+
+        ran = [unwrapped_name(n) for n in self.looks if n in self.running.ran]
+        inner = [n for n in ran if not is_around(n)]
+        within = [n for n in inner if not has(n) and not is_inside(n)]
+        return sorted(within) + self.problems

@@ -209,7 +209,8 @@ def _incidents(log: _Log) -> list[Crash]:
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             is_end = is_last and (before == n or log.was_flushed_after(attempt[-1].position, before))
-            crash = _crash_from(log.data, attempt)
+            is_message = before < n and all(item.name == "NVRM: Xid" for item in attempt)
+            crash = None if is_message else _crash_from(log.data, attempt)  # the driver's, not the process's
             if crash is not None and (is_end or any(item.has_traceback for item in attempt)):
                 count = n if is_end else before
                 step = int(log.step[count - 1]) if count else None

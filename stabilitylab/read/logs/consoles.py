@@ -15,7 +15,7 @@ from ...names.errors import InputError
 from ...names.variables import canonical_name
 from ..base import Hit, LogData, register_formats
 from .generic import read_generic
-from ..text import line_parser, read_lines, text_format
+from ..text import line_parser, place_events, read_lines, text_format
 from ...run.scalars import Samples, order_of
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #d78ce1dd
@@ -97,6 +97,7 @@ def _read_trainer(path: Path) -> LogData:
         for name, samples in log.samples.items():
             step = np.searchsorted(order, order_of(samples), side="right").clip(1)
             log.samples[name] = samples._replace(step=step)
+        place_events(log, log.event_places)
         log.attrs["step_is"] = "number of the record: the log has no steps"
     return log
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ...names.errors import InputError
-from ..base import Format, LogData, head_of, register_formats
+from ..base import Format, Hit, LogData, head_of, register_formats
 from ..crash.incidents import crash_in_text
 from ..freetext.interpret import interpret
 from ..freetext.lines import line_tables, parse_any_line
@@ -19,16 +19,22 @@ from ..freetext.named_numbers import named_numbers
 from ..freetext.prefilter import candidate_lines
 from ..freetext.rows import name_rows, read_printed_lists
 from ..freetext.words import meaning
-from ..text import EVENT_WORDS, read_lines
+from ..text import EVENT_WORDS, is_message, place_events, read_lines
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #90d85763
+def _records(line: bytes) -> list[Hit]:
+    "The records of a line; a message has none."
+    may_be_message = b"tep" in line or b"inimum" in line
+    return [] if may_be_message and is_message(line) else parse_any_line(line)
+
+
 def read_generic(
     path: Path,  # a text file
     step: str | None = None,  # name of the count that is the step; None: detected
     loss: str | None = None,  # name of the series that is the training loss; None: detected
 ) -> LogData:  # series; records are numbered where the text has no steps
     "The series of a text of unknown form."
-    lines = read_lines(path, parse_any_line, partial(candidate_lines, needles=EVENT_WORDS))
+    lines = read_lines(path, _records, partial(candidate_lines, needles=EVENT_WORDS))
     data = interpret(name_rows(line_tables(lines.samples), Path(path)), step, loss)
     if "loss_is" not in data.attrs and not (step or loss):
         printed = read_printed_lists(path)
@@ -37,6 +43,7 @@ def read_generic(
         if reason != "unreadable record":
             data.skip(reason, count)
     data.events, data.n_lines = lines.events, lines.n_lines
+    place_events(data, lines.event_places, "number" in str(data.attrs.get("step_is", "")))
     if data.samples:
         data.attrs["lines"] = lines.n_lines
     if not data.samples and not data.events:

@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from ..base import Format, LogData, register_formats
@@ -55,16 +56,48 @@ def _repeats(data: bytes | mmap.mmap, at: int, last: np.ndarray) -> np.ndarray:
     return np.stack([start.ravel(), np.tile(length, many)], 1)
 
 
+def _masked(data: bytes) -> int:
+    "The checksum of TFRecord files: CRC-32C, turned and shifted."
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _has_length_checksum(data: bytes | mmap.mmap, at: int) -> bool:
+    "Whether the length at `at` is followed by its checksum."
+    return data[at + 8 : at + _MESSAGE_AT] == struct.pack("<I", _masked(data[at : at + 8]))
+
+
+def _next_record(data: bytes | mmap.mmap, at: int) -> int:
+    "Where the next record begins whose length has its checksum; the end of the file where none does."
+    first = at + 1  # always further on, so that a search ends
+    at = data.find(b"\0\0\0\0", first)  # a length below 4 GB: its upper half
+    while 0 <= at <= len(data) - 8:
+        for begin in range(max(at - 4, first), at + 1):
+            if _has_length_checksum(data, begin):
+                return begin
+        at = data.find(b"\0\0\0\0", at + 1)
+    return len(data)
+
+
 def _record_positions(
     data: bytes | mmap.mmap,  # an event file, or a memory map of one
-) -> tuple[np.ndarray, np.ndarray, int]:  # start and length (n,) of each message, bytes left
+) -> tuple[
+    np.ndarray, np.ndarray, int, int
+]:  # start and length (n,) of each message; bytes left, and passed over
     "Where the messages of an event file lie."
     length_at = struct.Struct("<Q").unpack_from
-    at, size, records, parts, wait = 0, len(data), [], [], _LOOK
+    at, size, records, parts, wait, passed = 0, len(data), [], [], _LOOK, 0
+    has_checksums = size >= _MESSAGE_AT and (
+        _has_length_checksum(data, 0) or _next_record(data[: 2**16], -1) < min(size, 2**16)
+    )
     while at + _MESSAGE_AT <= size:
         n = length_at(data, at)[0]
-        if at + _AROUND + n > size:
-            break
+        if at + _AROUND + n > size or (has_checksums and not _has_length_checksum(data, at)):
+            following = _next_record(data, at) if has_checksums else size
+            if following >= size:
+                break
+            passed, at = passed + following - at, following
+            continue
         records.append((at + _MESSAGE_AT, n))
         at += _AROUND + n
         if len(records) < wait:
@@ -76,7 +109,21 @@ def _record_positions(
             records = []
         wait = len(records) + _LOOK
     messages = np.concatenate([*parts, np.array(records, np.int64).reshape(-1, 2)])
-    return messages[:, 0], messages[:, 1], size - at
+    return messages[:, 0], messages[:, 1], size - at, passed
+
+
+def _whole_records(
+    data: bytes | mmap.mmap,  # an event file
+    start: np.ndarray,  # (n,) of each message
+    length: np.ndarray,  # (n,)
+) -> np.ndarray:  # (n,) bool; all true where the writer put no checksums
+    "Which messages are what was written."
+    begins, lengths = start.tolist(), length.tolist()
+    computed = np.array([_masked(data[at : at + n]) for at, n in zip(begins, lengths, strict=True)], np.int64)
+    at = (start + length)[:, None] + np.arange(4)
+    stored = np.frombuffer(data, np.uint8)[at].view("<u4").ravel() if len(start) else computed
+    is_whole = computed == stored
+    return is_whole if is_whole.any() else np.ones(len(start), bool)
 
 # %% ../../../nbs/api/read/logs/tensorboard.ipynb #9bef7010
 # The fields that are read, by number (event.proto, summary.proto, tensor.proto of TensorFlow):
@@ -232,8 +279,12 @@ def read_events(
     log = LogData()
     columns: dict[str, list[Samples]] = {}
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start, length, rest = _record_positions(data)
+        start, length, rest, passed = _record_positions(data)
         log.skip("bytes at the end that are no record", rest)
+        log.skip("damaged bytes between records", passed)
+        is_whole = _whole_records(data, start, length)
+        log.skip("damaged event", int((~is_whole).sum()))
+        start, length = start[is_whole], length[is_whole]
         buf = np.frombuffer(data, np.uint8)
         for n in np.unique(length):
             _take(data, buf, start[length == n], int(n), log, columns)

@@ -8,6 +8,7 @@ __all__ = ['read_wandb']
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #4689ea2e
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ _BLOCK, _HEADER = 32768, 7
 
 def _log_records(
     data: bytes,  # the file
-) -> tuple[list[bytes], int]:  # the records, and how many bytes at the end could not be read
+) -> tuple[list[bytes], int, int]:  # the records, bytes at the end that could not be read, damaged pieces
     "The records of a file in LevelDB's log format, as far as they are whole."
-    at, part, out, good = _HEADER, b"", [], _HEADER
+    at, part, out, good, wrong = _HEADER, b"", [], _HEADER, 0
+    second = at + _HEADER + int.from_bytes(data[at + 4 : at + 6], "little")
+    has_checksums = _has_checksum(data, at) or _has_checksum(data, second)
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK
         if left < _HEADER:
@@ -42,13 +45,27 @@ def _log_records(
             continue
         body = data[at + _HEADER : at + _HEADER + size]
         if kind not in (1, 2, 3, 4) or len(body) < size or size > left - _HEADER:
-            break
-        at += _HEADER + size
+            if not has_checksums or at + left >= len(data):
+                break
+            at, part, wrong = at + left, b"", wrong + 1  # the next block begins with a header of its own
+            continue
+        at, begin = at + _HEADER + size, at
+        if has_checksums and not _has_checksum(data, begin):
+            part, wrong = b"", wrong + 1
+            continue
         part = body if kind in (1, 2) else part + body
         if kind in (1, 4):
             out.append(part)
             part, good = b"", at
-    return out, len(data) - good
+    return out, len(data) - good, wrong
+
+
+def _has_checksum(data: bytes, at: int) -> bool:
+    "Whether the piece at `at` is what its checksum says: the CRC-32 of its kind and bytes."
+    if at + _HEADER > len(data):
+        return False
+    crc, size, _ = struct.unpack_from("<IHB", data, at)
+    return zlib.crc32(data[at + 6 : at + _HEADER + size]) == crc
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #33aebddd
 _STEPS = (
@@ -121,9 +138,10 @@ def read_wandb(
     path: Path,  # a `.wandb` file
 ) -> LogData:  # a series a key; steps are those of the training loop where the rows hold them
     "The history of an offline run."
-    records, rest = _log_records(Path(path).read_bytes())
+    records, rest, wrong = _log_records(Path(path).read_bytes())
     log = LogData()
     log.skip("bytes at the end that are no record", rest)
+    log.skip("damaged record", wrong)
     rows, ended = _history(records, log)
     names = {name for row in rows for name in row}
     key = _step_key(rows, names)

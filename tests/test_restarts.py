@@ -1,0 +1,279 @@
+"Rollbacks, restart markers, messages of the GPU, hangs, slow runs and skipped steps, as in the notes."
+
+import datetime
+
+import numpy as np
+import pytest
+
+from stabilitylab import compare_runs, diagnose, read_runs
+from stabilitylab.detect.metrics import find_loss_scale_collapse
+from stabilitylab.detect.rollbacks import rollback_ledger
+from stabilitylab.detect.speed import find_hang
+from stabilitylab.read.text import message_events
+from stabilitylab.run.attempts import rolled_back_at, surviving
+from stabilitylab.run.curves import Curve, loss_curve
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_events, make_scalars
+from tests.logs.make import FOLDER, LOGS
+
+
+def loss_at(step):
+    return 1.6 + 1.5 * np.exp(-step / 400)
+
+
+def rolled_back(shape, n=11, every=250, last=5000, seed=0):
+    "A run like that of the memo: eleven divergences, each ended by a rollback to a checkpoint a way back."
+    rng, steps, losses, onsets, at = np.random.default_rng(seed), [], [], [], 0
+    for number in range(n):
+        onset, length, top = 600 + 350 * number, int(rng.integers(25, 120)), rng.uniform(1, 5)
+        up = top * (np.arange(length) + 1) / length if shape == "climbs" else np.full(length, top)
+        steps += [*range(at, onset + length)]
+        losses += [*loss_at(np.arange(at, onset)), *(loss_at(np.arange(onset, onset + length)) + up)]
+        onsets.append(onset)
+        at = (onset - 60) // every * every
+    steps += [*range(at, last)]
+    losses += [*loss_at(np.arange(at, last))]
+    values = np.array(losses) + rng.normal(0, 0.02, len(losses))
+    return new_run(make_scalars({"loss": Samples(np.array(steps), values)})), onsets
+
+
+@pytest.mark.parametrize("shape", ["climbs", "jumps"])
+def test_a_divergence_that_a_rollback_ended_did_not_recover(shape):
+    run, onsets = rolled_back(shape)
+    found = diagnose(run)
+    lost = [f for f in found if f.kind in ("loss_spike", "divergence") and "rolled_back_to" in f.evidence]
+    assert len(lost) == 11 and all(f.severity == "error" for f in lost)
+    assert all(f.evidence.get("recovery", "none") == "none" for f in lost)
+    for f, onset in zip(sorted(lost, key=lambda f: f.onset), onsets, strict=True):
+        assert onset <= f.onset <= onset + 25 and f.evidence["rolled_back_to"] < onset
+    assert not [f for f in found if f.kind == "loss_spike" and f.severity == "warning"]
+
+
+def test_the_ledger_counts_what_was_repeated_and_the_path_has_no_abandoned_step():
+    run, onsets = rolled_back("jumps")
+    table = rollback_ledger(run)
+    assert len(table) == table.attrs["rollbacks"] == 11 and (table.outcome == "passed").all()
+    assert (abs(table.onset - onsets) <= 2).all() and table.attrs["checkpoint_interval"] == 250
+    loss = loss_curve(run)
+    assert table.attrs["steps_repeated"] == len(loss.step) - 5000
+    path = surviving(loss)
+    assert path.step.tolist() == list(range(5000)) and path.value.max() < 3.3
+    (note,) = [f for f in diagnose(run).of("restart") if "rollbacks" in f.evidence]
+    assert note.severity == "info" and note.evidence["rollbacks"] == 11
+
+
+def test_surviving_records_are_those_that_no_later_attempt_repeats():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        step, segment, at = [], [], 0
+        for number in range(int(rng.integers(1, 5))):
+            length = int(rng.integers(5, 40))
+            step += range(at, at + length)
+            segment += [number] * length
+            at = int(rng.integers(3, at + length))
+        curve = Curve(
+            "loss", np.array(step), np.arange(len(step)) * 1.0, np.array(segment, np.int32), None, 0, 0
+        )
+        starts = [i for i in range(1, len(step)) if segment[i] != segment[i - 1]]
+        slow = [i for i in range(len(step)) if not any(j > i and step[j] <= step[i] for j in starts)]
+        assert surviving(curve).value.astype(int).tolist() == slow
+        for i in range(len(step)):
+            first = next((j for j in starts if j > i and step[j] <= step[i]), None)
+            assert rolled_back_at(curve, i) == first
+
+
+def test_a_counter_that_begins_anew_abandons_nothing():
+    step = np.tile(np.arange(300), 3)
+    curve = Curve("loss", step, step * 1.0, np.repeat([0, 1, 2], 300).astype(np.int32), None, 0, 0)
+    assert len(surviving(curve).step) == 900 and rolled_back_at(curve, 100) is None
+
+
+MARKERS = {
+    b"  Continuing training from global step 1500": 1500,
+    b"Resuming training from runs/out/checkpoint-1500": 1500,
+    b"Loading states from /fsx/m4/opt_step-3750/accelerator_state": 3750,
+    b"Resumed from checkpoint: output/step_500": 500,
+    b"[Rank 0] Loading checkpoint from /ckpt/global_step1000/mp_rank_00_model_states.pt": 1000,
+    b"Restoring states from the checkpoint path at logs/epoch=3-step=1500.ckpt": 1500,
+    b"Loaded checkpoint /ckpt/checkpoint_1_3500.pt (epoch 1 @ 3500 updates)": 3500,
+    b"Loading best model from out/checkpoint-1500 (score: 0.31).": None,
+    b"loading the data of step one": None,
+}
+
+
+@pytest.mark.parametrize("line", MARKERS)
+def test_a_line_that_names_the_state_it_loads_is_a_restart(line):
+    hits = [hit for hit in message_events(line) if hit.event == "checkpoint_load"]
+    assert [int(line[slice(*hit.step)]) for hit in hits] == ([MARKERS[line]] if MARKERS[line] else [])
+
+
+def bump_after(steps, resumed, width=15, height=0.5):
+    rng = np.random.default_rng(0)
+    rise = np.where(steps >= resumed, height * np.exp(-np.abs(steps - resumed) / width), 0)
+    return 2 + np.exp(-steps / 300) + rise + rng.normal(0, 0.02, len(steps))
+
+
+def test_the_bump_after_a_marker_is_of_the_resume(tmp_path):
+    steps = np.arange(2500)
+    lines = [f"step: {s} loss: {loss:.4f}" for s, loss in zip(steps, bump_after(steps, 1500), strict=True)]
+    for marker in ("Loading states from /fsx/opt_step-1500/accelerator_state", "nothing"):
+        (tmp_path / "train.log").write_text("\n".join([*lines[:1500], marker, *lines[1500:]]))
+        ((_, run),) = read_runs(tmp_path / "train.log").items()
+        kinds = [f.kind for f in diagnose(run) if f.onset == 1500]
+        assert kinds == ["loss_spike" if marker == "nothing" else "resume_spike"]
+
+
+def test_a_trainer_that_prints_no_steps_has_its_restart_at_the_record(tmp_path):
+    steps = np.arange(10, 2510, 10)
+    rows = [
+        str({"loss": round(float(loss), 4), "learning_rate": 1e-4, "epoch": round(s / 1000, 3)})
+        for s, loss in zip(steps, bump_after(steps, 1510, 40, 2.0), strict=True)
+    ]
+    marker = "  Continuing training from global step 1500"
+    (tmp_path / "train.out").write_text("\n".join([*rows[:150], marker, *rows[150:]]))
+    ((_, run),) = read_runs(tmp_path / "train.out").items()
+    assert run["scalars"].sizes["step"] == 250 and run["events"].event_step.values.tolist() == [150]
+    (bump,) = diagnose(run).of("resume_spike")
+    assert bump.onset == 151 and bump.evidence["resumed_at"] == 150
+
+
+def resumed_twice(ratio_moves):
+    rng, steps = np.random.default_rng(0), np.r_[0:400, 300:700, 600:1000]
+    since = np.r_[np.full(400, 999), np.arange(400), np.arange(400)]
+    loss = 2 + np.exp(-steps / 150) + 0.6 * np.exp(-since / 12) + rng.normal(0, 0.02, len(steps))
+    ratio = 0.3 - 0.15 * ((since < 50) & ratio_moves) + rng.normal(0, 0.01, len(steps))
+    columns = {"loss": loss, "image_to_text_ratio": ratio, "lr_ratio": ratio}
+    return new_run(make_scalars({name: Samples(steps, value) for name, value in columns.items()}))
+
+
+def test_the_ratio_that_moves_with_the_bumps_is_the_first_suspect():
+    from stabilitylab.detect.likely_cause import most_likely
+
+    found = diagnose(resumed_twice(True))
+    bumps = found.of("resume_spike")
+    assert [f.evidence["mixture"] for f in bumps] == ["image_to_text_ratio"] * 2
+    assert "order of the data" in most_likely(found).cause
+    still = diagnose(resumed_twice(False))
+    assert len(still.of("resume_spike")) == 2
+    assert not any("mixture" in f.evidence for f in still.of("resume_spike"))
+    assert "position and the mixture" in most_likely(still).next[0]
+
+
+XIDS = [
+    "Xid errors on instance: node-1, Error: May 19 07:08:57 node-1 kernel: [680111.6] NVRM: Xid "
+    "(PCI:0000:10:1c): 63, pid=1850, Row Remapper: New row marked for remapping, reset gpu to activate",
+    "[257087.812628] NVRM: Xid (PCI:0000:90:1c): 64, pid=7",
+]
+DOCUMENTS = (".json",)  # one JSON value: a line in it breaks it
+BARE = ("long_table", "numbers")  # nothing but their numbers can stand in them
+TEXTS = [
+    n for n, (file, *_) in LOGS.items() if "." in file and not file.endswith(DOCUMENTS) and n not in BARE
+]
+
+
+@pytest.mark.parametrize("line", XIDS, ids=["with the words of a watcher", "bare"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_message_of_the_driver_is_told_once_with_its_step(name, line, tmp_path):
+    file, text, _ = LOGS[name]
+    lines = text().split("\n")
+    at = len(lines) * 2 // 3
+    path = tmp_path / (FOLDER / file).name
+    path.write_text("\n".join([*lines[:at], line, *lines[at:]]), encoding="utf-8")
+    (run,), (plain,) = read_runs(path).values(), read_runs(FOLDER / file).values()
+    assert run["scalars"].sizes["step"] == plain["scalars"].sizes["step"]
+    (found,) = [f for f in diagnose(run) if f.kind in ("hardware_error", "crash")]
+    assert found.kind == "hardware_error" and found.evidence["xid"] == (63 if "63" in line else 64)
+    steps = plain["scalars"].step.values
+    assert abs(np.searchsorted(np.unique(steps), found.onset) - len(np.unique(steps)) * 2 / 3) < 8
+
+
+def test_a_kernel_log_beside_a_run_joins_it_by_time(tmp_path):
+    begin = datetime.datetime(2023, 5, 19, 6, 0, 0)
+    rows = [
+        f"[{begin + datetime.timedelta(seconds=12 * s)}] iteration {s}/ 1000 | lm loss: {3 - s / 1000:.4f}"
+        for s in range(1000)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(rows))
+    kernel = "May 19 07:08:57 node kernel: [6.1] NVRM: Xid (PCI:0000:10:1c): 63, pid=1, Row Remapper: row"
+    (tmp_path / "dmesg.log").write_text(f"May 19 06:00:01 node kernel: [1.0] usb\n{kernel}\n")
+    ((_, run),) = read_runs(tmp_path).items()
+    (found,) = diagnose(run).of("hardware_error")
+    assert found.onset == (3600 + 8 * 60 + 57) // 12 and run.attrs["also_in"] == ["dmesg.log"]
+    assert found.evidence["action"] == "IGNORE" and "NVIDIA" in found.explanation
+
+
+def clocked(seconds, **events):
+    n = len(seconds) + 1
+    clock = 1.7e9 + np.r_[0.0, np.cumsum(seconds)]
+    samples = Samples(np.arange(n), 2 + np.exp(-np.arange(n) / 100), None, clock)
+    return new_run(make_scalars({"loss": samples}), **events)
+
+
+def test_hours_between_two_steps_are_a_hang_unless_a_restart_or_a_habit_explains_them():
+    gap = np.full(600, 12.0)
+    gap[300] = 9000
+    (hang,) = find_hang(clocked(gap))
+    assert (hang.severity, hang.onset, hang.end) == ("warning", 300, 301) and hang.evidence[
+        "gap_hours"
+    ] == 2.5
+    assert not find_hang(clocked(gap, events=make_events([("checkpoint_load", 300, "loaded")])))
+    often = np.full(600, 12.0)
+    often[50::100] = 1800
+    assert not find_hang(clocked(often))
+    assert not find_hang(clocked(np.where(np.arange(600) == 300, 9000.0, 0.0)))  # a clock without a pace
+    assert not find_hang(clocked(np.full(600, 12.0))) and not find_hang(clocked(np.full(600, 4000.0)))
+
+
+def paced(seconds, level=2.0):
+    i = np.arange(200)
+    loss = level + np.exp(-i / 50)
+    return new_run(make_scalars({"loss": Samples(i, loss), "step_time": Samples(i, np.full(200, seconds))}))
+
+
+def test_a_run_ten_times_slower_than_its_sister_is_told_and_another_model_is_not():
+    (slow,) = compare_runs({"a": paced(0.5), "b": paced(5.0)}).of("throughput_drop")
+    assert slow.severity == "warning" and slow.evidence["names"] == ["b"] and slow.evidence["sister"] == "a"
+    assert compare_runs({"a": paced(0.5), "b": paced(2.0)}).of("throughput_drop")[0].severity == "info"
+    assert not compare_runs({"a": paced(0.5), "b": paced(5.0, level=4.0)}).of("throughput_drop")
+    assert not compare_runs({"a": paced(0.5), "b": paced(0.6)}).of("throughput_drop")
+
+
+@pytest.mark.parametrize("length", [60, 250, 900])
+def test_a_slow_stretch_has_its_true_end(length):
+    times = 1 + np.random.default_rng(0).normal(0, 0.02, 2000)
+    times[700 : 700 + length] *= 3
+    run = new_run(make_scalars({"step_time": Samples(np.arange(2000), times)}))
+    (slow,) = diagnose(run).of("throughput_drop")
+    assert (slow.onset, slow.end) == (700, 699 + length) and "to_the_end" not in slow.evidence
+
+
+def test_a_loss_scale_at_its_minimum_is_a_collapse_and_the_norm_stands_in_it(tmp_path):
+    line = "FloatingPointError: Minimum loss scale reached (0.0001). Your loss is probably exploding. Try"
+    rows = [f"step {s} loss {3 - s / 500:.3f}" for s in range(300)]
+    (tmp_path / "train.log").write_text("\n".join([*rows, line]))
+    ((_, run),) = read_runs(tmp_path / "train.log").items()
+    (floor,) = diagnose(run).of("loss_scale_collapse")
+    assert floor.severity == "error" and floor.onset == 299 and "minimum" in floor.explanation
+    scale = np.r_[np.full(500, 65536.0), 65536 / 2 ** np.arange(17), np.ones(50)]
+    norm = np.r_[np.full(500, 1.0), np.geomspace(1, 1e4, 17), np.full(50, 1e4)]
+    steps = np.arange(len(scale))
+    run = new_run(make_scalars({"loss_scale": Samples(steps, scale), "grad_norm": Samples(steps, norm)}))
+    (collapse,) = find_loss_scale_collapse(run)
+    assert collapse.evidence["grad_norm_before"] == 1 and collapse.evidence["grad_norm_peak"] == 1e4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_skip_rate_that_grows_is_told_and_a_steady_one_is_not(seed):
+    rng, i = np.random.default_rng(seed), np.arange(5000)
+    loss = Samples(i, 2 + np.exp(-i / 500) + rng.normal(0, 0.02, 5000))
+
+    def alarms(skipped):
+        run = new_run(make_scalars({"loss": loss, "skipped": Samples(i, skipped.astype(float))}))
+        return [f for f in diagnose(run) if f.severity != "info"]
+
+    (grows,) = alarms(rng.random(5000) < 0.12 * i / 5000)
+    assert grows.kind == "grad_norm_explosion" and grows.evidence["skip_rate_now"] > 0.05
+    total = np.cumsum(rng.random(5000) < 0.12 * i / 5000)
+    assert len(alarms(total)) == 1
+    assert not alarms(rng.random(5000) < 0.05) and not alarms(i % 2000 == 1999)
+    assert not alarms((i < 300) & (rng.random(5000) < 0.5))  # the large norms of the start
