@@ -50,13 +50,13 @@ def test_an_arm_is_stopped_another_added_and_both_are_told():
     view = opened()
     view.lab.seeds, view.lab.length = 1, 5000  # more than any machine trains meanwhile
     view.work.start()
-    base, fixed = "unchanged", "lower_lr"
-    until(
-        view, lambda: view.lines.keys() == {base, fixed} and all(o.bar.value > 0 for o in view.lines.values())
-    )
+    base, fixed, null = "unchanged", "lower_lr", "another order"
+    assert view.lines.keys() == {base, fixed, null}
+    until(view, lambda: all(view.lines[name].bar.value > 0 for name in (base, fixed)))
     assert view.picture.png and view.picture.panels[0]["series"][0]["name"] == base
     assert not view.work.stop.disabled and view.lines[base].stop.layout.visibility == "hidden"
     view.stop(fixed)
+    view.stop(null)  # else it takes the place of the stopped arm
     until(view, lambda: view.lines[fixed].stop.disabled)
     assert "stopped" in view.lines[fixed].words.value and not view.lab.now.ended
     seen = view.lab.n_taken
@@ -84,7 +84,7 @@ def test_a_finished_trial_gives_a_verdict_and_its_call():
     assert "All arms are done" in view.work.says.value
     assert "lower_lr" in view.verdict.value and "from one seed" in view.verdict.value
     assert "steps=6, seeds=1" in view.call.call
-    assert [line.bar.value for line in view.lines.values()] == [1.0, 1.0]
+    assert [line.bar.value for line in view.lines.values()] == [1.0, 1.0, 1.0]
 
 
 def test_what_cannot_be_tried_is_said():

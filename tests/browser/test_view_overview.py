@@ -98,9 +98,7 @@ def test_brush_keys_series_and_themes(notebook):
     changes(page, lambda: page.click('button:has-text("Show all steps")'))
     changes(page, lambda: page.click('button:text-is("log")'))
     changes(page, lambda: page.locator(".widget-select-multiple select").first.select_option(["loss", "lr"]))
-    found = page.locator(".widget-select:not(.widget-select-multiple) select").first
-    at = found.evaluate("s => [...s.options].findIndex(o => /lr.too.high/.test(o.text))")
-    changes(page, lambda: found.select_option(index=at))
+    changes(page, lambda: page.click('.stl-findings tr:has-text("lr too high")'))
     page.wait_for_selector('.stl-detail h3:text("lr too high")', timeout=30_000)
     changes(page, lambda: page.evaluate("(() => { document.body.dataset.jpThemeLight = 'false' })()"))
     page.click('text="Settings"')
