@@ -12,6 +12,7 @@ from importlib import import_module
 import xarray as xr
 
 from .context import at_step, loss_span, run_context
+from .evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
 from .phrase import explain
@@ -186,4 +187,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    return Findings(findings, origin | _span(run))
+    told = {"evidence": evidence(run, findings)}
+    return Findings(findings, origin | _span(run) | (told if told["evidence"] else {}))
