@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .relations import loss_events
 from ..run.curves import Curve, curve, scalars_of
 from ..run.scalars import series_names
@@ -63,7 +63,7 @@ def growth_to(
     level: float,  # the level
 ) -> Growth | None:  # None where it does not stay above the level
     "When a series passed a level to stay, and how fast it came."
-    value, near = np.abs(series.value), max(1, min(int(limit("near_records")), len(series.value) // 4))
+    value, near = np.abs(series.value), max(1, min(int(count_limit("near_records")), len(series.value) // 4))
     above = np.flatnonzero(value >= level)
     stays = [i for i in above if np.median(value[i : i + near]) >= level]
     if not stays:
@@ -143,7 +143,7 @@ def find_logged_entropy_collapse(
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):
-        near = max(1, min(int(limit("near_records")), len(series.value) // 4))
+        near = max(1, min(int(count_limit("near_records")), len(series.value) // 4))
         start, low = float(np.median(series.value[:near])), limit("small_nats")
         is_low = series.value < min(low, limit("minor_share") * start)
         stays = [i for i in np.flatnonzero(is_low) if np.mean(is_low[i : i + near]) > 0.5]
@@ -210,7 +210,7 @@ def marked_modules(
     which: np.ndarray,  # (layer, head) bool
 ) -> tuple[str, ...]:  # at most `most_modules`
     "Modules of the layers in which a head is marked."
-    return tuple(str(m) for m in data.module.values[which.any(1)][: limit("most_modules")])
+    return tuple(str(m) for m in data.module.values[which.any(1)][: count_limit("most_modules")])
 
 # %% ../../nbs/api/detect/70_attention.ipynb #a8c0c7fd
 def find_attention_logit_growth(
@@ -241,7 +241,7 @@ def find_attention_logit_growth(
         "n": len(order),
         "head": int(np.nan_to_num(data.attn_logit_max.values[growth.peak_at], nan=-1).max(0).argmax()),
     }
-    modules = tuple(str(data.module.values[i]) for _, i in order[: limit("most_modules")])
+    modules = tuple(str(data.module.values[i]) for _, i in order[: count_limit("most_modules")])
     severity = "warning" if high else "info"
     return [Finding("attention_logit_growth", severity, step[growth.onset], step[-1], modules, evidence)]
 

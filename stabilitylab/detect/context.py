@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..knowledge.choice import RunContext
 from ..run.curves import curve, loss_curve, scalars_of, step_interval
 
@@ -109,10 +109,10 @@ def loss_span(
 ) -> LossSpan | None:  # None where its loss is too short for phases
     "From where to where a run goes."
     loss = loss_curve(run)
-    if loss is None or len(loss.step) < limit("least_records"):
+    if loss is None or len(loss.step) < count_limit("least_records"):
         return None
     first, last = int(loss.step.min()), int(loss.step.max())
-    return LossSpan(first, last, first <= limit("short_records") * step_interval(loss))
+    return LossSpan(first, last, first <= count_limit("short_records") * step_interval(loss))
 
 # %% ../../nbs/api/detect/28_context.ipynb #58081f2b
 def at_step(

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .restarts import longest_run
 from .spikes import spike_events
 from ..run.attempts import rolled_back_at, surviving, with_history
@@ -35,7 +35,7 @@ def smoothed_shape(
 ) -> Shape:  # its smoothed trajectory and noise
     "Trajectory of a series; the window is a share of the run within bounds."
     share = int(limit("smooth_share") * len(series.value))
-    window = int(np.clip(share, limit("few_records"), limit("window_most")))
+    window = int(np.clip(share, count_limit("few_records"), count_limit("window_most")))
     return Shape(smooth(series.value, window), difference_noise(series.value), window)
 
 
@@ -44,14 +44,14 @@ def records_in_share(
     share: str,  # name of a limit that is a share of the run
 ) -> int:  # at least as many as a median needs
     "Number of records in a share of a series."
-    return max(limit("median_records"), int(limit(share) * n))
+    return max(count_limit("median_records"), int(limit(share) * n))
 
 
 def is_likelihood(
     series: Curve,  # a loss as arrays
 ) -> bool:  # False for a short series, and for a reward
     "Whether a series is long enough and measures how well data are predicted."
-    return series.name in ("loss", "perplexity") and len(series.value) >= limit("least_records")
+    return series.name in ("loss", "perplexity") and len(series.value) >= count_limit("least_records")
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #6e2711b1
 def _is_on_its_way_back(tail: np.ndarray) -> bool:
@@ -65,16 +65,16 @@ def validation_improved(
     step: int,  # since which
 ) -> bool:  # False where it was measured too seldom to tell
     "Whether validation ended clearly lower than it was at a step: the training loss rises by design."
-    if validation is None or len(validation.value) < limit("median_records"):
+    if validation is None or len(validation.value) < count_limit("median_records"):
         return False
-    few = limit("median_records")
+    few = count_limit("median_records")
     then = np.median(validation.value[np.abs(validation.step - step).argsort()[:few]])
     return bool(np.median(validation.value[-few:]) < (1 - limit("rise_share")) * then)
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #20756f34
 def _wander(value: np.ndarray) -> float:
     "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
-    if len(value) < limit("least_long"):  # a median of a few differences is no estimate
+    if len(value) < count_limit("least_long"):  # a median of a few differences is no estimate
         return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
     lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
     return max(difference_noise(value, lag) for lag in lags)
@@ -89,14 +89,14 @@ def _divergence(
     scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
-    final = float(np.median(loss[-max(limit("median_records"), window // 2) :]))
+    final = float(np.median(loss[-max(count_limit("median_records"), window // 2) :]))
     rise = final - best
     least_rise = max(
         limit("back_sigma") * noise,
         limit("rise_share") * abs(best),
         limit("level_share") * abs(float(loss[0]) - best),
     )
-    is_best_at_end = n - 1 - at_best < max(limit("median_records"), limit("smooth_share") * n)
+    is_best_at_end = n - 1 - at_best < max(count_limit("median_records"), limit("smooth_share") * n)
     if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
         return None
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))
@@ -111,7 +111,7 @@ def _divergence(
     is_mild = rise < limit("trend_sigma") * scatter  # not more than single records scatter
     improved = validation_improved(validation, int(series.step[left]))
     severity = "warning" if best > limit("most_nats") else "error"
-    ends_at_once = n - left < limit("median_records")
+    ends_at_once = n - left < count_limit("median_records")
     if is_mild or improved or ends_at_once:
         severity = "info"
     return Finding(
@@ -175,7 +175,7 @@ def _largest_rise(
 ) -> Rise | None:  # None where there are too few blocks or the climb does not last
     "The largest climb from a lowest block to a later one."
     blocks = len(value) // width
-    if blocks < limit("least_records"):
+    if blocks < count_limit("least_records"):
         return None
     skipped = len(value) - blocks * width  # the oldest records are left out: the end counts
     level = np.median(value[skipped:].reshape(blocks, width), axis=1)
@@ -189,7 +189,7 @@ def _largest_rise(
     last = blocks - 1 if not len(after) else top + int(after[0]) - 1
     before = np.flatnonzero(~up[first:top])
     begin = first if not len(before) else first + int(before[-1]) + 1
-    if last - begin + 1 < limit("median_records"):
+    if last - begin + 1 < count_limit("median_records"):
         return None
     here = value[skipped + width * first : skipped + width * (last + 1)]
     apart = _DIFFERENCE_TO_SD * max(
@@ -212,8 +212,8 @@ def _largest_rise(
 # %% ../../nbs/api/detect/11_divergence.ipynb #46673f5c
 def _scales(n: int) -> list[int]:
     "Widths of blocks, doubled, for a series of `n` records."
-    widths, width = [], limit("history") // 16
-    while width * limit("least_records") <= n:
+    widths, width = [], count_limit("history") // 16
+    while width * count_limit("least_records") <= n:
         widths.append(width)
         width *= 2
     return widths

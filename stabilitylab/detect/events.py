@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit
 from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
@@ -96,7 +96,7 @@ def find_hardware_errors(
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
     xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
-    findings = [_message(events, at, len(xid)) for at in xid[: limit("most_reported")]]
+    findings = [_message(events, at, len(xid)) for at in xid[: count_limit("most_reported")]]
     is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
     for name in () if is_told else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)

@@ -12,7 +12,7 @@ import xarray as xr
 from .activations import first_names
 from .attention import attention_of, sink_excess
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..names.errors import bad_input
 from ..run.curves import group_of
 
@@ -70,7 +70,7 @@ def _massive(data: xr.Dataset) -> Finding | None:
     evidence |= {name: int(value) for name, value in place.items() if np.isfinite(value) and value >= 0}
     evidence["sink_heads"], evidence["of_heads"] = _watchers(now, layer, place["position"])
     modules = tuple(str(data.module.values[i]) for i in np.flatnonzero(is_massive[row]))[
-        : limit("most_modules")
+        : count_limit("most_modules")
     ]
     return Finding("massive_activation", "info", data.step.values[row], modules=modules, evidence=evidence)
 

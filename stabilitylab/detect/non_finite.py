@@ -14,7 +14,7 @@ import xarray as xr
 
 from .activations import first_names, run_format
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, group_of, loss_name, scalars_of
@@ -41,7 +41,7 @@ def _one_for_all(same: list[Finding]) -> Finding:
         return first
     names = [f.series for f in others]
     worst = max(same, key=lambda f: SEVERITIES.index(f.severity)).severity
-    also = {"others": len(names), "names": names[: limit("most_modules")]}
+    also = {"others": len(names), "names": names[: count_limit("most_modules")]}
     return first.with_(severity=worst, evidence=first.evidence | also)
 
 

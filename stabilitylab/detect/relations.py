@@ -14,7 +14,7 @@ import xarray as xr
 from .activations import first_crossings
 from .divergence import find_divergence
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .non_finite import find_non_finite
 from .spikes import find_loss_spikes
 from ..run.curves import curve, group_of, loss_curve, step_interval
@@ -41,7 +41,7 @@ def resume_spikes(
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes within a few records of a restart that heal fast."
     interval, resumes = _interval(run), _resumes(run, findings)
-    near, loss = limit("few_records") * interval, loss_curve(run)
+    near, loss = count_limit("few_records") * interval, loss_curve(run)
     start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
 
     def renamed(f: Finding) -> Finding:  # f: as found
@@ -144,7 +144,7 @@ def grad_norm_and_loss(
 ) -> list[Finding]:  # with gradient-norm explosions and growth raised to warnings where the loss followed
     "A gradient norm that exploded shortly before or at a loss event is part of it."
     interval = _interval(run)
-    near = limit("near_records") * interval
+    near = count_limit("near_records") * interval
     events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
     lost = [f.onset for f in findings if _is_event(f, "non_finite") and "loss" in f.series]
 
@@ -167,7 +167,7 @@ def z_loss_and_loss(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with falls of the z-loss that say whether they or the loss came first
     "Which came first, the z-loss or the loss, where a loss event lies near."
-    tolerance = limit("near_records") * _interval(run)
+    tolerance = count_limit("near_records") * _interval(run)
     events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
 
     def ordered(f: Finding) -> Finding:  # f: a fall of the z-loss
@@ -187,10 +187,10 @@ def high_learning_rate(
 ) -> list[Finding]:  # with one `lr_too_high` more, where it fits
     "The loss went up while the learning rate was rising or near its highest."
     lr = curve(run, "lr")
-    if lr is None or len(lr.value) < limit("least_records") or lr.value.max() <= 0:
+    if lr is None or len(lr.value) < count_limit("least_records") or lr.value.max() <= 0:
         return findings
     n, highest = len(lr.value), lr.value.max()
-    back = max(limit("few_records"), int(limit("smooth_share") * n))
+    back = max(count_limit("few_records"), int(limit("smooth_share") * n))
     has_peak = highest > (1 + limit("hardly_share")) * lr.value.min()
     lost = [f for f in findings if _is_event(f, "divergence", "loss_spike") and f.severity == "error"]
     for f in sorted(lost, key=lambda f: f.onset):
@@ -217,7 +217,7 @@ def hardware_and_spikes(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with hardware errors that say which spike they are near
     "A hardware message near a loss event is worth a rerun of that step."
-    near = limit("long_records") * _interval(run)
+    near = count_limit("long_records") * _interval(run)
     events = [f for f in findings if _is_event(f, "loss_spike", "divergence", "non_finite")]
 
     def marked(f: Finding) -> Finding:  # f: as found
@@ -272,7 +272,7 @@ def layer_leads(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with the lead of every sign inside the model on the next loss event
     "How many steps a sign in a layer came before the loss."
-    events, near = loss_events(findings), limit("rms_lead") * _interval(run)
+    events, near = loss_events(findings), count_limit("rms_lead") * _interval(run)
 
     def led(f: Finding) -> Finding:  # f: as found
         "The finding with the event of the loss that it led."
@@ -308,7 +308,7 @@ def first_changes(
 ):  # module, kind, layer, what ('output', 'gradient'), step, ratio; attrs['loss_onset']: step or None
     "Every module that left its early range, in that order; the ratio is to its early largest value."
     activations, rows = group_of(run, "activations"), []
-    if activations is not None and activations.sizes["step"] >= limit("least_records"):
+    if activations is not None and activations.sizes["step"] >= count_limit("least_records"):
         if "absmax" in activations:
             rows += _rows(activations, "absmax", "output", 0.0)
         if "grad_absmax" in activations:

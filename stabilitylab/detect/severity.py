@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .metrics import rank_correlation
 from stabilitylab.detect.objective import (
     Objective,
@@ -50,7 +50,7 @@ class _LossContext:
     @cached_property
     def start(self) -> float:
         "Its level at the start of the run."
-        return float(np.median(np.abs(self.loss.value[: limit("few_records")])))
+        return float(np.median(np.abs(self.loss.value[: count_limit("few_records")])))
 
     @cached_property
     def is_running_mean(self) -> bool:
@@ -80,9 +80,9 @@ class _LossContext:
 # %% ../../nbs/api/detect/27_severity.ipynb #1c8e185d
 def _scatter_grew(loss: Curve, at: int) -> bool:
     "Whether the records from `at` on scatter much more than those before."
-    before = loss.value[max(0, at - limit("history")) : at]
-    after = loss.value[at : at + limit("history") // 4]
-    if min(len(before), len(after)) < limit("history") // 4:
+    before = loss.value[max(0, at - count_limit("history")) : at]
+    after = loss.value[at : at + count_limit("history") // 4]
+    if min(len(before), len(after)) < count_limit("history") // 4:
         return False
     return bool(difference_noise(after) > limit("threefold") * difference_noise(before))
 
@@ -92,7 +92,7 @@ def _runs_away(f: Finding, course: _LossContext) -> bool:
     reached = f.evidence.get("peak", f.evidence.get("final", 0.0))
     inside = (course.loss.step >= f.onset) & (course.loss.step <= f.end)
     is_high = course.loss.value > limit("tenfold") * course.start
-    lasts = int((inside & is_high).sum()) > limit("near_records")
+    lasts = int((inside & is_high).sum()) > count_limit("near_records")
     return lasts and reached > limit("tenfold") * course.start > 0
 
 
@@ -120,7 +120,7 @@ def _begins_anew(f: Finding, course: _LossContext) -> str:
         return ""
     value = course.loss.value[course.whole_epochs]
     first, last = np.searchsorted(course.whole_epochs, course.span(f))
-    before = value[:first][-limit("median_records") :]
+    before = value[:first][-count_limit("median_records") :]
     inside = value[first : last + 1]
     if not len(before) or not len(inside):
         return ""
@@ -148,7 +148,7 @@ def _is_another_attempt(f: Finding, course: _LossContext) -> str:
     own = np.flatnonzero(loss.segment == loss.segment[first])
     baseline, peak = f.evidence["baseline"], f.evidence["peak"]
     middle = baseline + limit("majority") * (peak - baseline)
-    is_first = first - own[0] <= limit("outlier_records")
+    is_first = first - own[0] <= count_limit("outlier_records")
     if not is_first or loss.value[own].min() < middle:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..run.curves import curve, group_of, loss_curve, scalars_of
 
 # %% ../../nbs/api/detect/08_skipping.ipynb #7901413e
@@ -57,10 +57,10 @@ def _logistic(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _skipped(run: xr.DataTree) -> tuple[np.ndarray, np.ndarray] | None:
     "Steps of the records, and whether each was skipped; None where the log tells of no skip."
     counted, loss, events = curve(run, "skipped"), loss_curve(run), group_of(run, "events")
-    if counted is not None and len(counted.value) > limit("least_trend"):
+    if counted is not None and len(counted.value) > count_limit("least_trend"):
         is_total = counted.value.max() > 1 and (np.diff(counted.value) >= 0).all()
         return counted.step, np.diff(counted.value, prepend=0.0) > 0 if is_total else counted.value > 0
-    if events is None or loss is None or len(loss.step) < limit("least_trend"):
+    if events is None or loss is None or len(loss.step) < count_limit("least_trend"):
         return None
     overflowed = events.event_step.values[events.event_kind.values == "overflow"]
     return (loss.step, np.isin(loss.step, overflowed)) if len(overflowed) else None
@@ -77,7 +77,7 @@ def skip_rate(
     share = (step - step.min()) / max(1.0, float(np.ptp(step)))
     later = share >= limit("slight_share")
     x, y = share[later], is_skipped[later].astype(float)
-    if y.sum() < limit("least_records") or y.all():
+    if y.sum() < count_limit("least_records") or y.all():
         return None
     (a, b), covariance = _logistic(x, y)
     rate = 1 / (1 + np.exp(-(a + b * np.array([x.min(), x.max()]))))
