@@ -170,10 +170,10 @@ def find_underflow(
     sampled, name = group_of(run, "sampled_activations"), _format_of(run, format)
     if sampled is None or "grad_exponents" not in sampled or not sampled.sizes["step"]:
         return []
-    least = int(np.log2(float(NUMBER_FORMATS[name].min_normal)))
+    minimum = int(np.log2(float(NUMBER_FORMATS[name].min_normal)))
     exponents = sampled.grad_exponents
     live = exponents.sel(exponent=slice(-126, 127)).sum("exponent")  # neither zero nor NaN or infinite
-    low = exponents.sel(exponent=slice(-126, least - 1)).sum("exponent")
+    low = exponents.sel(exponent=slice(-126, minimum - 1)).sum("exponent")
     share = np.nan_to_num(median_of_finite((low / live.where(live > 0)).values))
     order = columns_above(share, "majority")
     if not len(order):
@@ -190,12 +190,12 @@ def find_dead_units(
     sampled = group_of(run, "sampled_activations")
     if sampled is None or "zero_frac" not in sampled or sampled.sizes["step"] < 2:
         return []
-    zero, least = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
+    zero, minimum = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
     share = np.nan_to_num(median_of_finite(sampled.zero_frac.values[len(zero) // 2 :]))
-    order = np.argsort(-share, kind="stable")[: int((share >= least).sum())]
+    order = np.argsort(-share, kind="stable")[: int((share >= minimum).sum())]
     if not len(order):
         return []
-    onset = sampled.step.values[np.argmax(zero[:, order[0]] >= least)]
+    onset = sampled.step.values[np.argmax(zero[:, order[0]] >= minimum)]
     modules, evidence = first_names(sampled.module, order), {"share": float(share[order[0]])}
     return [Finding("dead_units", "warning", onset, modules=modules, evidence=evidence)]
 

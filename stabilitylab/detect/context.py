@@ -19,7 +19,12 @@ from ..run.curves import curve, loss_curve, scalars_of, step_interval
 
 # %% ../../nbs/api/detect/28_context.ipynb #ee39c052
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16", "half": "fp16"}
-_SAID = ("precision", "mixed_precision", "dtype", "torch_dtype")  # settings that name a precision
+_PRECISION_SETTINGS = (
+    "precision",
+    "mixed_precision",
+    "dtype",
+    "torch_dtype",
+)  # settings that name a precision
 _OPTIMIZERS = ("optimizer", "optim")
 _ADAPTERS = ("lora", "adapter")  # parts of the name of a parameter
 
@@ -42,12 +47,17 @@ def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str
     "The narrowest format that the run is known to use."
     if scales_its_loss(run):
         return "fp16"
-    kept = Counter(_DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values())
-    said = [_DTYPES.get(str(settings.get(name, "")).lower().rpartition(".")[2], "") for name in _SAID]
+    dtype_counts = Counter(
+        _DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values()
+    )
+    stated = [
+        _DTYPES.get(str(settings.get(name, "")).lower().rpartition(".")[2], "")
+        for name in _PRECISION_SETTINGS
+    ]
     flags = [name for name in ("bf16", "fp16") if settings.get(name) is True]
     grids = [f.evidence.get("format", "") for f in findings if f.kind == "quantized_loss"]
-    known = [*(name for name, _ in kept.most_common(1)), *said, *flags, *grids]
-    return next(filter(None, known), "")
+    candidates = [*(name for name, _ in dtype_counts.most_common(1)), *stated, *flags, *grids]
+    return next(filter(None, candidates), "")
 
 
 def _optimizer(settings: dict) -> str:

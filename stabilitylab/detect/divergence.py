@@ -84,7 +84,7 @@ def _divergence(
     series: Curve,  # a loss as arrays
     validation: Curve | None,  # of the run; None: not logged
 ) -> Finding | None:
-    "Where a loss left its course for good; None where it did not."
+    "Where a loss diverged for good; None where it did not."
     loss, noise, window = smoothed_shape(series)
     scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
@@ -119,9 +119,11 @@ def _divergence(
     )
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #05366bb8
-def _part(series: Curve, kept: np.ndarray) -> Curve:
+def _part(series: Curve, indices: np.ndarray) -> Curve:
     "The records at some indices."
-    return series._replace(step=series.step[kept], value=series.value[kept], segment=series.segment[kept])
+    return series._replace(
+        step=series.step[indices], value=series.value[indices], segment=series.segment[indices]
+    )
 
 
 def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
@@ -133,17 +135,17 @@ def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
         after = next((other.first for other in resumed if other.first >= attempt.stop), None)
         if after != attempt.stop or after in jumped:
             continue
-        found = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
+        finding = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
         back_to = int(series.step[after])
-        if found is not None and found.severity != "info" and found.onset >= back_to:
-            findings.append(found.with_(evidence=found.evidence | {"rolled_back_to": back_to}))
+        if finding is not None and finding.severity != "info" and finding.onset >= back_to:
+            findings.append(finding.with_(evidence=finding.evidence | {"rolled_back_to": back_to}))
     return findings
 
 
 def find_divergence(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one that lasts to the end, and those that a rollback ended
-    "Where the loss left its course for good, or until the run was rolled back."
+    "Where the loss diverged for good, or until the run was rolled back."
     series = longest_run(loss_curve(run))
     if series is None or not is_likelihood(series) or (series.value < 0).any():
         return []
@@ -197,12 +199,12 @@ def _largest_rise(
     )  # tails count too
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records
     noise = np.sqrt(2) * max(difference_noise(level) / np.sqrt(2), alone, 1e-12)
-    place = skipped + width * np.array([first, top, last + 1])
+    edges = skipped + width * np.array([first, top, last + 1])
     z = float(climb[top] / noise)
     return Rise(
-        int(place[0]),
-        int(place[1]) + width // 2,
-        int(place[2]) - 1,
+        int(edges[0]),
+        int(edges[1]) + width // 2,
+        int(edges[2]) - 1,
         low,
         float(level[top]),
         z,
@@ -223,9 +225,9 @@ def _best(series: Curve, start: int) -> Rise | None:
     "The climb that stands out most, over all scales; None where none is large enough."
     value = series.value[start:]
     rises = [_largest_rise(value, width) for width in _scales(len(value))]
-    least = limit("small_share")
-    known = [r for r in rises if r is not None and r.z >= limit("spike_sigma")]
-    large = [r for r in known if r.high - r.low > least * abs(r.low)]
+    smallest_share = limit("small_share")
+    significant = [r for r in rises if r is not None and r.z >= limit("spike_sigma")]
+    large = [r for r in significant if r.high - r.low > smallest_share * abs(r.low)]
     return max(large, key=lambda r: r.z, default=None)
 
 

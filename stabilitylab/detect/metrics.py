@@ -43,20 +43,20 @@ def find_grad_norm_explosion(
     high, level, log = judged
     is_explosion = log[high] - level[high] > np.log(limit("threefold"))
     jumps = high[is_explosion & (norm.value[high] > 0) & ~_grows(norm)[high]]
-    places = stretches(jumps, count_limit("near_records"))
-    if not places:
+    ranges = stretches(jumps, count_limit("near_records"))
+    if not ranges:
         return []
-    peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in places]
+    peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in ranges]
     worst = max(peaks, key=lambda at: log[at] - level[at])
     evidence = {
-        "count": len(places),
-        "steps": [int(norm.step[first]) for first, _ in places][: count_limit("most_steps")],
+        "count": len(ranges),
+        "steps": [int(norm.step[first]) for first, _ in ranges][: count_limit("most_steps")],
         "peak": float(norm.value[worst]),
         "peak_step": int(norm.step[worst]),
         "baseline": float(np.exp(level[worst])),
         "factor": float(np.exp(log[worst] - level[worst])),
     }
-    onset, end = norm.step[places[0][0]], norm.step[places[-1][1]]
+    onset, end = norm.step[ranges[0][0]], norm.step[ranges[-1][1]]
     severity = "warning" if evidence["factor"] > limit("grad_warning") else "info"
     return [Finding("grad_norm_explosion", severity, onset, end, evidence=evidence, series=norm.name)]
 
@@ -146,7 +146,7 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
     usual = before(value, count_limit("least_trend"), n)
     to_here = before(np.r_[value[1:], value[-1:]], n, n)  # median of the n records up to each
     ahead = np.r_[to_here[n - 1 :], np.full(n - 1, np.nan)]  # median of the n records from each on
-    factor, found = limit("slow_factor"), []
+    factor, slow_findings = limit("slow_factor"), []
     slow = np.flatnonzero(ahead > factor * usual)
     at = 0
     while at < len(slow):
@@ -158,11 +158,11 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
         if stop < len(value):
             in_a_row = lasting[np.r_[np.diff(lasting) <= 2, False]] if len(lasting) > 1 else lasting
             end = first + int(in_a_row[-1]) + 1 if len(in_a_row) else end
-        found.append(
+        slow_findings.append(
             (first + int(lasting[0]), min(end, len(value) - 1), level / factor, np.nanmax(ahead[first:stop]))
         )
         at = int(np.searchsorted(slow, stop + n))
-    return found
+    return slow_findings
 
 
 def find_throughput_drop(
@@ -239,16 +239,16 @@ def find_length_bias(
     if len(step) < count_limit("least_trend") or np.ptp(length) < limit("level_share") * np.median(length):
         return []
     rest = value - before(value, count_limit("history") // 4)
-    known = np.isfinite(rest)
-    correlation = rank_correlation(length[known], rest[known])
-    z = abs(np.arctanh(np.clip(correlation, -0.999999, 0.999999))) * np.sqrt(max(known.sum() - 3, 1))
+    present = np.isfinite(rest)
+    correlation = rank_correlation(length[present], rest[present])
+    z = abs(np.arctanh(np.clip(correlation, -0.999999, 0.999999))) * np.sqrt(max(present.sum() - 3, 1))
     is_strong = abs(correlation) >= limit("minor_share")
     is_significant = z >= limit("spike_sigma")
     if not is_strong or not is_significant:
         return []
     evidence = {
         "rank_correlation": correlation,
-        "records": int(known.sum()),
+        "records": int(present.sum()),
         "z": float(z),
         "shortest": float(length.min()),
         "longest": float(length.max()),
@@ -308,8 +308,8 @@ def find_quantized_loss(
         "steps_to_show": max(1, grid.spacing / slope) if slope > 1e-12 else None,
         "likely_cast": _cast_place(run, grid.fmt),
     }
-    known = {name: value for name, value in evidence.items() if value is not None}
+    present = {name: value for name, value in evidence.items() if value is not None}
     severity = "warning" if grid.n_distinct >= count_limit("grid_values") else "info"
     return [
-        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=known, series=loss.name)
+        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=present, series=loss.name)
     ]

@@ -73,9 +73,9 @@ def share_of_turns(
     value: np.ndarray,  # (n,) float64, finite
 ) -> float:  # 2/3 for white noise, 1/2 for a running mean of it; NaN for fewer than 3 values that differ
     "The share of records that are higher or lower than both of their neighbours."
-    moves = np.sign(np.diff(value))
-    moves = moves[moves != 0]
-    return float((moves[1:] != moves[:-1]).mean()) if len(moves) > 1 else float("nan")
+    changes = np.sign(np.diff(value))
+    changes = changes[changes != 0]
+    return float((changes[1:] != changes[:-1]).mean()) if len(changes) > 1 else float("nan")
 
 # %% ../../nbs/api/detect/26_objective.ipynb #895d0f42
 def is_smooth(
@@ -118,8 +118,8 @@ def marked_means(
 # %% ../../nbs/api/detect/26_objective.ipynb #85ed0634
 def _settles(value: np.ndarray) -> float | None:
     "How much more the first quarter of an epoch moves than its later half; None for a short one."
-    moves = np.abs(np.diff(value))
-    early, late = moves[: len(moves) // 4], moves[len(moves) // 2 :]
+    changes = np.abs(np.diff(value))
+    early, late = changes[: len(changes) // 4], changes[len(changes) // 2 :]
     if len(early) < count_limit("median_records") or not np.median(late) > 0:
         return None
     return float(np.median(early) / np.median(late))

@@ -156,7 +156,7 @@ def find_wide_init(
         return []
     if int(weights.step.values[0]) != 0:
         return []
-    wide = []  # (ratio, name, std, H)
+    too_wide = []  # (ratio, name, std, H)
     norms = weights.weight_norm.values[0]
     for name, kind, norm in zip(weights.param.values, weights.kind.values, norms, strict=True):
         shape = shapes.get(str(name), [])
@@ -165,14 +165,14 @@ def find_wide_init(
         H, std = min(shape), float(norm) / np.sqrt(np.prod(shape))
         ratio = std / np.sqrt(2 / (5 * H))
         if ratio >= limit("twofold"):
-            wide.append((ratio, str(name), std, H))
-    if not wide:
+            too_wide.append((ratio, str(name), std, H))
+    if not too_wide:
         return []
-    wide.sort(reverse=True)
-    ratio, _, std, H = wide[0]
+    too_wide.sort(reverse=True)
+    ratio, _, std, H = too_wide[0]
     allowed = float(np.sqrt(2 / (5 * H)))
     evidence = {"std": std, "ratio": float(ratio), "allowed": allowed, "H": int(H)}
-    modules = tuple(row[1] for row in wide[: count_limit("most_modules")])
+    modules = tuple(row[1] for row in too_wide[: count_limit("most_modules")])
     return [Finding("init_std_too_large", "warning", 0, modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/61_parameters.ipynb #db35cd3f
@@ -185,8 +185,8 @@ def find_without_optimizer(
     "Trainable parameters that are in no optimizer."
     events = group_of(run, "events")
     texts = [] if events is None else events.event_text.values.astype(str).tolist()
-    told = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
-    names = tuple(dict.fromkeys(name for text in told for name in text.split(", ")))
+    forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
+    names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
     if not names:
         return []
     evidence = {"without_optimizer": len(names)}
@@ -225,9 +225,9 @@ _NEEDS = {  # words of what cannot be judged -> variables of which each would sh
 }
 
 
-def _holds_any(run: xr.DataTree, places: tuple[tuple[str, str], ...]) -> bool:
+def _holds_any(run: xr.DataTree, variables: tuple[tuple[str, str], ...]) -> bool:
     "Whether a record has one of these variables."
-    tables = [(group_of(run, group), name) for group, name in places]
+    tables = [(group_of(run, group), name) for group, name in variables]
     return any(table is not None and name in table for table, name in tables)
 
 
@@ -237,7 +237,7 @@ def not_shown(
     "What a record does not hold, and so cannot judge."
     if group_of(run, "activations") is None:
         return []
-    missing = [evidence_words(topic) for topic, places in _NEEDS.items() if not _holds_any(run, places)]
+    missing = [evidence_words(topic) for topic, variables in _NEEDS.items() if not _holds_any(run, variables)]
     return [*missing, evidence_words("unseen samples")]
 
 # %% ../../nbs/api/detect/61_parameters.ipynb #5193025b

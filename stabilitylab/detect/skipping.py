@@ -27,8 +27,8 @@ def find_scale_floor(
     )
     if not steps:
         return []
-    known = [step for step in steps if step >= 0]
-    first, last = (min(known), max(known)) if known else (None, None)
+    recorded = [step for step in steps if step >= 0]
+    first, last = (min(recorded), max(recorded)) if recorded else (None, None)
     evidence = {"floor_messages": len(steps), "floor_at": first}
     return [Finding("loss_scale_collapse", "error", first, last, evidence=evidence, series="loss_scale")]
 
@@ -70,10 +70,10 @@ def skip_rate(
     run: xr.DataTree,  # a record
 ) -> SkipRate | None:  # None where the log tells of no skips, or of fewer than ten
     "The rate of skipped steps and its slope."
-    known = _skipped(run)
-    if known is None:
+    recorded = _skipped(run)
+    if recorded is None:
         return None
-    step, is_skipped = known[0].astype(float), known[1]
+    step, is_skipped = recorded[0].astype(float), recorded[1]
     share = (step - step.min()) / max(1.0, float(np.ptp(step)))
     later = share >= limit("slight_share")
     x, y = share[later], is_skipped[later].astype(float)
@@ -120,8 +120,8 @@ def _threshold(run: xr.DataTree) -> float | None:
     "The clip as the settings of a run name it, or the largest norm after clipping."
     settings = {**scalars_of(run).attrs, **run.attrs}
     settings |= settings.get("config") if isinstance(settings.get("config"), dict) else {}
-    said = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
-    named = [float(value) for value in said if isinstance(value, (int, float)) and value > 0]
+    clips = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
+    named = [float(value) for value in clips if isinstance(value, (int, float)) and value > 0]
     clipped = curve(run, "clipped_grad_norm")
     if named:
         return named[0]

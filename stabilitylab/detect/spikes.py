@@ -128,7 +128,7 @@ class Spike:
 
     def evidence(self) -> dict:
         "What a finding says of it; what is not known is left out."
-        told = (
+        named = (
             "baseline",
             "peak",
             "peak_step",
@@ -138,7 +138,7 @@ class Spike:
             "offset",
             "rolled_back_to",
         )
-        return {name: getattr(self, name) for name in told if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #981bd6b5
 def _abandoned_at(series: Curve, first: int) -> int | None:
@@ -248,12 +248,12 @@ def find_loss_spikes(
         for spike in spikes:
             is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
             is_single = _is_bad_batch(spike, is_ordinary, is_positive) or is_low or _is_tail_end(spike, tail)
-            kept = single if is_single else own
-            kept.append((series, spike))
+            group = single if is_single else own
+            group.append((series, spike))
     high = _high_steps(run) if own else np.array([], int)
     span = count_limit("near_records") * step_interval(loss)
     leads = [_lead(high, int(series.step[spike.first]), span) for series, spike in own]
-    findings = _tallest([_told(*one, lead) for one, lead in zip(own, leads, strict=True)])
+    findings = _tallest([_finding_of(*entry, lead) for entry, lead in zip(own, leads, strict=True)])
     return [*findings, _bad_batches(single)] if single else findings
 
 
@@ -332,7 +332,7 @@ def _stands_for_many(loss: Curve, spike: Spike) -> bool:
     return spike.first > 0 and is_mean and spike.recovery != "none"
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #6a025543
-def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
+def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("level_share")
     came_back = spike.recovery in ("fast", "slow")
@@ -359,16 +359,16 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
 
 def _tallest(findings: list[Finding]) -> list[Finding]:
     "The tallest spikes one by one, all others as one finding."
-    most = count_limit("most_reported")
-    if len(findings) <= most:
+    n_kept = count_limit("most_reported")
+    if len(findings) <= n_kept:
         return findings
     by_height = sorted(findings, key=lambda f: f.evidence["peak"] - f.evidence["baseline"])
-    lower = sorted(by_height[:-most], key=lambda f: f.onset)
-    tallest_lower = by_height[-most - 1].evidence
+    lower = sorted(by_height[:-n_kept], key=lambda f: f.onset)
+    tallest_lower = by_height[-n_kept - 1].evidence
     evidence = {"count": len(lower), "steps": [f.onset for f in lower]}
     evidence |= {name: tallest_lower[name] for name in ("baseline", "peak", "peak_step")}
     evidence["note"] = evidence_words("lower spikes")
-    return [*by_height[-most:], lower[0].with_(end=lower[-1].end, evidence=evidence)]
+    return [*by_height[-n_kept:], lower[0].with_(end=lower[-1].end, evidence=evidence)]
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #fafac221
 def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:

@@ -33,8 +33,8 @@ def find_not_learning(
     moved = float(np.median(series.value[: records_in_share(n, "smooth_share")]) - coarse.min())
     by_noise = limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
     is_high = float(shape.loss[0]) > limit("hardly_loss") and series.name == "loss"
-    least = limit("hardly_share") if is_high else limit("small_share")
-    has_moved = moved >= max(by_noise, least * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
+    min_share = limit("hardly_share") if is_high else limit("small_share")
+    has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
     if has_moved or not shows_start:
         return _plateau(series, shape.loss, drop)
@@ -187,8 +187,8 @@ def find_level_shift(
     findings, edges = [], []
     while len(high):
         end = high[0] + 2 * window
-        near = high[high < end]
-        at = window + int(near[np.argmax(jump[near])])
+        nearby = high[high < end]
+        at = window + int(nearby[np.argmax(jump[nearby])])
         rise = float(level[at + window] - level[at - window])
         edge = _edge(series, at, window, rise) if _stays(level, at, window) else None
         is_new = edge is not None and (not edges or edge - edges[-1] > window)
