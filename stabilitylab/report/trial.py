@@ -76,7 +76,7 @@ def _template(arm: ArmVerdict) -> str:
         return _SENTENCES["all capped"]
     return _SENTENCES[arm.verdict, arm.decided_by]
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #a9845272
 def _arm_sentence(
     arm: ArmVerdict,  # one arm
     base: ArmVerdict,  # the run unchanged
@@ -110,7 +110,7 @@ def _arm_sentence(
         sentence += _SENTENCES[key].format(steps=arm.postponed)
     return sentence
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #4ef37565
 def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms
