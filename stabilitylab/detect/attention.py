@@ -63,7 +63,7 @@ def growth_to(
     level: float,  # the level
 ) -> Growth | None:  # None where it does not stay above the level
     "When a series passed a level to stay, and how fast it came."
-    value, width = np.abs(series.value), max(1, min(int(count_limit("near_records")), len(series.value) // 4))
+    value, width = np.abs(series.value), max(1, min(count_limit("near_records"), len(series.value) // 4))
     above = np.flatnonzero(value >= level)
     stays = [i for i in above if np.median(value[i : i + width]) >= level]
     if not stays:
@@ -143,7 +143,7 @@ def find_logged_entropy_collapse(
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):
-        width = max(1, min(int(count_limit("near_records")), len(series.value) // 4))
+        width = max(1, min(count_limit("near_records"), len(series.value) // 4))
         start, low = float(np.median(series.value[:width])), limit("small_nats")
         is_low = series.value < min(low, limit("minor_share") * start)
         stays = [i for i in np.flatnonzero(is_low) if np.mean(is_low[i : i + width]) > 0.5]

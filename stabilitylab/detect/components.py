@@ -58,7 +58,7 @@ def _events(series: Curve) -> list[Spike]:
 
 def _is_return(series: Curve, spike: Spike) -> bool:
     "Whether the loss was as high as the spike a few records before it, and only dipped between."
-    first = max(spike.first - int(2 * count_limit("near_records")), 0)
+    first = max(spike.first - 2 * count_limit("near_records"), 0)
     before = series.value[first : spike.first]
     return bool(before.size) and before.max() >= (1 - limit("level_share")) * spike.peak
 
@@ -69,7 +69,7 @@ def _spike_finding(series: Curve, spikes: list[Spike], others: list[str]) -> Fin
     steps = [int(series.step[spike.first]) for spike in spikes]
     evidence = tallest.evidence() | {"only_in": series.name, "names": others}
     if len(spikes) > 1:
-        evidence |= {"count": len(spikes), "steps": steps[: int(count_limit("most_steps"))]}
+        evidence |= {"count": len(spikes), "steps": steps[: count_limit("most_steps")]}
     end = int(series.step[spikes[-1].last])
     return Finding("loss_spike", "info", steps[0], end, evidence=evidence, series=series.name)
 
@@ -89,7 +89,7 @@ def find_component_spikes(
         alone = [s for s in spikes if not (np.abs(in_main - series.step[s.first]) <= tolerance).any()]
         if alone:
             others = [other.name for other in losses if other is not series]
-            findings.append(_spike_finding(series, alone, others[: int(count_limit("most_modules"))]))
+            findings.append(_spike_finding(series, alone, others[: count_limit("most_modules")]))
     return findings
 
 # %% ../../nbs/api/detect/16_components.ipynb #dc93959f
@@ -131,7 +131,7 @@ def find_component_plateaus(
             "level": float(np.median(series.value[first:])),
             "share_of_run": (len(series.value) - first) / len(series.value),
             "only_in": series.name,
-            "names": falling[: int(count_limit("most_modules"))],
+            "names": falling[: count_limit("most_modules")],
         }
         end = series.step[-1]
         findings.append(Finding("plateau", "info", start, end, evidence=evidence, series=series.name))

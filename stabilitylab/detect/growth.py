@@ -76,7 +76,7 @@ def sustained_growth(
     if is_positive.sum() < count_limit("least_records"):
         return None
     step, log = _block_medians(step[is_positive], np.log(value[is_positive]))
-    few = int(count_limit("few_records"))
+    few = count_limit("few_records")
     settled = max(few, int(limit("slight_share") * len(log)))  # first transients are no reference
     step, log = step[settled:], log[settled:]
     if len(log) < count_limit("least_records"):
@@ -152,7 +152,7 @@ def find_growth(
         evidence = {key: value for key, value in asdict(growth).items() if key not in ("onset", "end")}
         if len(grown) > 1:
             others = [other for other, _ in grown[1:]]
-            evidence |= {"others": len(others), "names": others[: int(count_limit("most_modules"))]}
+            evidence |= {"others": len(others), "names": others[: count_limit("most_modules")]}
         severity = "warning" if growth.growth > limit("huge_factor") else "info"
         findings.append(Finding(kind, severity, growth.onset, growth.end, evidence=evidence, series=name))
     return findings

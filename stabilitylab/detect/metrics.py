@@ -90,8 +90,8 @@ def find_loss_scale_collapse(
         return []
     history = read_loss_scale(
         scale.value,
-        dense=int(count_limit("halvings")),
-        within=int(count_limit("least_long")),
+        dense=count_limit("halvings"),
+        within=count_limit("least_long"),
         step=scale.step,
         search=limit("slight_share"),
         floor=limit("scale_floor"),
