@@ -1,4 +1,4 @@
-"""Links and headings of the pages, as the site's builder wants them: its own warnings come minutes later."""
+"""Links between the pages, as the site's builder wants them: its own warnings come minutes later."""
 
 import json
 import re
@@ -25,25 +25,13 @@ def broken_links(page: Path) -> list[str]:
     return [file for file in files if not (page.parent / file).exists()]
 
 
-def skipped_levels(page: Path) -> list[str]:
-    "Headings more than two levels below the heading before: `#### Limits` stands under a `##`."
-    headings = [h for text in texts(page) for h in re.findall(r"^(#+) (.+)$", text, flags=re.M)]
-    pairs = zip(headings, headings[1:], strict=False)
-    return [title for (above, _), (level, title) in pairs if len(level) > len(above) + 2]
-
-
 def test_links_lead_somewhere():
     wrong = {str(page.relative_to(NBS)): broken_links(page) for page in PAGES}
     assert not (wrong := {page: links for page, links in wrong.items() if links}), wrong
 
 
-def test_headings_skip_no_level():
-    wrong = {str(page.relative_to(NBS)): skipped_levels(page) for page in PAGES}
-    assert not (wrong := {page: titles for page, titles in wrong.items() if titles}), wrong
-
-
 def test_the_rules_find_what_they_look_for(tmp_path):
-    prose = ["# A\n", "[b](b.html) [c](page.ipynb#x) [d](https://e.org) `[f](g)`\n", "#### B\n"]
+    prose = ["# A\n", "[b](b.html) [c](page.ipynb#x) [d](https://e.org) `[f](g)`\n"]
     page = tmp_path / "page.ipynb"
     page.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": prose}]}))
-    assert broken_links(page) == ["b.html"] and skipped_levels(page) == ["B"]
+    assert broken_links(page) == ["b.html"]
