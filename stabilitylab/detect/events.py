@@ -12,12 +12,12 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit
 from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/04_events.ipynb #b8d1569b
-_TOLD = (
+_CRASH_FIELDS = (
     "cause",
     "name",
     "message",
@@ -39,8 +39,8 @@ def _vendor_word(message: str) -> dict[str, object]:
     if number is None:
         return {}
     row = xid_row(int(number[1]))
-    said = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
-    return {"xid": int(number[1])} | said
+    details = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
+    return {"xid": int(number[1])} | details
 
 
 def _is_said(text: str, messages: list[str]) -> bool:
@@ -56,7 +56,7 @@ def find_logged_crashes(
     findings = []
     for crash in run.attrs.get("crashes") or ():
         is_error = crash["died"] and not crash["outside"]
-        evidence = {name: crash[name] for name in _TOLD if crash[name] not in (None, "", [])}
+        evidence = {name: crash[name] for name in _CRASH_FIELDS if crash[name] not in (None, "", [])}
         evidence["followed"] = crash["followed"] or None
         evidence["then"] = "; ".join(crash["then"])
         evidence |= _vendor_word(crash["message"])
@@ -96,9 +96,11 @@ def find_hardware_errors(
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
     xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
-    findings = [_message(events, at, len(xid)) for at in xid[: limit("most_reported")]]
-    is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
-    for name in () if is_told else ("error", "signal"):
+    findings = [_message(events, at, len(xid)) for at in xid[: count_limit("most_reported")]]
+    has_crash_report = any(
+        crash["died"] for crash in run.attrs.get("crashes") or ()
+    )  # then they are part of its end
+    for name in () if has_crash_report else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
         hard = [at for at in of_kind if _names_the_machine(str(text[at]))]
         if hard:
