@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TABLE', 'Cause', 'ranked_causes', 'missing_measures']
 
-# %% ../../nbs/api/detect/86_causes.ipynb #c9b377ee
+# %% ../../nbs/api/detect/86_causes.ipynb #2a2f844f
 import json
 import operator
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from importlib.resources import files
 
 from .evidence import Facts
 
-# %% ../../nbs/api/detect/86_causes.ipynb #5624ace2
+# %% ../../nbs/api/detect/86_causes.ipynb #36b18c0c
 @dataclass(frozen=True)
 class Cause:
     "A candidate for what went wrong."
 
     id: str  # of its row in `causes.json`
-    family: str  # data, rate, optimizer state, initialisation, number format, architecture, accumulation, hardware
+    family: str  # such as data, rate, optimizer state, initialisation, number format or hardware
     words: str  # one sentence
     score: float  # weight of the evidence for it, less that against it
     step: int | None  # where the cause itself shows, not its symptom
@@ -31,7 +31,7 @@ class Cause:
     is_alone: bool = False  # whether it needs no finding beside it
     measures: dict = field(default_factory=dict)  # the numbers that its conditions read
 
-# %% ../../nbs/api/detect/86_causes.ipynb #e586c0e9
+# %% ../../nbs/api/detect/86_causes.ipynb #e5fd155a
 TABLE = json.loads(files("stabilitylab.detect").joinpath("causes.json").read_text(encoding="utf-8"))
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "=": operator.eq}
 
@@ -80,10 +80,10 @@ def ranked_causes(
     candidates = [_candidate(row, facts) for row in TABLE]
     return sorted((c for c in candidates if c is not None and c.score > 0), key=lambda c: -c.score)
 
-# %% ../../nbs/api/detect/86_causes.ipynb #264de62b
+# %% ../../nbs/api/detect/86_causes.ipynb #1e8b4557
 _TELLS = {  # measure that was not taken -> what would take it
     "update_before": "the size of the updates: record with level 'normal'",
-    "input_jump": "the values of the batches: record the activations of the first module, or keep the batches",
+    "input_jump": "the values of the batches: record the activations of the first module",
     "forward_jump": "the activations of that step: record with level 'normal'",
 }
 

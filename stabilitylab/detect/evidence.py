@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Facts', 'loss_bound', 'loss_event', 'evidence']
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #ecec0083
+# %% ../../nbs/api/detect/85_evidence.ipynb #7042f639
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,9 +15,12 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import limit
+from ..names.errors import InputError
 from ..run.curves import group_of, loss_name, scalars_of
+from ..run.record import is_run
+from ..run.recording import opened
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #cf53f839
+# %% ../../nbs/api/detect/85_evidence.ipynb #83156b2a
 class _Steps:
     "The series of a record, one value a step; NaN where one is not recorded."
 
@@ -64,7 +68,7 @@ def _total(table: xr.DataArray | None) -> np.ndarray:
         return np.empty(0)
     return np.sqrt(np.square(table.values).sum(axis=1))
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #e07b1d52
+# %% ../../nbs/api/detect/85_evidence.ipynb #08e251be
 def _before(values: np.ndarray, at: int, gap: int = 0) -> np.ndarray:
     "The finite values of the short window before an index."
     window = values[max(0, at - gap - limit("short_records")) : max(0, at - gap)]
@@ -81,7 +85,7 @@ def loss_bound(
         return np.inf
     level = float(np.median(before))
     noise = 1.4826 * float(np.median(np.abs(before - level)))
-    return level + max(limit("spike_sigma") * noise, limit("event_share") * abs(level))
+    return level + max(limit("spike_sigma") * noise, limit("minor_share") * abs(level))
 
 
 def loss_event(
@@ -94,7 +98,9 @@ def loss_event(
             return at
     return None
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #9b7c816c
+# %% ../../nbs/api/detect/85_evidence.ipynb #59064643
+_GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo
+_ADAM_RATE = 0.02  # above the published peaks of Adam, 6e-5 (GPT-3) to 1e-2; our convention
 Facts = dict[str, tuple[float, int | None]]  # name -> value, and the step at which it was measured
 
 
@@ -142,7 +148,7 @@ def _around_event(steps: _Steps, at: int) -> Facts:
     facts["event_step"] = (float(at), step[at])
     later = steps.grad[at + int(limit("least_records")) :]
     usual = float(np.median(_before(steps.grad, at))) if len(_before(steps.grad, at)) else np.nan
-    others = np.count_nonzero(later > limit("grad_jump") * usual)
+    others = np.count_nonzero(later > _GRAD_JUMP * usual)
     facts["lone_event"] = (float(others == 0 and at > limit("short_records")), step[at])
     few = int(limit("few_records"))
     windows = {
@@ -184,7 +190,7 @@ def _dip(steps: _Steps, at: int) -> Facts:
     start = max(0, at - int(np.argmax(smooth[at - 1 :: -1] > later))) if low < later else at
     return {"low_before": (low / later, steps.step[at]), "end_over_low": (end / low, steps.step[-1]), "dip": (low / later, steps.step[min(start, at)])}
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #f7d03b3c
+# %% ../../nbs/api/detect/85_evidence.ipynb #904b04bf
 def _classes(run: xr.DataTree) -> int:
     "The number of outputs of the last matrix; 0 where it is not known."
     shapes = [shape for shape in run.attrs.get("shapes", {}).values() if len(shape) == 2]
@@ -245,7 +251,7 @@ def _rate_excess(steps: _Steps, early: tuple[float, int | None]) -> Facts:
     "How far the steps, or the rate of an Adam, are beyond what is usual: above 1 they are."
     named = str(steps.run.attrs.get("optimizer", "")).lower()
     rate = np.nanmax(steps.lr) if "adam" in named and np.isfinite(steps.lr).any() else 0.0
-    excess = max(early[0] / limit("majority"), rate / limit("adam_rate"))
+    excess = max(early[0] / limit("majority"), rate / _ADAM_RATE)
     return {"rate_excess": (float(excess), early[1]), "rate": (float(rate), early[1])}
 
 
@@ -275,7 +281,7 @@ def _unexplained(steps: _Steps) -> Facts:
     row, column = np.unravel_index(int(np.argmax(further)), further.shape)
     return {"weight_moved": (float(further[row, column]), steps.step[row + 1])}
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #b29510ff
+# %% ../../nbs/api/detect/85_evidence.ipynb #c821fffa
 def _growth(table: xr.DataArray) -> np.ndarray:
     "How many times larger each column is at its largest than in the first records."
     few = int(limit("few_records"))
@@ -335,12 +341,33 @@ def _of_model(steps: _Steps) -> Facts:
         facts["router_last"] = (float(np.nanmedian(values[-2 * few :])), steps.step[-1])
     usual = pd.Series(steps.grad).rolling(int(limit("short_records")), min_periods=5).median().shift(1)
     with np.errstate(all="ignore"):
-        jumps = np.flatnonzero(steps.grad / usual.to_numpy() > limit("grad_jump"))
+        jumps = np.flatnonzero(steps.grad / usual.to_numpy() > _GRAD_JUMP)
     facts["grad_jumps"] = (float(len(jumps)), steps.step[jumps[0]] if len(jumps) else None)
     return facts
 
-# %% ../../nbs/api/detect/85_evidence.ipynb #a57bd1ff
-_MEASURES: tuple[Callable[[_Steps], Facts], ...] = (_of_start, _of_updates, _of_parts, _of_format, _of_model, _repeats)
+# %% ../../nbs/api/detect/85_evidence.ipynb #b0df1f01
+def _of_batches(steps: _Steps) -> Facts:
+    "What the index of the black box tells of its batches: counts of targets, batches that came again."
+    source = str(steps.run.attrs.get("source", ""))
+    if not source or not is_run(source):
+        return {}
+    try:
+        rows = opened(source).box().batches
+    except InputError:  # it has no black box
+        return {}
+    table = pd.DataFrame(rows, columns=["step", "microbatch", "batch_id", "targets"])
+    facts: Facts = {}
+    counts = table.dropna(subset=["targets"]).groupby("step").targets
+    if len(counts):
+        ratio = counts.max() / counts.min()
+        facts["token_ratio"] = (float(ratio.median()), int(ratio.idxmax()))
+    again = table[table.duplicated("batch_id")]
+    if len(again):
+        facts["batches_again"] = (float(len(again)), int(again.step.iloc[0]))
+    return facts
+
+# %% ../../nbs/api/detect/85_evidence.ipynb #944bafbc
+_MEASURES: tuple[Callable[[_Steps], Facts], ...] = (_of_start, _of_updates, _of_parts, _of_format, _of_model, _repeats, _of_batches)
 
 
 def evidence(
@@ -352,12 +379,14 @@ def evidence(
     if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
         return {}
     steps, facts = _Steps(run), {}
-    for measure in _MEASURES:
-        facts |= measure(steps)
-    at = loss_event(steps.loss)
-    if at is not None:
-        facts |= _around_event(steps, at)
-    facts |= _of_findings(steps, findings, facts)
+    with warnings.catch_warnings():  # a column without a finite value has no median
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for measure in _MEASURES:
+            facts |= measure(steps)
+        at = loss_event(steps.loss)
+        if at is not None:
+            facts |= _around_event(steps, at)
+        facts |= _of_findings(steps, findings, facts)
     return {name: fact for name, fact in facts.items() if not np.isnan(fact[0])}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ class Classifier(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         sides = [32] + [width] * depth
-        for a, b in zip(sides, sides[1:], strict=False):
+        for a, b in pairwise(sides):
             layers += [nn.Linear(a, b), *([nn.LayerNorm(b)] if norm else [])]
             layers += [nn.LeakyReLU(leak) if leak else nn.ReLU()]
         self.body, self.head = nn.Sequential(*layers), nn.Linear(width, CLASSES)

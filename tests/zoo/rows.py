@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - one row of the table, one line
 "The rows of the zoo: name -> recipe, cause, cures to be confirmed. An empty cause is a healthy twin."
 
 from typing import NamedTuple

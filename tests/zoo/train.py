@@ -139,7 +139,7 @@ def parts_of(recipe: Recipe, step: int, generator: torch.Generator) -> list[dict
     arch = ARCHS[recipe.arch]
     parts = [arch.batch(generator) for _ in range(recipe.micro)]
     if recipe.fault == "imbalance":
-        for i, part in enumerate(parts[1:], 1):  # all but the first count few tokens, and noisy ones
+        for part in parts[1:]:  # all but the first count few tokens, and noisy ones
             part["targets"][:, 2:] = -100
             part["targets"][:, :2] = torch.randint(0, 128, part["targets"][:, :2].shape, generator=generator)
     if recipe.fault == "leak":
@@ -210,7 +210,9 @@ def _limit(recipe: Recipe, norm: float, norms: list[float]) -> float:
     return recipe.clip
 
 
-def train(recipe: Recipe, seed: int = 0, path: str | Path | None = None) -> dict:
+def train(  # noqa: C901, PLR0912, PLR0915 - one loop, to be read from top to bottom
+    recipe: Recipe, seed: int = 0, path: str | Path | None = None
+) -> dict:
     "Train a recipe; its losses, and with a path its record."
     from stabilitylab import Recorder
 
@@ -258,7 +260,8 @@ def train(recipe: Recipe, seed: int = 0, path: str | Path | None = None) -> dict
         if limit:
             torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         if _skips(recipe, step, norm, norms):
-            pass
+            if scaler is not None:
+                scaler.update()
         elif scaler is not None:
             scaler.step(optimizer), scaler.update()
         else:
