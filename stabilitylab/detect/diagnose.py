@@ -187,5 +187,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    told = {"evidence": evidence(run, findings)}
-    return Findings(findings, origin | _span(run) | (told if told["evidence"] else {}))
+    shown_by = {"evidence": evidence(run, findings)}
+    return Findings(findings, origin | _span(run) | (shown_by if shown_by["evidence"] else {}))

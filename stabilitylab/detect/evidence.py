@@ -134,8 +134,8 @@ def _first_input(steps: _Steps, variable: str = "in_absmax") -> np.ndarray:
     table = steps.table("activations", variable)
     if table is None:
         return np.empty(0)
-    seen = np.flatnonzero(np.isfinite(table.values).any(axis=0))
-    return table.values[:, seen[0]] if len(seen) else np.empty(0)
+    columns = np.flatnonzero(np.isfinite(table.values).any(axis=0))
+    return table.values[:, columns[0]] if len(columns) else np.empty(0)
 
 
 def _around_event(steps: _Steps, at: int) -> Facts:
@@ -188,7 +188,11 @@ def _dip(steps: _Steps, at: int) -> Facts:
         return {}
     low, later, end = float(smooth[at - 1]), float(np.nanmedian(after)), float(np.nanmedian(loss[-short:]))
     start = max(0, at - int(np.argmax(smooth[at - 1 :: -1] > later))) if low < later else at
-    return {"low_before": (low / later, steps.step[at]), "end_over_low": (end / low, steps.step[-1]), "dip": (low / later, steps.step[min(start, at)])}
+    return {
+        "low_before": (low / later, steps.step[at]),
+        "end_over_low": (end / low, steps.step[-1]),
+        "dip": (low / later, steps.step[min(start, at)]),
+    }
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #904b04bf
 def _classes(run: xr.DataTree) -> int:
@@ -206,7 +210,10 @@ def _of_start(steps: _Steps) -> Facts:
         return {}
     end, peak = float(np.median(finite[-short:])), float(finite[:short].max())
     facts: Facts = {
-        "early_rise": (peak / finite[0] if finite[0] > 0 else np.nan, steps.step[int(np.nanargmax(loss[:short]))]),
+        "early_rise": (
+            peak / finite[0] if finite[0] > 0 else np.nan,
+            steps.step[int(np.nanargmax(loss[:short]))],
+        ),
         "fall": (1 - end / finite[0] if finite[0] > 0 else np.nan, steps.step[-1]),
         "end_over_best": (end / float(pd.Series(finite).rolling(few).median().min()), steps.step[-1]),
     }
@@ -243,7 +250,9 @@ def _of_updates(steps: _Steps) -> Facts:
         if len(early) >= few and np.isfinite(early).any():
             at = int(np.nanargmax(early))
             facts["early_update"] = (float(np.sort(early[np.isfinite(early)])[-2]), steps.step[at])
-            facts |= _rate_excess(steps, facts["early_update"]) | _part_updates(ratio, finite[:short], is_matrix)
+            facts |= _rate_excess(steps, facts["early_update"]) | _part_updates(
+                ratio, finite[:short], is_matrix
+            )
     return facts | _unexplained(steps)
 
 
@@ -332,7 +341,10 @@ def _of_model(steps: _Steps) -> Facts:
     names = list(steps.run.attrs.get("shapes", {}))
     kinds = group_of(steps.run, "activations")
     has_table = kinds is not None and bool(np.isin(kinds["kind"].values.astype(str), ("embed",)).any())
-    facts: Facts = {"embeds": (float(has_table), None), "recurrent": (float(any("weight_hh" in str(name) for name in names)), None)}
+    facts: Facts = {
+        "embeds": (float(has_table), None),
+        "recurrent": (float(any("weight_hh" in str(name) for name in names)), None),
+    }
     shares = [n for n in map(str, steps.scalars.data_vars) if "router" in n and "max" in n]
     if shares:
         values = steps._scalar(steps.scalars, shares[0])
@@ -367,7 +379,15 @@ def _of_batches(steps: _Steps) -> Facts:
     return facts
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #944bafbc
-_MEASURES: tuple[Callable[[_Steps], Facts], ...] = (_of_start, _of_updates, _of_parts, _of_format, _of_model, _repeats, _of_batches)
+_MEASURES: tuple[Callable[[_Steps], Facts], ...] = (
+    _of_start,
+    _of_updates,
+    _of_parts,
+    _of_format,
+    _of_model,
+    _repeats,
+    _of_batches,
+)
 
 
 def evidence(
@@ -392,15 +412,15 @@ def evidence(
 
 def _of_findings(steps: _Steps, findings: Sequence[Finding], facts: Facts) -> Facts:
     "Which kinds were found, each with its step; of a jump of the rate its factor and how long before."
-    told: Facts = {f"found {f.kind}": (1.0, f.onset) for f in findings if f.severity != "info"}
+    facts_found: Facts = {f"found {f.kind}": (1.0, f.onset) for f in findings if f.severity != "info"}
     jump = next((f for f in findings if f.kind == "lr_jump" and f.severity != "info"), None)
     if jump is None or jump.onset is None:
-        return told
-    told["rate_jump"] = (float(jump.evidence["factor"]), jump.onset)
+        return facts_found
+    facts_found["rate_jump"] = (float(jump.evidence["factor"]), jump.onset)
     event = facts.get("loss_jump", (0.0, None))[1]
     if event is not None:
-        told["rate_jump_lead"] = (float(event - jump.onset), jump.onset)
-    return told | _after_rate(steps, jump.onset)
+        facts_found["rate_jump_lead"] = (float(event - jump.onset), jump.onset)
+    return facts_found | _after_rate(steps, jump.onset)
 
 
 def _after_rate(steps: _Steps, onset: int) -> Facts:

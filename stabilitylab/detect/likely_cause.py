@@ -31,13 +31,13 @@ class MostLikely:
 
     def to_dict(self) -> dict:  # cause, because, next; what else is known
         "As the command's JSON has it."
-        told = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        empty = {f.name for f in fields(self)[3:] if told[f.name] in ("", None, [])}
-        return {name: value for name, value in told.items() if name not in empty}
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [])}
+        return {name: value for name, value in values.items() if name not in empty}
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #7aa38cf4
 _TABLE = json.loads(files("stabilitylab.detect").joinpath("likely_causes.json").read_text(encoding="utf-8"))
-_MOST = 3  # findings that are told as reasons
+_REASONS = 3  # findings that are values as reasons
 _OPEN = "Can't tell yet: the log shows what happened, not why."
 _OPEN_NEXT = (
     "Replay the suspect step from the checkpoint before it, in the precision of the run and in fp32",
@@ -76,7 +76,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
     lead = first.score - others[0].score if others else _SURE
     return MostLikely(
         first.words,
-        (*first.evidence, *(f.explanation for f in candidates))[:_MOST],
+        (*first.evidence, *(f.explanation for f in candidates))[:_REASONS],
         first.next,
         id=first.id,
         family=first.family,
@@ -99,14 +99,16 @@ def most_likely(
 ) -> MostLikely | None:  # None where there is no problem to explain
     "The most likely cause of what happened to a run, and what to do next."
     candidates = _candidates(findings)
-    shown = _of_evidence(findings, candidates)
-    if shown is not None or not candidates:
-        return shown
+    cause = _of_evidence(findings, candidates)
+    if cause is not None or not candidates:
+        return cause
     is_well = "evidence" in findings.attrs and not any(f.kind in _OF_LOSS for f in candidates)
     for row in _TABLE:
         chosen = [_first(candidates, kind) for kind in row["when"]]
         if None not in chosen and _fits(chosen[0], row["where"]):
-            return MostLikely(row["cause"], tuple(f.explanation for f in chosen[:_MOST]), tuple(row["next"]))
+            return MostLikely(
+                row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
+            )
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
-    return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_MOST]), _OPEN_NEXT)
+    return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_REASONS]), _OPEN_NEXT)
