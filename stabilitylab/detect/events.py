@@ -13,6 +13,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import limit
+from ..knowledge.crashes import explain_crash
 from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
@@ -27,9 +28,12 @@ _TOLD = (
     "then",
     "outside",
     "attempts",
+    "where",
+    "late",
 )  # fields that evidence repeats
 
 
+_LONGEST = 300  # characters of a message that are kept
 _XID = re.compile(r"Xid(?: \([^)]*\):)? (\d+)")  # in the words of a reader, or of the kernel
 
 
@@ -49,6 +53,20 @@ def _is_said(text: str, messages: list[str]) -> bool:
     return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
 
 
+def _remedies(told: dict) -> tuple[dict, ...]:
+    "What to do about a crash, as remedies are told."
+    common = {"source": told["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}
+    empty = {
+        "what": "practice",
+        "topic": "crash",
+        "knobs": [],
+        "note": "",
+        "ours": "",
+        "evidence": "documented",
+    }
+    return tuple(common | empty | {"id": f"crash-{i}", "name": name} for i, name in enumerate(told["next"]))
+
+
 def find_logged_crashes(
     run: xr.DataTree,  # a record; attribute `crashes` has what its logs say of deaths
 ) -> list[Finding]:  # the end of the run, and one finding for the attempts before it
@@ -56,17 +74,21 @@ def find_logged_crashes(
     findings = []
     for crash in run.attrs.get("crashes") or ():
         is_error = crash["died"] and not crash["outside"]
-        evidence = {name: crash[name] for name in _TOLD if crash[name] not in (None, "", [])}
+        evidence = {name: crash[name] for name in _TOLD if crash.get(name) not in (None, "", [])}
+        evidence["message"] = crash["message"][:_LONGEST]
         evidence["followed"] = crash["followed"] or None
         evidence["then"] = "; ".join(crash["then"])
         evidence |= _vendor_word(crash["message"])
         evidence["ended"] = "outside" if crash["outside"] and crash["died"] else crash["died"]
-        findings.append(Finding("crash", "error" if is_error else "info", crash["step"], evidence=evidence))
+        told = explain_crash(crash)
+        evidence |= {name: told[name] for name in ("failure", "why", "next")}
+        severity = "error" if is_error else "info"
+        remedies = _remedies(told) if crash["died"] else ()
+        findings.append(Finding("crash", severity, crash["step"], evidence=evidence, remedies=remedies))
     return findings
 
 # %% ../../nbs/api/detect/04_events.ipynb #30e67b77
 _HARD = ("CUDA error", "NCCL", "out of memory", "ECC", "Xid")  # words that tell an error of the machine
-_LONGEST = 300  # characters of a message that are kept
 
 
 def _names_the_machine(text: str) -> bool:
@@ -86,6 +108,11 @@ def _message(events: xr.Dataset, at: int, count: int) -> Finding:
     )
 
 
+def _said(text: str, messages: list[str]) -> bool:
+    "Whether a message stands in one of these, as an attempt that failed has it."
+    return any(said and said.splitlines()[0][:60] in str(text) for said in messages)
+
+
 def find_hardware_errors(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # every Xid; of errors and signals the first that names the machine
@@ -98,9 +125,10 @@ def find_hardware_errors(
     xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
     findings = [_message(events, at, len(xid)) for at in xid[: limit("most_reported")]]
     is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
+    messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
     for name in () if is_told else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
-        hard = [at for at in of_kind if _names_the_machine(str(text[at]))]
+        hard = [at for at in of_kind if _names_the_machine(str(text[at])) and not _said(text[at], messages)]
         if hard:
             findings.append(_message(events, hard[0], len(hard)))
     return findings
