@@ -12,13 +12,13 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit
 from ..knowledge.crashes import explain_crash
 from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/04_events.ipynb #b8d1569b
-_TOLD = (
+_CRASH_FIELDS = (
     "cause",
     "name",
     "message",
@@ -43,8 +43,8 @@ def _vendor_word(message: str) -> dict[str, object]:
     if number is None:
         return {}
     row = xid_row(int(number[1]))
-    said = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
-    return {"xid": int(number[1])} | said
+    details = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
+    return {"xid": int(number[1])} | details
 
 
 def _is_said(text: str, messages: list[str]) -> bool:
@@ -53,9 +53,9 @@ def _is_said(text: str, messages: list[str]) -> bool:
     return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
 
 
-def _remedies(told: dict) -> tuple[dict, ...]:
+def _remedies(advice: dict) -> tuple[dict, ...]:
     "What to do about a crash, as remedies are told."
-    common = {"source": told["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}
+    common = {"source": advice["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}
     empty = {
         "what": "practice",
         "topic": "crash",
@@ -64,7 +64,7 @@ def _remedies(told: dict) -> tuple[dict, ...]:
         "ours": "",
         "evidence": "documented",
     }
-    return tuple(common | empty | {"id": f"crash-{i}", "name": name} for i, name in enumerate(told["next"]))
+    return tuple(common | empty | {"id": f"crash-{i}", "name": name} for i, name in enumerate(advice["next"]))
 
 
 def find_logged_crashes(
@@ -74,16 +74,16 @@ def find_logged_crashes(
     findings = []
     for crash in run.attrs.get("crashes") or ():
         is_error = crash["died"] and not crash["outside"]
-        evidence = {name: crash[name] for name in _TOLD if crash.get(name) not in (None, "", [])}
+        evidence = {name: crash[name] for name in _CRASH_FIELDS if crash.get(name) not in (None, "", [])}
         evidence["message"] = crash["message"][:_LONGEST]
         evidence["followed"] = crash["followed"] or None
         evidence["then"] = "; ".join(crash["then"])
         evidence |= _vendor_word(crash["message"])
         evidence["ended"] = "outside" if crash["outside"] and crash["died"] else crash["died"]
-        told = explain_crash(crash)
-        evidence |= {name: told[name] for name in ("failure", "why", "next")}
+        advice = explain_crash(crash)
+        evidence |= {name: advice[name] for name in ("failure", "why", "next")}
         severity = "error" if is_error else "info"
-        remedies = _remedies(told) if crash["died"] else ()
+        remedies = _remedies(advice) if crash["died"] else ()
         findings.append(Finding("crash", severity, crash["step"], evidence=evidence, remedies=remedies))
     return findings
 
@@ -108,9 +108,9 @@ def _message(events: xr.Dataset, at: int, count: int) -> Finding:
     )
 
 
-def _said(text: str, messages: list[str]) -> bool:
-    "Whether a message stands in one of these, as an attempt that failed has it."
-    return any(said and said.splitlines()[0][:60] in str(text) for said in messages)
+def _repeats(text: str, messages: list[str]) -> bool:
+    "Whether a line repeats one of these messages, as that of an attempt that failed."
+    return any(message and message.splitlines()[0][:60] in str(text) for message in messages)
 
 
 def find_hardware_errors(
@@ -123,12 +123,15 @@ def find_hardware_errors(
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
     xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
-    findings = [_message(events, at, len(xid)) for at in xid[: limit("most_reported")]]
-    is_told = any(crash["died"] for crash in run.attrs.get("crashes") or ())  # then they are part of its end
+    findings = [_message(events, at, len(xid)) for at in xid[: count_limit("most_reported")]]
+    has_crash_report = any(
+        crash["died"] for crash in run.attrs.get("crashes") or ()
+    )  # then they are part of its end
     messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
-    for name in () if is_told else ("error", "signal"):
+    for name in () if has_crash_report else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
-        hard = [at for at in of_kind if _names_the_machine(str(text[at])) and not _said(text[at], messages)]
+        of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
+        hard = [at for at in of_machine if not _repeats(text[at], messages)]
         if hard:
             findings.append(_message(events, hard[0], len(hard)))
     return findings
