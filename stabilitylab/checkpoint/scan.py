@@ -106,7 +106,7 @@ class ExponentCounts(Mapping):
     def __len__(self) -> int:
         return len(self._runs)
 
-
+# %% ../../nbs/api/checkpoint/07_scan.ipynb #c654a9d1
 _COLUMNS = ["shape", "dtype", "absmax", "mean", "rms", "std", "nonfinite", "zeros", "distinct_bf16"]
 _COLUMNS += ["near_dead_rows", "init_small", "init_bloom", "note"]
 
@@ -146,7 +146,7 @@ def scan_checkpoint(
     table.attrs |= {"names": owned.names, "unnamed": owned.unknown}
     return table
 
-
+# %% ../../nbs/api/checkpoint/07_scan.ipynb #4fb0f7e1
 def with_bar(
     ckpt: Checkpoint,  # whose sizes are known
     names: list[str],  # of tensors

@@ -32,7 +32,7 @@ def add_audit(
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_audit)
 
-
+# %% ../../nbs/api/cli/16_audit.ipynb #30abfabc
 def _pieces_of(
     where: str,  # of a function: 'file.py:function' or 'package.module:function'
 ) -> dict:  # what the function returns

@@ -43,7 +43,7 @@ def add_checkpoints(
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_diff)
 
-
+# %% ../../nbs/api/cli/15_checkpoints.ipynb #a441dbd6
 def _rows(table: "pd.DataFrame") -> list[dict]:
     "A table as a list of dicts."
     return [{"tensor": str(n)} | row for n, row in zip(table.index, table.to_dict("records"), strict=True)]
@@ -74,7 +74,7 @@ def _scan_line(name: object, row: dict) -> str:
     numbers = " ".join(f"{row[what]:10.4g}" for what in ("absmax", "rms", "std"))
     return f"{_short(name):44} {shape:>16} {row['dtype']:9} {numbers}  {row['note']}".rstrip()
 
-
+# %% ../../nbs/api/cli/15_checkpoints.ipynb #4706b79a
 def _run_scan(
     args: argparse.Namespace,  # what `add_checkpoints` declares
 ) -> int:  # exit code 0
@@ -109,7 +109,7 @@ def _diff_line(name: object, row: dict) -> str:
     numbers = " ".join(f"{row[what]:10.3g}" for what in ("change", "max_change", "median_ulps"))
     return f"{_short(name):44} {numbers} {row['unchanged']:10.1%}"
 
-
+# %% ../../nbs/api/cli/15_checkpoints.ipynb #ef26caea
 def _print_rest(table: "pd.DataFrame", extra: dict) -> None:
     "What differs beside the tensors that both have."
     for words, key in (("only in A", "only_a"), ("only in B", "only_b"), ("other shape", "reshaped")):

@@ -52,7 +52,7 @@ def _lab_notebook(
     form = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
     return form | {"cells": [blank | {"source": code}]}
 
-
+# %% ../../nbs/api/cli/04_lab.ipynb #b17eed5e
 def _lab_command(
     notebook: Path,  # to open
     browser: bool = True,  # open a browser too

@@ -47,7 +47,7 @@ def add_replay(
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(func=_run_replay)
 
-
+# %% ../../nbs/api/cli/14_replay.ipynb #437c2b0f
 def _run_replay(
     args: argparse.Namespace,  # what `add_replay` declares
 ) -> int:  # exit code 0

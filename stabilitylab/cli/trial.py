@@ -56,7 +56,7 @@ def add_trial(
     parser.add_argument("--list", action="store_true", help="list the fixes that there are, and end")
     parser.set_defaults(func=_run_trial)
 
-
+# %% ../../nbs/api/cli/18_trial.ipynb #f191346c
 def _check(args: argparse.Namespace) -> None:
     "Raises for numbers that make no trial."
     from stabilitylab.names.errors import bad_input
@@ -75,7 +75,7 @@ def _fix_lines() -> str:
 
     return columns_text([(row.name, row.acts_on, row.what) for row in fixes().itertuples(index=False)])
 
-
+# %% ../../nbs/api/cli/18_trial.ipynb #300ebc99
 def _run_trial(
     args: argparse.Namespace,  # what `add_trial` declares
 ) -> int:  # exit code 0

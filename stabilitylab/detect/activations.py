@@ -14,7 +14,7 @@ import xarray as xr
 from .context import scales_its_loss
 from .findings import Finding
 from .growth import growth_evidence
-from .limits import limit
+from .limits import count_limit, limit
 from ..names.errors import bad_input
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, group_of
@@ -31,7 +31,7 @@ def first_crossings(
     if not steps:
         return np.full(modules, -1), np.full(modules, np.nan)
     share = int(limit("minor_share") * steps)
-    n = min(limit("early_records"), max(limit("few_records"), share))
+    n = min(count_limit("early_records"), max(count_limit("few_records"), share))
     finite = np.where(np.isfinite(values[:n]), values[:n], 0)
     early = finite.max(axis=0)
     with np.errstate(all="ignore"):
@@ -57,7 +57,7 @@ def first_names(
     order: np.ndarray,  # indices, those to be told first
 ) -> tuple[str, ...]:  # at most `most_modules`
     "The modules or parameters that a finding names."
-    return tuple(str(labels.values[i]) for i in order[: limit("most_modules")])
+    return tuple(str(labels.values[i]) for i in order[: count_limit("most_modules")])
 
 # %% ../../nbs/api/detect/60_activations.ipynb #f97dc38c
 def find_activation_explosion(
@@ -65,7 +65,7 @@ def find_activation_explosion(
 ) -> list[Finding]:  # at most one, with the module that moved first
     "Activations, forward or backward, that grew far beyond their early range."
     activations = group_of(run, "activations")
-    if activations is None or activations.sizes["step"] < limit("least_records"):
+    if activations is None or activations.sizes["step"] < count_limit("least_records"):
         return []
     findings = [
         _explosion(activations, "absmax", "The output", 0.0),
@@ -170,10 +170,10 @@ def find_underflow(
     sampled, name = group_of(run, "sampled_activations"), _format_of(run, format)
     if sampled is None or "grad_exponents" not in sampled or not sampled.sizes["step"]:
         return []
-    least = int(np.log2(float(NUMBER_FORMATS[name].min_normal)))
+    minimum = int(np.log2(float(NUMBER_FORMATS[name].min_normal)))
     exponents = sampled.grad_exponents
     live = exponents.sel(exponent=slice(-126, 127)).sum("exponent")  # neither zero nor NaN or infinite
-    low = exponents.sel(exponent=slice(-126, least - 1)).sum("exponent")
+    low = exponents.sel(exponent=slice(-126, minimum - 1)).sum("exponent")
     share = np.nan_to_num(median_of_finite((low / live.where(live > 0)).values))
     order = columns_above(share, "majority")
     if not len(order):
@@ -190,12 +190,12 @@ def find_dead_units(
     sampled = group_of(run, "sampled_activations")
     if sampled is None or "zero_frac" not in sampled or sampled.sizes["step"] < 2:
         return []
-    zero, least = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
+    zero, minimum = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
     share = np.nan_to_num(median_of_finite(sampled.zero_frac.values[len(zero) // 2 :]))
-    order = np.argsort(-share, kind="stable")[: int((share >= least).sum())]
+    order = np.argsort(-share, kind="stable")[: int((share >= minimum).sum())]
     if not len(order):
         return []
-    onset = sampled.step.values[np.argmax(zero[:, order[0]] >= least)]
+    onset = sampled.step.values[np.argmax(zero[:, order[0]] >= minimum)]
     modules, evidence = first_names(sampled.module, order), {"share": float(share[order[0]])}
     return [Finding("dead_units", "warning", onset, modules=modules, evidence=evidence)]
 
@@ -213,7 +213,7 @@ def ignored_layers(
             continue
         evidence = {name: idle[0][name] for name in ("cost", "loss", "grad_share")}
         evidence |= {"n": len(idle), "of": len(own)}
-        modules = tuple(reading["module"] for reading in idle[: limit("most_modules")])
+        modules = tuple(reading["module"] for reading in idle[: count_limit("most_modules")])
         findings.append(Finding("layer_ignored", "warning", step, step, modules, evidence))
     return findings
 
@@ -250,7 +250,7 @@ def find_output_collapse(
     is_low = series.value < limit("tiny_nats")
     onset = 1 + np.flatnonzero(~is_low).max(initial=-1)
     was_informed = series.value.max() >= limit("small_nats")
-    if not was_informed or len(is_low) - onset < limit("median_records"):
+    if not was_informed or len(is_low) - onset < count_limit("median_records"):
         return []
     share = curve(run, "output_top_share")
     evidence = {"information": float(series.value[-1]), "highest": float(series.value.max())}

@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .relations import loss_events
 from ..run.curves import Curve, curve, scalars_of
 from ..run.scalars import series_names
@@ -63,12 +63,12 @@ def growth_to(
     level: float,  # the level
 ) -> Growth | None:  # None where it does not stay above the level
     "When a series passed a level to stay, and how fast it came."
-    value, near = np.abs(series.value), max(1, min(int(limit("near_records")), len(series.value) // 4))
+    value, width = np.abs(series.value), max(1, min(count_limit("near_records"), len(series.value) // 4))
     above = np.flatnonzero(value >= level)
-    stays = [i for i in above if np.median(value[i : i + near]) >= level]
+    stays = [i for i in above if np.median(value[i : i + width]) >= level]
     if not stays:
         return None
-    onset, start = int(stays[0]), float(np.median(value[:near]))
+    onset, start = int(stays[0]), float(np.median(value[:width]))
     tenth = np.flatnonzero(value[: onset + 1] <= value[onset] / 10)
     begin = int(tenth[-1]) if len(tenth) else 0
     doublings = np.log2(value[onset] / max(value[begin], 1e-30)) if onset > begin else 0.0
@@ -143,10 +143,10 @@ def find_logged_entropy_collapse(
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):
-        near = max(1, min(int(limit("near_records")), len(series.value) // 4))
-        start, low = float(np.median(series.value[:near])), limit("small_nats")
+        width = max(1, min(count_limit("near_records"), len(series.value) // 4))
+        start, low = float(np.median(series.value[:width])), limit("small_nats")
         is_low = series.value < min(low, limit("minor_share") * start)
-        stays = [i for i in np.flatnonzero(is_low) if np.mean(is_low[i : i + near]) > 0.5]
+        stays = [i for i in np.flatnonzero(is_low) if np.mean(is_low[i : i + width]) > 0.5]
         if start <= 0 or not stays:
             continue
         evidence = {"start": start, "lowest": float(series.value.min()), "last": float(series.value[-1])}
@@ -210,7 +210,7 @@ def marked_modules(
     which: np.ndarray,  # (layer, head) bool
 ) -> tuple[str, ...]:  # at most `most_modules`
     "Modules of the layers in which a head is marked."
-    return tuple(str(m) for m in data.module.values[which.any(1)][: limit("most_modules")])
+    return tuple(str(m) for m in data.module.values[which.any(1)][: count_limit("most_modules")])
 
 # %% ../../nbs/api/detect/70_attention.ipynb #a8c0c7fd
 def find_attention_logit_growth(
@@ -241,7 +241,7 @@ def find_attention_logit_growth(
         "n": len(order),
         "head": int(np.nan_to_num(data.attn_logit_max.values[growth.peak_at], nan=-1).max(0).argmax()),
     }
-    modules = tuple(str(data.module.values[i]) for _, i in order[: limit("most_modules")])
+    modules = tuple(str(data.module.values[i]) for _, i in order[: count_limit("most_modules")])
     severity = "warning" if high else "info"
     return [Finding("attention_logit_growth", severity, step[growth.onset], step[-1], modules, evidence)]
 
@@ -255,8 +255,8 @@ def find_entropy_collapse(
         return []
     entropy, score = data.attn_entropy_rel.values, data.sink_score.values
     is_sharp = (entropy < limit("entropy_low_rel")) & (score < limit("sink_epsilon"))
-    known = np.isfinite(entropy).sum((1, 2))
-    share = is_sharp.sum((1, 2)) / np.maximum(known, 1)
+    n_finite = np.isfinite(entropy).sum((1, 2))
+    share = is_sharp.sum((1, 2)) / np.maximum(n_finite, 1)
     hit = np.flatnonzero(share >= limit("minor_share"))
     if not len(hit) or share[-1] < limit("minor_share"):
         return []
@@ -264,7 +264,7 @@ def find_entropy_collapse(
     evidence = {
         "share": float(share[-1]),
         "n": int(is_sharp[-1].sum()),
-        "of": int(known[-1]),
+        "of": int(n_finite[-1]),
         "start": float(np.nanmedian(entropy[0])),
         "lowest": float(np.nanmin(last)),
     }
@@ -292,9 +292,9 @@ def _one_role(run: xr.DataTree, role: str) -> list[Finding]:
         return []
     excess = sink_excess(data).values
     is_sink = excess > limit("sink_epsilon")
-    known = np.isfinite(excess).sum((1, 2))
-    share = is_sink.sum((1, 2)) / np.maximum(known, 1)
-    hit = np.flatnonzero((share >= limit("slight_share")) & (known > 0))
+    n_finite = np.isfinite(excess).sum((1, 2))
+    share = is_sink.sum((1, 2)) / np.maximum(n_finite, 1)
+    hit = np.flatnonzero((share >= limit("slight_share")) & (n_finite > 0))
     if not len(hit) or share[-1] < limit("slight_share"):
         return []
     end = data.isel(step=-1)
@@ -303,7 +303,7 @@ def _one_role(run: xr.DataTree, role: str) -> list[Finding]:
         "role": role,
         "share": float(share[-1]),
         "n": int(is_sink[-1].sum()),
-        "of": int(known[-1]),
+        "of": int(n_finite[-1]),
         "score": float(np.median(end.sink_score.values[is_sink[-1]])),
         "uniform": float(np.median(end.sink_uniform.values[is_sink[-1]])),
         "position": position,

@@ -11,7 +11,7 @@ import xarray as xr
 
 from .divergence import smoothed_shape
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .objective import objective_type
 from .restarts import longest_run
 from .spikes import Spike, spike_events
@@ -46,7 +46,7 @@ def component_losses(
     names = [name for name in series_names(scalars) if "loss" in name.split("_") and name != main]
     names = [name for name in names if not set(name.split("_")) & _OTHER]
     series = [longest_run(curve(scalars, name)) for name in (main, *names)]
-    losses = [s for s in series if s is not None and len(s.value) >= limit("least_trend")]
+    losses = [s for s in series if s is not None and len(s.value) >= count_limit("least_trend")]
     losses = [s for s in losses if s.name == main or (s.value > 0).all()]
     return losses if len(losses) > 1 and losses[0].name == main else []
 
@@ -59,7 +59,7 @@ def _events(series: Curve) -> list[Spike]:
 
 def _is_return(series: Curve, spike: Spike) -> bool:
     "Whether the loss was as high as the spike a few records before it, and only dipped between."
-    first = max(spike.first - int(2 * limit("near_records")), 0)
+    first = max(spike.first - 2 * count_limit("near_records"), 0)
     before = series.value[first : spike.first]
     return bool(before.size) and before.max() >= (1 - limit("level_share")) * spike.peak
 
@@ -70,7 +70,7 @@ def _spike_finding(series: Curve, spikes: list[Spike], others: list[str]) -> Fin
     steps = [int(series.step[spike.first]) for spike in spikes]
     evidence = tallest.evidence() | {"only_in": series.name, "names": others}
     if len(spikes) > 1:
-        evidence |= {"count": len(spikes), "steps": steps[: int(limit("most_steps"))]}
+        evidence |= {"count": len(spikes), "steps": steps[: count_limit("most_steps")]}
     end = int(series.step[spikes[-1].last])
     return Finding("loss_spike", "info", steps[0], end, evidence=evidence, series=series.name)
 
@@ -84,13 +84,13 @@ def find_component_spikes(
         return []
     main = losses[0]
     in_main = main.step[[spike.first for spike in spike_events(main)]]
-    tolerance = limit("near_records") * step_interval(main)
+    tolerance = count_limit("near_records") * step_interval(main)
     for series in losses[1:]:
         spikes = _events(series)
         alone = [s for s in spikes if not (np.abs(in_main - series.step[s.first]) <= tolerance).any()]
         if alone:
             others = [other.name for other in losses if other is not series]
-            findings.append(_spike_finding(series, alone, others[: int(limit("most_modules"))]))
+            findings.append(_spike_finding(series, alone, others[: count_limit("most_modules")]))
     return findings
 
 # %% ../../nbs/api/detect/16_components.ipynb #dc93959f
@@ -117,7 +117,7 @@ def _flat_since(series: Curve, losses: list[Curve]) -> int | None:
 def _falls_after(series: Curve, step: int) -> bool:
     "Whether a loss fell clearly from a step to its end."
     later = series._replace(step=series.step[series.step >= step], value=series.value[series.step >= step])
-    if len(later.value) < limit("least_trend"):
+    if len(later.value) < count_limit("least_trend"):
         return False
     shape = smoothed_shape(later)
     fall = float(shape.loss[0] - shape.loss[-1])
@@ -142,7 +142,7 @@ def find_component_plateaus(
             "level": float(np.median(series.value[first:])),
             "share_of_run": (len(series.value) - first) / len(series.value),
             "only_in": series.name,
-            "names": falling[: int(limit("most_modules"))],
+            "names": falling[: count_limit("most_modules")],
         }
         end = series.step[-1]
         findings.append(Finding("plateau", "info", start, end, evidence=evidence, series=series.name))

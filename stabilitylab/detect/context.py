@@ -13,13 +13,18 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..knowledge.choice import RunContext
 from ..run.curves import curve, loss_curve, scalars_of, step_interval
 
 # %% ../../nbs/api/detect/28_context.ipynb #ee39c052
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16", "half": "fp16"}
-_SAID = ("precision", "mixed_precision", "dtype", "torch_dtype")  # settings that name a precision
+_PRECISION_SETTINGS = (
+    "precision",
+    "mixed_precision",
+    "dtype",
+    "torch_dtype",
+)  # settings that name a precision
 _OPTIMIZERS = ("optimizer", "optim")
 _ADAPTERS = ("lora", "adapter")  # parts of the name of a parameter
 
@@ -42,12 +47,17 @@ def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str
     "The narrowest format that the run is known to use."
     if scales_its_loss(run):
         return "fp16"
-    kept = Counter(_DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values())
-    said = [_DTYPES.get(str(settings.get(name, "")).lower().rpartition(".")[2], "") for name in _SAID]
+    dtype_counts = Counter(
+        _DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values()
+    )
+    stated = [
+        _DTYPES.get(str(settings.get(name, "")).lower().rpartition(".")[2], "")
+        for name in _PRECISION_SETTINGS
+    ]
     flags = [name for name in ("bf16", "fp16") if settings.get(name) is True]
     grids = [f.evidence.get("format", "") for f in findings if f.kind == "quantized_loss"]
-    known = [*(name for name, _ in kept.most_common(1)), *said, *flags, *grids]
-    return next(filter(None, known), "")
+    candidates = [*(name for name, _ in dtype_counts.most_common(1)), *stated, *flags, *grids]
+    return next(filter(None, candidates), "")
 
 
 def _optimizer(settings: dict) -> str:
@@ -109,10 +119,10 @@ def loss_span(
 ) -> LossSpan | None:  # None where its loss is too short for phases
     "From where to where a run goes."
     loss = loss_curve(run)
-    if loss is None or len(loss.step) < limit("least_records"):
+    if loss is None or len(loss.step) < count_limit("least_records"):
         return None
     first, last = int(loss.step.min()), int(loss.step.max())
-    return LossSpan(first, last, first <= limit("short_records") * step_interval(loss))
+    return LossSpan(first, last, first <= count_limit("short_records") * step_interval(loss))
 
 # %% ../../nbs/api/detect/28_context.ipynb #58081f2b
 def at_step(

@@ -16,7 +16,7 @@ import xarray as xr
 
 from .diagnose import as_run
 from .findings import Finding, Findings
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import explain
 from .restarts import find_other_environments
 from .speed import find_slow_sisters
@@ -52,7 +52,7 @@ def _chance_of(
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #1f990c62
 @dataclass(frozen=True)
-class _Seen:
+class _RunOutliers:
     "One series of one run, with the places where it left its range."
 
     run: str  # name of the run
@@ -87,32 +87,34 @@ def _log_grad_norm(run: xr.DataTree) -> Curve | None:
 _SERIES: dict[str, Callable[[xr.DataTree], Curve | None]] = {"loss": _loss, "grad_norm": _log_grad_norm}
 
 
-def _seen(name: str, series: Curve | None) -> _Seen | None:
+def _run_outliers(name: str, series: Curve | None) -> _RunOutliers | None:
     "A series that is long enough to be compared, with its outliers."
-    if series is None or len(series.value) < limit("history") // 2:
+    if series is None or len(series.value) < count_limit("history") // 2:
         return None
     high, *_ = out_of_range(series.value, limit("trend_sigma"))
-    high = high[high >= limit("history") // 4]  # before there is a history nothing is usual
-    steps = series.step[[first for first, _ in stretches(high, limit("gap_records"))]]
-    return _Seen(name, series, steps)
+    high = high[high >= count_limit("history") // 4]  # before there is a history nothing is usual
+    steps = series.step[[first for first, _ in stretches(high, count_limit("gap_records"))]]
+    return _RunOutliers(name, series, steps)
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #7a75bcd3
-def _pair(a: _Seen, b: _Seen) -> _Common | None:
+def _pair(a: _RunOutliers, b: _RunOutliers) -> _Common | None:
     "What two series have in common, after the steps up to which they are identical; None where too little."
     common, at_a, at_b = np.intersect1d(a.curve.step, b.curve.step, return_indices=True)
-    if len(common) < limit("history") // 2:
+    if len(common) < count_limit("history") // 2:
         return None
     is_same = a.curve.value[at_a] == b.curve.value[at_b]
     parted = len(common) if is_same.all() else int(np.argmin(is_same))
-    has_same_start = parted >= limit("least_records")
+    has_same_start = parted >= count_limit("least_records")
     own = common[parted:] if has_same_start else common  # steps at which they are runs of their own
-    spikes_a, spikes_b = (seen.outliers[np.isin(seen.outliers, own)] for seen in (a, b))
+    spikes_a, spikes_b = (
+        outliers_by_run.outliers[np.isin(outliers_by_run.outliers, own)] for outliers_by_run in (a, b)
+    )
     gap = int(np.median(np.diff(common)))
     hits = [int(step) for step in spikes_a if (np.abs(spikes_b - step) <= gap).any()]
     return _Common(
         names=(a.run, b.run),
         steps=hits,
-        p_value=_chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), limit("gap_records")),
+        p_value=_chance_of(len(hits), len(spikes_a), len(spikes_b), len(own), count_limit("gap_records")),
         same_until=int(common[parted - 1]) if has_same_start else None,
         is_copy=parted == len(common),
     )
@@ -148,30 +150,32 @@ def compare_runs(
     records = _named(runs)
     findings_so_far = [*find_other_environments(records), *find_slow_sisters(records)]
     for series, read in _SERIES.items():
-        seen = [_seen(name, read(run)) for name, run in records.items()]
-        known = [one for one in seen if one is not None]
-        compared = [_pair(a, b) for a, b in combinations(known, 2)]
+        outliers_by_run = [_run_outliers(name, read(run)) for name, run in records.items()]
+        present = [entry for entry in outliers_by_run if entry is not None]
+        compared = [_pair(a, b) for a, b in combinations(present, 2)]
         pairs = [pair for pair in compared if pair is not None]
-        findings_so_far += _shared_spikes(series, known, pairs)
+        findings_so_far += _shared_spikes(series, present, pairs)
         if series == "loss":
             findings_so_far += _shared_starts(pairs)
     return Findings(f.with_(explanation=explain(f)) for f in findings_so_far)
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #f2cd0579
-def _shared_spikes(series: str, seen: list[_Seen], pairs: list[_Common]) -> list[Finding]:
+def _shared_spikes(series: str, outliers_by_run: list[_RunOutliers], pairs: list[_Common]) -> list[Finding]:
     "The spikes at the same steps, where chance does not explain them; of many pairs some agree by chance."
     allowed = limit("shared_chance") / max(1, len(pairs))
-    told = [pair for pair in pairs if len(pair.steps) >= limit("median_records") and pair.p_value < allowed]
-    spikes = {one.run: len(one.outliers) for one in seen}
+    strong_pairs = [
+        pair for pair in pairs if len(pair.steps) >= count_limit("median_records") and pair.p_value < allowed
+    ]
+    spikes = {entry.run: len(entry.outliers) for entry in outliers_by_run}
     findings = []
-    for group in _groups(told):
+    for group in _groups(strong_pairs):
         names, steps = _names(group), sorted({step for pair in group for step in pair.steps})
         evidence = {
             "count": len(steps),
             "what": "the loss" if series == "loss" else "the gradient norm",
             "runs": len(names),
             "names": names,
-            "steps": steps[: limit("most_steps")],
+            "steps": steps[: count_limit("most_steps")],
             "p_value": min(1.0, min(pair.p_value for pair in group) * len(pairs)),
             "spikes_of_each": [spikes[name] for name in names],
         }

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .restarts import longest_run
 from .spikes import spike_events
 from ..run.attempts import rolled_back_at, surviving, with_history
@@ -35,7 +35,7 @@ def smoothed_shape(
 ) -> Shape:  # its smoothed trajectory and noise
     "Trajectory of a series; the window is a share of the run within bounds."
     share = int(limit("smooth_share") * len(series.value))
-    window = int(np.clip(share, limit("few_records"), limit("window_most")))
+    window = int(np.clip(share, count_limit("few_records"), count_limit("window_most")))
     return Shape(smooth(series.value, window), difference_noise(series.value), window)
 
 
@@ -44,14 +44,14 @@ def records_in_share(
     share: str,  # name of a limit that is a share of the run
 ) -> int:  # at least as many as a median needs
     "Number of records in a share of a series."
-    return max(limit("median_records"), int(limit(share) * n))
+    return max(count_limit("median_records"), int(limit(share) * n))
 
 
 def is_likelihood(
     series: Curve,  # a loss as arrays
 ) -> bool:  # False for a short series, and for a reward
     "Whether a series is long enough and measures how well data are predicted."
-    return series.name in ("loss", "perplexity") and len(series.value) >= limit("least_records")
+    return series.name in ("loss", "perplexity") and len(series.value) >= count_limit("least_records")
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #6e2711b1
 def _is_on_its_way_back(tail: np.ndarray) -> bool:
@@ -65,16 +65,16 @@ def validation_improved(
     step: int,  # since which
 ) -> bool:  # False where it was measured too seldom to tell
     "Whether validation ended clearly lower than it was at a step: the training loss rises by design."
-    if validation is None or len(validation.value) < limit("median_records"):
+    if validation is None or len(validation.value) < count_limit("median_records"):
         return False
-    few = limit("median_records")
+    few = count_limit("median_records")
     then = np.median(validation.value[np.abs(validation.step - step).argsort()[:few]])
     return bool(np.median(validation.value[-few:]) < (1 - limit("rise_share")) * then)
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #20756f34
 def _wander(value: np.ndarray) -> float:
     "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
-    if len(value) < limit("least_long"):  # a median of a few differences is no estimate
+    if len(value) < count_limit("least_long"):  # a median of a few differences is no estimate
         return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
     lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
     return max(difference_noise(value, lag) for lag in lags)
@@ -84,19 +84,19 @@ def _divergence(
     series: Curve,  # a loss as arrays
     validation: Curve | None,  # of the run; None: not logged
 ) -> Finding | None:
-    "Where a loss left its course for good; None where it did not."
+    "Where a loss diverged for good; None where it did not."
     loss, noise, window = smoothed_shape(series)
     scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
-    final = float(np.median(loss[-max(limit("median_records"), window // 2) :]))
+    final = float(np.median(loss[-max(count_limit("median_records"), window // 2) :]))
     rise = final - best
     least_rise = max(
         limit("back_sigma") * noise,
         limit("rise_share") * abs(best),
         limit("level_share") * abs(float(loss[0]) - best),
     )
-    is_best_at_end = n - 1 - at_best < max(limit("median_records"), limit("smooth_share") * n)
+    is_best_at_end = n - 1 - at_best < max(count_limit("median_records"), limit("smooth_share") * n)
     if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
         return None
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))
@@ -111,7 +111,7 @@ def _divergence(
     is_mild = rise < limit("trend_sigma") * scatter  # not more than single records scatter
     improved = validation_improved(validation, int(series.step[left]))
     severity = "warning" if best > limit("most_nats") else "error"
-    ends_at_once = n - left < limit("median_records")
+    ends_at_once = n - left < count_limit("median_records")
     if is_mild or improved or ends_at_once:
         severity = "info"
     return Finding(
@@ -119,9 +119,11 @@ def _divergence(
     )
 
 # %% ../../nbs/api/detect/11_divergence.ipynb #05366bb8
-def _part(series: Curve, kept: np.ndarray) -> Curve:
+def _part(series: Curve, indices: np.ndarray) -> Curve:
     "The records at some indices."
-    return series._replace(step=series.step[kept], value=series.value[kept], segment=series.segment[kept])
+    return series._replace(
+        step=series.step[indices], value=series.value[indices], segment=series.segment[indices]
+    )
 
 
 def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
@@ -133,17 +135,17 @@ def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
         after = next((other.first for other in resumed if other.first >= attempt.stop), None)
         if after != attempt.stop or after in jumped:
             continue
-        found = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
+        finding = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
         back_to = int(series.step[after])
-        if found is not None and found.severity != "info" and found.onset >= back_to:
-            findings.append(found.with_(evidence=found.evidence | {"rolled_back_to": back_to}))
+        if finding is not None and finding.severity != "info" and finding.onset >= back_to:
+            findings.append(finding.with_(evidence=finding.evidence | {"rolled_back_to": back_to}))
     return findings
 
 
 def find_divergence(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one that lasts to the end, and those that a rollback ended
-    "Where the loss left its course for good, or until the run was rolled back."
+    "Where the loss diverged for good, or until the run was rolled back."
     series = longest_run(loss_curve(run))
     if series is None or not is_likelihood(series) or (series.value < 0).any():
         return []
@@ -175,7 +177,7 @@ def _largest_rise(
 ) -> Rise | None:  # None where there are too few blocks or the climb does not last
     "The largest climb from a lowest block to a later one."
     blocks = len(value) // width
-    if blocks < limit("least_records"):
+    if blocks < count_limit("least_records"):
         return None
     skipped = len(value) - blocks * width  # the oldest records are left out: the end counts
     level = np.median(value[skipped:].reshape(blocks, width), axis=1)
@@ -189,7 +191,7 @@ def _largest_rise(
     last = blocks - 1 if not len(after) else top + int(after[0]) - 1
     before = np.flatnonzero(~up[first:top])
     begin = first if not len(before) else first + int(before[-1]) + 1
-    if last - begin + 1 < limit("median_records"):
+    if last - begin + 1 < count_limit("median_records"):
         return None
     here = value[skipped + width * first : skipped + width * (last + 1)]
     apart = _DIFFERENCE_TO_SD * max(
@@ -197,12 +199,12 @@ def _largest_rise(
     )  # tails count too
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records
     noise = np.sqrt(2) * max(difference_noise(level) / np.sqrt(2), alone, 1e-12)
-    place = skipped + width * np.array([first, top, last + 1])
+    edges = skipped + width * np.array([first, top, last + 1])
     z = float(climb[top] / noise)
     return Rise(
-        int(place[0]),
-        int(place[1]) + width // 2,
-        int(place[2]) - 1,
+        int(edges[0]),
+        int(edges[1]) + width // 2,
+        int(edges[2]) - 1,
         low,
         float(level[top]),
         z,
@@ -212,8 +214,8 @@ def _largest_rise(
 # %% ../../nbs/api/detect/11_divergence.ipynb #46673f5c
 def _scales(n: int) -> list[int]:
     "Widths of blocks, doubled, for a series of `n` records."
-    widths, width = [], limit("history") // 16
-    while width * limit("least_records") <= n:
+    widths, width = [], count_limit("history") // 16
+    while width * count_limit("least_records") <= n:
         widths.append(width)
         width *= 2
     return widths
@@ -223,9 +225,9 @@ def _best(series: Curve, start: int) -> Rise | None:
     "The climb that stands out most, over all scales; None where none is large enough."
     value = series.value[start:]
     rises = [_largest_rise(value, width) for width in _scales(len(value))]
-    least = limit("small_share")
-    known = [r for r in rises if r is not None and r.z >= limit("spike_sigma")]
-    large = [r for r in known if r.high - r.low > least * abs(r.low)]
+    smallest_share = limit("small_share")
+    significant = [r for r in rises if r is not None and r.z >= limit("spike_sigma")]
+    large = [r for r in significant if r.high - r.low > smallest_share * abs(r.low)]
     return max(large, key=lambda r: r.z, default=None)
 
 

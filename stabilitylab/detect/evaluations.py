@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .objective import objective_type
 from .restarts import longest_run
 from ..run.curves import Curve, curve, loss_curve, scalars_of
@@ -53,13 +53,13 @@ def evaluation_scores(
 # %% ../../nbs/api/detect/17_evaluations.ipynb #bbbdbe9c
 def _means(score: Curve) -> np.ndarray:
     "Means of as many neighbouring records as a median needs."
-    few = int(limit("median_records"))
+    few = count_limit("median_records")
     return np.convolve(score.value, np.full(few, 1 / few), "valid")
 
 
 def _is_worse(score: Curve) -> int | None:
     "Index of the best record, where the score is clearly worse at its end."
-    means, few = _means(score), int(limit("median_records"))
+    means, few = _means(score), count_limit("median_records")
     best, n = int(np.argmax(means)), len(score.value)
     end = float(score.value[-max(few, int(limit("slight_share") * n)) :].mean())
     fall = float(means[best]) - end
@@ -88,7 +88,7 @@ def find_worse_evaluations(
         evidence = {
             "only_in": score.name,
             "best_score": float(score.value[best]),
-            "final_score": float(score.value[-int(limit("median_records")) :].mean()),
+            "final_score": float(score.value[-count_limit("median_records") :].mean()),
             "train_at_best_val": early,
             "final_train": late,
         }
@@ -98,13 +98,13 @@ def find_worse_evaluations(
 
 def _level_at(series: Curve, step: int) -> float:
     "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort()[: int(limit("short_records"))]
+    nearest = np.abs(series.step - step).argsort()[: count_limit("short_records")]
     return float(np.median(series.value[nearest]))
 
 # %% ../../nbs/api/detect/17_evaluations.ipynb #58db4f49
 def _gains(score: Curve, since: int) -> bool | None:
     "Whether a score rose clearly after a step; None where it has too few records."
-    few, later = int(limit("median_records")), score.value[score.step >= since]
+    few, later = count_limit("median_records"), score.value[score.step >= since]
     if len(later) < 2 * few:
         return None
     third = max(few, len(later) // 3)
@@ -129,7 +129,7 @@ def evaluations_at_plateau(
             return f
         gains = {score.name: _gains(score, f.onset) for score in scores}
         still, rising = ([n for n, gained in gains.items() if gained is what] for what in (False, True))
-        count = int(limit("most_modules"))
+        count = count_limit("most_modules")
         lists = {"scores_still": still[:count], "scores_rising": rising[:count]}
         return f.with_(evidence=f.evidence | {name: names for name, names in lists.items() if names})
 

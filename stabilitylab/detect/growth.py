@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .restarts import longest_run
 from ..run.curves import curve, scalars_of
 from ..run.rolling import difference_noise, smooth
@@ -73,13 +73,13 @@ def sustained_growth(
 ) -> ExponentialGrowth | None:  # None where nothing grew tenfold, or not steadily
     "The largest sustained growth of a series."
     is_positive = np.isfinite(value) & (value > 0)
-    if is_positive.sum() < limit("least_records"):
+    if is_positive.sum() < count_limit("least_records"):
         return None
     step, log = _block_medians(step[is_positive], np.log(value[is_positive]))
-    few = int(limit("few_records"))
+    few = count_limit("few_records")
     settled = max(few, int(limit("slight_share") * len(log)))  # first transients are no reference
     step, log = step[settled:], log[settled:]
-    if len(log) < limit("least_records"):
+    if len(log) < count_limit("least_records"):
         return None
     level = smooth(log, few)
     lowest = np.minimum.accumulate(level)
@@ -152,7 +152,7 @@ def find_growth(
         evidence = {key: value for key, value in asdict(growth).items() if key not in ("onset", "end")}
         if len(grown) > 1:
             others = [other for other, _ in grown[1:]]
-            evidence |= {"others": len(others), "names": others[: int(limit("most_modules"))]}
+            evidence |= {"others": len(others), "names": others[: count_limit("most_modules")]}
         severity = "warning" if growth.growth > limit("huge_factor") else "info"
         findings.append(Finding(kind, severity, growth.onset, growth.end, evidence=evidence, series=name))
     return findings

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..run.curves import curve
 
 # %% ../../nbs/api/detect/14_learning_rate.ipynb #96294320
@@ -18,7 +18,7 @@ def _jumps(
     rate: np.ndarray,  # (n,) learning rate, one a record
 ) -> np.ndarray:  # indices of the first record at each higher rate
     "Where the rate rises at once after a stretch in which it hardly moved."
-    few, factor = int(limit("few_records")), limit("twofold")
+    few, factor = count_limit("few_records"), limit("twofold")
     if len(rate) <= few:
         return np.empty(0, dtype=int)
     after, before, start = rate[few:], rate[few - 1 : -1], rate[:-few]
@@ -47,7 +47,10 @@ def find_lr_jump(
         "factor": float(value[at] / value[at - 1]),
     }
     if len(jumps) > 1:
-        evidence |= {"count": len(jumps), "steps": rate.step[jumps][: int(limit("most_steps"))].tolist()}
+        evidence |= {
+            "count": len(jumps),
+            "steps": rate.step[jumps][: count_limit("most_steps")].tolist(),
+        }
     if not is_new.any():
         evidence["highest_before"] = float(highest_before[0])
     severity = "warning" if is_new.any() else "info"
@@ -66,7 +69,7 @@ def loss_after_jump(
     if jump is None or jump.onset is None or rate is None or jump.severity == "info":
         return findings
     first = int(np.searchsorted(rate.step, jump.onset))
-    last = rate.step[min(first + int(limit("long_records")), len(rate.step) - 1)]
+    last = rate.step[min(first + count_limit("long_records"), len(rate.step) - 1)]
     onsets = [f.onset for f in findings if f.kind in _LOSS_EVENTS and f.severity != "info"]
     after = [onset for onset in onsets if onset is not None and jump.onset <= onset <= last]
     if not after:

@@ -12,13 +12,13 @@ import xarray as xr
 from .activations import first_names
 from .attention import attention_of, sink_excess
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..names.errors import bad_input
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/62_massive_activations.ipynb #5a770f54
 _NEEDED = ("stream_first", "stream_second", "stream_third", "stream_median")
-_PLACE = ("position", "token", "channel", "share")
+_LOCATION = ("position", "token", "channel", "share")
 
 
 def stream_profile(
@@ -36,12 +36,12 @@ def stream_profile(
         raise bad_input("step", step, f"a recorded step, {steps[0]}..{steps[-1]}")
     at = len(steps) - 1 if step is None else int(np.flatnonzero(steps == step)[-1])
     data = data.isel(step=at)
-    known = data.isel(layer=np.flatnonzero(np.isfinite(data.stream_median.values)))
-    largest = xr.concat([known[name] for name in _NEEDED[:3]], "rank", coords="minimal", compat="override")
-    largest = largest.transpose("layer", "rank").assign_attrs(known.stream_first.attrs)
-    out = {"largest": largest, "median": known.stream_median}
-    out |= {name: known[f"stream_{name}"] for name in _PLACE if f"stream_{name}" in known}
-    return xr.Dataset(out) if known.sizes["layer"] else None
+    measured = data.isel(layer=np.flatnonzero(np.isfinite(data.stream_median.values)))
+    largest = xr.concat([measured[name] for name in _NEEDED[:3]], "rank", coords="minimal", compat="override")
+    largest = largest.transpose("layer", "rank").assign_attrs(measured.stream_first.attrs)
+    out = {"largest": largest, "median": measured.stream_median}
+    out |= {name: measured[f"stream_{name}"] for name in _LOCATION if f"stream_{name}" in measured}
+    return xr.Dataset(out) if measured.sizes["layer"] else None
 
 # %% ../../nbs/api/detect/62_massive_activations.ipynb #7ffa130e
 def _watchers(data: xr.Dataset, layer: int, position: float) -> tuple[int, int]:
@@ -65,12 +65,12 @@ def _massive(data: xr.Dataset) -> Finding | None:
     row = int(np.flatnonzero(is_massive.any(1))[0])
     layer = int(np.flatnonzero(is_massive[row])[0])
     now = data.isel(step=row)
-    place = {name: float(now[f"stream_{name}"][layer]) for name in ("position", "channel", "token")}
+    location = {name: float(now[f"stream_{name}"][layer]) for name in ("position", "channel", "token")}
     evidence = {"peak": float(first[row, layer]), "ratio": float(ratio[row, layer])}
-    evidence |= {name: int(value) for name, value in place.items() if np.isfinite(value) and value >= 0}
-    evidence["sink_heads"], evidence["of_heads"] = _watchers(now, layer, place["position"])
+    evidence |= {name: int(value) for name, value in location.items() if np.isfinite(value) and value >= 0}
+    evidence["sink_heads"], evidence["of_heads"] = _watchers(now, layer, location["position"])
     modules = tuple(str(data.module.values[i]) for i in np.flatnonzero(is_massive[row]))[
-        : limit("most_modules")
+        : count_limit("most_modules")
     ]
     return Finding("massive_activation", "info", data.step.values[row], modules=modules, evidence=evidence)
 

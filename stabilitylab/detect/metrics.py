@@ -13,7 +13,7 @@ import xarray as xr
 
 from .findings import Finding
 from .growth import sustained_growth
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from .spikes import high_grad_norm
 from ..numerics.lattice import lattice
@@ -43,20 +43,20 @@ def find_grad_norm_explosion(
     high, level, log = judged
     is_explosion = log[high] - level[high] > np.log(limit("threefold"))
     jumps = high[is_explosion & (norm.value[high] > 0) & ~_grows(norm)[high]]
-    places = stretches(jumps, limit("near_records"))
-    if not places:
+    ranges = stretches(jumps, count_limit("near_records"))
+    if not ranges:
         return []
-    peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in places]
+    peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in ranges]
     worst = max(peaks, key=lambda at: log[at] - level[at])
     evidence = {
-        "count": len(places),
-        "steps": [int(norm.step[first]) for first, _ in places][: limit("most_steps")],
+        "count": len(ranges),
+        "steps": [int(norm.step[first]) for first, _ in ranges][: count_limit("most_steps")],
         "peak": float(norm.value[worst]),
         "peak_step": int(norm.step[worst]),
         "baseline": float(np.exp(level[worst])),
         "factor": float(np.exp(log[worst] - level[worst])),
     }
-    onset, end = norm.step[places[0][0]], norm.step[places[-1][1]]
+    onset, end = norm.step[ranges[0][0]], norm.step[ranges[-1][1]]
     severity = "warning" if evidence["factor"] > limit("grad_warning") else "info"
     return [Finding("grad_norm_explosion", severity, onset, end, evidence=evidence, series=norm.name)]
 
@@ -74,7 +74,7 @@ def _norms_around(run: xr.DataTree, first: int, last: int) -> dict[str, float]:
     norm = curve(run, "grad_norm")
     if norm is None:
         return {}
-    lead = norm.value[norm.step < first][-limit("history") :]
+    lead = norm.value[norm.step < first][-count_limit("history") :]
     inside = norm.value[(norm.step >= first) & (norm.step <= last)]
     if not len(lead) or not len(inside):
         return {}
@@ -90,8 +90,8 @@ def find_loss_scale_collapse(
         return []
     history = read_loss_scale(
         scale.value,
-        dense=int(limit("halvings")),
-        within=int(limit("least_long")),
+        dense=count_limit("halvings"),
+        within=count_limit("least_long"),
         step=scale.step,
         search=limit("slight_share"),
         floor=limit("scale_floor"),
@@ -143,10 +143,10 @@ _CHUNK = 4096  # records that are looked at at once: a stretch may last for a mi
 
 def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, float]]:
     "(first, last, usual, slowest) of each stretch of slow steps, measured against the level before it."
-    usual = before(value, limit("least_trend"), n)
+    usual = before(value, count_limit("least_trend"), n)
     to_here = before(np.r_[value[1:], value[-1:]], n, n)  # median of the n records up to each
     ahead = np.r_[to_here[n - 1 :], np.full(n - 1, np.nan)]  # median of the n records from each on
-    factor, found = limit("slow_factor"), []
+    factor, slow_findings = limit("slow_factor"), []
     slow = np.flatnonzero(ahead > factor * usual)
     at = 0
     while at < len(slow):
@@ -158,29 +158,29 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
         if stop < len(value):
             in_a_row = lasting[np.r_[np.diff(lasting) <= 2, False]] if len(lasting) > 1 else lasting
             end = first + int(in_a_row[-1]) + 1 if len(in_a_row) else end
-        found.append(
+        slow_findings.append(
             (first + int(lasting[0]), min(end, len(value) - 1), level / factor, np.nanmax(ahead[first:stop]))
         )
         at = int(np.searchsorted(slow, stop + n))
-    return found
+    return slow_findings
 
 
 def find_throughput_drop(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # a finding a lasting drop, up to its last slow step; many are one
     "Stretches in which steps took much longer than before."
-    times, n = step_times(run), limit("short_records")
+    times, n = step_times(run), count_limit("short_records")
     if times is None or len(times.value) < 3 * n or (times.value <= 0).any():
         return []
     findings: list[Finding] = []
-    last_index = -limit("long_records") - 1
+    last_index = -count_limit("long_records") - 1
     for first, last, normal, slowest in _slow_stretches(times.value, n):
         evidence = {"usual_step_time": normal, "slow_step_time": slowest, "factor": slowest / normal}
         if last == len(times.value) - 1:
             evidence["to_the_end"] = True
         severity = "warning" if slowest > limit("twofold") * normal else "info"
         end = times.step[last]
-        if first - last_index <= limit("long_records"):
+        if first - last_index <= count_limit("long_records"):
             findings[-1] = findings[-1].with_(end=end)
         else:
             findings.append(
@@ -189,10 +189,10 @@ def find_throughput_drop(
                 )
             )
         last_index = last
-    if len(findings) <= limit("most_alike"):
+    if len(findings) <= count_limit("most_alike"):
         return findings
     worst = max(findings, key=lambda f: f.evidence["factor"])
-    many = {"count": len(findings), "steps": [f.onset for f in findings][: limit("most_steps")]}
+    many = {"count": len(findings), "steps": [f.onset for f in findings][: count_limit("most_steps")]}
     return [worst.with_(evidence=worst.evidence | many)]
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #27bb48bc
@@ -201,14 +201,14 @@ def find_z_loss_collapse(
 ) -> list[Finding]:  # a finding a sudden fall
     "Sudden falls of the z-loss: the output logits collapsed."
     z_loss = curve(run, "z_loss")
-    if z_loss is None or len(z_loss.value) < limit("least_long"):
+    if z_loss is None or len(z_loss.value) < count_limit("least_long"):
         return []
-    level = before(z_loss.value, limit("history") // 2, limit("history") // 4)
-    just_before = before(z_loss.value, limit("history") // 16, 1)
+    level = before(z_loss.value, count_limit("history") // 2, count_limit("history") // 4)
+    just_before = before(z_loss.value, count_limit("history") // 16, 1)
     is_low = z_loss.value < limit("majority") * level
     is_sudden = just_before > limit("near_share") * level
     findings = []
-    for first, last in stretches(np.flatnonzero(is_low & is_sudden), limit("near_records")):
+    for first, last in stretches(np.flatnonzero(is_low & is_sudden), count_limit("near_records")):
         lowest = float(z_loss.value[first : last + 1].min())
         evidence = {"baseline": float(level[first]), "lowest": lowest}
         onset, end = z_loss.step[first], z_loss.step[last]
@@ -236,19 +236,19 @@ def find_length_bias(
         return []
     step, at_loss, at_tokens = np.intersect1d(loss.step, tokens.step, return_indices=True)
     value, length = loss.value[at_loss], tokens.value[at_tokens]
-    if len(step) < limit("least_trend") or np.ptp(length) < limit("level_share") * np.median(length):
+    if len(step) < count_limit("least_trend") or np.ptp(length) < limit("level_share") * np.median(length):
         return []
-    rest = value - before(value, limit("history") // 4)
-    known = np.isfinite(rest)
-    correlation = rank_correlation(length[known], rest[known])
-    z = abs(np.arctanh(np.clip(correlation, -0.999999, 0.999999))) * np.sqrt(max(known.sum() - 3, 1))
+    rest = value - before(value, count_limit("history") // 4)
+    present = np.isfinite(rest)
+    correlation = rank_correlation(length[present], rest[present])
+    z = abs(np.arctanh(np.clip(correlation, -0.999999, 0.999999))) * np.sqrt(max(present.sum() - 3, 1))
     is_strong = abs(correlation) >= limit("minor_share")
     is_significant = z >= limit("spike_sigma")
     if not is_strong or not is_significant:
         return []
     evidence = {
         "rank_correlation": correlation,
-        "records": int(known.sum()),
+        "records": int(present.sum()),
         "z": float(z),
         "shortest": float(length.min()),
         "longest": float(length.max()),
@@ -273,12 +273,12 @@ def _cast_place(run: xr.DataTree, format: str) -> str:
     same = full = None
     for name in series_names(scalars_of(run)):
         witness = curve(run, name) if name in _WITNESSES else None
-        if witness is None or len(witness.value) < limit("least_long"):
+        if witness is None or len(witness.value) < count_limit("least_long"):
             continue
         grid = lattice(witness.value)
-        if same is None and grid.fmt == format and grid.n_distinct > limit("grid_values"):
+        if same is None and grid.fmt == format and grid.n_distinct > count_limit("grid_values"):
             same = name
-        is_full = grid.fmt is None and grid.n_distinct > limit("least_long")
+        is_full = grid.fmt is None and grid.n_distinct > count_limit("least_long")
         if full is None and is_full and name != "lr":
             full = name
     if same is not None:
@@ -291,7 +291,7 @@ def find_quantized_loss(
 ) -> list[Finding]:  # at most one
     "A logged loss that takes only the values of bf16 or fp16."
     loss = loss_curve(run)
-    if loss is None or len(loss.value) < limit("least_long"):
+    if loss is None or len(loss.value) < count_limit("least_long"):
         return []
     grid = lattice(loss.value)
     if grid.fmt is None or grid.n_distinct < 2:
@@ -308,8 +308,8 @@ def find_quantized_loss(
         "steps_to_show": max(1, grid.spacing / slope) if slope > 1e-12 else None,
         "likely_cast": _cast_place(run, grid.fmt),
     }
-    known = {name: value for name, value in evidence.items() if value is not None}
-    severity = "warning" if grid.n_distinct >= limit("grid_values") else "info"
+    present = {name: value for name, value in evidence.items() if value is not None}
+    severity = "warning" if grid.n_distinct >= count_limit("grid_values") else "info"
     return [
-        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=known, series=loss.name)
+        Finding("quantized_loss", severity, loss.step[0], loss.step[-1], evidence=present, series=loss.name)
     ]

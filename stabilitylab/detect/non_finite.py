@@ -14,7 +14,7 @@ import xarray as xr
 
 from .activations import first_names, run_format
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, group_of, loss_name, scalars_of
@@ -41,7 +41,7 @@ def _one_for_all(same: list[Finding]) -> Finding:
         return first
     names = [f.series for f in others]
     worst = max(same, key=lambda f: SEVERITIES.index(f.severity)).severity
-    also = {"others": len(names), "names": names[: limit("most_modules")]}
+    also = {"others": len(names), "names": names[: count_limit("most_modules")]}
     return first.with_(severity=worst, evidence=first.evidence | also)
 
 
@@ -71,7 +71,7 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     )
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #8d778788
-_PLACES = {  # (group, variable) in the order in which a step computes them -> what it is, last one first
+_COMPUTED_IN_ORDER = {  # (group, variable), last computed first -> what it is
     ("activations", "nonfinite_count"): ("The output", False),
     ("activations", "grad_nonfinite_count"): ("The gradient at the output", True),
     ("gradients", "nonfinite_count"): ("The gradient", True),
@@ -154,7 +154,7 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     table = group_of(run, group)
     if table is None or name not in table or not table.sizes["step"]:
         return None
-    what, comes_backwards = _PLACES[group, name]
+    what, comes_backwards = _COMPUTED_IN_ORDER[group, name]
     label = "module" if "module" in table.dims else "param"
     counts = np.nan_to_num(table[name].transpose("step", label).values)
     rows = np.flatnonzero((counts > 0).any(axis=1) & ~_skipped(run, table.step.values))
@@ -183,8 +183,8 @@ def find_first_non_finite(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one, with the modules at its first step
     "The module and step at which a run first was not finite."
-    findings = [_first_bad(run, *place) for place in _PLACES]
-    bad = min((one for one in findings if one is not None), key=lambda one: one.step, default=None)
+    findings = [_first_bad(run, *group_and_name) for group_and_name in _COMPUTED_IN_ORDER]
+    bad = min((each for each in findings if each is not None), key=lambda each: each.step, default=None)
     if bad is None:
         return []
     evidence = {"what": bad.what, "values": int(bad.count), "n": len(bad.order), "stays": bad.stays}

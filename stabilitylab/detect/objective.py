@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .limits import limit
+from .limits import count_limit, limit
 from ..run.curves import Curve, loss_curve, scalars_of
 from ..run.scalars import series_names
 
@@ -73,16 +73,16 @@ def share_of_turns(
     value: np.ndarray,  # (n,) float64, finite
 ) -> float:  # 2/3 for white noise, 1/2 for a running mean of it; NaN for fewer than 3 values that differ
     "The share of records that are higher or lower than both of their neighbours."
-    moves = np.sign(np.diff(value))
-    moves = moves[moves != 0]
-    return float((moves[1:] != moves[:-1]).mean()) if len(moves) > 1 else float("nan")
+    changes = np.sign(np.diff(value))
+    changes = changes[changes != 0]
+    return float((changes[1:] != changes[:-1]).mean()) if len(changes) > 1 else float("nan")
 
 # %% ../../nbs/api/detect/26_objective.ipynb #895d0f42
 def is_smooth(
     value: np.ndarray,  # (n,) float64, finite
 ) -> bool:  # False for a short series
     "Whether a series moves as a running mean does, rather than as single batches."
-    return len(value) >= limit("long_records") and share_of_turns(value) < limit("smooth_turns")
+    return len(value) >= count_limit("long_records") and share_of_turns(value) < limit("smooth_turns")
 
 # %% ../../nbs/api/detect/26_objective.ipynb #4da1b59f
 _EPOCH_STEPS = re.compile(r"epoch × ([\d,]+)$")
@@ -118,9 +118,9 @@ def marked_means(
 # %% ../../nbs/api/detect/26_objective.ipynb #85ed0634
 def _settles(value: np.ndarray) -> float | None:
     "How much more the first quarter of an epoch moves than its later half; None for a short one."
-    moves = np.abs(np.diff(value))
-    early, late = moves[: len(moves) // 4], moves[len(moves) // 2 :]
-    if len(early) < limit("median_records") or not np.median(late) > 0:
+    changes = np.abs(np.diff(value))
+    early, late = changes[: len(changes) // 4], changes[len(changes) // 2 :]
+    if len(early) < count_limit("median_records") or not np.median(late) > 0:
         return None
     return float(np.median(early) / np.median(late))
 
@@ -133,6 +133,6 @@ def epoch_means(
     last = np.r_[np.flatnonzero(np.diff(epoch) != 0), len(epoch) - 1]
     parts = np.split(loss.value, last[:-1] + 1)
     settled = [ratio for ratio in map(_settles, parts[1:]) if ratio is not None]  # the first one falls
-    if len(settled) < limit("median_records") or np.median(settled) < limit("threefold"):
+    if len(settled) < count_limit("median_records") or np.median(settled) < limit("threefold"):
         return None
     return last

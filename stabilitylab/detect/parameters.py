@@ -20,7 +20,7 @@ from stabilitylab.detect.activations import (
 )
 from .findings import Finding
 from .growth import growth_evidence
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from ..run.curves import curve, group_of
 
@@ -30,7 +30,11 @@ def find_param_grad_explosion(
 ) -> list[Finding]:  # at most one
     "Parameters whose gradient norm grew far beyond its early range."
     gradients = group_of(run, "gradients")
-    if gradients is None or "grad_norm" not in gradients or gradients.sizes["step"] < limit("least_records"):
+    if (
+        gradients is None
+        or "grad_norm" not in gradients
+        or gradients.sizes["step"] < count_limit("least_records")
+    ):
         return []
     at, ratio = first_crossings(gradients.grad_norm.values)
     order = crossing_order(at, ratio)
@@ -60,7 +64,7 @@ def find_update_rms_excess(
     if optimizer is None or "update_rms" not in optimizer or len(betas) != 2:
         return []
     entries = np.array([np.prod(shapes.get(str(name), [0])) for name in optimizer.param.values])
-    large = optimizer.isel(param=np.flatnonzero(entries >= limit("update_entries")))
+    large = optimizer.isel(param=np.flatnonzero(entries >= count_limit("update_entries")))
     rms = large.update_rms.values
     is_over = rms >= limit("update_rms")
     if not is_over.any():
@@ -68,12 +72,12 @@ def find_update_rms_excess(
     row, column = np.unravel_index(np.nanargmax(rms), rms.shape)
     rate = is_over[:, column].mean()
     steps = large.step.values[is_over[:, column]]
-    order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: limit("most_modules")]
+    order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
         "ceiling": float(rms_ceiling(row + 1, betas[1])),
-        "chance": float(1 - (1 - rate) ** limit("rms_lead")),
-        "steps": steps[: limit("most_crossings")].tolist(),
+        "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
+        "steps": steps[: count_limit("most_crossings")].tolist(),
     }
     modules = first_names(large.param, order[is_over[:, order].any(axis=0)])
     return [Finding("update_rms_excess", "info", steps[0], modules=modules, evidence=evidence)]
@@ -127,7 +131,7 @@ def find_no_gradient(
 # %% ../../nbs/api/detect/61_parameters.ipynb #c12c0669
 def _has_odd_side(shape: list[int]) -> bool:
     "Whether tensor cores need padding for a matrix of this shape."
-    return len(shape) == 2 and any(side % limit("aligned_sides") for side in shape)
+    return len(shape) == 2 and any(side % count_limit("aligned_sides") for side in shape)
 
 
 def find_misaligned_shape(
@@ -138,10 +142,10 @@ def find_misaligned_shape(
     if not bad:
         return []
     first = next(iter(bad.values()))
-    sides = int(limit("aligned_sides"))
+    sides = count_limit("aligned_sides")
     take = [side + -side % sides for side in first]
     evidence = {"n": len(bad), "shape": f"{first[0]}×{first[1]}", "take": f"{take[0]}×{take[1]}"}
-    modules = tuple(bad)[: limit("most_modules")]
+    modules = tuple(bad)[: count_limit("most_modules")]
     return [Finding("misaligned_shape", "info", modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/61_parameters.ipynb #8bb6256f
@@ -154,7 +158,7 @@ def find_wide_init(
         return []
     if int(weights.step.values[0]) != 0:
         return []
-    wide = []  # (ratio, name, std, H)
+    too_wide = []  # (ratio, name, std, H)
     norms = weights.weight_norm.values[0]
     for name, kind, norm in zip(weights.param.values, weights.kind.values, norms, strict=True):
         shape = shapes.get(str(name), [])
@@ -163,14 +167,14 @@ def find_wide_init(
         H, std = min(shape), float(norm) / np.sqrt(np.prod(shape))
         ratio = std / np.sqrt(2 / (5 * H))
         if ratio >= limit("twofold"):
-            wide.append((ratio, str(name), std, H))
-    if not wide:
+            too_wide.append((ratio, str(name), std, H))
+    if not too_wide:
         return []
-    wide.sort(reverse=True)
-    ratio, _, std, H = wide[0]
+    too_wide.sort(reverse=True)
+    ratio, _, std, H = too_wide[0]
     allowed = float(np.sqrt(2 / (5 * H)))
     evidence = {"std": std, "ratio": float(ratio), "allowed": allowed, "H": int(H)}
-    modules = tuple(row[1] for row in wide[: limit("most_modules")])
+    modules = tuple(row[1] for row in too_wide[: count_limit("most_modules")])
     return [Finding("init_std_too_large", "warning", 0, modules=modules, evidence=evidence)]
 
 # %% ../../nbs/api/detect/61_parameters.ipynb #db35cd3f
@@ -183,8 +187,8 @@ def find_without_optimizer(
     "Trainable parameters that are in no optimizer."
     events = group_of(run, "events")
     texts = [] if events is None else events.event_text.values.astype(str).tolist()
-    told = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
-    names = tuple(dict.fromkeys(name for text in told for name in text.split(", ")))
+    forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
+    names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
     if not names:
         return []
     evidence = {"without_optimizer": len(names)}
@@ -200,12 +204,12 @@ def find_large_steps(
         return []
     is_matrix = [str(kind).startswith(("attn.", "mlp.")) for kind in updates.kind.values]
     ratio = updates.update_ratio.transpose("step", "param").values[:, is_matrix]
-    if ratio.shape[1] < limit("median_records"):
+    if ratio.shape[1] < count_limit("median_records"):
         return []
     ratio = np.where(np.isfinite(ratio), ratio, np.nan)
     quarter = np.sort(np.nan_to_num(ratio), axis=1)[:, ratio.shape[1] // 4]  # three quarters are above it
     large = np.flatnonzero(quarter > limit("minor_share"))
-    if len(large) < limit("median_records"):
+    if len(large) < count_limit("median_records"):
         return []
     at, lr = large[0], curve(run, "lr")
     worst = np.argsort(-np.nan_to_num(ratio[at]))
@@ -223,9 +227,9 @@ _NEEDS = {  # words of what cannot be judged -> variables of which each would sh
 }
 
 
-def _holds_any(run: xr.DataTree, places: tuple[tuple[str, str], ...]) -> bool:
+def _holds_any(run: xr.DataTree, variables: tuple[tuple[str, str], ...]) -> bool:
     "Whether a record has one of these variables."
-    tables = [(group_of(run, group), name) for group, name in places]
+    tables = [(group_of(run, group), name) for group, name in variables]
     return any(table is not None and name in table for table, name in tables)
 
 
@@ -235,7 +239,7 @@ def not_shown(
     "What a record does not hold, and so cannot judge."
     if group_of(run, "activations") is None:
         return []
-    missing = [evidence_words(topic) for topic, places in _NEEDS.items() if not _holds_any(run, places)]
+    missing = [evidence_words(topic) for topic, variables in _NEEDS.items() if not _holds_any(run, variables)]
     return [*missing, evidence_words("unseen samples")]
 
 # %% ../../nbs/api/detect/61_parameters.ipynb #5193025b

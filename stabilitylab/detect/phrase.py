@@ -31,11 +31,11 @@ _MULTIPLES = ("z", "factor")  # left out where they are not finite
 _NAMED = 4  # runs that a sentence names
 
 
-def _listed(names: list[str]) -> str:
+def _joined(names: list[str]) -> str:
     "Names as a sentence has them."
-    shown, rest = names[:_NAMED], len(names) - _NAMED
-    last = format_count(rest, "more|more") if rest > 0 else shown.pop()
-    return f"{', '.join(shown)} and {last}" if shown else last
+    head, rest = names[:_NAMED], len(names) - _NAMED
+    last = format_count(rest, "more|more") if rest > 0 else head.pop()
+    return f"{', '.join(head)} and {last}" if head else last
 
 
 def _key(value: object) -> str:
@@ -54,7 +54,7 @@ def _fields(finding: Finding) -> dict:
         fields["module"] = finding.modules[0]
     for field in ("names", "scores_still", "scores_rising"):
         if fields.get(field):
-            fields[f"{field}_words"] = _listed(list(fields[field]))
+            fields[f"{field}_words"] = _joined(list(fields[field]))
     for name, coded in _CODED.items():
         if coded["of"] not in fields:
             continue
@@ -88,5 +88,5 @@ def evidence_words(
     "Words that a detector puts into its evidence, from the same table."
     if topic not in _EVIDENCE:
         raise bad_input("topic", topic, f"one of {', '.join(_EVIDENCE)}")
-    told = {name: "nothing" if value is None else value for name, value in fields.items()}
-    return fill(_EVIDENCE[topic], told)
+    filled = {name: "nothing" if value is None else value for name, value in fields.items()}
+    return fill(_EVIDENCE[topic], filled)

@@ -15,7 +15,7 @@ import xarray as xr
 from .activations import first_crossings
 from .divergence import find_divergence
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .non_finite import find_non_finite
 from .spikes import find_loss_spikes
 from ..run.curves import curve, group_of, loss_curve, step_interval
@@ -42,7 +42,7 @@ def resume_spikes(
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes within a few records of a restart that heal fast."
     interval, resumes = _interval(run), _resumes(run, findings)
-    near, loss = limit("few_records") * interval, loss_curve(run)
+    reach, loss = count_limit("few_records") * interval, loss_curve(run)
     start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
 
     def renamed(f: Finding) -> Finding:  # f: as found
@@ -50,7 +50,7 @@ def resume_spikes(
         healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
         if not healed_fast or "only_in" in f.evidence:
             return f
-        restarts = [step for step in resumes if 0 <= f.onset - step <= near]
+        restarts = [step for step in resumes if 0 <= f.onset - step <= reach]
         if not restarts:
             return f
         is_one_record = f.end == f.onset and f.onset - restarts[0] < interval
@@ -125,12 +125,12 @@ def drop_explained_rises(
     "A slow rise is told only where nothing sharper explains it."
     sharper = [f for f in findings if f.kind in _RISES and f.severity != "info"]
 
-    def is_told(f: Finding) -> bool:  # f: a slow rise
+    def is_explained(f: Finding) -> bool:  # f: a slow rise
         "Whether a sharper finding tells of the same steps."
         first, last = sorted((f.onset, f.end))  # behind a restart the later record has the lower step
         return any(first <= other.end and other.onset <= last for other in sharper)
 
-    return [f for f in findings if f.kind != "slow_rise" or not is_told(f)]
+    return [f for f in findings if f.kind != "slow_rise" or not is_explained(f)]
 
 # %% ../../nbs/api/detect/30_relations.ipynb #05eccd36
 def _is_event(f: Finding, *kinds: str) -> bool:
@@ -156,17 +156,17 @@ def grad_norm_and_loss(
 ) -> list[Finding]:  # with gradient-norm explosions and growth raised to warnings where the loss followed
     "A gradient norm that exploded shortly before or at a loss event is part of it."
     interval = _interval(run)
-    near = limit("near_records") * interval
+    reach = count_limit("near_records") * interval
     events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
     lost = [f.onset for f in findings if _is_event(f, "non_finite") and "loss" in f.series]
 
     def raised(f: Finding) -> Finding:  # f: as found
         "The finding, raised where one of its steps came before an event."
         if "doubling_steps" in f.evidence:
-            return _led_by_growth(f, [*events, *lost], near)
+            return _led_by_growth(f, [*events, *lost], reach)
         for step in f.evidence.get("steps", []):
             for event in events:
-                if -interval <= event - step <= near:
+                if -interval <= event - step <= reach:
                     evidence = {"lead_steps": max(0, event - step), "loss_event": event}
                     return f.with_(severity="warning", evidence=f.evidence | evidence)
         return f
@@ -179,7 +179,7 @@ def z_loss_and_loss(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with falls of the z-loss that say whether they or the loss came first
     "Which came first, the z-loss or the loss, where a loss event lies near."
-    tolerance = limit("near_records") * _interval(run)
+    tolerance = count_limit("near_records") * _interval(run)
     events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
 
     def ordered(f: Finding) -> Finding:  # f: a fall of the z-loss
@@ -199,10 +199,10 @@ def high_learning_rate(
 ) -> list[Finding]:  # with one `lr_too_high` more, where it fits
     "The loss went up while the learning rate was rising or near its highest."
     lr = curve(run, "lr")
-    if lr is None or len(lr.value) < limit("least_records") or lr.value.max() <= 0:
+    if lr is None or len(lr.value) < count_limit("least_records") or lr.value.max() <= 0:
         return findings
     n, highest = len(lr.value), lr.value.max()
-    back = max(limit("few_records"), int(limit("smooth_share") * n))
+    back = max(count_limit("few_records"), int(limit("smooth_share") * n))
     has_peak = highest > (1 + limit("hardly_share")) * lr.value.min()
     lost = [f for f in findings if _is_event(f, "divergence", "loss_spike") and f.severity == "error"]
     for f in sorted(lost, key=lambda f: f.onset):
@@ -229,7 +229,7 @@ def hardware_and_spikes(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with hardware errors that say which spike they are near
     "A hardware message near a loss event is worth a rerun of that step."
-    near = limit("long_records") * _interval(run)
+    reach = count_limit("long_records") * _interval(run)
     events = [f for f in findings if _is_event(f, "loss_spike", "divergence", "non_finite")]
 
     def marked(f: Finding) -> Finding:  # f: as found
@@ -237,7 +237,7 @@ def hardware_and_spikes(
         if f.onset is None:
             return f
         for event in events:
-            if abs(event.onset - f.onset) <= near:
+            if abs(event.onset - f.onset) <= reach:
                 return f.with_(evidence=f.evidence | {"near": event.kind, "near_step": event.onset})
         return f
 
@@ -268,13 +268,13 @@ def _led(f: Finding, step: int, event: int) -> Finding:
     return f.with_(evidence=f.evidence | {"lead_steps": event - step, "loss_event": event})
 
 
-def _led_shortly(f: Finding, events: list[int], near: int) -> Finding:
+def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
     "A sign that comes and goes: the crossing shortly before the loss counts, where that is no chance."
     if f.evidence["chance"] > limit("rms_chance"):
         return f
     for event in events:
         for step in f.evidence.get("steps", []):
-            if 0 <= event - step <= near:
+            if 0 <= event - step <= reach:
                 return _led(f.with_(severity="warning"), step, event)
     return f
 
@@ -284,7 +284,7 @@ def layer_leads(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with the lead of every sign inside the model on the next loss event
     "How many steps a sign in a layer came before the loss."
-    events, near = loss_events(findings), limit("rms_lead") * _interval(run)
+    events, reach = loss_events(findings), count_limit("rms_lead") * _interval(run)
 
     def led(f: Finding) -> Finding:  # f: as found
         "The finding with the event of the loss that it led."
@@ -292,7 +292,7 @@ def layer_leads(
         if not is_sign:
             return f
         if f.kind == "update_rms_excess":
-            return _led_shortly(f, events, near)
+            return _led_shortly(f, events, reach)
         later = [event for event in events if event >= f.onset]
         return _led(f, f.onset, later[0]) if later else f
 
@@ -320,7 +320,7 @@ def first_changes(
 ):  # module, kind, layer, what ('output', 'gradient'), step, ratio; attrs['loss_onset']: step or None
     "Every module that left its early range, in that order; the ratio is to its early largest value."
     activations, rows = group_of(run, "activations"), []
-    if activations is not None and activations.sizes["step"] >= limit("least_records"):
+    if activations is not None and activations.sizes["step"] >= count_limit("least_records"):
         if "absmax" in activations:
             rows += _rows(activations, "absmax", "output", 0.0)
         if "grad_absmax" in activations:

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from ..run.attempts import rolled_back_at
 from ..run.curves import Curve, group_of, loss_curve, scalars_of, step_interval
@@ -35,7 +35,7 @@ def find_resumed_segments(
         evidence = {"before": before, "steps_repeated": before - int(step[at])}
         findings.append(Finding("restart", "info", step[at], evidence=evidence))
     fresh = [f for f in findings if f.onset <= step[0]]
-    if len(fresh) <= limit("most_alike"):
+    if len(fresh) <= count_limit("most_alike"):
         return findings
     together = Finding("restart", "info", fresh[0].onset, evidence={"count": len(fresh)})
     return [together, *(f for f in findings if f.onset > step[0])]
@@ -53,7 +53,9 @@ SETTINGS = (
 
 def _is_next(before: np.ndarray, after: np.ndarray) -> bool:
     "Whether the steps of a pass go on soon after those of the pass before."
-    return len(before) > 1 and after[0] - before[-1] <= limit("gap_records") * np.median(np.diff(before))
+    return len(before) > 1 and after[0] - before[-1] <= count_limit("gap_records") * np.median(
+        np.diff(before)
+    )
 
 
 def _changed(before: xr.DataArray, after: xr.DataArray) -> tuple[float, float] | None:
@@ -117,7 +119,7 @@ def _fresh_starts(
 ) -> list[int]:  # indices of first records of further models; [] for one model
     "Where a loss jumps back to where it began and falls again as it fell then: folds, or runs in one file."
     value = series.value
-    few, n = limit("few_records"), len(value)
+    few, n = count_limit("few_records"), len(value)
     level = before(value, few, few)
     learned = value[:1] - level
     is_learned = learned > limit("spike_sigma") * difference_noise(value)
@@ -126,7 +128,7 @@ def _fresh_starts(
         return []
     drop = float(learned[jumps[0]])
     half = int(np.argmax(value <= value[0] - drop / 2))
-    records = int(np.clip(2 * half, few, limit("history") // 2))
+    records = int(np.clip(2 * half, few, count_limit("history") // 2))
     is_whole = (jumps >= records) & (jumps + records <= n)
     if half < few or not is_whole.any():
         return []  # a loss that falls at once, and a spike that comes back at once, look alike
@@ -148,7 +150,7 @@ def split_runs(
     if not len(value):
         return [series]
     near_start = step[:1] + step_interval(series)
-    few, cuts = limit("few_records"), [0]
+    few, cuts = count_limit("few_records"), [0]
     starts = [np.median(value[:few])]
     for at in back[step[back] <= near_start]:
         ended, begins = np.median(value[max(0, at - few) : at]), np.median(value[at : at + few])
@@ -196,7 +198,7 @@ def find_concatenated_runs(
         return []
     evidence = {
         "count": len(new),
-        "steps": new[: limit("most_steps")],
+        "steps": new[: count_limit("most_steps")],
         "note": evidence_words("fresh models"),
     }
     return [Finding("restart", "info", new[0], evidence=evidence, series=loss.name)]

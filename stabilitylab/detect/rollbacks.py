@@ -14,7 +14,7 @@ import xarray as xr
 
 from .divergence import find_divergence
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .spikes import find_loss_spikes
 from ..run.attempts import Attempt, attempts, surviving
 from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
@@ -145,13 +145,13 @@ def _dip(series: Curve, resumed: int, healed: int) -> tuple[float, float, float]
     ahead = ahead[series.segment[ahead] == series.segment[ahead[-1]]] if len(ahead) else ahead
     if not len(ahead):
         return None
-    lead = series.value[max(0, ahead[0] - limit("history")) : ahead[0]]
-    if len(lead) < limit("short_records"):
+    lead = series.value[max(0, ahead[0] - count_limit("history")) : ahead[0]]
+    if len(lead) < count_limit("short_records"):
         return None
     level = float(np.median(lead))
     noise = max(MAD_TO_SD * float(np.median(np.abs(lead - level))), limit("noise_floor") * abs(level), 1e-12)
-    inside = float(np.median(series.value[ahead[: limit("few_records")]]))
-    return level, inside, (inside - level) / (noise / np.sqrt(min(len(ahead), limit("few_records"))))
+    inside = float(np.median(series.value[ahead[: count_limit("few_records")]]))
+    return level, inside, (inside - level) / (noise / np.sqrt(min(len(ahead), count_limit("few_records"))))
 
 
 def _mixture(run: xr.DataTree, bumps: list[Finding]) -> dict:

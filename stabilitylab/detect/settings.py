@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from .restarts import SETTINGS
 from ..run.curves import Curve, curve, loss_curve, scalars_of, step_interval
@@ -25,7 +25,7 @@ def changed_records(
     value: np.ndarray,  # (n,) a setting, one a record
 ) -> np.ndarray:  # indices of the first record at each new value
     "Where a setting that stood still was set to another value, at which it stays."
-    few = int(limit("few_records"))
+    few = count_limit("few_records")
     if len(value) < 2 * few:
         return np.zeros(0, np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(value, few)
@@ -73,7 +73,7 @@ def _effect(setting: Curve, at: int, ends: list[int], loss: Curve) -> Finding | 
     "One change with the levels of the loss around it."
     start, later = int(setting.step[at]), [k for k in ends if k > at]
     stop = int(setting.step[later[0]]) if later else int(loss.step[-1]) + 1
-    reach = int(limit("long_records")) * step_interval(loss)
+    reach = count_limit("long_records") * step_interval(loss)
     before = _level(loss, start - reach, start)
     while_ = _level(loss, start, min(start + reach, stop))
     after = _level(loss, stop, stop + reach) if later else (float("nan"), 0)
@@ -141,7 +141,7 @@ def changes_and_events(
     changes = [f for f in findings if f.kind == "environment_change" and "effect" in f.evidence]
     if not changes:
         return findings
-    reach = int(limit("long_records")) * step_interval(loss_curve(run))
+    reach = count_limit("long_records") * step_interval(loss_curve(run))
     related = []
     for f in findings:
         change = _changed_before(f, changes, reach)

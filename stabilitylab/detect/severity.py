@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .metrics import rank_correlation
 from stabilitylab.detect.objective import (
     Objective,
@@ -50,7 +50,7 @@ class _LossContext:
     @cached_property
     def start(self) -> float:
         "Its level at the start of the run."
-        return float(np.median(np.abs(self.loss.value[: limit("few_records")])))
+        return float(np.median(np.abs(self.loss.value[: count_limit("few_records")])))
 
     @cached_property
     def is_running_mean(self) -> bool:
@@ -74,53 +74,53 @@ class _LossContext:
         step, evidence = self.loss.step, f.evidence
         is_peak = (step == evidence.get("peak_step")) & (self.loss.value == evidence.get("peak"))
         at = int(np.argmax(is_peak if is_peak.any() else step == f.onset))
-        before, behind = np.flatnonzero(step[: at + 1] == f.onset), np.flatnonzero(step[at:] == f.end)
-        return int(before[-1]) if len(before) else at, at + int(behind[0]) if len(behind) else at
+        before, ends = np.flatnonzero(step[: at + 1] == f.onset), np.flatnonzero(step[at:] == f.end)
+        return int(before[-1]) if len(before) else at, at + int(ends[0]) if len(ends) else at
 
 # %% ../../nbs/api/detect/27_severity.ipynb #1c8e185d
 def _scatter_grew(loss: Curve, at: int) -> bool:
     "Whether the records from `at` on scatter much more than those before."
-    before = loss.value[max(0, at - limit("history")) : at]
-    after = loss.value[at : at + limit("history") // 4]
-    if min(len(before), len(after)) < limit("history") // 4:
+    before = loss.value[max(0, at - count_limit("history")) : at]
+    after = loss.value[at : at + count_limit("history") // 4]
+    if min(len(before), len(after)) < count_limit("history") // 4:
         return False
     return bool(difference_noise(after) > limit("threefold") * difference_noise(before))
 
 
-def _runs_away(f: Finding, course: _LossContext) -> bool:
+def _runs_away(f: Finding, context: _LossContext) -> bool:
     "Whether a loss stayed for many records at many times its start."
     reached = f.evidence.get("peak", f.evidence.get("final", 0.0))
-    inside = (course.loss.step >= f.onset) & (course.loss.step <= f.end)
-    is_high = course.loss.value > limit("tenfold") * course.start
-    lasts = int((inside & is_high).sum()) > limit("near_records")
-    return lasts and reached > limit("tenfold") * course.start > 0
+    inside = (context.loss.step >= f.onset) & (context.loss.step <= f.end)
+    is_high = context.loss.value > limit("tenfold") * context.start
+    lasts = int((inside & is_high).sum()) > count_limit("near_records")
+    return lasts and reached > limit("tenfold") * context.start > 0
 
 
-def _moving_goal(f: Finding, course: _LossContext) -> str:
+def _moving_goal(f: Finding, context: _LossContext) -> str:
     "A loss whose goal moves as the model learns."
-    if f.kind not in _COURSES or not course.objective.moving:
+    if f.kind not in _COURSES or not context.objective.moving:
         return ""
-    if _runs_away(f, course):
+    if _runs_away(f, context):
         return ""
-    if f.kind in _SPIKES and _scatter_grew(course.loss, course.span(f)[0]):
+    if f.kind in _SPIKES and _scatter_grew(context.loss, context.span(f)[0]):
         return ""
-    return f"{course.objective.moving} loss"
+    return f"{context.objective.moving} loss"
 
 # %% ../../nbs/api/detect/27_severity.ipynb #59803883
-def _near_zero(f: Finding, course: _LossContext) -> str:
+def _near_zero(f: Finding, context: _LossContext) -> str:
     "A spike whose peak is next to nothing beside the loss at the start."
-    is_low = f.kind in _SPIKES and 0 < f.evidence["peak"] < limit("hardly_share") * course.start
+    is_low = f.kind in _SPIKES and 0 < f.evidence["peak"] < limit("hardly_share") * context.start
     return "near zero" if is_low else ""
 
 # %% ../../nbs/api/detect/27_severity.ipynb #238314e6
-def _begins_anew(f: Finding, course: _LossContext) -> str:
+def _begins_anew(f: Finding, context: _LossContext) -> str:
     "A rise of a mean over the epoch so far that the epochs as a whole do not have."
     is_rise = f.kind in (*_RISES, "divergence")
-    if not is_rise or course.whole_epochs is None:
+    if not is_rise or context.whole_epochs is None:
         return ""
-    value = course.loss.value[course.whole_epochs]
-    first, last = np.searchsorted(course.whole_epochs, course.span(f))
-    before = value[:first][-limit("median_records") :]
+    value = context.loss.value[context.whole_epochs]
+    first, last = np.searchsorted(context.whole_epochs, context.span(f))
+    before = value[:first][-count_limit("median_records") :]
     inside = value[first : last + 1]
     if not len(before) or not len(inside):
         return ""
@@ -134,21 +134,21 @@ def _is_open(f: Finding) -> bool:
     return f.evidence.get("recovery") == "none" or f.evidence.get("stays", False)
 
 
-def _remembers(f: Finding, course: _LossContext) -> str:
+def _remembers(f: Finding, context: _LossContext) -> str:
     "A rise of a running mean that came back."
     came_back = f.kind in _RISES and not _is_open(f)
-    return "running mean" if came_back and course.is_running_mean else ""
+    return "running mean" if came_back and context.is_running_mean else ""
 
 
-def _is_another_attempt(f: Finding, course: _LossContext) -> str:
+def _is_another_attempt(f: Finding, context: _LossContext) -> str:
     "A restart that begins as high as an earlier attempt stood, and stays there until the next restart."
     if f.kind not in _SPIKES:
         return ""
-    loss, (first, _) = course.loss, course.span(f)
+    loss, (first, _) = context.loss, context.span(f)
     own = np.flatnonzero(loss.segment == loss.segment[first])
     baseline, peak = f.evidence["baseline"], f.evidence["peak"]
     middle = baseline + limit("majority") * (peak - baseline)
-    is_first = first - own[0] <= limit("outlier_records")
+    is_first = first - own[0] <= count_limit("outlier_records")
     if not is_first or loss.value[own].min() < middle:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):
@@ -159,19 +159,19 @@ def _is_another_attempt(f: Finding, course: _LossContext) -> str:
     return ""
 
 # %% ../../nbs/api/detect/27_severity.ipynb #d7b74cb7
-def _drifts(f: Finding, course: _LossContext) -> str:
+def _drifts(f: Finding, context: _LossContext) -> str:
     "A rise of a loss above all nats that is small beside what the run had learned."
     if f.kind not in ("divergence", "slow_rise") or f.evidence["baseline"] <= limit("most_nats"):
         return ""
-    learned = course.start - f.evidence["baseline"]
+    learned = context.start - f.evidence["baseline"]
     rise = f.evidence.get("final", f.evidence.get("peak")) - f.evidence["baseline"]
     return "drifts" if rise < limit("minor_share") * learned else ""
 
 
-def _climbs_throughout(f: Finding, course: _LossContext) -> str:
+def _climbs_throughout(f: Finding, context: _LossContext) -> str:
     "A loss that climbs from its first records to its last as steadily as something that is maximised."
     is_lost = f.kind == "divergence" or (f.kind in _RISES and _is_open(f))
-    value = course.loss.value
+    value = context.loss.value
     is_best_first = np.argmin(value) < limit("slight_share") * len(value)
     if not is_lost or not is_best_first:
         return ""
@@ -179,12 +179,12 @@ def _climbs_throughout(f: Finding, course: _LossContext) -> str:
     return "climbs throughout" if climbs > limit("climb_rank") else ""
 
 
-def _came_back_before(f: Finding, course: _LossContext) -> str:
+def _came_back_before(f: Finding, context: _LossContext) -> str:
     "A rise at the end of the log, shorter than an earlier one of its height took to come back."
     if f.kind != "divergence" or f.end is None:
         return ""
     height = f.evidence["final"] - f.evidence["baseline"]
-    for other in course.findings:
+    for other in context.findings:
         is_earlier = other.kind in _SPIKES and other.end < f.onset and other.evidence["recovery"] != "none"
         if not is_earlier:
             continue
@@ -207,11 +207,11 @@ _RULES: tuple[Callable[[Finding, _LossContext], str], ...] = (
 )
 
 
-def _lowered(f: Finding, course: _LossContext) -> Finding:
+def _lowered(f: Finding, context: _LossContext) -> Finding:
     "The finding, as a note with its reason where one of the rules knows it."
     if f.severity == "info":
         return f
-    reason = next(filter(None, (rule(f, course) for rule in _RULES)), "")
+    reason = next(filter(None, (rule(f, context) for rule in _RULES)), "")
     if not reason:
         return f
     return f.with_(severity="info", evidence=f.evidence | {"note": evidence_words(reason)})
@@ -225,5 +225,5 @@ def lower_severity(
     loss = loss_curve(run)
     if loss is None or not len(loss.value):
         return findings
-    course = _LossContext(run, loss, findings)
-    return [_lowered(f, course) if f.series == loss.name else f for f in findings]
+    context = _LossContext(run, loss, findings)
+    return [_lowered(f, context) if f.series == loss.name else f for f in findings]

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from ..run.curves import curve, group_of, loss_curve, scalars_of
 from ..run.scalars import series_names
 
@@ -28,8 +28,8 @@ def find_scale_floor(
     )
     if not steps:
         return []
-    known = [step for step in steps if step >= 0]
-    first, last = (min(known), max(known)) if known else (None, None)
+    recorded = [step for step in steps if step >= 0]
+    first, last = (min(recorded), max(recorded)) if recorded else (None, None)
     evidence = {"floor_messages": len(steps), "floor_at": first}
     return [Finding("loss_scale_collapse", "error", first, last, evidence=evidence, series="loss_scale")]
 
@@ -58,10 +58,10 @@ def _logistic(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _skipped(run: xr.DataTree) -> tuple[np.ndarray, np.ndarray] | None:
     "Steps of the records, and whether each was skipped; None where the log tells of no skip."
     counted, loss, events = curve(run, "skipped"), loss_curve(run), group_of(run, "events")
-    if counted is not None and len(counted.value) > limit("least_trend"):
+    if counted is not None and len(counted.value) > count_limit("least_trend"):
         is_total = counted.value.max() > 1 and (np.diff(counted.value) >= 0).all()
         return counted.step, np.diff(counted.value, prepend=0.0) > 0 if is_total else counted.value > 0
-    if events is None or loss is None or len(loss.step) < limit("least_trend"):
+    if events is None or loss is None or len(loss.step) < count_limit("least_trend"):
         return None
     overflowed = events.event_step.values[events.event_kind.values == "overflow"]
     return (loss.step, np.isin(loss.step, overflowed)) if len(overflowed) else None
@@ -71,14 +71,14 @@ def skip_rate(
     run: xr.DataTree,  # a record
 ) -> SkipRate | None:  # None where the log tells of no skips, or of fewer than ten
     "The rate of skipped steps and its slope."
-    known = _skipped(run)
-    if known is None:
+    recorded = _skipped(run)
+    if recorded is None:
         return None
-    step, is_skipped = known[0].astype(float), known[1]
+    step, is_skipped = recorded[0].astype(float), recorded[1]
     share = (step - step.min()) / max(1.0, float(np.ptp(step)))
     later = share >= limit("slight_share")
     x, y = share[later], is_skipped[later].astype(float)
-    if y.sum() < limit("least_records") or y.all():
+    if y.sum() < count_limit("least_records") or y.all():
         return None
     (a, b), covariance = _logistic(x, y)
     rate = 1 / (1 + np.exp(-(a + b * np.array([x.min(), x.max()]))))
@@ -124,8 +124,8 @@ def _threshold(run: xr.DataTree) -> float | None:
     said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None and len(c.value)}
     settings = {**said_so, **scalars_of(run).attrs, **run.attrs}
     settings |= settings.get("config") if isinstance(settings.get("config"), dict) else {}
-    said = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
-    named = [float(value) for value in said if isinstance(value, (int, float)) and value > 0]
+    clips = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
+    named = [float(value) for value in clips if isinstance(value, (int, float)) and value > 0]
     clipped = curve(run, "clipped_grad_norm")
     if named:
         return named[0]

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .metrics import step_times
 from ..run.curves import Curve, curve, group_of, loss_curve
 
@@ -47,7 +47,7 @@ def find_hang(
 ) -> list[Finding]:  # a finding a gap; pauses that recur, as for an evaluation, are none
     "Gaps of many minutes between two records, without a restart."
     gaps = _seconds_between(run)
-    if gaps is None or len(gaps[2]) < limit("least_records"):
+    if gaps is None or len(gaps[2]) < count_limit("least_records"):
         return []
     before, after, seconds = gaps
     usual = float(np.median(seconds))
@@ -59,7 +59,7 @@ def find_hang(
     findings = []
     for at in np.flatnonzero(is_gap & ~_is_restart(run, before, after)):
         alike = len(seconds) - np.searchsorted(longest, seconds[at] / limit("threefold"))
-        if alike <= limit("most_alike"):
+        if alike <= count_limit("most_alike"):
             evidence = {"gap_hours": float(seconds[at]) / 3600, "usual_seconds": usual, "hang": True}
             findings.append(Finding("throughput_drop", "warning", before[at], after[at], evidence=evidence))
     return findings
@@ -85,7 +85,7 @@ def _is_sister(a: xr.DataTree, b: xr.DataTree) -> bool:
     if first is None or second is None:
         return False
     common, at_a, at_b = np.intersect1d(first.step, second.step, return_indices=True)
-    if len(common) < limit("history") // 2:
+    if len(common) < count_limit("history") // 2:
         return False
     apart = np.abs(first.value[at_a] - second.value[at_b])
     return bool(np.median(apart) < limit("level_share") * np.median(np.abs(first.value[at_a])))
@@ -95,7 +95,7 @@ def find_slow_sisters(
     runs: dict[str, xr.DataTree],  # name -> record
 ) -> list[Finding]:  # a finding a run that is slower than its fastest sister from the start
     "Runs that take much longer a step than another run with the same losses."
-    n = limit("short_records")
+    n = count_limit("short_records")
     measured = {name: _pace(run) for name, run in runs.items()}
     paces = {name: p for name, p in measured.items() if p is not None and len(p.value) >= 3 * n}
     typical = {name: np.median(pace.value) for name, pace in paces.items()}

@@ -32,12 +32,12 @@ class Rule(NamedTuple):
 # The numbers in these functions are parts of published definitions; `RULES` names the source of each.
 
 
-def _sigma(k: float, window: int, least: int, unbiased: bool) -> Callable[[np.ndarray], np.ndarray]:
+def _sigma(k: float, window: int, min_records: int, unbiased: bool) -> Callable[[np.ndarray], np.ndarray]:
     "`k` standard deviations above the mean of the records before."
 
     def flags(x: np.ndarray) -> np.ndarray:  # x: of the series, in order
         "Which records stand out."
-        mean, sd = before(x, window, least, "mean"), before(x, window, least, "std")
+        mean, sd = before(x, window, min_records, "mean"), before(x, window, min_records, "std")
         n = np.minimum(np.arange(len(x)), window)
         if unbiased:
             sd = sd * np.sqrt(n / np.maximum(n - 1, 1))
@@ -88,7 +88,7 @@ def _lightning(x: np.ndarray) -> np.ndarray:
         return is_rising & (np.abs(x - mean) >= 2 * np.abs(mean))
 
 # %% ../../nbs/api/detect/21_spike_rules.ipynb #97e70558
-def _ours(x: np.ndarray) -> np.ndarray:
+def _own_rule(x: np.ndarray) -> np.ndarray:
     "Our default."
     flags = np.zeros(len(x), bool)
     flags[out_of_range(x)[0]] = True
@@ -97,7 +97,7 @@ def _ours(x: np.ndarray) -> np.ndarray:
 
 RULES = {
     "default": Rule(
-        _ours,
+        _own_rule,
         "ours",
         "7 noise deviations above the median of the 16 records before; noise is the median distance over 128",
     ),
@@ -139,10 +139,10 @@ def event_onsets(
     return np.array([first for first, _ in stretches(np.flatnonzero(flags), gap)], np.int64)
 
 # %% ../../nbs/api/detect/21_spike_rules.ipynb #a73fbba9
-def _rows(rule: Rule, step: np.ndarray, value: np.ndarray, ours: np.ndarray) -> dict:
+def _rows(rule: Rule, step: np.ndarray, value: np.ndarray, own_events: np.ndarray) -> dict:
     "What one rule finds, beside the events of our own."
     events = event_onsets(rule.flags(value))
-    is_near = [(np.abs(ours - at) <= 20).any() for at in events]
+    is_near = [(np.abs(own_events - at) <= 20).any() for at in events]
     return {
         "events": len(events),
         "first_step": int(step[events[0]]) if len(events) else None,
@@ -160,8 +160,8 @@ def compare_rules(
     loss = loss_curve(run)
     if loss is None:
         raise InputError("`run` has no training loss; allowed: a record with one")
-    ours = event_onsets(RULES["default"].flags(loss.value))
-    rows = {name: _rows(rule, loss.step, loss.value, ours) for name, rule in RULES.items()}
+    own_events = event_onsets(RULES["default"].flags(loss.value))
+    rows = {name: _rows(rule, loss.step, loss.value, own_events) for name, rule in RULES.items()}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 # %% ../../nbs/api/detect/21_spike_rules.ipynb #ff078182

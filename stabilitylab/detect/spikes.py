@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from .restarts import split_runs
 from ..run.attempts import attempts, rolled_back_at, with_history
@@ -25,7 +25,7 @@ def _print_step(value: np.ndarray) -> float:
     "The last printed decimal of values that were printed with few, else 0: a change of one is no signal."
     if not len(value):
         return 0.0
-    for decimals in range(limit("most_decimals") + 1):
+    for decimals in range(count_limit("most_decimals") + 1):
         if np.allclose(np.round(value, decimals), value, rtol=0, atol=1e-12):
             return 10.0**-decimals
     return 0.0
@@ -34,7 +34,7 @@ def _print_step(value: np.ndarray) -> float:
 def _early_noise(value: np.ndarray, lowest: np.ndarray) -> np.ndarray:
     "The noise of records that have no history: how much the few before each differ from one to the next."
     apart = np.abs(np.diff(value, prepend=value[:1]))
-    few = before(apart, limit("history") // 4, 1)
+    few = before(apart, count_limit("history") // 4, 1)
     return np.fmax(limit("noise_floor") * np.abs(lowest), few)
 
 
@@ -45,7 +45,7 @@ def out_of_range(
     "The records that lie above the level before them by more than noise can explain."
     if sigma is None:
         sigma = limit("spike_sigma")
-    level, noise = level_and_noise(value, limit("history"), limit("history") // 4)
+    level, noise = level_and_noise(value, count_limit("history"), count_limit("history") // 4)
     least_noise = np.maximum(limit("noise_floor") * np.abs(level), _print_step(value) / 2)
     noise = np.maximum(noise, least_noise)
     with np.errstate(invalid="ignore"):
@@ -68,9 +68,9 @@ def _attempts_out_of_range(series: Curve) -> tuple[np.ndarray, np.ndarray, np.nd
     level, noise = np.empty((2, len(series.value)))
     high = []
     for attempt, lead in with_history(series):
-        if len(lead) < limit("history") // 4:  # too few are in the log: those printed before count
+        if len(lead) < count_limit("history") // 4:  # too few are in the log: those printed before count
             lead = np.arange(attempt.first)
-        lead = lead[-limit("look_windows") * limit("history") :]
+        lead = lead[-count_limit("look_windows") * count_limit("history") :]
         own = slice(attempt.first, attempt.stop)
         flagged, own_level, own_noise = out_of_range(np.r_[series.value[lead], series.value[own]])
         high.append(flagged[flagged >= len(lead)] - len(lead) + attempt.first)
@@ -99,9 +99,9 @@ def _recovery(steps: int | None, left: float | None) -> str:
     if steps is None:
         came_lower = left is not None and left < limit("majority")
         return "partial" if came_lower else "none"
-    if steps <= limit("fast_steps"):
+    if steps <= count_limit("fast_steps"):
         return "fast"
-    return "slow" if steps <= limit("slow_steps") else "partial"
+    return "slow" if steps <= count_limit("slow_steps") else "partial"
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #d64ff052
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Spike:
 
     def evidence(self) -> dict:
         "What a finding says of it; what is not known is left out."
-        told = (
+        named = (
             "baseline",
             "peak",
             "peak_step",
@@ -138,13 +138,13 @@ class Spike:
             "offset",
             "rolled_back_to",
         )
-        return {name: getattr(self, name) for name in told if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #981bd6b5
 def _abandoned_at(series: Curve, first: int) -> int | None:
     "The restart that went back to before a spike, where the spike had been up long enough to be judged."
     restart = rolled_back_at(series, first)
-    is_short = restart is not None and restart - first < limit("median_records")
+    is_short = restart is not None and restart - first < count_limit("median_records")
     return None if is_short else restart
 
 
@@ -157,18 +157,18 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
     records_left = n - last_high - 1
     ceiling = baseline + limit("back_sigma") * noise
     if records_left:
-        back = _back(value, last_high + 1, ceiling, min(limit("few_records"), records_left))
+        back = _back(value, last_high + 1, ceiling, min(count_limit("few_records"), records_left))
     last = n - 1 if back is None else back - 1
     at_peak = first + int(np.argmax(value[first : last + 1]))
     peak = float(value[at_peak])
     steps = left = offset = None
     if back is None:
-        tail = value[max(at_peak + 1, n - limit("few_records")) :]
+        tail = value[max(at_peak + 1, n - count_limit("few_records")) :]
         offset = (float(np.median(tail)) if len(tail) else peak) - baseline
         left = offset / (peak - baseline) if peak > baseline else None
     else:
         steps = int(abs(series.step[back] - series.step[first]))
-    is_outlier = back is not None and back - first <= limit("outlier_records")
+    is_outlier = back is not None and back - first <= count_limit("outlier_records")
     return Spike(
         first=first,
         last=last,
@@ -189,13 +189,13 @@ def spike_events(
     series: Curve,  # the loss as arrays
 ) -> list[Spike]:  # in the order of the log
     "The spikes of one series, each once: records out of range that lie near each other are one."
-    if len(series.value) < limit("median_records"):
+    if len(series.value) < count_limit("median_records"):
         return []
     high, level, noise = _attempts_out_of_range(series)
     resumed = [attempt.first for attempt in attempts(series) if attempt.resumed]
     of_each = np.split(high, np.searchsorted(high, resumed))
     events: list[Spike] = []
-    for first, last in (pair for part in of_each for pair in stretches(part, limit("gap_records"))):
+    for first, last in (pair for part in of_each for pair in stretches(part, count_limit("gap_records"))):
         if events and last <= events[-1].last:
             continue
         goes_on = events and first <= events[-1].last
@@ -208,7 +208,11 @@ def high_grad_norm(
     grad_norm: Curve | None,  # as arrays; None: the run has none
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:  # indices, level (n,), log (n,); None: not judged
     "The records of a gradient norm above its range on a log scale: what multiplies it is what counts."
-    if grad_norm is None or len(grad_norm.value) < limit("median_records") or (grad_norm.value <= 0).all():
+    if (
+        grad_norm is None
+        or len(grad_norm.value) < count_limit("median_records")
+        or (grad_norm.value <= 0).all()
+    ):
         return None
     log = np.log(np.maximum(grad_norm.value, 1e-30))
     high, level, _ = out_of_range(log, limit("grad_sigma"))
@@ -244,19 +248,19 @@ def find_loss_spikes(
         for spike in spikes:
             is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
             is_single = _is_bad_batch(spike, is_ordinary, is_positive) or is_low or _is_tail_end(spike, tail)
-            kept = single if is_single else own
-            kept.append((series, spike))
+            group = single if is_single else own
+            group.append((series, spike))
     high = _high_steps(run) if own else np.array([], int)
-    span = limit("near_records") * step_interval(loss)
+    span = count_limit("near_records") * step_interval(loss)
     leads = [_lead(high, int(series.step[spike.first]), span) for series, spike in own]
-    findings = _tallest([_told(*one, lead) for one, lead in zip(own, leads, strict=True)])
+    findings = _tallest([_finding_of(*entry, lead) for entry, lead in zip(own, leads, strict=True)])
     return [*findings, _bad_batches(single)] if single else findings
 
 
 def _has_heavy_tails(series: Curve, spikes: list[Spike]) -> bool:
     "Whether single records out of range are so many that they are what this loss is like."
-    alone = [s for s in spikes if s.records <= limit("outlier_records") and s.recovery == "fast"]
-    return len(alone) > max(limit("most_reported"), limit("small_share") * len(series.value))
+    alone = [s for s in spikes if s.records <= count_limit("outlier_records") and s.recovery == "fast"]
+    return len(alone) > max(count_limit("most_reported"), limit("small_share") * len(series.value))
 
 
 def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
@@ -264,7 +268,7 @@ def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
     if spike.recovery != "fast":
         return False
     is_low = spike.height < limit("spike_height")
-    is_short = spike.records <= limit("outlier_records")
+    is_short = spike.records <= count_limit("outlier_records")
     return is_ordinary or (is_short and (is_low or (is_positive and _is_in_tail(spike))))
 
 
@@ -289,7 +293,7 @@ def _is_tail_end(spike: Spike, tail: float) -> bool:
 # %% ../../nbs/api/detect/10_spikes.ipynb #ca45965f
 def _tail_height(series: Curve, spikes: list[Spike]) -> float:
     "How far the tail of single high records reaches, in noise deviations; 0 where nothing needs it."
-    few = limit("most_reported")
+    few = count_limit("most_reported")
     if not any(_is_tail_end(spike, np.inf) for spike in spikes) or len(series.value) <= few:
         return 0.0
     _, level, noise = _attempts_out_of_range(series)
@@ -301,9 +305,9 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
 
 def _is_early_low(spike: Spike, series: Curve) -> bool:
     "Whether a spike is a record or two, back at once, below where its pass began less than a history before."
-    is_short = spike.recovery == "fast" and spike.records <= limit("outlier_records")
-    is_early = spike.first < limit("history") and series.segment[spike.first] == series.segment[0]
-    began = float(np.median(series.value[: limit("few_records")]))
+    is_short = spike.recovery == "fast" and spike.records <= count_limit("outlier_records")
+    is_early = spike.first < count_limit("history") and series.segment[spike.first] == series.segment[0]
+    began = float(np.median(series.value[: count_limit("few_records")]))
     return is_short and is_early and 0 < spike.peak < began
 
 
@@ -328,7 +332,7 @@ def _stands_for_many(loss: Curve, spike: Spike) -> bool:
     return spike.first > 0 and is_mean and spike.recovery != "none"
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #6a025543
-def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
+def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("level_share")
     came_back = spike.recovery in ("fast", "slow")
@@ -337,7 +341,7 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     is_near = spike.offset is not None and spike.offset < limit("level_share") * abs(spike.baseline)
     is_small = (came_back or is_near) and is_bump
     is_low = is_small or (is_short and spike.z < limit("tail_sigma"))
-    has_level = spike.first >= limit("outlier_records") or _stands_for_many(loss, spike)
+    has_level = spike.first >= count_limit("outlier_records") or _stands_for_many(loss, spike)
     evidence = spike.evidence()
     if lead is not None:
         evidence["grad_norm_lead_steps"] = lead
@@ -355,16 +359,16 @@ def _told(loss: Curve, spike: Spike, lead: int | None) -> Finding:
 
 def _tallest(findings: list[Finding]) -> list[Finding]:
     "The tallest spikes one by one, all others as one finding."
-    most = limit("most_reported")
-    if len(findings) <= most:
+    n_kept = count_limit("most_reported")
+    if len(findings) <= n_kept:
         return findings
     by_height = sorted(findings, key=lambda f: f.evidence["peak"] - f.evidence["baseline"])
-    lower = sorted(by_height[:-most], key=lambda f: f.onset)
-    tallest_lower = by_height[-most - 1].evidence
+    lower = sorted(by_height[:-n_kept], key=lambda f: f.onset)
+    tallest_lower = by_height[-n_kept - 1].evidence
     evidence = {"count": len(lower), "steps": [f.onset for f in lower]}
     evidence |= {name: tallest_lower[name] for name in ("baseline", "peak", "peak_step")}
     evidence["note"] = evidence_words("lower spikes")
-    return [*by_height[-most:], lower[0].with_(end=lower[-1].end, evidence=evidence)]
+    return [*by_height[-n_kept:], lower[0].with_(end=lower[-1].end, evidence=evidence)]
 
 # %% ../../nbs/api/detect/10_spikes.ipynb #fafac221
 def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
@@ -374,7 +378,7 @@ def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
     (loss, last) = single[-1]
     evidence = {
         "count": len(single),
-        "steps": steps[: limit("most_steps")],
+        "steps": steps[: count_limit("most_steps")],
         "baseline": worst.baseline,
         "peak": worst.peak,
         "peak_step": worst.peak_step,

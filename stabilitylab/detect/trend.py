@@ -11,7 +11,7 @@ import xarray as xr
 
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
 from .findings import Finding
-from .limits import limit
+from .limits import count_limit, limit
 from .phrase import evidence_words
 from .restarts import longest_run
 from ..run.curves import Curve, curve, loss_curve, scalars_of, step_interval
@@ -23,19 +23,19 @@ def find_not_learning(
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
     "A loss that never moved, or that stopped moving for a large part of the run and then went on."
     series = longest_run(loss_curve(run))
-    if series is None or len(series.value) < limit("least_long"):
+    if series is None or len(series.value) < count_limit("least_long"):
         return []
     if series.value[0] < 0 and not np.ptp(series.value):
         return []  # one negative number in every record stands for a loss that was not computed
     shape, n = smoothed_shape(series), len(series.value)
-    coarse = smooth(series.value, max(limit("few_records"), int(limit("slight_share") * n)))
+    coarse = smooth(series.value, max(count_limit("few_records"), int(limit("slight_share") * n)))
     drop = float(max(shape.loss[0], coarse[0]) - coarse.min())
     moved = float(np.median(series.value[: records_in_share(n, "smooth_share")]) - coarse.min())
     by_noise = limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
     is_high = float(shape.loss[0]) > limit("hardly_loss") and series.name == "loss"
-    least = limit("hardly_share") if is_high else limit("small_share")
-    has_moved = moved >= max(by_noise, least * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
-    shows_start = series.step[0] <= limit("short_records") * step_interval(series)
+    min_share = limit("hardly_share") if is_high else limit("small_share")
+    has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
+    shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
     if has_moved or not shows_start:
         return _plateau(series, shape.loss, drop)
     evidence = {
@@ -64,7 +64,7 @@ def _fell_at_once(series: Curve, shape: Shape) -> bool:
 def _plateau(series: Curve, loss: np.ndarray, drop: float) -> list[Finding]:
     "The longest stretch on which the best loss hardly fell, where it fell again after it."
     n = len(loss)
-    if n < limit("least_trend") or drop <= 0:
+    if n < count_limit("least_trend") or drop <= 0:
         return []
     best = np.minimum.accumulate(loss)
     width = int(limit("plateau_share") * n)
@@ -127,16 +127,16 @@ def find_overfitting(
 ) -> list[Finding]:  # at most one
     "Validation loss that rises from its best while training loss goes on falling."
     training, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
-    if training is None or len(training.value) < limit("least_records"):
+    if training is None or len(training.value) < count_limit("least_records"):
         return []
-    if validation is None or len(validation.value) < limit("median_records"):
+    if validation is None or len(validation.value) < count_limit("median_records"):
         return []
     n, at_best = len(validation.value), int(np.argmin(validation.value))
     best = float(validation.value[at_best])
     final = float(np.median(validation.value[-max(1, int(limit("slight_share") * n)) :]))
     noise = difference_noise(validation.value)
     is_higher = final - best > max(limit("trend_sigma") * noise, limit("level_share") * abs(best))
-    is_best_long_ago = n - 1 - at_best >= limit("median_records")
+    is_best_long_ago = n - 1 - at_best >= count_limit("median_records")
     if not is_higher or not is_best_long_ago:
         return []
     at_best_step, end_step = validation.step[at_best], validation.step[-1]
@@ -169,7 +169,7 @@ def find_leak(
     is_text = "perplexity" in scalars_of(run) or loss[0] >= limit("leak_language")  # else it has few answers
     if not is_text or began_low or level >= tiny or (loss < 0).any():
         return []
-    soon = max(limit("few_records"), limit("window_share") * n)
+    soon = max(count_limit("few_records"), limit("window_share") * n)
     if low[0] > soon or not _is_tiny_too(validation, tiny):
         return []
     evidence = {
@@ -194,7 +194,7 @@ def _is_tiny_too(validation: Curve | None, tiny: float) -> bool:
     "Whether validation ends as low, or is not logged at all."
     if validation is None:
         return True
-    end = validation.value[-limit("median_records") :]
+    end = validation.value[-count_limit("median_records") :]
     return len(end) > 0 and float(np.median(end)) < tiny
 
 # %% ../../nbs/api/detect/12_trend.ipynb #521d368d
@@ -203,9 +203,9 @@ def find_level_shift(
 ) -> list[Finding]:  # a finding a shift of the training loss, upwards before downwards
     "Where the training loss moves to another level and stays: with validation, or by itself."
     series, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
-    if series is None or len(series.value) < limit("least_trend"):
+    if series is None or len(series.value) < count_limit("least_trend"):
         return []
-    if validation is None or len(validation.value) < limit("median_records"):
+    if validation is None or len(validation.value) < count_limit("median_records"):
         return []
     mirrored = series._replace(value=-series.value)
     return [*_shifts(series, validation, 1), *_shifts(mirrored, validation, -1)]
@@ -214,7 +214,7 @@ def find_level_shift(
 def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     "The shifts to a higher level of a curve, which is the mirrored loss where the sign is -1."
     share = int(limit("window_share") * len(series.value))
-    window = int(np.clip(share, limit("short_records"), limit("window_most")))
+    window = int(np.clip(share, count_limit("short_records"), count_limit("window_most")))
     level = smooth(series.value, window)
     jump = level[2 * window :] - level[: -2 * window]  # from a window before a record to a window after it
     error = smoothed_shape(series).noise / np.sqrt(window)
@@ -223,8 +223,8 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     findings, edges = [], []
     while len(high):
         end = high[0] + 2 * window
-        near = high[high < end]
-        at = window + int(near[np.argmax(jump[near])])
+        nearby = high[high < end]
+        at = window + int(nearby[np.argmax(jump[nearby])])
         rise = float(level[at + window] - level[at - window])
         edge = _edge(series, at, window, rise) if _stays(level, at, window) else None
         is_new = edge is not None and (not edges or edge - edges[-1] > window)
@@ -233,14 +233,14 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
             shift = _level_shift if sign > 0 else _drop
             findings += shift(series, validation, level, at, window)
         high = high[high >= end]
-    is_slow_climb = len(findings) > limit("most_alike")  # a loss that moves all the time did not shift
+    is_slow_climb = len(findings) > count_limit("most_alike")  # a loss that moves all the time did not shift
     return [] if is_slow_climb else findings
 
 
 def _stays(level: np.ndarray, at: int, window: int) -> bool:
     "Whether most of a rise at record `at` is still there some windows later; False where the run ends first."
     before, rise = level[at - window], level[at + window] - level[at - window]
-    later = level[at + 2 * window : at + (2 + limit("look_windows")) * window]
+    later = level[at + 2 * window : at + (2 + count_limit("look_windows")) * window]
     return len(later) > 0 and bool(np.median(later) > before + limit("majority") * rise)
 
 
@@ -252,10 +252,10 @@ def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
     value, noise = series.value[at - window : at + window], smoothed_shape(series).noise
     difference = np.sqrt(2) * noise  # the standard deviation of the difference of two records
     needed = (limit("spike_sigma") * _MEDIAN_ERROR * difference / (limit("abrupt_share") * rise)) ** 2
-    few = int(min(max(limit("near_records"), np.ceil(needed)), window))
+    few = int(min(max(count_limit("near_records"), np.ceil(needed)), window))
     level = smooth(value, few)
     step_up = level[few:] - level[:-few]  # from the records before a place to those behind it
-    can_tell = few <= max(limit("near_records"), limit("minor_share") * window)
+    can_tell = few <= max(count_limit("near_records"), limit("minor_share") * window)
     if can_tell and step_up.max(initial=0) > limit("abrupt_share") * rise:
         return at - window + few // 2 + int(np.argmax(step_up))
     jump = np.diff(value)
@@ -271,7 +271,7 @@ def _median_between(series: Curve, first: int, last: int) -> float:
 
 def _level_shift(series: Curve, validation: Curve, level: np.ndarray, at: int, window: int) -> list[Finding]:
     "The shift at record `at`, where validation was measured before and after it and did not follow."
-    look, at_step = limit("look_windows") * window, series.step[at]
+    look, at_step = count_limit("look_windows") * window, series.step[at]
     before, after = float(level[at - window]), float(level[at + window])
     rise = after - before
     val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)

@@ -181,7 +181,7 @@ def _drop_repeats(
 
     _filter_rows(log, repeated, share, f"rows below {share:.0%} repeated tokens")
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #d1de5d75
 @define_fix(
     "drop_hard",
     "data",

@@ -197,7 +197,7 @@ def _counter_of_targets(training: Training) -> Callable[[Any], int]:
                 return lambda part: int((tensors_of(part)[index][..., shift:] != ignored).sum())
     raise bad_input("batches", "no targets of the loss", "tensors that the loss compares with")
 
-
+# %% ../../nbs/api/fixes/18_loss.ipynb #7dc0963d
 @define_fix(
     "token_mean",
     "loss",

@@ -22,7 +22,7 @@ import xarray as xr
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from ..detect.limits import limit
+from ..detect.limits import count_limit, limit
 from ..detect.skipping import clipped_share
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
@@ -131,7 +131,7 @@ def _several_checkpoints(at: Surroundings) -> _Verdict:
     count = len(at.checkpoints)
     if not count:
         return "no checkpoint in the folder", _UNKNOWN
-    return f"{count} checkpoints", _OK if count >= limit("median_records") else _ATTENTION
+    return f"{count} checkpoints", _OK if count >= count_limit("median_records") else _ATTENTION
 
 
 def _last_is_whole(at: Surroundings) -> _Verdict:

@@ -57,7 +57,7 @@ def contradictions() -> pd.DataFrame:  # columns: topic, sides (list of claims),
 _TABLES = ("phenomena", "remedies", "contradictions")
 
 
-def _found(table: str, row: dict) -> dict:
+def _search_row(table: str, row: dict) -> dict:
     "One row of any table in the columns that all of them have."
     name, note = row.get("name"), row.get("note")
     if table == "contradictions":
@@ -75,10 +75,10 @@ def search(
     words: str,  # one or more words; all must occur, in any case
 ) -> pd.DataFrame:  # columns: table, name, source, reported, note; the rows of any table that hold every word
     "Everything the tables say about these words."
-    wanted, found = words.lower().split(), []
+    wanted, matches = words.lower().split(), []
     for table in _TABLES:
         for row in load_rows(table):
             text = json.dumps(row, ensure_ascii=False).lower()
             if all(word in text for word in wanted):
-                found.append(_found(table, row))
-    return pd.DataFrame(found, columns=["table", "name", "source", "reported", "note"])
+                matches.append(_search_row(table, row))
+    return pd.DataFrame(matches, columns=["table", "name", "source", "reported", "note"])

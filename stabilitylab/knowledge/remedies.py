@@ -36,12 +36,12 @@ def _ranked(rows: list[dict]) -> list[dict]:
     "Topics that most teams report first; of each topic one row before the second of any, practices last."
     reports = {(row["topic"], row["source"]) for row in rows}
     teams = Counter(topic for topic, _ in reports)
-    seen, ranked = Counter(), []
+    topic_counts, ranked = Counter(), []
     for row in sorted(rows, key=lambda row: row["what"] != "remedy"):
         topic = row["topic"]
         is_practice = row["what"] != "remedy"
-        ranked.append(((seen[topic], is_practice, -teams[topic]), row))
-        seen[topic] += 1
+        ranked.append(((topic_counts[topic], is_practice, -teams[topic]), row))
+        topic_counts[topic] += 1
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
 
 

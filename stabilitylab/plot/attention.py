@@ -52,7 +52,7 @@ def linear_below(
         return 0.0
     return float(max(np.quantile(sizes, _SMALL), _DECADES * sizes.max()))
 
-
+# %% ../../nbs/api/plot/40_attention.ipynb #d28734da
 def _decades(threshold: float, largest: float) -> np.ndarray:
     "A few powers of ten above the linear part, the highest one among them."
     last, lowest = np.floor(np.log10(max(largest, threshold))), np.ceil(np.log10(threshold))

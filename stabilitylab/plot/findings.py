@@ -65,7 +65,7 @@ def _mark_findings(
         _flag(ax, _flag_text(numbers), cast(int, first.onset), colour(first.severity, ax))
     return ax
 
-
+# %% ../../nbs/api/plot/03_findings.ipynb #eefde651
 def _flag_groups(placed: dict[int, float]) -> list[list[int]]:
     "The numbers that share a flag, the most severe finding first in each."
     groups = [[number] for number in sorted(placed, key=lambda number: placed[number])]
@@ -97,7 +97,7 @@ def _has_band(finding: Finding, share: float) -> bool:
     "Whether a finding that covers this share of the width is drawn as a band."
     return 0.004 < share < 0.75 and finding.kind not in WITHOUT_BAND
 
-
+# %% ../../nbs/api/plot/03_findings.ipynb #720e711b
 def _flag(ax: Axes, text: str, step: float, shade: str) -> None:
     "A flag with numbers above the axes."
     ax.annotate(
@@ -143,7 +143,7 @@ def panels_of(
     below = [name for name in order if name in names and name not in (loss, "val_loss")]
     return ([loss] if loss else []) + below[:n_below]
 
-
+# %% ../../nbs/api/plot/03_findings.ipynb #a6e63169
 def _panels(count: int, width: float) -> list[Axes]:
     "Axes above each other on the same steps, the first one large."
     low = count - 1
@@ -180,7 +180,7 @@ def plot_findings(
         _set_title(ax, scalars[name], last=ax is axes[-1], is_first=ax is first)
     return axes
 
-
+# %% ../../nbs/api/plot/03_findings.ipynb #8aecbb10
 def _set_title(ax: Axes, da: xr.DataArray, last: bool, is_first: bool) -> None:
     "A title above the axes in place of a label beside them, with the log's own name where it differs."
     long_name, log_name = da.attrs.get("long_name", da.name), da.attrs.get("log_name", da.name)

@@ -55,7 +55,7 @@ def thin_steps(
     starts = np.linspace(0, da.sizes["step"], columns, endpoint=False).astype(int)
     return da.isel(step=starts).copy(data=np.fmax.reduceat(da.values, starts, axis=0))
 
-
+# %% ../../nbs/api/plot/43_heads.ipynb #9ff70c9d
 def _spans(da: xr.DataArray) -> bool:
     "Whether values span so much that a logarithmic scale reads better; of both signs: beside their median."
     sizes = np.abs(da.values[np.isfinite(da.values) & (da.values != 0)])
@@ -87,7 +87,7 @@ def _step_label(da: xr.DataArray, drawn_as: str) -> str:
     nonfinite = int((~np.isfinite(da.values)).sum())
     return f"step ({drawn_as}: {nonfinite:,} not finite)" if nonfinite else "step"
 
-
+# %% ../../nbs/api/plot/43_heads.ipynb #683dbad9
 def head_map(
     da: xr.DataArray,  # a statistic; dims (step, layer, head)
     x_range: tuple | None = None,  # first and last step; None: all
@@ -153,7 +153,7 @@ def _attention(run: xr.DataTree) -> xr.Dataset:
         raise bad_input("run", "a record without attention", "a record with the group `attention`")
     return data
 
-
+# %% ../../nbs/api/plot/43_heads.ipynb #a7593077
 def _sinks(run: xr.DataTree, at: float, ax: Axes) -> None:
     "Sinks over training."
     data = _attention(run)
@@ -194,7 +194,7 @@ def extra_views(
     names += ["massive"] if _massive_profile(run, 0) is not None else []
     return [(_VIEWS[name][0], name) for name in names]
 
-
+# %% ../../nbs/api/plot/43_heads.ipynb #710c223a
 def extra_view_picture(
     run: xr.DataTree,  # a record that allows it
     name: str,  # of `_VIEWS`

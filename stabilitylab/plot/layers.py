@@ -64,7 +64,7 @@ def _count_text(values: np.ndarray) -> str:
     parts += [f"{infinite:,} infinite (red)"] if infinite else []
     return ", ".join(parts)
 
-
+# %% ../../nbs/api/plot/20_layers.ipynb #8aa81a68
 def plot_layers(
     da: xr.DataArray,  # any statistic; dims `(step, module)` or `(step, param)`, >= 0
     *,
@@ -208,7 +208,7 @@ def _colour_scale(image: AxesImage) -> dict:
     low, high = image.get_clim()
     return _with_scale(image, np.geomspace(high or 1, low or 1, 128)[:, None])
 
-
+# %% ../../nbs/api/plot/20_layers.ipynb #4990d06e
 def _with_scale(image: AxesImage, values: np.ndarray) -> dict:
     "A table of values as float32 bytes, with the limits and colours of a map's scale."
     with np.errstate(over="ignore"):  # beyond float32 a value is inf, and drawn as such

@@ -146,7 +146,7 @@ class Look:
         if self.along != "step" and self.along in x_axes(scalars):
             _relabel(axes[-1], scalars, self.along)
 
-
+# %% ../../nbs/api/plot/08_look.ipynb #f5793c5a
 def _smooth(ax: Axes, da: xr.DataArray, window: int, bins: int) -> None:
     "The moving mean over the raw curve, which pales."
     for line in ax.lines:

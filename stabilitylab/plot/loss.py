@@ -44,7 +44,7 @@ def short_number(
             return f"{value / (1e3 if letter == 'k' else unit):.4g}{letter}"
     return f"{value:,.4g}" if size < 1000 else f"{value:,.0f}"
 
-
+# %% ../../nbs/api/plot/02_loss.ipynb #eaa267b6
 def _tick(axis: Axis) -> FuncFormatter:
     "A formatter with thousands written out on an axis that ends below ten thousand."
 
@@ -65,7 +65,7 @@ def log_axis(
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(_tick(ax.yaxis))
 
-
+# %% ../../nbs/api/plot/02_loss.ipynb #085d9f95
 def set_axes(
     ax: Axes,  # where the series is drawn
     da: xr.DataArray,  # the series

@@ -75,7 +75,7 @@ def drawn_series(
             lines_of.setdefault(name, []).append(line)
     return [_joined(name, lines) for name, lines in lines_of.items()]
 
-
+# %% ../../nbs/api/plot/06_picture.ipynb #50cd2a72
 def _joined(name: str, lines: list[Line2D]) -> dict:
     "The pieces of one series, joined."
     is_broken = name.startswith(BROKEN)
@@ -100,7 +100,7 @@ def new_figure(
     figure.set_layout_engine("none")
     return figure
 
-
+# %% ../../nbs/api/plot/06_picture.ipynb #9af4e304
 def figure_png(
     figure: FigureBase,  # made without pyplot
     sharp: int = 1,  # pixels along a dot of the figure: 2 where the page shows it at a width of its own
@@ -125,7 +125,7 @@ def scene_of(
     panels = [panel_of(ax) | {"series": drawn_series(ax)} | drawn_marks(ax) for ax in axes]
     return sheet_of(axes[0].figure), panels
 
-
+# %% ../../nbs/api/plot/06_picture.ipynb #ff2b82c5
 class RunPicture:
     "Draws a run again and again on the same axes, which is twice as fast as on new ones."
 
@@ -232,7 +232,7 @@ class RunPicture:
         self._key = key
         return self._axes
 
-
+# %% ../../nbs/api/plot/06_picture.ipynb #219f8b03
 def run_picture(
     run: xr.DataTree,  # a record
     findings: Findings,  # what to mark

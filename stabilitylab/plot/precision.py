@@ -51,7 +51,7 @@ def plot_lattice(
     ax.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
-
+# %% ../../nbs/api/plot/32_precision.ipynb #e8c2e94c
 def plot_scaling(
     layers: pd.DataFrame | None = None,  # columns head_dim and product_max, one row a layer; None: no model
     growth: float = 1.0,  # factor on queries and keys, > 0
@@ -92,7 +92,7 @@ def plot_scaling(
     ax.set_ylabel("largest |q·k|")
     return ax
 
-
+# %% ../../nbs/api/plot/32_precision.ipynb #ae868337
 def plot_token_weights(
     tokens: np.ndarray,  # target tokens of each sequence, (sequence,)
     weights: np.ndarray,  # weight of one of its tokens, from `token_weights`, (sequence,)

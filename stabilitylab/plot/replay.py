@@ -50,7 +50,7 @@ def plot_swap(
     ax.set_title(f"{name.replace('_', ' ')}: {table.attrs.get('verdict', '')}", loc="left", fontsize="medium")
     return ax
 
-
+# %% ../../nbs/api/plot/30_replay.ipynb #5ae0c288
 def plot_samples(
     samples: pd.DataFrame,  # from `blame`: a row a sample, with the column `share`
     *,

@@ -57,7 +57,7 @@ def plot_runs(
     ax.margins(x=0.01)
     return ax
 
-
+# %% ../../nbs/api/plot/07_runs.ipynb #e111f328
 def plot_losses(
     runs: dict[str, xr.DataTree],  # name -> record
     x_range: tuple | None = None,  # first and last step; None: all

@@ -64,7 +64,7 @@ def line_mark(
     points = np.ascontiguousarray(shares.T, dtype=np.float32).tobytes()
     return _line_style(line) | {"xy": points, "clipped": bool(line.get_clip_on())}
 
-
+# %% ../../nbs/api/plot/09_scene.ipynb #f4e54be2
 def _band(ax: Axes, patch: Patch) -> dict:
     "A rectangle."
     (x0, y0), (x1, y1) = _shares(ax, patch.get_window_extent().get_points())
@@ -122,7 +122,7 @@ def _heading(ax: Axes) -> dict:
     pad = offset.get_matrix()[1, 2] * 72 / ax.figure.dpi
     return {"words": ax.get_title(loc="left").replace(r"\$", "$"), "above": round(float(pad), 3)}
 
-
+# %% ../../nbs/api/plot/09_scene.ipynb #994eb113
 def drawn_marks(
     ax: Axes,  # drawn by a function of this room
 ) -> dict:  # lines, bands, words, ticks, keys of the legend, heading and names of both axes, and the colours
@@ -144,7 +144,7 @@ def drawn_marks(
         "y_name": ax.get_ylabel(),
     }
 
-
+# %% ../../nbs/api/plot/09_scene.ipynb #6da21e71
 def sheet_of(
     figure: FigureBase,  # with drawn axes
 ) -> dict:  # ratio: height over width; ground, text, faint and grid: colours

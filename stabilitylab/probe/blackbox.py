@@ -115,7 +115,7 @@ def _save_checked(item: dict, path: Path) -> tuple[int, str]:
         torch.save(item, file)
     return path.stat().st_size, file_checksum(path)
 
-
+# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
 class BlackBox:
     "The files from which a step can be replayed, written in the background."
 

@@ -140,7 +140,7 @@ def _is_whole_graph() -> bool:
     whole_graphs[0] += is_whole and not torch.compiler.is_exporting()
     return is_whole
 
-
+# %% ../../nbs/api/probe/11_guard.ipynb #2a6b4363
 # what torch._dynamo.assume_constant_result does
 vars(_is_whole_graph)["_dynamo_marked_constant"] = True
 
@@ -181,7 +181,7 @@ class Watch:
     def __reduce__(self) -> tuple:
         return partial, (sys.audit, "stabilitylab.no_hook")
 
-
+# %% ../../nbs/api/probe/11_guard.ipynb #42ed8db0
 def _run_uncompiled(code: Any) -> None:  # of a function
     "Let Dynamo trace the code where it is inlined; as a frame of its own, neither it nor what it calls."
     try:

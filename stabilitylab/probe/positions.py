@@ -51,7 +51,7 @@ def _moved(model: nn.Module, shift: int) -> Iterator[int]:
         for handle in handles:
             handle.remove()
 
-
+# %% ../../nbs/api/probe/17_positions.ipynb #e2037326
 @contextmanager
 def _block_outputs(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     "The outputs of every block by name, (batch, seq, d_model)."

@@ -209,7 +209,7 @@ def _module_probe(model: torch.nn.Module, options: RecorderOptions, guard: Guard
         select = f"^({'|'.join(map(re.escape, names))})$" if names else None
     return ModuleProbe(model, select, kinds, level.inputs, level.backward, guard)
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #3bd38fb0
 def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     "The store, its writer and the black box."
     rank, modules, params, guard = this_rank(), recorder.modules, recorder.params, recorder.guard
@@ -323,7 +323,7 @@ def _take_details(recorder: Recorder, uses: dict) -> tuple[dict, dict]:
         details |= {(what, i): row for i, row in rows_by_param.items()}
     return details, tops
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #4ff4fdca
 def _step_scalars(
     recorder: Recorder, values: dict[str, Any], elapsed: float, is_skipped: bool
 ) -> dict[str, Any]:

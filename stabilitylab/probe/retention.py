@@ -67,7 +67,7 @@ def _total_bytes(rows: list[dict]) -> int:
     "Of the files of an index."
     return sum(row["bytes"] for row in rows)
 
-
+# %% ../../nbs/api/probe/19_retention.ipynb #60bd6824
 @dataclass
 class _Retained:
     "The snapshots that stay, each with the steps that can be replayed from it."

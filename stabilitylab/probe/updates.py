@@ -60,7 +60,7 @@ def _changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         return (after - before).abs()
     return after.to(dtype) - before.to(dtype)
 
-
+# %% ../../nbs/api/probe/10_updates.ipynb #10f52eef
 class StepUpdates:
     "The sums of weights, updates and optimizer state of a step."
 

@@ -35,14 +35,14 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " in four of five such trials); {more} more seeds would probably decide",
     # where failures decided, whatever the final losses of failed runs are
     ("helps", "failures"): "{name} helps: it prevents the failure on {rescued} of {n} seeds"
-    " (p <= 1/{odds} if {nothing}); the final loss changes by {effect} {interval}",
+    " (p <= 1/{odds} if the fix did nothing{corrected}); the final loss changes by {effect} {interval}",
     (
         "harms",
         "failures",
     ): "{name} harms: it fails on {broken} of {n} seeds on which the unchanged run does not"
-    " (p <= 1/{odds} if {nothing}); the final loss changes by {effect} {interval}",
-    ("does not help", "failures"): "{name} does not help: it does not fail on fewer seeds"
-    " (one that prevents {share} of the failures does in 19 of 20 trials);"
+    " (p <= 1/{odds} if the fix did nothing{corrected}); the final loss changes by {effect} {interval}",
+    ("does not help", "failures"): "{name} does not help: it fails on no fewer seeds"
+    " (a fix that prevents {share} of the failures would show it in 19 of 20 such trials);"
     " the final loss changes by {effect} {interval}",
     # an effect that excludes 0 is never said to be none
     (
@@ -58,7 +58,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " average ({n} seeds): so much is chance",
     "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
-    "all capped": "{name} does not help: it does not fail on fewer seeds; the final losses are above the"
+    "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss, are capped there and cannot be compared",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps} steps",
@@ -76,7 +76,7 @@ def _template(arm: ArmVerdict) -> str:
         return _SENTENCES["all capped"]
     return _SENTENCES[arm.verdict, arm.decided_by]
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #a9845272
 def _arm_sentence(
     arm: ArmVerdict,  # one arm
     base: ArmVerdict,  # the run unchanged
@@ -99,7 +99,7 @@ def _arm_sentence(
         rescued=arm.rescued,
         broken=arm.broken,
         odds=math.floor(1 / arm.chance + 1e-6),
-        nothing="the fix did nothing" if arm.n_arms == 1 else f"none of {arm.n_arms} fixes did anything",
+        corrected=f", corrected for {arm.n_arms} arms" if arm.n_arms > 1 else "",
         detectable=number(arm.detectable),
         share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
@@ -110,7 +110,7 @@ def _arm_sentence(
         sentence += _SENTENCES[key].format(steps=arm.postponed)
     return sentence
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #4ef37565
 def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms

@@ -126,14 +126,14 @@ def _layout(files: dict[str, bytes], group: str, name: str) -> dict | None:
         return None
     return {"rows": rows[0] if rows else 1, "is_nan": stored["fill_value"] == "NaN"}
 
-
+# %% ../../nbs/api/run/14_closed.ipynb #b8b3b140
 def _first_index(key: str) -> int:
     "The number of a chunk along the first dimension: of `group/name/c/3/0` (format 3) or `group/name/3.0`."
     last = key.split("/")[2:]
     digits = last[1] if last[0] == "c" and len(last) > 1 else last[0].split(".")[0]
     return int(digits) if digits.isdecimal() else 0
 
-
+# %% ../../nbs/api/run/14_closed.ipynb #bc67e5e5
 class _Sorter:
     "What must go so that no damaged byte is read: chunks, variables, groups."
 
@@ -222,7 +222,7 @@ def _whole_files(path: Path, faults: dict[str, str]) -> dict[str, bytes]:
     files = _tree_files(path)
     return {key: file.read_bytes() for key, file in files.items() if key not in faults}
 
-
+# %% ../../nbs/api/run/14_closed.ipynb #79701e07
 def _open_rest(path: Path, faults: dict[str, str]) -> xr.DataTree:
     "A record with damaged files, without what they held."
     sorter = _Sorter(_whole_files(path, faults), faults)
@@ -248,7 +248,7 @@ def _scattered(files: dict[str, bytes]) -> dict[str, bytes]:
         files["zarr.json"] = json.dumps(root).encode()
     return files
 
-
+# %% ../../nbs/api/run/14_closed.ipynb #d7fc0507
 def _damages(sorter: _Sorter, tree: xr.DataTree) -> Iterator[Damage]:
     "What is left out, each once, with its steps."
     for group, why in sorter.attrs.items():

@@ -75,7 +75,7 @@ def head_rows(
     there = ~np.logical_and.reduce([np.isnan(variables[name]) for name in of_heads])
     return {f"attention/{name}": x[there] for name, x in (rows | variables).items()}
 
-
+# %% ../../nbs/api/run/07_heads.ipynb #ed74a20d
 def joined_rows(
     pieces: list[dict[str, np.ndarray]],  # from `head_rows`
 ) -> dict[str, np.ndarray]:  # the same rows under each other; {} for none

@@ -57,7 +57,7 @@ def _unclose(path: Path) -> None:
     for part in record_parts(path):
         part.rename(closed / part.name)
 
-
+# %% ../../nbs/api/run/03_live.ipynb #58db9c78
 def _refuse_foreign(path: Path, lock: str) -> None:
     "Leave a folder alone that holds something else than a record."
     names = ("live", "blackbox", *RECORD_MARKS, lock)
@@ -70,7 +70,7 @@ def _refuse_foreign(path: Path, lock: str) -> None:
             "the folder holds something else and is left alone",
         )
 
-
+# %% ../../nbs/api/run/03_live.ipynb #b6ef198b
 class LiveStore:
     "The growing record at a path, held by one process at a time."
 

@@ -56,7 +56,7 @@ def _cause(
     broke_share = (~np.isfinite(largest[before])).mean()
     return "activations" if broke_share > 0.5 else "gradients"
 
-
+# %% ../../nbs/api/run/10_loss_scale.ipynb #c3bfe304
 def read_loss_scale(
     scale: np.ndarray,  # (record,) loss scale as logged, > 0
     # (record,) largest unscaled |gradient|, where recorded; inf or NaN: the step broke at any scale

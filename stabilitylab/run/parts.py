@@ -69,7 +69,7 @@ def _read_part(path: Path) -> tuple[dict, list]:
             raise ValueError(f"{group} has rows of different number")
     return part, events
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #4217bd58
 def _settings(file: Path) -> dict:
     "What a start wrote about itself; an error where it is damaged."
     settings = unsealed(file.read_bytes())
@@ -108,7 +108,7 @@ def _parts_of(live: Path, segment: int, rank: int) -> list[_Part]:
             parts.append(_Part(path.name, {}, [], printable(error, 200) or type(error).__name__))
     return parts
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #f65a430d
 def _part_damage(parts: list[_Part], at: int) -> Damage:
     "A damaged part, with the steps between its neighbours that are whole."
     earlier = [part.steps[-1] for part in parts[:at] if len(part.steps)]
@@ -151,7 +151,7 @@ def _labels(values: list) -> np.ndarray:
     "Values of a coordinate; words stay Python strings."
     return np.array(values, dtype=object if isinstance(values[0], str) else None)
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #b2da53ec
 def _table(shard: Shard, group: str, segment: int) -> xr.Dataset:
     "One group of one shard."
     arrays, table = shard.arrays, shard.settings["tables"][group]
@@ -211,7 +211,7 @@ def _whole_norm(table: xr.Dataset, name: str, step: np.ndarray) -> np.ndarray:
         total[table.nonfinite_count.fillna(0).sum("param").values > 0] = np.nan
     return _at(step, table.step.values, total)
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #34e1ab5a
 def _joint_scalars(shards: list[Shard], tables: dict) -> dict:
     "Rank 0's scalars with the mean loss over ranks, and norms of whole tensors."
     joint = {key: rows for key, rows in shards[0].arrays.items() if key.startswith("scalars/")}
@@ -234,7 +234,7 @@ def _mend_update_ratio(tables: dict) -> None:
         with np.errstate(all="ignore"):
             updates["update_ratio"].values[:] = updates.update_norm.values / weights.weight_norm.values
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #bef378eb
 def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Dataset]:
     "The groups of all ranks, combined, and what each rank saw of the activations."
     complete = [shard.settings for _, shard in sorted(shards.items()) if "damaged" not in shard.settings]
@@ -299,7 +299,7 @@ def segment_starts(
     "Where a table passes from one start of the program to the next."
     return list(1 + np.flatnonzero(np.diff(scalars.segment.values)))
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #1a695627
 def _logged(rows: dict, at: int) -> dict[str, Samples]:
     "The series of one segment whose first row is row `at` of the record."
     samples = {}
@@ -340,7 +340,7 @@ def _old_events(closed: xr.DataTree) -> list[tuple]:
     columns = (closed["events"][f"event_{name}"].values for name in ("kind", "step", "text"))
     return [(str(kind), int(step), str(text), None) for kind, step, text in zip(*columns, strict=True)]
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #40148af8
 def _next_segment(closed: xr.DataTree) -> int:
     "The number after the last segment of a closed record."
     groups = [closed[g] for g in closed.children if "segment" in closed[g].coords]

@@ -42,7 +42,7 @@ def _largest(value: np.ndarray) -> np.ndarray:
     is_nan = np.isnan(value)
     return np.where(is_nan.all(-1), np.nan, np.nanmax(np.where(is_nan, -np.inf, value), -1))
 
-
+# %% ../../nbs/api/run/04_ranks.ipynb #fcc479eb
 def _combined(
     of: dict[str, np.ndarray],  # variable -> its values with the ranks on the last axis
     name: str,
@@ -69,7 +69,7 @@ def _combined(
         return np.take_along_axis(value, leader[..., None], -1)[..., 0]
     return _mean(value, weight)
 
-
+# %% ../../nbs/api/run/04_ranks.ipynb #ee8ab4f4
 def combine_shards(
     shards: list[xr.Dataset],  # one group of one segment, a shard a rank; dims `(step, module or param)`
     group: str,  # name of the group
@@ -101,7 +101,7 @@ def _without_counts(shard: xr.Dataset) -> xr.Dataset:
     "The statistics alone; `n:` is how many entries stand behind them."
     return shard[[name for name in shard.data_vars if not str(name).startswith("n:")]]
 
-
+# %% ../../nbs/api/run/04_ranks.ipynb #b8c02ed1
 def stack_ranks(
     shards: list[xr.Dataset],  # as for `combine_shards`
     ranks: list[int],  # number of each

@@ -52,7 +52,7 @@ def choice_of(
     reports = [(row.reported, row.source, row.note) for row in remedy.reports().itertuples(index=False)]
     return Choice(name, remedy.about.summary, list(reasons), reports, parameter_ranges(remedy), is_control)
 
-
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #28cc3786
 def choices(
     findings: Sequence[Finding],  # of `diagnose`
     run: xr.DataTree,  # the record that they are of

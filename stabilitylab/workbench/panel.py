@@ -127,7 +127,7 @@ class JobPanel(_PanelWidgets):
         if state.phase == "done" and state.result:
             self._done(state.result)
 
-
+# %% ../../nbs/api/workbench/05_panel.ipynb #5dd317c2
 async def _watch(panel: JobPanel, job: Pollable, every: float = 0.2) -> None:
     "Polls beside the kernel's loop, until the job has ended or another one was started."
     while job is panel.job and not panel.poll():

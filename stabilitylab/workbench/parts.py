@@ -165,7 +165,7 @@ class StepChoice(HasTraits):
             if steps:
                 self.step = steps[-1] if step is None else step
 
-
+# %% ../../nbs/api/workbench/08_parts.ipynb #60f84144
 def first_error(
     findings: Findings,  # of a run
     steps: Sequence[int],  # those that count

@@ -32,7 +32,7 @@ def _typed(where: str) -> tuple[str, SetupFile]:
     kind = "missing" if is_file and not file.is_file() else "typed"
     return kind, SetupFile(where, kind, todo_lines(file) if is_file else ())
 
-
+# %% ../../nbs/api/workbench/11_setup_panel.ipynb #96fbbe5b
 class SetupPanel:
     "The place for a setup's path, its check, and what is known of it."
 
@@ -127,7 +127,7 @@ class SetupPanel:
         "Ends a check that runs."
         self.work.cancel()
 
-
+# %% ../../nbs/api/workbench/11_setup_panel.ipynb #605af7fe
 def _setup_words(state: JobState) -> str:
     "How far a check is, or what it found, as HTML."
     if state.phase == "done":

@@ -103,7 +103,7 @@ class _ByName(dict):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-
+# %% ../../nbs/api/workbench/01_state.ipynb #5bf7ac11
 class WorkbenchState(_Drawn):
     "The runs, the one that is shown, its findings, and what the user looks at."
 

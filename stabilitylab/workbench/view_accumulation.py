@@ -64,7 +64,7 @@ def small_model(
         optimizer.zero_grad()
     return model
 
-
+# %% ../../nbs/api/workbench/14_view_accumulation.ipynb #8cd74ab9
 def token_loss(
     model: LanguageModel,  # any that maps tokens (batch, seq) to logits
     text: torch.Tensor,  # tokens of one text, (1, tokens + 1)
@@ -142,7 +142,7 @@ class AccumulationState(HasTraits):
         table = compare_denominators(self.gradients, microbatch_window(self.tokens, self.micro, self.ranks))
         return [{"mean": name, **row} for name, row in table.to_dict("index").items()]
 
-
+# %% ../../nbs/api/workbench/14_view_accumulation.ipynb #8db3b156
 def _weights_call(
     look: AccumulationState,  # what is seen
 ) -> str:  # lines of Python
@@ -166,7 +166,7 @@ def audit_call(
         return "\n".join((*lines, f"audit_accumulation(**{function}())"))
     return "\n".join((*lines, f"audit_accumulation(**runpy.run_path({file!r})[{function!r}]())"))
 
-
+# %% ../../nbs/api/workbench/14_view_accumulation.ipynb #37fb6390
 def _weights_picture(look: AccumulationState, dark: bool) -> bytes:
     "What a token of each text weighs."
     tokens, (weights, true) = look.tokens, look.weights()
@@ -196,7 +196,7 @@ def _accumulation_controls(look: AccumulationState) -> dict[str, widgets.Widget]
         traitlets.link((look, trait), (control, "value"))
     return boxes
 
-
+# %% ../../nbs/api/workbench/14_view_accumulation.ipynb #45449641
 class AccumulationView(StateView):
     "Sliders for lengths, micro-batches and ranks; an audit of a loop of yours."
 

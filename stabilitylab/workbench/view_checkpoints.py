@@ -52,7 +52,7 @@ def checkpoints_below(
     folders = [file.parent for file in below if file.name == ".metadata"]
     return [str(checkpoint.relative_to(path)) for checkpoint in sorted({*files, *folders})[:limit]]
 
-
+# %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #5ba94d9f
 class CheckpointState(HasTraits):
     "What the user of this view looks at."
 
@@ -85,7 +85,7 @@ class CheckpointState(HasTraits):
             raise bad_input(which.upper(), typed, "a file or folder", fix)
         return path
 
-
+# %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #20ce37d1
 def _checkpoint_call(
     paths: list[str],  # one, or the earlier and the later
 ) -> str:  # lines of Python
@@ -104,7 +104,7 @@ def _columns_html(
     explained = [(head, helps[head]) for head in rows[0] if head in helps] if rows else []
     return render("view_columns", columns=explained) if explained else ""
 
-
+# %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #ab3d6113
 class CheckpointsView(StateView):
     "Choose one or two checkpoints; scan or compare them in a child process."
 

@@ -54,7 +54,7 @@ def _start_rows(
         ]
     return [(f"{step:,}" if step >= 0 else "", kind, text) for step, kind, text in rows]
 
-
+# %% ../../nbs/api/workbench/17_view_environment.ipynb #6fa2a8c8
 _KERNEL = "ipykernel_launcher"  # what starts the kernel of a notebook
 _HASH = 12  # letters of a commit that are shown
 
@@ -93,7 +93,7 @@ def _setting_groups() -> dict[str, dict[str, str]]:  # title -> setting -> its n
         files("stabilitylab.workbench").joinpath("environment.json").read_text(encoding="utf-8")
     )
 
-
+# %% ../../nbs/api/workbench/17_view_environment.ipynb #b859673e
 def _setting_name(
     key: str,  # of `environment`
 ) -> str:  # the key itself where it is not known
@@ -129,7 +129,7 @@ def between_runs(
             rows.append([_setting_name(key), *values])
     return list(environments), rows[:limit]
 
-
+# %% ../../nbs/api/workbench/17_view_environment.ipynb #18003015
 def _differing_rows(
     before: dict,  # of `environment`
     after: dict,  # of `environment`

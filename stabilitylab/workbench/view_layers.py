@@ -160,7 +160,7 @@ def _exponents_at(run: xr.DataTree, look: LayersState) -> np.ndarray | None:
         return None
     return counts.isel(step=int(np.argmin(np.abs(counts.step.values - look.step)))).values
 
-
+# %% ../../nbs/api/workbench/10_view_layers.ipynb #0e7a5f4f
 _RINGS = 0.012  # share of the map within which a click means the ring of a finding
 
 

@@ -91,7 +91,7 @@ def _remedy_fixes() -> dict[str, list[str]]:
             by_remedy.setdefault(remedy, []).append(name)
     return by_remedy
 
-
+# %% ../../nbs/api/workbench/03_view_overview.ipynb #446f60ca
 def _listing_html(state: WorkbenchState, chosen: int) -> str:  # chosen: index, -1: none
     "The findings as rows to choose from, with their numbers on the figure."
     rows = []

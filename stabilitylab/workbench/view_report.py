@@ -64,7 +64,7 @@ def report_files(
         files.append(("report.ipynb", "application/x-ipynb+json", notebook.encode()))
     return files
 
-
+# %% ../../nbs/api/workbench/18_view_report.ipynb #f2509a03
 def _contents(state: WorkbenchState, screen: Screen) -> dict:
     "What the report would hold, for the template."
     findings, chosen = state.findings, state.finding
@@ -104,7 +104,7 @@ def _now() -> str:
     "The time, to the minute."
     return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
 
-
+# %% ../../nbs/api/workbench/18_view_report.ipynb #01cb6732
 class ReportView(StateView):
     "A button that makes the files, and what stands in them."
 

@@ -83,7 +83,7 @@ class RoundingState(StepChoice):
         self.offer(recording.steps, first_error(findings, recording.steps))
         return names
 
-
+# %% ../../nbs/api/workbench/13_view_rounding.ipynb #2814320f
 def grid_call(
     state: WorkbenchState,  # with a run
     name: str,  # of the series
@@ -106,7 +106,7 @@ def grid_call(
         )
     )
 
-
+# %% ../../nbs/api/workbench/13_view_rounding.ipynb #a4f17582
 def _shown_records(
     da: xr.DataArray,  # a series
     x_range: tuple,  # (first, last) step; (): all
@@ -172,7 +172,7 @@ def _precision_controls(look: RoundingState) -> dict[str, widgets.Widget]:
     on(boxes["name"], "value", lambda name: look.set_trait("name", name))
     return boxes
 
-
+# %% ../../nbs/api/workbench/13_view_rounding.ipynb #31f4a0f6
 class PrecisionView(StateView):
     "The grid of a series, a step in 16 bits, and the room of the attention products."
 

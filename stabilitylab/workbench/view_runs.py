@@ -69,7 +69,7 @@ def _diagnosed(name: str, run: xr.DataTree) -> RunRow:
     "The line of a run that is diagnosed now."
     return _row_of(name, run, diagnose(run))
 
-
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #10aac7da
 _ALIKE = ("source", "format", "skipped", "title", "created")  # of every run its own, or said elsewhere
 
 

@@ -73,7 +73,7 @@ def test_values_flags_and_undo(notebook):
     shot(page, "readout")
     changes(page, lambda: page.mouse.click(*place(page, *flag)))
     page.wait_for_selector('.stl-detail h3:text("divergence")', timeout=30_000)
-    assert "left its course" in page.inner_text('.stl-detail:has(h3:text("divergence"))')
+    assert "diverged from" in page.inner_text('.stl-detail:has(h3:text("divergence"))')
     shot(page, "clicked")
     changes(page, lambda: page.keyboard.press("z"))
     changes(page, lambda: page.keyboard.press("y"))

@@ -166,7 +166,8 @@ def visible(
         parts.append(call.score_mod(nothing, *block_indices(call, block)) > _HIDDEN)
     if call.scores is not None:
         part = _part(call.scores, call, block)
-        parts.append((part > torch.finfo(part.dtype).min / 4) | part.isnan())
+        # a fill value may stand beside what was there before, so the bound is half of the usual one
+        parts.append((part > _HIDDEN / 2) | part.isnan())
     if not parts:
         return None
     combined = parts[0]

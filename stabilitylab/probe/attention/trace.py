@@ -32,6 +32,7 @@ class Scores:
     softcap: float | None = None  # the factor behind it
     sinks: torch.Tensor | None = None  # a column that was appended
     is_exact: bool = True  # whether every step since the product is understood
+    is_shifted: bool = False  # whether a number a row, such as its largest score, was subtracted
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,20 @@ def _einsum_product(
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #ce89da83
 _HARMLESS = frozenset(  # functions that leave every value what it was
-    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone", "dropout"}
+    {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"}
     | {"view", "reshape", "expand", "view_as", "unsqueeze", "squeeze", "flatten", "unflatten"}
 )
+
+
+def _written(x: torch.Tensor) -> int:
+    "How often the memory of a tensor was written; always 0 where torch does not count."
+    return 0 if x.is_inference() else x._version
+
+
+def _is_transposed(x: torch.Tensor, view: torch.Tensor) -> bool:
+    "Whether a view has the last two axes of a tensor in the other order."
+    same_shape = view.shape == x.mT.shape
+    return same_shape and view.stride()[-2:] == x.mT.stride()[-2:] and x.stride(-1) != x.stride(-2)
 
 
 class ScoreTrace:
@@ -98,7 +110,9 @@ class ScoreTrace:
         named: Callable[[AttentionCall], AttentionCall] | None = None,
     ):
         self.heads, self.done, self.named = shape_of, done, named or (lambda call: call)
-        self.origins: dict[int, tuple] = {}  # id of a tensor -> (weak reference, what it is)
+        # id of a tensor -> (weak reference, what it is, how often its memory was written until then)
+        self.origins: dict[int, tuple] = {}
+        self.in_place = False  # whether the step that is seen wrote into its first operand
         self.pending: dict[int, AttentionCall] = {}  # calls whose values are not known yet
 
     def get(
@@ -106,8 +120,11 @@ class ScoreTrace:
         x: object,  # a tensor, or anything else
     ) -> Scores | Weights | None:  # None: nothing
         "What is known of a tensor."
-        hit = self.origins.get(id(x))
-        return hit[1] if hit is not None and hit[0]() is x else None
+        reference, what, n_written = self.origins.get(id(x), (None, None, 0))
+        if reference is None or reference() is not x:
+            return None
+        is_as_seen = _written(x) - self.in_place <= n_written
+        return what if is_as_seen or isinstance(what, Weights) else replace(what, is_exact=False)
 
     def put(
         self,
@@ -115,7 +132,7 @@ class ScoreTrace:
         what: Scores | Weights,  # what it is
     ) -> None:
         "Remember what a tensor is."
-        self.origins[id(x)] = weakref.ref(x), what
+        self.origins[id(x)] = weakref.ref(x), what, _written(x)
 
     def clear(self) -> None:
         "Forget everything; attentions whose values never came are handed over without."
@@ -144,16 +161,32 @@ class ScoreTrace:
         "Take note of one function call."
         step = _STEPS.get(name)
         if step is not None:
+            self.in_place = bool(args) and out is args[0]
             step(self, args, kwargs, out)
+            self.in_place = False
             return
         origin = self.get(args[0]) if args else None
         if origin is None or not torch.is_tensor(out) or not out.is_floating_point():
             return
-        same = out.numel() == args[0].numel() and out.shape[-1:] == args[0].shape[-1:]
-        is_harmless = name in _HARMLESS or out.data_ptr() == args[0].data_ptr()
         if isinstance(origin, Weights):
             self.put(out, origin)
-        elif same:
+        else:
+            self._follow(name, origin, args[0], out)
+
+    def _follow(
+        self,
+        name: str,  # of a function that is no step of its own
+        origin: Scores,  # what it got
+        x: torch.Tensor,  # the scores that it got
+        out: torch.Tensor,  # what it gave back
+    ) -> None:
+        "Scores after a function: seen from another side, or changed in a way that is not understood."
+        is_view = out.data_ptr() == x.data_ptr() and out is not x
+        if is_view and x.ndim == out.ndim and _is_transposed(x, out):
+            if not origin.masks and origin.sinks is None:
+                self.put(out, replace(origin, q=origin.k, k=origin.q))
+        elif out.numel() == x.numel() and out.shape[-1:] == x.shape[-1:]:
+            is_harmless = name in _HARMLESS or is_view or out is x
             self.put(out, origin if is_harmless else replace(origin, is_exact=False))
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #f82daea0
@@ -251,7 +284,8 @@ def _shifted(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) 
     origin = trace.get(args[0])
     if isinstance(origin, Scores):
         one_a_row = _is_number(args[1]) or args[1].shape[-1] == 1
-        trace.put(out, origin if one_a_row else replace(origin, is_exact=False))
+        shifted, changed = replace(origin, is_shifted=True), replace(origin, is_exact=False)
+        trace.put(out, shifted if one_a_row else changed)
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #e61e6c26
 def _filled(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
@@ -267,12 +301,18 @@ def _filled(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -
 
 
 def _where(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -> None:
-    "Scores where a condition holds, a value elsewhere."
-    origin = trace.get(args[1]) if len(args) == 3 else None
-    if isinstance(origin, Weights):
-        trace.put(out, origin)
-    elif isinstance(origin, Scores):
-        _hide(trace, out, origin, args[0].bool(), args[2])
+    "Scores where a condition holds, a value elsewhere: either of the two may be the scores."
+    if len(args) != 3:
+        return
+    # torch.where(condition, a, b), or a.where(condition, b)
+    is_method = trace.get(args[0]) is not None
+    condition, a, b = (args[1], args[0], args[2]) if is_method else args
+    for x, other, shown in ((a, b, condition), (b, a, ~condition.bool())):
+        origin = trace.get(x)
+        if isinstance(origin, Weights):
+            trace.put(out, origin)
+        elif isinstance(origin, Scores):
+            _hide(trace, out, origin, shown.bool(), other)
 
 
 def _hide(trace: "ScoreTrace", out: torch.Tensor, origin: Scores, mask: torch.Tensor, value: Any) -> None:
@@ -325,6 +365,8 @@ def _agrees(call: AttentionCall, scores: torch.Tensor) -> bool:
             if mask is not None:
                 row = mask[0, -1, 0]
                 computed, expected = computed[row], expected[row]
+            if bool((torch.isneginf(expected) & torch.isfinite(computed)).any()):
+                return False  # hidden by a step that was not seen
             if expected.numel() < 1 or not torch.isfinite(expected).all():
                 continue
             shift = expected - computed
@@ -367,6 +409,10 @@ def _as_call(
     is_understood = origin.is_exact and origin.tanh == (origin.softcap is not None)
     if is_understood and _agrees(call, scores):
         return call
+    if origin.is_shifted:
+        raise bad_input(
+            "scores", "an unknown number subtracted from each row", "scores as the softmax weighs them"
+        )
     return AttentionCall(q, k, scale=scale, sinks=sinks, scores=scores, source="eager scores")
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #0a461c62
