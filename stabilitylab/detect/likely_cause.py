@@ -58,6 +58,9 @@ def most_likely(
     candidates = _candidates(findings)
     if not candidates:
         return None
+    end = _first(candidates, "crash")
+    if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
+        return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
         chosen = [_first(candidates, kind) for kind in row["when"]]
         if None not in chosen and _fits(chosen[0], row["where"]):
