@@ -103,6 +103,9 @@ def most_likely(
     if cause is not None or not candidates:
         return cause
     is_well = "evidence" in findings.attrs and not any(f.kind in _OF_LOSS for f in candidates)
+    end = _first(candidates, "crash")
+    if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
+        return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
         chosen = [_first(candidates, kind) for kind in row["when"]]
         if None not in chosen and _fits(chosen[0], row["where"]):
