@@ -36,7 +36,9 @@ def find_not_learning(
     min_share = limit("hardly_share") if is_high else limit("small_share")
     has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
-    if has_moved or not shows_start:
+    # near a guess over a vocabulary no run rests, wherever its log begins
+    is_near_guess = is_high and float(shape.loss[-1]) < limit("most_nats")
+    if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
     evidence = {
         "first": float(shape.loss[0]),
