@@ -37,7 +37,8 @@ def find_not_learning(
     has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
     # near a guess over a vocabulary no run rests, wherever its log begins
-    is_near_guess = is_high and float(shape.loss[-1]) < limit("most_nats")
+    is_long = n >= count_limit("least_trend")
+    is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
     if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
     evidence = {
@@ -46,7 +47,8 @@ def find_not_learning(
         "drop": drop,
         "noise": shape.noise,
     }
-    can_tell = by_noise < limit("level_share") * abs(float(shape.loss[0]))
+    least = limit("minor_share") if is_near_guess else limit("level_share")
+    can_tell = by_noise < least * abs(float(shape.loss[0]))
     severity = "warning" if can_tell else "info"
     if not can_tell:
         evidence["note"] = evidence_words("too noisy")

@@ -135,7 +135,7 @@ def _n_losses(data: LogData) -> int:
 
 
 def _general(path: Path, data: LogData, options: ReadOptions) -> LogData | None:
-    "What the general reader finds where a format left most lines with a loss unread; None where that is less."
+    "What the general reader finds where a format left most lines with a loss unread; None where less."
     n_read = max((len(samples.step) for samples in data.samples.values()), default=0)
     is_left = data.skipped.get("unreadable record", 0) > max(n_read, _FEW)
     if data.samples and not is_left:
