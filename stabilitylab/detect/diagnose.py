@@ -47,8 +47,6 @@ DETECTORS = [
     "metrics:find_loss_scale_collapse",
     "metrics:find_throughput_drop",
     "speed:find_hang",
-    "machine:find_machine_trends",
-    "policy:find_entropy_explosion",
     "skipping:find_scale_floor",
     "skipping:find_skip_rate",
     "metrics:find_z_loss_collapse",

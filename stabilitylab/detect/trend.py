@@ -47,8 +47,11 @@ def find_not_learning(
         "drop": drop,
         "noise": shape.noise,
     }
-    least = limit("minor_share") if is_near_guess else limit("level_share")
-    can_tell = by_noise < least * abs(float(shape.loss[0]))
+    least, error = limit("level_share"), by_noise
+    if is_near_guess:  # judged by the coarse curve: its records are many
+        least = limit("minor_share")
+        error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
+    can_tell = error < least * abs(float(shape.loss[0]))
     severity = "warning" if can_tell else "info"
     if not can_tell:
         evidence["note"] = evidence_words("too noisy")

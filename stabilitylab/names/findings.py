@@ -7,8 +7,6 @@ __all__ = ['FINDING_KINDS', 'SEVERITIES', 'REPORTED']
 
 # %% ../../nbs/api/names/02_findings.ipynb #2abf29ee
 FINDING_KINDS = {  # kind -> what it means, in one sentence
-    "machine_trend": "memory grows, steps get slower, or the GPUs wait for data or are idle",
-    "entropy_explosion": "the entropy of a policy rose many times over: it samples at random",
     "crash": "why the process died: exception or signal, first rank, step, message",
     "loss_spike": (
         "the loss jumped far above its recent range; `recovery` says whether and how fast it came back"
