@@ -125,7 +125,7 @@ def _eleven_losses(rng: np.random.Generator) -> Columns:
     "A loss that was rounded to bf16 before it was printed."
     step = np.arange(600)
     loss = torch.tensor(1.6953 + rng.normal(0, 0.02, step.size)).clamp(1.6562, 1.7344).bfloat16()
-    return {"step": step, "per_token_loss": loss.float().numpy().round(4)}
+    return {"step": step, "per_token_loss": loss.double().numpy().round(4)}
 
 
 def _steps_of(seconds: float) -> Callable[[np.random.Generator], Columns]:
