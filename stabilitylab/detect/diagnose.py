@@ -28,6 +28,7 @@ DETECTORS = [
     "events:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
+    "restarts:find_broken_resume",
     "rollbacks:find_rollback_cost",
     "restarts:find_concatenated_runs",
     "restarts:find_changed_settings",
