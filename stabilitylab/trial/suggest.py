@@ -205,11 +205,11 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
     suggestions = []
     for rank, text in enumerate(cause.cures):
         name, own = text.partition(":")[0], arm_of(text).fixes[0].get("parameters", {})
-        shown = _evidence_of(name, findings, run)
-        parameters = {k: v for k, v in own.items() if ":" in text} | shown.parameters
+        in_run = _evidence_of(name, findings, run)
+        parameters = {k: v for k, v in own.items() if ":" in text} | in_run.parameters
         if unsuited(name, own, run, cause):
             continue
-        reasons = [f"follows from the cause: {cause.cause}", *([shown.reason] if shown.reason else [])]
+        reasons = [f"follows from the cause: {cause.cause}", *([in_run.reason] if in_run.reason else [])]
         suggestions.append(Suggestion(name, _CAUSE_FIRST - rank, reasons, parameters=parameters))
     return suggestions
 
