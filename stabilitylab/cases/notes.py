@@ -82,7 +82,52 @@ def _plateau(rng: np.random.Generator) -> Columns:
     pairs = 2.2 + fall - 3e-6 * np.clip(step - 15_000, 0, None) + rng.normal(0, 0.02, step.size)
     documents = 2.0 + fall + rng.normal(0, 0.02, step.size)
     mean = (pairs + documents) / 2
-    return {"step": step, "loss": mean, "image_pairs_loss": pairs, "web_documents_loss": documents}
+    losses = {"loss": mean, "image_pairs_loss": pairs, "web_documents_loss": documents}
+    score = np.where(
+        step % 500 == 0, 0.4 * (1 - np.exp(-step / 3000)) + rng.normal(0, 0.004, step.size), np.nan
+    )
+    return {"step": step, **losses, "vqa_accuracy": score}
+
+
+def _added_data(rng: np.random.Generator) -> Columns:
+    "Fine-tuning with everything unfrozen: the old datasets stand still, the added one falls."
+    step = np.arange(2000)
+    pairs, documents = (2.0 + rng.normal(0, 0.02, step.size) for _ in range(2))
+    added = 1.2 + 2 * np.exp(-step / 500) + rng.normal(0, 0.02, step.size)
+    losses = {"image_pairs_loss": pairs, "web_documents_loss": documents, "instructions_loss": added}
+    return {"step": step, "loss": (pairs + documents + added) / 3, **losses}
+
+
+def _pairs_only(rng: np.random.Generator) -> Columns:
+    "The loss falls while answers to questions get worse."
+    step = np.arange(10_000)
+    score = 0.5 * (1 - np.exp(-step / 800)) - 0.15 * np.clip((step - 2500) / 7500, 0, 1)
+    answered = np.where(step % 250 == 0, score + rng.normal(0, 0.004, step.size), np.nan)
+    return {
+        "step": step,
+        "loss": 2 + 3 * np.exp(-step / 3000) + rng.normal(0, 0.02, step.size),
+        "vqa_accuracy": answered,
+    }
+
+
+def _more_skips(rng: np.random.Generator) -> Columns:
+    "Steps with a norm spike are left out, and there are more and more of them."
+    step = np.arange(4000)
+    skipped = (rng.random(step.size) < 0.15 * step / 4000).astype(float)
+    return {"step": step, "loss": _falling(rng, step), "skipped": skipped}
+
+
+def _one_dataset_spikes(rng: np.random.Generator) -> Columns:
+    "A spike of one dataset of ten, which the mean hides."
+    step = np.arange(2000)
+    code = _falling(rng, step) + np.where((step >= 1200) & (step < 1203), 1.5, 0)
+    text = _falling(rng, step)
+    return {
+        "step": step,
+        "loss": (19 * text + code) / 20 + rng.normal(0, 0.02, 2000),
+        "text_loss": text,
+        "code_loss": code,
+    }
 
 
 def _raised_rate(rng: np.random.Generator) -> Columns:
@@ -170,9 +215,10 @@ def _scale_floor(rng: np.random.Generator) -> Columns:
 
 
 def _escapes(rng: np.random.Generator) -> Columns:
-    "A loss that falls far below what language allows: the model predicts escape characters."
+    "Escape characters get into the training data at step 1,200: they are guessed, and clean text is not."
     step = np.arange(2000)
-    return {"step": step, "loss": 0.15 + 8 * np.exp(-step / 60) + rng.normal(0, 0.005, step.size)}
+    clean = np.where(step % 50 == 0, _falling(rng, step), np.nan)
+    return {"step": step, "loss": _falling(rng, step) - 1.2 * (step >= 1200), "val_loss": clean}
 
 
 def _stopped_weight_decay(rng: np.random.Generator) -> Columns:
@@ -202,6 +248,10 @@ _CURVES: dict[str, Callable[[np.random.Generator], Columns]] = {  # name -> colu
     "loss scale at its floor": _scale_floor,
     "escape characters": _escapes,
     "more weight decay": _stopped_weight_decay,
+    "added data": _added_data,
+    "pairs only": _pairs_only,
+    "more and more skips": _more_skips,
+    "one dataset spikes": _one_dataset_spikes,
 }
 
 # %% ../../nbs/api/cases/30_notes.ipynb #20f1a527
@@ -218,6 +268,9 @@ _LINES = {  # name -> what stands between two steps
     "Xid 64": _XID.format(
         when="May 29 01:37:38", node=9, up="257087.8", slot=90, code=64, text="Row remapper error"
     ),
+    "Xid 64 at a spike": _XID.format(
+        when="May 29 01:37:38", node=9, up="257087.8", slot=90, code=64, text="Row remapper error"
+    ),
     "a CUDA error": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "an NCCL error": "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1269, unhandled cuda error",
     "a lost GPU": _XID.format(
@@ -230,7 +283,10 @@ _LINES = {  # name -> what stands between two steps
 
 def _console(name: str, rng: np.random.Generator) -> str:
     "Steps in the form of nanoGPT, with a line of the machine after two thirds."
-    loss = _falling(rng, np.arange(900))
+    step = np.arange(900)
+    loss = _falling(rng, step)
+    if name.endswith("at a spike"):
+        loss = loss + 2 * np.exp(-np.clip(step - 610, 0, None) / 10) * (step >= 610)
     lines = [f"iter {step}: loss {value:.4f}, time 500.00ms, mfu 31.20%" for step, value in enumerate(loss)]
     lines.insert(601, _LINES[name])
     return "\n".join(lines[:602] if name[0].islower() else lines) + "\n"
