@@ -357,9 +357,15 @@ def finds(
     return note_findings(name).of(kind)
 
 # %% ../../nbs/api/cases/30_notes.ipynb #09fd9dc1
+def _loud_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+    "The loss, a thousand times as large."
+    return 1000 * model_loss(model, batch)
+
+
 def note_training(
     frozen: bool = False,  # a model of pictures with frozen parts
     steps: int = 2,  # that it has taken
+    loud: bool = False,  # a loss a thousand times as large: gradients beyond every clip
     **config: Any,  # fields of the `ModelConfig`
 ) -> Training:
     "A tiny training, some steps old, with its states kept."
@@ -375,23 +381,45 @@ def note_training(
         task = copy_task(length=5, vocab=16, batch=4)
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-7)
-    training = Training(model, optimizer, model_loss, lambda step: [task.at(2 * step), task.at(2 * step + 1)])
+    loss = _loud_loss if loud else model_loss
+    training = Training(model, optimizer, loss, lambda step: [task.at(2 * step), task.at(2 * step + 1)])
     training.keep()
     for _ in range(steps):
         training.run_step()
     return training
 
 
+@cache
+def _untreated(frozen: bool, loud: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    "Losses and weights of the same training, three steps further without a fix."
+    training = note_training(frozen, loud=loud)
+    losses = [training.run_step().loss for _ in range(3)]
+    return losses, {name: p.detach().clone() for name, p in training.model.named_parameters()}
+
+
+def _is_another(training: Training, losses: list[float], frozen: bool, loud: bool) -> bool:
+    "Whether a treated training took another path than the untreated one."
+    plain, weights = _untreated(frozen, loud)
+    now = dict(training.model.named_parameters())
+    if losses != plain or now.keys() != weights.keys():
+        return True
+    return any(p.shape != weights[n].shape or not torch.equal(p, weights[n]) for n, p in now.items())
+
+
 def tried(
     name: str,  # of a fix
     frozen: bool = False,  # on a model with frozen parts
+    loud: bool = False,  # with gradients beyond every clip
+    keeps_path: bool = False,  # the fix is exact here: every loss and weight must be that without it
     **parameters: object,  # of the fix
-) -> pd.DataFrame:  # part, what, before, after; attrs: losses of two steps
-    "What a fix changes in a small training, which takes two steps with it."
-    training = note_training(frozen)
+) -> pd.DataFrame:  # part, what, before, after, empty where nothing came of it; attrs: losses of three steps
+    "What a fix changes in a small training, which takes three steps with it, and other ones than without."
+    training = note_training(frozen, loud=loud)
     log = fix(name, **parameters).apply(training)
-    losses = [training.run_step().loss for _ in range(2)]
+    losses = [training.run_step().loss for _ in range(3)]
     table = log.table()
+    is_as_said = _is_another(training, losses, frozen, loud) != keeps_path
+    table = table if is_as_said and np.isfinite(losses).all() else table.iloc[:0]
     table.attrs["losses"] = losses
     return table
 
@@ -434,17 +462,26 @@ def note_state(
     return state, Batch(training.batches(steps), step=steps)
 
 
+def _autocast_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+    "The loss, of a forward pass under autocast to bf16."
+    with torch.autocast("cpu", torch.bfloat16):
+        return model_loss(model, batch)
+
+
 def note_loop(
-    fault: str = "",  # 'bf16': weights that lose a small decay; 'decay': norms decay and one matrix does not
+    # 'bf16': weights that lose a small decay; 'autocast': the same under autocast; 'decay': norms decay and
+    # one matrix does not
+    fault: str = "",
 ) -> tuple[nn.Module, torch.optim.Optimizer, dict, Callable]:  # model, optimizer, batch, loss
     "What a check of a training loop is given."
-    if fault not in ("", "bf16", "decay"):
-        raise bad_input("fault", fault, "'', bf16, decay")
-    model, batch = _copying(fault == "bf16"), copy_task(length=5, vocab=16, batch=4).at(0)
+    if fault not in ("", "bf16", "autocast", "decay"):
+        raise bad_input("fault", fault, "'', bf16, autocast, decay")
+    model, batch = _copying(fault in ("bf16", "autocast")), copy_task(length=5, vocab=16, batch=4).at(0)
     first, *others = model.parameters()
     weight_decay = 0.0 if fault == "decay" else 0.1
     groups: list[dict] = [{"params": [first], "weight_decay": weight_decay}, {"params": others}]
-    return model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1), batch, model_loss
+    loss = _autocast_loss if fault == "autocast" else model_loss
+    return model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1), batch, loss
 
 
 def bundle(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..names.errors import bad_input
 from ..numerics.formats import quantise
@@ -25,7 +26,8 @@ def gradient_curvature(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise bad_input("model", "no trainable parameter", "a model with trainable parameters")
-    gradients = torch.autograd.grad(loss(model), parameters, create_graph=True, allow_unused=True)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        gradients = torch.autograd.grad(loss(model), parameters, create_graph=True, allow_unused=True)
     pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
     direction = [_step_direction(p, g.detach(), optimizer) for p, g in pairs]
     slope = sum((g * d).sum() for (_, g), d in zip(pairs, direction, strict=True))
