@@ -12,6 +12,7 @@ from importlib import import_module
 import xarray as xr
 
 from .context import at_step, loss_span, run_context
+from .evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
 from .phrase import explain
@@ -27,6 +28,7 @@ DETECTORS = [
     "events:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
+    "restarts:find_broken_resume",
     "rollbacks:find_rollback_cost",
     "restarts:find_concatenated_runs",
     "restarts:find_changed_settings",
@@ -191,4 +193,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    return Findings(findings, origin | _span(run))
+    shown_by = {"evidence": evidence(run, findings)}
+    return Findings(findings, origin | _span(run) | (shown_by if shown_by["evidence"] else {}))

@@ -36,7 +36,10 @@ def find_not_learning(
     min_share = limit("hardly_share") if is_high else limit("small_share")
     has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
-    if has_moved or not shows_start:
+    # near a guess over a vocabulary no run rests, wherever its log begins
+    is_long = n >= count_limit("least_trend")
+    is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
+    if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
     evidence = {
         "first": float(shape.loss[0]),
@@ -44,7 +47,11 @@ def find_not_learning(
         "drop": drop,
         "noise": shape.noise,
     }
-    can_tell = by_noise < limit("level_share") * abs(float(shape.loss[0]))
+    least, error = limit("level_share"), by_noise
+    if is_near_guess:  # judged by the coarse curve: its records are many
+        least = limit("minor_share")
+        error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
+    can_tell = error < least * abs(float(shape.loss[0]))
     severity = "warning" if can_tell else "info"
     if not can_tell:
         evidence["note"] = evidence_words("too noisy")
