@@ -85,8 +85,8 @@ class WarmupEnd(NamedTuple):
     "The end of the warmup, as it was set and as it was."
 
     expected: int  # steps, as the settings say
-    seen: int  # step of the first record at the highest rate
-    factor: float  # expected over seen: near the number of accumulated micro-batches where it is too short
+    reached: int  # step of the first record at the highest rate
+    factor: float  # expected over reached: near the number of accumulated micro-batches where it is too short
 
 
 _WARMUPS = re.compile(r"^(?:lr_?)?(?:num_?)?warm_?up_?(?:steps|iters|iterations|updates|num_steps)$", re.I)
@@ -106,5 +106,5 @@ def warmup_end(
     peak = int(np.argmax(rate.value >= (1 - limit("small_share")) * rate.value.max()))
     if peak < limit("median_records") or rate.value[0] > limit("majority") * rate.value[peak]:
         return None
-    seen = int(rate.step[peak])
-    return WarmupEnd(int(lengths[0]), seen, lengths[0] / max(seen, 1))
+    reached = int(rate.step[peak])
+    return WarmupEnd(int(lengths[0]), reached, lengths[0] / max(reached, 1))
