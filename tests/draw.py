@@ -38,6 +38,8 @@ class Wanted:
     crash: str = ""  # words that the crash that ended the run must have; '': the run did not die
     top: str = ""  # words of an acceptable most likely cause; '': none is acceptable but silence
     may: str = ""  # kinds that may be told, too
+    n_drawn: int = 0  # values of the loss where a bar is redrawn and each counts once
+    steps_by_hand: bool = False  # the truth has the bars' own positions, which run ahead of the records
     not_loss: bool = False  # the series of the truth is no training loss, and must not be taken for one
 
 
@@ -53,10 +55,11 @@ DRAW3 = {  # by the `id` of truth.json
     33: Wanted(not_loss=True),
     34: Wanted("loss_spike|restart", severity="info"),
     42: Wanted("overfitting", top="by heart|overfit"),
-    49: Wanted("leak_suspected|zero", top="zero|label|mask|trivial"),
+    49: Wanted("leak_suspected|zero", top="zero|label|mask|trivial", n_drawn=38),
     50: Wanted("resume_spike|divergence|loss_spike", severity="error", top="restart|resume"),
     69: Wanted(not_loss=True),
-    71: Wanted(crash="out of GPU memory", top="memory"),
+    71: Wanted(crash="out of GPU memory", top="memory|had no room"),
+    81: Wanted(steps_by_hand=True),
     87: Wanted("non_finite", severity="info", top="validation|evaluation", not_loss=True),
     89: Wanted("overflow|loss_scale|not_learning|plateau|skip", severity="info"),
     98: Wanted("overfitting", severity="info", top="by heart|overfit", may="overfitting", not_loss=True),
@@ -127,9 +130,10 @@ def score(entry: dict, folder: Path, wanted: Wanted) -> Score:
         )
     loss = steps = None
     if truth is not None:
-        counts = {truth["n"], truth["steps_distinct"]}
+        counts = {truth["n"], wanted.n_drawn or truth["steps_distinct"]}
         pairs = [loss_is_right(run, truth, counts, wanted.not_loss) for run in runs.values()]
         loss, steps = (all if wanted.not_loss else any)(p[0] for p in pairs), any(p[1] for p in pairs)
+        steps = None if wanted.steps_by_hand else steps
     findings = [diagnose(run) for run in runs.values()]
     return Score(entry["folder"], loss, steps, *judged(findings, wanted, EARLIEST.get(entry["id"])))
 

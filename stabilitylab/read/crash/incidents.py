@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...names.variables import canonical_name
 from ..base import TIME, LogData
 from stabilitylab.read.crash.evidence import (
     CAUSES,
@@ -202,12 +203,15 @@ class _Log:
     @classmethod
     def of(cls, data: bytes | mmap.mmap, log: LogData | None) -> "_Log":
         "The text with the records of its longest series; without any where positions are not known."
-        every = [] if log is None else list(log.samples.values())
-        longest = max(every, key=lambda samples: len(samples.step), default=None)
-        if longest is None or longest.order is None:
+        named = {} if log is None else log.samples
+        longest = max(named.values(), key=lambda samples: len(samples.step), default=None)
+        if log is None or longest is None or longest.order is None:
             return cls(data, np.zeros(0, np.int64), np.zeros(0, np.int64))
-        by_position = np.argsort(longest.order, kind="stable")
-        return cls(data, longest.order[by_position], longest.step[by_position])
+        # the bar of an evaluation may have more records than the training: the loss counts, too
+        losses = [name for name in named if (log.canonical_names.get(name) or canonical_name(name)) == "loss"]
+        parts = [longest, *(named[name] for name in losses if named[name].order is not None)]
+        order, first = np.unique(np.concatenate([part.order for part in parts]), return_index=True)
+        return cls(data, order, np.concatenate([part.step for part in parts])[first])
 
     def was_flushed_after(self, position: int, before: int) -> bool:
         "Whether the records after a position, `before` records from the start, were buffered at the crash."
