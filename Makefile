@@ -8,7 +8,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: calibrate mutants demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
+.PHONY: zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -42,6 +42,9 @@ bench: $(READY)
 
 calibrate: $(READY)
 	$(BIN)/python -m tests.calibrate $(if $(REAL),--real)
+
+zoo: $(READY)
+	$(BIN)/python -m tests.zoo
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --sample $(or $(N),200)

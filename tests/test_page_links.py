@@ -9,11 +9,12 @@ NBS = Path(__file__).resolve().parent.parent / "nbs"
 PAGES = sorted(page for page in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in page.parts)
 
 
-def texts(page: Path) -> Iterator[str]:
-    "The cells of prose of a page, without their code blocks."
+def texts(page: Path, code: bool = False) -> Iterator[str]:
+    "The cells of prose of a page, with or without what is marked as code in them."
     for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "markdown":
-            yield re.sub(r"```.*?```|`[^`\n]*`", "", "".join(cell["source"]), flags=re.S)
+            text = "".join(cell["source"])
+            yield text if code else re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
 
 
 def broken_links(page: Path) -> list[str]:
@@ -28,6 +29,14 @@ def broken_links(page: Path) -> list[str]:
 def test_links_lead_somewhere():
     wrong = {str(page.relative_to(NBS)): broken_links(page) for page in PAGES}
     assert not (wrong := {page: links for page, links in wrong.items() if links}), wrong
+
+
+def test_promises_name_tests_that_exist():
+    page = "".join(texts(NBS / "explain" / "promises.ipynb", code=True))
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    tests = Path(__file__).parent
+    gone = [name for file, name in named if f"def {name}(" not in (tests / file).read_text(encoding="utf-8")]
+    assert len(named) > 12 and gone == []
 
 
 def test_the_rules_find_what_they_look_for(tmp_path):

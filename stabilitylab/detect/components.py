@@ -9,12 +9,13 @@ __all__ = ['component_losses', 'find_component_spikes', 'find_component_plateaus
 import numpy as np
 import xarray as xr
 
-from .divergence import records_in_share, smoothed_shape
+from .divergence import smoothed_shape
 from .findings import Finding
 from .limits import count_limit, limit
 from .objective import objective_type
 from .restarts import longest_run
 from .spikes import Spike, spike_events
+from .trend import flat_since
 from ..run.curves import Curve, curve, loss_name, scalars_of, step_interval
 from ..run.scalars import series_names
 
@@ -93,14 +94,24 @@ def find_component_spikes(
     return findings
 
 # %% ../../nbs/api/detect/16_components.ipynb #dc93959f
-def _flat_since(series: Curve) -> int | None:
-    "Record from which on the level hardly fell; None where it fell to the end, or never fell."
+def _are_datasets(losses: list[Curve]) -> bool:
+    "Whether the main loss is a mean of the others, as over datasets: a sum of terms lies above them all."
+    main, parts = losses[0], losses[1:]
+    if len(parts) < 2 or any(not np.array_equal(part.step, main.step) for part in parts):
+        return False
+    values = np.stack([part.value for part in parts])
+    levels = np.median(values, axis=1)
+    if levels.max() > limit("threefold") * levels.min():
+        return False
+    return bool(((values.min(0) <= main.value) & (main.value <= values.max(0))).mean() > limit("near_share"))
+
+
+def _flat_since(series: Curve, losses: list[Curve]) -> int | None:
+    "Record from which on the level hardly fell; None where it fell to the end, or never in a sum of terms."
+    first = flat_since(series, limit("small_share"))
     level = smoothed_shape(series).loss
-    start, end = float(level[0]), float(np.median(level[-records_in_share(len(level), "slight_share") :]))
-    hardly = min(limit("hardly_share") * (start - end), limit("small_share") * abs(end))
-    first = int(np.argmax(level <= end + hardly))
-    is_long = len(level) - first >= limit("plateau_share") * len(level)
-    return first if is_long and start - end > limit("level_share") * abs(start) else None
+    has_fallen = level[0] - level[-1] > limit("level_share") * abs(float(level[0]))
+    return first if first is not None and (has_fallen or _are_datasets(losses)) else None
 
 
 def _falls_after(series: Curve, step: int) -> bool:
@@ -111,7 +122,7 @@ def _falls_after(series: Curve, step: int) -> bool:
     shape = smoothed_shape(later)
     fall = float(shape.loss[0] - shape.loss[-1])
     is_clear = fall > limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
-    return is_clear and fall > limit("level_share") * abs(float(shape.loss[0]))
+    return is_clear and fall > limit("hardly_share") * abs(float(shape.loss[0]))
 
 
 def find_component_plateaus(
@@ -120,7 +131,7 @@ def find_component_plateaus(
     "Losses of single datasets that stand still to the end while others fall."
     losses, findings = component_losses(run), []
     for series in losses[1:]:
-        first = _flat_since(series)
+        first = _flat_since(series, losses)
         if first is None:
             continue
         start = int(series.step[first])

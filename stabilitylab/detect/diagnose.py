@@ -12,6 +12,7 @@ from importlib import import_module
 import xarray as xr
 
 from .context import at_step, loss_span, run_context
+from .evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
 from .phrase import explain
@@ -27,6 +28,7 @@ DETECTORS = [
     "events:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
+    "restarts:find_broken_resume",
     "rollbacks:find_rollback_cost",
     "restarts:find_concatenated_runs",
     "restarts:find_changed_settings",
@@ -40,6 +42,8 @@ DETECTORS = [
     "trend:find_overfitting",
     "trend:find_leak",
     "trend:find_level_shift",
+    "evaluations:find_worse_evaluations",
+    "settings:find_setting_effects",
     "learning_rate:find_lr_jump",
     "growth:find_growth",
     "metrics:find_grad_norm_explosion",
@@ -84,11 +88,14 @@ _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in
     "rollbacks:mixture_at_resumes",
     "relations:join_spikes_to_divergence",
     "relations:drop_explained_rises",
+    "settings:changes_and_events",
+    "relations:few_values",
     "relations:grad_norm_and_loss",
     "relations:z_loss_and_loss",
     "learning_rate:loss_after_jump",
     "relations:high_learning_rate",
     "relations:hardware_and_spikes",
+    "evaluations:evaluations_at_plateau",
     "relations:layer_leads",
     "attention:attention_leads",
 ]
@@ -186,4 +193,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    return Findings(findings, origin | _span(run))
+    shown_by = {"evidence": evidence(run, findings)}
+    return Findings(findings, origin | _span(run) | (shown_by if shown_by["evidence"] else {}))

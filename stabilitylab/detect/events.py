@@ -13,6 +13,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit
+from ..knowledge.crashes import explain_crash
 from ..knowledge.xids import xid_row
 from ..run.curves import group_of
 
@@ -27,9 +28,12 @@ _CRASH_FIELDS = (
     "then",
     "outside",
     "attempts",
+    "where",
+    "late",
 )  # fields that evidence repeats
 
 
+_LONGEST = 300  # characters of a message that are kept
 _XID = re.compile(r"Xid(?: \([^)]*\):)? (\d+)")  # in the words of a reader, or of the kernel
 
 
@@ -49,6 +53,20 @@ def _is_said(text: str, messages: list[str]) -> bool:
     return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
 
 
+def _remedies(advice: dict) -> tuple[dict, ...]:
+    "What to do about a crash, as remedies are told."
+    common = {"source": advice["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}
+    empty = {
+        "what": "practice",
+        "topic": "crash",
+        "knobs": [],
+        "note": "",
+        "ours": "",
+        "evidence": "documented",
+    }
+    return tuple(common | empty | {"id": f"crash-{i}", "name": name} for i, name in enumerate(advice["next"]))
+
+
 def find_logged_crashes(
     run: xr.DataTree,  # a record; attribute `crashes` has what its logs say of deaths
 ) -> list[Finding]:  # the end of the run, and one finding for the attempts before it
@@ -56,17 +74,21 @@ def find_logged_crashes(
     findings = []
     for crash in run.attrs.get("crashes") or ():
         is_error = crash["died"] and not crash["outside"]
-        evidence = {name: crash[name] for name in _CRASH_FIELDS if crash[name] not in (None, "", [])}
+        evidence = {name: crash[name] for name in _CRASH_FIELDS if crash.get(name) not in (None, "", [])}
+        evidence["message"] = crash["message"][:_LONGEST]
         evidence["followed"] = crash["followed"] or None
         evidence["then"] = "; ".join(crash["then"])
         evidence |= _vendor_word(crash["message"])
         evidence["ended"] = "outside" if crash["outside"] and crash["died"] else crash["died"]
-        findings.append(Finding("crash", "error" if is_error else "info", crash["step"], evidence=evidence))
+        advice = explain_crash(crash)
+        evidence |= {name: advice[name] for name in ("failure", "why", "next")}
+        severity = "error" if is_error else "info"
+        remedies = _remedies(advice) if crash["died"] else ()
+        findings.append(Finding("crash", severity, crash["step"], evidence=evidence, remedies=remedies))
     return findings
 
 # %% ../../nbs/api/detect/04_events.ipynb #30e67b77
 _HARD = ("CUDA error", "NCCL", "out of memory", "ECC", "Xid")  # words that tell an error of the machine
-_LONGEST = 300  # characters of a message that are kept
 
 
 def _names_the_machine(text: str) -> bool:
@@ -86,6 +108,11 @@ def _message(events: xr.Dataset, at: int, count: int) -> Finding:
     )
 
 
+def _repeats(text: str, messages: list[str]) -> bool:
+    "Whether a line repeats one of these messages, as that of an attempt that failed."
+    return any(message and message.splitlines()[0][:60] in str(text) for message in messages)
+
+
 def find_hardware_errors(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # every Xid; of errors and signals the first that names the machine
@@ -100,9 +127,11 @@ def find_hardware_errors(
     has_crash_report = any(
         crash["died"] for crash in run.attrs.get("crashes") or ()
     )  # then they are part of its end
+    messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
     for name in () if has_crash_report else ("error", "signal"):
         of_kind = np.flatnonzero(kind == name)
-        hard = [at for at in of_kind if _names_the_machine(str(text[at]))]
+        of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
+        hard = [at for at in of_machine if not _repeats(text[at], messages)]
         if hard:
             findings.append(_message(events, hard[0], len(hard)))
     return findings

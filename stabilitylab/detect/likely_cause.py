@@ -7,9 +7,10 @@ __all__ = ['MostLikely', 'most_likely']
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6d62772e
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 
+from .causes import Cause, missing_measures, ranked_causes
 from .findings import Finding, Findings
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
@@ -20,14 +21,23 @@ class MostLikely:
     cause: str  # one sentence
     because: tuple[str, ...]  # what was found, the words of at most three findings
     next: tuple[str, ...]  # what to do, in this order
+    id: str = ""  # of a row of `causes.json`; '' where findings alone decided
+    family: str = ""  # such as 'data' or 'optimizer state'
+    step: int | None = None  # of the cause, which may lie before its symptom
+    confidence: str = ""  # 'high', 'medium' or 'low'
+    rivals: tuple[dict, ...] = ()  # id, cause, and what speaks against it
+    missing: tuple[str, ...] = ()  # measurements that would tell
+    cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
 
-    def to_dict(self) -> dict:  # cause, because, next
+    def to_dict(self) -> dict:  # cause, because, next; what else is known
         "As the command's JSON has it."
-        return {name: list(told) if isinstance(told, tuple) else told for name, told in asdict(self).items()}
+        values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [])}
+        return {name: value for name, value in values.items() if name not in empty}
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #7aa38cf4
 _TABLE = json.loads(files("stabilitylab.detect").joinpath("likely_causes.json").read_text(encoding="utf-8"))
-_MOST = 3  # findings that are told as reasons
+_REASONS = 3  # findings that are values as reasons
 _OPEN = "Can't tell yet: the log shows what happened, not why."
 _OPEN_NEXT = (
     "Replay the suspect step from the checkpoint before it, in the precision of the run and in fp32",
@@ -51,15 +61,57 @@ def _first(candidates: list[Finding], kind: str) -> Finding | None:
     return next((f for f in candidates if f.kind == kind), None)
 
 
+_ENDS = ("crash", "hardware_error")  # kinds that say themselves what happened
+_OF_LOSS = ("loss_spike", "divergence", "slow_rise", "resume_spike", "plateau", "not_learning", "level_shift")
+_SURE, _LIKELY = 3, 1  # by how much the first cause leads the second; our convention
+
+
+def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
+    "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
+    facts = findings.attrs.get("evidence", {})
+    causes = [c for c in ranked_causes(facts) if candidates or c.is_alone]
+    if not causes or any(f.kind in _ENDS for f in candidates):
+        return None
+    first, *others = causes
+    lead = first.score - others[0].score if others else _SURE
+    return MostLikely(
+        first.words,
+        (*first.evidence, *(f.explanation for f in candidates))[:_REASONS],
+        first.next,
+        id=first.id,
+        family=first.family,
+        step=first.step,
+        confidence="high" if lead >= _SURE else "medium" if lead >= _LIKELY else "low",
+        rivals=tuple(_rival(cause, first) for cause in others[:2]),
+        missing=tuple(missing_measures(facts)),
+        cures=first.cures,
+    )
+
+
+def _rival(cause: Cause, first: Cause) -> dict:
+    "A runner-up, with what speaks against it."
+    against = list(cause.against) or [f"less speaks for it: {cause.score:.0f} to {first.score:.0f}"]
+    return {"id": cause.id, "cause": cause.words, "against": against}
+
+
 def most_likely(
     findings: Findings,  # of one run, with their words
 ) -> MostLikely | None:  # None where there is no problem to explain
     "The most likely cause of what happened to a run, and what to do next."
     candidates = _candidates(findings)
-    if not candidates:
-        return None
+    cause = _of_evidence(findings, candidates)
+    if cause is not None or not candidates:
+        return cause
+    is_well = "evidence" in findings.attrs and not any(f.kind in _OF_LOSS for f in candidates)
+    end = _first(candidates, "crash")
+    if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
+        return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
         chosen = [_first(candidates, kind) for kind in row["when"]]
         if None not in chosen and _fits(chosen[0], row["where"]):
-            return MostLikely(row["cause"], tuple(f.explanation for f in chosen[:_MOST]), tuple(row["next"]))
-    return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_MOST]), _OPEN_NEXT)
+            return MostLikely(
+                row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
+            )
+    if is_well:  # layers were recorded, and the loss has nothing to explain
+        return None
+    return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_REASONS]), _OPEN_NEXT)

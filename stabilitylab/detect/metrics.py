@@ -7,6 +7,8 @@ __all__ = ['find_grad_norm_explosion', 'find_loss_scale_collapse', 'step_times',
            'rank_correlation', 'find_length_bias', 'find_quantized_loss']
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #8745e621
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -48,7 +50,7 @@ def find_grad_norm_explosion(
         return []
     peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in ranges]
     worst = max(peaks, key=lambda at: log[at] - level[at])
-    evidence = {
+    evidence: dict[str, Any] = {
         "count": len(ranges),
         "steps": [int(norm.step[first]) for first, _ in ranges][: count_limit("most_steps")],
         "peak": float(norm.value[worst]),

@@ -142,7 +142,9 @@ def find_misaligned_shape(
     if not bad:
         return []
     first = next(iter(bad.values()))
-    evidence = {"n": len(bad), "shape": f"{first[0]}×{first[1]}"}
+    sides = count_limit("aligned_sides")
+    take = [side + -side % sides for side in first]
+    evidence = {"n": len(bad), "shape": f"{first[0]}×{first[1]}", "take": f"{take[0]}×{take[1]}"}
     modules = tuple(bad)[: count_limit("most_modules")]
     return [Finding("misaligned_shape", "info", modules=modules, evidence=evidence)]
 

@@ -52,8 +52,9 @@ def _fields(finding: Finding) -> dict:
     fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
-    if fields.get("names"):
-        fields["names_words"] = _joined(list(fields["names"]))
+    for field in ("names", "scores_still", "scores_rising"):
+        if fields.get(field):
+            fields[f"{field}_words"] = _joined(list(fields[field]))
     for name, coded in _CODED.items():
         if coded["of"] not in fields:
             continue

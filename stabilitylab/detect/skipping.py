@@ -15,6 +15,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import count_limit, limit
 from ..run.curves import curve, group_of, loss_curve, scalars_of
+from ..run.scalars import series_names
 
 # %% ../../nbs/api/detect/08_skipping.ipynb #7901413e
 def find_scale_floor(
@@ -104,7 +105,8 @@ def find_skip_rate(
 
 # %% ../../nbs/api/detect/08_skipping.ipynb #4b1f1e52
 _CLIPS = re.compile(
-    r"^(?:max_?grad_?norm|clip_?grad(?:_?norm)?|grad(?:ient)?_?clip(?:ping|_?val|_?norm)?|clip_?norm)$", re.I
+    r"^(?:max_?grad_?norm|clip_?grad(?:_?norm)?|grad(?:ient)?_?clip(?:ping|_?val|_?norm)?|clip_?norm|clip)$",
+    re.I,
 )
 
 
@@ -117,8 +119,10 @@ class ClippedShare(NamedTuple):
 
 
 def _threshold(run: xr.DataTree) -> float | None:
-    "The clip as the settings of a run name it, or the largest norm after clipping."
-    settings = {**scalars_of(run).attrs, **run.attrs}
+    "The clip as the settings or a logged series name it, or the largest norm after clipping."
+    logged = [curve(run, name) for name in series_names(scalars_of(run)) if _CLIPS.match(name)]
+    said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None and len(c.value)}
+    settings = {**said_so, **scalars_of(run).attrs, **run.attrs}
     settings |= settings.get("config") if isinstance(settings.get("config"), dict) else {}
     clips = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
     named = [float(value) for value in clips if isinstance(value, (int, float)) and value > 0]

@@ -19,7 +19,7 @@ from ..run.recording import Recording
 from ..trial.arm import Arm, arm_of, with_unique_names
 from ..trial.proxy import proxy
 from ..trial.start import Start
-from ..trial.suggest import Suggestion, failure_onset, suggest
+from ..trial.suggest import Suggestion, cause_of, failure_onset, suggest, unsuited
 from ..trial.trial import unfit_arms
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #74fa1c3b
@@ -66,6 +66,7 @@ class Plan:
         return "\n".join([*self.notes, *start, *arms])
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #2558aae9
+_ARMS, _MOST_TRIED = 3, 8  # fixes of a trial, and suggestions of which they are the first that fit
 _STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many: our convention
 
 
@@ -83,7 +84,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
 ) -> Plan:
     "What a trial of this run will compare."
     arms, has_state = named_arms(fixes), recording.has_box or step is not None or setup is not None
-    suggestions = [] if arms else suggest(list(findings), recording.run)
+    suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
     start: Start | None
     if has_state:
         start, notes = _recorded_start(recording, findings, step, setup)
@@ -94,18 +95,53 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if start is None:
         return Plan(None, [], length, notes, suggestions)
     wanted = arms or [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
-    unfit = unfit_arms(start, wanted, device)
-    if arms and unfit:
-        raise InputError(next(iter(unfit.values())))
+    unfit = _unsuited(findings, recording) if not arms else {}
+    if arms:
+        unfit = unfit_arms(start, wanted, device)
+        if unfit:
+            raise InputError(next(iter(unfit.values())))
+    else:
+        suggestions, refused = _that_fit(start, suggestions, device)
+        wanted, unfit = [s.arm for s in suggestions] or [arm_of("placebo")], unfit | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
     return Plan(start, [arm for arm in wanted if arm.name not in unfit], length, notes, suggestions, unfit)
+
+
+def _that_fit(
+    start: Start, suggestions: list[Suggestion], device: str
+) -> tuple[list[Suggestion], dict[str, str]]:
+    "The first three fixes that can be tried there, and the control; what was refused, and why."
+    fitting: list[Suggestion] = []
+    refused: dict[str, str] = {}
+    for suggestion in suggestions:
+        is_wanted = suggestion.is_control or len(fitting) < _ARMS
+        if not is_wanted:
+            continue
+        why = unfit_arms(start, [suggestion.arm], device)
+        refused |= why
+        fitting += [] if why else [suggestion]
+    return fitting, refused
+
+
+def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:
+    "Cures of the likely cause that do not suit the run, and why."
+    cause, unfit = cause_of(list(findings), recording.run), {}
+    for text in cause.cures if cause is not None else ():
+        [row] = arm_of(text).fixes
+        why = unsuited(row["name"], row.get("parameters", {}), recording.run, cause)
+        unfit |= {row["name"]: why} if why else {}
+    return unfit
 
 
 def _recorded_start(
     recording: Recording, findings: Sequence[Finding], step: int | None, setup: str | None
 ) -> tuple[Start, list[str]]:
     "A state of the run itself, and what to know about it."
-    onset = failure_onset(findings)
+    onset, cause = failure_onset(findings), cause_of(list(findings), recording.run)
+    if cause is not None and cause.id and (cause.step is None or cause.family == "initialisation"):
+        onset = 0  # a cause that was there from the beginning
+    elif cause is not None and cause.step is not None:
+        onset = cause.step if onset is None else min(onset, cause.step)
     first = recording.snapshot_before(onset) if step is None else step
     start = Start(str(recording.path.resolve()), first, None if setup is None else _absolute(setup))
     late = _late_start(first, onset) if step is None else []

@@ -79,7 +79,8 @@ def choose_remedies(
     context: RunContext,  # of the run
 ) -> list[dict]:  # as `remedies_for`, and `fits`; the first three are to be told, what does not fit is last
     "What teams tried against this kind of finding, in the order in which it serves this run."
-    fitting, others = [], []
+    fitting: list[dict] = []
+    others: list[dict] = []
     for row in remedies_for(kind):
         fits, why = _fit_of(row["id"], context)
         (fitting if fits else others).append(row | {"fits": why})

@@ -41,7 +41,7 @@ def phenomena(
     pd.DataFrame
 ):  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, ours, evidence
     "What teams observed, one row each."
-    rows = load_rows("phenomena")
+    rows = list(load_rows("phenomena"))
     columns = list(rows[0])
     if kind is not None:
         check_kind(kind)

@@ -36,7 +36,8 @@ def _ranked(rows: list[dict]) -> list[dict]:
     "Topics that most teams report first; of each topic one row before the second of any, practices last."
     reports = {(row["topic"], row["source"]) for row in rows}
     teams = Counter(topic for topic, _ in reports)
-    topic_counts, ranked = Counter(), []
+    topic_counts: Counter[str] = Counter()
+    ranked = []
     for row in sorted(rows, key=lambda row: row["what"] != "remedy"):
         topic = row["topic"]
         is_practice = row["what"] != "remedy"

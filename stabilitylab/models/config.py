@@ -20,7 +20,7 @@ CHOICES = {  # field -> its allowed values
     "init": ("normal", "two_fifths", "third", "fan_in", "mup"),
     "gate": ("none", "head", "element"),
     "sink": ("none", "learned", "plus_one"),
-    "mixing": ("last", "learned"),
+    "mixing": ("last", "learned", "free"),
 }
 _AT_LEAST_ONE = ("vocab", "seq", "d_model", "n_layer", "n_head", "base_width")
 _ABOVE_ZERO = ("init_std", "init_factor", "cap", "output_cap")
@@ -71,7 +71,9 @@ class ModelConfig(_Shape):
     gate: str = "none"  # sigmoid gate on the attention output: 'none', 'head' or 'element'
     sink: str = "none"  # extra column of the softmax: 'learned' logit a head, 'plus_one' (logit 0) or 'none'
     registers: int = 0  # learned tokens before the sequence, >= 0
-    mixing: str = "last"  # what the decoder reads: the encoder's 'last' layer, or a 'learned' mean of all
+    # what the decoder reads: the encoder's 'last' layer, a 'learned' mean of all, or in each of its layers
+    # a sum of all with 'free' weights of its own, which need not be positive nor sum to 1
+    mixing: str = "last"
     dropout: float = 0.0  # of attention and MLP outputs, in [0, 1)
 
     def __post_init__(self):

@@ -16,14 +16,17 @@ from .parts import make_norm
 
 # %% ../../nbs/api/models/15_translation.ipynb #7bd5b3e3
 class LayerMix(nn.Module):
-    "A mean of the embedding and all layers, with learned weights."
+    "The embedding and all layers with learned weights: a mean, or a sum with free weights."
 
     def __init__(
         self,
         n_layer: int,  # layers, without the embedding
+        free: bool = False,  # the weights are parameters; else the softmax of some
     ):
         super().__init__()
-        self.logits = nn.Parameter(torch.zeros(n_layer + 1))
+        self.free = free
+        start = 1 / (n_layer + 1) if free else 0.0  # an equal share each, either way
+        self.logits = nn.Parameter(torch.full((n_layer + 1,), start))
 
     def forward(
         self,
@@ -33,9 +36,9 @@ class LayerMix(nn.Module):
         weights = self.weights()
         return sum(w.to(x.dtype) * x for w, x in zip(weights, layers, strict=True))
 
-    def weights(self) -> torch.Tensor:  # (n_layer + 1,), positive, sum 1; the embedding's first
+    def weights(self) -> torch.Tensor:  # (n_layer + 1,) the embedding's first; of a mean positive with sum 1
         "How much each layer counts."
-        return self.logits.float().softmax(dim=0)
+        return self.logits.float() if self.free else self.logits.float().softmax(dim=0)
 
 # %% ../../nbs/api/models/15_translation.ipynb #3306f42e
 PAD, START, END = 0, 1, 2  # tokens with a meaning of their own
@@ -54,7 +57,10 @@ class TranslationModel(nn.Module):
         self.encoder_in, self.decoder_in = Embedder(config), Embedder(config, side)
         self.encoder = nn.ModuleList(Block(config, causal=False) for _ in range(config.n_layer))
         self.decoder = nn.ModuleList(Block(config, positions=side, reads=True) for _ in range(config.n_layer))
-        self.mix = LayerMix(config.n_layer) if config.mixing == "learned" else None
+        is_free = config.mixing == "free"
+        self.mix = None if config.mixing == "last" else LayerMix(config.n_layer, is_free)
+        others = range(config.n_layer - 1) if is_free else ()  # every layer of the decoder has its own
+        self.more_mixes = nn.ModuleList(LayerMix(config.n_layer, True) for _ in others)
         self.encoder_norm = make_norm(config.norm, config.d_model, config.bias)
         self.norm = make_norm(config.norm, config.d_model, config.bias)
         self.lm_head = nn.Linear(config.d_model, config.vocab, bias=False)
@@ -66,11 +72,16 @@ class TranslationModel(nn.Module):
         self,
         source: torch.Tensor,  # (batch, keys) int64; 0 is padding
     ) -> torch.Tensor:  # (batch, keys, d_model)
-        "What the decoder reads."
+        "What the decoder reads, its first layer where each has a mixture of its own."
+        return self._memories(source)[0]
+
+    def _memories(self, source: torch.Tensor) -> list[torch.Tensor]:
+        "What the layers of the decoder read: one for all, or one each."
         valid, layers = source != PAD, [self.encoder_in(source)]
         for block in self.encoder:
             layers.append(block(layers[-1], valid))
-        return self.encoder_norm(layers[-1] if self.mix is None else self.mix(layers))
+        mixed = [layers[-1]] if self.mix is None else [mix(layers) for mix in (self.mix, *self.more_mixes)]
+        return [self.encoder_norm(memory) for memory in mixed]
 
     def forward(
         self,
@@ -79,7 +90,7 @@ class TranslationModel(nn.Module):
         targets: torch.Tensor | None = None,  # (batch, seq) int64; -100 does not count
     ) -> torch.Tensor:  # logits (batch, seq, vocab), or with targets the mean loss in nats
         "The logits of every next token of the translation, or their mean cross-entropy."
-        memory, x = self.encode(source), self.decoder_in(tokens)
-        for block in self.decoder:
-            x = block(x, None, memory, source != PAD)
+        memories, x = self._memories(source), self.decoder_in(tokens)
+        for number, block in enumerate(self.decoder):
+            x = block(x, None, memories[min(number, len(memories) - 1)], source != PAD)
         return next_token_loss(self.lm_head(self.norm(x)), targets, self.config.output_cap)

@@ -122,9 +122,11 @@ class VisionLanguageModel(nn.Module):
         gate: float = 0.0,  # start of the gates
         pretrain_steps: int = 60,  # of each part
         seed: int = 0,  # of the parts
+        pretrained_first: bool = False,  # a pretrained layer stands right behind the embedding, not a new one
     ):
         super().__init__()
         config = config or part_config()
+        self.pretrained_first = pretrained_first
         if config.vocab != len(CAPTION_WORDS):
             raise bad_input("vocab", config.vocab, f"{len(CAPTION_WORDS)}, the words of the captions")
         self.config, parts = config, part_config(config.d_model)
@@ -145,5 +147,5 @@ class VisionLanguageModel(nn.Module):
         "The logits of the next word of a caption, or their mean cross-entropy."
         memory, x = self.eyes(pictures), self.language.embedded(tokens)
         for new, block in zip(self.new, self.language.blocks, strict=True):
-            x = block(new(x, memory))
+            x = new(block(x), memory) if self.pretrained_first else block(new(x, memory))
         return next_token_loss(self.language.lm_head(self.language.norm(x)), targets)

@@ -109,6 +109,15 @@ def _copied_setting(value: Any) -> Any:
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
+def _target_count(batch: object) -> int:
+    "How many labels of a batch count, those below 0 left out; 0 where it has none by name."
+    for name in ("targets", "labels"):
+        labels = batch.get(name) if isinstance(batch, dict) else None
+        if torch.is_tensor(labels) and not labels.is_floating_point():
+            return int((labels >= 0).sum())
+    return 0
+
+
 def _save_checked(item: dict, path: Path) -> tuple[int, str]:
     "Write a file of `torch.save`: its bytes, and its checksum as the disk gives it back."
     with atomic_file(path) as file:
@@ -224,6 +233,8 @@ class BlackBox:
         size, checksum = _save_checked(item, self.folder / name)
         entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size, "crc32c": checksum}
         entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
+        if not is_snapshot and (targets := _target_count(item["batch"])):
+            entry["targets"] = targets
         if not is_snapshot and (lost := lost_parts(item["form"])):
             entry["lost"] = lost
         self.retained.add("snapshots" if is_snapshot else "batches", entry)

@@ -125,6 +125,31 @@ DEFAULT_OPTIONS = ReadOptions()
 _ROW_FORMATS = {"json_table", "csv_table", "llama_factory", "long_table", "lightning_csv"}
 
 
+_FEW = 10  # lines with a loss that a format may leave unread
+
+
+def _n_losses(data: LogData) -> int:
+    "How many different values of a training loss a log has: printed source text has one."
+    named = (n for n in data.samples if data.canonical_names.get(n, canonical_name(n)) == "loss")
+    return max((len(np.unique(data.samples[name].value)) for name in named), default=0)
+
+
+def _general(path: Path, data: LogData, format: Format, options: ReadOptions) -> LogData | None:
+    "What the general reader finds where a format left most lines with a loss unread; None where less."
+    n_read = max((len(samples.step) for samples in data.samples.values()), default=0)
+    is_left = data.skipped.get("unreadable record", 0) > max(n_read, _FEW)
+    if not is_left and format.name != "crash_text":
+        return None
+    try:
+        general = read_generic(path, options.step, options.loss)
+    except InputError:
+        return None
+    is_more = _n_losses(general) > max(_n_losses(data), 1)
+    if is_more:
+        general.attrs["handed_over"] = "most lines with a loss are of another form"
+    return general if is_more else None
+
+
 def _runs_in(path: Path, format: Format, options: ReadOptions) -> dict[str, LogData]:
     "What a file holds, by the name of the run; '' where it holds one."
     if format.name == "generic":
@@ -132,6 +157,11 @@ def _runs_in(path: Path, format: Format, options: ReadOptions) -> dict[str, LogD
     runs = format.pieces(path) if format.pieces else {}
     if len(runs) < 2:
         runs = {"": format.read(path)}
+        general = (
+            None if options.format or format.parse is None else _general(path, runs[""], format, options)
+        )
+        if general is not None:
+            return {"": general}
     return {name: with_options(data, options.step, options.loss) for name, data in runs.items()}
 
 
@@ -159,7 +189,8 @@ def read_files(
             f"`{path.name}` looked like {format.title} but could not be read: {why}; "
             "try --format with another name"
         ) from e
-    return [LogFile(path, format.name, data, name) for name, data in runs.items()]
+    name_of_format = "generic" if "handed_over" in runs.get("", LogData()).attrs else format.name
+    return [LogFile(path, name_of_format, data, name) for name, data in runs.items()]
 
 # %% ../../nbs/api/read/20_files.ipynb #538f3351
 def with_partner_stream(

@@ -55,7 +55,7 @@ def to_numbers(
 _STEP_NAMES = (
     *("step", "steps", "iter", "iteration", "iterations", "it", "its"),
     *("global_step", "trainer/global_step", "train/global_step", "train/step", "train_step"),
-    *("current_steps", "batch", "_step", "num_steps", "update", "num_updates"),
+    *("current_steps", "batch", "_step", "num_steps", "update", "num_updates", "i"),
 )
 
 
@@ -98,13 +98,19 @@ def _counter(column: _Column | None, n: int) -> tuple[np.ndarray, np.ndarray]:
     return count, is_logged & np.isfinite(count) & fits
 
 
+_MIN_RUN_SHARE = 0.5  # of the rows that count on, where a count starts over with each run; ours
 _MAX_SHARE_BACK = 0.05  # share of the rows in which a count may go back; ours: a restart every twenty rows
 
 
 def _rises(value: np.ndarray, is_logged: np.ndarray) -> bool:
     "Whether a column counts up: it changes, and never goes back but for a restart or two."
-    change = np.diff(value[is_logged])
-    return len(change) > 0 and bool((change > 0).any()) and float((change < 0).mean()) <= _MAX_SHARE_BACK
+    numbers = value[is_logged]
+    change = np.diff(numbers)
+    if not (change > 0).any():
+        return False
+    starts_over = (change < 0) & (numbers[1:] <= numbers[0]) & (numbers[:-1] > numbers[0] + 1)  # another run
+    goes_back = (change < 0) & ~starts_over
+    return float(goes_back.mean()) <= _MAX_SHARE_BACK and float(starts_over.mean()) <= 0.5 * _MIN_RUN_SHARE
 
 
 def _other_counter(numbers: dict[str, _Column], whole_columns: set[str]) -> str | None:
@@ -181,6 +187,27 @@ def _with_loss(log: LogData) -> LogData:
     return log
 
 
+_SPLITS = {"type", "split", "phase", "mode", "stage", "subset", "set", "partition"}
+_PHASES = {"train": "", "training": "", "tr": "", "trn": ""}
+
+
+def _phase_of_rows(columns: Mapping) -> np.ndarray | None:
+    "'val_', 'test_' or '' for each row, from a column that names the data split; None where there is none."
+    for name, values in columns.items():
+        if split_words(str(name))[-1:] not in [(word,) for word in _SPLITS]:
+            continue
+        words = [str(value).strip().lower() for value in values]
+        phases = {
+            w: "" if w in _PHASES else ("test_" if w.startswith("test") else "val_") for w in set(words)
+        }
+        is_split = all(
+            word in _PHASES or is_evaluation(word) for word in phases if word not in _MISSING | {"nan"}
+        )
+        if is_split and any(is_evaluation(word) for word in phases):
+            return np.array([phases[word] for word in words])
+    return None
+
+
 def table_log(
     columns: Mapping,  # name -> its values, one a row
     step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
@@ -191,7 +218,7 @@ def table_log(
     if step is not None and step not in numbers and numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
     step = step if step and numbers else _step_column(numbers)
-    time, clock = _time(numbers)
+    (time, clock), phase = _time(numbers), _phase_of_rows(columns)
     count, has_step = _steps_of_rows(numbers, step, n)
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - has_step.sum())
@@ -199,10 +226,13 @@ def table_log(
         if (name == step and meaning(name) != "epoch") or name == clock:
             continue
         log.skip("values that are no numbers", n_bad)
-        rows = np.flatnonzero(is_logged & has_step)
-        if len(rows):
-            seconds = None if time is None else time[rows]
-            log.samples[str(name)] = Samples(count[rows].astype(np.int64), value[rows], rows, seconds)
+        for prefix in ("",) if phase is None or name == step else np.unique(phase):
+            of_phase = True if phase is None or name == step else phase == prefix
+            rows = np.flatnonzero(is_logged & has_step & of_phase)
+            if len(rows):
+                seconds = None if time is None else time[rows]
+                samples = Samples(count[rows].astype(np.int64), value[rows], rows, seconds)
+                log.samples[f"{prefix}{name}"] = samples
     return log if step is None else _with_loss(log)  # rows that nothing counts may be one a run
 
 # %% ../../nbs/api/read/02_tables.ipynb #d7662568

@@ -79,7 +79,7 @@ _EVENTS = [
     (
         "error",
         b"rror",
-        re.compile(rb"^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error|CUDA out of memory|Error: "),
+        re.compile(rb"^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error(?!s)|CUDA out of memory|Error: "),
     ),
     ("error", b"NCCL", re.compile(rb"NCCL (?:error|WARN)")),
     ("error", b"KeyboardInterrupt", re.compile(rb"^KeyboardInterrupt")),

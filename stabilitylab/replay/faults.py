@@ -6,6 +6,7 @@
 __all__ = ['FAULTS', 'HARMLESS', 'Facts', 'changed_place', 'facts_of', 'fault_of']
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f206e3f5
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
 from ..probe.settings import as_list
+from .explanations import explanation, tensors_of
 from stabilitylab.replay.retrace import (
     EQUAL,
     ROUNDING,
@@ -39,6 +41,22 @@ FAULTS = {
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
     "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
     " a step nearer to the snapshot at {start}",
+    "autocast": "{words} the replay gives the recorded loss and gradient norm: `setup.loss` has to do as the"
+    " loop does",
+    "mode": "with the model in {words} mode the replay gives the recorded loss: where does the loop, or"
+    " `setup.loss`, call `train()` or `eval()`?",
+    "dropout": "with dropout {words} the replay gives the recorded loss: `setup.model` has another rate",
+    "seed": "without the random seed that the setup sets, the replay gives the recorded loss: the black box"
+    " has the random state of every batch",
+    "loss argument": "with {words} the replay gives the recorded loss: `setup.loss` has another value",
+    "labels": "with labels shifted by one position the replay gives the recorded loss",
+    "other batch": "the recorded loss is that of the batch that was given to `recorder.batch` before step"
+    " {words}: give it the batch that is trained on",
+    "reduction": "the loss is {ratio} the recorded one, and {count} is {of}: one of the two is a sum, the"
+    " other a mean",
+    "multiple": "the loss agrees, and every gradient is {ratio} the recorded one: a factor of the loss that"
+    " is not handed over, `backward` called twice, or a loss scale that the Recorder was not given",
+    "tied": "{names} share their weights in the run and are separate here: tie them in `setup.model`",
     "parameters": "the model does not hold the saved weights as they are: does `setup.model` build it in"
     " another number format, or change weights after they are loaded?",
     "accumulation": "the loss is {count} times too large or too small: how do the losses of {count}"
@@ -65,6 +83,9 @@ FAULTS = {
     "optimizer": "the record was made with {recorded}, `setup.optimizer` makes {replayed}",
     "groups": "{names} moved in the run and stay here: `setup.optimizer` leaves them out, or a second"
     " optimizer has them",
+    "setting": "`{name}` was {recorded} and is {replayed} here: `setup.schedule`, or the setup's loss, sets"
+    " it",
+    "rate": "every update is {ratio} the recorded one: another learning rate, or a scaled update",
     "clipping": "the update is that of a gradient clipped at {clip}; `setup.clip` is {given}",
     "settings": "{name} differs where everything before it agrees: the optimizer's settings (weight decay,"
     " betas, epsilon), its groups, or clipping",
@@ -144,8 +165,7 @@ def _unread_keys(facts: Facts) -> list[str]:
         return []
     watched = _Watched(part)
     model, _ = facts.way.start.build()
-    with torch.no_grad():
-        facts.setup.loss(model, watched)
+    facts.setup.loss(model, watched)
     return [str(key) for key in part if key not in watched.read]
 
 
@@ -155,20 +175,76 @@ def _is_multiple(step: Retraced, name: str, count: int) -> bool:
     return count > 1 and min(distance(ratio, count), distance(ratio, 1 / count)) < ROUNDING
 
 
+def _ratio(step: Retraced, name: str) -> float:
+    "The replay by the record."
+    return step.replayed[name] / step.recorded[name] if step.recorded[name] else float("nan")
+
+
+def _times(step: Retraced, name: str) -> str:
+    "A ratio in words."
+    ratio = _ratio(step, name)
+    return f"{ratio:.6g} times" if ratio >= 1 else f"1/{1 / ratio:.6g} of"
+
+
+def _count_in(part: Any, ratio: float) -> dict | None:
+    "What of a micro-batch a ratio is the number of; None where it is that of nothing."
+    count = round(max(ratio, 1 / ratio)) if math.isfinite(ratio) and ratio > 0 else 0
+    if count < 2 or min(distance(ratio, count), distance(ratio, 1 / count)) > 10 * EQUAL:
+        return None
+    for name, value in tensors_of(part).items():
+        counts = {math.prod(value.shape[:ndim]) for ndim in range(1, value.ndim + 1)}
+        if not value.is_floating_point():  # labels: those that are not left out
+            counts |= {int((value >= 0).sum()), int((value > 0).sum())}
+        if count in counts:
+            return {"count": count, "of": f"the number of items of part {name} of the batch"}
+    return None
+
+
 def _loss_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     "The loss differs."
     if not is_first:
-        is_small = distance(step.recorded["loss"], step.replayed["loss"]) <= ROUNDING
-        outside = _in_no_optimizer(facts)
-        if outside and not is_small:
-            return "second optimizer", {"names": _some(outside)}
-        return ("settings", {"name": "the loss"}) if is_small else ("outside", {"before": step.step})
+        return _later_loss_fault(step, facts)
     count = len(facts.first.parts)
     if _is_multiple(step, "loss", count):
         return "accumulation", {"count": count}
-    if unread := _unread_keys(facts):
-        return "batch key", {"names": _some(unread)}
-    return "model", {}
+    of = _count_in(facts.first.parts[0], _ratio(step, "loss"))
+    if of is not None:
+        return "reduction", {"ratio": _times(step, "loss"), **of}
+    if cheap := explanation(facts.path, facts.way.start, step.recorded):
+        return cheap
+    unread = _unread_keys(facts)
+    return ("batch key", {"names": _some(unread)}) if unread else ("model", {})
+
+
+def _later_loss_fault(step: Retraced, facts: Facts) -> tuple[str, dict]:
+    "The loss differs after a step in which everything agreed."
+    is_small = distance(step.recorded["loss"], step.replayed["loss"]) <= ROUNDING
+    outside = _in_no_optimizer(facts)
+    if outside and not is_small:
+        return "second optimizer", {"names": _some(outside)}
+    earlier = [before for before in facts.way.steps if before.step < step.step]
+    setting = next(filter(None, (_other_setting(before, facts) for before in earlier)), None)
+    if setting is not None:
+        return "setting", setting
+    return ("settings", {"name": "the loss"}) if is_small else ("outside", {"before": step.step})
+
+
+def _untied(facts: Facts) -> list[str]:
+    "Parameters that are separate here and that the run knows under another name only."
+    trained = set(facts.path.run.attrs.get("trainable", []))
+    named = dict(facts.way.model.named_parameters())
+    saved = facts.way.start.model
+    others = [name for name in named if trained and name not in trained and name in saved]
+    twins = [(name, other) for name in others for other in trained & saved.keys()]
+    return list({name: None for name, other in twins if torch.equal(saved[name], saved[other])})
+
+
+def _is_uniform(step: Retraced, name: str, facts: Facts) -> bool:
+    "Whether the norms of all parameters are off by one factor."
+    was, here = recorded_params(facts.path.run, step.step, name), step.params[name]
+    ratios = [here[key] / norm for key, norm in was.items() if norm > 0 and key in here]
+    is_other = bool(ratios) and distance(ratios[0], 1.0) > ROUNDING
+    return is_other and len(ratios) > 1 and max(distance(ratio, ratios[0]) for ratio in ratios) <= 1e-4
 
 
 def _grad_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
@@ -176,11 +252,16 @@ def _grad_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str,
     count = len(facts.first.parts)
     if _is_multiple(step, "grad_norm", count):
         return "accumulation", {"count": count}
+    if tied := _untied(facts):
+        return "tied", {"names": _some(tied)}
     was = set(facts.path.run.attrs.get("trainable", []))
     here = {name for name, p in facts.way.model.named_parameters() if p.requires_grad}
     if was and was != here:
         return "frozen", {"names": _some(sorted(was ^ here))}
-    return "gradient" if "loss" in step.recorded else "gradient alone", {}
+    if "loss" in step.recorded and _is_uniform(step, "grad_norm", facts):
+        return "multiple", {"ratio": _times(step, "grad_norm")}
+    cheap = explanation(facts.path, facts.way.start, step.recorded) if is_first else None
+    return cheap or ("gradient" if "loss" in step.recorded else "gradient alone", {})
 
 
 def _lr_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
@@ -209,31 +290,76 @@ def _update_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[st
     still = [name for name, norm in recorded.items() if norm > 0 and not moved.get(name, 0.0)]
     if still:
         return "groups", {"names": _some(still)}
+    return _settings_fault(step, facts)
+
+
+def _settings_fault(step: Retraced, facts: Facts) -> tuple[str, dict]:
+    "The update of the same optimizer with the same parameters is another one."
+    if setting := _other_setting(step, facts):
+        return "setting", setting
     clip = _clip_that_fits(step, facts)
     if clip is not None:
-        return "clipping", {"clip": clip, "given": facts.setup.clip or "none"}
+        of_setup = "another function" if callable(facts.setup.clip) else facts.setup.clip or "none"
+        return "clipping", {"clip": clip, "given": of_setup}
+    if _is_uniform(step, "update_norm", facts):
+        return "rate", {"ratio": _times(step, "update_norm")}
     return "settings", {"name": "the norm of the update"}
+
+
+def _other_setting(step: Retraced, facts: Facts) -> dict | None:
+    "A setting of a group that was another one at a step; None where all that was kept agrees."
+    rows = [row for row in facts.path.box().settings if row["step"] <= step.step]
+    for groups, others in zip(rows[-1]["optimizers"] if rows else [], step.settings, strict=False):
+        for group, other in zip(groups, others, strict=False):
+            for name, value in group.items():
+                here = other.get(name, value)
+                here = list(here) if isinstance(here, tuple) else here
+                if not torch.is_tensor(here) and here != value:
+                    return {"name": name, "recorded": value, "replayed": here}
+    return None
 
 
 _CLIP_SEARCH_STEPS = 10  # steps after a snapshot that are replayed for every clipping; our convention
 _CLIPS = (1.0, 0.5, 0.1, 0.25, 0.3, 2.0, 5.0, 10.0)  # largest norms that loops use
+_BISECTIONS = 16  # of five decades: a norm to three digits and more
+_VALUE_CLIPS = (1.0, 0.5, 0.1, 0.01, 0.05, 0.25, 5.0)  # largest values that loops use
+
+
+def _by_value(value: float) -> Callable:
+    "What clips every entry of a gradient."
+    return lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), value)
+
+
+def _update_with(clip: Any, step: Retraced, facts: Facts) -> float:
+    "The norm of the update of a step when it and all before it, from the snapshot on, are clipped so."
+    start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
+    meter = Meter(Walk(facts.path, start))
+    while meter.walk.step <= step.step:
+        numbers, _ = meter.take()
+    meter.probe.remove()
+    return numbers["update_norm"]
 
 
 def _clip_that_fits(step: Retraced, facts: Facts) -> float | str | None:
-    "A largest gradient norm with which the step has the recorded update; looked for near the snapshot only."
+    "A clipping with which the step has the recorded update; looked for near the snapshot only."
     if step.step - facts.way.start.step > _CLIP_SEARCH_STEPS:
         return None
-    candidates = [clip for clip in _CLIPS if clip < step.replayed["grad_norm"]]
-    apart: dict[float | str, float] = {}
-    for clip in [*candidates, None]:
-        start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
-        meter = Meter(Walk(facts.path, start))
-        while meter.walk.step <= step.step:
-            numbers, _ = meter.take()
-        name = "none" if clip is None else clip
-        apart[name] = distance(numbers["update_norm"], step.recorded["update_norm"])
+    norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
+    candidates: dict[float | str, Any] = {clip: clip for clip in _CLIPS if clip < norm}
+    candidates |= {f"{value} by value": _by_value(value) for value in _VALUE_CLIPS}
+    candidates["none"] = None
+    apart = {name: distance(_update_with(clip, step, facts), wanted) for name, clip in candidates.items()}
     nearest = min(apart, key=lambda clip: apart[clip])  # under Adam all of them are near
-    return nearest if apart[nearest] <= EQUAL else None
+    if apart[nearest] <= EQUAL:
+        return nearest
+    low, high = 1e-5 * norm, norm
+    for _ in range(_BISECTIONS):
+        middle = (low * high) ** 0.5
+        is_low = _update_with(middle, step, facts) < wanted
+        low, high = (middle, high) if is_low else (low, middle)
+    roundest = dict.fromkeys(float(f"{high:.{digits}g}") for digits in (1, 2, 3, 4))
+    fitting = (clip for clip in roundest if distance(_update_with(clip, step, facts), wanted) <= EQUAL)
+    return next(fitting, None)
 
 # %% ../../nbs/api/replay/13_faults.ipynb #03dc49c3
 def _weight_norm_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:

@@ -18,7 +18,7 @@ import torch
 import xarray as xr
 
 from ..names.errors import InputError
-from ..probe.params import ParamProbe
+from ..probe.params import ParamProbe, groups_of
 from ..probe.settings import as_list
 from .snapshot import Walk, saved_snapshot
 from .state import Setup, Snapshot
@@ -69,6 +69,7 @@ class Retraced:
     recorded: dict[str, float]  # quantity -> value, those that were recorded
     replayed: dict[str, Any]  # quantity -> value; `lr` is None without an optimizer
     params: dict[str, dict[str, float]]  # quantity -> parameter -> norm, of the replay
+    settings: tuple[list[dict], ...] = ()  # of every optimizer and group, as the replay had them
 
 
 class Meter:
@@ -118,6 +119,14 @@ class Retrace:
     optimizer: object  # as `setup.optimizer` made it
 
 
+def _settings_of(optimizer: Any) -> list[dict]:
+    "What every group of an optimizer has, but for its parameters."
+    rows = [dict(group) for group in groups_of(optimizer)]
+    for row in rows:
+        row.pop("params")
+    return rows
+
+
 def _refuse_optimizer(error: Exception, walk: Walk, run: xr.DataTree) -> InputError | None:
     "An error that comes of an optimizer of another class, as one line."
     here = [type(optimizer).__name__ for optimizer in as_list(walk.optimizer)]
@@ -154,7 +163,8 @@ def retrace(
             if refusal is None:
                 raise
             raise refusal from error
-        steps.append(Retraced(at, _recorded_numbers(run, at), numbers, params))
+        settings = tuple(map(_settings_of, as_list(walk.optimizer)))
+        steps.append(Retraced(at, _recorded_numbers(run, at), numbers, params, settings))
     meter.probe.remove()
     return Retrace(tuple(steps), start, before, walk.model, walk.optimizer)
 

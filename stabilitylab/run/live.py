@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,14 +91,15 @@ class LiveStore:
         lock_name = f".lock{rank or ''}"
         _refuse_foreign(self.path, lock_name)
         self.live.mkdir(parents=True, exist_ok=True)
-        self.lock = try_lock(self.path / lock_name)
-        if self.lock is None:
+        lock = try_lock(self.path / lock_name)
+        if lock is None:
             raise bad_input(
                 "path",
                 str(path),
                 "a path that no other recorder writes",
                 "a second recorder is at work there; choose another path",
             )
+        self.lock = lock
         if not rank:
             _unclose(self.path)
         if segment is None:
@@ -115,7 +117,8 @@ class LiveStore:
     ) -> None:
         "Add one part; it counts once it is whole and on the disk, so that a power cut leaves it."
         buffer = io.BytesIO()
-        np.savez(buffer, events=np.frombuffer(json.dumps(list(events)).encode(), np.uint8), **arrays)
+        entries: dict[str, Any] = {"events": np.frombuffer(json.dumps(list(events)).encode(), np.uint8)}
+        np.savez(buffer, **(entries | arrays))
         write_atomic(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer(), durable=True)
         self.n += 1
 

@@ -200,7 +200,9 @@ def arm_rows(
 ) -> list[ArmRow]:  # the run unchanged first; [] without a trial
     "How far every arm is."
     rows, curves, trial = [], lab.curves, lab.trial
-    for arm in trial.arms if trial is not None else ():
+    if trial is None:
+        return []
+    for arm in trial.arms:
         own = [curve for curve in curves if curve.arm == arm.name]
         share = sum(len(curve.step) for curve in own) / (trial.steps * trial.seeds)
         ended = [why for task, why in trial.ended.items() if task.arm.name == arm.name]

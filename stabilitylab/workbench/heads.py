@@ -8,6 +8,7 @@ __all__ = ['head_statistics', 'recorded_head']
 # %% ../../nbs/api/workbench/07_heads.ipynb #6fbdf233
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import xarray as xr
@@ -46,7 +47,7 @@ class _WithLoss(nn.Module):
         return self.loss(self.model, part)
 
 
-def _token_ids(part: object, count: int) -> list[str]:
+def _token_ids(part: Any, count: int) -> list[str]:
     "The first sequence of token ids that is as long as the keys, also one longer; [] without one."
     values = list(part) if isinstance(part, list | tuple) else [part]
     for value in part.values() if isinstance(part, dict) else values:

@@ -9,6 +9,7 @@ __all__ = ['SetupPanel']
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -43,7 +44,7 @@ class SetupPanel:
         self.step, self.path = step, Path()
         self.files: list[SetupFile] = []
         self.answer: dict | None = None  # what the last check found
-        look = {"icon": "check", "tooltip": "compare it with the record", "button_style": ""}
+        look: dict[str, Any] = {"icon": "check", "tooltip": "compare it with the record", "button_style": ""}
         self.work = JobPanel("Check", self._begin, self._take, say=_setup_words, **look)
         self.check, self.stop = self.work.go, self.work.stop
         self.bar, self.says = self.work.bar, self.work.says

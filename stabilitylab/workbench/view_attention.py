@@ -6,6 +6,8 @@
 __all__ = ['HeadLook', 'AttentionView']
 
 # %% ../../nbs/api/workbench/16_view_attention.ipynb #e2459b7c
+from typing import Any
+
 import ipywidgets as widgets
 import numpy as np
 import traitlets
@@ -104,7 +106,7 @@ class _AttentionWidgets(StateView):
         self.aspect.tooltip = "a further picture of the same heads, below"
         self.picture = PictureWidget(dark=shared.dark, alt="Heat map, a row an attention head.")
         tooltip = "its attention on the batch of this step, from the black box"
-        look = {"icon": "th", "tooltip": tooltip, "button_style": "", "waits": False}
+        look: dict[str, Any] = {"icon": "th", "tooltip": tooltip, "button_style": "", "waits": False}
         self.work = JobPanel("Draw this head", self._begin, self._take, heard=self._say_progress, **look)
         self.setup = widgets.Text(layout={"width": "280px"})
         self.setup.placeholder = "setup: file.py:function, or empty"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ipywidgets as widgets
 import traitlets
@@ -191,7 +192,10 @@ class FixLabView(StateView):
         self.offers = FixOffers(self.say_call)
         self.texts = {name: widgets.HTML() for name in ("notice", "proxied", "plan")}
         self.lines: dict[str, ArmLine] = {}
-        tips = {"tooltip": "the run unchanged and the ticked fixes, in child processes", "stop": "Stop all"}
+        tips: dict[str, Any] = {
+            "tooltip": "the run unchanged and the ticked fixes, in child processes",
+            "stop": "Stop all",
+        }
         self.work = JobPanel(
             "Train", self._begin, heard=self._draw_new, say=self._status, waits=False, **tips
         )

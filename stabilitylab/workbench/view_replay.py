@@ -8,6 +8,7 @@ __all__ = ['ReplayState', 'pictures', 'ReplayView']
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #044e9469
 import functools
 import json
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -208,7 +209,7 @@ class _ReplayWidgets(StateView):
         self._results: dict[int, dict] = {}  # step -> what its replay found
         self._replayed = 0  # the step of the last replay
         self.controls, self.panel = _replay_controls(self.look), SetupPanel(lambda: self.look.step)
-        tips = {"tooltip": "run this step again in a child process", "stop": "Stop"}
+        tips: dict[str, Any] = {"tooltip": "run this step again in a child process", "stop": "Stop"}
         self.work = JobPanel(
             "Replay", self._begin, heard=self._notice_end, say=_running_words, waits=False, **tips
         )
@@ -250,7 +251,7 @@ class ReplayView(_ReplayWidgets):
         super().__init__(shared)
         self._former: dict[str, tuple] = {}  # indices of `states` and `batches` at the former step
         on(self.picture, "clicked", lambda click: self.look.choose(click["x"]))
-        on(self.picture, "dark", lambda _: (self._draw(), self._show_pictures()))
+        on(self.picture, "dark", lambda _: self._draw_again())
         on(self.panel.where, "value", lambda _: self.look.set_trait("setup", self.panel.chosen or ""))
         for name in _COMPARED:
             on(self.controls[name], "index", lambda _, name=name: self._compare_with(name))
@@ -326,6 +327,11 @@ class ReplayView(_ReplayWidgets):
             picture.png, picture.panels = step_picture(look.recording.run, look.steps, dark=picture.dark)
         picture.alt = f"Loss over the steps that can be replayed; step {look.step} is chosen."
         picture.chosen = look.step
+
+    def _draw_again(self) -> None:
+        "All pictures, on a page that turned dark or light."
+        self._draw()
+        self._show_pictures()
 
     def _show_result(self) -> None:
         "Shows what a replay found."

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -114,7 +115,7 @@ class ReportView(StateView):
     ):
         super().__init__(shared, "report")
         self.files, self.about, self.call = widgets.HTML(), widgets.HTML(), CallLine()
-        look = {"icon": "file-text", "tooltip": "of what the workbench shows now"}
+        look: dict[str, Any] = {"icon": "file-text", "tooltip": "of what the workbench shows now"}
         self.make = JobPanel("Make the report", self._begin, self._offer, **look)
         self.children = [self.make.widget, self.files, self.about, self.call]
         on(shared, "visible name x_range selected drawn trial findings", lambda _: self.say())

@@ -92,7 +92,7 @@ def _settings(run: xr.DataTree) -> dict[str, str]:
     flat: dict[str, object] = {}
     for key, value in run.attrs.items():
         inner = opened_setting(value)
-        flat |= {f"{key}.{name}": setting for name, setting in inner.items()} if inner else {key: value}
+        flat |= {f"{key}.{name}": setting for name, setting in inner.items()} if inner else {str(key): value}
     words = {key: str(value) for key, value in flat.items() if key not in _ALIKE}
     return {key: value for key, value in words.items() if len(value) <= 40}
 

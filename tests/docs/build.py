@@ -3,6 +3,7 @@
 `build.py readme` writes README.md from nbs/index.ipynb.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -61,7 +62,30 @@ def front_matter(cells):
     return meta.get("title"), meta.get("description")
 
 
-def signature_cell(cell):
+def field_comments(path, name):
+    "What a dataclass of the module at a path says of its fields: name -> comment beside or above it."
+    tree = ast.parse(text := path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+    lines = text.splitlines() if path.is_file() else []
+    comments = {}
+    for node in tree.body:
+        if not (isinstance(node, ast.ClassDef) and node.name == name):
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign):
+                beside = lines[field.end_lineno - 1][field.end_col_offset :].strip()
+                above = lines[field.lineno - 2].strip()
+                said = beside or (above if above.startswith("#") else "")
+                comments[field.target.id] = said.lstrip("# ").replace("|", "\\|")
+    return comments
+
+
+def module_of(page):
+    "The module that a page of the library exports, as a path."
+    parts = [re.sub(r"^\d+_", "", part) for part in page.relative_to(PROC / "api").with_suffix(".py").parts]
+    return ROOT.joinpath("stabilitylab", *parts)
+
+
+def signature_cell(cell, module):
     "A `show_doc` cell as markdown: heading, call, docstring, and a table of what goes in and comes out."
     text = "".join(o["data"].get("text/markdown", "") for o in cell.outputs if "data" in o)
     heading, code, rest = re.match(
@@ -72,6 +96,8 @@ def signature_cell(cell):
         row for line in code.splitlines() for part in split_line(line.strip()) if (row := parameter_row(part))
     ]
     names = [r[0] for r in rows if r[0] != "returns"]
+    if fields := field_comments(module, heading.lstrip("# ").strip("`")):
+        rows = [(*row[:3], row[3] or fields.get(row[0], "")) for row in rows if row[0] != "returns"]
     call = (
         f"{heading.lstrip('# ')}({', '.join(names)})"
         if names != ["*args", "**kwargs"]
@@ -119,7 +145,7 @@ def parameter_row(line):
     )
 
 
-def page(nb):
+def page(nb, module):
     "One processed notebook as Sphinx takes it: titled, without option lines, signatures as text."
     cells = list(nb.cells)
     title, description = front_matter(cells)
@@ -133,7 +159,7 @@ def page(nb):
             continue
         if c.cell_type == "code":
             if c.source.rstrip().rsplit("\n", 1)[-1].startswith("show_doc("):
-                c = signature_cell(c)
+                c = signature_cell(c, module)
             else:
                 options = re.findall(r"^#\|\s*(.*)$", c.source, re.M)
                 c.source = re.sub(r"^#\|.*\n?", "", c.source, flags=re.M).strip()
@@ -203,6 +229,19 @@ def write_indexes():
     nbformat.write(home, SOURCE / "index.ipynb")
 
 
+def unrendered():
+    "Pages on which a table is still text, or that need the network to be drawn."
+    wrong = []
+    for file in sorted(HTML.rglob("*.html")):
+        text = file.read_text(encoding="utf-8")
+        prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", text, flags=re.S)
+        if re.search(r"\|\s*[-—–:]+\s*\|", prose):
+            wrong.append(f"{file.relative_to(HTML)}: a table as text")
+        if re.search(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="https?://', text):
+            wrong.append(f"{file.relative_to(HTML)}: loads from elsewhere")
+    return wrong
+
+
 def build():
     "Render the site; every Sphinx warning is an error."
     for d in (PROC, ROOT / "_build", SITE):
@@ -218,7 +257,8 @@ def build():
     for p in sorted(PROC.rglob("*.ipynb")):
         target = SOURCE / p.relative_to(PROC)
         target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(page(nbformat.read(p, 4)), target)
+        module = module_of(p) if p.is_relative_to(PROC / "api") else p
+        nbformat.write(page(nbformat.read(p, 4), module), target)
     shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
     write_indexes()
     subprocess.run(
@@ -238,6 +278,8 @@ def build():
         ],
         **run,
     )
+    if wrong := unrendered():
+        sys.exit("pages that show Markdown, or load from elsewhere:\n" + "\n".join(wrong))
     HTML.rename(SITE)  # built one folder deeper, because myst-nb writes beside its output
     shutil.rmtree(PROC, ignore_errors=True)
     print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.name}/index.html")

@@ -3,12 +3,19 @@
 from configparser import ConfigParser
 from pathlib import Path
 
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
 _ini = ConfigParser()
 _ini.read(Path(__file__).resolve().parent.parent.parent / "settings.ini", encoding="utf-8")
 project, version, author = _ini["DEFAULT"]["lib_name"], _ini["DEFAULT"]["version"], _ini["DEFAULT"]["author"]
 copyright, release = _ini["DEFAULT"]["copyright"], version
 extensions = ["myst_nb"]
 nb_execution_mode = "off"
+nb_render_markdown_format = "myst"  # tables and mathematics in outputs too
+html_math_renderer = "mathml"
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]
@@ -28,3 +35,20 @@ html_theme_options = {
     "navigation_depth": 3,
 }
 pygments_style = "default"
+
+
+def _inline(translator: HTML5Translator, node: nodes.math) -> None:
+    "A formula within a line."
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _display(translator: HTML5Translator, node: nodes.math_block) -> None:
+    "A formula on a line of its own."
+    translator.body.append(f"<div class='math'>{convert(node.astext(), display='block')}</div>")
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    "Formulas as MathML, which browsers draw by themselves: nothing is loaded from elsewhere."
+    app.add_html_math_renderer("mathml", (_inline, None), (_display, None))

@@ -32,6 +32,7 @@ class Evidence:
     rank: int | None = None  # who printed it; None: the line does not say
     position: int = 0  # where it stands in the text, in bytes
     has_traceback: bool = False  # a traceback stands above it
+    where: str = ""  # innermost line of the program in the traceback, such as `train.py:58 in forward`
 
 
 CAUSES = {  # cause -> whether it came from outside: nobody has to fix the run, only to start it again
@@ -50,6 +51,7 @@ CAUSES = {  # cause -> whether it came from outside: nobody has to fix the run, 
     "cancelled": True,
     "stopped by hand": True,
     "terminated": True,
+    "hung up": True,
     "child failed": False,
 }
 
@@ -79,7 +81,22 @@ _ECHOES = re.compile("|".join(_TABLE["echoes"]))
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #55737036
 _BY_HAND = re.compile(r"KeyboardInterrupt$|\bSIGINT\b")
-_MESSAGE_LENGTH = 300  # characters of a message that are stored
+_GOT_SIGNAL = re.compile(r"signal: ?(\d+)")
+_MESSAGE_LENGTH = 600  # characters of a message that are stored: PyTorch's on a full GPU has 400
+
+
+_TWICE = re.compile(r"(?P<one>[A-Za-z_][\w.]*?(?:Error|Exception|Interrupt|Exit))(?=[A-Z_])")
+
+
+def _untangled(name: str, message: str) -> tuple[str, str]:
+    "Name and message of the first rank, where two ranks wrote one line: `ValueErrorValueError: : no: no`."
+    first = _TWICE.match(name)
+    if first is None or not name.endswith(("Error", "Exception", "Interrupt", "Exit")):
+        return name, message
+    message = message.lstrip(": ")
+    half = len(message) // 2
+    is_twice = len(message) > 1 and message[:half].strip(": ") == message[-half:].strip(": ")
+    return first["one"], message[:half].rstrip(": ") if is_twice else message
 
 
 def _exception_evidence(
@@ -87,11 +104,14 @@ def _exception_evidence(
     message: str = "",  # what stands after the colon
 ) -> Evidence:  # an unknown exception has the cause `exception`
     "Evidence of the last line of a traceback."
+    name, message = _untangled(name, message)
     text, message = f"{name}: {message}", message.strip()[:_MESSAGE_LENGTH]
     if _BY_HAND.search(name):
         return Evidence("stopped by hand", SIGNAL, name, message)
-    if "SignalException" in name and "signal: 15" in text:
-        return Evidence("terminated", SIGNAL, "SIGTERM", message)
+    signal = _GOT_SIGNAL.search(text) if "SignalException" in name else None
+    if signal and int(signal[1]) in _SIGNALS:
+        cause, signal_name = _SIGNALS[int(signal[1])]
+        return Evidence(cause, SIGNAL, signal_name, message)
     for pattern in _ANY_LINE:
         if pattern.shape.search(text):
             return Evidence(pattern.cause, pattern.weight, name, message)
@@ -101,6 +121,7 @@ def _exception_evidence(
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #6ed40d7f
 _SIGNALS = {  # number -> (cause, name)
+    1: ("hung up", "SIGHUP"),
     2: ("stopped by hand", "SIGINT"),
     6: ("aborted", "SIGABRT"),
     7: ("memory access", "SIGBUS"),
@@ -145,11 +166,21 @@ def _first_match(text: str, patterns: list[_Pattern]) -> Evidence | None:
     return None
 
 
+# a line of a program that was pasted or printed: `logging.info("interrupted")`, `raise RuntimeError(...)`
+_SOURCE_TEXT = re.compile(
+    r"(?:#|//|[+>-] |raise |except\b|elif |return |def |class |assert |import |from \w[\w.]* import )"
+    r"|[A-Za-z_][\w.]{0,80}\((?:[rbf]{0,2}[\"']|[\w.]{0,60}[,)])"
+    r"|[A-Za-z_]\w{0,60} = "
+)
+
+
 def _line_evidence(
     line: str,  # one line, without the prefix of its rank
 ) -> Evidence | None:  # None where the line does not report the end of a process
     "Evidence of a line outside a traceback."
     text = line.strip()
+    if _SOURCE_TEXT.match(text):
+        return None
     exception = _EXCEPTION_ALONE.match(text)
     if exception:
         return _exception_evidence(exception["name"], exception["message"] or "")
@@ -160,7 +191,7 @@ def _line_evidence(
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #39be2a8b
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PREFIX = re.compile(r"^(?:\[rank ?\d+\]:? ?|\[\d+,\d+\]<std\w+>: ?|\([\w.]+[^()]*\) |\d+: )")
+_PREFIX = re.compile(r"^(?:\[rank ?\d+\]:? ?|\[\d+,\d+\]<std\w+>: ?|\([\w.]+[^()]*\) |\d+: ){1,3}")
 _HEAD = "Traceback (most recent call last)"
 _NAME = r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z_]\w*)"
 _EXCEPTION = re.compile(rf"^{_NAME}(?:\(\w+\))?(?:: ?(?P<message>.*))?$")
@@ -192,6 +223,21 @@ def _last_line(lines: list[str], prefix: str) -> tuple[int, re.Match] | None:
     return None
 
 
+_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_LIBRARY = re.compile(r"(?:site|dist)-packages|/lib/python\d|<frozen |<string>")
+
+
+def _innermost_frame(lines: list[str]) -> str:
+    "The innermost line of the program among the frames of a traceback, else the innermost of all."
+    frames = [frame for line in lines if (frame := _FRAME.search(line))]
+    own = [frame for frame in frames if not _LIBRARY.search(frame["path"])]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    file = frame["path"].replace("\\", "/").rpartition("/")[2]
+    return f"{file}:{frame['line']} in {frame['function']}"
+
+
 def _parse_traceback(text: str, position: int) -> tuple[Evidence, int] | None:
     "Evidence of the traceback that `text` begins with, and its length; None where it was cut."
     lines = text.splitlines(keepends=True)
@@ -204,7 +250,8 @@ def _parse_traceback(text: str, position: int) -> tuple[Evidence, int] | None:
     index, exception = last
     message = (exception["message"] or "").strip()
     evidence = _exception_evidence(exception["name"], message)
-    evidence = replace(evidence, rank=_rank_in(prefix), position=position, has_traceback=True)
+    frame = _innermost_frame(clean[: index + 1])
+    evidence = replace(evidence, rank=_rank_in(prefix), position=position, has_traceback=True, where=frame)
     if exception["message"] is not None and (not message or message.endswith(":")):
         following = (_PREFIX.sub("", line).strip() for line in clean[index + 2 : index + 6])
         rest = next((line for line in following if line), "")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...names.variables import canonical_name
 from ..base import TIME, LogData
 from stabilitylab.read.crash.evidence import (
     CAUSES,
@@ -42,10 +43,13 @@ class Crash:
     outside: bool = False  # whether it was stopped by somebody or something outside of the run
     then: tuple[str, ...] = ()  # what was reported after it, other than the same again
     attempts: int = 1  # how many attempts of this kind are combined
+    where: str = ""  # line of the program, such as `train.py:58 in forward`; '': not known
+    detail: str = ""  # further lines that belong to the message
+    late: tuple[int, ...] = ()  # ranks that did not come to the collective that timed out
 
     def to_dict(self) -> dict:  # one entry a field
         "The crash as data that JSON can hold."
-        return asdict(self) | {"then": list(self.then)}
+        return asdict(self) | {"then": list(self.then), "late": list(self.late)}
 
 
 _MAX_CONSEQUENCES = 3  # later evidence that is listed
@@ -66,6 +70,7 @@ def _root_cause(evidence: list[Evidence]) -> Evidence | None:
     if first.weight != SIGNAL:
         return first
     verdicts = [item for item in explaining if item.weight == VERDICT]
+    verdicts.sort(key=lambda item: item.cause == "cancelled")  # `DUE TO TIME LIMIT` says more
     by_hand = [item for item in explaining if item.cause == "stopped by hand"]
     return (verdicts or by_hand or [first])[0]
 
@@ -105,6 +110,44 @@ def _time_at(data: bytes | mmap.mmap, position: int) -> str | None:
     return f"{year}-{month}-{day}T{hour}:{minute}:{second}"
 
 
+_DETAIL = re.compile(
+    rb"Assertion [`'][^\n]{1,200}failed|(?:nccl\w+Error|Last error:)[^\n]{0,200}|Detected \d+ oom[^\n]{0,120}"
+    rb"|DUE TO [A-Z ]{3,40}"
+    rb"|OpType=\w+[^\n]{0,120}Timeout\(ms\)=\d+|\d+/\d+ clients joined|DataLoader worker \([^\n]{1,80}"
+)
+_DETAIL_BYTES = 4096  # before the first line of a crash, and after its last, that belong to it
+_MAX_DETAILS = 3
+
+
+def _detail(data: bytes | mmap.mmap, evidence: list[Evidence], root: Evidence) -> str:
+    "Lines beside the root cause that say more of it, each once."
+    end = min(max(evidence[-1].position, root.position) + _DETAIL_BYTES, root.position + TRACEBACK_BYTES)
+    matches = _DETAIL.finditer(data[max(0, root.position - _DETAIL_BYTES) : end])
+    lines = dict.fromkeys(match[0].decode("utf-8", "replace").strip() for match in matches)
+    return "\n".join(list(lines)[:_MAX_DETAILS])
+
+
+_LAST_WORK = re.compile(
+    rb"\[Rank (\d+)\][^\n]{0,400}?last enqueued (?:NCCL )?work: (\d+), last completed (?:NCCL )?work: (\d+)"
+)
+_WAITED = re.compile(rb"\[Rank (\d+)\] Watchdog caught collective operation timeout")
+_MOST_LATE = 4  # ranks that are named: where more did not report, the log is not of all of them
+
+
+def _late_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> tuple[int, ...]:
+    "Ranks that enqueued less than the others; else those among the ranks that waited which did not report."
+    text = data[evidence[0].position : evidence[-1].position + TRACEBACK_BYTES]
+    enqueued: dict[int, int] = {}
+    for rank, last, _ in _LAST_WORK.findall(text):
+        enqueued.setdefault(int(rank), int(last))
+    if len(set(enqueued.values())) > 1:
+        least = min(enqueued.values())
+        return tuple(sorted(rank for rank, last in enqueued.items() if last == least))
+    waited = {int(rank) for rank in _WAITED.findall(text)}
+    missing = sorted(set(range(max(waited, default=0))) - waited)
+    return tuple(missing) if 0 < len(missing) <= min(_MOST_LATE, len(waited)) else ()
+
+
 def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence]) -> Crash | None:
     "The crash that the evidence of one incident adds up to; None where there is no evidence."
     root = _root_cause(evidence)
@@ -125,6 +168,9 @@ def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence]) -> Crash | No
         time=time,
         outside=CAUSES[root.cause],
         then=_consequences(evidence, root),
+        where=root.where,
+        detail=_detail(data, evidence, root),
+        late=_late_ranks(data, evidence) if root.cause == "communication failed" else (),
     )
 
 # %% ../../../nbs/api/read/crash/01_incidents.ipynb #32cdfc5d
@@ -152,16 +198,20 @@ class _Log:
     data: bytes | mmap.mmap
     order: np.ndarray  # (n,) position of each record
     step: np.ndarray  # (n,)
+    first_failure: int = 0  # position of the first evidence
 
     @classmethod
     def of(cls, data: bytes | mmap.mmap, log: LogData | None) -> "_Log":
         "The text with the records of its longest series; without any where positions are not known."
-        every = [] if log is None else list(log.samples.values())
-        longest = max(every, key=lambda samples: len(samples.step), default=None)
-        if longest is None or longest.order is None:
+        named = {} if log is None else log.samples
+        longest = max(named.values(), key=lambda samples: len(samples.step), default=None)
+        if log is None or longest is None or longest.order is None:
             return cls(data, np.zeros(0, np.int64), np.zeros(0, np.int64))
-        by_position = np.argsort(longest.order, kind="stable")
-        return cls(data, longest.order[by_position], longest.step[by_position])
+        # the bar of an evaluation may have more records than the training: the loss counts, too
+        losses = [name for name in named if (log.canonical_names.get(name) or canonical_name(name)) == "loss"]
+        parts = [longest, *(named[name] for name in losses if named[name].order is not None)]
+        order, first = np.unique(np.concatenate([part.order for part in parts]), return_index=True)
+        return cls(data, order, np.concatenate([part.step for part in parts])[first])
 
     def was_flushed_after(self, position: int, before: int) -> bool:
         "Whether the records after a position, `before` records from the start, were buffered at the crash."
@@ -194,8 +244,42 @@ def _attempts(log: _Log, evidence: list[Evidence]) -> list[list[Evidence]]:
     return [evidence[a:b] for a, b in itertools.pairwise([0, *cuts, len(evidence)])]
 
 
+_LAUNCH = re.compile(
+    rb"^(?:nohup: ignoring input|[+$] ?(?:python3?|torchrun|srun|accelerate|deepspeed) "
+    rb"|wandb: Tracking run with"
+    rb"|\*{4,} Running training|Setting OMP_NUM_THREADS|.{0,80}[Rr]estart(?:ing|ed) worker group)",
+    re.M,
+)
+_LAUNCH_BYTES = 2**20  # after a failure, and before the next, in which the start of a launch is looked for
+_HEAD_LINES, _MIN_REPEATED, _MIN_HEAD_LINE = 6, 2, 20  # of the first lines of a log, those that come again
+_MIN_WENT_ON = 200  # lines after a failure that was not the end, before somebody stopped the run; ours
+_AS_ZERO = bytes.maketrans(b"0123456789", b"0" * 10)
+
+
+def _starts_again(log: _Log, begin: int, end: int) -> bool:
+    "Whether a launch begins between two positions: its own words, or the first lines of the log once more."
+    data, late = log.data, max(begin + _LAUNCH_BYTES, end - _LAUNCH_BYTES)
+    between = data[begin : min(end, begin + _LAUNCH_BYTES)] + data[late:end]
+    if _LAUNCH.search(between):
+        return True
+    head = data[: min(4096, log.first_failure)].translate(_AS_ZERO).splitlines()
+    first = list(dict.fromkeys(line for line in head if len(line.strip()) >= _MIN_HEAD_LINE))[:_HEAD_LINES]
+    later = set(between.translate(_AS_ZERO).splitlines())
+    return sum(line in later for line in first) >= _MIN_REPEATED
+
+
+def _went_on(data: bytes | mmap.mmap, item: Evidence, following: Evidence) -> bool:
+    "Whether a run went on after a failure until somebody stopped it."
+    between = data[item.position : min(following.position, item.position + TRACEBACK_BYTES * 4)]
+    return following.weight == VERDICT and CAUSES[following.cause] and between.count(b"\n") >= _MIN_WENT_ON
+
+
 def _is_new_attempt(log: _Log, item: Evidence, following: Evidence) -> bool:
-    "Whether a traceback is of another attempt: the one before says that its program never ran."
+    "Whether evidence is of another attempt than that before it: the program never ran, or started again."
+    if item.weight > ECHO and _went_on(log.data, item, following):
+        return True
+    if min(item.weight, following.weight) > ECHO and _starts_again(log, item.position, following.position):
+        return True
     is_other = following.has_traceback and following.name not in _AT_START
     is_chained = _CHAINED.search(log.data[item.position : following.position])
     return item.has_traceback and item.name in _AT_START and is_other and not is_chained
@@ -204,7 +288,10 @@ def _is_new_attempt(log: _Log, item: Evidence, following: Evidence) -> bool:
 def _incidents(log: _Log) -> list[Crash]:
     "One crash for the evidence between the same two records of each attempt, the end of the run last."
     n, crashes = len(log.order), []
-    for before, evidence in log.evidence_by_record().items():
+    groups = log.evidence_by_record()
+    first = next(iter(groups.values()), [])
+    log = replace(log, first_failure=first[0].position if first else 0)
+    for before, evidence in groups.items():
         attempts = _attempts(log, evidence)
         for attempt in attempts:
             is_last = attempt is attempts[-1]

@@ -152,6 +152,7 @@ def _training_loss(candidates: list[_Series]) -> _Series | None:
     "The series that is the training loss; None where nothing looks like one."
     training = [series for series in candidates if not is_evaluation(series.name)]
     losses = [series for series in training if series.meaning == "loss" and not _is_setting(series)]
+    losses = [series for series in losses if "final" not in split_words(series.name)]
     if not losses:
         losses = [series for series in training if _names_split_only(series.name)]
     if not losses and not any(series.is_metric for series in candidates):

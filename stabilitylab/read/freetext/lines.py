@@ -175,7 +175,47 @@ def line_tables(
         if key not in tables:
             tables[key] = LineTable(order, [], column.time, template.startswith(_ROW))
         tables[key].slots.append(_slot_from(slot, column.value))
-    return sorted(map(_without_duplicates, tables.values()), key=lambda table: int(table.order[0]))
+    for table in tables.values():
+        _name_short_words(table)
+    once = (_without_redraws(_without_duplicates(table)) for table in tables.values())
+    return sorted(once, key=lambda table: int(table.order[0]))
+
+
+def _name_short_words(table: LineTable) -> None:
+    "Gives counts of one letter their words, `i`, `E= B=`, and validation its name, `v_loss` beside `loss`."
+    by_name = {slot.name: slot for slot in table.slots if slot.kind == "value"}
+    if {"E", "B"} <= set(by_name) and any(slot.is_metric for slot in table.slots):
+        by_name["E"].name, by_name["B"].name = "epoch", "batch"
+    counter = by_name.get("i")
+    if counter is not None and not {"step", "epoch"} & {meaning(name) for name in by_name}:
+        change = np.diff(counter.value)
+        counter.name = "iter" if len(change) and (change > 0).mean() > 0.5 else "i"
+    if "train_runtime" in by_name and "train_loss" in by_name:
+        by_name["train_loss"].name = "final train_loss"  # the mean over a run, printed at its end
+    twins = [name for name in by_name if name.startswith("v_") and name[2:] in by_name]
+    if len(twins) >= _MIN_TWINS:  # alone, `v_loss` is the loss of a value function
+        for name in (name for name in by_name if name.startswith("v_")):
+            by_name[name].name = "val " + name[2:]
+
+
+_MIN_TWINS = 2  # names that stand in a line with `v_` before them and without
+_MIN_REDRAWS, _AT_REDRAW = 3, 0.9  # redraws of a bar, and the share of new values that come with one; ours
+
+
+def _without_redraws(table: LineTable) -> LineTable:
+    "The lines of a progress bar that show a new value: where it changes only as the bar is drawn again."
+    bars = [slot for slot in table.slots if slot.has_total and slot.kind == "value"]
+    bar = max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)), default=None)
+    metrics = [slot for slot in table.metrics if slot.kind == "value"]
+    if bar is None or not metrics or len(table.order) < 2 * _MIN_REDRAWS:
+        return table
+    is_redraw = np.r_[False, np.diff(bar.value) == 0]
+    is_new = np.r_[False, np.any([np.diff(slot.value) != 0 for slot in metrics], axis=0)]
+    has_redraws = _MIN_REDRAWS <= is_redraw.sum() <= 0.5 * len(is_redraw)
+    if not (has_redraws and is_new.any() and is_redraw[is_new].mean() >= _AT_REDRAW):
+        return table
+    is_redraw[0] = True
+    return table.select(is_redraw)
 
 
 # ours: share of the runs of equal lines that are even, share of those of two, lines that differ

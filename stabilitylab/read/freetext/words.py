@@ -77,17 +77,19 @@ def is_evaluation(
     return any(_EVALUATION.match(word) for word in split_words(name))
 
 
+_BASICSR = _words("g d pix percep style gan tv real fake mos metric total cyc idt feat ssim char pyr")
 _SUFFIXES = ("loss", "损失", "損失", "损失值", "손실")  # written without a blank before them: `训练损失`
 
 
 def _is_loss(words: tuple[str, ...]) -> bool:
     "Whether a word, or the end of a word, names a loss."
     has_suffix = any(word.endswith(_SUFFIXES) for word in words)
-    return has_suffix or not _LOSS.isdisjoint(words) or {"cross", "entropy"} <= set(words)
+    is_basicsr = len(words) > 1 and words[0] == "l" and words[1] in _BASICSR  # `l_pix` of BasicSR
+    return is_basicsr or has_suffix or not _LOSS.isdisjoint(words) or {"cross", "entropy"} <= set(words)
 
 # %% ../../../nbs/api/read/freetext/00_words.ipynb #0eb5dfcb
 _NO_METRIC = _SETTING - {"total", "best", "min", "eval", "log", "error"}
-_NO_LOSS = _SETTING - {"total", "eval", "log", "max", "min", "num", "per", "rate", "error"}
+_NO_LOSS = _SETTING - {"total", "eval", "log", "max", "num", "per", "rate", "error"}
 _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accumulation"}
 _TRIAL_OUTCOME = {"success", "win", "hit"}  # `success_rate` is a metric, `learning_rate` none
 _INDEX = {"index", "idx", "no", "id", "number", "done"}
@@ -176,4 +178,6 @@ def loss_rank(
         return 2
     if all(word.startswith("训练") for word in others):
         return 0 if any(word.startswith("loss") for word in words) else 1
-    return 1 if _CLOSE.issuperset(others) or "total" in words else 3
+    if _CLOSE.issuperset(others) or "total" in words:
+        return 1
+    return 3 if len(others) < 2 else 4  # `actor/loss` before `actor/pg_loss`

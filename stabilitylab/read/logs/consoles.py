@@ -85,6 +85,8 @@ def _read_trainer(path: Path) -> LogData:
     "Series; steps are those of the bars, one logging interval apart, or record numbers."
     log = read_lines(path, _parse_trainer)
     records = log.samples.get("loss")
+    if records is None and "train_loss" in log.samples:
+        log.canonical_names["train_loss"] = "final_train_loss"  # printed once, at the end of each training
     if records is not None and _is_late(records):
         steps = _even_steps(records, _segments(log, records))
         if steps is not None:

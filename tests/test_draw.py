@@ -1,0 +1,82 @@
+"The blind draw holds the figures it reached; each class that it taught, on a written log."
+
+import pytest
+
+from stabilitylab import diagnose, read_runs
+from tests import draw
+
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 9, in main\n    run()\n'
+
+
+@pytest.mark.slow  # real logs
+@pytest.mark.skipif(
+    not (draw.DRAW / "truth.json").exists(), reason="the draw (shared/real_logs/draw3) is not here"
+)
+def test_the_draw_holds_what_it_reached():
+    scores = draw.scores_of()
+    told = draw.table(scores)
+    totals = draw.totals(scores)
+    for name, least in {"loss": 0.95, "steps": 0.95, "crash": 0.95, "event": 0.66, "quiet": 0.95}.items():
+        right, known = totals[name]
+        assert right >= least * known, told
+    assert totals.get("top wrong", (0, 0))[0] <= 2, told
+
+
+def run_of(tmp_path, name: str, text: str):
+    "The one run of a written log."
+    (tmp_path / name).write_text(text)
+    (run,) = read_runs(tmp_path / name).values()
+    return run
+
+
+def test_a_column_that_names_the_split_parts_training_from_validation(tmp_path):
+    rows = [f"{k},{'val' if k % 5 == 0 else 'train'},{3 - k / 50:.3f}" for k in range(40)]
+    scalars = run_of(tmp_path, "a.csv", "step,type,loss\n" + "\n".join(rows) + "\n")["scalars"]
+    assert scalars.loss.notnull().sum() == 32 and scalars.val_loss.notnull().sum() == 8
+
+
+def test_a_bar_drawn_again_counts_each_value_once(tmp_path):
+    lines = []
+    for update in range(1, 9):
+        lines += [
+            f"SFT: {k}/90 [00:01<1:00, 2.0s/it, loss {4 / update:.4f}]"
+            for k in range(10 * update, 10 * update + 11)
+        ]
+    scalars = run_of(tmp_path, "a.log", "\n".join(lines) + "\n")["scalars"]
+    assert scalars.loss.notnull().sum() == 8
+
+
+def test_most_lines_of_another_form_are_read_by_the_general_reader(tmp_path):
+    lines = [f"INFO: step {k} loss: {3 - k / 200:.4f}, aux {k / 7:.3f}" for k in range(300)]
+    lines[150:150] = ["{'eval_loss': 2.5, 'epoch': 1.0}", "{'eval_loss': 2.4, 'epoch': 2.0}"]
+    scalars = run_of(tmp_path, "a.log", "\n".join(lines) + "\n")["scalars"]
+    assert scalars.loss.notnull().sum() == 300
+
+
+ENDS = {  # the last line of a traceback -> (failure, a word of its first advice)
+    "OSError: [Errno 98] Address already in use: port: 29500": ("port in use", "29500"),
+    "ModuleNotFoundError: No module named 'flash_attn'": ("module missing", "flash_attn"),
+    "FileNotFoundError: [Errno 2] No such file or directory: 'data/a.bin'": ("missing file", "data/a.bin"),
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.": ("loader worker", "shm"),
+    "OSError: [Errno 122] Disk quota exceeded": ("disk quota", "quota"),
+    "KeyError: 'input_ids'": ("key missing", "keys"),
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": (
+        "out of GPU memory",
+        "micro-batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_crash_says_what_to_do_about_that_crash(end, tmp_path):
+    failure, word = ENDS[end]
+    first = diagnose(run_of(tmp_path, "a.log", TRACE + end + "\n"))[0]
+    assert first.evidence["failure"] == failure and word in " ".join(first.evidence["next"])
+    assert [remedy["name"] for remedy in first.remedies] == first.evidence["next"]
+    assert not [remedy for remedy in first.remedies if "8-bit" in remedy["name"]]
+
+
+def test_pasted_source_text_is_no_crash(tmp_path):
+    lines = [f"step {k} loss {3 - k / 100:.3f}" for k in range(60)]
+    lines += ["except KeyboardInterrupt:", '    logging.info("Training interrupted by user. Saving.")']
+    assert not diagnose(run_of(tmp_path, "a.log", "\n".join(lines) + "\n")).of("crash")

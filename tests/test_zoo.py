@@ -1,0 +1,96 @@
+"The cause of recorded runs whose cause is known, and the cures that follow; the whole zoo is `make zoo`."
+
+import numpy as np
+import pytest
+
+from stabilitylab.detect.causes import TABLE, ranked_causes
+from stabilitylab.detect.evidence import evidence, loss_event
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.trial.arm import arm_of
+from tests.zoo.__main__ import score, stored, summary
+from tests.zoo.rows import ROWS, split
+
+JUMP = {
+    "loss_jump": (5.0, 101),
+    "event_step": (101.0, 101),
+    "grad_before": (1.1, 99),
+    "nonfinite": (0.0, None),
+}
+ORDINARY = JUMP | {"update_before": (1.1, 100), "input_jump": (1.0, 101), "forward_jump": (1.0, 101)}
+
+
+def test_every_row_of_the_table_names_fixes_that_exist_and_conditions_that_can_be_read():
+    for row in TABLE:
+        assert {"id", "family", "weight", "at", "need", "for", "against", "cause", "next"} <= set(row)
+        assert all(arm_of(cure).fixes for cure in row["cures"])
+        assert all(len(c) == 3 and c[1] in (">", ">=", "<", "=") for c in row["need"])
+        assert all(len(c) == 5 for c in (*row["for"], *row["against"]))
+    assert {row.cause for row in ROWS.values()} - {""} <= {row["id"] for row in TABLE}
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (JUMP | {"update_before": (80.0, 100)}, "optimizer_state_reset"),
+        (JUMP | {"update_before": (1.0, 100), "input_jump": (300.0, 101)}, "bad_inputs"),
+        (ORDINARY | {"event_length": (3.0, 101)}, "bad_labels"),
+        (ORDINARY | {"event_length": (40.0, 101)}, "data_shift"),
+        ({"first_over_chance": (9.0, 0)}, "init_too_wide"),
+        ({"zero_grads": (0.6, None), "fall": (0.0, 159)}, "dead_network"),
+        ({"weight_moved": (40.0, 100)}, "bit_flip"),
+        ({"eps": (0.1, None), "update_per_rate": (1e-3, None), "zero_grads": (0.0, None)}, "eps_too_large"),
+        ({"token_ratio": (16.0, 0)}, "token_imbalance"),
+    ],
+)
+def test_evidence_names_its_cause(facts, cause):
+    assert ranked_causes(facts)[0].id == cause
+
+
+def test_a_cause_is_told_with_its_step_its_rival_and_what_is_missing():
+    told = most_likely(
+        Findings([Finding("loss_spike", "warning", 101)], {"evidence": JUMP | {"update_before": (80.0, 100)}})
+    ).to_dict()
+    assert (told["id"], told["step"], told["confidence"]) == ("optimizer_state_reset", 100, "high")
+    assert "update_clip" in told["cures"] and told["missing"]
+    assert ranked_causes(ORDINARY | {"weight_moved": (-0.1, 3), "zero_grads": (0.0, None)}) == []
+
+
+def test_a_crash_and_a_log_are_told_as_before():
+    crash = Finding("crash", "error", 5, evidence={"cause": "disk full", "ended": True})
+    assert "disk" in most_likely(Findings([crash], {"evidence": {"first_over_chance": (9.0, 0)}})).cause
+    log = new_run(make_scalars({"loss": Samples(np.arange(50), np.r_[np.full(40, 2.0), np.full(10, 9.0)])}))
+    assert evidence(log) == {} and loss_event(np.r_[np.full(40, 2.0), 9.0]) == 40
+
+
+def test_the_split_crosses_causes_and_the_stored_cures_are_of_rows():
+    sides = split()
+    for cause in {row.cause for row in ROWS.values()}:
+        names = [name for name, row in ROWS.items() if row.cause == cause]
+        assert len(names) == 1 or {sides[name] for name in names} == {"fit", "held out"}
+    assert set(stored()) <= set(ROWS)
+    assert all(
+        len(c["interval"]) == 2 for row in stored().values() for c in row["cures"].values() if c["gain"]
+    )
+
+
+QUICK = (
+    "conv inputs",
+    "mlp",
+    "conv moments",
+    "mlp dead",
+    "conv raised",
+    "gpt wide",
+    "diffusion",
+    "conv flip",
+)
+
+
+@pytest.mark.slow
+def test_a_bounded_part_of_the_zoo(tmp_path):
+    scores = {name: score(name, tmp_path) for name in QUICK}
+    assert all(row["cause_first"] for row in scores.values()), {n: r["said"] for n, r in scores.items()}
+    assert all(row["is_quiet"] for row in scores.values() if not row["cause"])
+    assert "cause first" in summary(scores)["fit"]
