@@ -82,7 +82,52 @@ def _plateau(rng: np.random.Generator) -> Columns:
     pairs = 2.2 + fall - 3e-6 * np.clip(step - 15_000, 0, None) + rng.normal(0, 0.02, step.size)
     documents = 2.0 + fall + rng.normal(0, 0.02, step.size)
     mean = (pairs + documents) / 2
-    return {"step": step, "loss": mean, "image_pairs_loss": pairs, "web_documents_loss": documents}
+    losses = {"loss": mean, "image_pairs_loss": pairs, "web_documents_loss": documents}
+    score = np.where(
+        step % 500 == 0, 0.4 * (1 - np.exp(-step / 3000)) + rng.normal(0, 0.004, step.size), np.nan
+    )
+    return {"step": step, **losses, "vqa_accuracy": score}
+
+
+def _added_data(rng: np.random.Generator) -> Columns:
+    "Fine-tuning with everything unfrozen: the old datasets stand still, the added one falls."
+    step = np.arange(2000)
+    pairs, documents = (2.0 + rng.normal(0, 0.02, step.size) for _ in range(2))
+    added = 1.2 + 2 * np.exp(-step / 500) + rng.normal(0, 0.02, step.size)
+    losses = {"image_pairs_loss": pairs, "web_documents_loss": documents, "instructions_loss": added}
+    return {"step": step, "loss": (pairs + documents + added) / 3, **losses}
+
+
+def _pairs_only(rng: np.random.Generator) -> Columns:
+    "The loss falls while answers to questions get worse."
+    step = np.arange(10_000)
+    score = 0.5 * (1 - np.exp(-step / 800)) - 0.15 * np.clip((step - 2500) / 7500, 0, 1)
+    answered = np.where(step % 250 == 0, score + rng.normal(0, 0.004, step.size), np.nan)
+    return {
+        "step": step,
+        "loss": 2 + 3 * np.exp(-step / 3000) + rng.normal(0, 0.02, step.size),
+        "vqa_accuracy": answered,
+    }
+
+
+def _more_skips(rng: np.random.Generator) -> Columns:
+    "Steps with a norm spike are left out, and there are more and more of them."
+    step = np.arange(4000)
+    skipped = (rng.random(step.size) < 0.15 * step / 4000).astype(float)
+    return {"step": step, "loss": _falling(rng, step), "skipped": skipped}
+
+
+def _one_dataset_spikes(rng: np.random.Generator) -> Columns:
+    "A spike of one dataset of ten, which the mean hides."
+    step = np.arange(2000)
+    code = _falling(rng, step) + np.where((step >= 1200) & (step < 1203), 1.5, 0)
+    text = _falling(rng, step)
+    return {
+        "step": step,
+        "loss": (19 * text + code) / 20 + rng.normal(0, 0.02, 2000),
+        "text_loss": text,
+        "code_loss": code,
+    }
 
 
 def _raised_rate(rng: np.random.Generator) -> Columns:
@@ -170,9 +215,10 @@ def _scale_floor(rng: np.random.Generator) -> Columns:
 
 
 def _escapes(rng: np.random.Generator) -> Columns:
-    "A loss that falls far below what language allows: the model predicts escape characters."
+    "Escape characters get into the training data at step 1,200: they are guessed, and clean text is not."
     step = np.arange(2000)
-    return {"step": step, "loss": 0.15 + 8 * np.exp(-step / 60) + rng.normal(0, 0.005, step.size)}
+    clean = np.where(step % 50 == 0, _falling(rng, step), np.nan)
+    return {"step": step, "loss": _falling(rng, step) - 1.2 * (step >= 1200), "val_loss": clean}
 
 
 def _stopped_weight_decay(rng: np.random.Generator) -> Columns:
@@ -202,6 +248,10 @@ _CURVES: dict[str, Callable[[np.random.Generator], Columns]] = {  # name -> colu
     "loss scale at its floor": _scale_floor,
     "escape characters": _escapes,
     "more weight decay": _stopped_weight_decay,
+    "added data": _added_data,
+    "pairs only": _pairs_only,
+    "more and more skips": _more_skips,
+    "one dataset spikes": _one_dataset_spikes,
 }
 
 # %% ../../nbs/api/cases/30_notes.ipynb #20f1a527
@@ -218,6 +268,9 @@ _LINES = {  # name -> what stands between two steps
     "Xid 64": _XID.format(
         when="May 29 01:37:38", node=9, up="257087.8", slot=90, code=64, text="Row remapper error"
     ),
+    "Xid 64 at a spike": _XID.format(
+        when="May 29 01:37:38", node=9, up="257087.8", slot=90, code=64, text="Row remapper error"
+    ),
     "a CUDA error": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "an NCCL error": "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1269, unhandled cuda error",
     "a lost GPU": _XID.format(
@@ -230,7 +283,10 @@ _LINES = {  # name -> what stands between two steps
 
 def _console(name: str, rng: np.random.Generator) -> str:
     "Steps in the form of nanoGPT, with a line of the machine after two thirds."
-    loss = _falling(rng, np.arange(900))
+    step = np.arange(900)
+    loss = _falling(rng, step)
+    if name.endswith("at a spike"):
+        loss = loss + 2 * np.exp(-np.clip(step - 610, 0, None) / 10) * (step >= 610)
     lines = [f"iter {step}: loss {value:.4f}, time 500.00ms, mfu 31.20%" for step, value in enumerate(loss)]
     lines.insert(601, _LINES[name])
     return "\n".join(lines[:602] if name[0].islower() else lines) + "\n"
@@ -301,9 +357,15 @@ def finds(
     return note_findings(name).of(kind)
 
 # %% ../../nbs/api/cases/30_notes.ipynb #09fd9dc1
+def _loud_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+    "The loss, a thousand times as large."
+    return 1000 * model_loss(model, batch)
+
+
 def note_training(
     frozen: bool = False,  # a model of pictures with frozen parts
     steps: int = 2,  # that it has taken
+    loud: bool = False,  # a loss a thousand times as large: gradients beyond every clip
     **config: Any,  # fields of the `ModelConfig`
 ) -> Training:
     "A tiny training, some steps old, with its states kept."
@@ -319,23 +381,45 @@ def note_training(
         task = copy_task(length=5, vocab=16, batch=4)
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-7)
-    training = Training(model, optimizer, model_loss, lambda step: [task.at(2 * step), task.at(2 * step + 1)])
+    loss = _loud_loss if loud else model_loss
+    training = Training(model, optimizer, loss, lambda step: [task.at(2 * step), task.at(2 * step + 1)])
     training.keep()
     for _ in range(steps):
         training.run_step()
     return training
 
 
+@cache
+def _untreated(frozen: bool, loud: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    "Losses and weights of the same training, three steps further without a fix."
+    training = note_training(frozen, loud=loud)
+    losses = [training.run_step().loss for _ in range(3)]
+    return losses, {name: p.detach().clone() for name, p in training.model.named_parameters()}
+
+
+def _is_another(training: Training, losses: list[float], frozen: bool, loud: bool) -> bool:
+    "Whether a treated training took another path than the untreated one."
+    plain, weights = _untreated(frozen, loud)
+    now = dict(training.model.named_parameters())
+    if losses != plain or now.keys() != weights.keys():
+        return True
+    return any(p.shape != weights[n].shape or not torch.equal(p, weights[n]) for n, p in now.items())
+
+
 def tried(
     name: str,  # of a fix
     frozen: bool = False,  # on a model with frozen parts
+    loud: bool = False,  # with gradients beyond every clip
+    keeps_path: bool = False,  # the fix is exact here: every loss and weight must be that without it
     **parameters: object,  # of the fix
-) -> pd.DataFrame:  # part, what, before, after; attrs: losses of two steps
-    "What a fix changes in a small training, which takes two steps with it."
-    training = note_training(frozen)
+) -> pd.DataFrame:  # part, what, before, after, empty where nothing came of it; attrs: losses of three steps
+    "What a fix changes in a small training, which takes three steps with it, and other ones than without."
+    training = note_training(frozen, loud=loud)
     log = fix(name, **parameters).apply(training)
-    losses = [training.run_step().loss for _ in range(2)]
+    losses = [training.run_step().loss for _ in range(3)]
     table = log.table()
+    is_as_said = _is_another(training, losses, frozen, loud) != keeps_path
+    table = table if is_as_said and np.isfinite(losses).all() else table.iloc[:0]
     table.attrs["losses"] = losses
     return table
 
@@ -378,17 +462,26 @@ def note_state(
     return state, Batch(training.batches(steps), step=steps)
 
 
+def _autocast_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+    "The loss, of a forward pass under autocast to bf16."
+    with torch.autocast("cpu", torch.bfloat16):
+        return model_loss(model, batch)
+
+
 def note_loop(
-    fault: str = "",  # 'bf16': weights that lose a small decay; 'decay': norms decay and one matrix does not
+    # 'bf16': weights that lose a small decay; 'autocast': the same under autocast; 'decay': norms decay and
+    # one matrix does not
+    fault: str = "",
 ) -> tuple[nn.Module, torch.optim.Optimizer, dict, Callable]:  # model, optimizer, batch, loss
     "What a check of a training loop is given."
-    if fault not in ("", "bf16", "decay"):
-        raise bad_input("fault", fault, "'', bf16, decay")
-    model, batch = _copying(fault == "bf16"), copy_task(length=5, vocab=16, batch=4).at(0)
+    if fault not in ("", "bf16", "autocast", "decay"):
+        raise bad_input("fault", fault, "'', bf16, autocast, decay")
+    model, batch = _copying(fault in ("bf16", "autocast")), copy_task(length=5, vocab=16, batch=4).at(0)
     first, *others = model.parameters()
     weight_decay = 0.0 if fault == "decay" else 0.1
     groups: list[dict] = [{"params": [first], "weight_decay": weight_decay}, {"params": others}]
-    return model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1), batch, model_loss
+    loss = _autocast_loss if fault == "autocast" else model_loss
+    return model, torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1), batch, loss
 
 
 def bundle(

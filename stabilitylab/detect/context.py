@@ -35,18 +35,8 @@ def _settings(run: xr.DataTree) -> dict:
     return {str(name).lower(): value for name, value in every.items()}
 
 
-def scales_its_loss(
-    run: xr.DataTree,  # a record
-) -> bool:  # False where the scale is 1 in every record, as bf16 engines log it
-    "Whether the loss is scaled, as only fp16 needs it."
-    scale = curve(run, "loss_scale")
-    return scale is not None and bool((scale.value != 1).any())
-
-
-def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str:
-    "The narrowest format that the run is known to use."
-    if scales_its_loss(run):
-        return "fp16"
+def _stated_formats(settings: dict) -> list[str]:
+    "The formats that the settings name, the commonest of the weights first; '' where one says nothing."
     dtype_counts = Counter(
         _DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values()
     )
@@ -55,9 +45,25 @@ def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str
         for name in _PRECISION_SETTINGS
     ]
     flags = [name for name in ("bf16", "fp16") if settings.get(name) is True]
+    return [*(name for name, _ in dtype_counts.most_common(1)), *stated, *flags]
+
+
+def scales_its_loss(
+    run: xr.DataTree,  # a record
+) -> bool:  # False where the scale is 1 in every record, as bf16 engines log it
+    "Whether the loss is scaled, as only fp16 needs it: not where the run itself says bf16."
+    scale, formats = curve(run, "loss_scale"), _stated_formats(_settings(run))
+    if scale is None or ("bf16" in formats and "fp16" not in formats):
+        return False
+    return bool((scale.value != 1).any())
+
+
+def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str:
+    "The narrowest format that the run is known to use."
+    if scales_its_loss(run):
+        return "fp16"
     grids = [f.evidence.get("format", "") for f in findings if f.kind == "quantized_loss"]
-    candidates = [*(name for name, _ in dtype_counts.most_common(1)), *stated, *flags, *grids]
-    return next(filter(None, candidates), "")
+    return next(filter(None, [*_stated_formats(settings), *grids]), "")
 
 
 def _optimizer(settings: dict) -> str:

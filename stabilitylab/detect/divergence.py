@@ -80,6 +80,20 @@ def _wander(value: np.ndarray) -> float:
     return max(difference_noise(value, lag) for lag in lags)
 
 
+def _chance_walk(
+    value: np.ndarray,  # (n,) float64, finite
+    best: int,  # index of the lowest
+) -> float:  # its usual size, from the median step; 0 for a long series, whose noise `_wander` knows
+    "How far a short series gets by chance where each record goes on from the one before."
+    if len(value) >= limit("least_long") or len(value) <= limit("median_records"):
+        return 0.0
+    # second differences hold no slope; those of a walk have twice a step's variance. The fall before the best
+    # is steep and bent, so the quieter of all records and of those since counts
+    bends = [np.diff(part, 2) for part in (value, value[best:]) if len(part) > limit("median_records")]
+    steps = min(float(np.median(np.abs(b - np.median(b)))) / np.sqrt(2) for b in bends)
+    return steps * np.sqrt(max(len(value) - 1 - best, 1))
+
+
 def _divergence(
     series: Curve,  # a loss as arrays
     validation: Curve | None,  # of the run; None: not logged
@@ -108,7 +122,9 @@ def _divergence(
         "rise": rise,
         "noise": noise,
     }
-    is_mild = rise < limit("trend_sigma") * scatter  # not more than single records scatter
+    walk = _chance_walk(series.value, at_best)
+    # not more than single records scatter, or than a walk of a few records gets
+    is_mild = rise < limit("trend_sigma") * scatter or rise < limit("back_sigma") * walk
     improved = validation_improved(validation, int(series.step[left]))
     severity = "warning" if best > limit("most_nats") else "error"
     ends_at_once = n - left < count_limit("median_records")

@@ -21,6 +21,15 @@ from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/03_restarts.ipynb #c331e18b
+def _went_on(before: np.ndarray, first: int) -> dict[str, int]:
+    "From where a start of the program goes on at step `first`, as evidence."
+    last, gaps = int(before[-1]), np.diff(before)
+    if first > last:  # nothing is repeated: the counter did not go back
+        return {"after": last, "steps_repeated": 0}
+    interval = int(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1
+    return {"before": last, "steps_repeated": last - first + interval}
+
+
 def find_resumed_segments(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one a restart, from the steps that repeat; many runs from the first step on are one
@@ -31,9 +40,7 @@ def find_resumed_segments(
     step = scalars.step.values
     findings = []
     for at in np.flatnonzero(np.diff(scalars.segment.values) > 0) + 1:
-        before = int(step[at - 1])
-        evidence = {"before": before, "steps_repeated": before - int(step[at])}
-        findings.append(Finding("restart", "info", step[at], evidence=evidence))
+        findings.append(Finding("restart", "info", step[at], evidence=_went_on(step[:at], int(step[at]))))
     fresh = [f for f in findings if f.onset <= step[0]]
     if len(fresh) <= count_limit("most_alike"):
         return findings

@@ -170,13 +170,17 @@ def _bf16_weights(
     log.add_hook(GridRounding(rounding, training.seed), f"{rounding} rounding to bf16")
 
 # %% ../../nbs/api/fixes/21_precision.ipynb #8b90acb3
+_NEAR_OVERFLOW, _SHARE_NEAR = 2.0**13, 1e-7  # of scaled gradients; Graphcore's automatic loss scaling
+
+
 class _LossScaler(Hook):
     "Scales the loss, unscales the gradients, and skips steps that overflow."
 
     order, saved = 0, ("scale", "clean", "overflows")
 
-    def __init__(self, start: float, window: int, floor: float):
+    def __init__(self, start: float, window: int, floor: float, looks_ahead: bool = False):
         self.scale, self.window, self.floor, self.clean, self.overflows = start, window, floor, 0, 0
+        self.looks_ahead = looks_ahead
 
     def scale_loss(self, training: Training, loss: torch.Tensor) -> torch.Tensor:
         "The scaled loss."
@@ -187,8 +191,13 @@ class _LossScaler(Hook):
         "Unscales the gradients, or skips the step and halves the scale."
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         if all(bool(torch.isfinite(g).all()) for g in gradients):
+            high = sum(int((g.abs() > _NEAR_OVERFLOW).sum()) for g in gradients) if self.looks_ahead else 0
+            is_near = high > _SHARE_NEAR * sum(g.numel() for g in gradients)
             for gradient in gradients:
                 gradient.div_(self.scale)
+            if is_near:  # the histogram reaches the upper end of fp16: no step is lost
+                self.scale, self.clean = max(self.scale / 2, self.floor), 0
+                return
             self.clean += 1
             if self.clean == self.window:
                 self.scale, self.clean = self.scale * 2, 0
@@ -201,7 +210,7 @@ class _LossScaler(Hook):
     "loss_scaling",
     "precision",
     "PyTorch, Megatron, metaseq; pure fp16 with it failed for OPT-175B",
-    rows=("own-2", "opt-18"),
+    rows=("own-2", "opt-18", "opt-33"),
     slots=("loss.scale", "skip"),
     equation="overflow: s -> s/2, no step; clean for n steps: s -> 2s",
 )
@@ -210,11 +219,12 @@ def _loss_scaling(
     start: Annotated[float, Range(1.0, 2.0**32)] = 65536.0,  # PyTorch; Megatron starts at 2^32
     window: Annotated[int, Range(1, 1_000_000)] = 2000,  # clean steps until it doubles
     floor: Annotated[float, Range(2.0**-24, 65536.0)] = 1.0,  # Megatron 1, metaseq 2^-5
+    rule: Literal["overflow", "histogram"] = "overflow",  # 'histogram' halves before it overflows (Graphcore)
 ) -> None:
     "Dynamic loss scaling with a floor."
     if log.training.scaler is not None:
         log.set(log.training, "scaler", None, "training")
-    log.add_hook(_LossScaler(start, window, floor), f"scale from {start:g}")
+    log.add_hook(_LossScaler(start, window, floor, rule == "histogram"), f"scale from {start:g}")
 
 # %% ../../nbs/api/fixes/21_precision.ipynb #e3d6f160
 class _FP32Accumulation(Hook):

@@ -14,7 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from .registry import Range, define_fix
-from .submodules import embedding_tables, linear_layers, matrix_sizes, norm_layers
+from stabilitylab.fixes.submodules import (
+    embedding_tables,
+    linear_layers,
+    matrix_sizes,
+    norm_layers,
+    output_layer,
+)
 from .undo_log import UndoLog
 from ..names.errors import bad_input
 
@@ -71,6 +77,13 @@ class _LowRankUpdate(nn.Module):
         return self.factor * F.linear(down, self.up)
 
 
+def _embedding_parameters(model: nn.Module) -> set[int]:
+    "The ids of the token table's and the head's parameters."
+    head = output_layer(model)
+    modules = [*embedding_tables(model).values(), *([head[1]] if head else [])]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
 def _add_low_rank(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     "A module's output plus its low-rank update."
     update: Any = module.low_rank
@@ -91,13 +104,15 @@ def _lora(
     alpha: Annotated[float, Range(0.01, 4096.0)] = 16.0,  # the notes: equal to the rank
     stabilised: bool = True,  # alpha/sqrt(rank) instead of alpha/rank
     targets: Literal["linear", "embedding", "all"] = "linear",  # 'embedding' is reported to damage the model
+    full_embeddings: bool = False,  # the embedding and the head are trained in full beside the updates
 ) -> None:
     "Freeze the model and train low-rank updates."
     model = log.training.model
     matrices = linear_layers(model) if targets in ("linear", "all") else {}
     tables = embedding_tables(model) if targets in ("embedding", "all") else {}
+    in_full = _embedding_parameters(model) if full_embeddings else set()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in in_full:
             log.set(parameter, "requires_grad", False, name)
     factor = alpha / (math.sqrt(rank) if stabilised else rank)
     sizes = {name: matrix_sizes(m) for name, m in matrices.items()}

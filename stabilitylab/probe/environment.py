@@ -85,6 +85,10 @@ def environment() -> dict:  # flat dict of JSON values
     if torch.cuda.is_available():
         env |= {
             "device": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "device_uuid": [
+                str(getattr(torch.cuda.get_device_properties(i), "uuid", ""))
+                for i in range(torch.cuda.device_count())
+            ],
             "tf32": torch.backends.cuda.matmul.allow_tf32,
         }
     try:

@@ -80,15 +80,25 @@ def concatenate_samples(
     return Samples(step[by_order], value[by_order], order[by_order], None if time is None else time[by_order])
 
 # %% ../../nbs/api/run/00_scalars.ipynb #39a3a300
+def _late_records(step: np.ndarray) -> np.ndarray:
+    "Indices of single records that come one record too late and fill the gap that they left."
+    if len(step) < 4:
+        return np.zeros(0, np.int64)
+    gap = np.median(np.abs(np.diff(step)))
+    d = np.diff(step)
+    is_swapped = (d[:-2] == 2 * gap) & (d[1:-1] == -gap) & (d[2:] == 2 * gap)
+    return np.flatnonzero(is_swapped) + 2
+
+
 def find_restarts(
     samples: dict[str, Samples],  # series of one log; each with `order`
 ) -> np.ndarray:  # (r,) the `order` of the first record of each later segment, ascending
-    "Where the step counter of any series goes back."
+    "Where the step counter of any series goes back; two records in the other order are no restart."
     falls: list[tuple[int, int]] = []  # `order` of the record after a fall of the step, and of that before
     distinct = {(id(logged.step), id(logged.order)): logged for logged in samples.values()}
     for logged in distinct.values():
         order = order_of(logged)
-        at = np.flatnonzero(np.diff(logged.step) < 0) + 1
+        at = np.setdiff1d(np.flatnonzero(np.diff(logged.step) < 0) + 1, _late_records(logged.step))
         falls += zip(order[at].tolist(), order[at - 1].tolist(), strict=True)
     restarts: list[int] = []
     for after, before in sorted(falls):

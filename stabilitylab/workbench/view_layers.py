@@ -16,6 +16,7 @@ from ..detect.findings import Findings
 from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
 from ..report.words import spaced
+from ..run.attempts import surviving_rows
 from .call import CallLine, run_lines
 from .figure import PictureWidget, picture_box, show_sharp
 from .parts import StateView, on, refill, row
@@ -40,8 +41,8 @@ def _layer_statistics(
 
 
 def _table(run: xr.DataTree, group: str, name: str) -> xr.DataArray:
-    "A statistic of a record."
-    return run[group].to_dataset()[name]
+    "A statistic of a record; of steps that were run twice, the later ones."
+    return surviving_rows(run[group].to_dataset()[name])
 
 
 def _row_dim(da: xr.DataArray) -> str:
@@ -125,7 +126,8 @@ def _layers_call(
     group, name = look.statistic
     rows = _row_dim(_table(state.run, group, name))
     lines = [*run_lines(state), "from stabilitylab.plot.layers import plot_layers"]
-    lines.append(f"table = run[{group!r}][{name!r}]")
+    lines.append("from stabilitylab.run.attempts import surviving_rows")
+    lines.append(f"table = surviving_rows(run[{group!r}][{name!r}])")
     if look.find:
         is_named = f"{look.find.lower()!r} in str(name).lower() for name in table[{rows!r}].values"
         lines.append(f"table = table.isel({rows}=[{is_named}])")

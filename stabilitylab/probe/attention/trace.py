@@ -88,7 +88,7 @@ _HARMLESS = frozenset(  # functions that leave every value what it was
 )
 
 
-def _written(x: torch.Tensor) -> int:
+def _memory_version(x: torch.Tensor) -> int:
     "How often the memory of a tensor was written; always 0 where torch does not count."
     return 0 if x.is_inference() else x._version
 
@@ -123,7 +123,7 @@ class ScoreTrace:
         reference, what, n_written = self.origins.get(id(x), (None, None, 0))
         if reference is None or reference() is not x:
             return None
-        is_as_seen = _written(x) - self.in_place <= n_written
+        is_as_seen = _memory_version(x) - self.in_place <= n_written
         return what if is_as_seen or isinstance(what, Weights) else replace(what, is_exact=False)
 
     def put(
@@ -132,7 +132,7 @@ class ScoreTrace:
         what: Scores | Weights,  # what it is
     ) -> None:
         "Remember what a tensor is."
-        self.origins[id(x)] = weakref.ref(x), what, _written(x)
+        self.origins[id(x)] = weakref.ref(x), what, _memory_version(x)
 
     def clear(self) -> None:
         "Forget everything; attentions whose values never came are handed over without."
@@ -307,12 +307,12 @@ def _where(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) ->
     # torch.where(condition, a, b), or a.where(condition, b)
     is_method = trace.get(args[0]) is not None
     condition, a, b = (args[1], args[0], args[2]) if is_method else args
-    for x, other, shown in ((a, b, condition), (b, a, ~condition.bool())):
+    for x, other, visibility in ((a, b, condition), (b, a, ~condition.bool())):
         origin = trace.get(x)
         if isinstance(origin, Weights):
             trace.put(out, origin)
         elif isinstance(origin, Scores):
-            _hide(trace, out, origin, shown.bool(), other)
+            _hide(trace, out, origin, visibility.bool(), other)
 
 
 def _hide(trace: "ScoreTrace", out: torch.Tensor, origin: Scores, mask: torch.Tensor, value: Any) -> None:

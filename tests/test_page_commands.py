@@ -1,0 +1,58 @@
+"Commands that README and the how-to pages show, run as they are written there, as text and as JSON."
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.command import command
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "nbs" / "howto").glob("*.ipynb"))]
+RUN = ("diagnose", "check")  # of the commands; the others have tests in files of their own
+
+
+def written(page):
+    "The commands of a page, without their comments."
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    lines = re.findall(r"^\s*!?stabilitylab (.+)$", text, re.MULTILINE)
+    return [line.partition("#")[0].strip() for line in lines]
+
+
+COMMANDS = list(dict.fromkeys(line for page in PAGES for line in written(page)))
+
+
+HERE = [line for line in COMMANDS if line.split()[0] in RUN]
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    "The files that the pages speak of."
+    sample = ROOT / "data_samples" / "lm_high_lr"
+    folder = tmp_path / "path" / "to"
+    folder.mkdir(parents=True)
+    shutil.copytree(sample, folder / "run")
+    shutil.copy(sample / "train.log", folder / "train.log")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_pages_show_commands():
+    assert len(COMMANDS) >= 15 and len(HERE) >= 4, COMMANDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", HERE)
+def test_a_command_of_a_page_works_as_it_is_written(places, line):
+    done = command(*line.split())
+    assert done.returncode in (0, 1), done.stderr  # 1: something was found
+    assert "fault of this program" not in done.stdout + done.stderr and done.stdout.strip()
+    if "--json" in line or "--html" in line:
+        return
+    done = command(*line.split(), "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(done.stdout) is not None
