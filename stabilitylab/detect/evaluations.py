@@ -128,7 +128,8 @@ def evaluations_at_plateau(
         if f.kind != "plateau" or not f.evidence.get("to_the_end") or f.onset is None:
             return f
         gains = {score.name: _gains(score, f.onset) for score in scores}
-        still, rising = ([n for n, gained in gains.items() if gained is what] for what in (False, True))
+        still = [name for name, gained in gains.items() if gained is False]
+        rising = [name for name, gained in gains.items() if gained is True]
         count = count_limit("most_modules")
         lists = {"scores_still": still[:count], "scores_rising": rising[:count]}
         return f.with_(evidence=f.evidence | {name: names for name, names in lists.items() if names})

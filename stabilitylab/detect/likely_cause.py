@@ -63,7 +63,8 @@ def _first(candidates: list[Finding], kind: str) -> Finding | None:
 
 _ENDS = ("crash", "hardware_error")  # kinds that say themselves what happened
 _OF_LOSS = ("loss_spike", "divergence", "slow_rise", "resume_spike", "plateau", "not_learning", "level_shift")
-_SURE, _LIKELY = 3, 1  # by how much the first cause leads the second; our convention
+_SURE = 3  # by how much a cause leads the second to be sure; our convention
+_CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lead; our convention
 
 
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
@@ -81,7 +82,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         id=first.id,
         family=first.family,
         step=first.step,
-        confidence="high" if lead >= _SURE else "medium" if lead >= _LIKELY else "low",
+        confidence=next(name for name, needed in _CONFIDENCE.items() if lead >= needed),
         rivals=tuple(_rival(cause, first) for cause in others[:2]),
         missing=tuple(missing_measures(facts)),
         cures=first.cures,

@@ -55,12 +55,12 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     is_loss = "loss" in name and name != "loss_scale"
     is_mostly_bad = len(bad) > limit("majority") * len(data)
     is_lost = is_loss and (stays or is_mostly_bad)
-    is_first_only = (
-        len(bad) == 1 and bad[0] == 0 and not is_loss and len(data) > 1
-    )  # nothing was measured yet
+    # nothing was measured yet
+    is_first_only = len(bad) == 1 and bad[0] == 0 and not is_loss and len(data) > 1
+    severity = "info" if is_first_only else "warning"
     return Finding(
         "non_finite",
-        "error" if is_lost else "info" if is_first_only else "warning",
+        "error" if is_lost else severity,
         onset=data.step.values[bad[0]],
         end=data.step.values[bad[-1]],
         evidence={

@@ -94,16 +94,14 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
         start, notes, length = small.start, small.words, small.steps
     if start is None:
         return Plan(None, [], length, notes, suggestions)
-    wanted = arms or [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
-    unfit = _unsuited(findings, recording) if not arms else {}
     if arms:
-        unfit = unfit_arms(start, wanted, device)
-        if unfit:
-            raise InputError(next(iter(unfit.values())))
-    else:
-        suggestions, refused = _that_fit(start, suggestions, device)
-        wanted, unfit = [s.arm for s in suggestions] or [arm_of("placebo")], unfit | refused
+        if refused := unfit_arms(start, arms, device):
+            raise InputError(next(iter(refused.values())))
+        return Plan(start, arms, length, notes, suggestions)
+    suggestions, refused = _that_fit(start, suggestions, device)
+    unfit = _unsuited(findings, recording) | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
+    wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
     return Plan(start, [arm for arm in wanted if arm.name not in unfit], length, notes, suggestions, unfit)
 
 

@@ -51,9 +51,7 @@ _QUOTED = 120  # characters of a message that a sentence quotes
 def _facts(text: str) -> dict[str, str]:
     "The facts that a text holds."
     matches = {name: pattern.search(text) for name, pattern in _PATTERNS.items()}
-    return {
-        name: next(group for group in match.groups() if group) for name, match in matches.items() if match
-    }
+    return {name: next(filter(None, match.groups())) for name, match in matches.items() if match}
 
 # %% ../../nbs/api/knowledge/05_crashes.ipynb #ff48066e
 _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 2**10, "GiB": 1.0, "TiB": 2.0**10}

@@ -45,9 +45,9 @@ def _step_direction(
 ) -> torch.Tensor:
     "The gradient, over Adam's second moment where there is one."
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
-    if "exp_avg_sq" not in state:
+    if optimizer is None or "exp_avg_sq" not in state:
         return gradient
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group = next(g for g in optimizer.param_groups if id(parameter) in map(id, g["params"]))
     unbiased = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
     return gradient / (unbiased.sqrt() + group["eps"])
 

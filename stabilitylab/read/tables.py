@@ -191,21 +191,34 @@ _SPLITS = {"type", "split", "phase", "mode", "stage", "subset", "set", "partitio
 _PHASES = {"train": "", "training": "", "tr": "", "trn": ""}
 
 
+def _phase_prefix(word: str) -> str:
+    "What stands before the names of a data split: nothing for training."
+    if word in _PHASES:
+        return ""
+    return "test_" if word.startswith("test") else "val_"
+
+
 def _phase_of_rows(columns: Mapping) -> np.ndarray | None:
     "'val_', 'test_' or '' for each row, from a column that names the data split; None where there is none."
     for name, values in columns.items():
         if split_words(str(name))[-1:] not in [(word,) for word in _SPLITS]:
             continue
         words = [str(value).strip().lower() for value in values]
-        phases = {
-            w: "" if w in _PHASES else ("test_" if w.startswith("test") else "val_") for w in set(words)
-        }
+        phases = {word: _phase_prefix(word) for word in set(words)}
         is_split = all(
             word in _PHASES or is_evaluation(word) for word in phases if word not in _MISSING | {"nan"}
         )
         if is_split and any(is_evaluation(word) for word in phases):
             return np.array([phases[word] for word in words])
     return None
+
+
+def _rows_by_phase(is_counted: np.ndarray, phase: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
+    "The rows that count, by the prefix of their data split; the splits without one left out."
+    for prefix in ("",) if phase is None else np.unique(phase):
+        rows = np.flatnonzero(is_counted if phase is None else is_counted & (phase == prefix))
+        if len(rows):
+            yield str(prefix), rows
 
 
 def table_log(
@@ -226,13 +239,10 @@ def table_log(
         if (name == step and meaning(name) != "epoch") or name == clock:
             continue
         log.skip("values that are no numbers", n_bad)
-        for prefix in ("",) if phase is None or name == step else np.unique(phase):
-            of_phase = True if phase is None or name == step else phase == prefix
-            rows = np.flatnonzero(is_logged & has_step & of_phase)
-            if len(rows):
-                seconds = None if time is None else time[rows]
-                samples = Samples(count[rows].astype(np.int64), value[rows], rows, seconds)
-                log.samples[f"{prefix}{name}"] = samples
+        for prefix, rows in _rows_by_phase(is_logged & has_step, None if name == step else phase):
+            seconds = None if time is None else time[rows]
+            samples = Samples(count[rows].astype(np.int64), value[rows], rows, seconds)
+            log.samples[f"{prefix}{name}"] = samples
     return log if step is None else _with_loss(log)  # rows that nothing counts may be one a run
 
 # %% ../../nbs/api/read/02_tables.ipynb #d7662568

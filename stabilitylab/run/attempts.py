@@ -83,7 +83,8 @@ def surviving_rows(
     if "segment" not in table.coords or not table.sizes["step"]:
         return table
     step, segment = table.step.values, table.segment.values
-    first = {number: step[segment == number].min() for number in np.unique(segment)}
-    later = [min((at for n, at in first.items() if n > number), default=np.inf) for number in segment]
-    keeps = step < np.array(later)
+    numbers, inverse = np.unique(segment, return_inverse=True)
+    first = np.array([step[inverse == at].min() for at in range(len(numbers))] + [np.inf])
+    later = np.minimum.accumulate(first[::-1])[::-1][1:]  # of each start: the first step of those after it
+    keeps = step < later[inverse]
     return table if keeps.all() else table.isel(step=keeps)

@@ -173,6 +173,19 @@ def cause_of(
     return most_likely(Findings(findings, {"evidence": facts} if facts else {}))
 
 
+def _set_already(name: str, parameters: dict, settings: dict) -> str:
+    "Why a fix of Adam changes nothing under the settings of a run; '' where it does."
+    optimizer = str(settings.get("optimizer", "")).lower()
+    if optimizer and name.startswith("adam") and "adam" not in optimizer:
+        return "the optimizer is no Adam"
+    betas, eps = settings.get("betas") or (), settings.get("eps")
+    if name == "adam_beta2" and len(betas) == 2 and betas[1] <= parameters["beta2"]:
+        return f"beta2 is {betas[1]:g} already"
+    if name == "adam_eps" and eps is not None and eps == parameters["eps"]:
+        return f"epsilon is {eps:g} already"
+    return ""
+
+
 def unsuited(
     name: str,  # of a fix
     parameters: dict,  # of it
@@ -189,15 +202,7 @@ def unsuited(
     wanted = _NEEDS.get(about.slots[0].partition(".")[0] if about.slots else "", ())
     if kinds and wanted and not any(kind.startswith(wanted) for kind in kinds):
         return f"the model has no module of kind {wanted[0]}"
-    optimizer = str(attrs.get("optimizer", "")).lower()
-    if optimizer and name.startswith("adam") and "adam" not in optimizer:
-        return "the optimizer is no Adam"
-    betas, eps = attrs.get("betas") or (), attrs.get("eps")
-    if name == "adam_beta2" and len(betas) == 2 and betas[1] <= parameters["beta2"]:
-        return f"beta2 is {betas[1]:g} already"
-    if name == "adam_eps" and eps is not None and eps == parameters["eps"]:
-        return f"epsilon is {eps:g} already"
-    return ""
+    return _set_already(name, parameters, attrs)
 
 
 def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) -> list[Suggestion]:

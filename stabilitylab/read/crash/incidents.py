@@ -141,8 +141,8 @@ def _late_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> tuple[int,
     for rank, last, _ in _LAST_WORK.findall(text):
         enqueued.setdefault(int(rank), int(last))
     if len(set(enqueued.values())) > 1:
-        least = min(enqueued.values())
-        return tuple(sorted(rank for rank, last in enqueued.items() if last == least))
+        fewest = min(enqueued.values())
+        return tuple(sorted(rank for rank, last in enqueued.items() if last == fewest))
     waited = {int(rank) for rank in _WAITED.findall(text)}
     missing = sorted(set(range(max(waited, default=0))) - waited)
     return tuple(missing) if 0 < len(missing) <= min(_MOST_LATE, len(waited)) else ()

@@ -192,10 +192,10 @@ def _name_short_words(table: LineTable) -> None:
         counter.name = "iter" if len(change) and (change > 0).mean() > 0.5 else "i"
     if "train_runtime" in by_name and "train_loss" in by_name:
         by_name["train_loss"].name = "final train_loss"  # the mean over a run, printed at its end
-    twins = [name for name in by_name if name.startswith("v_") and name[2:] in by_name]
-    if len(twins) >= _MIN_TWINS:  # alone, `v_loss` is the loss of a value function
-        for name in (name for name in by_name if name.startswith("v_")):
-            by_name[name].name = "val " + name[2:]
+    validation = [name for name in by_name if name.startswith("v_")]
+    n_twins = sum(name[2:] in by_name for name in validation)
+    for name in validation if n_twins >= _MIN_TWINS else ():  # alone, `v_loss` is that of a value function
+        by_name[name].name = "val " + name[2:]
 
 
 _MIN_TWINS = 2  # names that stand in a line with `v_` before them and without

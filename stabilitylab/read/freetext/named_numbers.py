@@ -51,7 +51,8 @@ def mask_timestamps(
 # %% ../../../nbs/api/read/freetext/01_named_numbers.ipynb #29bd6cd6
 _NUMBER = re.compile(
     rb"(?:(?<![\w.)\]])[-+])?(?<![\w.])"
-    rb"(?:(?:\d{1,3}(?:,\d{3})+(?!\d|,\d)|\d+)(?:\.\d*(?!\w*\.))?|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*[_=])(?!\.\d)"
+    rb"(?:(?:\d{1,3}(?:,\d{3})+(?!\d|,\d)|\d+)(?:\.\d*(?!\w*\.))?|\.\d+)"
+    rb"(?:[eE][-+]?\d+)?(?![\w]*[_=])(?!\.\d)"
     rb"|(?:(?<![\w.])[-+])?(?<![\w.'\"])(?:nan|NaN|NAN|inf|Inf|INF|[iI]nfinity)(?![\w.:=]|-\w)"
 )
 _UNIT = re.compile(rb"[A-Za-z%\xb5\xce\xbc\xc2]+(?:/[A-Za-z]+)*")
