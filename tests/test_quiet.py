@@ -87,11 +87,16 @@ def test_next_to_nothing_is_a_note_and_a_return_to_the_start_is_not():
     assert alarms(run_of(bump(tiny, height=5.0))) == ["loss_spike"]
 
 
-def test_the_first_record_of_a_resumed_log_is_no_level():
+def test_a_resumed_log_that_lost_its_loss_is_one_alarm_and_one_high_record_is_none():
+    # an independent reading of a public log of this form calls it a broken resume
     loss = 13.5 + np.random.default_rng(0).normal(0, 0.4, 300)
     loss[0] = 1.4
     step = 47_700 + 10 * np.arange(300)
-    assert alarms(run_of(loss, step=step, lr=np.linspace(1e-4, 2e-4, 300))) == []
+    lr = np.linspace(1e-4, 2e-4, 300)
+    assert alarms(run_of(loss, step=step, lr=lr)) == ["resume_spike"]
+    loss = 1.4 + np.random.default_rng(0).normal(0, 0.04, 300)
+    loss[1] = 2.0
+    assert alarms(run_of(loss, step=step, lr=lr)) == []
 
 
 def test_fresh_runs_in_one_log_are_no_spikes():

@@ -398,7 +398,8 @@ def evidence(
     updates = group_of(run, "updates")
     if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
         return {}
-    steps, facts = _Steps(run), {}
+    steps = _Steps(run)
+    facts: Facts = {}
     with warnings.catch_warnings():  # a column without a finite value has no median
         warnings.simplefilter("ignore", RuntimeWarning)
         for measure in _MEASURES:

@@ -25,7 +25,7 @@ class MostLikely:
     family: str = ""  # such as 'data' or 'optimizer state'
     step: int | None = None  # of the cause, which may lie before its symptom
     confidence: str = ""  # 'high', 'medium' or 'low'
-    rivals: tuple[dict, ...] = ()  # id, cause, and what speaks against it
+    rivals: tuple[dict, ...] = ()  # id, cause, what speaks against it, and its cures
     missing: tuple[str, ...] = ()  # measurements that would tell
     cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
 
@@ -92,7 +92,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
 def _rival(cause: Cause, first: Cause) -> dict:
     "A runner-up, with what speaks against it."
     against = list(cause.against) or [f"less speaks for it: {cause.score:.0f} to {first.score:.0f}"]
-    return {"id": cause.id, "cause": cause.words, "against": against}
+    return {"id": cause.id, "cause": cause.words, "against": against, "cures": list(cause.cures)}
 
 
 def most_likely(

@@ -300,7 +300,7 @@ def _level_shift(series: Curve, validation: Curve, level: np.ndarray, at: int, w
 
 def _drop(series: Curve, validation: Curve, level: np.ndarray, at: int, window: int) -> list[Finding]:
     "The shift of a mirrored loss at record `at`: the loss fell at once, out of a stretch that did not."
-    look, at_step = limit("look_windows") * window, series.step[at]
+    look, at_step = count_limit("look_windows") * window, series.step[at]
     before, after = -float(level[at - window]), -float(level[at + window])
     drop = before - after
     earlier, lowest = -float(level[max(at - 2 * window, 0)]), -float(level[: at - window + 1].max())

@@ -123,7 +123,8 @@ def _that_fit(
 
 def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:
     "Cures of the likely cause that do not suit the run, and why."
-    cause, unfit = cause_of(list(findings), recording.run), {}
+    cause = cause_of(list(findings), recording.run)
+    unfit: dict[str, str] = {}
     for text in cause.cures if cause is not None else ():
         [row] = arm_of(text).fixes
         why = unsuited(row["name"], row.get("parameters", {}), recording.run, cause)

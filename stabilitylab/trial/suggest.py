@@ -28,7 +28,9 @@ _CANNOT = {  # what acts on something that a trial from a snapshot does not have
     "init": "it sets how weights begin, and this run has begun",
     "restart": "a trial starts from one state; roll back by choosing an earlier one",
 }
-_NEEDS = {  # first part of a fix's slot -> beginnings of kinds of modules, one of which it needs
+_NEEDS: dict[
+    str, tuple[str, ...]
+] = {  # first part of a fix's slot -> beginnings of kinds of modules, one of which it needs
     "attention": ("attn",),
     "norms": ("norm",),
     "embedding": ("embed",),
@@ -205,16 +207,25 @@ def unsuited(
     return _set_already(name, parameters, attrs)
 
 
+def _cures(cause: MostLikely) -> list[tuple[str, str]]:
+    "The cures of a cause, each with the cause that it answers; in the third place one of the runner-up."
+    cures = [(text, cause.cause) for text in cause.cures]
+    if cause.confidence != "high":
+        for rival in cause.rivals[:1]:
+            cures[2:2] = [(text, rival["cause"]) for text in rival["cures"][:1] if text not in cause.cures]
+    return cures
+
+
 def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) -> list[Suggestion]:
     "The cures of a cause that suit the run, in its order."
     suggestions = []
-    for rank, text in enumerate(cause.cures):
+    for rank, (text, why) in enumerate(_cures(cause)):
         name, own = text.partition(":")[0], arm_of(text).fixes[0].get("parameters", {})
         in_run = _evidence_of(name, findings, run)
         parameters = {k: v for k, v in own.items() if ":" in text} | in_run.parameters
         if unsuited(name, own, run, cause):
             continue
-        reasons = [f"follows from the cause: {cause.cause}", *([in_run.reason] if in_run.reason else [])]
+        reasons = [f"follows from the cause: {why}", *([in_run.reason] if in_run.reason else [])]
         suggestions.append(Suggestion(name, _CAUSE_FIRST - rank, reasons, parameters=parameters))
     return suggestions
 
