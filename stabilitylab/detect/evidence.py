@@ -30,7 +30,7 @@ class _Steps:
     ):
         self.run, scalars = run, scalars_of(run)
         updates = group_of(run, "updates")
-        self.step = pd.unique(pd.Series(updates.step.values))
+        self.step = pd.unique(pd.Series([] if updates is None else updates.step.values))
         name = loss_name(run)
         self.loss = self._scalar(scalars, name or "")
         self.lr = self._scalar(scalars, "lr")

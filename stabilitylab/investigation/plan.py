@@ -137,7 +137,7 @@ def _recorded_start(
 ) -> tuple[Start, list[str]]:
     "A state of the run itself, and what to know about it."
     onset, cause = failure_onset(findings), cause_of(list(findings), recording.run)
-    if cause is not None and cause.id and (cause.step is None or cause.family == "initialisation"):
+    if cause is not None and cause.family == "initialisation":
         onset = 0  # a cause that was there from the beginning
     elif cause is not None and cause.step is not None:
         onset = cause.step if onset is None else min(onset, cause.step)

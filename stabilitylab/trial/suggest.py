@@ -180,7 +180,7 @@ def _set_already(name: str, parameters: dict, settings: dict) -> str:
     optimizer = str(settings.get("optimizer", "")).lower()
     if optimizer and name.startswith("adam") and "adam" not in optimizer:
         return "the optimizer is no Adam"
-    betas, eps = settings.get("betas") or (), settings.get("eps")
+    betas, eps = tuple(settings.get("betas") or ()), settings.get("eps")
     if name == "adam_beta2" and len(betas) == 2 and betas[1] <= parameters["beta2"]:
         return f"beta2 is {betas[1]:g} already"
     if name == "adam_eps" and eps is not None and eps == parameters["eps"]:
