@@ -208,11 +208,11 @@ def unsuited(
 
 
 def _cures(cause: MostLikely) -> list[tuple[str, str]]:
-    "The cures of a cause, each with the cause that it answers; in the third place one of the runner-up."
+    "The cures of a cause, each with the cause that it answers; in the second place one of the runner-up."
     cures = [(text, cause.cause) for text in cause.cures]
     if cause.confidence != "high":
         for rival in cause.rivals[:1]:
-            cures[2:2] = [(text, rival["cause"]) for text in rival["cures"][:1] if text not in cause.cures]
+            cures[1:1] = [(text, rival["cause"]) for text in rival["cures"][:1] if text not in cause.cures]
     return cures
 
 
