@@ -178,7 +178,7 @@ def _z_loss(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     z_loss = 0.01 * np.exp(rng.normal(0, 0.05, RECORDS)) * np.where((t >= 0) & (t < 25), 0.1, 1.0)
     return _log(columns, z_loss=z_loss, loss=columns["loss"] + _from(t, np.exp(-np.abs(t) / 12)))
 
-
+# %% ../../nbs/api/cases/20_logs.ipynb #69fc8a3a
 def _slow_rise(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that climbs by 0.12 nats over 150 steps, stays as long and comes down as slowly."
     hill = 0.12 * np.clip(np.minimum(t, 450 - t) / 150, 0, 1)

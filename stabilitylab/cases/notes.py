@@ -74,7 +74,7 @@ def _z_loss_dips(rng: np.random.Generator) -> Columns:
         loss, z_loss = loss + 1.5 * shape, z_loss - 18 * shape * dips
     return {"step": step, "loss": loss, "z_loss": z_loss}
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #593942f8
 def _plateau(rng: np.random.Generator) -> Columns:
     "39,000 steps: pairs go on falling slowly behind 15,000, web documents stand still."
     step = np.arange(0, 39_000, 25)
@@ -116,7 +116,7 @@ def _more_skips(rng: np.random.Generator) -> Columns:
     skipped = (rng.random(step.size) < 0.15 * step / 4000).astype(float)
     return {"step": step, "loss": _falling(rng, step), "skipped": skipped}
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #7ecb17a7
 def _one_dataset_spikes(rng: np.random.Generator) -> Columns:
     "A spike of one dataset of ten, which the mean hides."
     step = np.arange(2000)
@@ -150,7 +150,7 @@ def _rollbacks(rng: np.random.Generator) -> Columns:
         first, rate = last - 500, rate * (0.75 if attempt % 3 == 2 else 1.0)
     return _joined(parts)
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #add5e932
 def _resume_bumps(rng: np.random.Generator) -> Columns:
     "After every resume the share of image tokens is low for 50 steps and the loss of pairs high."
     parts, first = [], 0
@@ -220,7 +220,7 @@ def _escapes(rng: np.random.Generator) -> Columns:
     clean = np.where(step % 50 == 0, _falling(rng, step), np.nan)
     return {"step": step, "loss": _falling(rng, step) - 1.2 * (step >= 1200), "val_loss": clean}
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #3d9335f2
 def _stopped_weight_decay(rng: np.random.Generator) -> Columns:
     "A loss that stands still once the weight decay is ten times as high."
     step = np.arange(3000)
@@ -296,7 +296,7 @@ def note_logs() -> list[str]:  # names for `write_note_log`
     "The logs that the notes tell of."
     return [*_CURVES, *_LINES]
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #65148fd4
 def write_note_log(
     name: str,  # one of `note_logs()`
     folder: str | Path,  # where the log is put
@@ -332,7 +332,7 @@ def note_file(
         write_note_log(name, top / name)
     return top
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #257965f9
 def note_log(
     name: str,  # one of `note_logs()`
 ) -> xr.DataTree:  # the record that the reader makes of it
@@ -388,7 +388,7 @@ def note_training(
         training.run_step()
     return training
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #3152c899
 @cache
 def _untreated(frozen: bool, loud: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     "Losses and weights of the same training, three steps further without a fix."
@@ -423,7 +423,7 @@ def tried(
     table.attrs["losses"] = losses
     return table
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #d519c4b3
 def learned(
     steps: int = 60,  # of AdamW
     **config: Any,  # fields of the `ModelConfig`

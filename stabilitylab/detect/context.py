@@ -57,7 +57,7 @@ def scales_its_loss(
         return False
     return bool((scale.value != 1).any())
 
-
+# %% ../../nbs/api/detect/28_context.ipynb #f2110b65
 def _precision(run: xr.DataTree, settings: dict, findings: list[Finding]) -> str:
     "The narrowest format that the run is known to use."
     if scales_its_loss(run):

@@ -93,7 +93,7 @@ def _chance_walk(
     steps = min(float(np.median(np.abs(b - np.median(b)))) / np.sqrt(2) for b in bends)
     return steps * np.sqrt(max(len(value) - 1 - best, 1))
 
-
+# %% ../../nbs/api/detect/11_divergence.ipynb #a7e68432
 def _divergence(
     series: Curve,  # a loss as arrays
     validation: Curve | None,  # of the run; None: not logged

@@ -52,7 +52,7 @@ def _is_said(text: str, messages: list[str]) -> bool:
     number, device = re.findall(r"Xid (\d+) on ([^ ]+?):? ", text + " ")[0] if " on " in text else ("", "")
     return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
 
-
+# %% ../../nbs/api/detect/04_events.ipynb #f6316c2e
 def _remedies(advice: dict) -> tuple[dict, ...]:
     "What to do about a crash, as remedies are told."
     common = {"source": advice["source"], "reported": "unclear", "kinds": ["crash"], "fits": []}

@@ -137,7 +137,7 @@ def _first_input(steps: _Steps, variable: str = "in_absmax") -> np.ndarray:
     columns = np.flatnonzero(np.isfinite(table.values).any(axis=0))
     return table.values[:, columns[0]] if len(columns) else np.empty(0)
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #c740e4d8
 def _around_event(steps: _Steps, at: int) -> Facts:
     "What the steps before and at a jump of the loss show."
     loss, step = steps.loss, steps.step
@@ -178,7 +178,7 @@ def _repeats(steps: _Steps) -> Facts:
     at = int(np.argmax(runs))
     return {"same_inputs": (float(runs[at]), steps.step[at - int(runs[at])])}
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #44265ffe
 def _dip(steps: _Steps, at: int) -> Facts:
     "How far the loss had fallen at once before it jumped back."
     loss, few, short = steps.loss, int(limit("few_records")), int(limit("short_records"))
@@ -226,7 +226,7 @@ def _of_start(steps: _Steps) -> Facts:
         facts["rate_at_start"] = (float(steps.lr[0] / np.nanmax(steps.lr)), steps.step[0])
     return facts
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #e044f577
 def _of_updates(steps: _Steps) -> Facts:
     "Steps that are too small or too large, parameters without a gradient, weights that moved by themselves."
     grads, ratio = steps.table("gradients", "grad_norm"), steps.table("updates", "update_ratio")
@@ -263,7 +263,7 @@ def _rate_excess(steps: _Steps, early: tuple[float, int | None]) -> Facts:
     excess = max(early[0] / limit("majority"), rate / _ADAM_RATE)
     return {"rate_excess": (float(excess), early[1]), "rate": (float(rate), early[1])}
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #aeeca87a
 def _part_updates(ratio: xr.DataArray, early: np.ndarray, is_matrix: list[bool]) -> Facts:
     "How much larger the early steps of the head, and of queries and keys, are than those of the others."
     kind, matrix = ratio["kind"].values.astype(str), np.array(is_matrix)
@@ -335,7 +335,7 @@ def _of_format(steps: _Steps) -> Facts:
         facts["skipped"] = (float(np.nanmean(steps.skipped)), None)
     return facts
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #2d16b03c
 def _of_model(steps: _Steps) -> Facts:
     "What the names and scalars say of the model: recurrent weights, shares of a router."
     names = list(steps.run.attrs.get("shapes", {}))

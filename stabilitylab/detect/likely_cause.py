@@ -60,7 +60,7 @@ def _first(candidates: list[Finding], kind: str) -> Finding | None:
     "The first finding of a kind; None where there is none."
     return next((f for f in candidates if f.kind == kind), None)
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #54452ea5
 _ENDS = ("crash", "hardware_error")  # kinds that say themselves what happened
 _OF_LOSS = ("loss_spike", "divergence", "slow_rise", "resume_spike", "plateau", "not_learning", "level_shift")
 _SURE = 3  # by how much a cause leads the second to be sure; our convention
@@ -94,7 +94,7 @@ def _rival(cause: Cause, first: Cause) -> dict:
     against = list(cause.against) or [f"less speaks for it: {cause.score:.0f} to {first.score:.0f}"]
     return {"id": cause.id, "cause": cause.words, "against": against, "cures": list(cause.cures)}
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #92a2bad7
 def most_likely(
     findings: Findings,  # of one run, with their words
 ) -> MostLikely | None:  # None where there is no problem to explain

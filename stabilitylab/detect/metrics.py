@@ -139,7 +139,7 @@ def _normal_again(ahead: np.ndarray, first: int, level: float) -> int:
             return start + int(is_normal.argmax())
     return len(ahead)
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #95549327
 _CHUNK = 4096  # records that are looked at at once: a stretch may last for a million
 
 
@@ -166,7 +166,7 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
         at = int(np.searchsorted(slow, stop + n))
     return slow_findings
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #da2ef570
 def find_throughput_drop(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # a finding a lasting drop, up to its last slow step; many are one

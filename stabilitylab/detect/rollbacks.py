@@ -57,7 +57,7 @@ def _outcome(later: list[dict], row: dict, last_step: int) -> str:
         return f"again at step {following['onset']}"
     return "passed" if last_step >= row["onset"] else "not reached"
 
-
+# %% ../../nbs/api/detect/06_rollbacks.ipynb #e02153fe
 def rollback_ledger(
     run: xr.DataTree,  # a record
 ) -> pd.DataFrame:  # a row a rollback; attrs: the totals, as `rollback_cost` gives them
@@ -92,7 +92,7 @@ def rollback_ledger(
     table.attrs = _cost(run, loss, table) if len(table) else {}
     return table
 
-
+# %% ../../nbs/api/detect/06_rollbacks.ipynb #159304ec
 def _interval(run: xr.DataTree, resumed: pd.Series) -> int | None:
     "Steps between two checkpoints: of those the log tells, else what divides the steps gone back to."
     events = group_of(run, "events")

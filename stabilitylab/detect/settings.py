@@ -70,7 +70,7 @@ def _verdict(before: tuple[float, int], after: tuple[float, int], noise: float) 
         return "same"
     return "higher" if change > 0 else "lower"
 
-
+# %% ../../nbs/api/detect/18_settings.ipynb #b4e6b92b
 def _effect(setting: Curve, at: int, ends: list[int], loss: Curve) -> Finding | None:
     "One change with the levels of the loss around it."
     start, later = int(setting.step[at]), [k for k in ends if k > at]

@@ -66,7 +66,7 @@ def _skipped(run: xr.DataTree) -> tuple[np.ndarray, np.ndarray] | None:
     overflowed = events.event_step.values[events.event_kind.values == "overflow"]
     return (loss.step, np.isin(loss.step, overflowed)) if len(overflowed) else None
 
-
+# %% ../../nbs/api/detect/08_skipping.ipynb #42ee9cf3
 def skip_rate(
     run: xr.DataTree,  # a record
 ) -> SkipRate | None:  # None where the log tells of no skips, or of fewer than ten

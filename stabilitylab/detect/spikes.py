@@ -184,7 +184,7 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
         rolled_back_to=None if restart is None or back is not None else int(series.step[restart]),
     )
 
-
+# %% ../../nbs/api/detect/10_spikes.ipynb #3c76a24e
 def spike_events(
     series: Curve,  # the loss as arrays
 ) -> list[Spike]:  # in the order of the log

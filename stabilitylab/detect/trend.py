@@ -243,7 +243,7 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     is_slow_climb = len(findings) > count_limit("most_alike")  # a loss that moves all the time did not shift
     return [] if is_slow_climb else findings
 
-
+# %% ../../nbs/api/detect/12_trend.ipynb #2b9d6448
 def _stays(level: np.ndarray, at: int, window: int) -> bool:
     "Whether most of a rise at record `at` is still there some windows later; False where the run ends first."
     before, rise = level[at - window], level[at + window] - level[at - window]

@@ -58,7 +58,7 @@ def _check_record(path: Path) -> Wholeness:
     unchecked = () if checked else (str(path),)
     return Wholeness(str(path), checked, unchecked, tuple(damaged))
 
-
+# %% ../../nbs/api/investigation/03_check.ipynb #3c8266dd
 def _check_archive(path: Path) -> Wholeness:
     "A torch file or another archive, entry by entry."
     entries = [(name, why) for name, data, why in zip_entries(path) if data is None or not why]

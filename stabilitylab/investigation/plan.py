@@ -104,7 +104,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
     return Plan(start, [arm for arm in wanted if arm.name not in unfit], length, notes, suggestions, unfit)
 
-
+# %% ../../nbs/api/investigation/01_plan.ipynb #8cd89bf0
 def _that_fit(
     start: Start, suggestions: list[Suggestion], device: str
 ) -> tuple[list[Suggestion], dict[str, str]]:
@@ -146,7 +146,7 @@ def _recorded_start(
     late = _late_start(first, onset) if step is None else []
     return start, [*late, *_other_training(start)]
 
-
+# %% ../../nbs/api/investigation/01_plan.ipynb #1fcb4ac5
 def _late_start(step: int, onset: int | None) -> list[str]:
     "A note where no snapshot from before the failure exists."
     return [] if onset is None or step < onset else [trial_note("late", onset=onset, step=step)]

@@ -126,7 +126,7 @@ def _checkpoint_interval(at: Surroundings) -> _Verdict:
     hours = interval * float(np.nanmedian(seconds)) / 3600
     return f"every {interval:,} steps, {hours:.1f} hours", _OK if hours <= 1.5 * _HOURS else _ATTENTION
 
-
+# %% ../../nbs/api/investigation/03_preflight.ipynb #b85a13ab
 def _several_checkpoints(at: Surroundings) -> _Verdict:
     count = len(at.checkpoints)
     if not count:
@@ -212,7 +212,7 @@ def _nccl_debug(at: Surroundings) -> _Verdict:
     level = at.environ.get("NCCL_DEBUG", "")
     return (f"NCCL_DEBUG={level}", _OK) if level else ("not set here", _UNKNOWN)
 
-
+# %% ../../nbs/api/investigation/03_preflight.ipynb #21d86887
 def _nccl_gives_up(at: Surroundings) -> _Verdict:
     value = at.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", at.environ.get("NCCL_ASYNC_ERROR_HANDLING"))
     if value is None:
@@ -256,7 +256,7 @@ def _clipped(at: Surroundings) -> _Verdict:
     words = f"{share.share:.0%} of the steps at a clip of {share.clip:g}"
     return words, _ATTENTION if share.share > 1 - limit("level_share") else _OK
 
-
+# %% ../../nbs/api/investigation/03_preflight.ipynb #31c66451
 _CHECKS: dict[str, Callable[[Surroundings], _Verdict]] = {  # name in the table -> check
     "unbuffered output": _unbuffered,
     "multithreading hint": _hint,

@@ -46,7 +46,7 @@ def is_same_model(
         return False
     return model_itself(value) is model or getattr(value, "module", None) is model
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #ffedc60f
 class _Inline(ast.NodeTransformer):
     "Puts the model, the batch and constants in place of the names of a loop."
 
@@ -189,7 +189,7 @@ def _function_of(call: ast.Call, scope: dict[str, Any]) -> tuple[types.FunctionT
         value = getattr(type(owner), call.func.attr, None)
     return (value, owner) if isinstance(value, types.FunctionType) else None
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #dfe0408a
 def _function_source(function: types.FunctionType) -> Source | None:
     "The statements of a function, with the values around it."
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -222,7 +222,7 @@ def _bindings(arguments: dict[str, ast.expr], values: dict[str, Any]) -> list[as
         if not isinstance(values[name], torch.nn.Module)
     ]
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #ec404ec4
 def _called_step(statements: list[ast.stmt], scope: dict[str, Any]) -> tuple[list[ast.stmt], Source] | None:
     "Statements through the first call of a function that takes the backward pass, opened by one level."
     for at, statement in enumerate(statements):
@@ -238,7 +238,7 @@ def _called_step(statements: list[ast.stmt], scope: dict[str, Any]) -> tuple[lis
             return opened, Source(source.body, {**source.scope, **scope, **inner}, 0)
     return None
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #6ac51730
 def _way(frame: types.FrameType, recorder: Any) -> _Way | None:
     "The statements of a loop from its batch to its backward pass."
     source = frame_source(frame)
@@ -278,7 +278,7 @@ def _way(frame: types.FrameType, recorder: Any) -> _Way | None:
     renamed = [rename.visit(statement) for statement in opened[:-1]]
     return _Way(renamed, rename.visit(loss), inside, scope, call.args[0], loops, backward)
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #574a240a
 def _shared(way: _Way) -> ast.expr:
     "The loss as it is optimized: accelerate divides by the number of micro-batches."
     owner = value_at(way.backward.func.value, way.scope)  # type: ignore[attr-defined]
@@ -337,7 +337,7 @@ def _is_counted(name: str, scope: dict[str, Any], loops: set[str]) -> bool:
     "Whether a name is a number that a loop sets."
     return name in loops and isinstance(scope.get(name), (int, float, torch.Tensor))
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #919a0770
 def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> tuple[list[str], list[str]]:
     "(the line that sets a name, if it needs one; what has no source)."
     source = value_source(name, scope[name]) if name in scope else None
@@ -368,7 +368,7 @@ def _signature(function: types.FunctionType) -> str:
     words = [name if i < first else f"{name}={defaults[i - first]!r}" for i, name in enumerate(names)]
     return f"({', '.join(words)})"
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #a6b411d3
 def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
@@ -410,7 +410,7 @@ def _limit(call: ast.Call, words: dict[str, ast.expr], scope: dict[str, Any]) ->
     limits = [words[key] for key in _LIMIT_WORDS if key in words] or last
     return _number(limits[0], scope) if limits else None
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #b83c5425
 def clip_code(
     source: Source,  # of the function that takes the optimizer's step
     scope: dict[str, Any],  # name -> value
@@ -435,7 +435,7 @@ def clip_code(
     is_alone = len(lines) == 1 and not missing
     return f"lambda model: {lines[0].removeprefix('return ')}" if is_alone else repr(limit)
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #09f1473a
 def _number(node: ast.expr, scope: dict[str, Any]) -> float | None:
     "The number that an expression of the loop was; None where it cannot be looked up."
     value = node.value if isinstance(node, ast.Constant) else value_at(node, scope)
@@ -498,7 +498,7 @@ def model_code(
         at = at.f_back
     return None
 
-
+# %% ../../nbs/api/probe/27_loop_code.ipynb #565a6c3d
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _DATA = (*_PLAIN, torch.device, dict, list, tuple, argparse.Namespace, types.SimpleNamespace)
 

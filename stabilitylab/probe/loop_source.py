@@ -81,7 +81,7 @@ def stored_names(
     "Names that are set in a node."
     return _names(node, ast.Store) | {n.name for n in ast.walk(node) if isinstance(n, _FUNCTIONS)}
 
-
+# %% ../../nbs/api/probe/26_loop_source.ipynb #f27e15c4
 _IN_PLACE = ("append", "extend", "update", "add", "insert", "pop")  # methods that change what they belong to
 
 
@@ -102,7 +102,7 @@ def changed_names(
             names.add(node.name)
     return names - {""}
 
-
+# %% ../../nbs/api/probe/26_loop_source.ipynb #4c5b7745
 def relevant(
     statements: Iterable[ast.stmt],  # in their order
     needed: set[str],  # names whose values are asked for; those of the statements that are kept are added
@@ -152,7 +152,7 @@ def backward_call(
     passes = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in _BACKWARD]
     return min(passes, key=lambda call: (call.lineno, call.col_offset), default=None)
 
-
+# %% ../../nbs/api/probe/26_loop_source.ipynb #d726fdd6
 def optimized_loss(
     call: ast.Call,  # of `backward`
 ) -> ast.expr:
@@ -180,7 +180,7 @@ def up_to_backward(
         return opened + _inside(statement, scope)
     return opened
 
-
+# %% ../../nbs/api/probe/26_loop_source.ipynb #29ef790f
 def _inside(statement: ast.stmt, scope: dict[str, Any]) -> list[ast.stmt]:
     "The same for a block with the backward pass in it; [] for one that cannot be opened, such as a loop."
     if isinstance(statement, ast.With):

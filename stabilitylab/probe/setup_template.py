@@ -352,7 +352,7 @@ class _LoopValues:
         self.draft.uses_script = True
         return self._import(f"from {module} import {name}", name, name)
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #7c6b2b7c
 def _assigned() -> set[str]:
     "Names that the running script assigns at its top level, outside of blocks."
     file = _main_file()
@@ -536,7 +536,7 @@ def setup_source(
         **_clip_parts(clip, code),
     )
 
-
+# %% ../../nbs/api/probe/28_setup_template.ipynb #1519ce82
 def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None) -> dict[str, str]:
     "The body of the loss in a draft, and how micro-batches are put together."
     call, words = _call_source(model, batch)

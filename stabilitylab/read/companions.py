@@ -130,7 +130,7 @@ def _placed(scalars: xr.Dataset, events: list[tuple]) -> list[tuple]:
     steps = scalars.step.values[is_timed]
     return [_at_its_step(event, times, steps) for event in events]
 
-
+# %% ../../nbs/api/read/07_companions.ipynb #2a50c224
 def join_kernel_logs(
     runs: dict[str, xr.DataTree],  # name -> what was read from a file or folder
 ) -> dict[str, xr.DataTree]:  # without kernel logs whose messages fall into a run; `also_in` names them
@@ -158,7 +158,7 @@ def _take_events(run: xr.DataTree, name: str, log: xr.DataTree, is_only: bool) -
     run.attrs["also_in"] = sorted({*run.attrs.get("also_in", []), name})
     return True
 
-
+# %% ../../nbs/api/read/07_companions.ipynb #28587968
 def join_companion_logs(
     run: xr.DataTree,  # a record
     logs: dict[str, xr.Dataset],  # name of each log beside it -> its table of series and events

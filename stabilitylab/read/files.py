@@ -133,7 +133,7 @@ def _n_losses(data: LogData) -> int:
     named = (n for n in data.samples if data.canonical_names.get(n, canonical_name(n)) == "loss")
     return max((len(np.unique(data.samples[name].value)) for name in named), default=0)
 
-
+# %% ../../nbs/api/read/20_files.ipynb #57fec33e
 def _general(path: Path, data: LogData, format: Format, options: ReadOptions) -> LogData | None:
     "What the general reader finds where a format left most lines with a loss unread; None where less."
     n_read = max((len(samples.step) for samples in data.samples.values()), default=0)
@@ -164,7 +164,7 @@ def _runs_in(path: Path, format: Format, options: ReadOptions) -> dict[str, LogD
             return {"": general}
     return {name: with_options(data, options.step, options.loss) for name, data in runs.items()}
 
-
+# %% ../../nbs/api/read/20_files.ipynb #99e3f4f0
 def read_files(
     path: Path,  # a file
     options: ReadOptions = DEFAULT_OPTIONS,  # format, step and loss that the caller fixes

@@ -212,7 +212,7 @@ def _phase_of_rows(columns: Mapping) -> np.ndarray | None:
             return np.array([phases[word] for word in words])
     return None
 
-
+# %% ../../nbs/api/read/02_tables.ipynb #80c5f288
 def _rows_by_phase(is_counted: np.ndarray, phase: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
     "The rows that count, by the prefix of their data split; the splits without one left out."
     for prefix in ("",) if phase is None else np.unique(phase):

@@ -165,7 +165,7 @@ def _kept_outputs(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         for handle in handles:
             handle.remove()
 
-
+# %% ../../nbs/api/replay/04_compare_formats.ipynb #45065782
 def _outputs(
     snapshot: Snapshot, batch: Batch, precision: Precision, device: str, attention: str | None
 ) -> _Outputs:

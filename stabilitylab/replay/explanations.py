@@ -234,7 +234,7 @@ class Trying:
         apart = [distance(self.recorded[name], numbers.get(name, float("inf"))) for name in names]
         return bool(apart) and max(apart) <= EQUAL
 
-
+# %% ../../nbs/api/replay/13_explanations.ipynb #37b517e5
 def _smoothing(trying: Trying, setup: Setup) -> float | None:
     "The label smoothing with which a step has the recorded loss, which is linear in it; None: there is none."
     ends = [
@@ -267,7 +267,7 @@ def tensors_of(
         items = list(enumerate(inner if isinstance(inner, (list, tuple)) else [inner]))
     return {str(name): value for name, value in items if torch.is_tensor(value)}
 
-
+# %% ../../nbs/api/replay/13_explanations.ipynb #281af47d
 def _row_lengths(parts: list) -> list[int]:
     "Lengths of rows that tensors of a micro-batch have."
     shapes = [tuple(value.shape) for value in tensors_of(parts[0]).values()]

@@ -199,7 +199,7 @@ def _count_in(part: Any, ratio: float) -> dict | None:
             return {"count": count, "of": f"the number of items of part {name} of the batch"}
     return None
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #16e11a0e
 def _loss_fault(step: Retraced, is_first: bool, facts: Facts) -> tuple[str, dict]:
     "The loss differs."
     if not is_first:
@@ -238,7 +238,7 @@ def _untied(facts: Facts) -> list[str]:
     twins = [(name, other) for name in others for other in trained & saved.keys()]
     return list({name: None for name, other in twins if torch.equal(saved[name], saved[other])})
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #0395bbbf
 def _is_uniform(step: Retraced, name: str, facts: Facts) -> bool:
     "Whether the norms of all parameters are off by one factor."
     was, here = recorded_params(facts.path.run, step.step, name), step.params[name]
@@ -318,7 +318,7 @@ def _other_setting(step: Retraced, facts: Facts) -> dict | None:
                     return {"name": name, "recorded": value, "replayed": here}
     return None
 
-
+# %% ../../nbs/api/replay/13_faults.ipynb #43ee3e23
 _CLIP_SEARCH_STEPS = 10  # steps after a snapshot that are replayed for every clipping; our convention
 _CLIPS = (1.0, 0.5, 0.1, 0.25, 0.3, 2.0, 5.0, 10.0)  # largest norms that loops use
 _BISECTIONS = 16  # of five decades: a norm to three digits and more

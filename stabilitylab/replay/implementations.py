@@ -35,7 +35,7 @@ class _Key(NamedTuple):
     call: int  # 0 for the first call of a step
     part: str  # 'input', 'output', 'gradient of output', 'gradient of input', or a parameter's own name
 
-
+# %% ../../nbs/api/replay/16_implementations.ipynb #ea94e106
 _LOSS = _Key("", 0, "loss")
 
 
@@ -166,7 +166,7 @@ def _ready(model: nn.Module) -> Iterator[None]:
             module.training = mode
         set_rng_state(rng)
 
-
+# %% ../../nbs/api/replay/16_implementations.ipynb #3dc835e1
 def _run(
     model: nn.Module,
     batch: object,

@@ -95,7 +95,7 @@ def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float
     groups = [group for group in every if group.get("eps") is not None]
     return {id(param): group["eps"] for group in groups for param in group["params"]}
 
-
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #9849222d
 def step_precision(
     run: str | Path,  # folder of a record with a black box
     step: int,  # optimizer step

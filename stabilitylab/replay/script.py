@@ -38,7 +38,7 @@ def own_arguments(
     finally:
         sys.argv = before
 
-
+# %% ../../nbs/api/replay/09_script.ipynb #a4f3fe24
 class _Names(dict):
     "The global names of a script; what it assigns is computed at the first look."
 
@@ -123,7 +123,7 @@ def _execute(names: _Names, tree: ast.Module) -> None:
         except ImportError:  # told where something asks for it
             names.wait(statement)
 
-
+# %% ../../nbs/api/replay/09_script.ipynb #6564f9f3
 def definitions(
     path: str | Path,  # of a script
     name: str,  # under which it can be imported afterwards
@@ -189,7 +189,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         "Nothing is left to do."
 
-
+# %% ../../nbs/api/replay/09_script.ipynb #6fdb3cc6
 class _Finder(importlib.abc.MetaPathFinder):
     "Finds scripts that would train."
 

@@ -60,7 +60,7 @@ def _namespaces(setup: Setup | None) -> list[dict]:
     originals = [getattr(function, "function", function) for function in functions]
     return [function.__globals__ for function in originals if hasattr(function, "__globals__")]
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #8b8887ca
 def load_batch(
     path: str | Path | Recording,  # folder of a record
     step: int,  # optimizer step
@@ -81,7 +81,7 @@ def load_batch(
         ids=[file["batch_id"] for file in files],
     )
 
-
+# %% ../../nbs/api/replay/02_snapshot.ipynb #752876a8
 def _ranges(steps: Iterable[int]) -> str:
     "Steps as text: 320-339, 345."
     spans: list[list[int]] = []

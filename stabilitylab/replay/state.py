@@ -151,7 +151,7 @@ def set_training(
         for module in model.modules():
             module.training = True
 
-
+# %% ../../nbs/api/replay/00_state.ipynb #e48d5cae
 @dataclass(frozen=True)
 class Snapshot:
     "A state to go back to."

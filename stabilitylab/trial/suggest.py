@@ -187,7 +187,7 @@ def _set_already(name: str, parameters: dict, settings: dict) -> str:
         return f"epsilon is {eps:g} already"
     return ""
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #b7fa4464
 def unsuited(
     name: str,  # of a fix
     parameters: dict,  # of it
@@ -229,7 +229,7 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
         suggestions.append(Suggestion(name, _CAUSE_FIRST - rank, reasons, parameters=parameters))
     return suggestions
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #fc574f80
 def suggest(
     findings: Sequence[Finding],  # of `diagnose`
     run: xr.DataTree,  # the record that they are of

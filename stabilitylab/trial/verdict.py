@@ -360,7 +360,7 @@ class _Basis:
         more = failure_chance(null_failures, arm_failures)
         return min(1.0, self.n_arms * fewer), min(1.0, self.n_arms * more)
 
-
+# %% ../../nbs/api/trial/02_verdict.ipynb #f3684578
 def _verdict_of(
     arm: Arm,  # under test, or the run unchanged
     curves: list[ArmCurve],  # of the arm, one a seed

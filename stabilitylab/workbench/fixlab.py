@@ -211,7 +211,7 @@ def arm_rows(
         rows.append(ArmRow(arm.name, min(share, 1.0), is_done, "stopped" in ended, last))
     return rows
 
-
+# %% ../../nbs/api/workbench/06_fixlab.ipynb #94081e43
 def arm_runs(
     lab: FixLab,  # with a trial
     name: str,  # of an arm

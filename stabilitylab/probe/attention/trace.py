@@ -98,7 +98,7 @@ def _is_transposed(x: torch.Tensor, view: torch.Tensor) -> bool:
     same_shape = view.shape == x.mT.shape
     return same_shape and view.stride()[-2:] == x.mT.stride()[-2:] and x.stride(-1) != x.stride(-2)
 
-
+# %% ../../../nbs/api/probe/attention/23_trace.ipynb #1485d937
 class ScoreTrace:
     "Follows batched products through an eager attention to their softmax, and on to the values."
 

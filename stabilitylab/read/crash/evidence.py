@@ -156,7 +156,7 @@ def _exit_evidence(line: str) -> Evidence | None:
     weight = ECHO if cause == "child failed" else SIGNAL
     return Evidence(cause, weight, name, line[:_MESSAGE_LENGTH])
 
-
+# %% ../../../nbs/api/read/crash/00_evidence.ipynb #ebca96e5
 def _first_match(text: str, patterns: list[_Pattern]) -> Evidence | None:
     "Evidence of the first pattern that matches; None where none does."
     for pattern in patterns:
@@ -222,7 +222,7 @@ def _last_line(lines: list[str], prefix: str) -> tuple[int, re.Match] | None:
         was_indented = False
     return None
 
-
+# %% ../../../nbs/api/read/crash/00_evidence.ipynb #5b3914fa
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 _LIBRARY = re.compile(r"(?:site|dist)-packages|/lib/python\d|<frozen |<string>")
 

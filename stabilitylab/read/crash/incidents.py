@@ -126,7 +126,7 @@ def _detail(data: bytes | mmap.mmap, evidence: list[Evidence], root: Evidence) -
     lines = dict.fromkeys(match[0].decode("utf-8", "replace").strip() for match in matches)
     return "\n".join(list(lines)[:_MAX_DETAILS])
 
-
+# %% ../../../nbs/api/read/crash/01_incidents.ipynb #bde1b201
 _LAST_WORK = re.compile(
     rb"\[Rank (\d+)\][^\n]{0,400}?last enqueued (?:NCCL )?work: (\d+), last completed (?:NCCL )?work: (\d+)"
 )
@@ -273,7 +273,7 @@ def _went_on(data: bytes | mmap.mmap, item: Evidence, following: Evidence) -> bo
     between = data[item.position : min(following.position, item.position + TRACEBACK_BYTES * 4)]
     return following.weight == VERDICT and CAUSES[following.cause] and between.count(b"\n") >= _MIN_WENT_ON
 
-
+# %% ../../../nbs/api/read/crash/01_incidents.ipynb #0171f851
 def _is_new_attempt(log: _Log, item: Evidence, following: Evidence) -> bool:
     "Whether evidence is of another attempt than that before it: the program never ran, or started again."
     if item.weight > ECHO and _went_on(log.data, item, following):
@@ -304,7 +304,7 @@ def _incidents(log: _Log) -> list[Crash]:
                 crashes.append(replace(crash, died=is_end, step=step))
     return crashes
 
-
+# %% ../../../nbs/api/read/crash/01_incidents.ipynb #fba83e35
 def _crashes_in(
     path: str | Path,  # a text file
     data: LogData | None = None,  # what was read from it, with positions in bytes; None: no records

@@ -197,7 +197,7 @@ def _name_short_words(table: LineTable) -> None:
     for name in validation if n_twins >= _MIN_TWINS else ():  # alone, `v_loss` is that of a value function
         by_name[name].name = "val " + name[2:]
 
-
+# %% ../../../nbs/api/read/freetext/02_lines.ipynb #73d34523
 _MIN_TWINS = 2  # names that stand in a line with `v_` before them and without
 _MIN_REDRAWS, _AT_REDRAW = 3, 0.9  # redraws of a bar, and the share of new values that come with one; ours
 

@@ -61,7 +61,7 @@ def _masked(data: bytes) -> int:
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
-
+# %% ../../../nbs/api/read/logs/tensorboard.ipynb #4728b2f6
 def _has_length_checksum(data: bytes | mmap.mmap, at: int) -> bool:
     "Whether the length at `at` is followed by its checksum."
     return data[at + 8 : at + _MESSAGE_AT] == struct.pack("<I", _masked(data[at : at + 8]))
@@ -78,7 +78,7 @@ def _next_record(data: bytes | mmap.mmap, at: int) -> int:
         at = data.find(b"\0\0\0\0", at + 1)
     return len(data)
 
-
+# %% ../../../nbs/api/read/logs/tensorboard.ipynb #7d7120bf
 def _record_positions(
     data: bytes | mmap.mmap,  # an event file, or a memory map of one
 ) -> tuple[
