@@ -1,6 +1,7 @@
 "The arrows between the rooms of the package, the top level, and what `import stabilitylab` may cost."
 
 import ast
+import collections
 import configparser
 import graphlib
 import importlib.metadata
@@ -207,6 +208,19 @@ def test_public_names_exist():
 
     for name in stabilitylab.__all__:
         assert getattr(stabilitylab, name) is not None, name
+
+
+def test_a_public_name_stands_in_one_module():
+    places = collections.defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if path.name in ("__init__.py", "_modidx.py"):
+            continue
+        found = re.search(
+            r"^__all__ = (\[.*?\])$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        for name in ast.literal_eval(found[1]) if found else ():
+            places[name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_requirements_are_what_is_imported():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['first_crossings', 'crossing_order', 'first_names', 'find_activation_explosion', 'columns_above', 'median_of_finite',
-           'run_format', 'find_overflow', 'find_underflow', 'find_dead_units', 'ignored_layers', 'find_ignored_layers',
-           'collapsed_output', 'find_output_collapse']
+           'run_format', 'find_overflow', 'find_underflow', 'find_dead_units', 'ignored_layers',
+           'find_ignored_layers_in_record', 'collapsed_output', 'find_output_collapse_in_record']
 
 # %% ../../nbs/api/detect/60_activations.ipynb #e6d388ea
 import numpy as np
@@ -218,7 +218,7 @@ def ignored_layers(
     return findings
 
 # %% ../../nbs/api/detect/60_activations.ipynb #b3376d7d
-def find_ignored_layers(
+def find_ignored_layers_in_record(
     run: xr.DataTree,  # a record; attrs: layer_readings
 ) -> list[Finding]:  # [] where the layers were not tried
     "Layers that the report on a live model found to be worth nothing."
@@ -238,7 +238,7 @@ def collapsed_output(
     return [Finding("output_collapse", "error", step, step, evidence=dict(output))]
 
 # %% ../../nbs/api/detect/60_activations.ipynb #7ebdfce7
-def find_output_collapse(
+def find_output_collapse_in_record(
     run: xr.DataTree,  # a record with the series output_information, or with the attribute output
 ) -> list[Finding]:  # at most one
     "Outputs that tell nothing about their inputs any more."

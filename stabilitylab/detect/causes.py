@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
-from .evidence import Facts
+from .evidence import RunFacts
 
 # %% ../../nbs/api/detect/86_causes.ipynb #36b18c0c
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
 
 
 def ranked_causes(
-    facts: Facts,  # of `evidence`
+    facts: RunFacts,  # of `evidence`
 ) -> list[Cause]:  # the likeliest first; [] where none has what it needs
     "The candidates for what went wrong."
     candidates = [_candidate(row, facts) for row in TABLE]
@@ -89,7 +89,7 @@ _TELLS = {  # measure that was not taken -> what would take it
 
 
 def missing_measures(
-    facts: Facts,  # of `evidence`
+    facts: RunFacts,  # of `evidence`
 ) -> list[str]:  # what would tell, one phrase each; [] where all that tells causes apart is there
     "What was not measured and would tell the causes of a jump apart."
     if "loss_jump" not in facts:

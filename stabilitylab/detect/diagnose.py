@@ -78,8 +78,8 @@ DETECTORS = [
     "attention:find_entropy_collapse",
     "attention:find_attention_sink",
     "attention:find_non_finite_attention",
-    "activations:find_ignored_layers",
-    "activations:find_output_collapse",
+    "activations:find_ignored_layers_in_record",
+    "activations:find_output_collapse_in_record",
 ]
 _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "severity:lower_severity",

@@ -17,7 +17,7 @@ from .config import ModelConfig
 from .decoder import Block, LanguageModel, next_token_loss
 from .init import init_weights
 from .parts import WithMLP, make_norm
-from .tasks import CAPTION_WORDS, COLOURS, SHAPES, picture_task
+from .tasks import CAPTION_WORDS, COLOUR_WORDS, SHAPES, picture_task
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/17_vision.ipynb #4dfaa927
@@ -33,7 +33,7 @@ class PictureEncoder(nn.Module):
         self.pos_embed = nn.Embedding(16, config.d_model)
         self.blocks = nn.ModuleList(Block(config, causal=False, positions="none") for _ in range(2))
         self.norm = make_norm(config.norm, config.d_model, config.bias)
-        self.classifier = nn.Linear(config.d_model, len(SHAPES) * len(COLOURS))
+        self.classifier = nn.Linear(config.d_model, len(SHAPES) * len(COLOUR_WORDS))
         init_weights(self, config)
 
     def forward(

@@ -14,7 +14,7 @@ import torch
 
 from ..names.encode import plain
 from ..probe.blackbox import checksums
-from .faults import FAULTS, HARMLESS, Facts, facts_of, fault_of
+from .faults import FAULTS, HARMLESS, StepFacts, facts_of, fault_of
 from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
@@ -116,7 +116,7 @@ def _is_other_loss(way: Retrace) -> bool:
     return len(recorded) > 2 and max(others) <= EQUAL
 
 
-def _allowed(facts: Facts, is_other_order: bool) -> list[float]:
+def _allowed(facts: StepFacts, is_other_order: bool) -> list[float]:
     "How far each step may be from the record where sums are, or may be, added in another order; relative."
     reach = np.maximum.accumulate(rounding_reach(facts.path, facts.way))
     if not is_other_order:  # a processor may hide behind the name of another: only what was tried counts
@@ -127,7 +127,7 @@ def _allowed(facts: Facts, is_other_order: bool) -> list[float]:
     return np.maximum(ROUNDING, np.append(_MARGIN * reach[0], later)).tolist()
 
 
-def _is_noise(facts: Facts, step: Retraced, name: str) -> bool:
+def _is_noise(facts: StepFacts, step: Retraced, name: str) -> bool:
     "Whether the first step repeated here differs from itself by as much as from the record."
     first = facts.way.steps[0]
     if facts.is_elsewhere or name != "loss" or step is not first:
@@ -148,13 +148,13 @@ def _first_difference(way: Retrace, allowed: list[float] | None = None) -> tuple
     return None
 
 
-def _may_be_rounding(facts: Facts, step: Retraced, name: str) -> bool:
+def _may_be_rounding(facts: StepFacts, step: Retraced, name: str) -> bool:
     "Whether a first difference is one that another order of sums can make."
     is_sum = step is facts.way.steps[0] and name in ("loss", "grad_norm")
     return facts.is_elsewhere or (is_sum and _apart(step) <= ROUNDING)
 
 
-def _rounded(facts: Facts) -> tuple[str, dict]:
+def _rounded(facts: StepFacts) -> tuple[str, dict]:
     "The words of differences that rounding makes: small still, or magnified."
     changed = {"changed": ", ".join(facts.changed) or "not told by the record"}
     if _apart(facts.way.steps[-1]) <= DRIFT:
@@ -162,7 +162,7 @@ def _rounded(facts: Facts) -> tuple[str, dict]:
     return "drift", changed | {"count": len(facts.way.steps)}
 
 
-def _judged(facts: Facts, parameters: Check) -> tuple[str, dict, int]:
+def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     "(fault, what its words name, the step that shows it)."
     way = facts.way
     suspect, difference = way.steps[-1].step, _first_difference(way)

@@ -24,7 +24,7 @@ from ..names.errors import bad_input
 from ..replay.user_code import function_at
 from .arm import Arm, ArmCurve, arm_of, read_curve
 from .start import Start
-from .tasks import ArmTask, Part, TaskQueue
+from .tasks import ArmTask, TaskPart, TaskQueue
 from .verdict import outcome, paired_interval
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #7b196850
@@ -206,14 +206,14 @@ class _SweepPoints(TaskQueue["SweepResult"]):
         tasks = [ArmTask(arm, i, seed, start) for i, arm, start in points for seed in range(seeds)]
         self._waiting = self._parts(self._add_tasks(tasks))
 
-    def _parts(self, tasks: Sequence[ArmTask]) -> list[Part]:
+    def _parts(self, tasks: Sequence[ArmTask]) -> list[TaskPart]:
         "As many parts as there is room for, each of tasks with similar shapes."
         by_shape = sorted(tasks, key=lambda task: (_shape_key(task), task.index, task.seed))
         n_parts = min(self._room, len(tasks))
         ends = [len(tasks) * part // n_parts for part in range(n_parts + 1)] if n_parts else []
         return [tuple(by_shape[begin:end]) for begin, end in itertools.pairwise(ends)]
 
-    def _arguments(self, part: Part) -> dict:
+    def _arguments(self, part: TaskPart) -> dict:
         "The arguments of the function that trains a part."
         return {"arms": [self._call(task) for task in part]}
 

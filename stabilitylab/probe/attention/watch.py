@@ -26,7 +26,7 @@ from stabilitylab.probe.attention.inputs import (
     option_call,
     registry_call,
     sdpa_call,
-    unwrapped_name,
+    unwrapped_module,
 )
 from .trace import ScoreTrace
 from ..kinds import module_kinds
@@ -159,7 +159,7 @@ class _RunningModules:
 
     def name(self) -> str:
         "The innermost module's name; '' outside of all."
-        return unwrapped_name(self.inside[-1][0]) if self.inside else ""
+        return unwrapped_module(self.inside[-1][0]) if self.inside else ""
 
     def placed(
         self,
@@ -174,7 +174,9 @@ class _RunningModules:
             is_cross = not (shorter and (getattr(module, "is_causal", False) or call.offset))
         from_first = call.causal and call.source == "sdpa"  # torch counts queries from the first key on
         offset = 0 if is_cross or from_first else call.k.shape[2] - call.q.shape[2]
-        return replace(call, role="cross" if is_cross else "self", module=unwrapped_name(name), offset=offset)
+        return replace(
+            call, role="cross" if is_cross else "self", module=unwrapped_module(name), offset=offset
+        )
 
     def tokens(
         self,
@@ -215,7 +217,7 @@ class _Outputs:
         peak = stream_peak(out)
         fit = [x for x in ids if x.shape == out.shape[:2]]
         token = int(fit[-1][peak.sequence, peak.position]) if peak is not None and fit else -1
-        self.peaks[unwrapped_name(name)] = peak, token
+        self.peaks[unwrapped_module(name)] = peak, token
 
     def beside(
         self,
@@ -325,7 +327,7 @@ class AttentionWatch(TorchFunctionMode):
             if name in self.outputs.peeked:
                 self.outputs.peek(name, first_tensor(out), self.running.ids)
         except Exception as error:
-            self.problems.append(f"{unwrapped_name(name)}: {type(error).__name__}: {error}")
+            self.problems.append(f"{unwrapped_module(name)}: {type(error).__name__}: {error}")
         self.muted = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -383,7 +385,7 @@ class AttentionWatch(TorchFunctionMode):
             "Whether a module that ran lies below this one."
             return any(n.startswith(name + ".") for n in ran)
 
-        ran = [unwrapped_name(n) for n in self.looks if n in self.running.ran]
+        ran = [unwrapped_module(n) for n in self.looks if n in self.running.ran]
         inner = [n for n in ran if not is_around(n)]
         within = [n for n in inner if not has(n) and not is_inside(n)]
         return sorted(within) + self.problems
