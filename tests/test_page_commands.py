@@ -6,12 +6,31 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.command import command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "nbs" / "howto").glob("*.ipynb"))]
-RUN = ("diagnose", "check")  # of the commands; the others have tests in files of their own
+# of the commands; `watch` and `lab` do not end, and trials have tests in files of their own
+RUN = ("diagnose", "check", "formats", "replay", "scan", "precision", "preflight", "audit-accumulation")
+AUDITED = """
+import torch
+from torch.nn import functional as F
+
+def pieces():
+    model = torch.nn.Linear(4, 3)
+    def token_loss(model, batch):
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses[None], torch.ones(1, len(batch[1]), dtype=torch.bool)
+    def step(model, window):
+        losses = [F.cross_entropy(model(x), y) / len(window) for x, y in window]
+        sum(losses).backward()
+        return float(sum(losses).detach())
+    window = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (6, 2, 9)]
+    return {"model": model, "microbatches": window, "token_loss": token_loss, "step": step}
+"""
 
 
 def written(page):
@@ -26,7 +45,7 @@ def written(page):
 COMMANDS = list(dict.fromkeys(line for page in PAGES for line in written(page)))
 
 
-HERE = [line for line in COMMANDS if line.split()[0] in RUN]
+HERE = [line for line in COMMANDS if line.split()[0] in RUN or line.endswith("--list")]
 
 
 @pytest.fixture
@@ -37,6 +56,8 @@ def places(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     shutil.copytree(sample, folder / "run")
     shutil.copy(sample / "train.log", folder / "train.log")
+    (tmp_path / "mine.py").write_text(AUDITED)
+    save_file({"weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -14,16 +14,20 @@ def add_formats(
 ) -> None:
     "Adds `stabilitylab formats`."
     p = commands.add_parser("formats", help="list the log formats that can be read")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_formats)
 
 
 def _run_formats(
-    args: argparse.Namespace,  # no arguments
+    args: argparse.Namespace,  # what `add_formats` declares
 ) -> int:  # exit code 0
     "Prints one line a format: name, title, example."
+    from stabilitylab.names.encode import to_json
     from stabilitylab.read.recognise import formats
     from stabilitylab.report.terminal import columns_text
     from stabilitylab.report.words import clean
 
-    print(columns_text([(format.name, format.title, clean(format.example, 90)) for format in formats()]))
+    rows = [(format.name, format.title, clean(format.example, 90)) for format in formats()]
+    named = [dict(zip(("name", "title", "example"), row, strict=True)) for row in rows]
+    print(to_json({"formats": named}, indent=2) if args.json else columns_text(rows))
     return 0
