@@ -68,12 +68,16 @@ def _check(args: argparse.Namespace) -> None:
         raise bad_input("--budget", args.budget, "minutes above 0")
 
 
-def _fix_lines() -> str:
-    "The fixes there are, one a line."
+def _fix_lines(as_json: bool) -> str:
+    "The fixes there are, one a line, or as JSON."
     from stabilitylab.fixes.registry import fixes
+    from stabilitylab.names.encode import to_json
     from stabilitylab.report.terminal import columns_text
 
-    return columns_text([(row.name, row.acts_on, row.what) for row in fixes().itertuples(index=False)])
+    table = fixes()[["name", "acts_on", "what"]]
+    if as_json:
+        return to_json({"fixes": table.to_dict("records")}, indent=2)
+    return columns_text([tuple(row) for row in table.itertuples(index=False)])
 
 # %% ../../nbs/api/cli/18_trial.ipynb #300ebc99
 def _run_trial(
@@ -81,7 +85,7 @@ def _run_trial(
 ) -> int:  # exit code 0
     "Trains the arms and prints the verdicts."
     if args.list:
-        print(_fix_lines())
+        print(_fix_lines(args.json))
         return 0
     _check(args)
     from stabilitylab.investigation.loop import investigate
