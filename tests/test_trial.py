@@ -126,7 +126,7 @@ def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
     assert back.verdict == "helps" and back.rescued == 3 and back.decided_by == "failures"
     assert nothing.verdict != "helps" and half.decided_by == "lessened"
     words = trial_words(TrialResult(Start(function="a:b"), 60, [base, back, half, null], curves, True))
-    assert "back helps: it prevents the failure on 3 of 3 seeds (p <= 1/102 if none of 3 fixes did" in words
+    assert "3 of 3 seeds (p <= 1/102 if the fix did nothing, corrected for 3 arms)" in words
     assert "half lessens the failure" in words and "does not help" not in words
     assert "another order of the same batches, nothing else changed: the final loss changes by" in words
 

@@ -125,12 +125,24 @@ def _falls_after(series: Curve, step: int) -> bool:
     return is_clear and fall > limit("hardly_share") * abs(float(shape.loss[0]))
 
 
+_AUXILIARY = {
+    "z",
+    "aux",
+    "balance",
+    "balancing",
+    "router",
+    "penalty",
+    "reg",
+}  # terms that may well stand still
+
+
 def find_component_plateaus(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # one a loss that stands still while another one falls
     "Losses of single datasets that stand still to the end while others fall."
     losses, findings = component_losses(run), []
-    for series in losses[1:]:
+    datasets = [series for series in losses[1:] if not set(series.name.split("_")) & _AUXILIARY]
+    for series in datasets:
         first = _flat_since(series, losses)
         if first is None:
             continue

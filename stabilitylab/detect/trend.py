@@ -309,7 +309,10 @@ def _drop(series: Curve, validation: Curve, level: np.ndarray, at: int, window: 
     val_after = _median_between(validation, at_step + 1, series.step[min(len(series.step) - 1, at + look)])
     val_drop = val_before - val_after
     is_return = lowest - after < limit("majority") * drop  # the loss had been as low before
-    if was_falling or is_return or not np.isfinite(val_drop):
+    highest = -float(series.value[max(at - 2 * window, 0) : at].min())  # of a spike that it comes back from
+    stands_out = max(limit("twofold") * drop, limit("spike_sigma") * smoothed_shape(series).noise)
+    is_recovery = highest - before > stands_out
+    if was_falling or is_return or is_recovery or not np.isfinite(val_drop):
         return []
     follows = val_drop >= limit("minor_share") * drop
     evidence = {

@@ -213,6 +213,11 @@ def _phase_of_rows(columns: Mapping) -> np.ndarray | None:
     return None
 
 # %% ../../nbs/api/read/02_tables.ipynb #80c5f288
+def _only_counts(name: str, step: str | None, clock: str | None) -> bool:
+    "Whether a column is the steps or the time of the others; epochs are a series too."
+    return name == clock or (name == step and meaning(name) != "epoch")
+
+
 def _rows_by_phase(is_counted: np.ndarray, phase: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
     "The rows that count, by the prefix of their data split; the splits without one left out."
     for prefix in ("",) if phase is None else np.unique(phase):
@@ -228,7 +233,7 @@ def table_log(
     "A table as a log."
     log, numbers = LogData(), {name: to_numbers(values) for name, values in columns.items()}
     n = max((len(value) for value, _, _ in numbers.values()), default=0)
-    if step is not None and step not in numbers and numbers:
+    if step and numbers and step not in numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
     step = step if step and numbers else _step_column(numbers)
     (time, clock), phase = _time(numbers), _phase_of_rows(columns)
@@ -236,7 +241,7 @@ def table_log(
     log.attrs["step_column"] = "(row number)" if step is None else str(step)
     log.skip("rows without a step", n - has_step.sum())
     for name, (value, is_logged, n_bad) in numbers.items():
-        if (name == step and meaning(name) != "epoch") or name == clock:
+        if _only_counts(name, step, clock):
             continue
         log.skip("values that are no numbers", n_bad)
         for prefix, rows in _rows_by_phase(is_logged & has_step, None if name == step else phase):
