@@ -74,10 +74,10 @@ def _fix_lines(as_json: bool) -> str:
     from stabilitylab.names.encode import to_json
     from stabilitylab.report.terminal import columns_text
 
-    table = fixes()[["name", "acts_on", "what"]]
+    rows = fixes()[["name", "acts_on", "what"]].to_dict("records")
     if as_json:
-        return to_json({"fixes": table.to_dict("records")}, indent=2)
-    return columns_text([tuple(row) for row in table.itertuples(index=False)])
+        return to_json({"fixes": rows}, indent=2)
+    return columns_text([tuple(map(str, row.values())) for row in rows])
 
 # %% ../../nbs/api/cli/18_trial.ipynb #300ebc99
 def _run_trial(

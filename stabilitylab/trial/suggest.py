@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import xarray as xr
 
+from ..detect.diagnose import as_run
 from ..detect.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
@@ -232,14 +233,15 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
 # %% ../../nbs/api/trial/04_suggest.ipynb #fc574f80
 def suggest(
     findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # the record that they are of
+    run: xr.DataTree | xr.Dataset,  # the record that they are of, or the table that a reader returns
     limit: int = 3,  # fixes; one control is added
 ) -> list[Suggestion]:  # the most promising first, a control at the end; [] where nothing fits
     "The fixes that are worth a trial: cures of the likely cause, then what teams report of the findings."
-    cause, candidates, controls = cause_of(findings, run), [], []
+    run = as_run(run)
+    cause, controls = cause_of(findings, run), []
     if cause is None:
         return []
-    candidates += _of_cause(cause, findings, run)
+    candidates = _of_cause(cause, findings, run)
     cures = {suggestion.name for suggestion in candidates}
     for name, tally in _tallies(findings).items():
         if name in cures or unsuited(name, dict(fix(name).parameters), run, cause):
