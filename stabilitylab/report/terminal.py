@@ -9,7 +9,7 @@ __all__ = ['terminal_width', 'columns_text', 'findings_text', 'run_text', 'runs_
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 import xarray as xr
@@ -56,7 +56,7 @@ def terminal_width(
 
 
 def columns_text(
-    rows: list[tuple[str, ...]],  # one a line, all of one length
+    rows: Sequence[tuple[str, ...]],  # one a line, all of one length
 ) -> str:  # the columns aligned, two spaces between them
     "A table as text."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
