@@ -41,6 +41,7 @@ def inline_svg(
     svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda colour: _VARIABLE.get(colour[0], colour[0]), svg)
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # hundredths of a point are enough
     svg = re.sub(r"\n\s*", "\n", svg)
+    svg = re.sub(r" \n(?=[A-Zz])", "", svg)  # between the commands of a path nothing is needed
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r"\1 var(--font)", svg)
     element = rf'<svg \1 role="img" aria-label="{description}" xmlns:xlink="http://www.w3.org/1999/xlink">'
     return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', element, svg, count=1)
