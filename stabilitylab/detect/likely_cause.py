@@ -75,9 +75,10 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         return None
     first, *others = causes
     lead = first.score - others[0].score if others else _SURE
+    said = sorted(candidates, key=lambda f: f"found {f.kind}" not in first.measures)  # what it rests on first
     return MostLikely(
         first.words,
-        (*first.evidence, *(f.explanation for f in candidates))[:_REASONS],
+        (*first.evidence, *(f.explanation for f in said))[:_REASONS],
         first.next,
         id=first.id,
         family=first.family,

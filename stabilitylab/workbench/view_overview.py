@@ -109,7 +109,7 @@ def _likely_cause(
     if likely is None:
         return "", -1
     reasons = [finding.explanation for finding in state.findings]
-    index = reasons.index(likely.because[0]) if likely.because and likely.because[0] in reasons else -1
+    index = next((reasons.index(reason) for reason in likely.because if reason in reasons), -1)
     return render("view_likely", likely=likely), index
 
 
