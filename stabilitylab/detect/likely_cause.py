@@ -78,7 +78,7 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
     said = sorted(candidates, key=lambda f: f"found {f.kind}" not in first.measures)  # what it rests on first
     return MostLikely(
         first.words,
-        (*first.evidence, *(f.explanation for f in said))[:_REASONS],
+        (*first.evidence, *(f.explanation for f in ordered))[:_REASONS],
         first.next,
         id=first.id,
         family=first.family,
