@@ -75,7 +75,9 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         return None
     first, *others = causes
     lead = first.score - others[0].score if others else _SURE
-    said = sorted(candidates, key=lambda f: f"found {f.kind}" not in first.measures)  # what it rests on first
+    ordered = sorted(
+        candidates, key=lambda f: f"found {f.kind}" not in first.measures
+    )  # what it rests on first
     return MostLikely(
         first.words,
         (*first.evidence, *(f.explanation for f in ordered))[:_REASONS],
