@@ -8,7 +8,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz reproduce pictures notebooks clean-check chromium
+.PHONY: zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz scale reproduce pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -51,6 +51,9 @@ mutants: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.run 100000
+
+scale: $(READY)
+	$(BIN)/python -m tests.scale $(NAMES)
 
 reproduce: $(READY)
 	cd nbs/explain && $(CURDIR)/$(BIN)/python -m reproductions reproduce $(or $(NAMES),all)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stabilitylab.cli import diagnose
+from stabilitylab.detect.findings import Finding
 from tests.command import command as run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,3 +245,55 @@ def test_preflight_is_a_row_a_piece_of_advice_and_attention_only_with_strict_an_
     assert run("preflight", tmp_path).returncode == 0
     strict = run("preflight", tmp_path, "--strict")
     assert strict.returncode == 1 and strict.stdout.startswith("! ") and "IDEFICS" in strict.stdout
+
+
+SAMPLE = ROOT / "data_samples" / "lm_high_lr"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["diagnos", "x"], "did you mean diagnose?"),
+        (["diagnose", SAMPLE, "--fail-no", "error"], "did you mean --fail-on?"),
+        (["diagnose", SAMPLE, "--fail-on", "eror"], "did you mean error?"),
+        (["diagnose"], "PATH"),
+        (["trial", SAMPLE, "--seeds", "x"], "'x'"),
+        (["trial", SAMPLE, "--plan", "--fix", "z_loss+qk_nrom"], "--fix 'qk_nrom' is not accepted"),
+        (["trial", SAMPLE, "--plan", "--fix", "qk_nrom"], "did you mean 'qk_norm'?"),
+        (["trial", SAMPLE, "--plan", "--fix", "lower_lr:facto=3"], "did you mean 'factor'?"),
+        (["diagnose", SAMPLE, "--loss", "grad_nrm"], "did you mean 'grad_norm'?"),
+        (
+            ["diagnose", SAMPLE, "--loss", "zzz"],
+            "--loss 'zzz' is not accepted; allowed: attn_logit_max, grad",
+        ),
+        (["diagnose", SAMPLE, "--format", "megatronn"], "did you mean 'megatron'?"),
+        (["diagnose", SAMPLE, "--format", "megatron"], "is a record, not a log"),
+        (["diagnose", SAMPLE, "--step", "lr"], "leave --step away"),
+        (["diagnose", SAMPLE / "train.log", "--loss", "lss"], "did you mean 'loss'?"),
+        (["diagnose", SAMPLE / "no.log"], "PATH '"),
+        (["replay", SAMPLE, "--step", "9999"], "--step 9999 is not accepted; allowed: one of 300-399"),
+        (["check", "EMPTY"], "holds no file"),
+        (["diagnose", "EMPTY"], "holds no log"),
+    ],
+)
+def test_a_slip_is_a_sentence_in_words_that_were_typed(words, said, tmp_path):
+    "With --json it is an object on standard output, whoever found the fault."
+    words = [tmp_path if word == "EMPTY" else word for word in words]
+    plain, coded = run(*words), run(*words, "--json")
+    assert (plain.returncode, plain.stdout) == (2, "") and said in plain.stderr
+    assert plain.stderr.startswith("stabilitylab: ") and plain.stderr.count("\n") == 1
+    assert coded.returncode == 2 and coded.stderr == plain.stderr
+    assert json.loads(coded.stdout) == {"error": plain.stderr.removeprefix("stabilitylab: ").strip()}
+
+
+def test_the_loss_of_a_record_can_be_named():
+    told = json.loads(run("diagnose", SAMPLE, "--loss", "val_loss", "--json").stdout)
+    assert told["n_steps"] == 20  # it is logged every 20 steps
+
+
+def test_a_finding_is_printed_on_one_line(broken):
+    finding = Finding(
+        "loss_spike", "error", 1500, 1600, explanation="The loss rose.", evidence={"x": [0] * 99}
+    )
+    assert str(finding) == "error: loss_spike at 1,500–1,600: The loss rose." and "evidence" in repr(finding)
+    assert str(Finding("crash")) == "info: crash"

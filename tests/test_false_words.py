@@ -1,5 +1,7 @@
 "Sentences that were untrue once: each with the planted case that told them."
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,15 @@ import xarray as xr
 
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
+from stabilitylab.cases.samples import sample
 from stabilitylab.detect.activations import find_overflow
 from stabilitylab.detect.divergence import find_divergence
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.replay.blame import blame
+from stabilitylab.replay.state import Batch, Setup, Snapshot
+from stabilitylab.replay.swap import swap_test
+from stabilitylab.report.content import replay_command
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -116,3 +125,105 @@ def test_the_layers_view_shows_the_start_that_went_on(tmp_path):
     view.look.step = 7.0
     words = _module_words(view.look, view.look.history(view.shared.run))
     assert f"{float(shown.sel(step=7).values[0]):.4g}" in words
+
+
+@pytest.mark.parametrize(
+    ("at_loss", "every", "said", "order"),
+    [
+        (200, 1, "The loss rose at the same step, 200.", {"lead_steps": 0}),
+        (205, 1, "The loss followed 5 steps later, at step 205.", {"lead_steps": 5}),
+        (199, 10, "The loss rose first, 10 steps before it.", {"lag_steps": 10}),
+    ],
+)
+def test_a_gradient_norm_says_once_when_the_loss_rose(at_loss, every, said, order):
+    rng, n = np.random.default_rng(0), 400
+    loss, norm = 2 + 0.02 * rng.normal(size=n), 1 + 0.05 * rng.normal(size=n)
+    loss[at_loss : at_loss + 3] += 2
+    norm[200:202] *= 40
+    series = {name: Samples(np.arange(n) * every, x) for name, x in (("loss", loss), ("grad_norm", norm))}
+    (found,) = [f for f in diagnose(new_run(make_scalars(series))) if f.kind == "grad_norm_explosion"]
+    assert found.explanation.endswith(said) and found.explanation.count("The loss") == 1
+    assert {name: found.evidence.get(name) for name in order} == order
+
+
+def linear_setup():
+    return Setup(
+        lambda: torch.nn.Linear(4, 1),
+        lambda model, x: (model(x) - 1).square().mean(),
+        lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+    )
+
+
+def taken_states(setup, n):
+    "States of a run of its own loss, each with a moment of Adam."
+    torch.manual_seed(0)
+    model = setup.model()
+    optimizer = setup.optimizer(model)
+    states = []
+    for step in range(n):
+        optimizer.zero_grad()
+        setup.loss(model, torch.randn(8, 4)).backward()
+        optimizer.step()
+        held = [deepcopy(part.state_dict()) for part in (model, optimizer)]
+        states.append(Snapshot(setup, *held, step=step + 1, name=f"state {step + 1}"))
+    return states
+
+
+def test_the_swap_verdict_sees_an_update_that_is_out_of_line():
+    setup = linear_setup()
+    states = taken_states(setup, 4)
+    for held in states[-1].optimizer["state"].values():
+        held["exp_avg"] *= 1e4  # loss and gradient stay what they were
+    batches = [Batch([torch.randn(8, 4)], name=f"batch {i}") for i in range(4)]
+    swap = swap_test(states, batches, progress=False)
+    assert (swap.verdict, swap.decided_by, swap.bad_in_a_row) == ("bad state", "update_norm", 0)
+    assert swap.table.update_norm.values[-1].min() > 100 * swap.table.update_norm.values[:-1].max()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 0), (1, 2), (0, 8)])
+def test_the_swap_verdict_counts_bad_batches_in_a_row(before, after):
+    setup = linear_setup()
+    torch.manual_seed(1)
+    scales = [1] * (4 - before) + [1e3] * (before + 1), [1e3] * after + [1]
+    given, later = ([Batch([s * torch.randn(64, 4)]) for s in part] for part in scales)
+    swap = swap_test(taken_states(setup, 3), given, progress=False, later=later)
+    assert swap.verdict.startswith("bad batch") and swap.bad_in_a_row == before + 1 + after
+    is_open = before == 2 or after == 8  # what was run ends before the row may
+    count = f"{before + 1 + after}{' or more' if is_open else ''} batches in a row are"
+    assert (count in swap.words) is (before + after > 0) and swap.to_dict()["words"] == swap.words
+
+
+def test_the_tokens_of_a_sample_are_counted_or_not_told():
+    lengths = [1, 47, 20, 5]
+    ids = torch.randint(1, 9, (4, 48))
+    for row, length in enumerate(lengths):
+        ids[row, length + 1 :] = -100
+
+    def loss(model, batch):
+        logits = model(batch["ids"].clamp(min=0)[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    setup = Setup(lambda: torch.nn.Embedding(9, 9), loss)
+    state = Snapshot(setup, setup.model().state_dict())
+    table = blame(state, Batch([{"ids": ids}]))
+    assert table.tokens.tolist() == lengths and table.share.sum() == pytest.approx(1)
+    batch_model, _ = state.build()
+    loss(batch_model, {"ids": ids}).backward()
+    assert table.attrs["grad_norm"] == pytest.approx(float(batch_model.weight.grad.norm()), rel=1e-5)
+    assert "tokens" not in blame(state, Batch([{"ids": ids[1:2].expand(3, -1)}]))  # nothing tells them
+
+
+def test_a_recorded_run_is_not_told_to_record_its_layers():
+    unexplained = [Finding("slow_rise", "error", 10)]
+    recorded = Findings(unexplained, {"evidence": {"loss_jump": (1.0, 10)}})
+    for findings, source, is_asked in ((Findings(unexplained), "log", True), (recorded, "record", False)):
+        likely = most_likely(findings)
+        assert likely.cause == f"Can't tell yet: the {source} shows what happened, not why."
+        assert any("Record the next run" in action for action in likely.next) is is_asked
+
+
+def test_a_suggested_command_carries_the_setup_that_was_given():
+    run = sl.open_run(sample())
+    command = replay_command(run, diagnose(run), str(sample()), "my folder/setup.py:make")
+    assert command.endswith("--step 337 --setup 'my folder/setup.py:make'")
+    assert "--setup" not in replay_command(run, diagnose(run), str(sample()))

@@ -374,3 +374,75 @@ def test_sigma_reparam_follows_the_largest_singular_value():
     q = attention_layers(model)[0].source("q")
     gain = q.parametrizations.weight[0].gain
     assert abs(float(torch.linalg.svdvals(q.weight.detach())[0]) / float(gain.detach().abs()) - 1) < 0.05
+
+
+def test_lion_is_its_equation():
+    rows = draws(6, jumps=(3,))
+    seen = on_gradients(rows, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2))
+    fix("other_optimizer", kind="lion").apply(seen)
+    got, w, momentum = walk(seen, 6), np.zeros(3), np.zeros(3)
+    for row, now in zip(rows, got, strict=True):
+        w = w * (1 - 0.1 * 0.2) - 0.1 * np.sign(0.9 * momentum + 0.1 * row)
+        momentum = 0.99 * momentum + 0.01 * row
+        np.testing.assert_allclose(now, w, rtol=1e-5)
+
+
+def test_mars_is_its_equation():
+    rows = draws(6, jumps=(3,))
+    seen = on_gradients(rows, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0))
+    fix("other_optimizer", kind="mars").apply(seen)
+    got, w, m, v, before = walk(seen, 6), np.zeros(3), 0.0, 0.0, rows[0]
+    for step, (row, now) in enumerate(zip(rows, got, strict=True), start=1):
+        c = row + 0.025 * 0.95 / 0.05 * (row - before)
+        c, before = c / max(1.0, np.linalg.norm(c)), row
+        m, v = 0.95 * m + 0.05 * c, 0.99 * v + 0.01 * c**2
+        w = w - 0.1 * (m / (1 - 0.95**step)) / (np.sqrt(v / (1 - 0.99**step)) + 1e-8)
+        np.testing.assert_allclose(now, w, rtol=1e-4)
+
+
+def test_schedule_free_takes_its_gradients_between_the_fast_point_and_the_mean():
+    rows, rates = draws(6), [0.1, 0.2, 0.1, 0.1, 0.4, 0.1]
+    seen = on_gradients(rows, lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5))
+    seen.schedule = lambda optimizer, step: optimizer.param_groups[0].update(lr=rates[step])
+    fix("other_optimizer", kind="schedule_free").apply(seen)
+    got, v, total, highest = walk(seen, 6), 0.0, 0.0, 0.0
+    x = y = z = np.zeros(3)
+    for step, (row, rate, now) in enumerate(zip(rows, rates, got, strict=True), start=1):
+        v = 0.99 * v + 0.01 * row**2
+        z = z - rate * (row / (np.sqrt(v / (1 - 0.99**step)) + 1e-8) + 0.5 * y)
+        highest = max(highest, rate)
+        total += highest**2
+        x = x + highest**2 / total * (z - x)
+        y = 0.1 * z + 0.9 * x
+        np.testing.assert_allclose(now, y, rtol=1e-4, atol=1e-6)
+
+
+def test_kahan_keeps_what_rounding_takes_and_nearest_loses_it():
+    ends = {}
+    for rounding in ("kahan", "nearest"):
+        seen = on_gradients(np.full((400, 2), 1e-3))
+        with torch.no_grad():
+            seen.model.w.fill_(4.0)
+        fix("bf16_weights", rounding=rounding).apply(seen)
+        ends[rounding] = walk(seen, 400)[-1]
+    assert (ends["nearest"] == 4.0).all()
+    np.testing.assert_allclose(ends["kahan"], 4.0 - 0.4, atol=0.02)  # a step of bf16 there is 1/64
+
+
+def test_gates_by_channel_multiply_each_channel_by_its_own():
+    config = ModelConfig(vocab=8, n_layer=1, d_model=8, n_head=2)
+    torch.manual_seed(0)
+    model = LanguageModel(config)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, lambda step: [])
+    (layer,) = attention_layers(model)
+    x, seen = torch.randn(1, 3, 8), {}
+    handle = layer.roles["out"].register_forward_pre_hook(lambda module, inputs: seen.update(plain=inputs[0]))
+    fix("gated_attention", kind="channel").apply(training)
+    gate = layer.module.head_gate
+    with torch.no_grad():
+        gate.weight.normal_()
+    layer.roles["out"].register_forward_pre_hook(lambda module, inputs: seen.update(gated=inputs[0]))
+    layer.module(x)
+    handle.remove()
+    expected = seen["plain"] * 2 * torch.sigmoid(x @ gate.weight.t())
+    torch.testing.assert_close(seen["gated"], expected)

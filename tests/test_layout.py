@@ -229,7 +229,7 @@ def test_requirements_are_what_is_imported():
     settings.read(ROOT / "settings.ini")
     names = {
         group: set(re.findall(r"(?:^|\s)([A-Za-z][\w.-]*)", settings["DEFAULT"][f"{group}requirements"]))
-        for group in ("", "lab_", "hf_", "cluster_")
+        for group in ("", "lab_", "hf_", "cluster_", "remote_")
     }
     distribution_of = importlib.metadata.packages_distributions()
     every = {name.split(".")[0] for path in MODULES for name in imports(path)}
@@ -237,5 +237,5 @@ def test_requirements_are_what_is_imported():
     used = {distribution.lower() for name in foreign for distribution in distribution_of.get(name, [name])}
     required = {name.lower() for name in names[""]}
     assert required - used == set(), "required, and imported by no module"
-    optional = {name.lower() for group in ("lab_", "hf_", "cluster_") for name in names[group]}
+    optional = {name.lower() for group in ("lab_", "hf_", "cluster_", "remote_") for name in names[group]}
     assert used - required - optional == set(), "imported, and not required"

@@ -4,6 +4,7 @@
 
 import itertools
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from stabilitylab.read.groups import concatenate_segments, segment_chains
 from stabilitylab.read.runs import read_log, read_runs
 from stabilitylab.run.curves import loss_name
 from stabilitylab.run.scalars import Samples, series
+from tests.scale import long_lines
 
 N = 24
 LOSS = [round(6.5 * math.exp(-i / 9) + 0.31 + 0.07 * math.sin(5 * i), 4) for i in range(N)]
@@ -200,3 +202,12 @@ def test_files_of_one_folder_become_runs():
     joined = concatenate_segments(logs[:2])
     assert joined.samples["loss"].step.tolist() == [*range(9), *range(5, 20)]
     assert np.all(np.diff(joined.samples["loss"].order) > 0)
+
+
+@pytest.mark.parametrize("kind", long_lines.PIECES)
+@pytest.mark.parametrize("place", [0, 8, N])
+def test_a_long_line_hides_no_record(tmp_path, kind, place):
+    line = long_lines.PIECES[kind](random.Random(0), 30_000)
+    (tmp_path / "a.log").write_text(long_lines.text(line, place), encoding="utf-8")
+    step, value = loss_of(tmp_path / "a.log")
+    assert step.tolist() == list(range(N)) and value.tolist() == [round(3 - i / 50, 4) for i in range(N)]

@@ -9,7 +9,7 @@ import pytest
 
 from stabilitylab.names.errors import InputError
 from stabilitylab.read.freetext.lines import parse_any_line
-from stabilitylab.read.freetext.named_numbers import named_numbers
+from stabilitylab.read.freetext.named_numbers import mask_timestamps, named_numbers
 from stabilitylab.read.freetext.prefilter import candidate_lines
 from stabilitylab.read.freetext.words import is_evaluation, meaning
 from stabilitylab.read.runs import read_log
@@ -197,3 +197,12 @@ def test_a_count_behind_a_number_without_a_name_is_kept(line):
     assert candidate_lines(piece).tolist() == [True, False]
     assert [meter.name for meter in named_numbers(line.encode())] == ["steps"]
     assert [meter.name for meter in named_numbers(b"size=100 steps")] == ["size"]
+
+
+@pytest.mark.parametrize(
+    "source", ["data/v1.2-x/train.py:58", 'a/b3.py", line 3', "a1.b.train.py:990", "src/net7.cpp(100)"]
+)
+def test_a_source_line_is_masked_with_its_path(source):
+    line = f"at {source} loss 2.5".encode()
+    masked = mask_timestamps(line)
+    assert masked.replace(b"\0", b"") == b"at  loss 2.5" and len(masked) == len(line)

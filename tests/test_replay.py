@@ -15,7 +15,7 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
-from stabilitylab.replay.examine import examine
+from stabilitylab.replay.examine import controls, examine
 from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
@@ -380,8 +380,10 @@ def test_a_setup_named_in_a_data_file_is_not_run(tmp_path):
 
 
 def test_early_steps_have_no_controls():
+    found = examine(sample(), 300)
+    assert found.exact and found.swap is None and "later than 300" in found.left_out["swap"]
     with pytest.raises(ValueError, match="later than 300"):
-        examine(sample(), 300)
+        controls(sample(), 300)
 
 
 def test_planted_causes_are_told_under_clipping():

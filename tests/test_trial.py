@@ -192,10 +192,10 @@ def test_the_command_prints_the_agreed_json(tmp_path):
 
 def test_bad_input_is_one_line():
     for words, said in (
-        (["--fix", "nothing_like_it"], "`name`='nothing_like_it'"),
+        (["--fix", "nothing_like_it"], "--fix 'nothing_like_it'"),
         (["--fix", "lower_lr:factor=7000"], "`factor`=7000"),
-        (["--seeds", "0"], "`--seeds`=0"),
-        (["--step", "7"], "`step`=7"),
+        (["--seeds", "0"], "--seeds 0 "),
+        (["--step", "7"], "--step 7 "),
     ):
         out = command("trial", sample(), *words)
         assert out.returncode == 2 and said in out.stderr, words

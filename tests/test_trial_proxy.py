@@ -83,8 +83,8 @@ def test_the_command_says_that_nothing_can_be_tried(tmp_path):
     out = command("trial", log, "--json")
     assert out.returncode == 0, out.stderr
     told = json.loads(out.stdout)
-    assert told["arms"] == [] and told["start"] is None and "no fix was tried" in told["words"]
-    out = command("trial", log, "--step", "5")
+    assert told["arms"] == [] and told["start"] is None and "nothing is tried" in told["words"]
+    out = command("trial", log, "--fix", "lower_lr", "--step", "5")
     assert out.returncode == 2 and len(out.stderr.strip().splitlines()) == 1
 
 

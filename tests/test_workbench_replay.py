@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 
@@ -9,14 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+from stabilitylab import diagnose, open_run
+from stabilitylab.detect.learning_rate import rate_at
 from stabilitylab.names.errors import InputError
+from stabilitylab.probe.environment import environment
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay import setup_file
 from stabilitylab.replay.setup_file import checked
+from stabilitylab.run.curves import curve
 from stabilitylab.run.job import JobState, report_progress
 from stabilitylab.workbench import setup_panel
+from stabilitylab.workbench.fixlab import choices
 from stabilitylab.workbench.setup_panel import SetupPanel
 from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.view_environment import EnvironmentView
 from stabilitylab.workbench.view_replay import ReplayView
 
 DATA = Path(__file__).resolve().parent.parent / "data_samples"
@@ -203,3 +210,39 @@ def test_a_replay_stands_beside_its_own_step_only(run):
     assert view.look.result == {} and view.texts["head"].value == ""
     view.look.step = 3
     assert "its setup is gone" in view.texts["head"].value
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_exact"),
+    [
+        ({}, True),
+        ({"threads": 7}, True),  # a replay takes the threads of the run
+        ({"version_numpy": "0.1", "python": "3.0"}, True),  # neither adds the sums of a step
+        ({"threads": 7, "version_torch": "0.1"}, False),
+        ({"cpu": "another one"}, False),
+    ],
+)
+def test_environment_and_replay_say_the_same_of_this_machine(run, changed, is_exact):
+    state, _ = open_state(run)
+    here = environment()
+    state.run.attrs["environment"] = here | changed
+    state.visible = "environment"
+    table = EnvironmentView(state, here=lambda: here).tables.value
+    foresight = ReplayView(state).texts["foresight"].value
+    assert ("to the last bit" in foresight and "will hardly be" not in foresight) is is_exact
+    assert ("may differ from the record" not in table) is is_exact
+    assert ("None of it decides" in table) is (is_exact and bool(changed))
+    assert ("runs on the same" in table) is (not changed)
+
+
+def test_overview_and_fix_lab_name_the_same_logits_and_rates():
+    run = open_run(DATA / "lm_high_lr")
+    findings = diagnose(run)
+    reasons = " ".join(reason for choice in choices(findings, run) for reason in choice.reasons)
+    told = {finding.kind: finding for finding in findings}
+    growth, rate = told["attention_logit_growth"], told["lr_too_high"]
+    grown = re.search(r"grew from \S+ to [\d.]+ \w+", growth.explanation)[0]
+    assert f"largest attention logit {grown}" in reasons
+    assert f"was {rate_at(curve(run, 'lr'), growth.onset):.3g} at step {growth.onset}, where" in reasons
+    assert rate.evidence["lr_at_onset"] == rate_at(curve(run, "lr"), rate.onset)
+    assert f"its highest is {rate.evidence['highest_lr']:.3g}" in reasons and "it failed at" not in reasons

@@ -1,16 +1,23 @@
 "The cause of recorded runs whose cause is known, and the cures that follow; the whole zoo is `make zoo`."
 
+import json
+
 import numpy as np
 import pytest
 
+from stabilitylab.cli.main import main
 from stabilitylab.detect.causes import TABLE, ranked_causes
+from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.evidence import evidence, loss_event
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.fixes.registry import fixes
+from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.arm import arm_of
-from tests.zoo.__main__ import score, stored, summary
+from stabilitylab.trial.suggest import suggest
+from tests.zoo.__main__ import record, score, stored, summary
 from tests.zoo.rows import ROWS, split
 
 JUMP = {
@@ -26,7 +33,7 @@ def test_every_row_of_the_table_names_fixes_that_exist_and_conditions_that_can_b
     for row in TABLE:
         assert {"id", "family", "weight", "at", "need", "for", "against", "cause", "next"} <= set(row)
         assert all(arm_of(cure).fixes for cure in row["cures"])
-        assert all(len(c) == 3 and c[1] in (">", ">=", "<", "=") for c in row["need"])
+        assert all(len(c) == 3 and c[1] in (">", ">=", "<", "<=", "=") for c in row["need"])
         assert all(len(c) == 5 for c in (*row["for"], *row["against"]))
     assert {row.cause for row in ROWS.values()} - {""} <= {row["id"] for row in TABLE}
 
@@ -36,8 +43,8 @@ def test_every_row_of_the_table_names_fixes_that_exist_and_conditions_that_can_b
     [
         (JUMP | {"update_before": (80.0, 100)}, "optimizer_state_reset"),
         (JUMP | {"update_before": (1.0, 100), "input_jump": (300.0, 101)}, "bad_inputs"),
-        (ORDINARY | {"event_length": (3.0, 101)}, "bad_labels"),
-        (ORDINARY | {"event_length": (40.0, 101)}, "data_shift"),
+        (ORDINARY | {"back_at_once": (0.9, 104)}, "bad_labels"),
+        (ORDINARY | {"back_at_once": (0.1, 141)}, "data_shift"),
         ({"first_over_chance": (9.0, 0)}, "init_too_wide"),
         ({"zero_grads": (0.6, None), "fall": (0.0, 159)}, "dead_network"),
         ({"weight_moved": (40.0, 100)}, "bit_flip"),
@@ -58,6 +65,33 @@ def test_a_cause_is_told_with_its_step_its_rival_and_what_is_missing():
     assert ranked_causes(ORDINARY | {"weight_moved": (-0.1, 3), "zero_grads": (0.0, None)}) == []
 
 
+def test_a_cause_that_can_be_replayed_names_the_swap_test_and_a_log_what_it_lacks():
+    attrs = {
+        "evidence": JUMP | {"update_before": (80.0, 100), "swap_seconds": (4.2, 101)},
+        "source": "my run",
+    }
+    told = most_likely(Findings([Finding("loss_spike", "warning", 101)], attrs)).to_dict()
+    assert told["test"] == "stabilitylab replay 'my run' --step 101" and "about 4 s" in told["missing"][-1]
+    loss = 2 + 0.01 * np.random.default_rng(0).normal(size=400)
+    loss[200:] += 1
+    likely = most_likely(diagnose(new_run(make_scalars({"loss": Samples(np.arange(400), loss)}))))
+    assert "Can't tell" not in likely.cause or any("learning rate" in words for words in likely.missing)
+    both = ranked_causes(
+        ORDINARY | {"update_before": (80.0, 100), "update_peak": (90.0, 100), "grad_at_peak": (1.0, 100)}
+    )
+    assert len({cause.id for cause in both}) == len(both)
+
+
+def test_a_validation_that_is_no_number_is_not_told_as_the_loss():
+    told = [
+        most_likely(
+            Findings([Finding("non_finite", "error", 1, evidence={"stays": True}, series=name)])
+        ).cause
+        for name in ("val_loss", "loss")
+    ]
+    assert told[0].startswith("The validation loss") and told[1].startswith("The loss became")
+
+
 def test_a_crash_and_a_log_are_told_as_before():
     crash = Finding("crash", "error", 5, evidence={"cause": "disk full", "ended": True})
     assert "disk" in most_likely(Findings([crash], {"evidence": {"first_over_chance": (9.0, 0)}})).cause
@@ -74,6 +108,45 @@ def test_the_split_crosses_causes_and_the_stored_cures_are_of_rows():
     assert all(
         len(c["interval"]) == 2 for row in stored().values() for c in row["cures"].values() if c["gain"]
     )
+
+
+ONLY_FAILURES = "no team reports that it worked"
+OUTVOTED = "others are reported more often against the same findings; `--fix` tries it"
+NEVER_SUGGESTED = {  # fix -> why
+    "placebo": "a control",
+    "inside_scale": ONLY_FAILURES,
+    "normformer": ONLY_FAILURES,
+    "label_smoothing": ONLY_FAILURES,
+    "neftune": ONLY_FAILURES,
+    "no_embedding_scale": ONLY_FAILURES,
+    "position_start": ONLY_FAILURES,
+    "sgd_like_adam": ONLY_FAILURES,
+    "muon": ONLY_FAILURES,
+    "update_filter": ONLY_FAILURES,
+    "predivide": ONLY_FAILURES,
+    "other_seed": ONLY_FAILURES,
+    "curriculum": ONLY_FAILURES,
+    "reset_moments": ONLY_FAILURES,
+    "dyt": "reported once, without a clear result",
+    "adamc": "reported once, without a clear result",
+    "rms_norm": OUTVOTED,
+    "unfreeze_norms": OUTVOTED,
+    "average_states": "a gain without a fault",
+    "batch_warmup": "a gain without a fault",
+    "head_fp32": "a fault that no record of training shows",
+} | dict.fromkeys(
+    ("layer_scale", "norm_scaling", "attention_weights", "decay_to_zero", "mup_rates"),
+    "reported by its own paper alone",
+)
+
+
+def test_every_fix_can_be_suggested_or_says_why_not():
+    run = new_run(make_scalars({"loss": Samples(np.arange(50), np.linspace(3, 2, 50))}))
+    reachable = {cure.partition(":")[0] for row in TABLE for cure in row["cures"]}
+    for kind in FINDING_KINDS:
+        every = suggest([Finding(kind, "warning", 10, evidence={"ended": True})], run, 8)
+        reachable |= {suggestion.name for suggestion in every if not suggestion.is_control}
+    assert set(fixes().name) - reachable == set(NEVER_SUGGESTED)
 
 
 QUICK = (
@@ -94,3 +167,13 @@ def test_a_bounded_part_of_the_zoo(tmp_path):
     assert all(row["cause_first"] for row in scores.values()), {n: r["said"] for n, r in scores.items()}
     assert all(row["is_quiet"] for row in scores.values() if not row["cause"])
     assert "cause first" in summary(scores)["fit"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conv inputs", "mlp dead", "mlp"])
+def test_a_plan_says_start_arms_and_what_was_unfit_and_a_healthy_run_gets_none(name, tmp_path, capsys):
+    assert main(["trial", str(record(name, tmp_path)), "--plan", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert set(plan) == {"start", "arms", "unfit"}
+    assert all(arm["why"] for arm in plan["arms"])
+    assert bool(plan["arms"]) == bool(plan["start"]) == bool(ROWS[name].cause)

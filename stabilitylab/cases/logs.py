@@ -103,6 +103,11 @@ def _lr_jump(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, loss=columns["loss"] + climb, val_loss=columns["val_loss"] + climb, lr=lr)
 
 
+def _memory(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "A program that keeps the graph of every step; the memory moves a little by itself."
+    return _log(columns, memory=20 + 0.02 * np.arange(RECORDS) + rng.normal(0, 0.002, RECORDS))
+
+
 def _non_finite(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that is NaN from one step on."
     return _log(columns, loss=np.where(t >= 0, np.nan, columns["loss"]))
@@ -278,6 +283,7 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
         _lr_jump,
         {"also": ("divergence", "loss_spike", "lr_too_high", "slow_rise")},
     ),
+    "memory grows": ("memory_growth", _memory, {"onset": None}),
     "NaN loss": ("non_finite", _non_finite, {}),
     "stands still": ("plateau", _plateau, {"onset": None}),
     "rolled back": ("restart", _restart, {}),

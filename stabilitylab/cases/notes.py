@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Columns', 'note_logs', 'write_note_log', 'note_file', 'note_log', 'note_findings', 'finds', 'note_training', 'tried',
-           'learned', 'note_state', 'note_loop', 'bundle', 'run_call', 'is_found']
+           'learned', 'note_state', 'bad_combination', 'note_loop', 'bundle', 'run_call', 'is_found']
 
 # %% ../../nbs/api/cases/30_notes.ipynb #653ab4ec
 import ast
 import builtins
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -192,6 +192,15 @@ def _growing_norm(rng: np.random.Generator) -> Columns:
     return {"step": step, "loss": _falling(rng, step) + np.clip((step - 3500) / 100, 0, 4), "grad_norm": norm}
 
 
+def _clip_calms(rng: np.random.Generator) -> Columns:
+    "Spikes of the gradient norm end with a lower clip at step 2,000, and are back from 4,500 to 5,500."
+    step = np.arange(6000)
+    spikes = (step % 250 == 0) & ((step < 2000) | ((step >= 4500) & (step <= 5500))) & (step > 0)
+    norm = np.where(spikes, 60.0, 0.8) * rng.lognormal(0, 0.1, step.size)
+    clip = np.where(step < 2000, 2.5, 1.5)
+    return {"step": step, "loss": _falling(rng, step), "grad_norm": norm, "clip": clip}
+
+
 def _norm_spike(rng: np.random.Generator) -> Columns:
     "Pure bf16: a gradient norm of 9,000 once; it is clipped, and the loss stays higher."
     step = np.arange(2000)
@@ -245,6 +254,7 @@ _CURVES: dict[str, Callable[[np.random.Generator], Columns]] = {  # name -> colu
     "multithreading off": _steps_of(0.5),
     "gradients grow": _growing_norm,
     "a norm of 9,000": _norm_spike,
+    "clipping calms": _clip_calms,
     "loss scale at its floor": _scale_floor,
     "escape characters": _escapes,
     "more weight decay": _stopped_weight_decay,
@@ -335,9 +345,11 @@ def note_file(
 # %% ../../nbs/api/cases/30_notes.ipynb #257965f9
 def note_log(
     name: str,  # one of `note_logs()`
+    **attrs: Any,  # of the record, such as `environment`
 ) -> xr.DataTree:  # the record that the reader makes of it
     "A log as a note tells it, written and read."
     (run,) = read_runs(note_file(name)).values()
+    run.attrs |= attrs
     return run
 
 
@@ -462,6 +474,23 @@ def note_state(
     return state, Batch(training.batches(steps), step=steps)
 
 
+def bad_combination() -> tuple[list[Snapshot], list[Batch]]:  # the suspect ones last
+    "States and batches, out of line only where the last two meet: a token whose row has overflowed."
+    states, batches = (
+        [note_state(steps)[0] for steps in range(3)],
+        [note_state(steps)[1] for steps in range(3)],
+    )
+    for state in states:  # a decay of that row would be a large step at every batch
+        cast(dict, state.optimizer)["param_groups"][0]["weight_decay"] = 0.0
+    with torch.no_grad():
+        states[-1].model["embed.weight"][15] = 1e30
+    for batch, token in zip(batches, (14, 14, 15), strict=True):
+        for tokens in (part["tokens"] for part in batch.parts):
+            tokens[tokens == 15] = 14
+            tokens[:, :2] = token
+    return states, batches
+
+
 def _autocast_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     "The loss, of a forward pass under autocast to bf16."
     with torch.autocast("cpu", torch.bfloat16):
@@ -520,5 +549,17 @@ def run_call(
 def is_found(
     result: object,  # of a call
 ) -> bool:
-    "Whether a call found something: no empty table, no zero, no False."
-    return len(result) > 0 if hasattr(result, "__len__") else bool(result)
+    "Whether a call found something: no empty table, no zero, no False, and of several tables none empty."
+    tables = (
+        [part for part in result if isinstance(part, pd.DataFrame)]
+        if isinstance(result, tuple | list)
+        else []
+    )
+    if tables:
+        return all(map(len, tables))
+    is_number = isinstance(result, bool | int | float | np.generic)
+    if isinstance(result, str) or not (is_number or isinstance(result, Sized)):
+        raise bad_input(
+            "result", type(result).__name__, "a table, a list, a number or a bool: others tell nothing"
+        )
+    return len(result) > 0 if isinstance(result, Sized) else bool(result)

@@ -16,6 +16,7 @@ import pandas as pd
 from .case import Case, CaseScore, score
 from .layers import LAYER_CASES
 from .logs import LOG_CASES, onset_of
+from .sources import SOURCE_CASES
 from .states import FORMAT_CASES, STATE_CASES
 from ..detect.cross_run import compare_runs
 from ..names.errors import bad_input
@@ -39,7 +40,7 @@ def _two_runs(seed: int) -> dict:
 def all_cases() -> dict[str, Case]:
     "Every case by its name."
     shared = Case("data_driven_spike", "several logs", _two_runs, compare_runs, onset_of)
-    return LOG_CASES | {"same bad batches": shared} | LAYER_CASES | FORMAT_CASES | STATE_CASES
+    return LOG_CASES | {"same bad batches": shared} | LAYER_CASES | SOURCE_CASES | FORMAT_CASES | STATE_CASES
 
 
 def _case_of(name: str) -> Case:

@@ -9,6 +9,7 @@ __all__ = ['read_safetensors', 'inside', 'read_shards', 'read_dcp', 'newest', 'r
 import json
 import math
 import struct
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from .stubs import StubObject, torch_dtype
 from .tensors import LazyTensor, in_file
 from .torch_files import read_archive
 from ..names.errors import InputError, printable
+from ..names.remote import RemoteFile
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #ac234ad6
 _DTYPES = {
@@ -47,22 +49,20 @@ _DTYPES = {
 
 
 def read_safetensors(
-    path: Path,  # the file
+    path: Path | RemoteFile,  # the file
 ) -> dict:  # name -> LazyTensor
     "The tensors of a safetensors file."
-    with open(path, "rb") as file:
-        # layout: 8 bytes with the size of the header (little-endian), the header as JSON, then the values
-        size = struct.unpack("<Q", file.read(8))[0]
-        available = path.stat().st_size
-        if size + 8 > available:
-            raise InputError(
-                f"`{path}` says its safetensors header has {size:,} bytes, but the file has {available:,};"
-                " it is cut or forged"
-            )
-        text = file.read(size)
+    available = path.size if isinstance(path, RemoteFile) else path.stat().st_size
+    # layout: 8 bytes with the size of the header (little-endian), the header as JSON, then the values
+    size = struct.unpack("<Q", _bytes(path, 0, 8))[0] if available >= 8 else available
+    if size + 8 > available:
+        raise InputError(
+            f"`{path}` says its safetensors header has {size:,} bytes, but the file has {available:,};"
+            " it is cut or forged"
+        )
+    text = _bytes(path, 8, 8 + size)
     try:
-        with safe_open(str(path), "pt") as opened:
-            names = list(opened.keys())
+        names = _checked_names(path, text, available)
         header = json.loads(text)
         return {name: _described(name, header[name], path, 8 + size) for name in names}
     except InputError:
@@ -73,7 +73,29 @@ def read_safetensors(
         ) from e
 
 
-def _described(name: str, entry: dict, path: Path, begin: int) -> LazyTensor:
+def _bytes(path: Path | RemoteFile, begin: int, end: int) -> bytes:
+    "A range of the bytes of a file."
+    if isinstance(path, RemoteFile):
+        return path.read(begin, end)
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return file.read(end - begin)
+
+
+def _checked_names(path: Path | RemoteFile, header: bytes, size: int) -> list[str]:
+    "The names of the tensors, checked by the safetensors library; of a file elsewhere on its header alone."
+    if isinstance(path, Path):
+        with safe_open(str(path), "pt") as opened:
+            return list(opened.keys())
+    with tempfile.TemporaryDirectory() as folder:
+        sparse = Path(folder) / "header.safetensors"
+        with open(sparse, "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(size)
+        return _checked_names(sparse, header, size)
+
+
+def _described(name: str, entry: dict, path: Path | RemoteFile, begin: int) -> LazyTensor:
     "A tensor of the header."
     if entry["dtype"] not in _DTYPES:
         raise InputError(

@@ -21,6 +21,7 @@ from stabilitylab.checkpoint.folders import (
 from .tensors import Checkpoint
 from .torch_files import read_archive, read_chain
 from ..names.errors import InputError, bad_input, printable
+from ..names.remote import RemoteFile, is_remote
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #3a808a26
 def _read_file(path: Path) -> Checkpoint:
@@ -60,10 +61,13 @@ _SINGLE = (
 
 
 def open_checkpoint(
-    # a file, or a folder: Hugging Face, torch DCP, an adapter, a run with one file a rank
+    # a file, or a folder: Hugging Face, torch DCP, an adapter, a run with one file a rank; or the address of
+    # a safetensors file, of which only the ranges are read that are asked for
     path: str | Path,
 ) -> Checkpoint:  # tensors by name, nothing read yet
     "The tensors of a checkpoint of any common kind."
+    if is_remote(path):
+        return _open_remote(RemoteFile(str(path)))
     path = Path(path)
     if not path.exists():
         raise bad_input(
@@ -78,6 +82,14 @@ def open_checkpoint(
     return _open_folder(newest(path))
 
 # %% ../../nbs/api/checkpoint/05_open.ipynb #b3c14837
+def _open_remote(file: RemoteFile) -> Checkpoint:
+    "The checkpoint at an address."
+    if not file.name.endswith(".safetensors"):
+        allowed = "the address of a .safetensors file, which can be read in parts"
+        raise bad_input("path", str(file), allowed, "copy other checkpoints and open the copy")
+    return Checkpoint(file, "safetensors", read_safetensors(file))
+
+
 def _open_folder(path: Path) -> Checkpoint:
     "The checkpoint in a folder."
     if (path / ".metadata").is_file():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError, bad_input, printable
+from ..names.remote import RemoteFile
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #538085ee
 Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies between, `last` left out
@@ -80,7 +81,7 @@ class LazyTensor:
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #20485a32
 def in_file(
     name: str,  # in the checkpoint
-    path: Path,  # the file
+    path: Path | RemoteFile,  # the file
     begin: int,  # byte of its first value
     shape: tuple,  # of the tensor
     dtype: torch.dtype,  # as stored
@@ -95,7 +96,7 @@ class _Span:
     "Values that lie together in a file; small, as a checkpoint has a hundred thousand of them."
 
     name: str  # in the checkpoint
-    path: Path
+    path: Path | RemoteFile
     begin: int  # byte
     shape: tuple
     dtype: torch.dtype
@@ -104,9 +105,13 @@ class _Span:
         "Entries `first` to `last - 1` in the order of the file."
         out = torch.empty(last - first, dtype=self.dtype)
         if out.numel():
+            begin, values = self.begin + first * self.dtype.itemsize, out.view(torch.uint8).numpy().data
+            if isinstance(self.path, RemoteFile):
+                values[:] = self.path.read(begin, begin + len(values))
+                return out
             with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.begin + first * self.dtype.itemsize)
-                _fill(file, out.view(torch.uint8).numpy().data, self.path, self.name)
+                file.seek(begin)
+                _fill(file, values, self.path, self.name)
         return out
 
     def rows(self, first: int, last: int) -> torch.Tensor:  # counted along the first dimension
@@ -172,7 +177,7 @@ def held_params(
 class Checkpoint(Mapping):
     "The tensors of a checkpoint by name, and what its optimizer was set to."
 
-    path: Path  # file or folder
+    path: Path | RemoteFile  # file or folder
     format: str  # 'safetensors', 'torch', 'sharded', 'dcp', 'adapter', 'ranks'
     tensors: dict[str, LazyTensor]
     groups: list = field(default_factory=list)  # settings of every optimizer group: lr, betas, eps …

@@ -81,11 +81,16 @@ def _run_scan(
     "Scans a checkpoint and prints its tensors."
     from stabilitylab.checkpoint.open import open_checkpoint
     from stabilitylab.checkpoint.scan import scan_checkpoint
+    from stabilitylab.names.remote import shown_address
 
     ckpt = open_checkpoint(args.checkpoint)
     table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
     if args.json:
-        report = {"checkpoint": str(args.checkpoint), "format": ckpt.format, "optimizer": ckpt.groups}
+        report = {
+            "checkpoint": shown_address(str(args.checkpoint)),
+            "format": ckpt.format,
+            "optimizer": ckpt.groups,
+        }
         report |= {key: table.attrs[key] for key in ("left_out", "names", "unnamed")}
         _print(report | {"tensors": _rows(table)})
         return 0
@@ -131,6 +136,7 @@ def _run_diff(
 ) -> int:  # exit code 0
     "Compares two checkpoints and prints what differs."
     from stabilitylab.checkpoint.diff import diff_checkpoints
+    from stabilitylab.names.remote import shown_address
 
     table = diff_checkpoints(args.a, args.b, progress=sys.stderr.isatty() and not args.json)
     extra = table.attrs
@@ -139,7 +145,8 @@ def _run_diff(
         listed_keys = ("only_a", "only_b", "reshaped", "renamed", "names", "unnamed")
         apart = {key: extra[key] for key in listed_keys}
         settings = [list(map(str, setting)) for setting in extra["settings"]]
-        _print({"a": args.a, "b": args.b, "settings": settings, **apart, "tensors": _rows(table)})
+        a, b = shown_address(args.a), shown_address(args.b)
+        _print({"a": a, "b": b, "settings": settings, **apart, "tensors": _rows(table)})
         return 0
     for name in table.index[table.became_nonfinite > 0]:
         print(f"became NaN or infinite: {printable(name)}, {table.became_nonfinite[name]} values")

@@ -62,12 +62,14 @@ def _read_paths(
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
     from stabilitylab.investigation.opening import open_recordings
+    from stabilitylab.names.remote import shown_address
 
     runs: dict = {}
     for path in _progress(paths, "reading"):
+        address = shown_address(path)
         for name, recording in open_recordings(path, format, step, loss).items():
-            own = str(path) if name in ("", ".") else name
-            runs[_free(own, path, runs)] = recording.run
+            own = address if name in ("", ".") else name
+            runs[_free(own, address, runs)] = recording.run
     return runs
 
 
@@ -96,9 +98,11 @@ def run_diagnose(
     from stabilitylab.detect.cross_run import compare_runs
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.findings import Findings
+    from stabilitylab.names.remote import shown_address
     from stabilitylab.report.content import by_severity
 
     runs = _read_paths(args.paths, args.format, args.step, args.loss)
+    args.paths = [shown_address(path) for path in args.paths]  # they are printed from here on
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
     runs = {name: runs[name] for name in by_severity(findings)}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()

@@ -9,8 +9,10 @@ __all__ = ['make_parser', 'main']
 import argparse
 import json
 import os
+import re
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
 # modules of `stabilitylab.cli`, each with a function `add_NAME`, in the order of the help
@@ -29,27 +31,72 @@ _MODULES = (
 )
 
 
+_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<got>.*?)' \(choose from (?P<names>.*)\)")
+
+
+class _Parser(argparse.ArgumentParser):
+    "A parser whose faults are raised as every other error is."
+
+    def error(self, message: str) -> NoReturn:
+        "Raises the fault as one sentence, with the name that was probably meant."
+        from stabilitylab.names.errors import InputError, closest
+
+        choice = _CHOICE.match(message)
+        if choice is not None:
+            names = re.findall(r"[\w-]+", choice["names"])
+            nearest = closest(choice["got"], names)
+            question = f"; did you mean {nearest}?" if nearest else ""
+            allowed = ", ".join(names)
+            message = f"{choice['name']} {choice['got']} is not accepted; allowed: {allowed}{question}"
+        raise InputError(f"{message}; see: {self.prog} --help")
+
+
 def make_parser() -> argparse.ArgumentParser:  # with every command
     "The parser of the command line."
     from stabilitylab import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "stabilitylab",
         description="What happened to a training run that went unstable, and what other teams did about it.",
     )
     parser.add_argument("--version", action="version", version=f"stabilitylab {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name in _MODULES:
         getattr(import_module(f"stabilitylab.cli.{name}"), f"add_{name}")(commands)
     return parser
+
+
+def _command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    "The parser of one command; that of all where no command has the name."
+    groups = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    return next((choices[name] for choices in groups if name in choices), parser)
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    "The arguments and the parser of their command; an option that it does not have is refused."
+    from stabilitylab.names.errors import closest
+
+    args, rest = parser.parse_known_args(words)
+    command = _command_of(parser, args.command)
+    if rest:
+        options = [name for action in command._actions for name in action.option_strings]
+        nearest = closest(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
+        what = "no option" if rest[0].startswith("-") else "one word too many"
+        question = f"; did you mean {nearest}?" if nearest else ""
+        command.error(f"{rest[0]} is {what} of this command{question}")
+    return args, command
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
 def main(
     argv: list[str] | None = None,  # arguments; None: those of the process
 ) -> int:  # exit code
     "Runs one command and returns its exit code; an error is one line on stderr, with --json an object, too."
+    words = sys.argv[1:] if argv is None else list(argv)
+    args, command = None, None
     try:
-        args = make_parser().parse_args(argv)
+        args, command = _parsed(make_parser(), words)
         code = args.func(args) or 0
         sys.stdout.flush()
         return code
@@ -63,14 +110,34 @@ def main(
         if is_bug and os.environ.get("STABILITYLAB_TRACEBACK"):
             raise
         blame = _BUG_REPORT.format(type(error).__name__) if is_bug else ""
-        words = f"{blame}{_one_line(error)}"
-        print(f"stabilitylab: {words}", file=sys.stderr)
-        if "--json" in (sys.argv[1:] if argv is None else argv):
-            print(json.dumps({"error": words}))
+        message = f"{blame}{_one_line(error)}"
+        if args is not None and command is not None:
+            message = _as_typed(message, error, args, command)
+        print(f"stabilitylab: {message}", file=sys.stderr)
+        if "--json" in words:
+            print(json.dumps({"error": message}))
         return 2
 
 
 _BUG_REPORT = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
+
+
+def _as_typed(
+    message: str, error: Exception, args: argparse.Namespace, command: argparse.ArgumentParser
+) -> str:
+    "The sentence with the option or the word that was typed in place of the name of a parameter."
+    argument, got = getattr(error, "argument", ""), getattr(error, "got", None)
+    for action in command._actions if argument else ():
+        value = getattr(args, action.dest, None)
+        typed_words = [value, *value] if isinstance(value, list) else [value]
+        if argument == "name" and action.dest == "fix":  # of a fix, in words such as qk_norm+z_loss:weight=1
+            typed_words = [name for word in value or () for name in re.split(r"[:+]", str(word))]
+        names = (argument, f"{argument}s", argument.rstrip("s"), argument.removeprefix("--"))
+        is_meant = action.dest in (*names, "fix") or not action.option_strings
+        if got is not None and is_meant and any(str(got) == str(word) for word in typed_words):
+            typed = action.option_strings[0] if action.option_strings else str(action.metavar)
+            return message.replace(f"`{argument}`=", f"{typed} ", 1)
+    return message
 
 
 def _is_expected(error: Exception) -> bool:

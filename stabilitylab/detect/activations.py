@@ -223,8 +223,9 @@ def find_ignored_layers_in_record(
 ) -> list[Finding]:  # [] where the layers were not tried
     "Layers that the report on a live model found to be worth nothing."
     attention = group_of(run, "attention")
-    has_steps = attention is not None and attention.sizes.get("step", 0) > 0
-    last = int(attention.step.values[-1]) if has_steps else None
+    last = None
+    if attention is not None and attention.sizes.get("step", 0):
+        last = int(attention.step.values[-1])
     return ignored_layers(run.attrs.get("layer_readings", []), last)
 
 # %% ../../nbs/api/detect/60_activations.ipynb #6d757851

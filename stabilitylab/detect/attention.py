@@ -162,7 +162,7 @@ _LEADING = ("attention_logit_growth", "attention_entropy_collapse", "output_logi
 def _leads(f: Finding, event: int, first: int) -> bool:
     "Whether a sign came before a loss event; a sink is usual, so it has to have grown shortly before."
     if f.kind == "attention_sink":
-        return f.evidence.get("grew", False) and event - f.onset <= limit("minor_share") * (event - first)
+        return f.evidence.get("grew", False) and event - f.first <= limit("minor_share") * (event - first)
     return f.kind in _LEADING
 
 
@@ -179,9 +179,9 @@ def attention_leads(
         later = [e for e in events if f.onset is not None and e >= f.onset]
         if not later or not _leads(f, later[0], first):
             return f
-        lead = {"lead_steps": later[0] - f.onset, "loss_event": later[0]}
+        lead = {"lead_steps": later[0] - f.first, "loss_event": later[0]}
         lost = f.kind == "attention_logit_growth" and f.evidence["peak"] >= limit("attn_logit_lost")
-        lost = lost and any(d.kind == "divergence" and d.onset >= f.onset for d in findings)
+        lost = lost and any(d.kind == "divergence" and d.first >= f.first for d in findings)
         lost = lost or f.severity == "error"
         return f.with_(severity="error" if lost else "warning", evidence=f.evidence | lead)
 

@@ -135,7 +135,7 @@ def _names(group: list[_Common]) -> list[str]:
 
 def _groups(pairs: Iterable[_Common]) -> list[list[_Common]]:
     "Pairs that hang together through a run, as one group each."
-    groups = []
+    groups: list[list[_Common]] = []
     for pair in pairs:
         linked = [group for group in groups if set(pair.names) & set(_names(group))]
         groups = [group for group in groups if group not in linked]
@@ -189,7 +189,8 @@ def _shared_starts(pairs: list[_Common]) -> list[Finding]:
     "The step up to which runs are one."
     findings = []
     for group in _groups(pair for pair in pairs if pair.same_until is not None):
-        is_copy, last = all(pair.is_copy for pair in group), min(pair.same_until for pair in group)
+        is_copy = all(pair.is_copy for pair in group)
+        last = min(pair.same_until for pair in group if pair.same_until is not None)
         evidence = {"names": _names(group), "same_until": last, "is_copy": is_copy}
         findings.append(Finding("environment_change", "info", last, evidence=evidence, series="loss"))
     return findings

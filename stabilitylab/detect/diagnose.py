@@ -18,7 +18,7 @@ from .limits import limits_read, use_limits
 from .phrase import explain
 from ..knowledge.choice import RunContext, choose_remedies
 from ..names.errors import bad_input
-from ..run.curves import curve, loss_name, scalars_of
+from ..run.curves import curve, group_of, loss_name, scalars_of
 from ..run.record import new_run
 from ..run.recording import Recording
 
@@ -50,6 +50,7 @@ DETECTORS = [
     "metrics:find_loss_scale_collapse",
     "metrics:find_throughput_drop",
     "speed:find_hang",
+    "speed:find_memory_growth",
     "skipping:find_scale_floor",
     "skipping:find_skip_rate",
     "metrics:find_z_loss_collapse",
@@ -70,6 +71,7 @@ DETECTORS = [
     "activations:find_underflow",
     "massive_activations:find_massive_activation",
     "activations:find_dead_units",
+    "causes:find_recorded_faults",
     "parameters:find_lost_updates",
     "attention:find_logged_attention_logits",
     "attention:find_output_logit_drift",
@@ -178,6 +180,12 @@ def _related(relate: Callable, run: xr.DataTree, findings: list[Finding]) -> lis
     return [f if id(f) in before else f.with_(limits=f.limits | reads) for f in related]
 
 
+def _absent(run: xr.DataTree) -> list[str]:
+    "What would tell causes apart and is not in the record: lr, grad_norm, updates."
+    absent = [name for name in ("lr", "grad_norm") if curve(run, name) is None]
+    return absent if group_of(run, "updates") is not None else [*absent, "updates"]
+
+
 def diagnose(
     run: xr.DataTree | xr.Dataset | Recording,  # a record, opened or not, or the table of `read_log`
     detectors: list[str | Callable] | None = None,  # only these: 'module:function' or (run) -> list[Finding]
@@ -193,5 +201,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    shown_by = {"evidence": evidence(run, findings)}
-    return Findings(findings, origin | _span(run) | (shown_by if shown_by["evidence"] else {}))
+    shown_by = {"evidence": evidence(run, findings), "absent": _absent(run)}
+    return Findings(findings, origin | _span(run) | {name: v for name, v in shown_by.items() if v})

@@ -153,7 +153,7 @@ def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
             continue
         finding = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
         back_to = int(series.step[after])
-        if finding is not None and finding.severity != "info" and finding.onset >= back_to:
+        if finding is not None and finding.severity != "info" and finding.first >= back_to:
             findings.append(finding.with_(evidence=finding.evidence | {"rolled_back_to": back_to}))
     return findings
 

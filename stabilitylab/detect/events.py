@@ -44,7 +44,7 @@ def _vendor_word(message: str) -> dict[str, object]:
         return {}
     row = xid_row(int(number[1]))
     details = {name: row[name] for name in ("meaning", "action", "advice", "source")} if row else {}
-    return {"xid": int(number[1])} | details
+    return {"xid": int(number[1]), **details}
 
 
 def _is_said(text: str, messages: list[str]) -> bool:
@@ -123,7 +123,7 @@ def find_hardware_errors(
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
     xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
-    findings = [_message(events, at, len(xid)) for at in xid[: count_limit("most_reported")]]
+    findings = [_message(events, int(at), len(xid)) for at in xid[: count_limit("most_reported")]]
     has_crash_report = any(
         crash["died"] for crash in run.attrs.get("crashes") or ()
     )  # then they are part of its end
@@ -133,5 +133,5 @@ def find_hardware_errors(
         of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
         hard = [at for at in of_machine if not _repeats(text[at], messages)]
         if hard:
-            findings.append(_message(events, hard[0], len(hard)))
+            findings.append(_message(events, int(hard[0]), len(hard)))
     return findings

@@ -100,6 +100,7 @@ def loss_event(
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #59064643
 _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo
+_NO_GRADIENT = 1e-12  # a smaller gradient norm is none; our convention
 _ADAM_RATE = 0.02  # above the published peaks of Adam, 6e-5 (GPT-3) to 1e-2; our convention
 RunFacts = dict[str, tuple[float, int | None]]  # name -> value, and the step at which it was measured
 
@@ -130,12 +131,11 @@ def _largest(table: xr.DataArray | None) -> np.ndarray:
 
 
 def _first_input(steps: _Steps, variable: str = "in_absmax") -> np.ndarray:
-    "A statistic of what the first module was given."
+    "A statistic of what the first module was given; empty where it is not recorded, as of a convolution."
     table = steps.table("activations", variable)
-    if table is None:
+    if table is None or not np.isfinite(table.values[:, 0]).any():
         return np.empty(0)
-    columns = np.flatnonzero(np.isfinite(table.values).any(axis=0))
-    return table.values[:, columns[0]] if len(columns) else np.empty(0)
+    return table.values[:, 0]
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #c740e4d8
 def _around_event(steps: _Steps, at: int) -> RunFacts:
@@ -164,8 +164,50 @@ def _around_event(steps: _Steps, at: int) -> RunFacts:
             facts[name] = (value, step[where])
     bound = loss_bound(loss, at)
     above = np.flatnonzero(loss[at:] <= bound)
-    facts["event_length"] = (float(above[0]) if len(above) else float(len(loss) - at), step[at])
+    length = int(above[0]) if len(above) else len(loss) - at
+    facts["event_length"] = (float(length), step[at])
+    event = loss[at : at + length + 1]
+    if np.isfinite(event).all():  # a bad batch ends at once, and the model unlearns another task slowly
+        returned = -np.diff(event).min() / (event.max() - level) if len(above) else 0.0
+        facts["back_at_once"] = (float(returned), step[min(at + length, len(step) - 1)])
     return facts | _dip(steps, at)
+
+
+def _input_peak(steps: _Steps) -> RunFacts:
+    "By how much the values of a batch at most passed all those before it, and those of the usual one."
+    first, short = _first_input(steps), int(limit("short_records"))
+    if len(first) <= short:
+        return {}
+    past = pd.Series(first).shift(1)
+    passed = first / past.cummax().to_numpy()
+    passed[:short] = np.nan
+    if not np.isfinite(passed).any():
+        return {}
+    at = int(np.nanargmax(passed))
+    usual = float(past[:at].median())
+    return {"input_peak": (float(passed[at]), steps.step[at])} | (
+        {"input_jump": (float(first[at] / usual), steps.step[at])} if usual > 0 else {}
+    )
+
+
+def _update_peak(steps: _Steps) -> RunFacts:
+    "The update that was largest for its rate beside the twenty before it, and its gradient beside theirs."
+    short = int(limit("short_records"))
+    if len(steps.grad) != len(steps.update) or len(steps.update) <= short:
+        return {}
+    with np.errstate(all="ignore"):
+        per_rate = pd.Series(np.where(steps.lr > 0, steps.update / steps.lr, np.nan))
+        usual = per_rate.rolling(short).median().shift(1)
+        peak = (per_rate / usual.where(usual > 0)).to_numpy(copy=True)
+        grad = (steps.grad / pd.Series(steps.grad).rolling(short).median().shift(1)).to_numpy()
+    peak[~(grad < limit("threefold"))] = np.nan  # a large gradient explains a large update
+    if not np.isfinite(peak).any():
+        return {}
+    at = int(np.nanargmax(peak))
+    return {
+        "update_peak": (float(peak[at]), steps.step[at]),
+        "grad_at_peak": (float(grad[at]), steps.step[at]),
+    }
 
 
 def _repeats(steps: _Steps) -> RunFacts:
@@ -237,8 +279,7 @@ def _of_updates(steps: _Steps) -> RunFacts:
     if np.isfinite(each).any():
         facts["update_per_rate"] = (float(np.nanmedian(each)), None)
     if grads is not None:
-        is_zero = np.nanmedian(grads.values, axis=0) < 1e-12
-        facts["zero_grads"] = (float(is_zero.mean()), None)
+        facts |= _without_gradient(grads)
     if steps.run.attrs.get("eps") is not None:
         facts["eps"] = (float(steps.run.attrs["eps"]), None)
     if ratio is not None:
@@ -254,6 +295,19 @@ def _of_updates(steps: _Steps) -> RunFacts:
                 ratio, finite[:short], is_matrix
             )
     return facts | _unexplained(steps)
+
+
+def _without_gradient(grads: xr.DataArray) -> RunFacts:
+    "The share of parameters without a gradient, since when, and before the first step of the optimizer."
+    is_zero = grads.values < _NO_GRADIENT
+    share = float((np.nanmedian(grads.values, axis=0) < _NO_GRADIENT).mean())
+    each, few = is_zero.mean(axis=1), int(limit("few_records"))
+    ahead = pd.Series(each[::-1]).rolling(few, min_periods=1).median().to_numpy()[::-1]
+    at = int(np.argmax(ahead > limit("majority") * share)) if share else 0
+    facts: RunFacts = {"zero_grads": (share, grads.step.values[at])}
+    if grads.step.values[0] == 0:  # no step was taken yet: what has no gradient here began without one
+        facts["zero_at_first"] = (float(each[0]), 0)
+    return facts
 
 
 def _rate_excess(steps: _Steps, early: tuple[float, int | None]) -> RunFacts:
@@ -358,6 +412,18 @@ def _of_model(steps: _Steps) -> RunFacts:
     return facts
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #b0df1f01
+def _same_batch(table: pd.DataFrame) -> RunFacts:
+    "For how many steps in a row the loader served the batch of the step before; the others must differ."
+    first = table.drop_duplicates("step").batch_id.to_numpy()
+    is_same = np.r_[False, first[1:] == first[:-1]]
+    stretch = pd.Series(is_same).groupby((~is_same).cumsum()).cumsum().to_numpy()
+    at = int(np.argmax(stretch))
+    if is_same[1:].all() or not stretch[at]:
+        return {}
+    step = table.drop_duplicates("step").step.to_numpy()
+    return {"same_batch": (float(stretch[at]), int(step[at - int(stretch[at])]))}
+
+
 def _of_batches(steps: _Steps) -> RunFacts:
     "What the index of the black box tells of its batches: counts of targets, batches that came again."
     source = str(steps.run.attrs.get("source", ""))
@@ -372,19 +438,38 @@ def _of_batches(steps: _Steps) -> RunFacts:
     counts = table.dropna(subset=["targets"]).groupby("step").targets
     if len(counts):
         ratio = counts.max() / counts.min()
-        facts["token_ratio"] = (float(ratio.median()), int(ratio.idxmax()))
+        facts["token_ratio"] = (float(ratio.median()), int((ratio >= ratio.median()).idxmax()))
     again = table[table.duplicated("batch_id")]
     if len(again):
         facts["batches_again"] = (float(len(again)), int(again.step.iloc[0]))
+        facts |= _same_batch(table)
     return facts
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #944bafbc
+_SWAPS = 4  # two states, two batches
+
+
+def _swap_test(steps: _Steps, step: int) -> RunFacts:
+    "The seconds that a swap test of a step would take; {} where no black box allows one."
+    source = str(steps.run.attrs.get("source", ""))
+    seconds = steps._scalar(steps.scalars, "step_time")
+    if not source or not is_run(source) or not np.isfinite(seconds).any():
+        return {}
+    try:
+        first = opened(source).snapshot_before(step)
+    except InputError:  # it has no black box
+        return {}
+    return {"swap_seconds": (float(_SWAPS * (step - first + 1) * np.nanmedian(seconds)), step)}
+
+
 _MEASURES: tuple[Callable[[_Steps], RunFacts], ...] = (
     _of_start,
     _of_updates,
     _of_parts,
     _of_format,
     _of_model,
+    _input_peak,
+    _update_peak,
     _repeats,
     _of_batches,
 )
@@ -406,7 +491,7 @@ def evidence(
             facts |= measure(steps)
         at = loss_event(steps.loss)
         if at is not None:
-            facts |= _around_event(steps, at)
+            facts |= _around_event(steps, at) | _swap_test(steps, int(steps.step[at]))
         facts |= _of_findings(steps, findings, facts)
     return {name: fact for name, fact in facts.items() if not np.isnan(fact[0])}
 

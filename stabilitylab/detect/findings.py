@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import pandas as pd
 
@@ -47,6 +47,21 @@ class Finding:
         if self.end is None:
             object.__setattr__(self, "end", self.onset)
         object.__setattr__(self, "evidence", plain(self.evidence))
+
+    def __str__(self) -> str:
+        "One line: severity, kind, steps and words."
+        severity, kind, steps, words = _cells(self)
+        return f"{severity}: {kind}{f' at {steps}' if steps else ''}{f': {words}' if words else ''}"
+
+    @property
+    def first(self) -> int:
+        "The onset, where it is known that the finding has one."
+        return cast(int, self.onset)
+
+    @property
+    def last(self) -> int:
+        "The end, where it is known that the finding has one."
+        return cast(int, self.end)
 
     def with_(
         self,
@@ -112,7 +127,7 @@ class Findings(Sequence):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Findings) and self._all == other._all
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # how Python says "not hashable"
 
     def of(
         self,

@@ -7,6 +7,8 @@ __all__ = ['MostLikely', 'most_likely']
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6d62772e
 import json
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 
@@ -28,6 +30,7 @@ class MostLikely:
     rivals: tuple[dict, ...] = ()  # id, cause, what speaks against it, and its cures
     missing: tuple[str, ...] = ()  # measurements that would tell
     cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
+    test: str = ""  # the command that tells the cause from its rivals; '' where the run cannot be replayed
 
     def to_dict(self) -> dict:  # cause, because, next; what else is known
         "As the command's JSON has it."
@@ -38,16 +41,34 @@ class MostLikely:
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #7aa38cf4
 _TABLE = json.loads(files("stabilitylab.detect").joinpath("likely_causes.json").read_text(encoding="utf-8"))
 _REASONS = 3  # findings that are values as reasons
-_OPEN = "Can't tell yet: the log shows what happened, not why."
-_OPEN_NEXT = (
-    "Replay the suspect step from the checkpoint before it, in the precision of the run and in fp32",
-    "Record the next run: activations and gradients show which layer moves first",
-)
+_OPEN = "Can't tell yet: the {source} shows what happened, not why."
+_ABSENT = {  # what a log lacks -> what it would tell
+    "lr": "the learning rate of each step: whether it had jumped",
+    "grad_norm": "the gradient norm of each step: whether it rose before the loss",
+    "updates": "the updates and values of each batch, as a Recorder keeps them: data, state or rate",
+}
+_REPLAY = "Replay the suspect step from the checkpoint before it, in the precision of the run and in fp32"
+_RECORD = "Record the next run: activations and gradients show which layer moves first"
+
+
+def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
+    "No cause; a run whose layers were recorded is not told to record them."
+    is_recorded = "evidence" in findings.attrs
+    recorded = missing_measures(findings.attrs["evidence"]) if is_recorded else []
+    absent = [_ABSENT[name] for name in findings.attrs.get("absent", ())]
+    return MostLikely(
+        _OPEN.format(source="record" if is_recorded else "log"),
+        tuple(finding.explanation for finding in candidates[:_REASONS]),
+        (_REPLAY,) if is_recorded else (_REPLAY, _RECORD),
+        missing=(*recorded, *absent),
+    )
 
 
 def _fits(finding: Finding, where: dict) -> bool:
     "Whether a finding has what a row of the table asks for."
+    of_validation = str(finding.series).startswith("val_")
     evidence = finding.evidence | {"ends_it": bool(finding.evidence.get("stays"))}
+    evidence |= {"of_validation": of_validation}
     return all(evidence.get(name) == value for name, value in where.items())
 
 
@@ -87,9 +108,25 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         step=first.step,
         confidence=next(name for name, needed in _CONFIDENCE.items() if lead >= needed),
         rivals=tuple(_rival(cause, first) for cause in others[:2]),
-        missing=tuple(missing_measures(facts)),
+        missing=(*missing_measures(facts), *_swap_words(facts)),
         cures=first.cures,
+        test=_swap_command(facts, str(findings.attrs.get("source", ""))),
     )
+
+
+def _swap_words(facts: Mapping) -> tuple[str, ...]:
+    "What the swap test of the step at which the loss jumped would tell, and what it costs."
+    if "swap_seconds" not in facts:
+        return ()
+    seconds, step = facts["swap_seconds"]
+    return (f"whether batch or state made the jump at step {step:,}: the swap test, about {seconds:.0f} s",)
+
+
+def _swap_command(facts: Mapping, source: str) -> str:
+    "The command of the swap test; it runs code of the run, so `diagnose` does not run it by itself."
+    if "swap_seconds" not in facts or not source:
+        return ""
+    return f"stabilitylab replay {shlex.quote(source)} --step {facts['swap_seconds'][1]}"
 
 
 def _rival(cause: Cause, first: Cause) -> dict:
@@ -111,11 +148,12 @@ def most_likely(
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
-        chosen = [_first(candidates, kind) for kind in row["when"]]
-        if None not in chosen and _fits(chosen[0], row["where"]):
+        firsts = [_first(candidates, kind) for kind in row["when"]]
+        chosen = [f for f in firsts if f is not None]
+        if len(chosen) == len(firsts) and _fits(chosen[0], row["where"]):
             return MostLikely(
                 row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
             )
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
-    return MostLikely(_OPEN, tuple(f.explanation for f in candidates[:_REASONS]), _OPEN_NEXT)
+    return _open(findings, candidates)

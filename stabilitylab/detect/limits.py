@@ -48,7 +48,7 @@ def limit(
 ) -> float:  # its value
     "The value of one limit, as changed by `use_limits`."
     if name not in LIMITS:
-        raise bad_input("name", name, f"one of {', '.join(LIMITS)}")
+        raise bad_input("name", name, LIMITS)
     value = (_CHANGED.get() or {}).get(name, LIMITS[name].value)
     reads = _READS.get()
     if reads is not None:
@@ -69,7 +69,7 @@ def count_limit(
 def _checked(name: str, value: float) -> float:
     "The value for a limit; an int where the table counts something."
     if name not in LIMITS:
-        raise bad_input("limits", name, f"names of {', '.join(LIMITS)}")
+        raise bad_input("limits", name, LIMITS)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
         raise bad_input(f"limits[{name!r}]", value, "a finite number, 0 or more")

@@ -75,7 +75,7 @@ def _massive(data: xr.Dataset) -> Finding | None:
     return Finding("massive_activation", "info", data.step.values[row], modules=modules, evidence=evidence)
 
 
-_TIED = (*_NEEDED, "stream_position", "stream_token", "stream_channel")
+_TIED: tuple[str, ...] = (*_NEEDED, "stream_position", "stream_token", "stream_channel")
 _TIED += ("sink_score", "sink_uniform", "sink_position")
 
 

@@ -40,7 +40,7 @@ def find_grad_norm_explosion(
     "Where the gradient norm explodes; an info until `relate` finds that the loss followed."
     norm = curve(run, "grad_norm")
     judged = high_grad_norm(norm)
-    if judged is None:
+    if norm is None or judged is None:
         return []
     high, level, log = judged
     is_explosion = log[high] - level[high] > np.log(limit("threefold"))

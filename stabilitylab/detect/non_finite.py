@@ -26,7 +26,8 @@ def find_non_finite(
 ) -> list[Finding]:  # one for all series that hold NaN or infinity at the same steps, the loss first
     "The series that hold NaN or infinity, and from which step on."
     scalars = scalars_of(run)
-    loss, together = loss_name(scalars), {}
+    loss = loss_name(scalars)
+    together: dict[tuple[int | None, int | None], list[Finding]] = {}  # by onset and end
     for name in sorted(series_names(scalars), key=lambda name: (name != loss, "loss" not in name)):
         finding = _non_finite(name, series(scalars, name))
         if finding is not None:

@@ -20,6 +20,7 @@ from stabilitylab.detect.activations import (
 )
 from .findings import Finding
 from .growth import growth_evidence
+from .learning_rate import rate_at
 from .limits import count_limit, limit
 from .phrase import evidence_words
 from ..run.curves import curve, group_of
@@ -60,7 +61,7 @@ def find_update_rms_excess(
 ) -> list[Finding]:  # at most one; an info, until `relate.layer_leads` sees the loss follow
     "Large parameters whose gradient outran its second moment."
     optimizer, shapes = group_of(run, "optimizer"), run.attrs.get("shapes", {})
-    betas = run.attrs.get("betas") or ()
+    betas: tuple[float, ...] = tuple(run.attrs.get("betas") or ())
     if optimizer is None or "update_rms" not in optimizer or len(betas) != 2:
         return []
     entries = np.array([np.prod(shapes.get(str(name), [0])) for name in optimizer.param.values])
@@ -69,7 +70,7 @@ def find_update_rms_excess(
     is_over = rms >= limit("update_rms")
     if not is_over.any():
         return []
-    row, column = np.unravel_index(np.nanargmax(rms), rms.shape)
+    row, column = divmod(int(np.nanargmax(rms)), rms.shape[1])
     rate = is_over[:, column].mean()
     steps = large.step.values[is_over[:, column]]
     order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
@@ -215,7 +216,7 @@ def find_large_steps(
     worst = np.argsort(-np.nan_to_num(ratio[at]))
     evidence = {"ratio": float(np.nanmax(ratio[at])), "quarter": float(quarter[at]), "steps": len(large)}
     if lr is not None and len(lr.value):
-        evidence["lr_at_onset"] = float(lr.value[np.abs(lr.step - updates.step.values[at]).argmin()])
+        evidence["lr_at_onset"] = rate_at(lr, int(updates.step.values[at]))
     modules = first_names(updates.param[is_matrix], worst)
     onset, end = updates.step.values[at], updates.step.values[large[-1]]
     return [Finding("lr_too_high", "warning", onset, end, modules=modules, evidence=evidence)]

@@ -40,8 +40,7 @@ def _joined(names: list[str]) -> str:
 
 def _key(value: object) -> str:
     "A coded value as the table has it."
-    is_whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if is_whole else value).lower()
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
 
 
 def _fields(finding: Finding) -> dict:

@@ -15,6 +15,7 @@ import xarray as xr
 from .activations import first_crossings
 from .divergence import find_divergence
 from .findings import Finding
+from .learning_rate import rate_at
 from .limits import count_limit, limit
 from .non_finite import find_non_finite
 from .spikes import find_loss_spikes
@@ -28,7 +29,7 @@ def _interval(run: xr.DataTree) -> int:
 
 def _resumes(run: xr.DataTree, findings: list[Finding]) -> list[int]:
     "Steps at which the program was started again."
-    steps = [f.onset for f in findings if f.kind == "restart"]
+    steps = [f.first for f in findings if f.kind == "restart"]
     events = group_of(run, "events")
     if events is not None:
         loaded = events.event_step.values[events.event_kind.values == "checkpoint_load"]
@@ -50,10 +51,10 @@ def resume_spikes(
         healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
         if not healed_fast or "only_in" in f.evidence:
             return f
-        restarts = [step for step in resumes if 0 <= f.onset - step <= reach]
+        restarts = [step for step in resumes if 0 <= f.first - step <= reach]
         if not restarts:
             return f
-        is_one_record = f.end == f.onset and f.onset - restarts[0] < interval
+        is_one_record = f.last == f.first and f.first - restarts[0] < interval
         begins_anew = restarts[0] <= start  # a run that is resumed does not count from its first step
         severity = "info" if is_one_record or begins_anew else f.severity
         return f.with_(
@@ -71,10 +72,10 @@ def _first_spike(findings: list[Finding], divergence: Finding) -> Finding | None
         if f.kind == "loss_spike"
         and "only_in" not in f.evidence
         and f.evidence.get("recovery") in ("none", "partial")
-        and f.end >= divergence.end
+        and f.last >= divergence.last
         and "rolled_back_to" not in f.evidence
     ]
-    return min(open_spikes, key=lambda f: f.onset, default=None)
+    return min(open_spikes, key=lambda f: f.first, default=None)
 
 
 def _lasts(f: Finding) -> bool:
@@ -89,7 +90,7 @@ def _begun_with(divergence: Finding, spike: Finding | None) -> Finding:
     extra = {"began_with_spike_at": spike.onset, "peak": spike.evidence["peak"]}
     if "grad_norm_lead_steps" in spike.evidence:
         extra["grad_norm_lead_steps"] = spike.evidence["grad_norm_lead_steps"]
-    onset = min(divergence.onset, spike.onset)
+    onset = min(divergence.first, spike.first)
     return divergence.with_(onset=onset, evidence=divergence.evidence | extra)
 
 
@@ -129,8 +130,8 @@ def drop_explained_rises(
 
     def is_explained(f: Finding) -> bool:  # f: a slow rise
         "Whether a sharper finding tells of the same steps."
-        first, last = sorted((f.onset, f.end))  # behind a restart the later record has the lower step
-        return any(first <= other.end and other.onset <= last for other in sharper)
+        first, last = sorted((f.first, f.last))  # behind a restart the later record has the lower step
+        return any(first <= other.last and other.first <= last for other in sharper)
 
     return [f for f in findings if f.kind != "slow_rise" or not is_explained(f)]
 
@@ -145,10 +146,11 @@ _GROWING = ("grad_norm_explosion", "activation_explosion")
 
 def _led_by_growth(f: Finding, events: list[int], tolerance: int) -> Finding:
     "A sustained growth with its lead on the first loss event that began while it lasted, or soon after."
-    later = [event for event in events if f.onset <= event <= f.end + tolerance]
+    soon = max(tolerance, limit("minor_share") * (f.last - f.first))
+    later = [event for event in events if f.first <= event <= f.last + soon]
     if not later:
         return f
-    evidence = {"lead_steps": min(later) - f.onset, "loss_event": min(later)}
+    evidence = {"lead_steps": min(later) - f.first, "loss_event": min(later)}
     return f.with_(severity="warning", evidence=f.evidence | evidence)
 
 
@@ -159,8 +161,8 @@ def grad_norm_and_loss(
     "A gradient norm that exploded shortly before or at a loss event is part of it."
     interval = _interval(run)
     reach = count_limit("near_records") * interval
-    events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
-    lost = [f.onset for f in findings if _is_event(f, "non_finite") and "loss" in f.series]
+    events = [f.first for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
+    lost = [f.first for f in findings if _is_event(f, "non_finite") and "loss" in f.series]
 
     def raised(f: Finding) -> Finding:  # f: as found
         "The finding, raised where one of its steps came before an event."
@@ -169,8 +171,8 @@ def grad_norm_and_loss(
         for step in f.evidence.get("steps", []):
             for event in events:
                 if -interval <= event - step <= reach:
-                    evidence = {"lead_steps": max(0, event - step), "loss_event": event}
-                    return f.with_(severity="warning", evidence=f.evidence | evidence)
+                    order = {"lead_steps": event - step} if event >= step else {"lag_steps": step - event}
+                    return f.with_(severity="warning", evidence=f.evidence | order | {"loss_event": event})
         return f
 
     return [raised(f) if f.kind in _GROWING and not f.modules else f for f in findings]
@@ -182,11 +184,11 @@ def z_loss_and_loss(
 ) -> list[Finding]:  # with falls of the z-loss that say whether they or the loss came first
     "Which came first, the z-loss or the loss, where a loss event lies near."
     tolerance = count_limit("near_records") * _interval(run)
-    events = [f.onset for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
+    events = [f.first for f in findings if _is_event(f, "loss_spike", "divergence", "resume_spike")]
 
     def ordered(f: Finding) -> Finding:  # f: a fall of the z-loss
         "The finding with its distance to the nearest loss event."
-        lead = min((event - f.onset for event in events), key=abs, default=None)
+        lead = min((event - f.first for event in events), key=abs, default=None)
         if lead is None or abs(lead) > tolerance:
             return f
         order = {"lead_steps": lead} if lead >= 0 else {"lag_steps": -lead}
@@ -207,14 +209,14 @@ def high_learning_rate(
     back = max(count_limit("few_records"), int(limit("smooth_share") * n))
     has_peak = highest > (1 + limit("hardly_share")) * lr.value.min()
     lost = [f for f in findings if _is_event(f, "divergence", "loss_spike") and f.severity == "error"]
-    for f in sorted(lost, key=lambda f: f.onset):
-        at = int(np.clip(np.searchsorted(lr.step, f.onset), 1, n - 1))
-        here = lr.value[at]
+    for f in sorted(lost, key=lambda f: f.first):
+        at = int(np.clip(np.searchsorted(lr.step, f.first), 1, n - 1))
+        here = rate_at(lr, int(lr.step[at]))
         is_rising = here > (1 + limit("hardly_share")) * lr.value[max(0, at - back)]
         is_near_peak = has_peak and here >= limit("near_share") * highest
         if is_rising or is_near_peak:
             evidence = {
-                "lr_at_onset": float(here),
+                "lr_at_onset": here,
                 "highest_lr": float(highest),
                 "rising": bool(is_rising),
                 "explains": f.kind,
@@ -239,7 +241,7 @@ def hardware_and_spikes(
         if f.onset is None:
             return f
         for event in events:
-            if abs(event.onset - f.onset) <= reach:
+            if abs(event.first - f.first) <= reach:
                 return f.with_(evidence=f.evidence | {"near": event.kind, "near_step": event.onset})
         return f
 
@@ -253,7 +255,7 @@ def loss_events(
     findings: list[Finding],  # so far
 ) -> list[int]:  # ascending steps
     "The steps at which the loss itself went wrong."
-    return sorted({f.onset for f in findings if _is_event(f, *_LOSS_EVENTS) and not f.modules})
+    return sorted({f.first for f in findings if _is_event(f, *_LOSS_EVENTS) and not f.modules})
 
 # %% ../../nbs/api/detect/30_relations.ipynb #2bb19c52
 _PRECURSORS = (
@@ -295,8 +297,8 @@ def layer_leads(
             return f
         if f.kind == "update_rms_excess":
             return _led_shortly(f, events, reach)
-        later = [event for event in events if event >= f.onset]
-        return _led(f, f.onset, later[0]) if later else f
+        later = [event for event in events if event >= f.first]
+        return _led(f, f.first, later[0]) if later else f
 
     return [led(f) for f in findings]
 

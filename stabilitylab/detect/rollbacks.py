@@ -66,19 +66,20 @@ def rollback_ledger(
     events = [f for f in (*find_loss_spikes(run), *find_divergence(run)) if "rolled_back_to" in f.evidence]
     if loss is None:
         return pd.DataFrame(columns=_COLUMNS).astype({"onset": "Int64"})
+    spacing = int(np.median(np.abs(np.diff(loss.step)))) if len(loss.step) > 1 else 1
     rows = []
     for attempt in attempts(loss):
         if not attempt.resumed:
             continue
         left, resumed = int(loss.step[attempt.first - 1]), int(loss.step[attempt.first])
-        mine = [f for f in events if f.evidence["rolled_back_to"] == resumed and resumed <= f.onset <= left]
-        why = min(mine, key=lambda f: f.onset, default=None)
+        mine = [f for f in events if f.evidence["rolled_back_to"] == resumed and resumed <= f.first <= left]
+        why = min(mine, key=lambda f: f.first, default=None)
         before, after = _rates(lr, attempt, loss)
         rows.append(
             {
                 "left": left,
                 "resumed": resumed,
-                "repeated": left - resumed + 1,
+                "repeated": left - resumed + spacing,
                 "hours": _hours(loss, attempt, left),
                 "lr_before": before,
                 "lr_after": after,
@@ -161,7 +162,7 @@ def _mixture(run: xr.DataTree, bumps: list[Finding]) -> dict:
         series = curve(run, name) if _MIXTURE.search(name) and not _NO_MIXTURE.search(name) else None
         if series is None:
             continue
-        dips = [_dip(series, f.evidence["resumed_at"], f.end) for f in bumps]
+        dips = [_dip(series, f.evidence["resumed_at"], f.last) for f in bumps]
         moved = [dip for dip in dips if dip is not None and abs(dip[2]) >= limit("trend_sigma")]
         total = sum(dip[2] for dip in moved)
         same_way = [dip for dip in moved if dip[2] * total > 0]

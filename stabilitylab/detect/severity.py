@@ -185,11 +185,11 @@ def _came_back_before(f: Finding, context: _LossContext) -> str:
         return ""
     height = f.evidence["final"] - f.evidence["baseline"]
     for other in context.findings:
-        is_earlier = other.kind in _SPIKES and other.end < f.onset and other.evidence["recovery"] != "none"
+        is_earlier = other.kind in _SPIKES and other.last < f.first and other.evidence["recovery"] != "none"
         if not is_earlier:
             continue
         is_as_high = other.evidence["peak"] - other.evidence["baseline"] >= height
-        took_longer = other.end - other.onset > f.end - f.onset
+        took_longer = other.last - other.first > f.last - f.first
         if is_as_high and took_longer:
             return "came back before"
     return ""

@@ -89,10 +89,10 @@ def find_skip_rate(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "A share of skipped steps that grows, to five percent and more."
-    rate = skip_rate(run)
-    if rate is None or rate.low <= 0 or rate.now < limit("level_share"):
+    rate, skipped = skip_rate(run), _skipped(run)
+    if rate is None or skipped is None or rate.low <= 0 or rate.now < limit("level_share"):
         return []
-    step = _skipped(run)[0]
+    step = skipped[0]
     is_fp16 = "loss_scale" in scalars_of(run) or curve(run, "skipped") is None
     evidence = {
         "skips": rate.skips,
@@ -123,7 +123,8 @@ def _threshold(run: xr.DataTree) -> float | None:
     logged = [curve(run, name) for name in series_names(scalars_of(run)) if _CLIPS.match(name)]
     said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None and len(c.value)}
     settings = {**said_so, **scalars_of(run).attrs, **run.attrs}
-    settings |= settings.get("config") if isinstance(settings.get("config"), dict) else {}
+    config = settings.get("config")
+    settings |= config if isinstance(config, dict) else {}
     clips = [value for name, value in settings.items() if _CLIPS.match(str(name).split(".")[-1])]
     named = [float(value) for value in clips if isinstance(value, (int, float)) and value > 0]
     clipped = curve(run, "clipped_grad_norm")

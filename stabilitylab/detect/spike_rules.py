@@ -187,8 +187,8 @@ class OnlineRule:
         if rule not in LOOK_BACK:
             raise bad_input("rule", rule, ", ".join(LOOK_BACK))
         self.rule, self.series, self.gap = rule, series, gap
-        self.values = deque(maxlen=LOOK_BACK[rule])  # the last finite values
-        self.fired = None  # step at which it last called a spike
+        self.values: deque[float] = deque(maxlen=LOOK_BACK[rule])  # the last finite values
+        self.fired: int | None = None  # step at which it last called a spike
 
     def __call__(
         self,

@@ -223,7 +223,7 @@ def _high_steps(run: xr.DataTree) -> np.ndarray:
     "The steps at which the gradient norm left its range."
     grad_norm = curve(run, "grad_norm")
     judged = high_grad_norm(grad_norm)
-    return np.array([], int) if judged is None else grad_norm.step[judged[0]]
+    return np.array([], int) if grad_norm is None or judged is None else grad_norm.step[judged[0]]
 
 
 def _lead(high: np.ndarray, step: int, span: int) -> int | None:
@@ -240,7 +240,9 @@ def find_loss_spikes(
     loss = loss_curve(run)
     if loss is None:
         return []
-    own, single, start = [], [], limit("slight_share") * float(np.abs(loss.value[:1]).sum())
+    own: list[tuple[Curve, Spike]] = []
+    single: list[tuple[Curve, Spike]] = []
+    start = limit("slight_share") * float(np.abs(loss.value[:1]).sum())
     for series in split_runs(loss):
         spikes = spike_events(series)
         is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
@@ -363,7 +365,7 @@ def _tallest(findings: list[Finding]) -> list[Finding]:
     if len(findings) <= n_kept:
         return findings
     by_height = sorted(findings, key=lambda f: f.evidence["peak"] - f.evidence["baseline"])
-    lower = sorted(by_height[:-n_kept], key=lambda f: f.onset)
+    lower = sorted(by_height[:-n_kept], key=lambda f: f.first)
     tallest_lower = by_height[-n_kept - 1].evidence
     evidence = {"count": len(lower), "steps": [f.onset for f in lower]}
     evidence |= {name: tallest_lower[name] for name in ("baseline", "peak", "peak_step")}

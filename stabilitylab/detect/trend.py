@@ -6,6 +6,8 @@
 __all__ = ['find_not_learning', 'flat_since', 'find_overfitting', 'find_leak', 'find_level_shift']
 
 # %% ../../nbs/api/detect/12_trend.ipynb #99ed2c81
+from typing import Any
+
 import numpy as np
 import xarray as xr
 
@@ -41,7 +43,7 @@ def find_not_learning(
     is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
     if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
-    evidence = {
+    evidence: dict[str, Any] = {
         "first": float(shape.loss[0]),
         "best": float(shape.loss.min()),
         "drop": drop,
@@ -227,18 +229,18 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     error = smoothed_shape(series).noise / np.sqrt(window)
     least_rise = limit("level_share") * abs(float(np.median(level)))
     high = np.flatnonzero(jump > max(limit("tail_sigma") * error, least_rise))
-    findings, edges = [], []
+    findings: list[Finding] = []
+    edges: list[int] = []
     while len(high):
         end = high[0] + 2 * window
         nearby = high[high < end]
         at = window + int(nearby[np.argmax(jump[nearby])])
         rise = float(level[at + window] - level[at - window])
         edge = _edge(series, at, window, rise) if _stays(level, at, window) else None
-        is_new = edge is not None and (not edges or edge - edges[-1] > window)
-        if is_new:
+        if edge is not None and (not edges or edge - edges[-1] > window):
             edges.append(edge)
             shift = _level_shift if sign > 0 else _drop
-            findings += shift(series, validation, level, at, window)
+            findings += shift(series, validation, level, at, window, int(series.step[edge]))
         high = high[high >= end]
     is_slow_climb = len(findings) > count_limit("most_alike")  # a loss that moves all the time did not shift
     return [] if is_slow_climb else findings
@@ -254,6 +256,13 @@ def _stays(level: np.ndarray, at: int, window: int) -> bool:
 _MEDIAN_ERROR = np.sqrt(np.pi / 2)  # of a median of normal noise, in standard errors of a mean
 
 
+def _change_point(value: np.ndarray) -> int:
+    "Where the mean of values rises most, as a cumulative sum tells it: the first record of the new level."
+    n, before = np.arange(1, len(value)), np.cumsum(value)[:-1]
+    rise = (value.sum() - before) / (len(value) - n) - before / n
+    return 1 + int(np.argmax(rise * np.sqrt(n * (len(value) - n))))
+
+
 def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
     "The record at which a rise happens within a few, or in one; None where noise hides how it happens."
     value, noise = series.value[at - window : at + window], smoothed_shape(series).noise
@@ -264,7 +273,9 @@ def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
     step_up = level[few:] - level[:-few]  # from the records before a place to those behind it
     can_tell = few <= max(count_limit("near_records"), limit("minor_share") * window)
     if can_tell and step_up.max(initial=0) > limit("abrupt_share") * rise:
-        return at - window + few // 2 + int(np.argmax(step_up))
+        middle = few // 2 + int(np.argmax(step_up))
+        first = max(middle - few, 0)
+        return at - window + first + _change_point(value[first : middle + few])
     jump = np.diff(value)
     is_one_jump = jump.max(initial=0) > max(limit("majority") * rise, limit("spike_sigma") * difference)
     return at - window + 1 + int(np.argmax(jump)) if is_one_jump else None
@@ -276,9 +287,11 @@ def _median_between(series: Curve, first: int, last: int) -> float:
     return float(np.median(inside)) if len(inside) else np.nan
 
 
-def _level_shift(series: Curve, validation: Curve, level: np.ndarray, at: int, window: int) -> list[Finding]:
-    "The shift at record `at`, where validation was measured before and after it and did not follow."
-    look, at_step = count_limit("look_windows") * window, series.step[at]
+def _level_shift(
+    series: Curve, validation: Curve, level: np.ndarray, at: int, window: int, at_step: int
+) -> list[Finding]:
+    "The shift at a step, where validation was measured before and after it and did not follow."
+    look = count_limit("look_windows") * window
     before, after = float(level[at - window]), float(level[at + window])
     rise = after - before
     val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)
@@ -298,9 +311,11 @@ def _level_shift(series: Curve, validation: Curve, level: np.ndarray, at: int, w
     return [Finding("level_shift", "warning", at_step, at_step, evidence=evidence, series=series.name)]
 
 
-def _drop(series: Curve, validation: Curve, level: np.ndarray, at: int, window: int) -> list[Finding]:
-    "The shift of a mirrored loss at record `at`: the loss fell at once, out of a stretch that did not."
-    look, at_step = count_limit("look_windows") * window, series.step[at]
+def _drop(
+    series: Curve, validation: Curve, level: np.ndarray, at: int, window: int, at_step: int
+) -> list[Finding]:
+    "The shift of a mirrored loss at a step: the loss fell at once, out of a stretch that did not."
+    look = count_limit("look_windows") * window
     before, after = -float(level[at - window]), -float(level[at + window])
     drop = before - after
     earlier, lowest = -float(level[max(at - 2 * window, 0)]), -float(level[: at - window + 1].max())

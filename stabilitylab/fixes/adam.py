@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 
 from .registry import Range, define_fix
-from .submodules import embedding_tables, output_layer
+from .submodules import embedding_tables, linear_layers, matrix_sizes, output_layer
 from .training import Hook, Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
@@ -101,7 +101,7 @@ def _sgd_like_adam(
     "weight_decay",
     "optimizer",
     "Hugging Face VLM note, OPT-175B, practitioner's MT notes: did not work",
-    rows=("vlm-6", "vlm-10", "opt-2", "opt-7", "mt-43c", "opt-32", "mt-2"),
+    rows=("vlm-6", "vlm-10", "opt-2", "opt-7", "mt-43c", "opt-32", "mt-2", "own-29"),
     slots=("optimizer.decay",),
     is_control=True,
     equation="w -> w - lr·λ·w",
@@ -214,3 +214,44 @@ def _no_decay_on_small(log: UndoLog) -> None:
     tables = {id(m.weight) for m in embedding_tables(model).values()}
     small = tables | {id(p) for p in model.parameters() if p.ndim < 2}
     _split_group(log, frozenset(small), {"weight_decay": 0.0})
+
+# %% ../../nbs/api/fixes/14_adam.ipynb #826b70e8
+class _RatesByWidth(Hook):
+    "Multiplies the rates of groups by their own factors during the update."
+
+    order = 81
+
+    def __init__(self):
+        self.rates: list[float] = []
+
+    def before_update(self, training: Training) -> None:
+        "Sets the rates of the update."
+        self.rates = [group["lr"] for group in training.optimizer.param_groups]
+        for group in training.optimizer.param_groups:
+            group["lr"] *= group.get("width_factor", 1.0)
+
+    def after_step(self, training: Training) -> None:
+        "Restores the rates."
+        for group, rate in zip(training.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+
+
+@define_fix(
+    "mup_rates",
+    "optimizer",
+    "μP 2203.03466, its table for Adam",
+    rows=("own-24",),
+    slots=("optimizer.groups", "lr.width"),
+    equation="lr -> lr·base/fan_in, matrices inside the model and the output layer",
+)
+def _mup_rates(
+    log: UndoLog,
+    base: Annotated[int, Range(1, 1_000_000)] = 128,  # the width at which the rate was tuned
+) -> None:
+    "Divide the learning rate of each matrix by its width."
+    ids: dict[int, list[int]] = {}
+    for module in linear_layers(log.training.model).values():
+        ids.setdefault(matrix_sizes(module)[0], []).append(id(module.weight))
+    for width, of_width in ids.items():
+        _split_group(log, frozenset(of_width), {"width_factor": base / width})
+    log.add_hook(_RatesByWidth(), f"rate times {base}/inputs")

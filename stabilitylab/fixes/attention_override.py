@@ -27,6 +27,7 @@ class AttentionOverride(nn.Module):
         self.cap: float | None = None  # soft-cap of the logits
         self.inside = False  # scale queries and keys before the product
         self.plus_one = False  # a column with logit 0
+        self.weights = "softmax"  # of the logits: softmax, sigmoid or softpick
         self.watch = False  # record the largest logit of each head
         self.sink: nn.Parameter | None = None  # (head,) logit of a column without a value
         self.extra_key: nn.Parameter | None = None  # (head, head_dim) a key that every query sees
@@ -50,6 +51,8 @@ class AttentionOverride(nn.Module):
             options["inside"] = True
         if self.cap is not None:
             options["cap"] = self.cap
+        if self.weights != "softmax":
+            options["weights"] = self.weights
         if self.plus_one:
             options["sink"] = q.new_zeros(q.shape[1])
         if self.sink is not None:

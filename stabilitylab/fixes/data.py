@@ -17,7 +17,7 @@ from .loss import count_targets
 from .registry import Range, define_fix, fix
 from .undo_log import UndoLog
 from ..names.errors import bad_input
-from ..numerics.pytree import map_tensors
+from ..numerics.pytree import map_tensors, tensors_of
 
 # %% ../../nbs/api/fixes/20_data.ipynb #8a3beb1d
 def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
@@ -35,7 +35,7 @@ def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
     "skip_batches",
     "data",
     "PaLM, ML Engineering, BLOOM",
-    rows=("mle-6", "mle-17d"),
+    rows=("mle-6", "mle-17d", "own-17"),
     slots=("data.offset",),
     equation="batch(t) -> batch(t + n)",
 )
@@ -288,3 +288,34 @@ def _cut_length(part: Any, share: float) -> Any:
         return tensor[:, : max(1, math.ceil(share * tensor.shape[1]))].contiguous()
 
     return map_tensors(cut, part)
+
+# %% ../../nbs/api/fixes/20_data.ipynb #efcbe9bf
+@define_fix(
+    "batch_warmup",
+    "data",
+    "GPT-3 2005.14165; McCandlish et al. 1812.06162",
+    rows=("own-30",),
+    slots=("data.size",),
+    equation="B_t = B·(s + (1-s)·min(1, t/T))",
+)
+def _batch_warmup(
+    log: UndoLog,
+    start: Annotated[float, Range(0.001, 1.0)] = 0.125,  # initial share of the rows of a micro-batch
+    steps: Annotated[int, Range(1, 10_000_000)] = 100,  # until all rows
+) -> None:
+    "Start with small batches."
+    base, first = log.training.batches, log.training.step
+
+    def smaller(step: int) -> list:
+        "The micro-batches of a step, with their first rows."
+        share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
+        parts = base(step)
+        return _rescale_item_counts(parts, [_first_rows(part, share) for part in parts])
+
+    log.set(log.training, "batches", smaller, "training", f"batches from {start:.0%} on")
+
+
+def _first_rows(part: Any, share: float) -> Any:
+    "The first rows of a micro-batch, one at least."
+    sizes = [len(tensor) for tensor in tensors_of(part) if tensor.ndim]
+    return _select_rows(part, torch.arange(max(1, math.ceil(share * sizes[0]))))

@@ -59,7 +59,7 @@ def _std(rule: str, width: int, inputs: int, std: float) -> float:
     "redraw",
     "init",
     "BLOOM, ML Engineering (std 0.02 was too large at 104B); fan_in: Wortsman et al.",
-    rows=("mle-2", "new-18", "mt-36"),
+    rows=("mle-2", "new-18", "mt-36", "own-15"),
     slots=("init",),
     keeps_function=False,
     equation="std = √(2/(5H)) or √(1/(3H)); residual projections /√(2L)",

@@ -202,7 +202,7 @@ def _counter_of_targets(training: Training) -> Callable[[Any], int]:
     "token_mean",
     "loss",
     "Hugging Face, Unsloth and others since 2024; practitioner's MT notes",
-    rows=("mt-31",),
+    rows=("mt-31", "own-18"),
     slots=("accumulation",),
     equation="Σ_i n_i L_i / Σ_i n_i",
 )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .registry import Range, define_fix
+from .submodules import require_output_layer
 from .training import Hook, Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
@@ -91,6 +92,7 @@ class GridRounding(Hook):
 
     def __init__(self, rounding: str, seed: int):
         self.rounding, self.random = rounding, torch.Generator().manual_seed(seed)
+        self.lost: list[torch.Tensor] = []  # what rounding took from each trained weight, for 'kahan'
         self.narrow: list[torch.nn.Parameter] = []
 
     @torch.no_grad()
@@ -106,6 +108,9 @@ class GridRounding(Hook):
             parameter.data = parameter.data.float()
             parameter.grad = None if gradient is None else gradient.float()
             _cast_moments(training.optimizer, parameter, torch.float32)
+        if self.lost:
+            for parameter, lost in zip(_trained(training), self.lost, strict=True):
+                parameter.data += lost
 
     @torch.no_grad()
     def after_step(
@@ -113,9 +118,14 @@ class GridRounding(Hook):
         training: Training,  # after its optimizer step
     ) -> None:
         "Rounds every trained weight."
-        for parameter in training.model.parameters():
-            if parameter.requires_grad and not training.skip:
-                parameter.data.copy_(self.rounded(parameter.detach()))
+        exact = [parameter.detach().clone() for parameter in _trained(training)]
+        for parameter in _trained(training):
+            parameter.data.copy_(self.rounded(parameter.detach()))
+        if (
+            self.rounding == "kahan"
+        ):  # what is lost is itself kept in bf16, as in a run that has no fp32 at all
+            pairs = zip(exact, _trained(training), strict=True)
+            self.lost = [quantise(old - new.detach(), "bf16").to(old) for old, new in pairs]
         for parameter in self.narrow:
             parameter.grad = None
             parameter.data = parameter.data.bfloat16()
@@ -125,36 +135,44 @@ class GridRounding(Hook):
         x: torch.Tensor,  # any shape
     ) -> torch.Tensor:  # same shape, on the grid
         "The nearest number of bf16, or a neighbour at random."
-        if self.rounding == "nearest":
+        if self.rounding != "stochastic":
             return quantise(x, "bf16").to(x.dtype)
         return stochastic_round(x.cpu(), "bf16", self.random).to(device=x.device, dtype=x.dtype)
 
     def state_dict(self) -> dict:
-        "The random state."
-        return {"random": self.random.get_state()}
+        "The random state and what rounding took."
+        return {"random": self.random.get_state(), "lost": [lost.clone() for lost in self.lost]}
 
     def load_state_dict(
         self,
         state: dict,  # of `state_dict`
     ) -> None:
-        "Restores the random state."
+        "Restores them."
         self.random.set_state(state["random"])
+        self.lost = [lost.clone() for lost in state["lost"]]
+
+
+def _trained(training: Training) -> list[torch.nn.Parameter]:
+    "The weights that training changes."
+    return [parameter for parameter in training.model.parameters() if parameter.requires_grad]
 
 # %% ../../nbs/api/fixes/21_precision.ipynb #cae24113
 @define_fix(
     "bf16_weights",
     "precision",
-    "torchao, 2502.20566, practitioner's MT notes",
+    "torchao, 2502.20566, practitioner's MT notes; Kahan summation: 2010.06192",
     rows=("mt-34", "new-16"),
     slots=("precision.grid",),
     keeps_function=False,
-    equation="E[SR(x)] = x",
+    equation="E[SR(x)] = x; Kahan: w + c -> R(w + c + Δw), c -> w + c + Δw - R(w + c + Δw)",
 )
 def _bf16_weights(
     log: UndoLog,
-    rounding: Literal["stochastic", "nearest"] = "stochastic",  # 'nearest' is the fault that the other cures
+    rounding: Literal[  # 'nearest' is the fault that the others cure
+        "stochastic", "kahan", "nearest"
+    ] = "stochastic",
 ) -> None:
-    "Keep the weights on the grid of bf16, rounded at random or to the nearest."
+    "Keep the weights on the grid of bf16, rounded at random, with a carried rest, or to the nearest."
     training = log.training
     narrow = [p for p in training.model.parameters() if p.dtype == torch.bfloat16]
 
@@ -266,6 +284,30 @@ class _FP32Accumulation(Hook):
 def _grad_sum_fp32(log: UndoLog) -> None:
     "Add gradients of micro-batches in float32."
     log.add_hook(_FP32Accumulation(), "gradients of micro-batches accumulate in float32")
+
+# %% ../../nbs/api/fixes/21_precision.ipynb #0cb4dbdd
+def _apply_in_fp32(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    "The output of a linear layer, computed in float32."
+    layer: Any = module
+    bias = None if layer.bias is None else layer.bias.float()
+    with torch.autocast(output.device.type, enabled=False):
+        return nn.functional.linear(inputs[0].float(), layer.weight.float(), bias)
+
+
+@define_fix(
+    "head_fp32",
+    "precision",
+    "MiniMax-M1 2506.13585",
+    rows=("own-31",),
+    slots=("precision.head",),
+    keeps_function=False,
+    equation="logits = fp32(W)·fp32(h)",
+)
+def _head_fp32(log: UndoLog) -> None:
+    "Compute the output logits in float32."
+    name, module = require_output_layer(log.training.model)
+    log.note(name, "computed in", "as the model", "float32")
+    log.add_handle(module.register_forward_hook(_apply_in_fp32))
 
 # %% ../../nbs/api/fixes/21_precision.ipynb #0be9629b
 def _tile_quantise(x: torch.Tensor, rows: int, fmt: str = "fp8_e4m3", tile: int = 128) -> torch.Tensor:

@@ -224,12 +224,11 @@ def fix(
     "The fix of this name."
     _load_modules()
     if name not in REGISTRY:
-        raise bad_input("name", name, ", ".join(sorted(REGISTRY)))
+        raise bad_input("name", name, sorted(REGISTRY))
     about = REGISTRY[name]
     unknown = [p for p in parameters if p not in about.parameters]
     if unknown:
-        allowed = ", ".join(about.parameters) or "none"
-        raise bad_input("parameters", ", ".join(unknown), f"of {name}: {allowed}")
+        raise bad_input(f"parameter of {name}", unknown[0], about.parameters)
     for parameter, value in parameters.items():
         _check(parameter, value, about.parameters[parameter].annotation)
     return Fix(about, {n: p.default for n, p in about.parameters.items()} | parameters)

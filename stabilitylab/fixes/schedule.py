@@ -46,7 +46,7 @@ def _scale_rates(log: UndoLog, factor: Callable[[int], float], what: str) -> Non
     "lower_lr",
     "schedule",
     "OPT-175B, IDEFICS-80B, Hugging Face VLM note",
-    rows=("vlm-18", "opt-14", "opt-20", "mle-17b", "mt-43a", "vlm-9", "opt-32", "mt-2"),
+    rows=("vlm-18", "opt-14", "opt-20", "mle-17b", "mt-43a", "vlm-9", "opt-32", "mt-2", "own-16", "own-25"),
     slots=("lr.factor",),
     equation="lr -> f·lr",
 )
@@ -99,6 +99,29 @@ def _warmup(
         return share if shape == "linear" else (1 - math.cos(math.pi * share)) / 2
 
     _scale_rates(log, warmup_factor, f"warmup over {steps} steps")
+
+# %% ../../nbs/api/fixes/19_schedule.ipynb #7e408871
+@define_fix(
+    "decay_to_zero",
+    "schedule",
+    "warmup-stable-decay: MiniCPM 2404.06395; its shape: Hägele et al. 2405.18392",
+    rows=("own-23",),
+    slots=("lr.decay",),
+    equation="lr -> lr·(1 - √((t - T)/D)) behind T steps",
+)
+def _decay_to_zero(
+    log: UndoLog,
+    stable: Annotated[int, Range(0, 10_000_000)] = 0,  # steps at the full rate first
+    steps: Annotated[int, Range(1, 10_000_000)] = 100,  # of the decay
+) -> None:
+    "Let the learning rate fall to 0, at once or behind some steps."
+    first = log.training.step + stable
+
+    def decay_factor(step: int) -> float:
+        "The factor of the rate at a step, 1 to 0."
+        return 1 - math.sqrt(min(1.0, max(0, step - first) / steps))
+
+    _scale_rates(log, decay_factor, f"learning rate to 0 over {steps} steps")
 
 # %% ../../nbs/api/fixes/19_schedule.ipynb #20312659
 class _RateCuts(Hook):

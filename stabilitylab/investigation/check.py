@@ -116,6 +116,8 @@ def check_path(
         allowed = "a record, a checkpoint, a log, or a folder of them"
         raise bad_input("path", str(path), allowed, "nothing is there: check the spelling")
     pieces = list(_pieces(path))
+    if not pieces:
+        raise InputError(f"`{path}` holds no file that could be checked")
     unchecked = tuple(name for piece in pieces for name in piece.unchecked)
     damaged = tuple(words for piece in pieces for words in piece.damaged)
     return Wholeness(str(path), sum(piece.checked for piece in pieces), unchecked, damaged)

@@ -142,7 +142,8 @@ class Investigation(_RunningTrial):
         "The report of the run, with the trial in it, as a page of its own."
         result = self.result
         sheet = None if result is None else trial_sheet(result, self.plan.suggestions, self.notes())
-        return report_html({"run": self.recording.run}, {"run": self.findings}, trial=sheet)
+        setup = None if self.plan.start is None else self.plan.start.setup
+        return report_html({"run": self.recording.run}, {"run": self.findings}, trial=sheet, setup=setup)
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #6d66bcaa
 def _unfinished(trial: Trial, result: TrialResult, has_folder: bool) -> list[str]:

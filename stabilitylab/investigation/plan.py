@@ -83,10 +83,12 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     progress: bool = False,  # a bar on standard error while a proxy trains
 ) -> Plan:
     "What a trial of this run will compare."
-    arms, has_state = named_arms(fixes), recording.has_box or step is not None or setup is not None
+    arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
+    if not arms and _is_well(findings, recording):
+        return Plan(None, [], steps or _STEPS, [trial_note("healthy")])
     start: Start | None
-    if has_state:
+    if recording.has_box or step is not None or setup is not None:
         start, notes = _recorded_start(recording, findings, step, setup)
         length = steps or _STEPS
     else:
@@ -95,8 +97,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if start is None:
         return Plan(None, [], length, notes, suggestions)
     if arms:
-        if refused := unfit_arms(start, arms, device):
-            raise InputError(next(iter(refused.values())))
+        _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
     suggestions, refused = _that_fit(start, suggestions, device)
     unfit = _unsuited(findings, recording) | refused
@@ -119,6 +120,18 @@ def _that_fit(
         refused |= why
         fitting += [] if why else [suggestion]
     return fitting, refused
+
+
+def _is_well(findings: Sequence[Finding], recording: Recording) -> bool:
+    "Whether there is nothing that a fix could answer."
+    return cause_of(list(findings), recording.run) is None
+
+
+def _refuse(start: Start, arms: list[Arm], device: str) -> None:
+    "Raises for a requested arm that cannot be tried."
+    refused = unfit_arms(start, arms, device)
+    if refused:
+        raise InputError(next(iter(refused.values())))
 
 
 def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:

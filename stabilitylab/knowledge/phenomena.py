@@ -31,7 +31,7 @@ def check_kind(
 ) -> str:  # the same name, if there is such a kind
     "The finding kind itself, or an error that lists all of them."
     if kind not in FINDING_KINDS:
-        raise bad_input("kind", kind, ", ".join(FINDING_KINDS))
+        raise bad_input("kind", kind, FINDING_KINDS)
     return kind
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #177b2f91

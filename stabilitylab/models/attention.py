@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .config import ModelConfig
 from .parts import RelativeBias, make_norm, rotate
+from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/12_attention.ipynb #0d37ecd7
 def attend(  # noqa: PLR0913 - one option for each remedy
@@ -30,15 +31,26 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     cap: float | None = None,  # soft-cap of the logits; None: none
     sink: torch.Tensor | None = None,  # (head,) logit of a column without a value; None: none
     extra: tuple | None = None,  # (key, value), each (head, head_dim): one more position that all see
+    weights: str = "softmax",  # of the logits: softmax, sigmoid or softpick
     dropout: float = 0.0,  # share of weights set to 0
 ) -> torch.Tensor:  # (batch, head, queries, head_dim)
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
-    if not (inside or cap is not None or sink is not None or extra is not None):
+    if not (inside or cap is not None or sink is not None or extra is not None or weights != "softmax"):
         if bias is not None and causal:
             bias, causal = bias + _causal_bias(q, k), False
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale)
+    if weights != "softmax" and sink is not None:
+        raise bad_input("weights", weights, "softmax, where there is a sink")
     options: dict[str, Any] = dict(
-        bias=bias, causal=causal, scale=scale, inside=inside, cap=cap, sink=sink, extra=extra, dropout=dropout
+        bias=bias,
+        causal=causal,
+        scale=scale,
+        inside=inside,
+        cap=cap,
+        sink=sink,
+        extra=extra,
+        weights=weights,
+        dropout=dropout,
     )
     if has_torch_function((q, k, v)):  # whoever watches or changes attention gets to see the options
         return handle_torch_function(attend, (q, k, v), q, k, v, **options)
@@ -46,8 +58,8 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     if extra is not None:
         logits, v = _with_extra(q, logits, v, extra, cap, scale)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    weights = _softmax_with_sink(logits, sink).to(v.dtype)
-    return F.dropout(weights, dropout) @ v
+    shares = _softmax_with_sink(logits, sink) if weights == "softmax" else _OTHER_WEIGHTS[weights](logits)
+    return F.dropout(shares.to(v.dtype), dropout) @ v
 
 # %% ../../nbs/api/models/12_attention.ipynb #1b7f213b
 def attention_logits(
@@ -90,6 +102,27 @@ def _with_extra(q, logits, v, extra, cap, scale):
     key, value = (e.to(q.dtype)[None, :, None, :].expand(q.shape[0], -1, 1, -1) for e in extra)
     column = attention_logits(q, key, scale=scale, cap=cap)
     return torch.cat([logits, column], dim=-1), torch.cat([v, value], dim=-2)
+
+# %% ../../nbs/api/models/12_attention.ipynb #93489ff8
+def _sigmoid_weights(
+    logits: torch.Tensor,  # (batch, head, queries, keys); -inf where hidden
+) -> torch.Tensor:  # same shape, each in [0, 1]
+    "Each key by itself, with a bias by which they sum to about 1 at first."
+    return torch.sigmoid(logits - math.log(logits.shape[-1]))
+
+
+def _softpick_weights(
+    logits: torch.Tensor,  # (batch, head, queries, keys); -inf where hidden
+) -> torch.Tensor:  # same shape; rows sum to 1 at most
+    "Logits below 0 get nothing, and still count in the sum."
+    # both exponentials times e^-highest, so that neither overflows; below 0 there is nothing to scale
+    highest = logits.amax(dim=-1, keepdim=True).clamp(min=0.0)
+    above = torch.exp(logits - highest) - torch.exp(-highest)
+    total = above.abs().masked_fill(logits == float("-inf"), 0.0).sum(dim=-1, keepdim=True)
+    return above.clamp(min=0.0) / total.clamp(min=1e-8)
+
+
+_OTHER_WEIGHTS = {"sigmoid": _sigmoid_weights, "softpick": _softpick_weights}
 
 # %% ../../nbs/api/models/12_attention.ipynb #089cdd43
 class _AttentionParts(nn.Module):

@@ -41,7 +41,7 @@ def define(
     by_lower_case = {name.lower(): entry for name, entry in _TERMS.items()}
     if term.lower() not in by_lower_case:
         close = difflib.get_close_matches(term.lower(), by_lower_case, n=5, cutoff=0.4)
-        raise bad_input("term", term, ", ".join(close or by_lower_case), "see glossary() for all")
+        raise bad_input("term", term, close or list(by_lower_case), "see glossary() for all")
     return by_lower_case[term.lower()]
 
 # %% ../../nbs/api/names/08_glossary.ipynb #caae4111

@@ -47,6 +47,12 @@ def is_same_model(
     return model_itself(value) is model or getattr(value, "module", None) is model
 
 # %% ../../nbs/api/probe/27_loop_code.ipynb #ffedc60f
+def _name_in_len(call: ast.Call) -> str:
+    "The name in a call `len(name)`; '' for any other call."
+    is_len = isinstance(call.func, ast.Name) and call.func.id == "len" and len(call.args) == 1
+    return call.args[0].id if is_len and isinstance(call.args[0], ast.Name) else ""
+
+
 class _Inline(ast.NodeTransformer):
     "Puts the model, the batch and constants in place of the names of a loop."
 
@@ -69,6 +75,21 @@ class _Inline(ast.NodeTransformer):
         if is_free and is_same_model(self.scope.get(node.id), self.model):
             return ast.Name("model", ast.Load())
         return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        "The branch that a setting of the loop chooses; the other one is never run."
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            return node
+        return node.body if node.test.value else node.orelse
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        "The length of a list of the loop as a number; any other call by its parts."
+        name = _name_in_len(node)
+        values = self.scope.get(name)
+        if isinstance(values, (list, tuple)) and name not in self.bound:
+            return ast.Constant(len(values))
+        return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         "A chain that begins with an object of the loop, by what it leads to."

@@ -29,7 +29,7 @@ def _series_named(data: LogData, argument: str, name: str) -> str:
     for own in data.samples:
         if name.lower() == own.lower() or name == canonical_name(own):
             return own
-    raise bad_input(argument, name, ", ".join(data.samples)[:300] or "no series at all")
+    raise bad_input(argument, name, data.samples)
 
 
 def with_options(

@@ -50,7 +50,7 @@ def recognise(
     by_name = _formats_by_name()
     if format is not None:
         if format not in by_name:
-            raise bad_input("format", format, ", ".join(by_name))
+            raise bad_input("format", format, by_name)
         return by_name[format]
     path = Path(path)
     if path.suffix.lower() == ".safetensors":

@@ -8,11 +8,13 @@ __all__ = ['read_runs', 'read_log']
 # %% ../../nbs/api/read/09_runs.ipynb #37a621c2
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import xarray as xr
 
 from ..names.errors import InputError, bad_input
+from ..names.files import Scratch
+from ..names.remote import fetched, is_remote, shown_address
 from .base import head_of
 from .companions import companion_files, join_companion_logs, join_kernel_logs
 from .dataset import to_dataset
@@ -32,10 +34,10 @@ from stabilitylab.read.groups import (
     merge_duplicates,
     run_name_of,
 )
-from .recognise import formats
+from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
-from ..run.scalars import make_scalars
+from ..run.scalars import make_scalars, series_names
 
 # %% ../../nbs/api/read/09_runs.ipynb #1e828ead
 def _run_of(files: list[LogFile], source: str) -> xr.DataTree:
@@ -197,23 +199,66 @@ def _note_rejected(runs: dict[str, xr.DataTree], rejected: _Rejected, folder: Pa
         named = {str(path.relative_to(folder)): why for path, why in missed.items()}
         attrs["left_out"] = attrs.get("left_out", {}) | named
 
+# %% ../../nbs/api/read/09_runs.ipynb #cbf814e6
+_WEIGHTS = {".safetensors", ".distcp", ".pt", ".pth", ".bin", ".ckpt"}
+_copies: list[Scratch] = []  # what was copied from elsewhere; records read from it as they are looked at
+
+
+def _is_wanted(path: PurePosixPath) -> bool:
+    "Whether a file of a folder elsewhere may be a log, or a part of a record."
+    return path.suffix.lower() not in _NO_LOGS | _WEIGHTS and "blackbox" not in path.parts
+
+
+def _read_remote(
+    address: str, format: str | None, step: str | None, loss: str | None
+) -> dict[str, xr.DataTree]:
+    "Every run at an address; it stands in the record without password and signature."
+    copy, scratch = fetched(address, _is_wanted)
+    _copies.append(scratch)
+    runs = read_runs(copy, format, step, loss)
+    for group in (group for run in runs.values() for group in run.subtree if "source" in group.attrs):
+        group.attrs["source"] = group.attrs["source"].replace(str(copy), shown_address(address), 1)
+    return runs
+
 # %% ../../nbs/api/read/09_runs.ipynb #a433e4a4
 def read_runs(
-    path: str | Path,  # a log file, a folder with logs, or a saved record
+    path: str | Path,  # a log file, a folder with logs, or a saved record; or its address, as `s3://…`
     format: str | None = None,  # name of a format; None: recognised by content
     step: str | None = None,  # name of the series that counts the steps; None: detected
     loss: str | None = None,  # name of the series that is the training loss; None: detected
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
+    if is_remote(path):
+        return _read_remote(str(path), format, step, loss)
     path, options = Path(path), ReadOptions(format, step, loss)
     if not path.exists():
         allowed = "a log file, a folder with logs, or a saved record"
         raise bad_input("path", str(path), allowed, "nothing is there: check the spelling")
+    if format:
+        recognise(path, format)  # raises for a name that no format has
     if is_run(path):
-        return {path.name: _with_companions(open_run(path), path)}
+        return {path.name: _with_named(_with_companions(open_run(path), path), options)}
     if path.is_file():
         return {name: _run_of([file], str(path)) for name, file in _runs_of_file(path, options).items()}
     return _read_folder(path, options)
+
+
+def _with_named(run: xr.DataTree, options: ReadOptions) -> xr.DataTree:
+    "A record with the series that its user names as the loss; a format or steps cannot be named for it."
+    allowed = f"nothing: `{run.attrs['source']}` is a record, not a log"
+    for argument, value in (("format", options.format), ("step", options.step)):
+        if value:
+            raise bad_input(argument, value, allowed, f"leave --{argument} away")
+    scalars = run["scalars"].to_dataset()
+    if options.loss and options.loss not in series_names(scalars):
+        raise bad_input("loss", options.loss, series_names(scalars))
+    if options.loss and options.loss != "loss":
+        names = {options.loss: "loss"} | ({"loss": "recorded_loss"} if "loss" in scalars else {})
+        if "series" in scalars.coords:
+            scalars = scalars.assign_coords(series=[names.get(str(s), str(s)) for s in scalars.series.values])
+        run["scalars"] = xr.DataTree(scalars.rename(names))
+        run.attrs["loss_is"] = options.loss
+    return run
 
 
 def _runs_of_file(path: Path, options: ReadOptions) -> dict[str, LogFile]:
@@ -237,7 +282,8 @@ def read_log(
     runs = read_runs(path, format, step, loss)
     if len(runs) > 1:
         names = ", ".join(list(runs)[:5]) + (", …" if len(runs) > 5 else "")
-        raise InputError(f"`{path}` holds {len(runs)} runs ({names}); allowed: one; read_runs gives them all")
+        got = f"`{shown_address(str(path))}` holds {len(runs)} runs ({names})"
+        raise InputError(f"{got}; allowed: one; read_runs gives them all")
     run = next(iter(runs.values()))
     table = run["scalars"].to_dataset() if "scalars" in run.children else make_scalars({})
     return table.merge(run["events"].to_dataset()) if "events" in run.children else table

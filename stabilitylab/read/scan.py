@@ -321,7 +321,7 @@ class _PieceReader:
             else:
                 alone.append(todo[0])
             todo = _without(todo, group.lines)
-        return np.union1d(todo, np.array(alone, dtype=todo.dtype))
+        return np.sort(np.concatenate([todo, np.array(alone, dtype=todo.dtype)]))
 
 # %% ../../nbs/api/read/05_scan.ipynb #f97deb0a
 class Scan:

@@ -39,7 +39,7 @@ class Piece:
         self.words = np.ndarray(len(self.buf) - 8, "<u8", self.buf, strides=(1,))
         ends = np.flatnonzero(self.buf[_PAD:] == 10) + _PAD
         if b"\r" in data:
-            ends = np.union1d(ends, np.flatnonzero(self.buf == 13))
+            ends = np.sort(np.concatenate([ends, np.flatnonzero(self.buf == 13)]))
         starts = np.r_[_PAD, ends[:-1] + 1]
         keep = (ends - starts > 1) & (starts < _PAD + len(data))
         self.start, self.end = starts[keep], ends[keep]
@@ -114,6 +114,8 @@ def _model_words(piece: Piece, i: int) -> tuple[list[int], np.ndarray, np.ndarra
 def _same_layout(piece: Piece, lines: np.ndarray, i: int) -> np.ndarray:
     "Those of `lines` as long as line `i`, with a digit wherever it has one and its byte everywhere else."
     lines = lines[piece.end[lines] - piece.start[lines] == piece.end[i] - piece.start[i]]
+    if lines.size < 2:
+        return lines
     offsets, like, add, keep = _model_words(piece, i)
     for begin in range(0, len(offsets), _WORDS_BETWEEN):
         positions, bad = even_positions(piece.start[lines]), np.zeros(len(lines), np.uint64)
@@ -125,6 +127,8 @@ def _same_layout(piece: Piece, lines: np.ndarray, i: int) -> np.ndarray:
             bad |= wrong
         if bad.any():
             lines = lines[bad == 0]
+            if lines.size < 2:
+                break
     return lines
 
 # %% ../../nbs/api/read/04_shapes.ipynb #b3302267

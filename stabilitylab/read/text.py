@@ -30,11 +30,11 @@ _STATE_LOADED = re.compile(
     rb".{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
-# (event kind, a word that must stand in the line, what the message looks like; its group 1 is the step)
+# (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (
         "checkpoint_load",
-        b"heckpoint",
+        (b"heckpoint",),
         re.compile(
             rb"(?:successfully loaded|resum(?:ed|ing)|loaded|loading)\b.{0,200}?checkpoint"
             rb".{0,200}?(?:iteration|step|at)\s+(\d+)",
@@ -43,7 +43,7 @@ _EVENTS = [
     ),
     (
         "checkpoint_load",
-        b"esum",
+        (b"esum",),
         re.compile(
             rb"resum(?:ed|ing)\b.{0,80}?(?:from|at|training)"
             rb".{0,80}?(?:iteration|step|iter)\s*[:=]?\s*(\d+)",
@@ -52,41 +52,50 @@ _EVENTS = [
     ),
     (
         "checkpoint_load",
-        b"global step",  # Hugging Face's Trainer
+        (b"global step",),  # Hugging Face's Trainer
         re.compile(rb"[Cc]ontinuing training from global step (\d+)"),
     ),
-    *(("checkpoint_load", word, _STATE_LOADED) for word in (b"esum", b"estor", b"oading", b"oaded")),
+    *(
+        ("checkpoint_load", (word, mark), _STATE_LOADED)
+        for word in (b"esum", b"estor", b"oading", b"oaded")
+        for mark in (b"step", b"heckpoint")
+    ),
     (
         "checkpoint_load",
-        b"updates)",  # fairseq and metaseq
+        (b"updates)",),  # fairseq and metaseq
         re.compile(rb"[Ll]oaded checkpoint .{0,200}?\(epoch \d+ @ (\d+) updates\)"),
     ),
     (
         "checkpoint_save",
-        b"heckpoint",
+        (b"heckpoint",),
         re.compile(
             rb"(?:successfully )?sav(?:ed|ing)\b.{0,40}?checkpoint.{0,40}?(?:iteration|step)\s+(\d+)", re.I
         ),
     ),
     (
         "scale_floor",
-        b"inimum",  # fairseq, metaseq · DeepSpeed
+        (b"inimum",),  # fairseq, metaseq · DeepSpeed
         re.compile(rb"[Mm]inimum loss scale reached|loss scale already at minimum"),
     ),
-    ("overflow", b"verflow", re.compile(rb"OVERFLOW!|overflow detected|gradient overflow", re.I)),
-    ("signal", b"ignal", re.compile(rb"got signal: ?\d+|received signal|SIGTERM|SIGKILL|Signal \d+", re.I)),
-    ("signal", b"slurm", re.compile(rb"slurmstepd: error|CANCELLED|DUE TO TIME LIMIT", re.I)),
+    ("overflow", (b"verflow",), re.compile(rb"OVERFLOW!|overflow detected|gradient overflow", re.I)),
+    (
+        "signal",
+        (b"ignal",),
+        re.compile(rb"got signal: ?\d+|received signal|SIGTERM|SIGKILL|Signal \d+", re.I),
+    ),
+    ("signal", (b"slurm",), re.compile(rb"slurmstepd: error|CANCELLED|DUE TO TIME LIMIT", re.I)),
     (
         "error",
-        b"rror",
+        (b"rror",),
         re.compile(rb"^(?:\w+\.)*\w*(?:Error|Exception)\b: |CUDA error(?!s)|CUDA out of memory|Error: "),
     ),
-    ("error", b"NCCL", re.compile(rb"NCCL (?:error|WARN)")),
-    ("error", b"KeyboardInterrupt", re.compile(rb"^KeyboardInterrupt")),
+    ("error", (b"NCCL",), re.compile(rb"NCCL (?:error|WARN)")),
+    ("error", (b"KeyboardInterrupt",), re.compile(rb"^KeyboardInterrupt")),
 ]
 
 
-EVENT_WORDS = tuple({word for _, word, _ in _EVENTS} | {_XID})  # a line without any of them reports no event
+# a line that has not all words of one of these reports no event
+EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, _ in _EVENTS)]))
 
 
 def message_events(
@@ -96,9 +105,10 @@ def message_events(
     if _XID in line:
         return [Hit(event="xid")]
     hits = {}
-    for kind, word, shape in _EVENTS:
-        # the word is looked for first because it is found a hundred times faster than the shape
-        match = shape.search(line) if word in line and kind not in hits else None
+    for kind, words, shape in _EVENTS:
+        # the words are looked for first because they are found a hundred times faster than the shape
+        is_near = words[0] in line and words[-1] in line and kind not in hits
+        match = shape.search(line) if is_near else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
     return list(hits.values())

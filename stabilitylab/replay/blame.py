@@ -57,22 +57,50 @@ class _Sample:
 
     microbatch: int
     number: int  # within the micro-batch
-    tokens: int  # that enter the loss; 1 where the setup does not say
+    tokens: int | None  # that enter the loss; None where nothing says it
     weight: float  # of its gradient in the gradient of the batch
+
+
+def _label_counts(part: object) -> Iterator[list[int]]:
+    "Entries of each sample that labels or a mask may leave in the loss, shifted by one position or not."
+    for values in tensors_of(part):
+        if values.ndim == 2 and not values.is_floating_point():
+            for positions in (values, values[:, 1:]):
+                yield (positions >= 0).sum(1).tolist()
+                yield (positions > 0).sum(1).tolist()
+
+
+def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> list[int] | None:
+    "Tokens of each sample in the loss; where the setup does not say, those that make the loss of all."
+    if setup.token_loss is not None:
+        return [int(count) for count in _token_losses(setup, model, part)[1].sum(1)]
+    n_samples = _count_samples(part)
+    if has_items(part) or n_samples == 1:
+        return None
+    with torch.no_grad():
+        losses = np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
+        together = float(setup.loss(model, part))
+    if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
+        return None  # they weigh the same, whatever their length
+    for counts in _label_counts(part):
+        some = np.array(counts) > 0
+        if some.any() and np.isclose(
+            np.average(losses[some], weights=np.array(counts)[some]), together, 1e-5
+        ):
+            return counts
+    return None
 
 
 def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[_Sample]:
     "Every sample of a batch: within a micro-batch they weigh by their tokens."
     for m, part in enumerate(batch.parts):
-        tokens = [1] * _count_samples(part)
-        if setup.token_loss is not None:
-            _, mask = _token_losses(setup, model, part)
-            tokens = mask.sum(1).tolist()
+        tokens = _tokens_of(setup, model, part)
+        counts = [1] * _count_samples(part) if tokens is None else tokens
         # a loss that is divided by the tokens of the whole step is one of samples that are added up
-        together = 1 if has_items(part) else max(sum(tokens), 1)
-        for i, count in enumerate(tokens):
+        together = 1 if has_items(part) else max(sum(counts), 1)
+        for i, count in enumerate(counts):
             weight = (1 if has_items(part) else count) / together / setup.divisor(batch.parts)
-            yield _Sample(m, i, int(count), weight)
+            yield _Sample(m, i, None if tokens is None else count, weight)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #fd554134
 def _gradient(
@@ -81,7 +109,7 @@ def _gradient(
     "(loss, gradient of all parameters as one float64 vector) of one sample."
     params = [p for p in model.parameters() if p.requires_grad]
     model.zero_grad(set_to_none=True)
-    if not sample.tokens:
+    if sample.tokens == 0:
         return float("nan"), torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
     loss = setup.loss(model, _sample(batch.parts[sample.microbatch], sample.number))
     loss.backward()
@@ -93,13 +121,14 @@ def blame(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
     memory: float = 1e9,  # bytes that the gradients of all samples may take; beyond it each is computed twice
-) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, tokens, grad_norm, share, cosine; attrs: grad_norm
+) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, (tokens, where they are known) grad_norm,
     # share of the batch gradient (they sum to 1), cosine with it; attrs: norm of the batch gradient
     "What every sample of a batch did to the gradient, dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
     samples = list(_samples_of(setup, model, batch))
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     has_room = 8 * len(samples) * entries <= memory
+    is_untold = any(sample.tokens is None for sample in samples)
     batch_grad: Any = 0.0
     losses, gradients = [], []
     for sample in samples:
@@ -115,14 +144,8 @@ def blame(
         row = {"microbatch": sample.microbatch} if len(batch.parts) > 1 else {}
         share = sample.weight * product / max(square, 1e-300)
         cosine = product / max(norm * square**0.5, 1e-300)
-        measured = {
-            "loss": loss,
-            "tokens": sample.tokens,
-            "grad_norm": norm,
-            "share": share,
-            "cosine": cosine,
-        }
-        rows.append(row | measured)
+        tokens = {} if is_untold else {"tokens": sample.tokens}
+        rows.append(row | {"loss": loss} | tokens | {"grad_norm": norm, "share": share, "cosine": cosine})
     table = pd.DataFrame(rows).rename_axis("sample")
     table.attrs["grad_norm"] = square**0.5
     return table

@@ -255,7 +255,7 @@ def check_precisions(
 ) -> None:
     "Raises where a name is no key of `PRECISIONS`."
     if unknown := [name for name in names if name not in PRECISIONS]:
-        raise bad_input("precisions", unknown[0], ", ".join(PRECISIONS))
+        raise bad_input("precisions", unknown[0], PRECISIONS)
 
 
 def compare_precision(

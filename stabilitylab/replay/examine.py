@@ -6,8 +6,10 @@
 __all__ = ['controls', 'Examination', 'examine']
 
 # %% ../../nbs/api/replay/08_examine.ipynb #66ef3aa4
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/08_examine.ipynb #3e0374df
 _HEAVIEST = 3  # samples whose text is told
+_LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
 
@@ -109,6 +112,7 @@ class Examination:
     tokens: tuple[TextLosses, ...] = ()  # of the heaviest samples
     precision: xr.Dataset | None = None  # from `compare_precision`
     modules: pd.DataFrame | None = None  # from `ablate`
+    left_out: dict[str, str] = field(default_factory=dict)  # part -> why it could not be taken
 
     @property
     def exact(self) -> bool | None:
@@ -127,13 +131,15 @@ class Examination:
         if self.swap is not None:
             fields["swap"] = self.swap
         if self.samples is not None:
-            fields["samples"] = self.samples.astype(float)
+            fields["samples"] = self.samples
         if self.tokens:
             fields["tokens"] = self.tokens
         if self.modules is not None:
             fields["modules"] = self.modules
         if self.precision is not None:
             fields["precision"] = _precision_rows(self.precision)
+        if self.left_out:
+            fields["left_out"] = self.left_out
         return plain(fields)
 
 # %% ../../nbs/api/replay/08_examine.ipynb #a645ade8
@@ -158,6 +164,13 @@ def _precision_row(row: xr.Dataset) -> dict:
     }
 
 
+def _later_batches(path: Recording, snapshot: Snapshot) -> Iterator[Batch]:
+    "The recorded batches right after a step, as far as they follow each other."
+    recorded = set(path.box().steps)
+    following = itertools.takewhile(recorded.__contains__, itertools.count(snapshot.step + 1))
+    return (load_batch(path, step, snapshot.setup) for step in following)
+
+
 def _swap(
     path: Recording,
     snapshot: Snapshot,
@@ -175,7 +188,26 @@ def _swap(
         [*load_snapshots(path, states, setup), snapshot],
         [*(load_batch(path, step, setup) for step in batches), batch],
         progress=False,
+        later=_later_batches(path, snapshot),
     )
+
+# %% ../../nbs/api/replay/08_examine.ipynb #7d1c0a11
+@contextmanager
+def _named_where_it_fails(
+    part: str,  # of an examination
+    left_out: dict[str, str],  # gets the reason
+    is_named: bool = False,  # whether the caller named what it is made of, so that a fault is theirs
+) -> Iterator[None]:
+    "Within it a fault leaves one part out: the step again stands without it."
+    try:
+        with faults_in_one_line():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if is_named:
+            raise
+        left_out[part] = f"{error}".splitlines()[0][:_LONGEST] if str(error) else type(error).__name__
 
 # %% ../../nbs/api/replay/08_examine.ipynb #18d2d0e6
 def examine(  # noqa: PLR0913 - one call answers several questions, each switched on or off by its own name
@@ -217,13 +249,17 @@ def _examined(
     if not check.is_step:
         return examination
     parts: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     if swap:
         say("other states, other batches")
-        parts["swap"] = _swap(path, snapshot, batch, states, batches)
+        is_named = states is not None or batches is not None
+        with _named_where_it_fails("swap", left_out, is_named):
+            parts["swap"] = _swap(path, snapshot, batch, states, batches)
     if samples:
         say("every sample")
-        table = parts["samples"] = blame(snapshot, batch)
-        parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
+        with _named_where_it_fails("samples", left_out):
+            table = parts["samples"] = blame(snapshot, batch)
+            parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
     if precisions:
         say("other precisions")
         parts["precision"] = compare_precision(snapshot, batch, list(precisions))
@@ -231,4 +267,4 @@ def _examined(
     if names:
         say("modules taken out")
         parts["modules"] = ablate(snapshot, batch, names)
-    return replace(examination, **parts)
+    return replace(examination, left_out=left_out, **parts)

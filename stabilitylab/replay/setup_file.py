@@ -15,7 +15,7 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..probe.setup_template import FILE, record_source
-from .faults import changed_place
+from .faults import changed_place, recorded_changes
 from .find_setup import setup_of
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
@@ -87,8 +87,8 @@ def foresee(
     starts = [step for step in index.starts if step in index.steps]
     nearest = min(starts, key=lambda other: abs(other - step), default=None)
     changes = changed_place(dict(was)) if changes is None else changes
-    untold = tuple(name for name, (then, _) in changes.items() if then is None)
-    changed = {name: pair for name, pair in changes.items() if name not in untold}
+    changed = recorded_changes(changes)
+    untold = tuple(name for name in changes if name not in changed)
     return Foresight(step, start, changed, untold, None if step in starts else nearest)
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e49

@@ -6,8 +6,9 @@
 __all__ = ['SwapTest', 'swap_test']
 
 # %% ../../nbs/api/replay/03_swap.ipynb #5170124e
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import xarray as xr
@@ -25,12 +26,14 @@ _VERDICTS = {
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
     "neither": "the suspect step is like the others",
-    "cannot tell": "loss and gradient norm do not agree, or the controls are not finite numbers above 0",
+    "cannot tell": "loss, gradient norm and norm of the update do not agree, or the controls are not finite"
+    " numbers above 0",
 }
 _UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table
-_JUDGED = ("grad_norm", "loss")  # variables that a verdict may follow
+_JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
 _PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
-_CLEARLY = 1.25  # factor beyond the limit at which one of the two is enough; our convention
+_CLEARLY = 1.25  # factor beyond the limit at which one variable is enough; our convention
+_LATER = 8  # batches after the suspect one that are run, at most; our convention
 
 
 def _spreads(controls: np.ndarray) -> dict[str, float]:
@@ -108,18 +111,22 @@ class SwapTest:
     "What every state did with every batch, and which of the two is to blame."
 
     verdict: str  # a key of VERDICTS
-    decided_by: str  # variable of the table that the verdict follows: grad_norm or loss
+    decided_by: str  # variable of the table that the verdict follows: grad_norm, loss or update_norm
     table: (
         xr.Dataset
     )  # dims (state, batch): loss, grad_norm, update_norm; the verdict and its evidence in attrs
     # factors over the controls of the batch, the state and the suspect cell, and the limit beyond which one
     # is out of line; empty where the controls are not finite numbers above 0
     evidence: dict[str, float] = field(default_factory=dict)
+    bad_in_a_row: int = 0  # batches out of line one after the other, the suspect one among them; 0: it is not
+    is_longer: bool = False  # whether those that were run end before the row does
 
     @property
     def words(self) -> str:
         "The verdict as a sentence."
-        return _VERDICTS[self.verdict]
+        count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
+        row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
+        return _VERDICTS[self.verdict] + row
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
@@ -133,6 +140,7 @@ class SwapTest:
                 **measured,
                 "decided_by": self.decided_by,
                 "evidence": self.evidence,
+                "bad_in_a_row": self.bad_in_a_row,
             }
         )
 
@@ -146,10 +154,15 @@ def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
     return None if beyond else False
 
 
-def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, dict[str, float]]:
-    "(verdict, decided by, evidence) of gradient norm and loss together."
+def _judged_factors(cells: dict[str, np.ndarray], min_factor: float) -> dict[str, dict[str, float]]:
+    "The factors of each variable whose controls are finite numbers above 0."
     judged = ((name, _factors(cells[name], min_factor)) for name in _JUDGED)
-    by_name = {name: factors for name, factors in judged if factors is not None}
+    return {name: factors for name, factors in judged if factors is not None}
+
+
+def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, dict[str, float]]:
+    "(verdict, decided by, evidence) of gradient norm, loss and norm of the update together."
+    by_name = _judged_factors(cells, min_factor)
     if not by_name:
         return "cannot tell", _JUDGED[0], {}
     out = [_is_out(list(by_name.values()), part) for part in _PARTS]
@@ -160,6 +173,48 @@ def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, 
     decided_by = max(by_name, key=lambda name: max(_excess(by_name[name], part) for part in _PARTS))
     return verdict, decided_by, _evidence(by_name[decided_by])
 
+
+def _is_bad_batch(cells: dict[str, np.ndarray], min_factor: float) -> bool:
+    "Whether the last batch is out of line from the control states."
+    tables = list(_judged_factors(cells, min_factor).values())
+    return bool(tables) and _is_out(tables, "batch") is True
+
+
+def _columns(cells: dict[str, np.ndarray], columns: list[int]) -> dict[str, np.ndarray]:
+    "The same with these batches only."
+    return {name: values[:, columns] for name, values in cells.items()}
+
+
+def _bad_before(cells: dict[str, np.ndarray], min_factor: float) -> int:
+    "How many batches right before the suspect one are out of line beside two or more that are not."
+    n = cells["loss"].shape[1]
+    for count in range(n - 3, 0, -1):
+        controls = list(range(n - 1 - count))
+        if all(_is_bad_batch(_columns(cells, [*controls, j]), min_factor) for j in range(n - 1 - count, n)):
+            return count
+    return 0
+
+
+def _bad_after(
+    cells: dict[str, np.ndarray],
+    states: Sequence[Snapshot],
+    later: Iterable[Batch],
+    device: str,
+    factor: float,
+) -> int:
+    "How many batches right after the suspect one are out of line, run from the control states."
+    count = 0
+    for batch in islice(later, _LATER):
+        steps = [replay(state, batch, device, record=False) for state in states]
+        tables = {}
+        for name, values in cells.items():
+            column = [*(getattr(step, name) for step in steps), np.nan]  # the suspect state is not run
+            tables[name] = np.column_stack([values[:, :-1], column])
+        if not _is_bad_batch(tables, factor):
+            break
+        count += 1
+    return count
+
 # %% ../../nbs/api/replay/03_swap.ipynb #e1bb692f
 def swap_test(
     snapshots: Sequence[Snapshot],  # the suspect one last; at least two
@@ -167,6 +222,7 @@ def swap_test(
     device: str = "cpu",  # where to run
     min_factor: float = 2.0,  # as in `_verdict_of`
     progress: bool = True,  # show a bar
+    later: Iterable[Batch] = (),  # batches after the suspect one, to count how many in a row are bad
 ) -> SwapTest:  # the verdict and the table that it follows from
     "Run every batch from every state, and say which of the two is to blame."
     shape = len(snapshots), len(batches)
@@ -180,7 +236,11 @@ def swap_test(
             for name, values in cells.items():
                 values[i, j] = getattr(step, name)
             bar.update()
-    verdict, decided_by, evidence = _decide(cells, min_factor)
+    before, n = _bad_before(cells, min_factor), shape[1]
+    judged = _columns(cells, [*range(n - 1 - before), n - 1])  # bad batches are no controls
+    verdict, decided_by, evidence = _decide(judged, min_factor)
+    is_bad = "bad batch" in verdict
+    after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
     table = xr.Dataset(
         {
             name: (("state", "batch"), values, {"long_name": name.replace("_", " "), "units": _UNITS[name]})
@@ -190,6 +250,10 @@ def swap_test(
             "state": [snapshot.name or f"state {i}" for i, snapshot in enumerate(snapshots)],
             "batch": [batch.name or f"batch {j}" for j, batch in enumerate(batches)],
         },
-        {"verdict": verdict, "words": _VERDICTS[verdict], "decided_by": decided_by, **evidence},
+        {"verdict": verdict, "decided_by": decided_by, **evidence},
     )
-    return SwapTest(verdict, decided_by, table, evidence)
+    is_longer = is_bad and (after == _LATER or 0 < before == n - 3)
+    in_a_row = before + 1 + after if is_bad else 0
+    swap = SwapTest(verdict, decided_by, table, evidence, in_a_row, is_longer)
+    table.attrs |= {"words": swap.words, "bad_in_a_row": in_a_row}
+    return swap

@@ -279,6 +279,7 @@ def replay_command(
     run: xr.DataTree,  # a record
     findings: Findings,  # what was found in it
     source: str | None = None,  # its folder; None: what the record says
+    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> str:  # '' where there is no black box, or nothing to replay
     "The command that replays the suspect step."
     folder, suspect = source or str(run.attrs.get("source", "")), _suspect(findings)
@@ -288,7 +289,8 @@ def replay_command(
     if not steps:
         return ""
     step = min(steps, key=lambda candidate: (abs(candidate - onset), candidate))
-    return f"stabilitylab replay {shlex.quote(folder)} --step {step}"
+    option = f" --setup {shlex.quote(setup)}" if setup else ""
+    return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}"
 
 # %% ../../nbs/api/report/01_content.ipynb #9401333f
 def _unseen_line(run: xr.DataTree) -> str:
@@ -314,6 +316,7 @@ def run_sentences(
     run: xr.DataTree,  # a record
     findings: Findings,  # of `diagnose`
     source: str | None = None,  # where it came from; None: what the record says
+    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> RunText:
     "The sentences of a report on one run."
     head = facts(run, source)
@@ -324,5 +327,5 @@ def run_sentences(
         verdict=_verdict_line(head, findings),
         likely=most_likely(findings),
         unseen=_unseen_line(run),
-        replay=replay_command(run, findings, source),
+        replay=replay_command(run, findings, source, setup),
     )

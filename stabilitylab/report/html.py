@@ -175,9 +175,10 @@ def run_sheet(
     name: str = "run",  # what to call it where it has no source
     prefix: str = "",  # of the ids of its elements
     has_narrow: bool = True,  # with a second figure for a phone; without, the first has fewer panels
+    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> _RunSheet:  # for the template `report`
     "The figure, the findings and the tables of one run."
-    text, sheet = run_sentences(run, findings), finding_sheet(findings, prefix)
+    text, sheet = run_sentences(run, findings, setup=setup), finding_sheet(findings, prefix)
     return _RunSheet(
         in_full=sheet.in_full,
         rest=sheet.rest,
@@ -199,13 +200,15 @@ def report_html(
     findings: dict[str, Findings],  # name -> what `diagnose` found in it
     shared: Findings | None = None,  # findings across the runs; None: none
     trial: object = None,  # a TrialSheet of a single run; None: no trial was made
+    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> str:  # a whole HTML document
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
     sheets = []
     for i, name in enumerate(by_severity({name: findings[name] for name in runs})):
         prefix = "" if is_single else f"r{i}"
-        sheets.append(run_sheet(runs[name], findings[name], name, prefix, len(runs) <= _BOTH_FIGURES))
+        has_narrow = len(runs) <= _BOTH_FIGURES
+        sheets.append(run_sheet(runs[name], findings[name], name, prefix, has_narrow, setup))
     return render(
         "report",
         title=sheets[0].title if is_single else f"{len(runs)} runs",

@@ -148,6 +148,7 @@ def run_text(
 
 
 _CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
+_RIVAL, _TELLS = "Runner-up:", "What would tell:"
 
 
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
@@ -157,6 +158,10 @@ def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]
     yield "  " + _paint(_NEXT, "head", colour)
     for number, action in enumerate(likely.next, 1):
         yield _wrapped(f"{number}. {action}", width, 4, 3)
+    for rival in likely.rivals[:1]:
+        yield _wrapped(f"{_RIVAL} {rival['cause']} Against it: {'; '.join(rival['against'])}.", width, 2, 2)
+    if likely.missing:
+        yield _wrapped(f"{_TELLS} {'; '.join(likely.missing)}.", width, 2, 2)
 
 
 def runs_text(

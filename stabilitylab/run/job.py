@@ -102,7 +102,7 @@ class JobState:
     words: str  # what it does now, in its own words; how it ended afterwards
     share: float  # of the work that is done, 0..1
     # what the function returned, or the standard output of a command; None before the end
-    result: object = None
+    result: Any = None
     error: str = ""  # why it failed; '' where it did not
     stderr: str = ""  # the last lines that a failed process left on its standard error
 

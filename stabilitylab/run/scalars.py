@@ -287,7 +287,7 @@ def series(
     "One series of a run where it was logged: gaps are left out, logged NaNs stay."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     if name not in scalars.data_vars:
-        raise bad_input("name", name, f"one of {', '.join(series_names(scalars)) or 'no series at all'}")
+        raise bad_input("name", name, series_names(scalars))
     value = scalars[name].load()
     here = ~np.isnan(value.values)
     if "logged_nan" in scalars and name in scalars.series.values:

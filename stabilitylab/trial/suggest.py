@@ -9,13 +9,15 @@ __all__ = ['Suggestion', 'failure_onset', 'cause_of', 'unsuited', 'suggest']
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
 import xarray as xr
 
+from ..detect.attention import growth_to
 from ..detect.diagnose import as_run
 from ..detect.evidence import evidence
 from ..detect.findings import Finding, Findings
+from ..detect.learning_rate import rate_at
 from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.phrase import evidence_words
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
 from ..names.numbers import format_count
@@ -116,16 +118,16 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "How far to lower the rate: at most half of that at which the run failed, wherever its schedule goes."
     is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
     unmeasured = _RunEvidence(_FROM_THE_RUN if is_too_high else 1.0)
-    lr, onset = curve(run, "lr"), failure_onset(findings)
-    if lr is None or not len(lr.value) or onset is None:
+    lr, failure = curve(run, "lr"), _failure(findings)
+    if lr is None or not len(lr.value) or failure is None or failure.onset is None:
         return unmeasured
-    order = np.argsort(lr.step, kind="stable")
-    at_failure, peak = float(np.interp(onset, lr.step[order], lr.value[order])), float(lr.value.max())
+    at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
     if not at_failure > 0:
         return unmeasured
     default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
     factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
-    words = f"it failed at a rate of {at_failure:.3g}, and the rate goes to {peak:.3g}"
+    where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
+    words = f"the learning rate was {at_failure:.3g} {where}; its highest is {peak:.3g}"
     ends_at_peak = lr.value[-1] > 0.99 * peak
     weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
@@ -134,27 +136,51 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
 _IN_THE_LOSS = ("divergence", "slow_rise", "loss_spike", "resume_spike", "lr_too_high")  # kinds of findings
 
 
+def _failure(findings: Sequence[Finding]) -> Finding | None:
+    "The first error with a step, or else the first warning that the loss shows."
+    dated = [finding for finding in findings if finding.onset is not None]
+    errors = [finding for finding in dated if finding.severity == "error"]
+    warnings = [f for f in dated if f.severity == "warning" and f.kind in _IN_THE_LOSS]
+    return next(iter(errors + warnings), None)
+
+
 def failure_onset(
     findings: Sequence[Finding],  # of `diagnose`
 ) -> int | None:  # None where no finding is an error with a step, nor a warning of the loss itself
     "The step at which a run failed: of the first error, or else of the first warning that the loss shows."
-    dated = [finding for finding in findings if finding.onset is not None]
-    errors = [finding.onset for finding in dated if finding.severity == "error"]
-    warnings = [f.onset for f in dated if f.severity == "warning" and f.kind in _IN_THE_LOSS]
-    return next(iter(errors + warnings), None)
+    failure = _failure(findings)
+    return None if failure is None else failure.onset
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #a33a2181
+def _logit_growth(findings: Sequence[Finding], run: xr.DataTree) -> dict | None:
+    "How the logged attention logits grew: as their finding tells it, measured alike where there is none."
+    logits = curve(run, "attn_logit_max")
+    if logits is None or len(logits.value) < 2:
+        return None
+    for finding in findings:
+        if finding.kind == "attention_logit_growth":
+            return finding.evidence
+    growth = growth_to(logits, 0.0)  # nothing is below 0: from its first records
+    return None if growth is None else asdict(growth)
+
+
+_AGAINST: dict[tuple[str, str], dict] = {  # fix, kind of finding -> parameters that answer it
+    ("dropout", "overfitting"): {"share": 0.1},  # our convention; the fix by itself takes dropout away
+    ("weight_decay", "overfitting"): {"weight_decay": 3.0},  # thirty times the usual 0.1: Kim et al.
+}
+
+
 def _evidence_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "What the run itself shows for a fix."
     if name == "lower_lr":
         return _rate(findings, run)
-    logits = curve(run, "attn_logit_max")
-    if name != "qk_norm" or logits is None or len(logits.value) < 2:
+    answers = [_AGAINST[name, f.kind] for f in findings if (name, f.kind) in _AGAINST]
+    if answers:
+        return _RunEvidence(parameters=answers[0])
+    growth = _logit_growth(findings, run) if name == "qk_norm" else None
+    if growth is None or growth["last"] <= 100 * abs(growth["start"]):
         return _RunEvidence()
-    first, last, peak = logits.value[0], logits.value[-1], logits.value.max()
-    if last <= 100 * abs(first):
-        return _RunEvidence()
-    return _RunEvidence(_FROM_THE_RUN, f"the largest attention logit grew from {first:.3g} to {peak:.3g}")
+    return _RunEvidence(_FROM_THE_RUN, evidence_words("logit growth", **growth))
 
 
 def _placebo() -> Suggestion:

@@ -41,15 +41,15 @@ class FolderFollower:
                 break
         return stamps
 
-    def poll(self) -> dict[str, xr.DataTree] | None:  # every run there; None where nothing has changed
+    def poll(self) -> dict[str, xr.DataTree]:  # every run there; {} where nothing has changed
         "The runs of a folder that has changed; a half-written one is tried again later."
         now = self._look()
         if now == self._last:
-            return None
+            return {}
         try:
             runs = read_runs(self.path)
         except InputError as error:
             self.problem = str(error)
-            return None
+            return {}
         self._last, self.problem = now, ""
         return runs

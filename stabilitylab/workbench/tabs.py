@@ -18,6 +18,7 @@ import xarray as xr
 from traitlets import HasTraits
 
 from ..names.errors import InputError
+from ..read.follow import Follower
 from ..report.render import render
 from .folder import FolderFollower
 from .parts import column, on, refill
@@ -134,26 +135,29 @@ class _Tabs:
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 
+    state: WorkbenchState | None = None  # None where the source could not be read
+    _follower: FolderFollower | Follower | None = None  # None where nothing can grow
+
     def __init__(
         self,
         # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
         source: str | Path | xr.DataTree | xr.Dataset | list | dict,
         every: float = 1.0,  # seconds between two looks at a growing log
     ):
-        self.every, self._task = every, None
+        self.every = every
+        self._task: asyncio.Task[None] | None = None
         try:
-            self.state, self._follower = open_state(source)
+            state, self._follower = open_state(source)
         except InputError as error:
-            self.state = self._follower = None
             self.widget = widgets.HTML(render("view_error", title="This run", error=error))
             return
-        tabs = _Tabs(self.state)
+        self.state, tabs = state, _Tabs(state)
         self.tabs, self._names = tabs.tabs, tabs._names
-        self.chooser = widgets.Dropdown(options=list(self.state.runs), description="Run")
+        self.chooser = widgets.Dropdown(options=list(state.runs), description="Run")
         self.chooser.layout = {"width": "max-content", "min_width": "280px", "max_width": "560px"}
-        self.chooser.value = self.state.name
+        self.chooser.value = state.name
         # runs that came later, such as the arms of a trial, can be chosen too
-        on(self.state, "runs name", lambda _: refill(self.chooser, list(self.state.runs), self.state.name))
+        on(state, "runs name", lambda _: refill(self.chooser, list(state.runs), state.name))
         on(self.chooser, "value", self._open)
         self.live = widgets.ToggleButton(
             description="Follow", icon="refresh", disabled=self._follower is None
@@ -166,7 +170,7 @@ class Workbench:
 
     def _open(self, name: str | None) -> None:
         "Another run was chosen."
-        if name is not None and name != self.state.name:
+        if self.state is not None and name is not None and name != self.state.name:
             self.state.show(name)
 
     def _repr_mimebundle_(self, **options: object) -> dict:
@@ -174,13 +178,16 @@ class Workbench:
 
     def poll(self) -> bool:  # whether anything was new
         "Reads what was appended to the log and shows it."
-        if isinstance(self._follower, FolderFollower):
-            runs = self._follower.poll() or {}
+        follower = self._follower
+        if self.state is None or follower is None:
+            return False
+        if isinstance(follower, FolderFollower):
+            runs = follower.poll()
             self.state.grow(runs)
             return bool(runs)
-        samples = self._follower.poll().samples if self._follower is not None else []
+        samples = follower.poll().samples
         if samples:
-            self.state.update(self._follower.run())
+            self.state.update(follower.run())
         return bool(samples)
 
     def follow(
@@ -197,8 +204,8 @@ class Workbench:
     async def _watch(self) -> None:
         "Looks at the log again and again."
         while True:
-            if isinstance(self._follower, FolderFollower):
-                self.state.grow(await asyncio.to_thread(self._follower.poll) or {})
+            if self.state is not None and isinstance(self._follower, FolderFollower):
+                self.state.grow(await asyncio.to_thread(self._follower.poll))
             else:
                 self.poll()
             await asyncio.sleep(self.every)

@@ -15,6 +15,7 @@ import xarray as xr
 
 from ..detect.restarts import find_environment_change
 from ..probe.environment import environment, environment_change
+from ..replay.faults import changed_place, recorded_changes
 from ..report.render import render
 from ..run.curves import group_of
 from .call import CallLine, run_lines
@@ -145,11 +146,13 @@ def _environment_html(state: WorkbenchState, here: dict | None) -> str:
     recorded = _recorded_environment(state.run)
     names, others = between_runs(state.runs)
     differing = _differing_rows(recorded, here) if recorded and here else []
+    deciding = recorded_changes(changed_place(recorded, here)) if differing else {}
     return render(
         "view_environment",
         cards=_environment_cards(recorded),
         starts=_start_rows(state.run),
         here=[(_setting_name(key), *pair) for key, *pair in differing],
+        deciding=[_setting_name(key) for key in deciding],
         is_asked=here is not None,
         names=names,
         others=others,

@@ -216,13 +216,29 @@ class LayersView(_LayersWidgets):
         steer(self.picture, shared)
         on(self.picture, "clicked", self.click)
         on(self.picture, "lifted", lambda brush: self.lift(brush["range"]))
-        on(self.picture, "brushed", lambda brush: brush["range"] or self.look.set_trait("rows", ()))
-        on(self.first, "value", lambda index: index is None or reveal(shared, index))
+        on(self.picture, "brushed", self.brushed)
+        on(self.first, "value", self.choose_first)
         on(self.look, "statistic kind find module rows step", lambda _: self.draw())
         on(shared, "x_range dark visible", lambda _: self.draw())
         on(shared, "name findings", lambda _: self.fill())
         on(shared, "selected", lambda _: self.follow())
         self.fill()
+
+    def brushed(
+        self,
+        brush: dict,  # range: first and last row, or nothing
+    ) -> None:
+        "Shows every row again where a brush was taken away."
+        if not brush["range"]:
+            self.look.set_trait("rows", ())
+
+    def choose_first(
+        self,
+        index: int | None,  # of a finding; None: none is chosen
+    ) -> None:
+        "Shows the finding that was chosen in the list."
+        if index is not None:
+            reveal(self.shared, index)
 
     def fill(self) -> None:
         "Offers what the run has."
@@ -256,9 +272,10 @@ class LayersView(_LayersWidgets):
         if self.is_due("module", *drawn_from, look.step):
             history = look.history(shared.run)
             self.words.value = _module_words(look, history)
-            counts = None if history is None else _exponents_at(shared.run, look)
-            drawn = history is not None
-            show_sharp(self.detail, module_picture(history, counts, look.step, shared.dark) if drawn else b"")
+            png = b""
+            if history is not None:
+                png = module_picture(history, _exponents_at(shared.run, look), look.step, shared.dark)
+            show_sharp(self.detail, png)
 
     def click(
         self,

@@ -8,7 +8,8 @@ __all__ = ['ReplayState', 'pictures', 'ReplayView']
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #044e9469
 import functools
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import ipywidgets as widgets
 import numpy as np
@@ -65,6 +66,11 @@ class ReplayState(StepChoice):
             raise bad_input("precisions", unknown[0], ", ".join(PRECISIONS))
         return proposal["value"]
 
+    @property
+    def opened(self) -> Recording:
+        "The run, where steps are offered."
+        return cast(Recording, self.recording)
+
     def options(self) -> dict:
         "The measurements, as `examine` takes them."
         return {
@@ -80,7 +86,7 @@ class ReplayState(StepChoice):
 def _swap_picture(swap: dict, dark: bool) -> bytes:
     "The heat map of states and batches."
     dims = ("state", "batch")
-    cells = {name: (dims, np.array(swap[name], float)) for name in ("grad_norm", "loss")}
+    cells = {name: (dims, np.array(swap[name], float)) for name in ("grad_norm", "loss", "update_norm")}
     coords = {"state": swap["states"], "batch": swap["batches"]}
     table = xr.Dataset(cells, coords, {"verdict": swap["verdict"]})
     size = 1.8 + 1.1 * len(swap["batches"]), 0.8 + 0.4 * len(swap["states"])
@@ -100,7 +106,11 @@ def _precision_picture(rows: list[dict], dark: bool) -> bytes:
     return replay_png(plot_precision, xr.Dataset({"error": (("precision", "module"), error)}, coords), dark)
 
 
-_PICTURES = {"swap": _swap_picture, "samples": _samples_picture, "precision": _precision_picture}
+_PICTURES: dict[str, Callable[[Any, bool], bytes]] = {
+    "swap": _swap_picture,
+    "samples": _samples_picture,
+    "precision": _precision_picture,
+}
 
 
 def pictures(
@@ -142,9 +152,9 @@ def _changes_since(environment: str) -> dict:
 
 def _foresight(look: ReplayState) -> str:
     "What is known of a replay before it runs, as HTML."
-    recorded = dict(look.recording.run.attrs.get("environment", {}))
+    recorded = dict(look.opened.run.attrs.get("environment", {}))
     changes = _changes_since(json.dumps(recorded, default=str))
-    return foresight_html(foresee(look.recording.path, look.step, recorded, changes).to_dict())
+    return foresight_html(foresee(look.opened.path, look.step, recorded, changes).to_dict())
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #d9568ab6
 _COMPARED = {"states": "States before step", "batches": "Batches of step"}
@@ -229,7 +239,7 @@ class _ReplayWidgets(StateView):
         "The replay, in a child process."
         look = self.look
         look.result, self._replayed = {}, look.step
-        return ReplayJob(look.recording.path, look.step, look.setup or None, **look.options())
+        return ReplayJob(look.opened.path, look.step, look.setup or None, **look.options())
 
     def _notice_end(self, state: JobState) -> None:
         "Keeps what a replay found, or why it failed."
@@ -254,7 +264,7 @@ class ReplayView(_ReplayWidgets):
         on(self.picture, "dark", lambda _: self._draw_again())
         on(self.panel.where, "value", lambda _: self.look.set_trait("setup", self.panel.chosen or ""))
         for name in _COMPARED:
-            on(self.controls[name], "index", lambda _, name=name: self._compare_with(name))
+            on(self.controls[name], "index", functools.partial(self._compare_with, name))
         on(self.look, "step recording", lambda _: self._turn())
         on(self.look, "result", lambda _: self._show_result())
         traits = [*_COMPARED, *_QUESTIONS, "step", "precisions", "setup", "result"]
@@ -298,7 +308,7 @@ class ReplayView(_ReplayWidgets):
         if not look.steps or not self.is_new("step", look.recording, look.step):
             return
         earlier = [step for step in look.steps if step < look.step]
-        compared = controls(look.recording, look.step) if earlier else ((), ())
+        compared = controls(look.opened, look.step) if earlier else ((), ())
         for name, chosen in zip(_COMPARED, compared, strict=True):
             chooser = self.controls[name]
             self._former |= {name: chooser.index} if chooser.index else {}
@@ -308,10 +318,10 @@ class ReplayView(_ReplayWidgets):
         self.texts["foresight"].value = _foresight(look)
         look.result = self._results.get(look.step, {})
 
-    def _compare_with(self, name: str) -> None:
+    def _compare_with(self, name: str, index: tuple[int, ...]) -> None:
         "Keeps the user's choice; indices of the former step, from a page that was late, are put right."
         chooser = self.controls[name]
-        if self._former.pop(name, None) == chooser.index:
+        if self._former.pop(name, None) == index:
             refill(chooser, chooser.options, getattr(self.look, name))
         else:
             self.look.set_trait(name, chooser.value)
@@ -324,7 +334,7 @@ class ReplayView(_ReplayWidgets):
         "The loss, drawn once a run, on which the page marks the chosen step."
         look, picture = self.look, self.picture
         if look.steps and self.is_new("loss", look.recording, len(look.steps), picture.dark):
-            picture.png, picture.panels = step_picture(look.recording.run, look.steps, dark=picture.dark)
+            picture.png, picture.panels = step_picture(look.opened.run, look.steps, dark=picture.dark)
         picture.alt = f"Loss over the steps that can be replayed; step {look.step} is chosen."
         picture.chosen = look.step
 

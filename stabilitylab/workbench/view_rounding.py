@@ -197,8 +197,11 @@ class PrecisionView(StateView):
             "What 16 bits take from a step": [self.notice, self.body, self.tables, self.step_call],
             "Room inside QKᵀ for fp16": [controls["growth"], self.room],
         }
-        for heading, children in parts.items():
-            self.children = [*self.children, widgets.HTML(heading_html(heading)), *children]
+        self.children = [
+            child
+            for heading, children in parts.items()
+            for child in (widgets.HTML(heading_html(heading)), *children)
+        ]
         on(self.look, "name window", lambda _: self.draw())
         on(self.look, "growth result", lambda _: self.draw())
         on(shared, "name runs", lambda _: self.open_run())

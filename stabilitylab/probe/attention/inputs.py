@@ -83,11 +83,14 @@ def option_call(  # noqa: PLR0913 - the options of that function
     cap: float | None = None,  # soft-cap; None: none
     sink: torch.Tensor | None = None,  # (head,) logit of a slot without a value; None: none
     extra: tuple | None = None,  # one more position that all see; it cannot be described
+    weights: str = "softmax",  # of the logits; no other can be described
     **options: object,  # what does not change the weights
 ) -> AttentionCall:  # the same attention, described
     "What a call of the attention of our reference models computes."
     if extra is not None:
         raise bad_input("extra", "a further position", "attention without one")
+    if weights != "softmax":
+        raise bad_input("weights", weights, "softmax")
     q, k, v = q.detach(), k.detach(), v.detach()
     masks = () if bias is None else (_four_dims(bias.detach(), q.shape[0], q.shape[1]),)
     sinks = None if sink is None else sink.detach()

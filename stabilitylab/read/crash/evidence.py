@@ -285,9 +285,20 @@ def _find_all(data: bytes | mmap.mmap, word: bytes, begin: int = 0) -> Iterator[
             data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _line_begin(data: bytes | mmap.mmap, position: int) -> int:
-    "Where the line begins that holds a position."
-    return max(data.rfind(b"\n", 0, position), data.rfind(b"\r", 0, position)) + 1
+def _line_begin(data: bytes | mmap.mmap, position: int, low: int = 0) -> int:
+    "Where the line begins that holds a position; 0 where it begins before `low`."
+    newline = data.rfind(b"\n", low, position)
+    return max(newline, data.rfind(b"\r", max(newline, low), position)) + 1
+
+
+def _line_begins(data: bytes | mmap.mmap, word: bytes, begin: int) -> Iterator[int]:
+    "Where each line begins that holds a word; what lies between two of the words is looked at once."
+    before = 0
+    for position in _find_all(data, word, begin):
+        start = _line_begin(data, position, before)
+        if start or not before:
+            yield start
+        before = position
 
 
 def _line_at(data: bytes | mmap.mmap, begin: int) -> str:
@@ -302,8 +313,7 @@ def _tracebacks(data: bytes | mmap.mmap) -> Iterator[tuple[Evidence, int]]:
     if len(positions) > _MAX_TRACEBACKS:
         half = _MAX_TRACEBACKS // 2
         positions = positions[:half] + positions[-half:]
-    for position in positions:
-        begin = _line_begin(data, position)
+    for begin in dict.fromkeys(_line_begin(data, position) for position in positions):
         is_ignored = "Exception ignored in" in _line_at(data, _line_begin(data, max(0, begin - 1)))
         parsed = _parse_traceback(data[begin : begin + TRACEBACK_BYTES].decode("utf-8", "replace"), begin)
         if parsed and not is_ignored:
@@ -318,7 +328,7 @@ def evidence_in(
     tracebacks = list(_tracebacks(data))
     evidence = [traceback for traceback, _ in tracebacks]
     starts = np.array([traceback.position for traceback in evidence], dtype=np.int64)
-    lines = {_line_begin(data, at) for word in _NEEDLES for at in _find_all(data, word, begin)}
+    lines = {line for word in _NEEDLES for line in _line_begins(data, word, begin)}
     for position in sorted(lines):
         before = int(np.searchsorted(starts, position, side="right")) - 1
         if before >= 0 and position < tracebacks[before][1]:

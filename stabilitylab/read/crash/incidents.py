@@ -95,8 +95,9 @@ def _summary(evidence: Evidence) -> str:
 def _failed_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> set[int]:
     "Every rank that reported a crash from the first evidence to the last."
     ranks = {item.rank for item in evidence if item.rank is not None and item.weight != ECHO}
-    for groups in _LATER_RANKS.findall(data[evidence[0].position : evidence[-1].position + TRACEBACK_BYTES]):
-        ranks |= {int(number) for number in groups if number}
+    end = evidence[-1].position + TRACEBACK_BYTES
+    for match in _LATER_RANKS.finditer(data, evidence[0].position, end):
+        ranks |= {int(number) for number in match.groups() if number}
     return ranks
 
 
@@ -113,7 +114,8 @@ def _time_at(data: bytes | mmap.mmap, position: int) -> str | None:
 _DETAIL = re.compile(
     rb"Assertion [`'][^\n]{1,200}failed|(?:nccl\w+Error|Last error:)[^\n]{0,200}|Detected \d+ oom[^\n]{0,120}"
     rb"|DUE TO [A-Z ]{3,40}"
-    rb"|OpType=\w+[^\n]{0,120}Timeout\(ms\)=\d+|\d+/\d+ clients joined|DataLoader worker \([^\n]{1,80}"
+    rb"|OpType=\w+[^\n]{0,120}Timeout\(ms\)=\d+|(?<!\d)\d++/\d+ clients joined"
+    rb"|DataLoader worker \([^\n]{1,80}"
 )
 _DETAIL_BYTES = 4096  # before the first line of a crash, and after its last, that belong to it
 _MAX_DETAILS = 3
@@ -136,14 +138,14 @@ _MOST_LATE = 4  # ranks that are named: where more did not report, the log is no
 
 def _late_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> tuple[int, ...]:
     "Ranks that enqueued less than the others; else those among the ranks that waited which did not report."
-    text = data[evidence[0].position : evidence[-1].position + TRACEBACK_BYTES]
+    begin, end = evidence[0].position, evidence[-1].position + TRACEBACK_BYTES
     enqueued: dict[int, int] = {}
-    for rank, last, _ in _LAST_WORK.findall(text):
-        enqueued.setdefault(int(rank), int(last))
+    for match in _LAST_WORK.finditer(data, begin, end):
+        enqueued.setdefault(int(match[1]), int(match[2]))
     if len(set(enqueued.values())) > 1:
         fewest = min(enqueued.values())
         return tuple(sorted(rank for rank, last in enqueued.items() if last == fewest))
-    waited = {int(rank) for rank in _WAITED.findall(text)}
+    waited = {int(match[1]) for match in _WAITED.finditer(data, begin, end)}
     missing = sorted(set(range(max(waited, default=0))) - waited)
     return tuple(missing) if 0 < len(missing) <= min(_MOST_LATE, len(waited)) else ()
 
@@ -154,7 +156,7 @@ def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence]) -> Crash | No
     if root is None:
         return None
     rank, time = root.rank, _time_at(data, root.position)
-    launcher = _LAUNCHER_SUMMARY.search(data[root.position : evidence[-1].position + 4096])
+    launcher = _LAUNCHER_SUMMARY.search(data, root.position, evidence[-1].position + 4096)
     if launcher and rank is None:
         rank = int(launcher[2])
     if launcher and time is None:
@@ -281,7 +283,7 @@ def _is_new_attempt(log: _Log, item: Evidence, following: Evidence) -> bool:
     if min(item.weight, following.weight) > ECHO and _starts_again(log, item.position, following.position):
         return True
     is_other = following.has_traceback and following.name not in _AT_START
-    is_chained = _CHAINED.search(log.data[item.position : following.position])
+    is_chained = _CHAINED.search(log.data, item.position, following.position)
     return item.has_traceback and item.name in _AT_START and is_other and not is_chained
 
 

@@ -167,7 +167,7 @@ def _requested_loss(candidates: list[_Series], loss: str) -> _Series:
     for name, series in by_name.items():
         if loss in (name, canonical_name(name)) or loss.lower() == name.lower():
             return series
-    raise bad_input("loss", loss, ", ".join(by_name)[:300] or "no series at all")
+    raise bad_input("loss", loss, by_name)
 
 # %% ../../../nbs/api/read/freetext/06_interpret.ipynb #42f291e0
 def _may_be_reference(counter: StepCounter) -> bool:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from .words import is_evaluation, is_metric, meaning
 
 # %% ../../../nbs/api/read/freetext/01_named_numbers.ipynb #117479d2
+# the path before it is added afterwards: to look for a path from each of its letters on is quadratic
+_SOURCE_LINE = rb"\.(?:py|cpp|cc|cu|c|h|hpp|go|rs|jl|js|ts|lua|java|R)[\"']?(?:, line |:|\()\d+\)?"
+_PATH_BYTES = bytes(c for c in range(128) if chr(c).isalnum() or chr(c) in "_./\\-")
 _STAMPS = re.compile(
     rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [^\s\]]+:\d+\]"  # I0613 17:29:41.490244  1860 net.cpp:100]
     rb"|\d{4}[-/.]\d\d?[-/.]\d\d?"  # 2024-10-26 02:52:14.809
@@ -24,13 +27,14 @@ _STAMPS = re.compile(
     rb"\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?"
     rb"|(?:\b\d+ days?, +)?(?<![\w.])\d{1,4}:\d\d(?::\d\d)?(?:[.,]\d+)?(?![\d\w])"  # 0:56:24 and 11:05
     rb"|\b\d+ ?h(?:ours?)? ?\d+ ?m(?:in)?(?: ?\d+(?:\.\d+)? ?s)?\b"
-    rb"|[\w./\\-]*\.(?:py|cpp|cc|cu|c|h|hpp|go|rs|jl|js|ts|lua|java|R)[\"']?"
-    rb"(?:, line |:|\()\d+\)?"  # train.py:58
-    rb"|\b[A-Za-z_][\w.]*:[A-Za-z_<>]\w*>?:\d+(?=[\s\]-])"  # __main__:train:58
+    rb"|"
+    + _SOURCE_LINE  # train.py:58
+    + rb"|(?<![\w.])[A-Za-z_][\w.]*:[A-Za-z_<>]\w*>?:\d+(?=[\s\]-])"  # __main__:train:58
     rb"|\b(?:DEBUG|INFO|WARNING|ERROR):[A-Za-z_][\w.]*:"  # INFO:tensorflow:
-    rb"|\b[A-Za-z_]\w*(?:\.\w+)+:\d+(?=[\s\]-])"  # olmo.train:990
+    rb"|(?<![\w.])[A-Za-z_]\w*(?:\.\w+)++:\d+(?=[\s\]-])"  # olmo.train:990
     rb"|\b(?:cuda|gpu|GPU|cpu|npu|xla|line|pid|PID|port)[ :=#]{1,2}\d+\b|\b0x[0-9a-fA-F]+\b"
 )
+_ENDS_IN_SOURCE_LINE = re.compile(_SOURCE_LINE + rb"$")
 
 
 # what every stamp has: a mark between digits, or a word before a number; twenty times as fast to look for
@@ -46,7 +50,13 @@ def mask_timestamps(
     "The line with time stamps and source locations replaced by zero bytes."
     if not _MAY_STAMP.search(line):
         return line
-    return _STAMPS.sub(lambda stamp: b"\0" * len(stamp[0]), line)
+    masked = bytearray(line)
+    for stamp in _STAMPS.finditer(line):
+        start, end = stamp.span()
+        if _ENDS_IN_SOURCE_LINE.search(line, start, end):
+            start = len(line[:start].rstrip(_PATH_BYTES))
+        masked[start:end] = bytes(end - start)
+    return bytes(masked)
 
 # %% ../../../nbs/api/read/freetext/01_named_numbers.ipynb #29bd6cd6
 _NUMBER = re.compile(
@@ -72,8 +82,8 @@ _SPLIT = re.compile(
     rb"|: | :|:$| - | -- | \xe2\x80\x94 | {2,}|=>| = |^ *-+ "
 )
 _UNIT_OF_NAME = re.compile(rb"(?<=\w) *\([^()]*\)$")  # `Memory (MB)`
-_AVERAGE = re.compile(rb"\s*[\(\[]\s*(?:avg|mean|ave|average|ema|\xc3\xb8)?\.?\s*[:=]?\s*$")
-_OF = re.compile(rb"\s*(?:/|of|out of)\s*$")
+_AVERAGE = re.compile(rb"\s*+[\(\[]\s*+(?:avg|mean|average|ave|ema|\xc3\xb8)?+\.?+\s*+[:=]?+\s*+$")
+_OF = re.compile(rb"\s*+(?:/|of|out of)\s*+$")
 _SPLIT_NAME = re.compile(
     rb"(?<![\w./\\-])(train(?:ing)?|val(?:id(?:ation|ate)?)?"
     rb"|test(?:ing)?|eval(?:uation|uating|uate)?|dev)(?![\w./\\]|-(?!set\b)\w)",
@@ -83,8 +93,8 @@ _TRAIN = re.compile(rb"(?<![A-Za-z])train", re.I)
 _PREFIXES = {"train": "", "val": "val ", "test": "test ", "eval": "val ", "dev": "val "}
 _TENSOR = re.compile(rb"\w:\d+[\"']?,? ?\(?(?:shape|dtype)\b")  # TensorFlow's `name:0`
 _GLUED_MARK = re.compile(rb"[A-Za-z][@-]$")
-_NO_WORD = re.compile(r"^[\W_]+|[\W_]+$")
-_ARROW = re.compile(rb"\s*(?:-+>|=>|\xe2\x86\x92)")  # `ppl: inf --> 4.2`: the value before it is an old one
+_NO_WORD = re.compile(r"^[\W_]++|(?<![\W_])[\W_]++$")
+_ARROW = re.compile(rb"\s*+(?:-+>|=>|\xe2\x86\x92)")  # `ppl: inf --> 4.2`: the value before it is an old one
 _RANK = re.compile(rb"(?i)(?:\brank[ _:=#-]*|\[default)(\d+)")
 _BAR_END = re.compile(rb"(?:it/s|s/it)\]")
 _MAX_NUMBERS = 64  # of a line: more of them are a listing
@@ -165,7 +175,7 @@ def _with_prefix(name: str, prefix: str) -> str:
 
 
 _COUNTERS = "steps?|iters?|iterations?|(?:mini-?)?batch(?:es)?|updates?|epochs?"
-_COUNTER_AFTER = re.compile(rb"[\s/\d]*(%b)\b" % _COUNTERS.encode(), re.I)
+_COUNTER_AFTER = re.compile(rb"[\s/\d]*+(%b)\b" % _COUNTERS.encode(), re.I)
 _AT = re.compile(
     rf"^(?P<name>.+?) (?:at|after|for|of|in|on)(?: the)?(?: (?P<count>(?:global |train )?(?:{_COUNTERS})))?$",
     re.I,

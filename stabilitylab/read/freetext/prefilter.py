@@ -6,6 +6,8 @@
 __all__ = ['candidate_lines']
 
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #d599fa18
+from itertools import chain
+
 import numpy as np
 
 from .words import counter_words, metric_words
@@ -156,8 +158,8 @@ def _select(piece: Piece, lines: np.ndarray) -> Piece:
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #482c8b6b
 def candidate_lines(
     piece: Piece,  # whole lines
-    needles: tuple[bytes, ...] = (),  # words that alone make a line worth reading
-) -> np.ndarray:  # (lines,) bool; False: the line holds no record, nor one of the needles
+    needles: tuple[tuple[bytes, ...], ...] = (),  # words that make a line worth reading that has them all
+) -> np.ndarray:  # (lines,) bool; False: the line holds no record, nor all words of one of the needles
     "Which lines may be a record or an event."
     text = piece.buf.tobytes()
     lower = text.lower()
@@ -170,6 +172,7 @@ def candidate_lines(
         foreign = np.flatnonzero(part.buf >= _FIRST_NON_ASCII)  # words of other alphabets are not listed
         positions = np.concatenate([_decimals(part), _named(part, words), words.not_finite(), foreign])
         mask[has_number] = _lines_with(part, positions)
+    lines_with = {word: _lines_with(piece, _find_all(text, word)) for word in {*chain(*needles)}}
     for needle in needles:
-        mask |= _lines_with(piece, _find_all(text, needle))
+        mask |= np.logical_and.reduce([lines_with[word] for word in needle])
     return mask

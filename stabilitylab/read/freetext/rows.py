@@ -102,8 +102,8 @@ def name_rows(
 
 # %% ../../../nbs/api/read/freetext/03_rows.ipynb #9eea8a19
 _NUMBER = rb"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
-_LIST = re.compile(rb"['\"]?\s*[:=]\s*(?:(?:np\.)?array\(|tensor\()?\[(?P<items>[^\[\]{}]{3,})\]")
-_NAME = re.compile(rb"[A-Za-z_][\w /.-]*$")  # before it
+_LIST = re.compile(rb"[:=]\s*+(?:(?:np\.)?array\(|tensor\()?\[(?P<items>[^\[\]{}]{3,})\]")
+_NAME = re.compile(rb"[A-Za-z_][\w /.-]*+['\"]?\s*+$")  # before it
 _NAME_BYTES = 64
 _ITEM = re.compile(rb"(?:np\.float\d+\(|tensor\()?(?P<value>" + _NUMBER + rb")\)?(?:[\s,]+|$)")
 _MIN_LENGTH = 3  # numbers of a history; ours: shorter lists are shapes, sizes and splits
@@ -130,7 +130,7 @@ def _histories(text: bytes) -> dict[str, list[tuple[int, np.ndarray]]]:
     histories: dict[str, list[tuple[int, np.ndarray]]] = {}
     for match in _LIST.finditer(text):
         before = _NAME.search(text[max(0, match.start() - _NAME_BYTES) : match.start()])
-        name = before[0].decode("utf-8", "replace").strip() if before else ""
+        name = before[0].decode("utf-8", "replace").strip(" \t\r\n'\"") if before else ""
         value = _list_numbers(match["items"])
         if is_metric(name) and len(value) >= _MIN_LENGTH and bool((value != np.round(value)).any()):
             histories.setdefault(name, []).append((match.start("items"), value))

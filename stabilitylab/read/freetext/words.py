@@ -94,6 +94,7 @@ _NO_STEP = {"per", "size", "time", "log", "save", "eval", "max", "warmup", "accu
 _TRIAL_OUTCOME = {"success", "win", "hit"}  # `success_rate` is a metric, `learning_rate` none
 _INDEX = {"index", "idx", "no", "id", "number", "done"}
 _FOLD = _words("fold folds kfold")
+_MIXED = _words("image images img text texts token tokens")  # a ratio of these is measured, not set
 _VOCABULARY = _STEP | _EPOCH | _LOSS | _PERPLEXITY | _METRIC | _SETTING | _TRIAL_OUTCOME | {"so"}
 
 
@@ -115,6 +116,11 @@ def is_fold(
     return bool(words) and words[-1] in _FOLD and _SETTING.isdisjoint(words)
 
 
+def _is_mixture(words: tuple[str, ...]) -> bool:
+    "Whether a name is that of a ratio of images, text or tokens."
+    return words[-1:] == ("ratio",) and not _MIXED.isdisjoint(words)
+
+
 def counter_words() -> frozenset[str]:  # in lower case and ASCII
     "Words that make an adjacent number a step, an epoch or a fold."
     return frozenset(word for word in _STEP | _EPOCH | _FOLD if word.isascii())
@@ -133,7 +139,7 @@ def meaning(
     "What a number of this name is."
     words = split_words(name)
     is_loss = _is_loss(words)
-    if not is_loss and _VOCABULARY.isdisjoint(words):
+    if not is_loss and (_VOCABULARY.isdisjoint(words) or _is_mixture(words)):
         return "other"
     if is_loss:
         return "loss" if _NO_LOSS.isdisjoint(words) else "setting"
