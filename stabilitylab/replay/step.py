@@ -196,7 +196,7 @@ class Replayed:
 
     loss: float  # mean over the micro-batches, nats
     grad_norm: float  # L2 norm of the gradient before clipping
-    update_norm: float  # L2 norm of the change of the weights
+    update_norm: float  # L2 norm of the change of the weights that were finite
     gradients: dict  # parameter name -> gradient, as the optimizer saw it
     weights: dict  # name -> tensor of the model's state after the step
     run: xr.DataTree | None  # the record of the step, as the Recorder writes it
@@ -267,7 +267,8 @@ def replay(
     finally:
         set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-    change = norm_of(p.detach() - old for p, old in zip(model.parameters(), before, strict=True))
+    pairs = zip(model.parameters(), before, strict=True)
+    change = norm_of((p.detach() - old)[old.isfinite()] for p, old in pairs)
     weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
     norms = numbers.grad_norm, change
     return Replayed(numbers.loss, *norms, grads, weights, run, numbers.clipped_grad_norm)

@@ -156,7 +156,7 @@ def _is_out(tables: list[dict[str, float]], part: str) -> bool | None:
 
 def _judged_factors(cells: dict[str, np.ndarray], min_factor: float) -> dict[str, dict[str, float]]:
     "The factors of each variable whose controls are finite numbers above 0."
-    judged = ((name, _factors(cells[name], min_factor)) for name in _JUDGED)
+    judged = ((name, _factors(cells[name], min_factor)) for name in _JUDGED if name in cells)
     return {name: factors for name, factors in judged if factors is not None}
 
 
@@ -236,8 +236,11 @@ def swap_test(
             for name, values in cells.items():
                 values[i, j] = getattr(step, name)
             bar.update()
-    before, n = _bad_before(cells, min_factor), shape[1]
-    judged = _columns(cells, [*range(n - 1 - before), n - 1])  # bad batches are no controls
+    judged = dict(cells)
+    if len({snapshot.optimizer is None for snapshot in snapshots}) == 2:
+        del judged["update_norm"]  # a fresh optimizer's update is not that of one under way
+    before, n = _bad_before(judged, min_factor), shape[1]
+    judged = _columns(judged, [*range(n - 1 - before), n - 1])  # bad batches are no controls
     verdict, decided_by, evidence = _decide(judged, min_factor)
     is_bad = "bad batch" in verdict
     after = _bad_after(judged, snapshots[:-1], later, device, min_factor) if is_bad else 0
