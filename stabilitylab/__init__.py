@@ -40,6 +40,7 @@ _MODULES = {
     "probe.attention.report": ("AttentionProbe", "attention_report", "head_weights"),
     "probe.attention.layers": ("find_ignored_layers", "find_output_collapse", "layer_readings"),
     "probe.hf": ("RecorderCallback",),
+    "probe.lightning": ("LightningCallback",),
     "probe.invariants": ("check_training", "growth_exponents"),
     "probe.forgetting": ("forgetting", "longest_that_fits", "repetition"),
     "probe.positions": ("padding_influence", "shift_invariance"),

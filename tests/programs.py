@@ -749,3 +749,66 @@ def fit(epochs=1, lr=2e-2):
 fit()
 """
 )
+
+PROGRAMS["a model chosen by a setting, a batch named like a builtin"] = (
+    "import argparse\nfrom dataclasses import dataclass\n"
+    + HEAD
+    + """
+@dataclass
+class Sizes:
+    n_in: int = 6
+    width: int = 8
+
+class Bow(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.out = nn.Linear(config.n_in, 1)
+
+    def forward(self, x, hidden):
+        return self.out(x), hidden
+
+class Cell(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.mix = nn.Linear(config.n_in, config.width)
+        self.out = nn.Linear(config.width, 1)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.mix(x)))
+
+def sample():
+    return torch.zeros(1, config.n_in)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--type", default="cell")
+    parser.add_argument("--clip", type=float, default=0.5)
+    args = parser.parse_args()
+    torch.manual_seed(5)
+    config = Sizes(width=12)
+    if args.type == "bow":
+        model = Bow(config)
+    elif args.type == "cell":
+        model = Cell(config)
+    else:
+        raise ValueError(args.type)
+    model.to("cpu")
+    criterion = nn.MSELoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+        for step in range(6):
+            input, target = torch.randn(4, 6), torch.randn(4, 1)
+            recorder.batch((input, target))
+            optimizer.zero_grad()
+            if args.type == "bow":
+                hidden = repackage(hidden)
+                output, hidden = model(input, hidden)
+            else:
+                output = model(input)
+            loss = criterion(output, target)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+            recorder.step(loss)
+"""
+)

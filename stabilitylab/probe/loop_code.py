@@ -11,7 +11,7 @@ import ast
 import builtins
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from stabilitylab.probe.loop_source import (
     optimized_loss,
     relevant,
     root_name,
+    settled,
     source_of,
     stored_names,
     up_to_backward,
@@ -127,6 +128,9 @@ def _inner_names(node: ast.AST) -> set[str]:
 
 def free_names(
     statements: list[ast.stmt],  # in their order
+    program_names: Iterable[
+        str
+    ] = (),  # names of the program, which may be those of builtins, such as `input`
 ) -> tuple[list[str], set[str]]:  # (read before they are set; of these, set later)
     "Names whose values come from outside of the statements."
     free: dict[str, None] = {}
@@ -148,7 +152,7 @@ def free_names(
             loads = [n.id for n in ast.walk(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
             free |= {name: None for name in loads if name not in defined | own | comprehended}
             defined |= {part.name} if isinstance(part, ast.FunctionDef) else stored_names(part)
-    names = [name for name in free if not hasattr(builtins, name)]
+    names = [name for name in free if name in program_names or not hasattr(builtins, name)]
     return names, {name for name in names if name in defined}
 
 # %% ../../nbs/api/probe/27_loop_code.ipynb #4434e81d
@@ -332,8 +336,9 @@ def _resolved(
     missing: list[str] = []
     functions: list[ast.stmt] = []
     done: set[str] = {"model", "batch", *inline.new_names}
+    program_names = {*scope, *named_parts}
     while True:
-        names, later = free_names([*functions, *statements])
+        names, later = free_names([*functions, *statements], program_names)
         pending = [name for name in names if name not in done]
         if not pending:
             break
@@ -402,7 +407,8 @@ def loop_code(
         return None
     result = ast.Return(_shared(way))
     needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)}
-    body = [*relevant(way.statements, needed), result]
+    stored = {name for statement in way.statements for name in stored_names(statement)}
+    body = [*relevant(settled(way.statements, way.scope, frozenset(way.loops | stored)), needed), result]
     paths = batch_parts(way.recorded)
     named_parts = {n.id: path for n, path in paths if isinstance(n, ast.Name) and n.id != path}
     parts = {ast.dump(node): path for node, path in paths if not isinstance(node, ast.Name)}
@@ -507,9 +513,10 @@ def model_code(
         source = frame_source(at)
         names = [] if source is None else [n for n, v in source.scope.items() if is_same_model(v, model)]
         if source is not None and names:
+            earlier = settled(_before_line(source.body, source.line), source.scope)
             before = [
                 statement
-                for statement in _before_line(source.body, source.line)
+                for statement in earlier
                 if not isinstance(statement, _DEFINITIONS) and not _is_wrapping(statement)
             ]
             for name in names:

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['Source', 'source_of', 'frame_source', 'root_name', 'stored_names', 'changed_names', 'relevant', 'backward_call',
-           'optimized_loss', 'up_to_backward', 'value_at', 'find_call']
+           'optimized_loss', 'up_to_backward', 'value_at', 'find_call', 'settled']
 
 # %% ../../nbs/api/probe/26_loop_source.ipynb #375cda3b
 import ast
 import contextlib
+import copy
 import linecache
+import operator
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -238,3 +240,91 @@ def _within(blocks: list[list[ast.stmt]], around: ast.stmt) -> list[list[ast.stm
     if not isinstance(around, ast.With):
         return blocks
     return [[ast.copy_location(ast.With(items=around.items, body=blocks[0]), around)], *blocks[1:]]
+
+# %% ../../nbs/api/probe/26_loop_source.ipynb #26a00002
+_SAFE_CALLS = ("startswith", "endswith", "is_available", "get_rank", "lower")  # they change nothing
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda value, holder: value in holder,
+    ast.NotIn: lambda value, holder: value not in holder,
+}
+
+
+def _plain_value(node: ast.expr, scope: dict[str, Any]) -> Any:
+    "The value of an expression without side effects; raises `LookupError` for any other one."
+    match node:
+        case ast.Constant() | ast.Tuple() | ast.List():
+            return ast.literal_eval(node)
+        case ast.UnaryOp(op=ast.Not()):
+            return not _plain_value(node.operand, scope)
+        case ast.BoolOp():
+            values = (_plain_value(part, scope) for part in node.values)
+            return all(values) if isinstance(node.op, ast.And) else any(values)
+        case ast.Compare(ops=[op], comparators=[right]):
+            return _COMPARISONS[type(op)](_plain_value(node.left, scope), _plain_value(right, scope))
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), keywords=[]) if name in _SAFE_CALLS:
+            return getattr(_value_there(owner, scope), name)(
+                *[_plain_value(part, scope) for part in node.args]
+            )
+    return _value_there(node, scope)
+
+
+def _value_there(node: ast.expr, scope: dict[str, Any]) -> Any:
+    "The value of a name or an attribute that is there; a tensor or an array is not looked at."
+    root = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name) or root.id not in scope:
+        raise LookupError(ast.unparse(node))
+    value = value_at(node, scope)
+    is_array = hasattr(value, "__array__")
+    if is_array or (value is None and _is_no_attribute(node, scope)):
+        raise LookupError(ast.unparse(node))
+    return value
+
+
+def _is_no_attribute(node: ast.expr, scope: dict[str, Any]) -> bool:
+    "Whether a chain ends in an attribute that its object does not hold."
+    if not isinstance(node, ast.Attribute):
+        return False
+    return node.attr not in getattr(value_at(node.value, scope), "__dict__", {})
+
+# %% ../../nbs/api/probe/26_loop_source.ipynb #26a00003
+class _Settle(ast.NodeTransformer):
+    "Puts the branch that ran in place of an `if`."
+
+    def __init__(self, scope: dict[str, Any], changing: frozenset[str]):
+        self.scope, self.changing = scope, changing
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        "The branch, where the condition can be looked up and does not change from step to step."
+        self.generic_visit(node)
+        if _names(node.test, ast.Load) & self.changing:
+            return node
+        try:
+            chosen = node.body if _plain_value(node.test, self.scope) else node.orelse
+        except (LookupError, TypeError, AttributeError, ValueError):
+            return node
+        return chosen or ast.copy_location(ast.Pass(), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        "A function has names of its own."
+        return node
+
+
+def settled(
+    statements: list[ast.stmt],  # in their order
+    scope: dict[str, Any],  # name -> value
+    changing: frozenset[str] = frozenset(),  # names whose values are other ones in another step
+) -> list[ast.stmt]:  # copies
+    "Statements with the branches that a run's settings chose in place of their conditions."
+    settle = _Settle(scope, changing)
+    module = ast.Module(copy.deepcopy(statements), [])
+    return settle.visit(module).body

@@ -64,7 +64,9 @@ class Recorder:
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
-        self.clip: float | None = None  # largest gradient norm, where a framework says it
+        self.clip: float | str | None = None  # largest gradient norm, where a framework says it
+        self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
+        self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
         self.modules: ModuleProbe | NoModules = NoModules(self.guard)

@@ -404,8 +404,10 @@ def _script_values(draft: _Draft, text: str) -> dict[str, str]:
     for name in sorted(read):
         value = vars(sys.modules["__main__"]).get(name)
         is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, torch.Tensor, type(None)))
-        source = None if is_code or name in plain else draft.literal(value)
-        if source is not None and len(source) < 20 * _LONG:
+        part = _Draft()
+        source = None if is_code or name in plain else part.literal(value)
+        if source is not None and len(source) < 20 * _LONG and not part.uses_script:
+            draft.imports |= part.imports
             values[name] = source
     return values
 
@@ -506,11 +508,12 @@ def setup_source(
     optimizers: Iterable[Any],  # its optimizers
     batch: Any,  # the first micro-batch
     record: str = "RUN",  # path of the record, as one would type it
-    clip: float | None = None,  # largest gradient norm, where it is known
+    clip: float | str | None = None,  # largest gradient norm, or a function as source, where it is known
     loop: tuple[types.FrameType, Any] | None = None,  # (what called `recorder.batch`, the Recorder)
 ) -> str:  # Python
     "A draft of the code that a replay needs."
     draft, names = _Draft(), {id(p): name for name, p in model.named_parameters()}
+    recorder = None if loop is None else loop[1]
     values = _LoopValues(draft, model)
     code = None if loop is None else loop_code(loop[0], loop[1], model, values)
     lines, model_words = _model_lines(draft, model, None if loop is None else loop[0])
@@ -532,12 +535,12 @@ def setup_source(
         model=indent("\n".join(lines), "    ").lstrip(),
         seen=model_words,
         optimizer=single,
-        **_loss_parts(model, batch, code),
+        **_loss_parts(model, batch, code, recorder),
         **_clip_parts(clip, code),
     )
 
 # %% ../../nbs/api/probe/28_setup_template.ipynb #1519ce82
-def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None) -> dict[str, str]:
+def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None, recorder: Any = None) -> dict[str, str]:
     "The body of the loss in a draft, and how micro-batches are put together."
     call, words = _call_source(model, batch)
     if code is not None:
@@ -545,18 +548,31 @@ def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None) -> dict[str
         comment = f"{words}. These lines are the loop's.{todo}"
         return {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip(), "reduction": "sum"}
     if hasattr(model, "training_step"):  # Lightning
-        call = "model.training_step(batch, 0)"
+        training_step: Any = model.training_step
+        takes_index = len(inspect.signature(training_step).parameters) > 1
+        call = f"model.training_step(batch{', 0' * takes_index})"
     hint = (
         f"{words}.\n    # Where the model returns no loss, write here what the loop does with its output;"
         "\n    # where the loop runs under autocast, do so here."
     )
-    return {"batch": hint, "loss": f"return own_loss({call})", "reduction": "auto"}
+    lines, reduction = _framework_lines(f"own_loss({call})", model, recorder)
+    return {"batch": hint, "loss": indent("\n".join(lines), "    ").lstrip(), "reduction": reduction}
 
 
-def _clip_parts(clip: float | None, code: LoopCode | None) -> dict[str, str]:
+def _framework_lines(loss: str, model: nn.Module, recorder: Any) -> tuple[list[str], str]:
+    "(lines that return a loss as a framework optimizes it, how micro-batches are put together)."
+    autocast, share = getattr(recorder, "autocast", None), getattr(recorder, "share", 1)
+    lines = [f"return {loss} / {share}" if share > 1 else f"return {loss}"]
+    if autocast is not None:
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        lines = [f"with torch.autocast({device!r}, {autocast}):", f"    {lines[0]}"]
+    return lines, "sum" if share > 1 else "auto"
+
+
+def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, str]:
     "The clipping in a draft, and what is known of it."
     if clip is not None:
-        return {"clip": repr(clip), "clip_words": "largest gradient norm"}
+        return {"clip": clip if isinstance(clip, str) else repr(clip), "clip_words": "largest gradient norm"}
     if code is not None and code.clip is not None:
         return {"clip": code.clip, "clip_words": "as the loop clips"}
     if code is not None:

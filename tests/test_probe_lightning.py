@@ -1,0 +1,119 @@
+"Lightning's callback: a step of the optimizer is a step of the record, and its draft replays it."
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stabilitylab.cli.main import main
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+PROGRAM = """
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from stabilitylab.probe.lightning import LightningCallback
+
+
+class Module(nn.Module):
+    automatic_optimization = True
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, width), nn.Dropout(0.1), nn.Linear(width, 1))
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return {"loss": (self(x) - y).square().mean()}
+
+
+class Loop:
+    "Lightning's order of hooks; the last step of an epoch has a micro-batch too few, as there."
+
+    precision_plugin, gradient_clip_algorithm = SimpleNamespace(), None
+
+    def __init__(self, callback, share, clip, precision):
+        self.callback, self.accumulate_grad_batches = callback, share
+        self.gradient_clip_val, self.precision, self.global_step = clip, precision, 0
+
+    def fit(self, module, batches):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        self.optimizers = [optimizer]
+        share = self.accumulate_grad_batches
+        self.callback.on_train_start(self, module)
+        for i, batch in enumerate(batches):
+            self.callback.on_train_batch_start(self, module, batch, i)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16-mixed"):
+                outputs = module.training_step(batch, i)
+            (outputs["loss"] / share).backward()
+            if (i + 1) % share == 0 or i + 1 == len(batches):
+                if self.gradient_clip_val:
+                    nn.utils.clip_grad_norm_(module.parameters(), self.gradient_clip_val)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.global_step += 1
+            self.callback.on_train_batch_end(self, module, outputs, batch, i)
+        self.callback.on_train_end(self, module)
+
+
+def run(share, clip, precision):
+    torch.manual_seed(0)
+    module = Module(width=7)
+    batches = [(torch.randn(4, 5), torch.randn(4, 1)) for _ in range(5)]
+    Loop(LightningCallback("run", snapshot_every=3), share, clip, precision).fit(module, batches)
+
+
+if __name__ == "__main__":
+    run(SETTINGS)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["1, None, '32-true'", "2, 0.3, '32-true'", "2, 0.3, 'bf16-mixed'"])
+def test_the_draft_replays_the_last_step(tmp_path, capsys, settings):
+    (tmp_path / "train.py").write_text(PROGRAM.replace("SETTINGS", settings))
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True)
+    assert main(["replay", str(tmp_path / "run"), "--json", "--no-swap", "--no-samples"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["is_exact"] and not check["missing"], check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightning_itself(tmp_path, package):
+    pl = pytest.importorskip(package)
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from stabilitylab import LightningCallback, open_run
+
+    if not issubclass(LightningCallback, pl.Callback):
+        pytest.skip("the other package was imported first")
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.inner(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        accumulate_grad_batches=2, callbacks=[LightningCallback(tmp_path / "run")],
+    )  # fmt: skip
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(8, 3)), 2))
+    assert open_run(tmp_path / "run")["scalars"].loss.values.size == 2
