@@ -105,6 +105,12 @@ def test_the_range_of_fp16_is_no_limit_of_a_bf16_run():
     assert find_overflow(large_activations(1e5, bf16=True), "fp16")[0].severity == "error"  # when asked
 
 
+def test_an_output_that_is_infinite_is_an_overflow_and_no_number():
+    (found,) = diagnose(large_activations(np.inf)).of("overflow")
+    assert found.onset == 12 and found.severity == "error" and found.evidence["share"] is None
+    assert "became infinite" in found.explanation and "e+30" not in found.explanation
+
+
 def test_the_layers_view_shows_the_start_that_went_on(tmp_path):
     pytest.importorskip("ipywidgets")
     from stabilitylab.workbench.state import open_state

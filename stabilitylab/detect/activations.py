@@ -143,7 +143,7 @@ def find_overflow(
     if activations is None or "absmax" not in activations or not activations.sizes["step"]:
         return []
     largest = float(NUMBER_FORMATS[name].max)
-    absmax = np.nan_to_num(activations.absmax.values.astype(float), nan=0.0)
+    absmax = np.nan_to_num(activations.absmax.values.astype(float), nan=0.0, posinf=np.inf)
     is_near = absmax >= largest * limit("majority")
     ever_near = is_near.any(axis=0)
     if not ever_near.any():
@@ -151,13 +151,14 @@ def find_overflow(
     first = np.where(ever_near, is_near.argmax(axis=0), len(absmax))
     order = np.lexsort((-absmax.max(axis=0), first))[: int(ever_near.sum())]
     peak = float(absmax[:, order[0]].max())
+    share = peak / largest if np.isfinite(peak) else None
     return [
         Finding(
             "overflow",
             "error" if peak > largest else "warning",
             onset=activations.step.values[first[order[0]]],
             modules=first_names(activations.module, order),
-            evidence={"peak": peak, "share": peak / largest, "format": name, "largest": largest},
+            evidence={"peak": peak, "share": share, "format": name, "largest": largest},
         )
     ]
 

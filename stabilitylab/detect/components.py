@@ -52,9 +52,19 @@ def component_losses(
 
 # %% ../../nbs/api/detect/16_components.ipynb #712c8441
 def _events(series: Curve) -> list[Spike]:
-    "The spikes of a component that are no matter of its scatter, no new level and no return from a dip."
-    spikes = [s for s in spike_events(series) if s.recovery != "none" and not _is_return(series, s)]
+    "The spikes of a component that are no matter of its scatter, no slow drift and no return from a dip."
+    spikes = [s for s in spike_events(series) if not _is_drift(series, s) and not _is_return(series, s)]
     return [s for s in spikes if s.z >= limit("bump_sigma") and s.height >= limit("spike_height")]
+
+
+def _is_drift(series: Curve, spike: Spike) -> bool:
+    "Whether a component that did not come back got there by and by, as a term that is phased in does."
+    first_records = series.value[spike.first : spike.first + count_limit("near_records")]
+    is_step = (
+        spike.offset is not None
+        and float(np.median(first_records)) - spike.baseline > limit("majority") * spike.offset
+    )
+    return spike.recovery == "none" and not is_step
 
 
 def _is_return(series: Curve, spike: Spike) -> bool:

@@ -30,6 +30,11 @@ _STATE_LOADED = re.compile(
     rb".{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
+# Saving model checkpoint to out/checkpoint-1500, Saved state to run/step_1500
+_STATE_SAVED = re.compile(
+    rb"^(?!.*[Ll]oss).*?\b[Ss]av(?:ed|ing)\b.{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
+)
+
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (
@@ -72,6 +77,9 @@ _EVENTS = [
             rb"(?:successfully )?sav(?:ed|ing)\b.{0,40}?checkpoint.{0,40}?(?:iteration|step)\s+(\d+)", re.I
         ),
     ),
+    *(("checkpoint_save", (word, b"heckpoint"), _STATE_SAVED) for word in (b"aving", b"aved")),
+    *(("checkpoint_save", (word, b"step"), _STATE_SAVED) for word in (b"aving", b"aved")),
+    ("checkpoint_save", (b"saving checkpoint to ",), re.compile(rb"^saving checkpoint to \S+$")),  # nanoGPT
     (
         "scale_floor",
         (b"inimum",),  # fairseq, metaseq · DeepSpeed

@@ -6,6 +6,7 @@
 __all__ = ['add_xids']
 
 # %% ../../../nbs/api/read/logs/kernel.ipynb #28ff0676
+import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 
 def _xid_text(line: str) -> str | None:
     "Number, device and rest of an Xid message, such as 'Xid 63 on PCI:0000:3b:00: Row Remapper'; else None."
+    line = _journal_line(line)
     message = _XID.search(line)
     if message is None:
         return None
@@ -35,8 +37,20 @@ def _read_kernel(
 ) -> LogData:  # events of kind `xid`; seconds since 1970, in that year where the line has none
     "The Xid messages of a kernel log."
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    texts = ((line, _xid_text(line)) for line in lines)
-    return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in texts if text])
+    messages = ((line, _xid_text(line)) for line in map(_journal_line, lines))
+    return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in messages if text])
+
+
+def _journal_line(line: str) -> str:
+    "A record of `journalctl -o json` as a line with its time; any other line as it is."
+    if "__REALTIME_TIMESTAMP" not in line:
+        return line
+    try:
+        record = json.loads(line)
+        clock = datetime.fromtimestamp(int(record["__REALTIME_TIMESTAMP"]) / 1e6, UTC)
+        return f"{clock:%Y-%m-%dT%H:%M:%S} kernel: {record['MESSAGE']}"
+    except (ValueError, KeyError, TypeError):
+        return line
 
 
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
@@ -60,7 +74,7 @@ def _time_of(line: str) -> float | None:
         return None
 
 
-_KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} ", re.M)
+_KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} |\"__REALTIME_TIMESTAMP\"", re.M)
 
 
 def _confidence(head: bytes, path: object) -> float:
