@@ -30,6 +30,7 @@ _STATE_LOADED = re.compile(
     rb".{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
+
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (
@@ -107,7 +108,7 @@ def message_events(
     hits = {}
     for kind, words, shape in _EVENTS:
         # the words are looked for first because they are found a hundred times faster than the shape
-        is_near = words[0] in line and words[-1] in line and kind not in hits
+        is_near = kind not in hits and all(word in line for word in words)
         match = shape.search(line) if is_near else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
