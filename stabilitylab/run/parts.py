@@ -57,8 +57,8 @@ def _rows(part: dict, key: str) -> np.ndarray | None:
     return np.full(len(part["scalars/step"]), False if "has:" in key else np.nan)
 
 
-# end of an archive without a comment (APPNOTE.TXT 4.3.16): signature, 6 bytes of disks, number of entries, their
-# size and offset, length of the comment
+# end of an archive without a comment (APPNOTE.TXT 4.3.16): signature, 6 bytes of disks, number of entries,
+# size and offset of their list, length of the comment
 _ARCHIVE_END = struct.Struct("<4s6xHIIH")
 
 
