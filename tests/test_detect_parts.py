@@ -8,27 +8,29 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from stabilitylab.detect.activations import find_dead_units, find_overflow, find_underflow
-from stabilitylab.detect.attention import (
-    attention_leads,
-    find_logged_attention_logits,
-    find_logged_entropy_collapse,
-)
-from stabilitylab.detect.components import find_component_spikes
 from stabilitylab.detect.context import at_step, loss_span, run_context
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import DETECTORS, _load
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.likely_cause import most_likely
-from stabilitylab.detect.massive_activations import find_massive_activation, typical_magnitude
-from stabilitylab.detect.non_finite import find_first_non_finite
-from stabilitylab.detect.parameters import (
+from stabilitylab.detect.layers.activations import find_dead_units, find_overflow, find_underflow
+from stabilitylab.detect.layers.attention import (
+    attention_leads,
+    find_logged_attention_logits,
+    find_logged_entropy_collapse,
+)
+from stabilitylab.detect.layers.massive_activations import find_massive_activation, typical_magnitude
+from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
     find_large_steps,
     find_lost_updates,
     find_no_gradient,
     find_param_grad_explosion,
 )
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.loss.components import find_component_spikes
+from stabilitylab.detect.loss.spike_rules import RULES
+from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
+from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.relations import (
     drop_explained_rises,
     first_changes,
@@ -39,8 +41,6 @@ from stabilitylab.detect.relations import (
     layer_leads,
     resume_spikes,
 )
-from stabilitylab.detect.spike_rules import RULES
-from stabilitylab.detect.trend import find_level_shift, find_not_learning
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_events, make_scalars
 

@@ -10,10 +10,10 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.samples import sample
-from stabilitylab.detect.activations import find_overflow
-from stabilitylab.detect.divergence import find_divergence
 from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from .activations import first_names, run_format
 from .findings import Finding
+from .layers.activations import first_names, run_format
 from .limits import count_limit, limit
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS

@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .activations import first_crossings
-from .divergence import find_divergence
 from .findings import Finding
+from .layers.activations import first_crossings
 from .learning_rate import rate_at
 from .limits import count_limit, limit
+from .loss.divergence import find_divergence
+from .loss.spikes import find_loss_spikes
 from .non_finite import find_non_finite
-from .spikes import find_loss_spikes
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
 # %% ../../nbs/api/detect/30_relations.ipynb #44791d6e

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .divergence import find_divergence
 from .findings import Finding
 from .limits import count_limit, limit
-from .spikes import find_loss_spikes
+from .loss.divergence import find_divergence
+from .loss.spikes import find_loss_spikes
 from ..run.attempts import Attempt, attempts, surviving
 from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
 from ..run.rolling import MAD_TO_SD

@@ -115,7 +115,7 @@ def message_events(
     hits = {}
     for kind, words, shape in _EVENTS:
         # the words are looked for first because they are found a hundred times faster than the shape
-        is_near = words[0] in line and words[-1] in line and kind not in hits
+        is_near = kind not in hits and all(word in line for word in words)
         match = shape.search(line) if is_near else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
