@@ -43,9 +43,11 @@ def run_explain(
         else:
             print(columns_text([(row.kind, row.title) for row in table.itertuples()]))
         return 0
-    one = symptom(" ".join(args.words))
+    page = symptom(" ".join(args.words))
     print(
-        to_json(one.to_dict(), indent=1) if args.json else _plain(one.markdown, terminal_width(sys.stdout)[0])
+        to_json(page.to_dict(), indent=1)
+        if args.json
+        else _plain(page.markdown, terminal_width(sys.stdout)[0])
     )
     return 0
 
