@@ -18,6 +18,7 @@ from typing import NoReturn
 # modules of `stabilitylab.cli`, each with a function `add_NAME`, in the order of the help
 _MODULES = (
     "diagnose",
+    "explain",
     "watch",
     "audit",
     "check",
@@ -27,6 +28,7 @@ _MODULES = (
     "precision",
     "preflight",
     "replay",
+    "skill",
     "trial",
 )
 

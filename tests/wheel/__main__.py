@@ -1,6 +1,6 @@
 """`python -m tests.wheel [--python PROGRAM] [--require SPEC ...]`: builds, installs and tries the wheel.
 
-Source archive and wheel are built twice, in two folders; the wheels must have one hash. Then the wheel is
+The wheel is built twice by way of the source archive, in two folders; both must have one hash. Then it is
 installed in an empty environment with what it requires and nothing else, and `smoke.py` runs there. The
 versions are those of `constraints.txt`, or, with `--require torch==2.6.0`, those that are asked for and the
 newest of the others. The environment is removed afterwards.

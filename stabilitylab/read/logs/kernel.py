@@ -36,9 +36,10 @@ def _read_kernel(
     path: Path,  # the output of dmesg or journalctl
 ) -> LogData:  # events of kind `xid`; seconds since 1970, in that year where the line has none
     "The Xid messages of a kernel log."
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    messages = ((line, _xid_text(line)) for line in map(_journal_line, lines))
-    return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in messages if text])
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        records = (_journal_line(line.rstrip("\n")) for line in lines)
+        messages = ((line, _xid_text(line)) for line in records)
+        return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in messages if text])
 
 
 def _journal_line(line: str) -> str:
@@ -117,25 +118,31 @@ def add_xids(
     with open(path, "rb") as file:
         is_text = b"\0" not in file.read(4096)
         file.seek(0)
-        text = file.read() if is_text and _holds(file, _MARK) else b""
-    if not text:
-        return
-    lines = text.splitlines(keepends=True)
-    positions = _records_by_place(data, len(lines))
-    rows = sum(bool(line.strip()) and _MARK not in line for line in lines)
-    header = rows - 1 - max((int(order_of(s).max(initial=0)) for s in data.samples.values()), default=0)
+        if not is_text or not _holds(file, _MARK):
+            return
+        n_lines, n_rows, messages = _messages_in(file)
+    positions = _records_by_place(data, n_lines)
+    header = n_rows - 1 - max((int(order_of(s).max(initial=0)) for s in data.samples.values()), default=0)
     data.events = [event for event in data.events if event[0] != "xid"]
-    offset = row = 0
-    for line in lines:
-        if _MARK in line:
-            step = -1
-            if positions is not None:
-                at = np.searchsorted(positions[0], offset if positions[2] else row - header) - 1
-                step = int(positions[1][at]) if at >= 0 else -1
-            words = line.decode("utf-8", "replace").strip()
-            data.events.append(("xid", step, _xid_text(words) or words[:200], None))
-        row += bool(line.strip()) and _MARK not in line
+    for words, offset, row in messages:
+        step = -1
+        if positions is not None:
+            at = np.searchsorted(positions[0], offset if positions[2] else row - header) - 1
+            step = int(positions[1][at]) if at >= 0 else -1
+        data.events.append(("xid", step, _xid_text(words) or words[:200], None))
+
+
+def _messages_in(file: BinaryIO) -> tuple[int, int, list[tuple[str, int, int]]]:
+    "How many lines and rows a file has, and its messages with the byte and the row where each stands."
+    messages, n_lines, offset, row = [], 0, 0, 0
+    for line in (part for block in file for part in block.splitlines(keepends=True)):
+        is_message = _MARK in line
+        if is_message:
+            messages.append((line.decode("utf-8", "replace").strip(), offset, row))
+        row += bool(line.strip()) and not is_message
         offset += len(line)
+        n_lines += 1
+    return n_lines, row, messages
 
 
 def _holds(file: BinaryIO, word: bytes) -> bool:
