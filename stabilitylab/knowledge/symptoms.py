@@ -22,7 +22,7 @@ from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #ecafabda
-_SHOWN = 10  # remedies that a page names; the table of remedies has all
+_MOST_REMEDIES = 10  # remedies that a page names; the table of remedies has all
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def _page(symptom: Symptom) -> Iterator[str]:
     yield from (f"- **{row['cause'].rstrip('.')}.** {row['tell']}" for row in symptom.causes)
     yield from ("", "## What to do", "")
     yield from (f"{i}. {words}" for i, words in enumerate(symptom.do, 1))
-    tried = remedies_for(symptom.kind, _SHOWN)
+    tried = remedies_for(symptom.kind, _MOST_REMEDIES)
     if tried:
         yield from ("", "## What teams tried", "")
         yield from (f"- {row['reported']}: {row['name']} ({_source(row['source'])})" for row in tried)
-    seen = phenomena(symptom.kind)
-    if len(seen):
+    reports = phenomena(symptom.kind)
+    if len(reports):
         yield from ("", "## Where it was seen", "")
-        yield from (f"- {row['name']} ({_source(row['source'])})" for row in seen.to_dict("records"))
+        yield from (f"- {row['name']} ({_source(row['source'])})" for row in reports.to_dict("records"))
     yield from ("", "## What this cannot tell", "", symptom.cannot)
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #43435c81
@@ -95,7 +95,7 @@ _EMPTY = {
     "why",
     "does",
 }
-_LEAST = 0.5  # share of words in common that names a symptom; our convention
+_MIN_LIKENESS = 0.5  # share of words in common that names a symptom; our convention
 
 
 @cache
@@ -104,7 +104,9 @@ def _symptoms() -> dict[str, Symptom]:
     text = files("stabilitylab.knowledge").joinpath("symptoms.json").read_text(encoding="utf-8")
     rows = json.loads(text)
     several = ("aliases", "causes", "do", "see")
-    return {row["kind"]: Symptom(**row | {name: tuple(row[name]) for name in several}) for row in rows}
+    for row in rows:
+        row.update((name, tuple(row[name])) for name in several)
+    return {row["kind"]: Symptom(**row) for row in rows}
 
 
 def _words(phrase: str) -> frozenset[str]:
@@ -124,11 +126,11 @@ def symptom(
 ) -> Symptom:  # its page
     "The symptom that words name."
     wanted = _words(words)
-    ranked = sorted(_symptoms().values(), key=lambda one: -_likeness(wanted, one))
-    if _likeness(wanted, ranked[0]) >= _LEAST:
+    ranked = sorted(_symptoms().values(), key=lambda entry: -_likeness(wanted, entry))
+    if _likeness(wanted, ranked[0]) >= _MIN_LIKENESS:
         return ranked[0]
-    near = [one.title for one in ranked[:3] if _likeness(wanted, one) > 0]
-    raise bad_input("symptom", words, near or list(_symptoms()), "symptoms() lists all")
+    nearest = [entry.title for entry in ranked[:3] if _likeness(wanted, entry) > 0]
+    raise bad_input("symptom", words, nearest or list(_symptoms()), "symptoms() lists all")
 
 
 def symptoms() -> pd.DataFrame:  # columns: title, aliases; by finding kind
