@@ -25,6 +25,7 @@ setup(
         "stabilitylab": [
             "**/*.c",
             "**/*.js",
+            "**/*.md",
             "**/*.css",
             "**/*.json",
             "**/*.toml",

@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -126,8 +127,13 @@ def replace_code(module: types.ModuleType, name: str, tree: ast.Module) -> None:
     function.__code__ = code_named(compile(tree, module.__file__, "exec"), name)
 
 
+def dotted(path: Path) -> str:
+    "The module of a page or a file below the room of the detectors."
+    return ".".join(["stabilitylab.detect", *path.parent.parts, re.sub(r"^\d+_", "", path.stem)])
+
+
 def condition_mutants(path: Path) -> Iterator[Mutant]:
-    module = importlib.import_module(f"stabilitylab.detect.{path.stem}")
+    module = importlib.import_module(dotted(path.relative_to(DETECT)))
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for name, function in functions(tree):
         nodes = [node for part in function.body for node in ast.walk(part)]
@@ -165,7 +171,7 @@ def lesson(page: Path) -> Callable[[], bool]:
     kept = [s for s in sources if not s.startswith(skipped) and "nbdev_export" not in s]
 
     def fails() -> bool:
-        names = dict(vars(importlib.import_module(f"stabilitylab.detect.{page.stem.partition('_')[2]}")))
+        names = dict(vars(importlib.import_module(dotted(page.relative_to(PAGES)))))
         os.chdir(page.parent)
         try:
             for source in kept:
@@ -272,10 +278,10 @@ class Mutants:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         warnings.simplefilter("ignore")
-        checks = {page.name: lesson(page) for page in sorted(PAGES.glob("*.ipynb"))}
+        checks = {page.name: lesson(page) for page in sorted(PAGES.rglob("*.ipynb"))}
         checks |= {item.name: test_of(item) for item in session.items}
         checks = {name: c for name, c in checks.items() if not name.startswith(NOT_BEHAVIOUR)}
-        modules = [path for path in sorted(DETECT.glob("*.py")) if path.stem not in ("__init__", "limits")]
+        modules = [path for path in sorted(DETECT.rglob("*.py")) if path.stem not in ("__init__", "limits")]
         mutants = [*limit_mutants(), *(m for path in modules for m in condition_mutants(path))]
         chosen = [m for m in mutants if self.only in m.place + ":" + m.change]
         order = {(m.place, m.change): i for i, m in enumerate(mutants)}

@@ -9,11 +9,11 @@ import xarray as xr
 from stabilitylab import compare_runs, diagnose, read_runs
 from stabilitylab.cases.logs import log_case
 from stabilitylab.cases.traces import HELD_OUT, score_rules
-from stabilitylab.detect.activations import find_activation_explosion
-from stabilitylab.detect.divergence import find_divergence
+from stabilitylab.detect.layers.activations import find_activation_explosion
+from stabilitylab.detect.loss.divergence import find_divergence
+from stabilitylab.detect.loss.spike_rules import RULES
+from stabilitylab.detect.loss.spikes import find_loss_spikes
 from stabilitylab.detect.metrics import find_length_bias, rank_correlation
-from stabilitylab.detect.spike_rules import RULES
-from stabilitylab.detect.spikes import find_loss_spikes
 from stabilitylab.run.record import new_run
 from stabilitylab.run.rolling import before, level_and_noise
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -335,7 +335,7 @@ def test_every_threshold_is_read_and_every_phrase_has_its_kind():
     from stabilitylab.names.findings import FINDING_KINDS
 
     rooms = Path(stabilitylab.detect.__path__[0]), Path(stabilitylab.probe.__path__[0])
-    code = "".join(p.read_text(encoding="utf-8") for room in rooms for p in room.glob("*.py"))
+    code = "".join(p.read_text(encoding="utf-8") for room in rooms for p in room.rglob("*.py"))
     read = set(re.findall(r'(?:limit|records_in_share|columns_above)\((?:[^()]|\([^()]*\))*?"(\w+)"\)', code))
     assert read == set(LIMITS)
     assert set(PHRASES) | set(MODULE_PHRASES) <= set(FINDING_KINDS)

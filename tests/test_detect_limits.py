@@ -8,17 +8,21 @@ import pytest
 import xarray as xr
 
 from stabilitylab import compare_runs, diagnose
-from stabilitylab.detect.activations import find_activation_explosion, first_crossings
 from stabilitylab.detect.context import loss_span, run_context
-from stabilitylab.detect.divergence import find_divergence, find_slow_rise, smoothed_shape
+from stabilitylab.detect.layers.activations import find_activation_explosion, first_crossings
+from stabilitylab.detect.layers.parameters import (
+    find_misaligned_shape,
+    find_update_rms_excess,
+    find_wide_init,
+)
 from stabilitylab.detect.limits import LIMITS
+from stabilitylab.detect.loss.divergence import find_divergence, find_slow_rise, smoothed_shape
+from stabilitylab.detect.loss.objective import is_smooth
+from stabilitylab.detect.loss.spikes import find_loss_spikes
+from stabilitylab.detect.loss.trend import find_leak, find_level_shift, find_not_learning, find_overfitting
 from stabilitylab.detect.metrics import find_grad_norm_explosion, find_throughput_drop
-from stabilitylab.detect.objective import is_smooth
-from stabilitylab.detect.parameters import find_misaligned_shape, find_update_rms_excess, find_wide_init
 from stabilitylab.detect.relations import layer_leads
 from stabilitylab.detect.restarts import find_changed_settings, find_resumed_segments
-from stabilitylab.detect.spikes import find_loss_spikes
-from stabilitylab.detect.trend import find_leak, find_level_shift, find_not_learning, find_overfitting
 from stabilitylab.run.curves import Curve, loss_curve
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars

@@ -8,26 +8,29 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from stabilitylab.detect.activations import find_dead_units, find_overflow, find_underflow
-from stabilitylab.detect.attention import (
-    attention_leads,
-    find_logged_attention_logits,
-    find_logged_entropy_collapse,
-)
 from stabilitylab.detect.context import at_step, loss_span, run_context
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import DETECTORS, _load
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.likely_cause import most_likely
-from stabilitylab.detect.massive_activations import find_massive_activation, typical_magnitude
-from stabilitylab.detect.non_finite import find_first_non_finite
-from stabilitylab.detect.parameters import (
+from stabilitylab.detect.layers.activations import find_dead_units, find_overflow, find_underflow
+from stabilitylab.detect.layers.attention import (
+    attention_leads,
+    find_logged_attention_logits,
+    find_logged_entropy_collapse,
+)
+from stabilitylab.detect.layers.massive_activations import find_massive_activation, typical_magnitude
+from stabilitylab.detect.layers.parameters import (
     find_grad_below_epsilon,
     find_large_steps,
     find_lost_updates,
     find_no_gradient,
     find_param_grad_explosion,
 )
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.loss.components import find_component_spikes
+from stabilitylab.detect.loss.spike_rules import RULES
+from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
+from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.relations import (
     drop_explained_rises,
     first_changes,
@@ -38,10 +41,8 @@ from stabilitylab.detect.relations import (
     layer_leads,
     resume_spikes,
 )
-from stabilitylab.detect.spike_rules import RULES
-from stabilitylab.detect.trend import find_level_shift, find_not_learning
 from stabilitylab.run.record import new_run
-from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.run.scalars import Samples, make_events, make_scalars
 
 STEPS, NAMES = np.arange(0, 60, 2), ["a", "b", "c", "d"]
 KINDS = ["embed", "attn.q", "mlp.fc1", "block"]
@@ -269,6 +270,8 @@ def test_a_rise_is_reported_once():
     assert related(drop_explained_rises, rise, SPIKE)[0][0] == "loss_spike"
     for other in (finding("loss_spike", 56), finding("loss_spike", 39), SPIKE.with_(severity="info")):
         assert len(related(drop_explained_rises, rise, other)) == 2
+    behind_a_rollback = finding("slow_rise", 30, 30, peak_step=55)
+    assert related(drop_explained_rises, behind_a_rollback, SPIKE)[0][0] == "loss_spike"
     still = finding("not_learning", 0, 99)
     never_back = finding("loss_spike", 30, 99, recovery="none", peak=9.0, grad_norm_lead_steps=2)
     (joined,) = (
@@ -429,3 +432,42 @@ def test_a_median_rule_flags_what_stands_out():
     x = 2 + np.random.default_rng(0).normal(0, 0.01, 400)
     x[300] += 1
     assert np.flatnonzero(RULES["mad"].flags(x)).tolist() == [300]
+
+
+@pytest.mark.parametrize("way, told", [("step", 1), ("ramp", 0), ("back", 1)])
+def test_an_auxiliary_loss_that_moves_to_another_level_at_once_is_told(way, told):
+    rng, step = np.random.default_rng(1), np.arange(2000)
+    shares = {"step": step >= 1500, "ramp": np.clip((step - 1500) / 400, 0, 1), "back": step // 8 == 190}
+    aux = 0.01 * (1 + 5 * shares[way]) + rng.normal(0, 0.0005, 2000)
+    losses = {"loss": 2 + 5 * np.exp(-step / 200) + rng.normal(0, 0.02, 2000), "moe_aux_loss": aux}
+    run = new_run(make_scalars({name: Samples(step, value) for name, value in losses.items()}))
+    alone = [f for f in find_component_spikes(run) if f.evidence["only_in"] == "moe_aux_loss"]
+    assert len(alone) == told
+    if way == "step":
+        assert alone[0].onset == 1500 and alone[0].evidence["recovery"] == "none"
+
+
+@pytest.mark.parametrize(
+    "dtype, cause", [("float16", "overflow"), ("bfloat16", "weight"), ("float32", "weight")]
+)
+def test_an_output_that_passes_the_range_it_was_computed_in_is_an_overflow(dtype, cause):
+    "The recorder names the format of the first bad output: of fp16 autocast without a loss scale as well."
+    labels = {"step": range(5), "module": ["a"], "kind": ("module", ["mlp.fc2"]), "layer": ("module", [0])}
+    count = np.zeros((5, 1))
+    count[3:] = 7
+    about = {"long_name": "x", "units": "1"}
+    table = {"nonfinite_count": (("step", "module"), count, about)}
+    table["in_absmax"] = (("step", "module"), np.full((5, 1), 300.0), about)
+    table["in_nonfinite_count"] = (("step", "module"), np.zeros((5, 1)), about)
+    weights = xr.Dataset(
+        {"absmax": (("step", "param"), np.full((5, 1), 4.0), about)},
+        {"step": range(5), "param": ["a.weight"], "kind": ("param", ["mlp.fc2"]), "layer": ("param", [0])},
+    )
+    text = f"first non-finite value: output of a ({dtype}), 7 entries; before it: input absmax 300"
+    run = new_run(
+        attrs={"shapes": {"a.weight": [64, 64]}},
+        activations=xr.Dataset(table, labels),
+        weights=weights,
+        events=make_events([("error", 3, text, None)]),
+    )
+    assert find_first_non_finite(run)[0].evidence["cause"] == cause

@@ -10,10 +10,10 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.samples import sample
-from stabilitylab.detect.activations import find_overflow
-from stabilitylab.detect.divergence import find_divergence
 from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
@@ -103,6 +103,12 @@ def test_the_range_of_fp16_is_no_limit_of_a_bf16_run():
     assert not find_overflow(large_activations(40_000.0, bf16=True))
     assert not find_overflow(large_activations(40_000.0, dtypes={"a.weight": "bfloat16"}))
     assert find_overflow(large_activations(1e5, bf16=True), "fp16")[0].severity == "error"  # when asked
+
+
+def test_an_output_that_is_infinite_is_an_overflow_and_no_number():
+    (found,) = diagnose(large_activations(np.inf)).of("overflow")
+    assert found.onset == 12 and found.severity == "error" and found.evidence["share"] is None
+    assert "became infinite" in found.explanation and "e+30" not in found.explanation
 
 
 def test_the_layers_view_shows_the_start_that_went_on(tmp_path):

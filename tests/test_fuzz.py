@@ -162,7 +162,20 @@ def test_a_packed_record_whose_end_is_cut_off(tmp_path):
     assert list(left.attrs["skipped"]) == ["damaged record.zip (its list of entries is cut off)"]
 
 
-def test_a_damaged_part_is_named_with_its_steps(tmp_path):
+def half_the_bytes(data):
+    "The header of an array asks for half the bytes: NumPy alone would read other numbers without a word."
+    return data.replace(b"<f8", b"<f4")
+
+
+def a_comment_over_the_rest_of_the_list(data):
+    "zipfile takes the entries after it for its comment, and passes over them without a word."
+    header, last = b"PK\1\2", data.rindex(b"PK\1\2")
+    length_at = data.rindex(header, 0, last) + 32
+    return data[:length_at] + bytes([data.rindex(b"PK\5\6") - last]) + data[length_at + 1 :]
+
+
+@pytest.mark.parametrize("damaged", [half_the_bytes, a_comment_over_the_rest_of_the_list])
+def test_a_damaged_part_is_named_with_its_steps(damaged, tmp_path):
     store = LiveStore(tmp_path / "run", {})
     for first in range(0, 30, 10):
         steps = np.arange(first, first + 10)
@@ -170,8 +183,7 @@ def test_a_damaged_part_is_named_with_its_steps(tmp_path):
         store.append(rows | {"scalars/has:loss": steps > -1})
     store.close(merge=False)
     part = sorted((tmp_path / "run" / "live").glob("part-*"))[1]
-    # the header of an array asks for half the bytes: NumPy alone would read other numbers without a word
-    part.write_bytes(part.read_bytes().replace(b"<f8", b"<f4"))
+    part.write_bytes(damaged(part.read_bytes()))
     left = open_run(tmp_path / "run")
     assert left["scalars"].step.values.tolist() == [*range(10), *range(20, 30)]
     (words,) = left.attrs["skipped"]

@@ -81,6 +81,7 @@ TOP = {
     "settings.ini",
     "README.md",
     "setup.py",
+    "MANIFEST.in",
     "pyproject.toml",
     "constraints.txt",
     "Makefile",

@@ -675,7 +675,7 @@ def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
 def test_a_rule_on_line_pins_the_spike(tmp_path):
     import json
 
-    from stabilitylab.detect.spike_rules import OnlineRule
+    from stabilitylab.detect.loss.spike_rules import OnlineRule
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 1))
@@ -702,7 +702,7 @@ def test_a_rule_on_line_pins_the_spike(tmp_path):
 
 
 def test_online_rules_agree_with_the_finished_curve():
-    from stabilitylab.detect.spike_rules import LOOK_BACK, RULES, OnlineRule
+    from stabilitylab.detect.loss.spike_rules import LOOK_BACK, RULES, OnlineRule
 
     rng = np.random.default_rng(1)
     x = 3 - np.linspace(0, 1, 1500) + 0.03 * rng.standard_normal(1500)

@@ -169,7 +169,7 @@ def test_many_runs_that_share_are_one_finding_that_names_them():
 def test_a_key_bias_is_not_said_to_be_below_epsilon():
     import xarray as xr
 
-    from stabilitylab.detect.parameters import find_grad_below_epsilon
+    from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
 
     names = ["b.k.weight", "b.k.bias"]
     labels = {

@@ -1,6 +1,7 @@
 "Rollbacks, restart markers, messages of the GPU, hangs, slow runs and skipped steps, as in the notes."
 
 import datetime
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from stabilitylab import compare_runs, diagnose, read_runs
 from stabilitylab.detect.metrics import find_loss_scale_collapse
 from stabilitylab.detect.rollbacks import rollback_ledger
+from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.detect.speed import find_hang
 from stabilitylab.read.text import message_events
 from stabilitylab.run.attempts import rolled_back_at, surviving
@@ -277,3 +279,97 @@ def test_a_skip_rate_that_grows_is_told_and_a_steady_one_is_not(seed):
     assert len(alarms(total)) == 1
     assert not alarms(rng.random(5000) < 0.05) and not alarms(i % 2000 == 1999)
     assert not alarms((i < 300) & (rng.random(5000) < 0.5))  # the large norms of the start
+
+
+def trainer_lines(first, last, every, per_epoch, bump, rng):
+    "Records of Hugging Face's Trainer without a progress bar."
+    lines = []
+    for step in range(first + every, last + 1, every):
+        loss = loss_at(step) + rng.normal(0, 0.02) + bump * np.exp(-(step - first) / (4 * every))
+        lines.append(f"{{'loss': {loss:.4f}, 'learning_rate': 5e-05, 'epoch': {step / per_epoch:.2f}}}")
+    return lines
+
+
+@pytest.mark.parametrize("every, prefix", [(10, ""), (25, "[INFO|trainer.py:2128] 2024-05-01 10:00:00 >> ")])
+def test_a_trainer_console_without_bars_counts_from_its_resumes(every, prefix, tmp_path):
+    rng, path = np.random.default_rng(3), tmp_path / "train.log"
+    lines = trainer_lines(0, 2000, every, 1000, 0.0, rng)
+    for first, last in ((1500, 4000), (4000, 6000)):
+        lines += [f"{prefix}  Continuing training from global step {first}"]
+        lines += trainer_lines(first, last, every, 1000, 0.8, rng)
+    path.write_text("\n".join(lines))
+    (run,) = read_runs(path).values()
+    want = [*range(0, 2000, every), *range(1500, 4000, every), *range(4000, 6000, every)]
+    assert run["scalars"].step.values.tolist() == [step + every for step in want]
+    (back,) = rollback_ledger(run).itertuples()
+    assert (back.left, back.resumed, back.repeated) == (2000, 1500 + every, 500)
+    assert 4000 in [f.evidence["resumed_at"] for f in diagnose(run).of("resume_spike")]
+
+
+def test_a_trainer_console_that_begins_with_a_resume_has_its_steps(tmp_path):
+    lines = trainer_lines(5000, 7000, 10, 1000, 0.0, np.random.default_rng(4))
+    (tmp_path / "a.log").write_text("\n".join(["  Continuing training from global step 5000", *lines]))
+    (run,) = read_runs(tmp_path).values()
+    assert run["scalars"].step.values[[0, -1]].tolist() == [5010, 7000]
+
+
+@pytest.mark.parametrize("year", [2023, 2024])
+@pytest.mark.parametrize("form", ["syslog", "journal"])
+def test_a_kernel_log_joins_by_time_in_every_year_and_form(form, year, tmp_path):
+    begin = datetime.datetime(year, 5, 19, 6, 0, 0)
+    rows = [
+        f"[{begin + datetime.timedelta(seconds=12 * s)}] iteration {s}/ 1000 | lm loss: {3 - s / 1000:.4f} |"
+        for s in range(1000)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(rows))
+    words = "NVRM: Xid (PCI:0000:10:1c): 63, pid=1, Row Remapper: row"
+    when = (begin + datetime.timedelta(seconds=4137)).replace(tzinfo=datetime.UTC)
+    record = {"__REALTIME_TIMESTAMP": f"{int(when.timestamp() * 1e6)}", "MESSAGE": words}
+    forms = {"syslog": f"May 19 07:08:57 node kernel: [6.1] {words}", "journal": json.dumps(record)}
+    (tmp_path / "kernel.log").write_text(f"{forms[form]}\n")
+    ((_, run),) = read_runs(tmp_path).items()
+    (found,) = diagnose(run).of("hardware_error")
+    assert found.onset == 4137 // 12 and found.evidence["message"].endswith("Row Remapper: row")
+
+
+def test_a_message_that_several_watchers_print_is_told_once(tmp_path):
+    lines = [f"iter {s}: loss {3 - s / 1000:.4f}, time 500.00ms, mfu 31.20%" for s in range(600)]
+    watcher = XIDS[0].partition("Error: ")[2]
+    lines[400:400] = [XIDS[0], watcher, watcher]
+    lines[500:500] = [watcher]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    ((_, run),) = read_runs(tmp_path).items()
+    found = diagnose(run).of("hardware_error")
+    assert [f.onset for f in found] == [399, 496] and {f.evidence["count"] for f in found} == {2}
+
+
+def test_checkpoints_that_a_log_names_are_the_interval_of_its_rollbacks(tmp_path):
+    steps = [*range(0, 1400), *range(1200, 2600), *range(2400, 4000)]
+    lines = []
+    for s in steps:
+        lines.append(f"iter {s}: loss {3 - s / 2000:.4f}, time 500.00ms, mfu 31.20%")
+        lines += ["saving checkpoint to out"] * (s % 200 == 0)
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    ((_, run),) = read_runs(tmp_path).items()
+    assert rollback_ledger(run).attrs["checkpoint_interval"] == 200
+    names = ("Saving model checkpoint to out/checkpoint-1500", "Saved state to run/step_1500/")
+    assert all([h.event for h in message_events(n.encode())] == ["checkpoint_save"] for n in names)
+    assert not message_events(b"Saved best model, val_loss improved: 0.21 at checkpoint-7")
+
+
+def test_the_steps_gone_back_to_bound_the_interval_where_no_checkpoint_is_named():
+    run, _ = rolled_back("climbs", n=3, every=250)
+    resumed = rollback_ledger(run).resumed
+    assert rollback_ledger(run).attrs["checkpoint_interval"] == np.gcd.reduce(resumed)
+
+
+def test_the_percentage_of_clipped_steps_that_fairseq_logs_is_no_threshold(tmp_path):
+    rows = [
+        f"2021-11-20 06:00:00 | INFO | train_inner | epoch 001: {s} / 999 loss={3 - s / 900:.3f}, "
+        f"num_updates={s}, gnorm={0.5 + s % 2:.3f}, clip={100 * (s % 2)}, wall={s}"
+        for s in range(200)
+    ]
+    (tmp_path / "train.log").write_text("\n".join(rows))
+    ((_, run),) = read_runs(tmp_path).items()
+    assert clipped_share(run).share == 0.5 and np.isnan(clipped_share(run).clip)
+    assert clipped_share(run, 1.0) == (1.0, 0.5, pytest.approx(1 / 1.5))

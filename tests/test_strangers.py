@@ -18,7 +18,7 @@ from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
-from stabilitylab.probe.setup_template import setup_source
+from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.replay.find_setup import todo_lines
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabilitylab import diagnose, read_runs
-from stabilitylab.detect.divergence import find_slow_rise
+from stabilitylab.detect.loss.divergence import find_slow_rise
 from stabilitylab.names.errors import InputError
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars

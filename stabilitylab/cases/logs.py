@@ -107,7 +107,7 @@ def _memory(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A program that keeps the graph of every step; the memory moves a little by itself."
     return _log(columns, memory=20 + 0.02 * np.arange(RECORDS) + rng.normal(0, 0.002, RECORDS))
 
-
+# %% ../../nbs/api/cases/20_logs.ipynb #693651b6
 def _non_finite(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A loss that is NaN from one step on."
     return _log(columns, loss=np.where(t >= 0, np.nan, columns["loss"]))

@@ -490,7 +490,7 @@ def bad_combination() -> tuple[list[Snapshot], list[Batch]]:  # the suspect ones
             tokens[:, :2] = token
     return states, batches
 
-
+# %% ../../nbs/api/cases/30_notes.ipynb #ae717c63
 def _autocast_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     "The loss, of a forward pass under autocast to bf16."
     with torch.autocast("cpu", torch.bfloat16):

@@ -26,34 +26,34 @@ from ..read.runs import read_runs
 from ..run.record import open_run
 
 # %% ../../nbs/api/cases/12_sources.ipynb #62b1d39a
-_CHANGES: dict[str, Callable] = {  # fault -> (inputs, model, optimizer) -> inputs, at its step
-    "values out of range": lambda x, model, adam: 300 * x,
-    "state lost": lambda x, model, adam: _forgotten(x, adam),
-    "units closed": lambda x, model, adam: _shifted(x, model),
-    "first weights wide": lambda x, model, adam: _widened(x, model),
-}
-
-
-def _forgotten(x: torch.Tensor, adam: torch.optim.Optimizer) -> torch.Tensor:
+def _forgotten(x: torch.Tensor, _: nn.Sequential, adam: torch.optim.Optimizer) -> torch.Tensor:
     "Second moments a millionth of what they were, as where they were not restored."
     for state in adam.state.values():
         state["exp_avg_sq"].mul_(1e-6)
     return x
 
 
-def _shifted(x: torch.Tensor, model: nn.Sequential) -> torch.Tensor:
+def _shifted(x: torch.Tensor, model: nn.Sequential, _: torch.optim.Optimizer) -> torch.Tensor:
     "Biases of the second layer at -30: its ReLU gives zero for every input."
     with torch.no_grad():
         model.get_parameter("2.bias").sub_(30.0)
     return x
 
 
-def _widened(x: torch.Tensor, model: nn.Sequential) -> torch.Tensor:
+def _widened(x: torch.Tensor, model: nn.Sequential, _: torch.optim.Optimizer) -> torch.Tensor:
     "Weights twelve times as wide."
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(12.0)
     return x
+
+
+_CHANGES: dict[str, Callable] = {  # fault -> (inputs, model, optimizer) -> inputs, at its step
+    "values out of range": lambda x, model, adam: 300 * x,
+    "state lost": _forgotten,
+    "units closed": _shifted,
+    "first weights wide": _widened,
+}
 
 
 def record_classifier(
@@ -118,30 +118,26 @@ def _fault_case(kind: str, fault: str, at: int, *also: str) -> Case:
         "Its record."
         return record_classifier(seed, fault, at)
 
-    return Case(kind, "recorded run", build, onset=at, early=0, late=1, also=(*also, "throughput_drop"))
+    also = ("misaligned_shape", "throughput_drop", *also)  # of its small model and its short steps
+    return Case(kind, "recorded run", build, onset=at, early=0, late=1, also=also)
 
 
 _LOSS_EVENTS = ("divergence", "loss_spike", "grad_norm_explosion", "slow_rise")
 _LAYER_EVENTS = (*_LOSS_EVENTS, "activation_explosion", "update_rms_excess", "dead_units")
 SOURCE_CASES = {  # name -> Case
-    "healthy classifier": _fault_case("", "", 40, "misaligned_shape"),
-    "values out of range": _fault_case(
-        "bad_batch_values", "values out of range", 40, "misaligned_shape", *_LAYER_EVENTS
-    ),
-    "state lost": _fault_case("optimizer_state_reset", "state lost", 40, "misaligned_shape", *_LAYER_EVENTS),
+    "healthy classifier": _fault_case("", "", 40),
+    "values out of range": _fault_case("bad_batch_values", "values out of range", 40, *_LAYER_EVENTS),
+    "state lost": _fault_case("optimizer_state_reset", "state lost", 40, *_LAYER_EVENTS),
     "units closed": _fault_case(
         "dead_network",
         "units closed",
         0,
-        "misaligned_shape",
         "no_gradient",
         "grad_below_epsilon",
         "not_learning",
         *_LAYER_EVENTS,
     ),
-    "first weights wide": _fault_case(
-        "init_too_large", "first weights wide", 0, "misaligned_shape", *_LAYER_EVENTS
-    ),
+    "first weights wide": _fault_case("init_too_large", "first weights wide", 0, *_LAYER_EVENTS),
     "uneven micro-batches": Case(
         "token_imbalance",
         "recorded run",

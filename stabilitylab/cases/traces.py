@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..detect.spike_rules import RULES, event_onsets
+from ..detect.loss.spike_rules import RULES, event_onsets
 
 # %% ../../nbs/api/cases/02_traces.ipynb #e9f7be3a
 class Trace(NamedTuple):

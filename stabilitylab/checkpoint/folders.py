@@ -72,7 +72,7 @@ def read_safetensors(
             f"`{path}` is a damaged safetensors file: {printable(e)}; download or copy it again"
         ) from e
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #a1120518
 def _bytes(path: Path | RemoteFile, begin: int, end: int) -> bytes:
     "A range of the bytes of a file."
     if isinstance(path, RemoteFile):

@@ -91,10 +91,11 @@ def _run_lab(
     args: argparse.Namespace,  # what `add_lab` declares
 ) -> int:  # exit code of JupyterLab
     "Writes the notebook and opens it."
-    from stabilitylab.names.errors import bad_input
+    from stabilitylab.names.errors import MissingExtra
 
     if importlib.util.find_spec("jupyterlab") is None:
-        raise bad_input("lab", "no JupyterLab", "an environment with it", "pip install jupyterlab")
+        fix = "install it with: pip install 'stabilitylab[lab]'"
+        raise MissingExtra(f"`stabilitylab lab` needs the optional package `jupyterlab`; {fix}")
     notebook = _write_notebook(Path(args.notebook), args.path)
     is_root = getattr(os, "geteuid", lambda: 1)() == 0
     return subprocess.call(_lab_command(notebook, not args.no_browser, is_root))

@@ -18,6 +18,7 @@ from typing import NoReturn
 # modules of `stabilitylab.cli`, each with a function `add_NAME`, in the order of the help
 _MODULES = (
     "diagnose",
+    "explain",
     "watch",
     "audit",
     "check",
@@ -27,6 +28,7 @@ _MODULES = (
     "precision",
     "preflight",
     "replay",
+    "skill",
     "trial",
 )
 
@@ -65,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:  # with every command
         getattr(import_module(f"stabilitylab.cli.{name}"), f"add_{name}")(commands)
     return parser
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #9a36f3f2
 def _command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     "The parser of one command; that of all where no command has the name."
     groups = (action.choices for action in parser._actions if isinstance(action.choices, dict))
@@ -139,7 +141,7 @@ def _as_typed(
             return message.replace(f"`{argument}`=", f"{typed} ", 1)
     return message
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #7b966497
 def _is_expected(error: Exception) -> bool:
     "Whether it speaks to the user: bad input, a file that does not open, a missing package, no memory."
     from stabilitylab.names.errors import InputError, MissingExtra

@@ -27,7 +27,9 @@ def add_trial(
         epilog="Snapshots are recorded by Recorder(..., snapshot_every=100)."
         " exit code: 0 a trial was made, or it was said why none makes sense; 2 it cannot be made",
     )
-    parser.add_argument("run", metavar="PATH", help="folder of a record with a black box, or any log")
+    parser.add_argument(
+        "run", metavar="PATH", nargs="?", help="folder of a record with a black box, or any log"
+    )
     parser.add_argument(
         "--fix",
         action="append",
@@ -59,8 +61,12 @@ def add_trial(
 # %% ../../nbs/api/cli/18_trial.ipynb #f191346c
 def _check(args: argparse.Namespace) -> None:
     "Raises for numbers that make no trial."
-    from stabilitylab.names.errors import bad_input
+    from stabilitylab.names.errors import InputError, bad_input
 
+    if args.run is None:
+        raise InputError(
+            "trial needs a PATH: the folder of a record, or a log; see: stabilitylab trial --help"
+        )
     for name in ("seeds", "steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise bad_input(f"--{name}", getattr(args, name), "1 or more")

@@ -122,7 +122,10 @@ def find_hardware_errors(
         return []
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
-    xid = [at for at in np.flatnonzero(kind == "xid") if not _is_said(str(text[at]), died_of)]
+    lines = {
+        (int(events.event_step.values[at]), str(text[at])): at for at in np.flatnonzero(kind == "xid")[::-1]
+    }
+    xid = [at for at in sorted(lines.values()) if not _is_said(str(text[at]), died_of)]
     findings = [_message(events, int(at), len(xid)) for at in xid[: count_limit("most_reported")]]
     has_crash_report = any(
         crash["died"] for crash in run.attrs.get("crashes") or ()

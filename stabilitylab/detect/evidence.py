@@ -189,7 +189,7 @@ def _input_peak(steps: _Steps) -> RunFacts:
         {"input_jump": (float(first[at] / usual), steps.step[at])} if usual > 0 else {}
     )
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #fb45001b
 def _update_peak(steps: _Steps) -> RunFacts:
     "The update that was largest for its rate beside the twenty before it, and its gradient beside theirs."
     short = int(limit("short_records"))
@@ -495,7 +495,7 @@ def evidence(
         facts |= _of_findings(steps, findings, facts)
     return {name: fact for name, fact in facts.items() if not np.isnan(fact[0])}
 
-
+# %% ../../nbs/api/detect/85_evidence.ipynb #851a7396
 def _of_findings(steps: _Steps, findings: Sequence[Finding], facts: RunFacts) -> RunFacts:
     "Which kinds were found, each with its step; of a jump of the rate its factor and how long before."
     facts_found: RunFacts = {f"found {f.kind}": (1.0, f.onset) for f in findings if f.severity != "info"}

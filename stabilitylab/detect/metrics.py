@@ -14,10 +14,10 @@ import pandas as pd
 import xarray as xr
 
 from .findings import Finding
-from .growth import sustained_growth
+from .layers.growth import sustained_growth
 from .limits import count_limit, limit
+from .loss.spikes import high_grad_norm
 from .phrase import evidence_words
-from .spikes import high_grad_norm
 from ..numerics.lattice import lattice
 from ..run.curves import Curve, curve, group_of, loss_curve, loss_name, scalars_of
 from ..run.intervals import stretches

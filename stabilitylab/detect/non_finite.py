@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from .activations import first_names, run_format
 from .findings import Finding
+from .layers.activations import first_names, run_format
 from .limits import count_limit, limit
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
@@ -96,15 +96,18 @@ class _Bad:
     stays: bool  # whether it was so at every later step
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #7c300c90
-_REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(.*?(?:absmax (\S+))?$")
+_REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(([^)]*)\).*?(?:absmax (\S+))?$")
+_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "bf16"}  # float32: the same range
 
 
-def _reported(run: xr.DataTree, step: int) -> tuple[str, float]:
-    "The module that the recorder itself saw first at a step, and the largest number just before; '' and NaN."
+def _reported(run: xr.DataTree, step: int) -> tuple[str, str, float]:
+    "What the recorder saw first at a step: module, its format, the largest number just before; '', '', NaN."
     events = group_of(run, "events")
     texts = [] if events is None else events.event_text.values[events.event_step.values == step].astype(str)
     match = next((match for match in map(_REPORT.match, texts) if match), None)
-    return ("", np.nan) if match is None else (match[1], float(match[2] or np.nan))
+    if match is None:
+        return "", "", np.nan
+    return match[1], _DTYPES.get(match[2].removeprefix("torch."), ""), float(match[3] or np.nan)
 
 
 def _counts_at(at_step: xr.Dataset, name: str) -> np.ndarray:
@@ -121,7 +124,7 @@ def _leaves_first(at_step: xr.Dataset, bad: np.ndarray, reported: str) -> np.nda
     return np.array(sorted(bad, key=lambda i: (names[i] != reported, i in around, came_in[i])), dtype=int)
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #258bdc5c
-def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, before: float) -> dict:
+def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str, before: float) -> dict:
     "What made the first output that is not finite, as evidence; {} where the record does not tell."
     names, first = at_step.module.values.astype(str), order[0]
     came_in = _counts_at(at_step, "in_nonfinite_count")
@@ -135,7 +138,7 @@ def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, before: flo
     bound = largest * _gain(run, names[first], int(at_step.step), largest)
     if not np.isfinite(largest) or not bound >= 0:
         return {}
-    overflows = bound >= float(NUMBER_FORMATS[run_format(run)].max)
+    overflows = bound >= float(NUMBER_FORMATS[format or run_format(run)].max)
     has_weight = f"{names[first]}.weight" in run.attrs.get("shapes", {})
     own_cause = "weight" if has_weight else "module"
     return {"cause": "overflow" if overflows else own_cause, "in_absmax": largest}
@@ -167,9 +170,9 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     bad = np.flatnonzero(counts[rows[0]] > 0)
     is_output = (group, name) == ("activations", "nonfinite_count")
     at_step = table.isel(step=rows[0])
-    reported, before = _reported(run, int(at_step.step))
+    reported, format, before = _reported(run, int(at_step.step))
     order = _leaves_first(at_step, bad[::-1] if comes_backwards else bad, reported)
-    cause = _cause(run, at_step, order, before) if is_output else {}
+    cause = _cause(run, at_step, order, format, before) if is_output else {}
     stays = bool((counts[rows[0] :] > 0).any(axis=1).all())
     count = float(counts[rows[0], order[0]])
     return _Bad(int(table.step.values[rows[0]]), what, table[label], order, cause, count, stays)

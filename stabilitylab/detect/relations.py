@@ -12,13 +12,13 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .activations import first_crossings
-from .divergence import find_divergence
 from .findings import Finding
+from .layers.activations import first_crossings
 from .learning_rate import rate_at
 from .limits import count_limit, limit
+from .loss.divergence import find_divergence
+from .loss.spikes import find_loss_spikes
 from .non_finite import find_non_finite
-from .spikes import find_loss_spikes
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
 # %% ../../nbs/api/detect/30_relations.ipynb #44791d6e
@@ -130,7 +130,8 @@ def drop_explained_rises(
 
     def is_explained(f: Finding) -> bool:  # f: a slow rise
         "Whether a sharper finding tells of the same steps."
-        first, last = sorted((f.first, f.last))  # behind a restart the later record has the lower step
+        steps = (f.first, f.evidence.get("peak_step", f.first), f.last)
+        first, last = min(steps), max(steps)  # behind a restart the later record has the lower step
         return any(first <= other.last and other.first <= last for other in sharper)
 
     return [f for f in findings if f.kind != "slow_rise" or not is_explained(f)]

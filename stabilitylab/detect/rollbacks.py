@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from .divergence import find_divergence
 from .findings import Finding
 from .limits import count_limit, limit
-from .spikes import find_loss_spikes
+from .loss.divergence import find_divergence
+from .loss.spikes import find_loss_spikes
 from ..run.attempts import Attempt, attempts, surviving
 from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
 from ..run.rolling import MAD_TO_SD
@@ -103,7 +103,7 @@ def _interval(run: xr.DataTree, resumed: pd.Series) -> int | None:
     apart = np.diff(np.unique(saved))
     if len(apart):
         return int(np.median(apart))
-    common = int(np.gcd.reduce(np.diff(np.unique(resumed)))) if resumed.nunique() > 2 else 1
+    common = int(np.gcd.reduce(np.unique(resumed))) if resumed.nunique() > 2 else 1  # saved from step 0 on
     return common if common > 1 else None
 
 

@@ -15,8 +15,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from .metrics import rank_correlation
-from stabilitylab.detect.objective import (
+from stabilitylab.detect.loss.objective import (
     Objective,
     epoch_means,
     epochs_of,
@@ -24,6 +23,7 @@ from stabilitylab.detect.objective import (
     marked_means,
     objective_type,
 )
+from .metrics import rank_correlation
 from .phrase import evidence_words
 from ..run.curves import Curve, loss_curve
 from ..run.rolling import difference_noise

@@ -14,7 +14,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from ..run.curves import curve, group_of, loss_curve, scalars_of
+from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/detect/08_skipping.ipynb #7901413e
@@ -113,14 +113,23 @@ _CLIPS = re.compile(
 class ClippedShare(NamedTuple):
     "How often and how strongly a gradient was clipped."
 
-    clip: float  # threshold
+    clip: float  # threshold; NaN where the log tells the share alone
     share: float  # of the steps, in [0, 1]
     mean_factor: float  # c/‖g‖ of those, in (0, 1]; NaN without any
 
 
+def _percent_clipped(run: xr.DataTree) -> Curve | None:
+    "The percentage of clipped steps that fairseq and metaseq log as `clip`, beside `gnorm`; else None."
+    norm = scalars_of(run).get("grad_norm")
+    is_fairseq = norm is not None and norm.attrs.get("log_name") == "gnorm"
+    return curve(run, "clip") if is_fairseq else None
+
+
 def _threshold(run: xr.DataTree) -> float | None:
     "The clip as the settings or a logged series name it, or the largest norm after clipping."
-    logged = [curve(run, name) for name in series_names(scalars_of(run)) if _CLIPS.match(name)]
+    percent = _percent_clipped(run)
+    names = [name for name in series_names(scalars_of(run)) if name != "clip" or percent is None]
+    logged = [curve(run, name) for name in names if _CLIPS.match(name)]
     said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None and len(c.value)}
     settings = {**said_so, **scalars_of(run).attrs, **run.attrs}
     config = settings.get("config")
@@ -139,7 +148,9 @@ def clipped_share(
 ) -> ClippedShare | None:  # None where the norm or the threshold is not known
     "The share of clipped steps."
     norm = curve(run, "grad_norm")
-    threshold = _threshold(run) if clip is None else clip
+    threshold, percent = _threshold(run) if clip is None else clip, _percent_clipped(run)
+    if threshold is None and percent is not None and len(percent.value):
+        return ClippedShare(float("nan"), float(percent.value.mean()) / 100, float("nan"))
     if norm is None or threshold is None or not len(norm.value):
         return None
     beyond = norm.value[norm.value > threshold]

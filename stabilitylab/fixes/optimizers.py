@@ -110,17 +110,16 @@ class _ScheduleFree(torch.optim.Optimizer):
     "AdamW without a schedule: the gradient is taken between the fast point and the mean of all fast points."
 
     def __init__(self, groups: list[dict]):
-        super().__init__(
-            groups, {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight": 0.0}
-        )
+        adam = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
+        super().__init__(groups, {**adam, "highest": 0.0, "total": 0.0})  # rate so far; sum of its squares
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         "One step; the parameters are y."
         for group in self.param_groups:
-            weight = max(group["lr"], group.get("highest", 0.0))
-            group["highest"], group["weight"] = weight, group["weight"] + weight**2
-            share = weight**2 / group["weight"] if group["weight"] else 0.0  # of z in the mean
+            group["highest"] = max(group["lr"], group["highest"])
+            group["total"] += group["highest"] ** 2
+            share = group["highest"] ** 2 / group["total"] if group["total"] else 0.0  # of z in the mean
             for parameter in (p for p in group["params"] if p.grad is not None):
                 self._update(parameter, group, share)
 

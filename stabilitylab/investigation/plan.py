@@ -124,7 +124,7 @@ def _that_fit(
 
 def _is_well(findings: Sequence[Finding], recording: Recording) -> bool:
     "Whether there is nothing that a fix could answer."
-    return cause_of(list(findings), recording.run) is None
+    return cause_of(findings, recording.run) is None
 
 
 def _refuse(start: Start, arms: list[Arm], device: str) -> None:
@@ -136,7 +136,7 @@ def _refuse(start: Start, arms: list[Arm], device: str) -> None:
 
 def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, str]:
     "Cures of the likely cause that do not suit the run, and why."
-    cause = cause_of(list(findings), recording.run)
+    cause = cause_of(findings, recording.run)
     unfit: dict[str, str] = {}
     for text in cause.cures if cause is not None else ():
         [row] = arm_of(text).fixes
@@ -149,7 +149,7 @@ def _recorded_start(
     recording: Recording, findings: Sequence[Finding], step: int | None, setup: str | None
 ) -> tuple[Start, list[str]]:
     "A state of the run itself, and what to know about it."
-    onset, cause = failure_onset(findings), cause_of(list(findings), recording.run)
+    onset, cause = failure_onset(findings), cause_of(findings, recording.run)
     if cause is not None and cause.family == "initialisation":
         onset = 0  # a cause that was there from the beginning
     elif cause is not None and cause.step is not None:

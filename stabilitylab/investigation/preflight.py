@@ -25,6 +25,7 @@ from ..detect.findings import Findings
 from ..detect.limits import count_limit, limit
 from ..detect.skipping import clipped_share
 from ..names.errors import InputError, bad_input
+from ..names.numbers import format_count
 from ..read.runs import read_runs
 from ..run.curves import group_of, loss_curve
 
@@ -196,7 +197,7 @@ def _hangs(at: Surroundings) -> _Verdict:
 def _xid_lines(at: Surroundings) -> _Verdict:
     lines = [f for f in at.findings.of("hardware_error") if "xid" in f.evidence]
     if lines:
-        return f"{len(lines)} messages, first: {lines[0].explanation}", _ATTENTION
+        return f"{format_count(len(lines), 'message')}, first: {lines[0].explanation}", _ATTENTION
     return "none; a kernel log (dmesg -T) beside the run would show more", _UNKNOWN
 
 
@@ -253,7 +254,8 @@ def _clipped(at: Surroundings) -> _Verdict:
     share = None if at.run is None else clipped_share(at.run)
     if share is None:
         return "no gradient norm, or no clip in the settings", _UNKNOWN
-    words = f"{share.share:.0%} of the steps at a clip of {share.clip:g}"
+    words = f"{share.share:.0%} of the steps"
+    words += f" at a clip of {share.clip:g}" if np.isfinite(share.clip) else ", as the log says itself"
     return words, _ATTENTION if share.share > 1 - limit("level_share") else _OK
 
 # %% ../../nbs/api/investigation/03_preflight.ipynb #31c66451

@@ -53,7 +53,7 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "init_std_too_large": "initial weights are wider than the published rules for this width",
     "no_gradient": "a parameter that should train gets no gradient",
     "accumulation_bias": "gradient accumulation does not give the gradient of the token mean",
-    "token_imbalance": "micro-batches of one step differ many times in target tokens and count the same",
+    "token_imbalance": "micro-batches of one step hold very different numbers of target tokens",
     "length_bias": "the loss or its gradient weighs tokens by the length of their sequence",
     "misaligned_shape": "a matrix dimension is not divisible by 8",
 }

@@ -74,7 +74,7 @@ def _answer(address: str, what: Callable[[Any, str], Any]) -> Any:
         error = InputError(f"`{shown_address(address)}` cannot be read; {why}")
     raise error
 
-
+# %% ../../nbs/api/names/09_remote.ipynb #6e440781
 @dataclass(frozen=True)
 class RemoteFile:
     "A file at an address, of which ranges are read."

@@ -14,8 +14,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..detect.attention import attention_of
-from ..detect.massive_activations import typical_magnitude
+from ..detect.layers.attention import attention_of
+from ..detect.layers.massive_activations import typical_magnitude
 from ..names.errors import bad_input
 from stabilitylab.plot.attention import (
     linear_below,
@@ -118,7 +118,7 @@ def _massive_profile(
     xr.Dataset | None
 ):  # largest (layer, rank), median (layer,), coords module; None where it was not sampled
     "The largest and the typical magnitude of every block at the nearest step that has them."
-    streams = find_spec("stabilitylab.detect.massive_activations")
+    streams = find_spec("stabilitylab.detect.layers.massive_activations")
     profile = import_module(streams.name).stream_profile(run, step) if streams else None
     return _sampled_profile(run, step) if profile is None else profile
 

@@ -21,6 +21,7 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
+from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
@@ -38,7 +39,6 @@ from stabilitylab.probe.settings import (
     recorder_options,
     this_rank,
 )
-from .setup_template import write_setup
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .writer import Writer

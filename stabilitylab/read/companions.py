@@ -111,8 +111,9 @@ def _at_its_step(event: tuple, times: np.ndarray, steps: np.ndarray) -> tuple:
         return event
     moments = [np.datetime64(round(seconds), "s")]
     if moments[0] < _FIRST_YEAR:
-        since = moments[0] - np.datetime64("1970-01-01")
-        moments = [year.astype("M8[s]") + since for year in np.unique(times[[0, -1]].astype("M8[Y]"))]
+        date = str(moments[0])[4:]  # months differ in length with the year: a date, not a number of days
+        years = np.unique(times[[0, -1]].astype("M8[Y]"))
+        moments = [np.datetime64(f"{year}{date}", "s") for year in years]
     for moment in moments:
         if times[0] - _MARGIN <= moment <= times[-1] + _MARGIN:
             at = max(0, int(np.searchsorted(times, moment, side="right")) - 1)

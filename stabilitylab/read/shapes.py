@@ -24,7 +24,7 @@ from stabilitylab.read.digits import (
 # %% ../../nbs/api/read/04_shapes.ipynb #b1b03c04
 _PAD = 16  # line ends before and after the text, so that a word may be read around any of its bytes
 
-
+# %% ../../nbs/api/read/04_shapes.ipynb #88a52432
 class Piece:
     "Whole lines of a log, with the positions of their line ends and digit runs."
 

@@ -30,6 +30,11 @@ _STATE_LOADED = re.compile(
     rb".{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
+# Saving model checkpoint to out/checkpoint-1500, Saved state to run/step_1500
+_STATE_SAVED = re.compile(
+    rb"^(?!.*[Ll]oss).*?\b[Ss]av(?:ed|ing)\b.{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
+)
+
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (
@@ -72,6 +77,9 @@ _EVENTS = [
             rb"(?:successfully )?sav(?:ed|ing)\b.{0,40}?checkpoint.{0,40}?(?:iteration|step)\s+(\d+)", re.I
         ),
     ),
+    *(("checkpoint_save", (word, b"heckpoint"), _STATE_SAVED) for word in (b"aving", b"aved")),
+    *(("checkpoint_save", (word, b"step"), _STATE_SAVED) for word in (b"aving", b"aved")),
+    ("checkpoint_save", (b"saving checkpoint to ",), re.compile(rb"^saving checkpoint to \S+$")),  # nanoGPT
     (
         "scale_floor",
         (b"inimum",),  # fairseq, metaseq · DeepSpeed
@@ -107,7 +115,7 @@ def message_events(
     hits = {}
     for kind, words, shape in _EVENTS:
         # the words are looked for first because they are found a hundred times faster than the shape
-        is_near = words[0] in line and words[-1] in line and kind not in hits
+        is_near = kind not in hits and all(word in line for word in words)
         match = shape.search(line) if is_near else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)

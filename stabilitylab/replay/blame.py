@@ -69,7 +69,7 @@ def _label_counts(part: object) -> Iterator[list[int]]:
                 yield (positions >= 0).sum(1).tolist()
                 yield (positions > 0).sum(1).tolist()
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #b4c97a85
 def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> list[int] | None:
     "Tokens of each sample in the loss; where the setup does not say, those that make the loss of all."
     if setup.token_loss is not None:

@@ -90,6 +90,8 @@ FAULTS = {
     "settings": "{name} differs where everything before it agrees: the optimizer's settings (weight decay,"
     " betas, epsilon), its groups, or clipping",
 }
+
+# %% ../../nbs/api/replay/13_faults.ipynb #e981503d
 # with which nothing speaks against a verdict on the recorded step
 HARMLESS = ("", "unrecorded", "other loss", "rounding", "noise")
 

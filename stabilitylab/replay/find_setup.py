@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..names.encode import plain
 from ..names.errors import InputError
-from ..probe.setup_template import FILE
+from ..probe.draft.setup_template import FILE
 from .state import Setup
 from .user_code import load_setup
 

@@ -14,7 +14,7 @@ from ..checkpoint.open import open_checkpoint
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
-from ..probe.setup_template import FILE, record_source
+from ..probe.draft.setup_template import FILE, record_source
 from .faults import changed_place, recorded_changes
 from .find_setup import setup_of
 from .retrace import retrace

@@ -179,7 +179,7 @@ def _is_bad_batch(cells: dict[str, np.ndarray], min_factor: float) -> bool:
     tables = list(_judged_factors(cells, min_factor).values())
     return bool(tables) and _is_out(tables, "batch") is True
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #0a0723e7
 def _columns(cells: dict[str, np.ndarray], columns: list[int]) -> dict[str, np.ndarray]:
     "The same with these batches only."
     return {name: values[:, columns] for name, values in cells.items()}

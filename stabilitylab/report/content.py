@@ -19,8 +19,8 @@ import numpy as np
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
+from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import MostLikely, most_likely
-from ..detect.parameters import not_shown
 from ..names.findings import REPORTED, SEVERITIES
 from .words import clean, number, spaced
 from ..run.curves import loss_name

@@ -142,13 +142,15 @@ def run_text(
         lines += ["", findings_text(findings, width, colour, remedies)]
     if text.unseen:
         lines += ["", _wrapped(text.unseen, width, 2, 2)]
+    if len(findings) and findings[0].severity != "info":
+        lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {findings[0].kind}"]
     if text.replay:
         lines += ["", "  " + _paint(_REPLAY, "head", colour) + " " + text.replay]
     return "\n".join(lines)
 
 
 _CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
-_RIVAL, _TELLS = "Runner-up:", "What would tell:"
+_RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the first, told apart:"
 
 
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:

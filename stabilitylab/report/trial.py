@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from ..names.numbers import format_count
 from ..plot.trial import trial_svg
 from .terminal import columns_text
 from .words import number
@@ -55,7 +56,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
     " the initial loss and are capped there",
     "null": "{name} of the same batches, nothing else changed: the final loss changes by {effect} on"
-    " average ({n} seeds): so much is chance",
+    " average ({seeds}): so much is chance",
     "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
@@ -95,6 +96,7 @@ def _arm_sentence(
         high=high,
         interval=_INTERVAL.format(low=low, high=high),
         n=n,
+        seeds=format_count(n, "seed|seeds"),
         more=arm.more_seeds,
         rescued=arm.rescued,
         broken=arm.broken,

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import xarray as xr
-from zarr.core.buffer import default_buffer_prototype
-from zarr.storage import MemoryStore, ZipStore
 
 from ..names.errors import InputError, printable
 from ..names.files import write_atomic
@@ -192,6 +190,8 @@ def open_closed(
     path: str | Path,  # folder of a closed record, packed or not
 ) -> xr.DataTree:  # attrs: `skipped`, what was left out, where anything was
     "The Zarr groups of a record, as far as they are whole."
+    from zarr.storage import ZipStore  # late: reading a log needs no store
+
     path = Path(path)
     faults, n_checked = closed_faults(path)
     packed = path / RECORD_FILE
@@ -225,6 +225,9 @@ def _whole_files(path: Path, faults: dict[str, str]) -> dict[str, bytes]:
 # %% ../../nbs/api/run/14_closed.ipynb #79701e07
 def _open_rest(path: Path, faults: dict[str, str]) -> xr.DataTree:
     "A record with damaged files, without what they held."
+    from zarr.core.buffer import default_buffer_prototype
+    from zarr.storage import MemoryStore
+
     sorter = _Sorter(_whole_files(path, faults), faults)
     buffer = default_buffer_prototype().buffer
     store = MemoryStore({key: buffer.from_bytes(data) for key, data in _scattered(sorter.without()).items()})

@@ -8,6 +8,7 @@ __all__ = ['Shard', 'Segment', 'scalar_samples', 'segment_starts', 'read_live']
 # %% ../../nbs/api/run/06_parts.ipynb #dd416c61
 import io
 import json
+import struct
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +57,28 @@ def _rows(part: dict, key: str) -> np.ndarray | None:
     return np.full(len(part["scalars/step"]), False if "has:" in key else np.nan)
 
 
+# end of an archive without a comment (APPNOTE.TXT 4.3.16): signature, 6 bytes of disks, number of entries,
+# size and offset of their list, length of the comment
+_ARCHIVE_END = struct.Struct("<4s6xHIIH")
+
+
+def _entry_names(stored: zipfile.ZipFile, path: Path) -> list[str]:
+    "The entries of a part, as many as its end counts: zipfile passes over those behind a changed length."
+    with open(path, "rb") as file:
+        file.seek(-_ARCHIVE_END.size, io.SEEK_END)
+        _, count, *_ = _ARCHIVE_END.unpack(file.read())
+    names = stored.namelist()
+    if len(names) != count:
+        raise ValueError(f"its list has {len(names)} of {count} entries")
+    return names
+
+
 def _read_part(path: Path) -> tuple[dict, list]:
     "The rows and events of one part; an error of `ZIP_FAULTS` where it is damaged."
     # an entry is read whole before NumPy sees it: a changed header may ask for fewer bytes than are checked
     with zipfile.ZipFile(path) as stored:
-        entries = {name.removesuffix(".npy"): io.BytesIO(stored.read(name)) for name in stored.namelist()}
+        names = _entry_names(stored, path)
+        entries = {name.removesuffix(".npy"): io.BytesIO(stored.read(name)) for name in names}
     part = {key: np.lib.format.read_array(data, allow_pickle=False) for key, data in entries.items()}
     events = json.loads(bytes(part.pop("events")).decode())
     for group in {key.split("/")[0] for key in part}:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import xarray as xr
-from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import GROUPS
@@ -133,6 +132,8 @@ def save_run(
 
 def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
     "Zarr encodings: a checksum for each chunk; of a long table a chunk has `rows` rows, to be read alone."
+    from zarr.codecs import Crc32cCodec, ZstdCodec  # late: reading a log needs no store
+
     encodings: dict[str, dict] = {}
     for name, variable in table.variables.items():
         encodings[str(name)] = {"compressors": (ZstdCodec(level=1), Crc32cCodec())}

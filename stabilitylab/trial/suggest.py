@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 
 import xarray as xr
 
-from ..detect.attention import growth_to
 from ..detect.diagnose import as_run
 from ..detect.evidence import evidence
 from ..detect.findings import Finding, Findings
+from ..detect.layers.attention import growth_to
 from ..detect.learning_rate import rate_at
 from ..detect.likely_cause import MostLikely, most_likely
 from ..detect.phrase import evidence_words
@@ -198,6 +198,8 @@ def cause_of(
     run: xr.DataTree,  # the record that they are of
 ) -> MostLikely | None:  # None where there is nothing to explain
     "The likely cause of what was found in a run."
+    if isinstance(findings, Findings) and "evidence" in findings.attrs:
+        return most_likely(findings)  # `diagnose` has measured it
     facts = evidence(run, findings)
     return most_likely(Findings(findings, {"evidence": facts} if facts else {}))
 

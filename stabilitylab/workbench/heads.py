@@ -14,7 +14,7 @@ import torch
 import xarray as xr
 from torch import nn
 
-from ..detect.attention import attention_of
+from ..detect.layers.attention import attention_of
 from ..probe.attention.report import head_weights
 from ..replay.find_setup import setup_of
 from ..replay.snapshot import load_batch, load_snapshot

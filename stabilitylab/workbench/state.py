@@ -32,7 +32,7 @@ from .panel import beside
 # %% ../../nbs/api/workbench/01_state.ipynb #8365a1f1
 _ENDS = {"x_range": ("first", "last"), "y_range": ("lowest", "highest")}
 
-
+# %% ../../nbs/api/workbench/01_state.ipynb #807db256
 class _Drawn(HasTraits):
     "Which series are drawn, how, over which steps and values, and the ranges shown before."
 

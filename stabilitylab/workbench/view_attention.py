@@ -14,7 +14,7 @@ import traitlets
 import xarray as xr
 from traitlets import HasTraits
 
-from ..detect.attention import attention_of
+from ..detect.layers.attention import attention_of
 from ..names.errors import bad_input
 from stabilitylab.plot.heads import (
     extra_view_picture,

@@ -178,7 +178,7 @@ _SCALES = {  # name -> (`WorkbenchState.log`, tooltip)
     "log": (True, "logarithmic axis"),
 }
 
-
+# %% ../../nbs/api/workbench/03_view_overview.ipynb #e119856b
 class SeriesControls:
     "Which series are drawn, and how."
 

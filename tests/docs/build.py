@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROC, SOURCE, HTML, SITE = ROOT / "_proc", ROOT / "_build" / "site", ROOT / "_build" / "html", ROOT / "_docs"
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a kernel, which a page does not have
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
+    "symptoms": (
+        "Symptoms",
+        "What you see, in the words that people type: what it is, what causes it, what to do.",
+    ),
     "tutorials": ("Tutorials", "Whole jobs from start to end, on the runs that come with the project."),
     "howto": ("How-to guides", "One question each, for the moment when you have it."),
     "explain": ("Explanations", "What goes wrong in training runs, why, and what teams did about it."),
@@ -35,9 +39,12 @@ ROOMS = {
     "checkpoint": "Checkpoints",
     "knowledge": "What teams reported",
     "detect": "Detectors",
+    "detect/loss": "Detectors of the loss",
+    "detect/layers": "Detectors of the layers",
     "plot": "Plots",
     "probe": "Recording a live run",
     "probe/attention": "Measuring attention",
+    "probe/draft": "The draft of a replay",
     "replay": "Replaying a step",
     "models": "Reference models",
     "fixes": "Fixes",
@@ -200,12 +207,38 @@ def index_page(title, text, entries):
     return f"# {title}\n\n{text}\n\n```{{toctree}}\n:maxdepth: 1\n\n{body}\n```\n"
 
 
+def write_symptoms():
+    "A page a symptom, with the phrases that people type as entries of the search."
+    from stabilitylab.knowledge.symptoms import symptom, symptoms
+
+    folder = SOURCE / "symptoms"
+    folder.mkdir()
+    for kind in symptoms().index:
+        one = symptom(kind)
+        entries = "\n".join(f"single: {phrase}" for phrase in (one.title, *one.aliases))
+        picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
+        title, rest = one.markdown.split("\n", 1)
+        drawn = f"\n![{one.looks}](../images/symptoms/{kind}.png)\n" if picture.is_file() else ""
+        typed = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
+        pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
+        below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
+        text = f"```{{index}}\n{entries}\n```\n\n{title}\n{drawn}{rest}{below}{typed}"
+        (folder / f"{kind}.md").write_text(text, encoding="utf-8")
+
+
+def page_title(path):
+    "The heading of a notebook."
+    cells = nbformat.read(path, 4).cells
+    heading = re.search(r"^# (.*)", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
+    return heading[1].replace("`", "")
+
+
 def write_indexes():
     "One index a section and a room, and the root."
     sections = []
     for name, (title, text) in SECTIONS.items():
         folder = SOURCE / name
-        pages = sorted(p.stem for p in folder.glob("*.ipynb")) if folder.is_dir() else []
+        pages = sorted(p.stem for p in folder.glob("*.[im][pd]*")) if folder.is_dir() else []
         rooms = [r for r in ROOMS if (folder / r).is_dir()] if name == "api" else []
         if not pages and not rooms:
             continue
@@ -260,6 +293,7 @@ def build():
         module = module_of(p) if p.is_relative_to(PROC / "api") else p
         nbformat.write(page(nbformat.read(p, 4), module), target)
     shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
+    write_symptoms()
     write_indexes()
     subprocess.run(
         [

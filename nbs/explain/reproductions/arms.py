@@ -28,7 +28,7 @@ from reproductions.recipes import (
     validation_loss,
 )
 from reproductions.vlm import frozen_vlm as frozen_vlm
-from stabilitylab.detect.spikes import out_of_range
+from stabilitylab.detect.loss.spikes import out_of_range
 from stabilitylab.fixes.registry import Fix, fix
 from stabilitylab.fixes.training import grad_norm
 from stabilitylab.models.config import ModelConfig

@@ -16,8 +16,8 @@ import torch
 import xarray as xr
 from torch import nn
 
-from ...detect.activations import collapsed_output, ignored_layers
 from ...detect.findings import Finding
+from ...detect.layers.activations import collapsed_output, ignored_layers
 from ...detect.limits import limit
 from ...names.errors import bad_input
 from .watch import eager_model, preserve_state

@@ -52,13 +52,21 @@ def _is_late(records: Samples) -> bool:
     return bool(len(records.step) > 1 and (np.diff(records.step) == 0).any())
 
 
-def _segments(log: LogData, records: Samples) -> np.ndarray:
-    "The segment of each record: a new one where the epoch goes back."
+def _epochs_at(log: LogData, order: np.ndarray) -> np.ndarray | None:
+    "The epoch that stands in, or next behind, each record; None where the log has none."
     epoch = log.samples.get("epoch")
     if epoch is None:
+        return None
+    nearest = np.searchsorted(order_of(epoch), order, side="left")
+    return epoch.value[np.clip(nearest, 0, len(epoch.value) - 1)]
+
+
+def _segments(log: LogData, records: Samples) -> np.ndarray:
+    "The segment of each record: a new one where the epoch goes back."
+    epoch = _epochs_at(log, order_of(records))
+    if epoch is None:
         return np.zeros(len(records.step), int)
-    nearest = np.searchsorted(order_of(epoch), order_of(records), side="left")
-    return np.r_[0, np.cumsum(np.diff(epoch.value[np.clip(nearest, 0, len(epoch.value) - 1)]) < 0)]
+    return np.r_[0, np.cumsum(np.diff(epoch) < 0)]
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #e8b70b06
 def _even_steps(records: Samples, segments: np.ndarray) -> np.ndarray | None:
@@ -81,6 +89,57 @@ def _with_steps(log: LogData, records: Samples, steps: np.ndarray) -> None:
         log.samples[name] = samples._replace(step=steps[np.clip(index, 0, last)])
 
 
+_ROUNDED = 0.01  # Trainer prints epochs with two decimals
+_CLOSE = 0.05  # of an interval that people set; ours
+
+
+def _starts(log: LogData, order: np.ndarray) -> dict[int, int]:
+    "Index of the first record behind each resume -> the step that the program says it goes on from."
+    loads = zip(log.events, log.event_places, strict=True)
+    named = [(offset, step) for (kind, step, *_), offset in loads if kind == "checkpoint_load" and step > 0]
+    indices = [(int(np.searchsorted(order, offset)), step) for offset, step in named]
+    return {index: step for index, step in indices if index < len(order)}
+
+
+def _pace(epoch: np.ndarray, firsts: np.ndarray) -> float:
+    "Epochs between two records, of segments that begin at these indices; NaN where none has two records."
+    lengths = np.diff(firsts, append=len(epoch))
+    spans = epoch[firsts + lengths - 1] - epoch[firsts]
+    return (
+        float(np.median(spans[lengths > 1] / (lengths[lengths > 1] - 1))) if (lengths > 1).any() else np.nan
+    )
+
+
+def _usual(interval: float) -> int:
+    "The interval that people set next to a measured one; the nearest whole number where none is close."
+    nearest = min(_INTERVALS, key=lambda steps: abs(np.log(steps / interval)))
+    return nearest if abs(nearest / interval - 1) <= _CLOSE else max(1, round(interval))
+
+
+def _resumed_steps(log: LogData, records: Samples | None) -> np.ndarray | None:
+    "Steps of records without any, from the resumes between them; None where nothing tells them."
+    order = np.zeros(0) if records is None else order_of(records)
+    epoch, starts = _epochs_at(log, order), _starts(log, order)
+    if records is None or epoch is None or not starts or (records.step > 0).any():
+        return None
+    firsts = np.unique([0, *starts, *(np.flatnonzero(np.diff(epoch) < 0) + 1)])
+    pace = _pace(epoch, firsts)
+    resumed_at = {index: float(epoch[index]) - pace for index in starts}  # in epochs
+    latest = max(resumed_at, key=lambda index: resumed_at[index])
+    if not pace > 0 or resumed_at[latest] < 10 * _ROUNDED:  # an epoch of two decimals would say too little
+        return None
+    per_epoch = starts[latest] / resumed_at[latest]  # steps
+    interval = _usual(pace * per_epoch)
+    logged = np.round((epoch[firsts] - pace) * per_epoch / interval).astype(
+        int
+    )  # records before each segment
+    before = np.array(
+        [starts.get(i, n * interval) // interval for i, n in zip(firsts.tolist(), logged, strict=True)]
+    )
+    segment = np.searchsorted(firsts, np.arange(len(order)), side="right") - 1
+    return interval * (before[segment] + np.arange(len(order)) - firsts[segment] + 1)
+
+
 def _read_trainer(path: Path) -> LogData:
     "Series; steps are those of the bars, one logging interval apart, or record numbers."
     log = read_lines(path, _parse_trainer)
@@ -94,6 +153,12 @@ def _read_trainer(path: Path) -> LogData:
             log.attrs["step_is"] = "one logging interval apart: the dicts were flushed behind the bar"
             return log
         log.attrs["step_is"] = "position of a progress bar that is ahead: the dicts were flushed late"
+    resumed = _resumed_steps(log, records)
+    if records is not None and resumed is not None:
+        _with_steps(log, records, resumed)
+        place_events(log, log.event_places, is_numbered=False)
+        log.attrs["step_is"] = "counted from the step of each resume, by the epochs beside it"
+        return log
     if all((samples.step <= 0).all() for samples in log.samples.values()):
         order = np.zeros(0, int) if records is None else np.unique(order_of(records))
         for name, samples in log.samples.items():

@@ -6,6 +6,7 @@
 __all__ = ['add_xids']
 
 # %% ../../../nbs/api/read/logs/kernel.ipynb #28ff0676
+import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 
 def _xid_text(line: str) -> str | None:
     "Number, device and rest of an Xid message, such as 'Xid 63 on PCI:0000:3b:00: Row Remapper'; else None."
+    line = _journal_line(line)
     message = _XID.search(line)
     if message is None:
         return None
@@ -34,9 +36,22 @@ def _read_kernel(
     path: Path,  # the output of dmesg or journalctl
 ) -> LogData:  # events of kind `xid`; seconds since 1970, in that year where the line has none
     "The Xid messages of a kernel log."
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    texts = ((line, _xid_text(line)) for line in lines)
-    return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in texts if text])
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        records = (_journal_line(line.rstrip("\n")) for line in lines)
+        messages = ((line, _xid_text(line)) for line in records)
+        return LogData(events=[("xid", -1, text, _time_of(line)) for line, text in messages if text])
+
+
+def _journal_line(line: str) -> str:
+    "A record of `journalctl -o json` as a line with its time; any other line as it is."
+    if "__REALTIME_TIMESTAMP" not in line:
+        return line
+    try:
+        record = json.loads(line)
+        clock = datetime.fromtimestamp(int(record["__REALTIME_TIMESTAMP"]) / 1e6, UTC)
+        return f"{clock:%Y-%m-%dT%H:%M:%S} kernel: {record['MESSAGE']}"
+    except (ValueError, KeyError, TypeError):
+        return line
 
 
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d")
@@ -60,7 +75,7 @@ def _time_of(line: str) -> float | None:
         return None
 
 
-_KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} ", re.M)
+_KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} |\"__REALTIME_TIMESTAMP\"", re.M)
 
 
 def _confidence(head: bytes, path: object) -> float:
@@ -103,25 +118,31 @@ def add_xids(
     with open(path, "rb") as file:
         is_text = b"\0" not in file.read(4096)
         file.seek(0)
-        text = file.read() if is_text and _holds(file, _MARK) else b""
-    if not text:
-        return
-    lines = text.splitlines(keepends=True)
-    positions = _records_by_place(data, len(lines))
-    rows = sum(bool(line.strip()) and _MARK not in line for line in lines)
-    header = rows - 1 - max((int(order_of(s).max(initial=0)) for s in data.samples.values()), default=0)
+        if not is_text or not _holds(file, _MARK):
+            return
+        n_lines, n_rows, messages = _messages_in(file)
+    positions = _records_by_place(data, n_lines)
+    header = n_rows - 1 - max((int(order_of(s).max(initial=0)) for s in data.samples.values()), default=0)
     data.events = [event for event in data.events if event[0] != "xid"]
-    offset = row = 0
-    for line in lines:
-        if _MARK in line:
-            step = -1
-            if positions is not None:
-                at = np.searchsorted(positions[0], offset if positions[2] else row - header) - 1
-                step = int(positions[1][at]) if at >= 0 else -1
-            words = line.decode("utf-8", "replace").strip()
-            data.events.append(("xid", step, _xid_text(words) or words[:200], None))
-        row += bool(line.strip()) and _MARK not in line
+    for words, offset, row in messages:
+        step = -1
+        if positions is not None:
+            at = np.searchsorted(positions[0], offset if positions[2] else row - header) - 1
+            step = int(positions[1][at]) if at >= 0 else -1
+        data.events.append(("xid", step, _xid_text(words) or words[:200], None))
+
+
+def _messages_in(file: BinaryIO) -> tuple[int, int, list[tuple[str, int, int]]]:
+    "How many lines and rows a file has, and its messages with the byte and the row where each stands."
+    messages, n_lines, offset, row = [], 0, 0, 0
+    for line in (part for block in file for part in block.splitlines(keepends=True)):
+        is_message = _MARK in line
+        if is_message:
+            messages.append((line.decode("utf-8", "replace").strip(), offset, row))
+        row += bool(line.strip()) and not is_message
         offset += len(line)
+        n_lines += 1
+    return n_lines, row, messages
 
 
 def _holds(file: BinaryIO, word: bytes) -> bool:

@@ -1,0 +1,75 @@
+"The page of every finding kind: complete, and found by the words that people type."
+
+import json
+import re
+
+import pytest
+
+from stabilitylab.cli.main import make_parser
+from stabilitylab.knowledge.remedies import remedies_for
+from stabilitylab.knowledge.symptoms import symptom, symptoms
+from stabilitylab.names.errors import InputError
+from stabilitylab.names.findings import FINDING_KINDS
+from tests.command import command
+from tests.notebooks import ROOT
+
+TYPED = {  # what people type -> the finding that answers
+    "loss is NaN": "non_finite",
+    "loss spikes": "loss_spike",
+    "loss stuck at 10.8": "not_learning",
+    "grad norm explodes": "grad_norm_explosion",
+    "loss jumps after resume": "resume_spike",
+    "only a few loss values": "quantized_loss",
+    "batch size 1×32 is worse than 32": "accumulation_bias",
+    "loss scale keeps halving": "loss_scale_collapse",
+    "NCCL timeout": "crash",
+    "Xid error": "hardware_error",
+    "validation loss goes up": "overfitting",
+}
+
+
+@pytest.mark.parametrize("words, kind", TYPED.items())
+def test_what_people_type_finds_its_page(words, kind):
+    assert symptom(words).kind == kind
+    assert symptom(f"Why is the {words.lower()}?").kind == kind
+
+
+def test_every_kind_has_a_page_and_every_phrase_leads_to_it():
+    assert list(symptoms().index) == list(FINDING_KINDS)
+    for kind in FINDING_KINDS:
+        one = symptom(kind)
+        assert one.kind == kind
+        for phrase in (one.title, *one.aliases):
+            assert symptom(phrase).kind == kind, phrase
+
+
+def test_a_page_is_whole_and_needs_no_table():
+    commands = {choice for a in make_parser()._actions if isinstance(a.choices, dict) for choice in a.choices}
+    for kind in FINDING_KINDS:
+        one = symptom(kind)
+        text = one.markdown
+        assert one.looks and one.causes and 2 <= len(one.do) <= 4 and one.cannot, kind
+        assert all(row["cause"] and row["tell"] for row in one.causes), kind
+        assert "|" not in text and text.count("\n## ") >= 4, kind
+        assert all(row["name"] in text for row in remedies_for(kind, 3)), kind
+        assert set(re.findall(r"`stabilitylab ([\w-]+)", text)) <= commands, kind
+        assert all((ROOT / "nbs" / page).is_file() for page in one.see), kind
+
+
+def test_words_of_nothing_name_the_nearest():
+    with pytest.raises(InputError, match=r"symptoms\(\) lists all"):
+        symptom("the printer is out of paper")
+    with pytest.raises(InputError, match="symptom"):
+        symptom("")
+
+
+def test_the_command_prints_the_page_and_its_data():
+    one, page = symptom("non_finite"), command("explain", "loss", "is", "NaN")
+    words = re.sub(r"\s+", " ", page.stdout)
+    assert page.returncode == 0 and one.title in words and one.cannot in words
+    assert "](" not in words and "**" not in words
+    assert json.loads(command("explain", "non_finite", "--json").stdout)["title"] == one.title
+    every = command("explain")
+    assert every.returncode == 0 and all(kind in every.stdout for kind in FINDING_KINDS)
+    unknown = command("explain", "the", "printer")
+    assert unknown.returncode == 2 and "Traceback" not in unknown.stderr
