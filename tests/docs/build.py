@@ -215,14 +215,14 @@ def write_symptoms():
     folder.mkdir()
     for kind in symptoms().index:
         one = symptom(kind)
-        entries = "\n".join(f"single: {phrase}" for phrase in (one.title, *one.aliases))
+        entries = "\n".join(f"```{{index}} single: {phrase}\n```" for phrase in (one.title, *one.aliases))
         picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
         title, rest = one.markdown.split("\n", 1)
         drawn = f"\n![{one.looks}](../images/symptoms/{kind}.png)\n" if picture.is_file() else ""
         typed = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
         pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
-        text = f"```{{index}}\n{entries}\n```\n\n{title}\n{drawn}{rest}{below}{typed}"
+        text = f"{entries}\n\n{title}\n{drawn}{rest}{below}{typed}"
         (folder / f"{kind}.md").write_text(text, encoding="utf-8")
 
 
