@@ -24,6 +24,7 @@ slow() {
   part pytest-slow $bin/python -m pytest -q -n 2 --dist loadfile -m slow --ignore=tests/browser tests
   part browser     $bin/python -m pytest -q -m slow tests/browser
   part docs        $bin/python tests/docs/build.py
+  part search      $bin/python tests/docs/search.py
 }
 [ $# -gt 0 ] || set -- fast slow
 for half in "$@"; do $half; done

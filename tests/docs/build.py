@@ -208,14 +208,14 @@ def index_page(title, text, entries):
 
 
 def write_symptoms():
-    "A page a symptom, with the phrases that people type as entries of the search."
+    "A page a symptom, with the phrases that people type as entries of the search; their names, in order."
     from stabilitylab.knowledge.symptoms import symptom, symptoms
 
     folder = SOURCE / "symptoms"
     folder.mkdir()
     for kind in symptoms().index:
         one = symptom(kind)
-        entries = "\n".join(f"```{{index}} single: {phrase}\n```" for phrase in (one.title, *one.aliases))
+        entries = "\n".join(f"```{{index}} ! single: {phrase}\n```" for phrase in (one.title, *one.aliases))
         picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
         title, rest = one.markdown.split("\n", 1)
         drawn = f"\n![{one.looks}](../images/symptoms/{kind}.png)\n" if picture.is_file() else ""
@@ -224,6 +224,7 @@ def write_symptoms():
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
         text = f"{entries}\n\n{title}\n{drawn}{rest}{below}{typed}"
         (folder / f"{kind}.md").write_text(text, encoding="utf-8")
+    return list(symptoms().index)
 
 
 def page_title(path):
@@ -235,10 +236,11 @@ def page_title(path):
 
 def write_indexes():
     "One index a section and a room, and the root."
-    sections = []
+    sections, written = [], write_symptoms()
     for name, (title, text) in SECTIONS.items():
         folder = SOURCE / name
-        pages = sorted(p.stem for p in folder.glob("*.[im][pd]*")) if folder.is_dir() else []
+        pages = sorted(p.stem for p in folder.glob("*.ipynb")) if folder.is_dir() else []
+        pages = written if name == "symptoms" else pages
         rooms = [r for r in ROOMS if (folder / r).is_dir()] if name == "api" else []
         if not pages and not rooms:
             continue
@@ -293,7 +295,6 @@ def build():
         module = module_of(p) if p.is_relative_to(PROC / "api") else p
         nbformat.write(page(nbformat.read(p, 4), module), target)
     shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
-    write_symptoms()
     write_indexes()
     subprocess.run(
         [
