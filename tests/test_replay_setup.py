@@ -466,6 +466,13 @@ def test_a_step_of_which_nothing_was_recorded_cannot_be_checked(tmp_path):
     assert check.is_step and not check.is_exact and {"loss", "grad_norm"} <= set(check.missing)
 
 
+def test_a_gradient_of_zero_without_a_loss_is_no_check(tmp_path):
+    flat = replace(SETUP, loss=lambda model, part: 0 * mean_loss(model, part))
+    path = record(tmp_path / "run", setup=flat, loss_of=lambda total: None)
+    check = check_setup(path, 3, flat)
+    assert (check.fault, check.is_exact) == ("unrecorded", False) and "above 0" in check.words
+
+
 def test_nothing_is_said_of_a_loss_that_was_not_recorded(tmp_path):
     path = record(tmp_path / "run", loss_of=lambda total: None)
     check = check_setup(path, 3, replace(SETUP, loss=lambda m, part: 3 * mean_loss(m, part)))

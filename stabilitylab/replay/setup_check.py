@@ -169,7 +169,8 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     if parameters.state == "differs":
         return "parameters", {}, way.start.step
     if difference is None:
-        is_recorded = "loss" in way.steps[-1].recorded or "grad_norm" in way.steps[-1].recorded
+        last = way.steps[-1].recorded
+        is_recorded = "loss" in last or bool(last.get("grad_norm"))  # a zero is that of any setup
         return "" if is_recorded else "unrecorded", {}, suspect
     step, name = difference
     if name == "loss" and _is_other_loss(way):
