@@ -34,7 +34,7 @@ from ..run.recording import Recording, opened
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
 FAULTS = {
     "": "the replay is the recorded step",
-    "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient norm above 0",
+    "unrecorded": "the replay cannot be checked: step {step} has no recorded loss and no gradient above 0",
     "other loss": "the replay is the recorded step; the loss that was handed to `recorder.step` is not"
     " the one that was optimized",
     "rounding": "another processor or library ({changed}) sums in another order; everything else agrees",

@@ -100,10 +100,12 @@ def _divergence(
 ) -> Finding | None:
     "Where a loss diverged for good; None where it did not."
     loss, noise, window = smoothed_shape(series)
+    # noise from neighbours misses slow wandering, which would pass for a rise; the larger of the two counts
     scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
     final = float(np.median(loss[-max(count_limit("median_records"), window // 2) :]))
+    # the best and the end are both smoothed, so that one low or high record decides nothing
     rise = final - best
     least_rise = max(
         limit("back_sigma") * noise,
@@ -113,6 +115,7 @@ def _divergence(
     is_best_at_end = n - 1 - at_best < max(count_limit("median_records"), limit("smooth_share") * n)
     if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
         return None
+    # it left for good after the last record near its best, not at the best itself: a flat bottom has many
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))
     left = min(at_best + int(near_best[-1]) + 1, n - 1)
     evidence = {
@@ -126,6 +129,7 @@ def _divergence(
     # not more than single records scatter, or than a walk of a few records gets
     is_mild = rise < limit("trend_sigma") * scatter or rise < limit("back_sigma") * walk
     improved = validation_improved(validation, int(series.step[left]))
+    # a loss of that size is a sum or another scale, of which a share says less
     severity = "warning" if best > limit("most_nats") else "error"
     ends_at_once = n - left < count_limit("median_records")
     if is_mild or improved or ends_at_once:
@@ -144,11 +148,13 @@ def _part(series: Curve, indices: np.ndarray) -> Curve:
 
 def _abandoned(series: Curve, validation: Curve | None) -> list[Finding]:
     "Divergences without a spike that a rollback ended, each judged on the path that led to it."
+    # an attempt that a spike ended is told with its spike
     jumped = {rolled_back_at(series, spike.first) for spike in spike_events(series)}
     resumed = [attempt for attempt, _ in with_history(series) if attempt.resumed]
     findings = []
     for attempt, lead in with_history(series):
         after = next((other.first for other in resumed if other.first >= attempt.stop), None)
+        # only an attempt that the very next one abandoned was given up for what it did
         if after != attempt.stop or after in jumped:
             continue
         finding = _divergence(_part(series, np.r_[lead, attempt.first : attempt.stop]), validation)
@@ -195,6 +201,7 @@ def _largest_rise(
     blocks = len(value) // width
     if blocks < count_limit("least_records"):
         return None
+    # blocks of medians: single high records must not make a rise, however many there are
     skipped = len(value) - blocks * width  # the oldest records are left out: the end counts
     level = np.median(value[skipped:].reshape(blocks, width), axis=1)
     lowest = np.minimum.accumulate(level)
@@ -202,6 +209,7 @@ def _largest_rise(
     top = int(np.argmax(climb))
     low = float(lowest[top])
     first = int(np.flatnonzero(level[: top + 1] == low)[-1])
+    # it lasts while more than half of the climb is still there
     up = level > low + climb[top] / 2
     after = np.flatnonzero(~up[top:])
     last = blocks - 1 if not len(after) else top + int(after[0]) - 1
@@ -213,6 +221,8 @@ def _largest_rise(
     apart = _DIFFERENCE_TO_SD * max(
         np.abs(np.diff(here)).mean(), np.abs(np.diff(value)).mean()
     )  # tails count too
+    # two estimates of a block's noise, from its neighbours and from its records; each fails where the other
+    # holds
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records
     noise = np.sqrt(2) * max(difference_noise(level) / np.sqrt(2), alone, 1e-12)
     edges = skipped + width * np.array([first, top, last + 1])
@@ -244,6 +254,8 @@ def _best(series: Curve, start: int) -> Rise | None:
     smallest_share = limit("small_share")
     significant = [r for r in rises if r is not None and r.z >= limit("spike_sigma")]
     large = [r for r in significant if r.high - r.low > smallest_share * abs(r.low)]
+    # of all scales the one that stands out most: a slow rise is seen in wide blocks, a quick one in narrow
+    # ones
     return max(large, key=lambda r: r.z, default=None)
 
 

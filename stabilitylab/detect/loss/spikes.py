@@ -68,6 +68,7 @@ def _attempts_out_of_range(series: Curve) -> tuple[np.ndarray, np.ndarray, np.nd
     level, noise = np.empty((2, len(series.value)))
     high = []
     for attempt, lead in with_history(series):
+        # an attempt is compared with the path that led to it, not with what a rollback gave up
         if len(lead) < count_limit("history") // 4:  # too few are in the log: those printed before count
             lead = np.arange(attempt.first)
         lead = lead[-count_limit("look_windows") * count_limit("history") :]
@@ -86,6 +87,7 @@ def _back(value: np.ndarray, start: int, ceiling: float, records: int) -> int | 
     ahead = value[start:]
     if len(ahead) < records:
         return None
+    # a view without a copy, and medians in chunks: the rest of a long run would not fit as windows
     windows = np.lib.stride_tricks.sliding_window_view(ahead, records)
     for first in range(0, len(windows), _CHUNK):
         is_back = np.median(windows[first : first + _CHUNK], axis=1) <= ceiling
@@ -97,6 +99,7 @@ def _back(value: np.ndarray, start: int, ceiling: float, records: int) -> int | 
 def _recovery(steps: int | None, left: float | None) -> str:
     "The word for a recovery after `steps` steps; without them, by the share of the height that was left."
     if steps is None:
+        # never back in its range, but most of the height is gone: partial, not none
         came_lower = left is not None and left < limit("majority")
         return "partial" if came_lower else "none"
     if steps <= count_limit("fast_steps"):
@@ -150,6 +153,7 @@ def _abandoned_at(series: Curve, first: int) -> int | None:
 
 def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: float) -> Spike:
     "The spike that begins at record `first` and has its last record out of range at `last_high`, or later."
+    # what came after a rollback is no recovery of the attempt that was given up
     restart = _abandoned_at(series, first)
     value = series.value[:restart]
     n, back = len(value), None
@@ -163,11 +167,14 @@ def _spike(series: Curve, first: int, last_high: int, baseline: float, noise: fl
     peak = float(value[at_peak])
     steps = left = offset = None
     if back is None:
+        # how much of it is left at the end, from records after the peak alone
         tail = value[max(at_peak + 1, n - count_limit("few_records")) :]
         offset = (float(np.median(tail)) if len(tail) else peak) - baseline
         left = offset / (peak - baseline) if peak > baseline else None
     else:
         steps = int(abs(series.step[back] - series.step[first]))
+    # steps of a coarse log are many, so a record or two that came back at once is fast whatever the steps
+    # say
     is_outlier = back is not None and back - first <= count_limit("outlier_records")
     return Spike(
         first=first,
@@ -193,11 +200,13 @@ def spike_events(
         return []
     high, level, noise = _attempts_out_of_range(series)
     resumed = [attempt.first for attempt in attempts(series) if attempt.resumed]
+    # no spike spans a restart: what follows is another attempt
     of_each = np.split(high, np.searchsorted(high, resumed))
     events: list[Spike] = []
     for first, last in (pair for part in of_each for pair in stretches(part, count_limit("gap_records"))):
         if events and last <= events[-1].last:
             continue
+        # a second rise before the first had come back is the same event
         goes_on = events and first <= events[-1].last
         begin = events.pop().first if goes_on else first
         events.append(_spike(series, begin, last, float(level[begin]), float(noise[begin])))
@@ -214,6 +223,7 @@ def high_grad_norm(
         or (grad_norm.value <= 0).all()
     ):
         return None
+    # a zero norm, as of a skipped step, is finite in the log and far below any range
     log = np.log(np.maximum(grad_norm.value, 1e-30))
     high, level, _ = out_of_range(log, limit("grad_sigma"))
     return high, level, log
@@ -246,6 +256,8 @@ def find_loss_spikes(
     for series in split_runs(loss):
         spikes = spike_events(series)
         is_ordinary, is_positive = _has_heavy_tails(series, spikes), bool((series.value > 0).all())
+        # a loss of few examples has lone high records that are its nature: how high decides what is an
+        # event
         tail = _tail_height(series, spikes)
         for spike in spikes:
             is_low = _is_low_record(spike, start) or _is_early_low(spike, series)
@@ -278,6 +290,7 @@ def _is_in_tail(spike: Spike) -> bool:
     "Whether a record is within the tail of noise that multiplies a loss, as with batches of a few examples."
     if not 0 < spike.noise < np.inf or not 0 < spike.baseline < spike.peak:
         return False
+    # noise that multiplies has a long upper tail on a linear scale and none on a log scale
     z_of_log = np.log(spike.peak / spike.baseline) / (spike.noise / spike.baseline)
     return spike.z < limit("tail_sigma") and z_of_log < limit("spike_sigma")
 
@@ -300,6 +313,7 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
         return 0.0
     _, level, noise = _attempts_out_of_range(series)
     z = (series.value - level) / np.where(noise > 0, noise, np.inf)
+    # only records that tower over both neighbours are lone; the most reported of them are left to be events
     beside = np.maximum(np.r_[0.0, z[:-1]], np.r_[z[1:], 0.0])
     alone = np.where(z > limit("twofold") * beside, z, 0.0)
     return limit("twofold") * float(np.partition(alone, -few)[-few])
@@ -343,6 +357,7 @@ def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     is_near = spike.offset is not None and spike.offset < limit("level_share") * abs(spike.baseline)
     is_small = (came_back or is_near) and is_bump
     is_low = is_small or (is_short and spike.z < limit("tail_sigma"))
+    # without records before it nothing says what its range was
     has_level = spike.first >= count_limit("outlier_records") or _stands_for_many(loss, spike)
     evidence = spike.evidence()
     if lead is not None:

@@ -75,9 +75,11 @@ def _plateau(series: Curve, loss: np.ndarray, drop: float) -> list[Finding]:
     n = len(loss)
     if n < count_limit("least_trend") or drop <= 0:
         return []
+    # the best so far, not the loss: a spike within a plateau must not end it
     best = np.minimum.accumulate(loss)
     width = int(limit("plateau_share") * n)
     is_flat = best[:-width] - best[width:] < limit("hardly_share") * drop
+    # a loss that never falls again has ended, which `_plateau_to_the_end` judges with other bounds
     falls_later = best[width:] - best[-1] > limit("slight_share") * drop
     hit = np.flatnonzero(is_flat & falls_later)
     if not len(hit):
@@ -116,6 +118,7 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
     is_most = n - first >= limit("majority") * n
     is_long = series.step[-1] - series.step[first] > limit("slow_steps")
     has_room = level > limit("small_nats")  # a loss near zero has nowhere to go
+    # a loss that was flat from its start learned nothing: that is `not_learning`
     has_started_higher = has_fallen > limit("spike_height") * abs(level)
     if not (is_most and is_long and has_room and has_started_higher):
         return []
@@ -142,6 +145,8 @@ def find_overfitting(
         return []
     n, at_best = len(validation.value), int(np.argmin(validation.value))
     best = float(validation.value[at_best])
+    # one evaluation may be an outlier, so the end is a median; the best is one value, since a model was
+    # kept there
     final = float(np.median(validation.value[-max(1, int(limit("slight_share") * n)) :]))
     noise = difference_noise(validation.value)
     is_higher = final - best > max(limit("trend_sigma") * noise, limit("level_share") * abs(best))
@@ -150,6 +155,7 @@ def find_overfitting(
         return []
     at_best_step, end_step = validation.step[at_best], validation.step[-1]
     train_at_best, final_train = _level_at(training, at_best_step), _level_at(training, end_step)
+    # where training rose too the run diverged: that is another finding, with other cures
     if final_train >= train_at_best:
         return []
     evidence = {
@@ -168,12 +174,14 @@ def find_leak(
     series, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
     if series is None or not is_likelihood(series):
         return []
+    # perplexity is the exponential of the loss, and the bound is in nats
     loss = np.log(np.maximum(series.value, 1e-12)) if series.name == "perplexity" else series.value
     tiny, n = limit("tiny_nats"), len(loss)
     low = np.flatnonzero(loss < tiny)
     if not len(low):
         return []
     level = float(np.median(loss[low[0] :]))
+    # a log that begins in the middle of a run may be low for good reason
     began_low = loss[0] < limit("tenfold") * tiny
     is_text = "perplexity" in scalars_of(run) or loss[0] >= limit("leak_language")  # else it has few answers
     if not is_text or began_low or level >= tiny or (loss < 0).any():
@@ -216,6 +224,7 @@ def find_level_shift(
         return []
     if validation is None or len(validation.value) < count_limit("median_records"):
         return []
+    # a fall is a rise of the mirrored loss, so one rule finds both
     mirrored = series._replace(value=-series.value)
     return [*_shifts(series, validation, 1), *_shifts(mirrored, validation, -1)]
 
@@ -224,6 +233,7 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     "The shifts to a higher level of a curve, which is the mirrored loss where the sign is -1."
     share = int(limit("window_share") * len(series.value))
     window = int(np.clip(share, count_limit("short_records"), count_limit("window_most")))
+    # windows before and after a record, two apart: an edge inside the window would blur both levels
     level = smooth(series.value, window)
     jump = level[2 * window :] - level[: -2 * window]  # from a window before a record to a window after it
     error = smoothed_shape(series).noise / np.sqrt(window)
@@ -231,6 +241,7 @@ def _shifts(series: Curve, validation: Curve, sign: int) -> list[Finding]:
     high = np.flatnonzero(jump > max(limit("tail_sigma") * error, least_rise))
     findings: list[Finding] = []
     edges: list[int] = []
+    # the highest jump of a neighbourhood is its edge; the rest of that neighbourhood is the same shift
     while len(high):
         end = high[0] + 2 * window
         nearby = high[high < end]
@@ -258,6 +269,7 @@ _MEDIAN_ERROR = np.sqrt(np.pi / 2)  # of a median of normal noise, in standard e
 
 def _change_point(value: np.ndarray) -> int:
     "Where the mean of values rises most, as a cumulative sum tells it: the first record of the new level."
+    # the place that splits the values into two means whose difference is most significant (CUSUM)
     n, before = np.arange(1, len(value)), np.cumsum(value)[:-1]
     rise = (value.sum() - before) / (len(value) - n) - before / n
     return 1 + int(np.argmax(rise * np.sqrt(n * (len(value) - n))))
@@ -271,6 +283,7 @@ def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
     few = int(min(max(count_limit("near_records"), np.ceil(needed)), window))
     level = smooth(value, few)
     step_up = level[few:] - level[:-few]  # from the records before a place to those behind it
+    # so many records are needed for the noise that a slow climb would look abrupt as well
     can_tell = few <= max(count_limit("near_records"), limit("minor_share") * window)
     if can_tell and step_up.max(initial=0) > limit("abrupt_share") * rise:
         middle = few // 2 + int(np.argmax(step_up))
@@ -318,6 +331,7 @@ def _drop(
     look = count_limit("look_windows") * window
     before, after = -float(level[at - window]), -float(level[at + window])
     drop = before - after
+    # the loss is mirrored here: `level` holds its negative, and a maximum of it is a minimum of the loss
     earlier, lowest = -float(level[max(at - 2 * window, 0)]), -float(level[: at - window + 1].max())
     was_falling = earlier - before > limit("minor_share") * drop or at < 2 * window
     val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)
