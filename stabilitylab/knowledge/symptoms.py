@@ -108,7 +108,7 @@ def _symptoms() -> dict[str, Symptom]:
         row.update((name, tuple(row[name])) for name in several)
     return {row["kind"]: Symptom(**row) for row in rows}
 
-
+# %% ../../nbs/api/knowledge/06_symptoms.ipynb #0ec0b410
 def _words(phrase: str) -> frozenset[str]:
     "The words of a phrase that carry its meaning, in lower case, without a plural's s."
     words = re.findall(r"[\w.×]+", phrase.lower().replace("_", " "))

@@ -35,6 +35,7 @@ _STATE_SAVED = re.compile(
     rb"^(?!.*[Ll]oss).*?\b[Ss]av(?:ed|ing)\b.{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
+
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (

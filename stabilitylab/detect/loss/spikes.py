@@ -276,7 +276,7 @@ def _has_heavy_tails(series: Curve, spikes: list[Spike]) -> bool:
     alone = [s for s in spikes if s.records <= count_limit("outlier_records") and s.recovery == "fast"]
     return len(alone) > max(count_limit("most_reported"), limit("small_share") * len(series.value))
 
-
+# %% ../../../nbs/api/detect/loss/10_spikes.ipynb #cf3f3ba0
 def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
     "Whether a spike is an isolated record that was back at once: low, in a wide tail, or one of very many."
     if spike.recovery != "fast":

@@ -323,7 +323,7 @@ def _level_shift(
     }
     return [Finding("level_shift", "warning", at_step, at_step, evidence=evidence, series=series.name)]
 
-
+# %% ../../../nbs/api/detect/loss/12_trend.ipynb #713496ee
 def _drop(
     series: Curve, validation: Curve, level: np.ndarray, at: int, window: int, at_step: int
 ) -> list[Finding]:

@@ -115,7 +115,7 @@ def _usual(interval: float) -> int:
     nearest = min(_INTERVALS, key=lambda steps: abs(np.log(steps / interval)))
     return nearest if abs(nearest / interval - 1) <= _CLOSE else max(1, round(interval))
 
-
+# %% ../../../nbs/api/read/logs/consoles.ipynb #75a04369
 def _resumed_steps(log: LogData, records: Samples | None) -> np.ndarray | None:
     "Steps of records without any, from the resumes between them; None where nothing tells them."
     order = np.zeros(0) if records is None else order_of(records)
@@ -168,7 +168,7 @@ def _read_trainer(path: Path) -> LogData:
         log.attrs["step_is"] = "number of the record: the log has no steps"
     return log
 
-
+# %% ../../../nbs/api/read/logs/consoles.ipynb #cdf95f49
 _TRAINER_CONSOLE = text_format(
     "hf_stdout",
     "Hugging Face Trainer console",

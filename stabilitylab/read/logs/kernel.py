@@ -74,7 +74,7 @@ def _time_of(line: str) -> float | None:
     except ValueError:
         return None
 
-
+# %% ../../../nbs/api/read/logs/kernel.ipynb #24740b96
 _KERNEL_LINE = re.compile(rb"kernel: |^\[ *\d+\.\d+\] |^\[\w{3} \w{3} |\"__REALTIME_TIMESTAMP\"", re.M)
 
 
