@@ -68,6 +68,8 @@ def test_the_command_prints_the_page_and_its_data():
     words = re.sub(r"\s+", " ", page.stdout)
     assert page.returncode == 0 and one.title in words and one.cannot in words
     assert "](" not in words and "**" not in words
+    addresses = [url for url in re.findall(r"\]\((https?[^)]+)\)", one.markdown)]
+    assert addresses and all(page.stdout.count(f" {url}\n") == 1 for url in set(addresses))
     assert json.loads(command("explain", "non_finite", "--json").stdout)["title"] == one.title
     every = command("explain")
     assert every.returncode == 0 and all(kind in every.stdout for kind in FINDING_KINDS)

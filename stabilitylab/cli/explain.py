@@ -53,13 +53,19 @@ def run_explain(
 
 
 def _plain(markdown: str, width: int) -> str:
-    "The same text for a terminal: wrapped, links as addresses, headings without marks."
+    "The same text for a terminal: wrapped, headings without marks, addresses as numbered sources at the end."
+    numbers: dict[str, int] = {}  # address -> its number
+
+    def numbered(link: re.Match[str]) -> str:
+        return f"{link[1]} [{numbers.setdefault(link[2], len(numbers) + 1)}]"
+
     lines = []
     for line in markdown.splitlines():
-        line = re.sub(r"\[([^\]]+)\]\(([^)]+)\)", r"\1, \2", line)
-        line = re.sub(r"\*\*|^#+ ", "", line)
-        hang = " " * len(re.match(r"(?:- |\d+\. )?", line)[0])  # type: ignore[index]
+        line = re.sub(r"\*\*|^#+ ", "", re.sub(r"\[([^\]]+)\]\(([^)]+)\)", numbered, line))
+        indent = re.match(r"(?:- |\d+\. )?", line)
+        hang = " " * (indent.end() if indent else 0)
         lines.append(
             textwrap.fill(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
         )
-    return "\n".join(lines)
+    sources = [f"[{number}] {address}" for address, number in numbers.items()]
+    return "\n".join([*lines, *(["", "Sources", "", *sources] if sources else [])])
