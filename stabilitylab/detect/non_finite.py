@@ -52,9 +52,11 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     bad = np.flatnonzero(~np.isfinite(data.values))
     if is_zscore or not len(bad):
         return None
+    left_out, nan_left_out, inf_left_out = data.attrs.get("left_out", [0, 0, 0])  # of a very long log
+    count, n = len(bad) + nan_left_out + inf_left_out, len(data) + left_out
     stays = not np.isfinite(data.values[bad[0] :]).any()
     is_loss = "loss" in name and name != "loss_scale"
-    is_mostly_bad = len(bad) > limit("majority") * len(data)
+    is_mostly_bad = count > limit("majority") * n
     is_lost = is_loss and (stays or is_mostly_bad)
     # nothing was measured yet
     is_first_only = len(bad) == 1 and bad[0] == 0 and not is_loss and len(data) > 1
@@ -65,11 +67,11 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
         onset=data.step.values[bad[0]],
         end=data.step.values[bad[-1]],
         evidence={
-            "count": len(bad),
-            "of": len(data),
+            "count": count,
+            "of": n,
             "stays": stays,
-            "nan": int(np.isnan(data.values).sum()),
-            "inf": int(np.isinf(data.values).sum()),
+            "nan": int(np.isnan(data.values).sum()) + nan_left_out,
+            "inf": int(np.isinf(data.values).sum()) + inf_left_out,
         },
         series=name,
     )
