@@ -144,7 +144,8 @@ def _span(run: xr.DataTree) -> dict[str, int]:
     series = curve(scalars, name) if name else None
     if series is None:
         return {"n_steps": 0}
-    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated}
+    left_out, *_ = scalars[series.name].attrs.get("left_out", [0])  # of a log too long for memory
+    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated + left_out}
     if len(series.step):
         span |= {"first_step": int(series.step[0]), "last_step": int(series.step[-1])}
     return span
