@@ -88,3 +88,29 @@ def test_a_restart_that_lost_its_weights_is_not_said_to_have_come_back(tmp_path)
     lines += [f"step {k} loss {13.8 + 0.1 * (k % 5):.3f}" for k in range(390, 800)]
     top = most_likely(diagnose(run_of(tmp_path, "a.log", "\n".join(lines) + "\n")))
     assert top.cause.startswith("The restart") and "did not come back" in top.cause
+
+
+def test_the_last_refused_argument_is_the_death_whatever_was_wrong_with_it(tmp_path):
+    ends = ["--kind: invalid choice: 'p' (choose from 'q')", "--fp16: Truthy value expected: got s"]
+    usage = (
+        "usage: train.py [-h] [--model_name NAME]\n       [--kind {q,r}] [--fp16 [FP16]] [--bf16 [BF16]]\n"
+    )
+    text = "\n".join(f"{usage}train.py: error: argument {end}" for end in ends)
+    top = most_likely(diagnose(run_of(tmp_path, "a.log", text + "\n")))
+    assert top.cause == "The program refused an argument of its command: --fp16."
+
+
+def test_a_table_of_settings_has_no_jump_of_the_rate(tmp_path):
+    rows = "".join(f"100,{rate},{k * 1.5}\n" for k, rate in enumerate([0.01] * 8 + [0.05] * 8))
+    run = run_of(tmp_path, "a.csv", "hidden_size,learning_rate,total_time\n" + rows)
+    assert not diagnose(run).of("lr_jump")
+
+
+def test_the_loss_of_a_policy_that_earns_more_is_no_alarm(tmp_path):
+    rows = [
+        f"{k},{5 + k % 3 + (400 if 150 <= k < 180 else 0)},{min(k, 250)},{0.01 + k % 5 / 1000}"
+        for k in range(400)
+    ]
+    (tmp_path / "a.csv").write_text("step,loss,ep_rew_mean,approx_kl\n" + "\n".join(rows) + "\n")
+    (run,) = read_runs(tmp_path / "a.csv").values()
+    assert not [f for f in diagnose(run) if f.severity != "info"]

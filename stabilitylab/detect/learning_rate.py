@@ -14,7 +14,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from ..run.curves import Curve, curve, scalars_of
+from ..run.curves import Curve, curve, loss_name, scalars_of
 
 # %% ../../nbs/api/detect/14_learning_rate.ipynb #958ec9a4
 def rate_at(
@@ -46,7 +46,7 @@ def find_lr_jump(
 ) -> list[Finding]:  # at most one, dated at the first jump to a rate that is new to the run
     "Where the learning rate rose at once; a note where it only returned to an earlier value."
     rate = curve(run, "lr")
-    if rate is None:
+    if rate is None or loss_name(run) is None:  # a table of settings is no training
         return []
     jumps, value = _jumps(rate.value), rate.value
     if not len(jumps):

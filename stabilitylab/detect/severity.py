@@ -25,6 +25,7 @@ from stabilitylab.detect.loss.objective import (
 )
 from .metrics import rank_correlation
 from .phrase import evidence_words
+from .policy import policy_series, reward_since
 from ..run.curves import Curve, loss_curve
 from ..run.rolling import difference_noise
 
@@ -96,10 +97,17 @@ def _runs_away(f: Finding, context: _LossContext) -> bool:
     return lasts and reached > limit("tenfold") * context.start > 0
 
 
+def _earns(onset: int, context: _LossContext) -> bool:
+    "Whether a policy's reward rose after a step, or keeps what it had gained."
+    return reward_since(policy_series(context.run).get("reward"), onset)["reward_did"] in ("rose", "held")
+
+
 def _moving_goal(f: Finding, context: _LossContext) -> str:
     "A loss whose goal moves as the model learns."
     if f.kind not in _COURSES or not context.objective.moving:
         return ""
+    if context.objective.moving == "policy" and f.onset is not None and _earns(f.onset, context):
+        return "policy loss"
     if _runs_away(f, context):
         return ""
     if f.kind in _SPIKES and _scatter_grew(context.loss, context.span(f)[0]):

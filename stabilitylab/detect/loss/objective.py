@@ -16,6 +16,7 @@ import pandas as pd
 import xarray as xr
 
 from ..limits import count_limit, limit
+from ..policy import policy_series
 from ...run.curves import Curve, loss_curve, scalars_of
 from ...run.scalars import series_names
 
@@ -66,7 +67,8 @@ def objective_type(
         return Objective("", False)
     own = _words(scalars, loss.name)
     beside = [_words(scalars, other) for other in series_names(scalars) if other != loss.name]
-    return Objective(_moving(own, beside, loss), bool(own & set(_WORDS["average"])))
+    moving = "policy" if policy_series(run) else _moving(own, beside, loss)
+    return Objective(moving, bool(own & set(_WORDS["average"])))
 
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #7e73c649
 def share_of_turns(
