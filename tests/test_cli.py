@@ -183,6 +183,28 @@ print("loaded:", *sorted({heavy} & set(sys.modules)))
     assert told.stdout.splitlines()[-1] == "loaded:"
 
 
+@pytest.mark.parametrize("path", ["log", "record"])
+def test_diagnose_leaves_dask_out_and_says_the_same(broken, path):
+    path = broken if path == "log" else SAMPLE
+    code = f"""
+import sys
+from stabilitylab.cli.main import main
+if sys.argv[1] == "loaded": import dask.array
+try: main(["diagnose", {str(path)!r}, "--json"])
+except SystemExit: pass
+print("dask.array" in sys.modules, "scipy" in sys.modules)
+import dask.array, xarray
+print(xarray.DataArray(dask.array.ones(4, chunks=2)).chunks)
+"""
+    command = [sys.executable, "-c", code]
+    bare, loaded = (
+        subprocess.run([*command, how], capture_output=True, text=True, env=ENV, check=True).stdout
+        for how in ("bare", "loaded")
+    )
+    assert bare.splitlines()[-2:] == ["False False", "((2, 2),)"]
+    assert loaded.splitlines()[-1] == "((2, 2),)" and bare.splitlines()[:-2] == loaded.splitlines()[:-2]
+
+
 def test_watch_tells_a_finding_once_and_ends_on_ctrl_c(tmp_path):
     log = write(tmp_path / "train.log", (f"step {i} loss: {4 - i / 100:.5}\n" for i in range(60)))
     p = subprocess.Popen(

@@ -7,8 +7,10 @@ import xarray as xr
 
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.non_finite import find_first_non_finite
+from stabilitylab.detect.phrase import explain
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.probe.attention.layers import find_ignored_by_mixture
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import new_run, open_run
 
@@ -133,6 +135,63 @@ def test_the_first_bad_output_is_a_leaf_with_its_cause(tmp_path, change, module,
     assert "blocks.1" not in finding.modules[:1]  # the block itself is not finite, too
 
 
+def _failed(path, change, autocast=False, late=4):
+    "A run whose weights are changed before it begins, and whose last token comes from step `late` on."
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=128, seq=16, d_model=32, n_layer=2, n_head=4))
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Recorder(model, optimizer, path, merge=False) as rec:
+        for step in range(6):
+            tokens = TOKENS % 100
+            if step >= late:
+                tokens = tokens.clone()
+                tokens[0, 3] = 127
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                loss = model(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rec.step(loss)
+    (finding,) = [f for f in diagnose(open_run(path)).of("non_finite") if f.modules]
+    return finding
+
+
+def _patched(value):
+    def change(model):
+        model.embed.weight[127] = value
+
+    return torch.no_grad()(change)
+
+
+def test_a_patched_row_that_is_too_large_is_named_when_its_token_comes(tmp_path):
+    "The row was wrong from the beginning; the norm behind it overflows at step 4, when its token comes."
+    finding = _failed(tmp_path / "r", _patched(1e30))
+    assert finding.onset == 4 and finding.modules[0] == "blocks.0.norm1"
+    named = {name: finding.evidence[name] for name in ("cause", "row", "row_param", "row_value")}
+    assert named == {"cause": "row", "row": 127, "row_param": "embed.weight", "row_value": 1e30}
+    assert "row 127 of embed.weight" in finding.explanation and "1e+30" in finding.explanation
+
+
+@pytest.mark.parametrize("late, modules", [(4, ("embed.weight",)), (0, ("embed", "embed.weight"))])
+def test_a_row_of_nan_is_named_before_its_token_comes_and_when_it_does(tmp_path, late, modules):
+    finding = _failed(tmp_path / "r", _patched(torch.nan), late=late)
+    assert finding.onset == 0 and finding.modules[0] == modules[0]
+    assert finding.evidence["cause"] == "row" and finding.evidence["row"] == 127
+    assert "row 127 of embed.weight" in finding.explanation and "NaN" in finding.explanation
+
+
+def _beyond_fp16(model):
+    model.blocks[1].fc1.weight.data[3, 5] = 70_000.0
+
+
+def test_a_weight_that_fp16_cannot_hold_is_named_with_its_value(tmp_path):
+    finding = _failed(tmp_path / "r", _beyond_fp16, autocast=True)
+    assert finding.onset == 0 and finding.modules[0] == "blocks.1.fc1"
+    assert finding.evidence["cause"] == "cast" and finding.evidence["weight_absmax"] == 70_000
+    assert "70,000" in finding.explanation and "65,504" in finding.explanation
+
+
 def test_without_inputs_the_leaf_is_named_and_no_cause():
     "As other recorders write it: outputs only, the block before its parts."
     names = ["h.2", "h.2.fc1", "h.2.fc2", "norm"]
@@ -145,3 +204,32 @@ def test_without_inputs_the_leaf_is_named_and_no_cause():
         new_run(activations=xr.Dataset({"nonfinite_count": counted}, coords=labels))
     )
     assert finding.modules == ("h.2.fc1", "h.2.fc2", "norm", "h.2") and "cause" not in finding.evidence
+
+
+def _mixture():
+    "One weight that grows and three that vanish, the third near zero by chance at the beginning."
+    step = np.arange(0, 5000, 100)
+    fall = 0.3 * np.exp(-np.maximum(step - 2000, 0)[:, None] / np.array([700, 500, 400]))
+    table = np.column_stack([0.3 + 2.2 * step / 5000, fall * [1, -1, 1]])
+    table[0, 3] = 1e-6
+    return xr.DataArray(table, dims=("step", "layer"), coords={"step": step})
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_layers_that_a_mixture_switched_off_are_told_since_the_last_time(is_turned):
+    weights = _mixture()
+    (finding,) = find_ignored_by_mixture(weights.T if is_turned else weights, "decoder.3.mix")
+    spread = np.abs(weights).max("layer") / np.abs(weights).min("layer")
+    first = next(step for step in weights.step.values[1:] if spread.sel(step=slice(step, None)).min() >= 100)
+    assert first > 2000 and (finding.onset, finding.end) == (first, 4900)
+    assert finding.evidence["ignored"] == [1, 2, 3] and finding.modules == ("decoder.3.mix",)
+    words = "The mixture decoder.3.mix hardly reads 3 of 4 layers (1, 2 and 3, counted from 0)"
+    assert explain(finding).startswith(words)
+    assert not find_ignored_by_mixture(weights.isel(step=slice(1, 20)))
+
+
+def test_a_mixture_without_a_name_and_with_a_zero_is_told_in_words():
+    (finding,) = find_ignored_by_mixture(xr.DataArray([1.0, 0.0, 0.2], dims="layer"))
+    words = "Hardly read: 1 of 3 layers (1, counted from 0); the mixing weights are 0 to 1 in size."
+    assert explain(finding) == words and finding.evidence["ratio"] in (np.inf, "inf")
+    assert not find_ignored_by_mixture(xr.DataArray([np.nan, 0.1, 0.2], dims="layer"))

@@ -296,6 +296,8 @@ def test_a_fast_spike_after_a_restart_is_the_restart():
     assert resumed(wide, 48).evidence["resumed_at"] == 48
     assert resumed(wide).kind == resumed(wide, 40).kind == resumed(wide, 51).kind == "loss_spike"
     assert resumed(wide.with_(evidence={"recovery": "slow"}), 48).kind == "loss_spike"
+    lost = wide.with_(evidence={"recovery": "none"})
+    assert resumed(lost, 49).kind == "resume_spike" and resumed(lost, 46).kind == "loss_spike"
     low = resumed(wide.with_(severity="info"), 48)  # a bump that is no alarm is the restart's, too
     assert (low.kind, low.severity) == ("resume_spike", "info")
     assert resumed(wide.with_(evidence={"recovery": "fast", "only_in": "x"}), 48).kind == "loss_spike"

@@ -25,6 +25,8 @@ TYPED = {  # what people type -> the finding that answers
     "NCCL timeout": "crash",
     "Xid error": "hardware_error",
     "validation loss goes up": "overfitting",
+    "entropy collapse in GRPO": "policy_entropy_collapse",
+    "approx_kl spikes": "policy_step_too_large",
 }
 
 

@@ -242,6 +242,23 @@ def _lengths(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     tokens = rng.integers(2000, 8000, RECORDS).astype(float)
     return _log(columns, tokens_per_step=tokens, loss=columns["loss"] - 2e-5 * (tokens - 5000))
 
+# %% ../../nbs/api/cases/20_logs.ipynb #po000002
+def _policy(
+    columns: dict, t: np.ndarray, rng: np.random.Generator, before: float, after: float, **series: tuple
+) -> Log:
+    "The log of a policy: a reward that goes from one level to another, and series with a value for each."
+    columns = {"loss": rng.normal(0, 0.01, RECORDS), "grad_norm": columns["grad_norm"], "lr": columns["lr"]}
+    level = np.where(t >= 0, after, before * (1 - np.exp(-np.arange(RECORDS) / 150)))
+    changed = {name: np.where(t >= 0, new, old) for name, (old, new) in series.items()}
+    noisy = {name: value * np.exp(rng.normal(0, 0.05, RECORDS)) for name, value in changed.items()}
+    return _log(columns, reward=level + rng.normal(0, 0.02, RECORDS), **noisy)
+
+
+def _jump_of_kl(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "An update after which the policy has lost its reward."
+    log = _policy(columns, t, rng, 0.8, 0.1, kl=(0.01, 0.01))
+    return _log(log.columns, kl=np.where(t == 0, 4.0, log.columns["kl"]))
+
 # %% ../../nbs/api/cases/20_logs.ipynb #948ca0e2
 _TRACEBACK = """Traceback (most recent call last):
   File "train.py", line 128, in <module>
@@ -319,6 +336,32 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
     "log Z drifts": ("output_logit_drift", _output_logits, {}),
     "logged entropy": ("attention_entropy_collapse", _entropy, {}),
     "lengths show": ("length_bias", _lengths, {"onset": None}),
+    "policy repeats itself": (
+        "policy_entropy_collapse",
+        functools.partial(_policy, before=0.0, after=0.0, entropy=(0.6, 0.02)),
+        {},
+    ),
+    "policy at random": (
+        "policy_entropy_rise",
+        functools.partial(_policy, before=0.6, after=0.0, entropy=(0.4, 6.0)),
+        {"also": ("reward_collapse",)},
+    ),
+    "policy jumps": ("policy_step_too_large", _jump_of_kl, {"also": ("reward_collapse",)}),
+    "reward lost": (
+        "reward_collapse",
+        functools.partial(_policy, before=0.8, after=0.1, kl=(0.01, 0.01)),
+        {},
+    ),
+    "answers alike": (
+        "zero_advantage",
+        functools.partial(_policy, before=0.0, after=0.0, frac_reward_zero_std=(0.3, 0.95)),
+        {},
+    ),
+    "answers cut": (
+        "answers_cut",
+        functools.partial(_policy, before=0.5, after=0.1, completions_clipped_ratio=(0.1, 0.9)),
+        {"also": ("reward_collapse",)},
+    ),
     "out of memory": ("crash", _crash, {}),
     "row remapped": ("hardware_error", _hardware, {}),
 }

@@ -57,6 +57,11 @@ DETECTORS = [
     "metrics:find_quantized_loss",
     "events:find_hardware_errors",
     "metrics:find_length_bias",
+    "policy:find_policy_entropy",
+    "policy:find_large_policy_steps",
+    "policy:find_reward_collapse",
+    "policy:find_zero_advantage",
+    "policy:find_cut_answers",
     "layers.activations:find_activation_explosion",
     "layers.parameters:find_param_grad_explosion",
     "layers.parameters:find_update_rms_excess",
@@ -139,7 +144,8 @@ def _span(run: xr.DataTree) -> dict[str, int]:
     series = curve(scalars, name) if name else None
     if series is None:
         return {"n_steps": 0}
-    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated}
+    left_out, *_ = scalars[series.name].attrs.get("left_out", [0])  # of a log too long for memory
+    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated + left_out}
     if len(series.step):
         span |= {"first_step": int(series.step[0]), "last_step": int(series.step[-1])}
     return span

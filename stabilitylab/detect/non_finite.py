@@ -52,9 +52,11 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     bad = np.flatnonzero(~np.isfinite(data.values))
     if is_zscore or not len(bad):
         return None
+    left_out, nan_left_out, inf_left_out = data.attrs.get("left_out", [0, 0, 0])  # of a very long log
+    count, n = len(bad) + nan_left_out + inf_left_out, len(data) + left_out
     stays = not np.isfinite(data.values[bad[0] :]).any()
     is_loss = "loss" in name and name != "loss_scale"
-    is_mostly_bad = len(bad) > limit("majority") * len(data)
+    is_mostly_bad = count > limit("majority") * n
     is_lost = is_loss and (stays or is_mostly_bad)
     # nothing was measured yet
     is_first_only = len(bad) == 1 and bad[0] == 0 and not is_loss and len(data) > 1
@@ -65,11 +67,11 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
         onset=data.step.values[bad[0]],
         end=data.step.values[bad[-1]],
         evidence={
-            "count": len(bad),
-            "of": len(data),
+            "count": count,
+            "of": n,
             "stays": stays,
-            "nan": int(np.isnan(data.values).sum()),
-            "inf": int(np.isinf(data.values).sum()),
+            "nan": int(np.isnan(data.values).sum()) + nan_left_out,
+            "inf": int(np.isinf(data.values).sum()) + inf_left_out,
         },
         series=name,
     )
@@ -96,18 +98,20 @@ class _Bad:
     stays: bool  # whether it was so at every later step
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #7c300c90
-_REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(([^)]*)\).*?(?:absmax (\S+))?$")
+_REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(([^)]*)\)")
+_BEFORE = re.compile(r"absmax (\S+?)(?:;|$)")  # of what was computed just before, whose sum may be the input
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "bf16"}  # float32: the same range
 
 
 def _reported(run: xr.DataTree, step: int) -> tuple[str, str, float]:
-    "What the recorder saw first at a step: module, its format, the largest number just before; '', '', NaN."
+    "What the recorder saw first at a step: module, its format, the largest number before it; '', '', NaN."
     events = group_of(run, "events")
     texts = [] if events is None else events.event_text.values[events.event_step.values == step].astype(str)
     match = next((match for match in map(_REPORT.match, texts) if match), None)
     if match is None:
         return "", "", np.nan
-    return match[1], _DTYPES.get(match[2].removeprefix("torch."), ""), float(match[3] or np.nan)
+    before = max(map(float, _BEFORE.findall(match.string)), default=np.nan)
+    return match[1], _DTYPES.get(match[2].removeprefix("torch."), ""), before
 
 
 def _counts_at(at_step: xr.Dataset, name: str) -> np.ndarray:
@@ -128,6 +132,9 @@ def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str
     "What made the first output that is not finite, as evidence; {} where the record does not tell."
     names, first = at_step.module.values.astype(str), order[0]
     came_in = _counts_at(at_step, "in_nonfinite_count")
+    weight = f"{names[first]}.weight"
+    if bad_row := _row_that_is_not_finite(run, weight):
+        return bad_row
     if came_in[first] > 0:
         outer = [
             str(names[i]) for i in order if not came_in[i] > 0 and names[first].startswith(f"{names[i]}.")
@@ -138,22 +145,60 @@ def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str
     bound = largest * _gain(run, names[first], int(at_step.step), largest)
     if not np.isfinite(largest) or not bound >= 0:
         return {}
+    largest_weight = _weight_absmax(run, weight, int(at_step.step))
+    if format == "fp16" and largest_weight > float(NUMBER_FORMATS["fp16"].max):
+        return {"cause": "cast", "weight_absmax": largest_weight}
     overflows = bound >= float(NUMBER_FORMATS[format or run_format(run)].max)
+    far_row = next((row for row in _rows_at_the_start(run) if row["row_value"] >= _SAME_SIZE * largest), {})
+    if overflows and far_row:
+        return {"cause": "row"} | far_row
     has_weight = f"{names[first]}.weight" in run.attrs.get("shapes", {})
     own_cause = "weight" if has_weight else "module"
     return {"cause": "overflow" if overflows else own_cause, "in_absmax": largest}
 
 
+_START = re.compile(r"weight at the start: (\S+) row (\d+) holds (\S+), where (\S+) is usual")
+_TOO_LARGE = re.compile(r"weight at the start: (\S+) reaches (\S+), beyond fp16")
+_SAME_SIZE = 0.1  # an input of up to ten times a row's largest value can come of that row; our convention
+
+
+def _start_notes(run: xr.DataTree, pattern: re.Pattern) -> list[re.Match]:
+    "What the recorder said of the weights before the first step."
+    events = group_of(run, "events")
+    texts = [] if events is None else events.event_text.values.astype(str)
+    return [match for match in map(pattern.match, texts) if match]
+
+
+def _rows_at_the_start(run: xr.DataTree) -> list[dict]:
+    "Rows of embeddings that were wrong before the first step, as evidence."
+    matches = _start_notes(run, _START)
+    keys = ("row_param", "row", "row_value", "row_usual")
+    return [dict(zip(keys, (m[1], int(m[2]), float(m[3]), float(m[4])), strict=True)) for m in matches]
+
+
+def _row_that_is_not_finite(run: xr.DataTree, param: str) -> dict:
+    "The first such row of an embedding before the first step, as evidence; {} where it has none."
+    rows = [row for row in _rows_at_the_start(run) if row["row_param"] == param]
+    return next(({"cause": "row"} | row for row in rows if not np.isfinite(row["row_value"])), {})
+
+
+def _weight_absmax(run: xr.DataTree, param: str, step: int) -> float:
+    "The largest value of a weight as last recorded before a step, else as it was at the start."
+    weights = group_of(run, "weights")
+    if weights is not None and "absmax" in weights and param in weights.param.values:
+        before = weights.absmax.sel(param=param, step=weights.step < step)
+        if before.size:
+            return float(before.values[-1])
+    return next((float(m[2]) for m in _start_notes(run, _TOO_LARGE) if m[1] == param), np.nan)
+
+
 def _gain(run: xr.DataTree, module: str, step: int, largest: float) -> float:
     "How many times the largest input a result can be: of a matrix as last recorded, else of a square."
-    weights, param = group_of(run, "weights"), f"{module}.weight"
+    param = f"{module}.weight"
     shape = run.attrs.get("shapes", {}).get(param, ())
     if len(shape) != 2:
         return largest
-    if weights is None or "absmax" not in weights or param not in weights.param.values:
-        return np.nan
-    before = weights.absmax.sel(param=param, step=weights.step < step)
-    return float(before.values[-1]) * max(shape) if before.size else np.nan
+    return _weight_absmax(run, param, step) * max(shape)
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #c37b66dd
 def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
@@ -173,6 +218,8 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     reported, format, before = _reported(run, int(at_step.step))
     order = _leaves_first(at_step, bad[::-1] if comes_backwards else bad, reported)
     cause = _cause(run, at_step, order, format, before) if is_output else {}
+    if group == "weights":
+        cause = _row_that_is_not_finite(run, str(table[label].values[order[0]]))
     stays = bool((counts[rows[0] :] > 0).any(axis=1).all())
     count = float(counts[rows[0], order[0]])
     return _Bad(int(table.step.values[rows[0]]), what, table[label], order, cause, count, stays)

@@ -37,31 +37,38 @@ def _resumes(run: xr.DataTree, findings: list[Finding]) -> list[int]:
     return steps
 
 # %% ../../nbs/api/detect/30_relations.ipynb #ecf57e83
+def _restart_before(f: Finding, resumes: list[int], interval: int) -> int | None:
+    "The restart that a spike of the loss follows; None where none is near enough to be its cause."
+    if f.kind != "loss_spike" or "only_in" in f.evidence:
+        return None
+    within = {"fast": "few_records", "none": "outlier_records"}.get(f.evidence.get("recovery", ""))
+    reach = count_limit(within) * interval if within else -1
+    return next((step for step in resumes if 0 <= f.first - step <= reach), None)
+
+
 def resume_spikes(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
-    "Spikes within a few records of a restart that heal fast."
-    interval, resumes = _interval(run), _resumes(run, findings)
-    reach, loss = count_limit("few_records") * interval, loss_curve(run)
+    "Spikes right after a restart; what never came back from one is no divergence besides."
+    interval, resumes, loss = _interval(run), _resumes(run, findings), loss_curve(run)
     start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
-
-    def renamed(f: Finding) -> Finding:  # f: as found
-        "The finding; a fast spike behind a restart is a resume spike."
-        healed_fast = f.kind == "loss_spike" and f.evidence.get("recovery") == "fast"
-        if not healed_fast or "only_in" in f.evidence:
-            return f
-        restarts = [step for step in resumes if 0 <= f.first - step <= reach]
-        if not restarts:
-            return f
-        is_one_record = f.last == f.first and f.first - restarts[0] < interval
-        begins_anew = restarts[0] <= start  # a run that is resumed does not count from its first step
+    related, lost = [], []
+    for f in findings:
+        restart = _restart_before(f, resumes, interval)
+        begins_anew = (
+            restart is not None and restart <= start
+        )  # such a run does not count from its first step
+        if restart is None or (begins_anew and f.evidence.get("recovery") != "fast"):
+            related.append(f)
+            continue
+        is_one_record = f.last == f.first and f.first - restart < interval
         severity = "info" if is_one_record or begins_anew else f.severity
-        return f.with_(
-            kind="resume_spike", severity=severity, evidence=f.evidence | {"resumed_at": restarts[0]}
+        related.append(
+            f.with_(kind="resume_spike", severity=severity, evidence=f.evidence | {"resumed_at": restart})
         )
-
-    return [renamed(f) for f in findings]
+        lost += [restart] if f.evidence.get("recovery") == "none" else []
+    return [f for f in related if f.kind != "divergence" or not lost or f.first < min(lost)]
 
 # %% ../../nbs/api/detect/30_relations.ipynb #db9f25b7
 def _first_spike(findings: list[Finding], divergence: Finding) -> Finding | None:

@@ -15,7 +15,7 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "non_finite": "a logged value is NaN or infinite",
     "plateau": "the loss stopped falling for a large part of the run",
     "restart": "the step counter went back: the run was resumed or rolled back",
-    "resume_spike": "the loss was higher right after a restart and healed within tens of steps",
+    "resume_spike": "the loss was higher right after a restart; `recovery` says whether it came back",
     "quantized_loss": "the logged loss takes only the values of a coarse number format",
     "loss_scale_collapse": "the fp16 loss scale was halved again and again or reached its floor",
     "grad_norm_explosion": "the gradient norm jumped far above its recent range",
@@ -56,6 +56,12 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "token_imbalance": "micro-batches of one step hold very different numbers of target tokens",
     "length_bias": "the loss or its gradient weighs tokens by the length of their sequence",
     "misaligned_shape": "a matrix dimension is not divisible by 8",
+    "policy_entropy_collapse": "the policy's entropy fell to a tenth of its start and stays there",
+    "policy_entropy_rise": "the policy's entropy rose far above its start: its answers become random",
+    "policy_step_too_large": "an update moved the policy far from the one that gathered the data",
+    "reward_collapse": "the reward fell from its best level by most of its gain and stays down",
+    "zero_advantage": "the answers to most prompts all have one reward, so they give no gradient",
+    "answers_cut": "most answers are cut at the maximum length",
 }
 
 # %% ../../nbs/api/names/02_findings.ipynb #a77db147

@@ -43,6 +43,7 @@ def inline_svg(
     svg = re.sub(r"\n\s*", "\n", svg)
     svg = re.sub(r" \n(?=[A-Zz])", "", svg)  # between the commands of a path nothing is needed
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r"\1 var(--font)", svg)
+    svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
     element = rf'<svg \1 role="img" aria-label="{description}" xmlns:xlink="http://www.w3.org/1999/xlink">'
     return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', element, svg, count=1)
 

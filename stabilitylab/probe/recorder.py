@@ -41,6 +41,7 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
+from .weight_faults import fault_words, weight_faults
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -227,6 +228,10 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     if not rank.number:
         for event in opening_events(store, attrs, params, recorder.n):
             recorder.writer.put(event)
+        faults = guard.attempt("the weights at the start", None, weight_faults, model)
+        for fault in [] if faults is None else faults.to_dict("records"):
+            text = f"weight at the start: {fault_words(fault)}"
+            recorder.writer.put(("note", recorder.n, text, time.time()))
     if recorder.options.snapshot_every:
         recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model, rank.number)
 

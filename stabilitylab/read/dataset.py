@@ -72,9 +72,13 @@ def to_dataset(
     attrs = {name: value for name, value in data.attrs.items() if name != "restart_positions"}
     if "running_means" in attrs:
         attrs["running_means"] = {names[name]: steps for name, steps in attrs["running_means"].items()}
+    left_out = attrs.pop("left_out", {})
     starts = data.attrs.get("restart_positions")
     restarts = None if starts is None else np.array(starts, dtype=np.int64)
     scalars = make_scalars(
         samples, log_names, restarts, source=source, format=format, skipped=data.skipped, **attrs
     )
+    for name, counts in left_out.items():
+        if name in names:
+            scalars[names[name]].attrs["left_out"] = counts
     return scalars.merge(make_events(data.events), combine_attrs="drop_conflicts")

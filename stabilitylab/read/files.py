@@ -81,7 +81,7 @@ def partner_stream(
     return None
 
 # %% ../../nbs/api/read/20_files.ipynb #5260134c
-_FILE_ATTRS = ("restart_positions", "running_means")  # about the series of one file
+_FILE_ATTRS = ("restart_positions", "running_means", "thinned", "left_out")  # about the series of one file
 
 
 def join_streams(

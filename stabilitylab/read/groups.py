@@ -88,11 +88,23 @@ def concatenate_segments(
     joined.attrs |= {"crashes": crashes} if crashes else {}
     for total in {"lines", "lines_used"} & joined.attrs.keys():
         joined.attrs[total] = sum(log.attrs.get(total, 0) for log in logs)
+    if "left_out" in joined.attrs:
+        joined.attrs |= _left_out_of_all(logs)
     joined.attrs.pop("restart_positions", None)
     joined.attrs |= {"restart_positions": starts[1:]} if is_marked else {}
     return joined
 
 # %% ../../nbs/api/read/21_groups.ipynb #743caeac
+def _left_out_of_all(logs: list[LogData]) -> dict:
+    "What was left out of the series of all logs, and the widest of the widths to which they were thinned."
+    left_out: dict[str, np.ndarray] = {}
+    for log in logs:
+        for name, counts in log.attrs.get("left_out", {}).items():
+            left_out[name] = left_out.get(name, np.zeros(3, np.int64)) + counts
+    width = max(log.attrs.get("thinned", 0) for log in logs)
+    return {"thinned": width, "left_out": {name: counts.tolist() for name, counts in left_out.items()}}
+
+
 _COUNTER_WORDS = re.compile(
     r"(?<![a-z])(?:re(?:start(?:ed)?|sumed?|try|run)|cont(?:inued?)?|part|attempt|old|new)(?![a-z])|\d+",
     re.I,

@@ -8,6 +8,7 @@ __all__ = ['EVENT_WORDS', 'message_events', 'is_message', 'line_parser', 'pieces
 
 # %% ../../nbs/api/read/06_text.ipynb #d0fafaf5
 import re
+import sys
 from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,12 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from .base import COLOUR, NUMBER, Format, Hit, LogData, Parser, encoding_of, time_span
 from .scan import Scan
 from .shapes import Piece
+from ..run.job import report_progress
 from ..run.scalars import order_of
 
 # %% ../../nbs/api/read/06_text.ipynb #67d391b7
@@ -252,7 +255,7 @@ def read_lines(
     "A text log, with the events of the lines that its format does not know."
     both, skipped = with_messages(parse), Counter[str]()
     scan = Scan(both, candidates=candidates)
-    for offset, data, cut in pieces(path):
+    for offset, data, cut in _with_bar(path, pieces(path)):
         if cut and not _is_complete(both, data, scan):
             skipped["cut last line"] += 1
             data = _without_last_value(parse, data)
@@ -260,6 +263,28 @@ def read_lines(
     log = scan.take()
     log.skipped = skipped | log.skipped
     return log
+
+
+_SHOWS_PROGRESS = 2**26  # bytes of a file from which on its reading takes long enough to be looked at
+
+
+def _with_bar(
+    path: Path,  # a text file
+    parts: Iterator[tuple[int, bytes, bool]],  # its pieces
+) -> Iterator[tuple[int, bytes, bool]]:  # the same
+    "The pieces of a long file, with a bar in a terminal, and with reports to the job that reads it."
+    size = path.stat().st_size
+    if size < _SHOWS_PROGRESS:
+        yield from parts
+        return
+    words, is_terminal, next_report = f"reading {path.name}", sys.stderr.isatty(), 0.0
+    with tqdm(total=size, unit="B", unit_scale=True, desc=words, disable=not is_terminal, leave=False) as bar:
+        for offset, data, cut in parts:
+            if offset >= next_report:  # a hundred lines, however long the file is
+                report_progress(words, offset / size)
+                next_report += size / 100
+            yield offset, data, cut
+            bar.update(len(data))
 
 
 _RECORD_BYTES = 400  # series whose last values lie closer together belong to one record
@@ -271,7 +296,7 @@ def _is_complete(parse: Parser, line: bytes, scan: Scan) -> bool:
     if not hits:
         return True
     names = {name for hit in hits for name, _, _ in hit.fields}
-    newest = {name: parts[-1].order for name, parts in scan.columns.items() if parts}
+    newest = {name: parts[-1].order for name, parts in scan.columns.parts.items() if parts}
     last_offset = max((order[-1] for order in newest.values() if len(order)), default=0)
     of_last_record = {name for name, order in newest.items() if last_offset - order[-1] < _RECORD_BYTES}
     return of_last_record <= names

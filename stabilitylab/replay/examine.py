@@ -23,6 +23,7 @@ from ..names.errors import bad_input
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .find_setup import setup_of
+from .rare_tokens import losses_by_frequency
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch, load_snapshots
@@ -34,6 +35,7 @@ from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/08_examine.ipynb #3e0374df
 _HEAVIEST = 3  # samples whose text is told
+_COUNTED = 8  # batches by which tokens are rare or common; our convention
 _LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
@@ -123,6 +125,9 @@ class Examination:
     swap: SwapTest | None = None  # each part is None, or empty, where it was not asked for
     samples: pd.DataFrame | None = None  # from `blame`
     tokens: tuple[TextLosses, ...] = ()  # of the heaviest samples
+    frequency: pd.DataFrame | None = (
+        None  # from `losses_by_frequency`, by the recorded batches up to this one
+    )
     precision: xr.Dataset | None = None  # from `compare_precision`
     modules: pd.DataFrame | None = None  # from `ablate`
     left_out: dict[str, str] = field(default_factory=dict)  # part -> why it could not be taken
@@ -147,6 +152,8 @@ class Examination:
             fields["samples"] = self.samples
         if self.tokens:
             fields["tokens"] = self.tokens
+        if self.frequency is not None:
+            fields["frequency"] = self.frequency
         if self.modules is not None:
             fields["modules"] = self.modules
         if self.precision is not None:
@@ -182,6 +189,12 @@ def _later_batches(path: Recording, snapshot: Snapshot) -> Iterator[Batch]:
     recorded = set(path.box().steps)
     following = itertools.takewhile(recorded.__contains__, itertools.count(snapshot.step + 1))
     return (load_batch(path, step, snapshot.setup) for step in following)
+
+
+def _batches_up_to(path: Recording, snapshot: Snapshot) -> list[Batch]:
+    "The last recorded batches, the suspect one with them: by these a token is rare or common."
+    steps = [step for step in path.box().steps if step <= snapshot.step][-_COUNTED:]
+    return [load_batch(path, step, snapshot.setup) for step in steps]
 
 
 def _swap(
@@ -273,6 +286,10 @@ def _examined(
         with _named_where_it_fails("samples", left_out):
             table = parts["samples"] = blame(snapshot, batch)
             parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
+        if parts.get("tokens"):
+            say("rare and common tokens")
+            with _named_where_it_fails("frequency", left_out):
+                parts["frequency"] = losses_by_frequency(snapshot, _batches_up_to(path, snapshot))
     if precisions:
         say("other precisions")
         parts["precision"] = compare_precision(snapshot, batch, list(precisions))

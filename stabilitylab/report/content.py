@@ -46,6 +46,7 @@ class Facts:
     events: int  # events beside the numbers
     # what the general reader took for `step` and `loss`, `lines_used` of `lines`; empty for a known format
     reading: dict = field(default_factory=dict)
+    thinned: int = 0  # steps of which one record was kept, of a log too long for memory; 0: all were
 
 # %% ../../nbs/api/report/01_content.ipynb #295c3f4d
 def facts(
@@ -61,6 +62,7 @@ def facts(
     if names:
         head = series(scalars, loss or names[0])
         n_steps, first_step, last_step = _steps(head)
+        n_steps += head.attrs.get("left_out", [0])[0]
         first, last, lowest = _values(head)
     has_segments = "segment" in scalars.coords and scalars.sizes["step"] > 0
     return Facts(
@@ -78,6 +80,7 @@ def facts(
         skipped=dict(run.attrs.get("skipped") or {}),
         events=run["events"].sizes.get("event", 0) if "events" in run.children else 0,
         reading=_reading(scalars.attrs),
+        thinned=int(scalars.attrs.get("thinned", 0)),
     )
 
 
@@ -118,6 +121,8 @@ def _facts_line(head: Facts) -> str:
         parts.append(f"{name} {change} (lowest {number(head.lowest)})")
     if head.segments > 1:
         parts.append(f"{head.segments} segments")
+    if head.thinned:
+        parts.append(f"thinned to a record every {head.thinned:,} steps and what stands out")
     if head.reading:
         parts.append(_reading_text(head.reading))
     return " · ".join(parts)

@@ -19,7 +19,9 @@ def run_json(
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # where it came from; None: what the record says
     all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
-) -> dict:  # source, format, n_steps, first_step, last_step, findings, most_likely; strict JSON
+) -> (
+    dict
+):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` of a very long log
     "The findings of one run as the object that machines read."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)
@@ -36,6 +38,7 @@ def run_json(
             "most_likely": None if likely is None else likely.to_dict(),
         }
         | ({"reading": head.reading} if head.reading else {})
+        | ({"thinned": head.thinned} if head.thinned else {})
         | ({"replay": command} if command else {})
     )
 

@@ -41,15 +41,15 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
-def record(name: str, folder: Path) -> Path:
+def record(name: str, folder: Path, seed: int = 0) -> Path:
     "The record of a row, made where it is not there."
-    path = Path(folder) / name.replace(" ", "_")
+    path = Path(folder) / f"{name.replace(' ', '_')}_{seed}"
     if not path.exists():
-        train(ROWS[name].recipe, path=path)
+        train(ROWS[name].recipe, seed, path=path)
     return path
 
 
-def score(name: str, folder: Path) -> dict:
+def score(name: str, folder: Path, seed: int = 0) -> dict:
     "What the product says of a row: its cause and its first three fixes."
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.likely_cause import most_likely
@@ -57,7 +57,7 @@ def score(name: str, folder: Path) -> dict:
     from stabilitylab.trial.suggest import suggest
 
     _quiet()
-    recording = next(iter(open_recordings(str(record(name, folder))).values()))
+    recording = next(iter(open_recordings(str(record(name, folder, seed))).values()))
     findings = diagnose(recording)
     likely = most_likely(findings)
     told = likely.to_dict() if likely else {}
@@ -118,7 +118,7 @@ def _each(names: list[str], work: object, workers: int) -> Iterator[tuple[str, d
 def summary(scores: dict[str, dict]) -> dict[str, str]:
     "Side of the split -> cause first, cure in the first three, false causes on healthy runs."
     sides, lines = split(), {}
-    for side in ("fit", "held out"):
+    for side in ("fit", "held out", "blind"):
         mine = {name: row for name, row in scores.items() if sides[name] == side}
         failing = [row for row in mine.values() if row["cause"]]
         curable = [row for row in failing if row["cure_in_three"] is not None]
@@ -137,7 +137,10 @@ def main() -> int:
     parser.add_argument("command", nargs="?", default="score", choices=("score", "confirm"))
     parser.add_argument("names", nargs="*", help="rows; all where none is given")
     parser.add_argument("--folder", help="where the records are kept; default: a temporary folder")
-    parser.add_argument("--side", choices=("fit", "held out"), help="show the rows of this half only")
+    parser.add_argument(
+        "--side", choices=("fit", "held out", "blind"), help="show the rows of this half only"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the runs; the rules were set on 0")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", default="zoo_scores.json", help="where the table of scores is written")
     args = parser.parse_args()
@@ -149,7 +152,7 @@ def main() -> int:
             print(name, {c: v["gain"] for c, v in row["cures"].items() if v["confirmed"]}, flush=True)
         return 0
     with TemporaryDirectory() as temporary:
-        work = partial(score, folder=Path(args.folder or temporary))
+        work = partial(score, folder=Path(args.folder or temporary), seed=args.seed)
         scores = {}
         for name, row in _each(names, work, args.workers):
             scores[name] = row

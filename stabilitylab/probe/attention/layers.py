@@ -135,21 +135,26 @@ def find_ignored_by_mixture(
     module: str = "",  # the parameter's name
 ) -> list[Finding]:  # at most one
     "Layers that a learned mixture has switched off, and since when."
-    table = np.abs(np.atleast_2d(weights.values))
+    table = np.abs(np.atleast_2d(weights.transpose(..., "layer").values))
     steps = weights.step.values if "step" in weights.dims else [None]
-    spread = table.max(1) / np.maximum(table.min(1), 1e-30)
-    hit = np.flatnonzero(spread >= limit("huge_factor"))
-    if not len(hit) or spread[-1] < limit("huge_factor"):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = table.max(1) / table.min(1)
+    is_apart = spread >= limit("huge_factor")
+    if not is_apart[-1]:
         return []
+    onset = int(np.flatnonzero(~is_apart)[-1]) + 1 if not is_apart.all() else 0  # of the last stretch
+    ignored = np.flatnonzero(table[-1] * limit("huge_factor") <= table[-1].max()).tolist()
     evidence = {
         "largest": float(table[-1].max()),
         "smallest": float(table[-1].min()),
         "ratio": float(spread[-1]),
-        "ignored": np.flatnonzero(table[-1] * limit("huge_factor") <= table[-1].max()).tolist(),
+        "ignored": ignored,
+        "n": len(ignored),
+        "of": table.shape[1],
         "drift": float(np.abs(table[-1] - table[0]).max()),
     }
     named = (module,) if module else ()
-    return [Finding("layer_ignored", "warning", steps[hit[0]], steps[-1], named, evidence)]
+    return [Finding("layer_ignored", "warning", steps[onset], steps[-1], named, evidence)]
 
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #2da1796f
 @dataclass(frozen=True)

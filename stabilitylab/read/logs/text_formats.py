@@ -83,6 +83,9 @@ def _read_with_sums(path: Path, parse: Parser, sums: dict[str, str], loss_is: st
         parts = [samples for part, samples in log.samples.items() if part.startswith(prefix)]
         if parts:
             log.samples[name] = _sum_of_parts(parts)
+            left_out = log.attrs.get("left_out", {})
+            counts = [left_out[part] for part in log.samples if part.startswith(prefix) and part in left_out]
+            log.attrs |= {"left_out": left_out | {name: max(counts)}} if counts else {}
     log.attrs["loss_is"] = loss_is
     return log
 
