@@ -812,3 +812,60 @@ if __name__ == "__main__":
             recorder.step(loss)
 """
 )
+
+PROGRAMS["a Trainer with a loss and a reference model of its own, and accumulation"] = """
+import copy
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stabilitylab.probe.hf import RecorderCallback
+
+
+class Preference(Trainer):
+    def __init__(self, *args, beta=0.1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.beta, self.margins = beta, []
+        self.ref_model = copy.deepcopy(self.model).eval().requires_grad_(False)
+
+    def score(self, model, inputs):
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        return -F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with torch.no_grad():
+            reference = self.score(self.ref_model, inputs)
+        margin = self.score(model, inputs) - reference
+        self.margins.append(margin.item())
+        return F.softplus(-self.beta * margin) + 0.0 * self.args.weight_decay
+
+
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+rows = [torch.randint(0, 40, (12,)) for _ in range(64)]
+data = [{"input_ids": row, "labels": row} for row in rows]
+args = TrainingArguments(
+    "out", max_steps=5, per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True,
+    report_to=[], save_strategy="no", learning_rate=1e-2, logging_steps=1,
+)
+if __name__ == "__main__":
+    recorded = RecorderCallback("run", snapshot_every=3)
+    trainer = Preference(model, args, train_dataset=data, beta=0.5, callbacks=[recorded])
+    trainer.train()
+"""
+
+PROGRAMS["the Trainer with label smoothing"] = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stabilitylab.probe.hf import RecorderCallback
+
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+rows = [torch.randint(0, 40, (12,)) for _ in range(64)]
+data = [{"input_ids": row, "labels": row} for row in rows]
+args = TrainingArguments(
+    "out", max_steps=5, per_device_train_batch_size=4, label_smoothing_factor=0.1, use_cpu=True,
+    report_to=[], save_strategy="no", learning_rate=1e-2, logging_steps=1,
+)
+trainer = Trainer(model, args, train_dataset=data, callbacks=[RecorderCallback("run", snapshot_every=3)])
+trainer.train()
+"""

@@ -15,7 +15,7 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
-from stabilitylab.replay.examine import controls, examine
+from stabilitylab.replay.examine import _before_onset, controls, examine
 from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
@@ -384,6 +384,15 @@ def test_early_steps_have_no_controls():
     assert found.exact and found.swap is None and "later than 300" in found.left_out["swap"]
     with pytest.raises(ValueError, match="later than 300"):
         controls(sample(), 300)
+
+
+def test_control_states_come_from_before_the_onset():
+    "A gradient norm of 1.01 at step 335, three times that of the steps before: states after it may be ill."
+    states, batches = controls(sample(), 351)
+    assert max(states) < 335 and batches == [347, 348, 349, 350]
+    assert examine(sample(), 351, samples=False).swap.verdict == "bad state"
+    assert _before_onset([*range(20)], {step: 1.0 for step in range(20)}) == [*range(20)]
+    assert _before_onset([*range(20)], {step: 1.0 + 9 * (step == 17) for step in range(20)}) == [*range(17)]
 
 
 def test_planted_causes_are_told_under_clipping():

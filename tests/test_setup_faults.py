@@ -283,3 +283,17 @@ def test_settings_that_the_record_brings_are_no_fault(record_of):
 def test_what_the_table_measures():
     named = [name for name, (_, _, faults) in FAULTS.items() if faults not in GENERAL]
     assert len(FAULTS) >= 40 and len(named) >= 0.7 * len(FAULTS)
+
+
+def test_a_step_that_agrees_only_when_it_is_taken_again(record_of):
+    "Nothing of the setup is blamed for what its first call does."
+    recipe = Recipe()
+    setup, calls = recipe.setup(), []
+
+    def loss(model, batch):
+        "The recorded one, but for the first call."
+        calls.append(1)
+        return setup.loss(model, batch) * (1.5 if len(calls) == 1 else 1.0)
+
+    check = check_setup(record_of(recipe), 3, replace(setup, loss=loss))
+    assert check.fault == "second time" and not check.is_step

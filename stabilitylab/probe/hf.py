@@ -6,6 +6,8 @@
 __all__ = ['RecorderCallback']
 
 # %% ../../nbs/api/probe/08_hf.ipynb #c3a86c37
+import functools
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from ..names.errors import require
+from .draft.trainer_code import is_own_loss
 from .guard import Watch
 from .hooks import graph_task
 from .recorder import Recorder
@@ -30,7 +33,9 @@ class _StepCallback(_Base):
     "What a recording sees of every step of the Trainer."
 
     recorder: Recorder | None  # None: nothing is recorded now
-    before: Any  # handle of the hook that sees each batch
+    before: Any  # handle of the hook that sees each batch; None where the trainer computes its own loss
+    trainer: Any  # whose `compute_loss` and `backward` are watched; None where its model returns the loss
+    losses: list[torch.Tensor]  # of the micro-batches of this step, as they are optimized
 
     def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         "Each micro-batch, before the model sees it."
@@ -38,6 +43,28 @@ class _StepCallback(_Base):
             self.recorder.batch(kwargs or args)
 
     vars(_batch)["_torchdynamo_disable"] = True
+
+    def _watch(self, trainer: Any) -> None:
+        "See each batch as `compute_loss` is given it, and each loss as it is optimized."
+        compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
+        count = getattr(trainer.accelerator, "gradient_accumulation_steps", 1)
+
+        @functools.wraps(compute_loss)
+        def watched_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.recorder is not None and model.training and torch.is_grad_enabled():
+                items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+                counted = {} if items is None else {"num_items_in_batch": items}
+                self.recorder.batch({**inputs, **counted})
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        @functools.wraps(backward)
+        def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_tensor(loss):
+                self.losses.append(loss.detach() / count)
+            return backward(loss, *args, **kwargs)
+
+        self.trainer, self.losses = trainer, []
+        trainer.compute_loss, trainer.accelerator.backward = watched_loss, watched_backward
 
     def on_step_end(
         self,
@@ -47,18 +74,34 @@ class _StepCallback(_Base):
         **kwargs: Any,  # not used
     ) -> None:
         "Close a step."
+        losses, self.losses = self.losses, []
         if self.recorder is not None:
-            self.recorder.step(epoch=state.epoch)
+            self.recorder.step(sum(losses[1:], losses[0]) if losses else None, epoch=state.epoch)
 
     def close(self) -> None:
         "Take the hooks off; after an error in training the next start, or the end of the program, does it."
         recorder, self.recorder = self.recorder, None
         if recorder is None:
             return
-        self.before.remove()
+        if self.before is not None:
+            self.before.remove()
+        if self.trainer is not None:
+            vars(self.trainer).pop("compute_loss", None)
+            vars(self.trainer.accelerator).pop("backward", None)
         recorder.__exit__(None, None, None)
 
 # %% ../../nbs/api/probe/08_hf.ipynb #8bdfbf59
+def _running_trainer() -> Any:
+    "The Trainer that called its callbacks; None where none did."
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "compute_loss") and hasattr(owner, "callback_handler"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
 _OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
 
 
@@ -72,6 +115,7 @@ class RecorderCallback(_StepCallback):
     ):
         require("transformers", "hf")
         self.path, self.options, self.recorder, self.before = path, options, None, None
+        self.trainer, self.losses = None, []
 
     def on_train_begin(
         self,
@@ -91,7 +135,12 @@ class RecorderCallback(_StepCallback):
         own = {"scaler": getattr(optimizer, "scaler", None), "first_step": state.global_step}
         self.recorder = Recorder(model, optimizer, self.path, **(own | self.options)).__enter__()
         self.recorder.clip = getattr(args, "max_grad_norm", None) or None  # for the draft of the setup
-        self.before = model.register_forward_pre_hook(Watch(model, self._batch), with_kwargs=True)
+        trainer, self.before, self.trainer = _running_trainer(), None, None
+        if trainer is not None and is_own_loss(trainer):
+            self.recorder.trainer = trainer
+            self._watch(trainer)
+        else:
+            self.before = model.register_forward_pre_hook(Watch(model, self._batch), with_kwargs=True)
 
     def on_train_end(
         self,

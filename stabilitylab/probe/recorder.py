@@ -67,6 +67,7 @@ class Recorder:
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
         self.clip: float | str | None = None  # largest gradient norm, where a framework says it
         self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
+        self.trainer: Any = None  # of Hugging Face, where it computes its own loss
         self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered

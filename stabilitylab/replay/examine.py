@@ -7,6 +7,7 @@ __all__ = ['controls', 'Examination', 'examine']
 
 # %% ../../nbs/api/replay/08_examine.ipynb #66ef3aa4
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ _COUNTED = 8  # batches by which tokens are rare or common; our convention
 _LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
+_ONSET = 3.0  # factor over the median gradient norm so far at which states are no controls; our convention
+_BEFORE_ONSET = 16  # steps that this median takes, at least; our convention
 
 # %% ../../nbs/api/replay/08_examine.ipynb #2c07af5f
 def controls(
@@ -55,10 +58,11 @@ def controls(
         why = "control states and batches come from before it"
         raise bad_input("step", step, f"later than {replayable[0]}", why)
     # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
+    norms, nearest_batches = _recorded_norms(recording.run), steps[-n - 1 :]
+    steps = _before_onset(steps[-_FAR - _FAR // 4 :], norms)
     distances = {max(1, min(_FAR, len(steps)) >> halved) for halved in range(n)}
-    norms = _recorded_norms(recording.run)
     states = [_ordinary_step(steps, distance, norms) for distance in sorted(distances, reverse=True)]
-    return states, steps[-n - 1 :]
+    return states, nearest_batches
 
 
 def _recorded_norms(run: xr.DataTree) -> dict[int, float]:
@@ -68,6 +72,15 @@ def _recorded_norms(run: xr.DataTree) -> dict[int, float]:
         return {}
     norms = scalars.grad_norm.dropna("step")
     return dict(zip(norms.step.values.tolist(), norms.values.tolist(), strict=True))
+
+
+def _before_onset(steps: list[int], norms: dict[int, float]) -> list[int]:
+    "The steps before the first whose gradient norm is far above those before it: later states may be ill."
+    for i in range(_BEFORE_ONSET, len(steps)):
+        earlier = [norms[step] for step in steps[:i] if step in norms]
+        if earlier and norms.get(steps[i], 0.0) > _ONSET * statistics.median(earlier):
+            return steps[:i]
+    return steps
 
 
 def _ordinary_step(steps: list[int], distance: int, norms: dict[int, float]) -> int:

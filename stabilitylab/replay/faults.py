@@ -41,6 +41,8 @@ FAULTS = {
     "noise": "the same step differs from itself here by as much: some kernel adds in an order that changes",
     "drift": "the sums of another processor or library ({changed}) were magnified over {count} steps; replay"
     " a step nearer to the snapshot at {start}",
+    "second time": "taken a second time the step gives the recorded loss: the first call of `setup.loss`"
+    " draws random numbers, or leaves something that later calls use",
     "autocast": "{words} the replay gives the recorded loss and gradient norm: `setup.loss` has to do as the"
     " loop does",
     "mode": "with the model in {words} mode the replay gives the recorded loss: where does the loop, or"
@@ -87,8 +89,8 @@ FAULTS = {
     " it",
     "rate": "every update is {ratio} the recorded one: another learning rate, or a scaled update",
     "clipping": "the update is that of a gradient clipped at {clip}; `setup.clip` is {given}",
-    "settings": "{name} differs where everything before it agrees: the optimizer's settings (weight decay,"
-    " betas, epsilon), its groups, or clipping",
+    "settings": "{name} differs where everything before it agrees, and nothing that was tried explains it:"
+    " compare the optimizer's settings, its groups and clipping, and look for what else changes weights",
 }
 
 # %% ../../nbs/api/replay/13_faults.ipynb #e981503d

@@ -31,6 +31,13 @@ from ...names.errors import InputError
 from ...names.files import write_atomic
 from ...numerics.pytree import container_kind, parts_of
 from .loop_code import LoopCode, loop_code, model_code
+from stabilitylab.probe.draft.trainer_code import (
+    TrainerCode,
+    forward_patches,
+    kept_file,
+    peft_source,
+    trainer_code,
+)
 from ..params import groups_of
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #d2926720
@@ -158,6 +165,10 @@ class _Draft(_Imports):
         values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
         return f"torch.tensor({values}, dtype={value.dtype})"
 
+    def _construct_known(self, value: Any, arguments: dict) -> str | None:
+        "A call that makes an object of the same class, with other arguments."
+        return self._construct(type(value), arguments)
+
     def _construct(self, cls: type, arguments: dict) -> str | None:
         "A call that makes an object."
         name, parts = self.name_of(cls), {key: self.literal(value) for key, value in arguments.items()}
@@ -251,6 +262,10 @@ def _model_source(draft: _Draft, model: nn.Module) -> tuple[str, list[str]]:
     "(a call that makes a part of the model, arguments that it needs and that cannot be seen)."
     if type(model) in _CONTAINERS:
         return _container_source(draft, model)
+    adapted = peft_source(model, lambda base: _model_source(draft, base)[0], draft._construct_known)
+    if adapted is not None:
+        draft.imports.add("from peft import get_peft_model")
+        return adapted, []
     name = draft.name_of(type(model))
     if name is None:
         return f"TODO_{type(model).__name__}()", [
@@ -515,7 +530,9 @@ def setup_source(
     draft, names = _Draft(), {id(p): name for name, p in model.named_parameters()}
     recorder = None if loop is None else loop[1]
     values = _LoopValues(draft, model)
-    code = None if loop is None else loop_code(loop[0], loop[1], model, values)
+    by_trainer = _trainer_code(draft, values, model, batch, recorder)
+    is_loop = loop is not None and by_trainer is None
+    code = loop_code(loop[0], loop[1], model, values) if loop is not None and is_loop else None
     lines, model_words = _model_lines(draft, model, None if loop is None else loop[0])
     made_optimizers = [_optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
@@ -535,14 +552,40 @@ def setup_source(
         model=indent("\n".join(lines), "    ").lstrip(),
         seen=model_words,
         optimizer=single,
-        **_loss_parts(model, batch, code, recorder),
+        **_loss_parts(model, batch, code or by_trainer, recorder),
         **_clip_parts(clip, code),
     )
 
+
+def _trainer_code(
+    draft: _Draft, values: _LoopValues, model: nn.Module, batch: Any, recorder: Any
+) -> TrainerCode | None:
+    "The loss of a Trainer that computes it itself; None without one. The record keeps its other models."
+    trainer = getattr(recorder, "trainer", None)
+    name = None if trainer is None else draft.name_of(type(trainer))
+    if trainer is None or name is None:
+        return None
+
+    def lines(other: nn.Module) -> list[str]:
+        "Lines that make another model of the trainer."
+        return _model_lines(draft, other, None)[0]
+
+    code = trainer_code(trainer, model, batch, name, lambda value: values("", value), lines)
+    draft.imports |= set(code.imports)
+    for attribute, module in code.modules.items():
+        torch.save(module.state_dict(), Path(recorder.path) / kept_file(attribute))
+    return code
+
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #1519ce82
-def _loss_parts(model: nn.Module, batch: Any, code: LoopCode | None, recorder: Any = None) -> dict[str, str]:
+def _loss_parts(
+    model: nn.Module, batch: Any, code: LoopCode | TrainerCode | None, recorder: Any = None
+) -> dict[str, str]:
     "The body of the loss in a draft, and how micro-batches are put together."
     call, words = _call_source(model, batch)
+    if isinstance(code, TrainerCode):
+        comment = f"{words}, as the trainer's own `compute_loss` was given it."
+        body = indent("\n".join(code.lines), "    ").lstrip()
+        return {"batch": comment, "loss": body, "reduction": code.reduction}
     if code is not None:
         todo = "".join(f"\n    # TODO: {text}" for text in code.missing)
         comment = f"{words}. These lines are the loop's.{todo}"
@@ -584,6 +627,8 @@ def _model_lines(draft: _Draft, model: nn.Module, frame: types.FrameType | None)
     "(lines that make a model and return it, what could be seen of it)."
     unseen, draft.unseen = draft.unseen, []
     call, missing = _model_source(draft, model)
+    patches, imports = forward_patches(model, draft.literal)
+    draft.imports |= set(imports)
     lines = [f"model = {call}{_cast_source(model)}"]
     model_words = _seen_words(missing, draft.unseen)
     if frame is not None and (missing or draft.unseen or "TODO" in call):
@@ -593,8 +638,9 @@ def _model_lines(draft: _Draft, model: nn.Module, frame: types.FrameType | None)
             lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{_cast_source(model)}"]
             model_words = "The program's own lines."
     draft.unseen = unseen
+    lines += patches
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if fixed:
+    if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
         lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]
     dtype = _mixed_dtype(model)
     if dtype is not None:
