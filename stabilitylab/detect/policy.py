@@ -196,7 +196,9 @@ def find_reward_collapse(
 # %% ../../nbs/api/detect/15_policy.ipynb #1b3d9c7f
 def _lasting(series: Curve | None, bound: float) -> int | None:
     "Index from which a share stays above a bound for twenty records or more, to the end."
-    at = None if series is None else _since(_smoothed(series.value) >= bound)
+    if series is None:
+        return None
+    at = _since(_smoothed(series.value) >= bound)
     return at if at is not None and len(series.value) - at >= count_limit("short_records") else None
 
 
@@ -211,7 +213,7 @@ def find_zero_advantage(
     at = _lasting(alike, limit("near_share"))
     if alike is None or at is None:
         return []
-    evidence = {"share": float(np.mean(alike.value[at:])), "first_share": _first(alike)}
+    evidence: dict = {"share": float(np.mean(alike.value[at:])), "first_share": _first(alike)}
     evidence |= reward_since(series.get("reward"), int(alike.step[at]))
     severity = _severity(evidence["reward_did"], ("fell", "flat"))
     return [
@@ -230,7 +232,7 @@ def find_cut_answers(
     at = _lasting(cut, limit("majority"))
     if cut is None or at is None:
         return []
-    evidence = {"share": float(np.mean(cut.value[at:])), "first_share": _first(cut)}
+    evidence: dict = {"share": float(np.mean(cut.value[at:])), "first_share": _first(cut)}
     evidence |= reward_since(series.get("reward"), int(cut.step[at]))
     severity = _severity(evidence["reward_did"], ("fell", "flat"))
     return [Finding("answers_cut", severity, cut.step[at], cut.step[-1], evidence=evidence, series=cut.name)]
