@@ -395,3 +395,22 @@ def test_tensor_parallel_one_against_two(tmp_path):
     expected = [",,0", ",,0", "blocks.1.fc2,forward,0", "blocks.1.fc1,backward,0"]
     for rank in ranks:
         assert rank.communicate(timeout=240)[0].split() == expected
+
+
+class _Doubled(torch.nn.Module):
+    "A model whose own code comes after its only module."
+
+    def __init__(self, factor: float):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.factor = torch.nn.Linear(3, 3), factor
+
+    def forward(self, x):
+        return self.factor * self.inner(x)
+
+
+def test_a_difference_in_the_model_s_own_code_has_a_name():
+    batch = torch.ones(2, 3)
+    result = compare_implementations(_Doubled(2.0), _Doubled(3.0), batch, lambda m, x: m(x).square().mean())
+    assert (result.first, result.tensor) == ("(model)", "output of the model")
+    assert result.causes == {"factor": "3.0 instead of 2.0"}

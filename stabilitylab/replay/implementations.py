@@ -309,11 +309,14 @@ def _differences(a: nn.Module, b: nn.Module, rename: Callable) -> dict[str, str]
     return differences
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #af609d5d
+_ROOT = "(model)"  # the name of the whole model, whose own code may differ
+
+
 @dataclass(frozen=True)
 class ImplementationComparison:
     "Where two implementations of one model part."
 
-    first: str  # the first module that differs beyond rounding; 'loss': after the model; '': none
+    first: str  # the first module that differs beyond rounding; 'loss': after the model; '(model)'; '': none
     direction: str  # 'forward' or 'backward'; '' where none differs
     tensor: str  # the tensor that differed first, in words
     error: float  # its relative error; NaN where none differs
@@ -326,7 +329,7 @@ class ImplementationComparison:
     @property
     def causes(self) -> dict[str, str]:  # empty where nothing differs there
         "What differs by itself in the first module."
-        inside = f"{self.first}." if self.first else ""
+        inside = "" if self.first == _ROOT else f"{self.first}."
         of_first = {name: text for name, text in self.differences.items() if name.startswith(inside)}
         return of_first if self.direction else {}
 
@@ -370,7 +373,7 @@ def _table(order: list[_Key], errors: dict, floor: dict, factor: float) -> pd.Da
     rows: dict[str, dict] = {}
     for key in (key for key in order if key in errors and key != _LOSS):
         side = "" if key.part in ("input", "output") else "grad_"
-        row = rows.setdefault(key.module or "(model)", dict.fromkeys(_NUMBERS, 0.0) | {"differs": False})
+        row = rows.setdefault(key.module or _ROOT, dict.fromkeys(_NUMBERS, 0.0) | {"differs": False})
         if errors[key] / floor[key] >= row[f"{side}error"] / (row[f"{side}floor"] or 1.0):
             row |= {f"{side}error": errors[key], f"{side}floor": floor[key]}
         row["differs"] |= not errors[key] <= factor * floor[key]
@@ -417,4 +420,5 @@ def compare_implementations(
     direction = "forward" if parted.part in ("input", "output", "loss") else "backward"
     tensor = f"{parted.part} of {parted.module or 'the model'}" if parted != _LOSS else "loss"
     first_module, error = _module_of(parted, exact.around), second.errors[parted]
-    return result(first=first_module, direction=direction, tensor=tensor, error=error, floor=floor[parted])
+    name = first_module or _ROOT
+    return result(first=name, direction=direction, tensor=tensor, error=error, floor=floor[parted])
