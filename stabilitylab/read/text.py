@@ -273,7 +273,7 @@ def _with_bar(
     parts: Iterator[tuple[int, bytes, bool]],  # its pieces
 ) -> Iterator[tuple[int, bytes, bool]]:  # the same
     "The pieces of a long file, with a bar in a terminal, and with reports to the job that reads it."
-    size = path.stat().st_size
+    size = Path(path).stat().st_size
     if size < _SHOWS_PROGRESS:
         yield from parts
         return
