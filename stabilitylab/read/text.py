@@ -255,7 +255,7 @@ def read_lines(
     "A text log, with the events of the lines that its format does not know."
     both, skipped = with_messages(parse), Counter[str]()
     scan = Scan(both, candidates=candidates)
-    for offset, data, cut in _with_bar(path, pieces(path)):
+    for offset, data, cut in _with_bar(Path(path), pieces(path)):
         if cut and not _is_complete(both, data, scan):
             skipped["cut last line"] += 1
             data = _without_last_value(parse, data)
@@ -273,7 +273,7 @@ def _with_bar(
     parts: Iterator[tuple[int, bytes, bool]],  # its pieces
 ) -> Iterator[tuple[int, bytes, bool]]:  # the same
     "The pieces of a long file, with a bar in a terminal, and with reports to the job that reads it."
-    size = Path(path).stat().st_size
+    size = path.stat().st_size
     if size < _SHOWS_PROGRESS:
         yield from parts
         return
