@@ -54,7 +54,7 @@ def test_click_the_spike_and_see_the_culprit(notebook, tmp_path):
         f"document.querySelector('{VIEW} input[type=number]').value === '352'", timeout=30_000
     )
     chosen = f"[...document.querySelectorAll('{VIEW} select')[0].selectedOptions].map(o => o.text).join()"
-    page.wait_for_function(f"{chosen} === '318,320,336'", timeout=60_000)  # the controls of step 352
+    page.wait_for_function(f"{chosen} === '308,318,327'", timeout=60_000)  # states from before the onset
     page.wait_for_selector(
         f'{VIEW} .stl-foresight p:has-text("Replays 2 steps from the snapshot at step 350")'
     )
