@@ -40,6 +40,10 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/api/cli/14_replay.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/api/cli/17_precision.ipynb": (0.2, "replays a step in 16 bits"),
     "nbs/api/probe": (0.1, "short training runs"),
+    "nbs/tutorials/a_pure_bf16_run.ipynb": (0.2, "trains small models"),
+    "nbs/tutorials/hugging_face_trainer.ipynb": (0.2, "trains a model at a rate that is too high"),
+    "nbs/tutorials/test_a_fix.ipynb": (0.5, "trains a run that diverges"),
+    "nbs/tutorials/torchrun_two_processes.ipynb": (0.2, "trains a model on bad inputs"),
     "nbs/tutorials/from_spike_to_culprit.ipynb": (0.2, "replays steps of a run that diverges"),
     "nbs/tutorials/record_your_next_run.ipynb": (0.1, "trains a model"),
     "nbs/explain": (0.1, "trains small models, and measures the noise of rounding"),
@@ -48,7 +52,7 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/howto/which_layers_in_fp32.ipynb": (0.2, "replays steps of a run that diverges"),
 }
 SLOW = (  # more than twenty seconds each, for they train: `make test-slow` runs them, `make test` the others
-    "nbs/howto/try_a_fix.ipynb",
+    "nbs/tutorials/test_a_fix.ipynb",
     "nbs/api/cases/10_layers.ipynb",
     "nbs/api/cli/14_replay.ipynb",
     "nbs/api/trial/03_trial.ipynb",
@@ -58,6 +62,11 @@ SLOW = (  # more than twenty seconds each, for they train: `make test-slow` runs
 )
 SLOWEST = (  # more than four seconds each; they begin first, so that the workers end together
     *SLOW,
+    "nbs/tutorials/torchrun_two_processes.ipynb",
+    "nbs/tutorials/hugging_face_trainer.ipynb",
+    "nbs/tutorials/a_pure_bf16_run.ipynb",
+    "nbs/tutorials/record_your_next_run.ipynb",
+    "nbs/tutorials/a_run_that_diverged.ipynb",
     "nbs/howto/which_batch.ipynb",
     "nbs/api/workbench/13_view_rounding.ipynb",
     "nbs/api/probe/06_recorder.ipynb",

@@ -12,7 +12,11 @@ from safetensors.torch import save_file
 from tests.command import command
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "nbs" / "howto").glob("*.ipynb"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "nbs/tutorials/test_a_fix.ipynb",
+    *sorted((ROOT / "nbs/howto").glob("*.ipynb")),
+]
 # of the commands; `watch` and `lab` do not end, and trials have tests in files of their own
 RUN = ("diagnose", "check", "formats", "replay", "scan", "precision", "preflight", "audit-accumulation")
 AUDITED = """

@@ -1,0 +1,247 @@
+"""The index pages of the site, its gallery, its Markdown twins and llms.txt."""
+
+import json
+import re
+
+import nbformat
+
+from tests.docs.entries import (
+    HTML,
+    NAME,
+    ROOT,
+    SOURCE,
+    WORDS,
+    Entry,
+    anchor,
+    cards,
+    first_plots,
+    listed,
+    public_pages,
+)
+
+SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
+    "symptoms": (
+        "Symptoms",
+        "What you see, in the words that people type: what it is, what causes it, what to do.",
+    ),
+    "tutorials": (
+        "Tutorials",
+        "Whole jobs of about ten minutes each, from start to end. Each is run by the tests as it stands.",
+    ),
+    "howto": ("How-to guides", "One question each, for the moment when you have it."),
+    "explain": ("Explanations", "What goes wrong in training runs, why, and what teams did about it."),
+    "api": ("Library", "Every public function, with a lesson that checks and shows."),
+}
+ORDER = (  # of the tutorials; the other sections go by name
+    "a_run_that_diverged",
+    "read_a_strangers_log",
+    "record_your_next_run",
+    "hugging_face_trainer",
+    "torchrun_two_processes",
+    "from_spike_to_culprit",
+    "test_a_fix",
+    "a_pure_bf16_run",
+    "audit_your_accumulation",
+    "the_workbench",
+)
+GALLERY = "Every plot of the library with the call that makes it, then every view of the workbench."
+VIEWS = "`Workbench(path)` has all of them. The code is what *Copy the call* gives for what the view shows."
+GROUPS = (  # what a person wants to do -> rooms of the package, with what stands in each
+    (
+        "Open a run",
+        "A log, a folder, a record or a checkpoint becomes one object with steps, series and events.",
+        {
+            "read": "Reading runs",
+            "read/logs": "Log formats",
+            "read/freetext": "The general reader of lines",
+            "read/crash": "Crash evidence",
+            "run": "The record of a run",
+            "checkpoint": "Checkpoints",
+        },
+    ),
+    (
+        "Find out what happened",
+        "Findings with evidence, the cause that fits them, and what teams reported about it.",
+        {
+            "detect": "Detectors",
+            "detect/loss": "Detectors of the loss",
+            "detect/layers": "Detectors of the layers",
+            "knowledge": "What teams reported",
+            "report": "Reports",
+            "investigation": "The whole loop in one call",
+        },
+    ),
+    (
+        "Look at it",
+        "Plots take computed data and return their axes; the workbench links them.",
+        {"plot": "Plots", "workbench": "The workbench"},
+    ),
+    (
+        "Record a run that is training",
+        "Statistics of every module and parameter, attention by head, and what is needed to replay a step.",
+        {
+            "probe": "Recording a live run",
+            "probe/attention": "Measuring attention",
+            "probe/draft": "The draft of a replay",
+        },
+    ),
+    (
+        "Run a step again",
+        "The recorded step bit for bit, then other batches, other states, other number formats.",
+        {
+            "replay": "Replaying a step",
+            "numerics": "Number formats",
+            "numerics/rounding": "Rounding of a loss or a step",
+            "numerics/accumulation": "Gradient accumulation",
+        },
+    ),
+    (
+        "Test a fix",
+        "Remedies that can be previewed, applied and undone, and the experiment that compares them.",
+        {
+            "fixes": "Fixes",
+            "trial": "Trials",
+            "cases": "Runs that fail on purpose",
+            "models": "Reference models",
+        },
+    ),
+    (
+        "From the shell, and for readers of the code",
+        "The command, and the names, units and errors that everything else is built on.",
+        {"cli": "The command", "names": "Names and units"},
+    ),
+)
+ROOMS = {room: title for _, _, rooms in GROUPS for room, title in rooms.items()}
+
+
+def index_page(name, title, text, body, pages):
+    "Writes an index in MyST, with a table of contents that only the navigation shows."
+    toc = "\n".join(pages)
+    source = f"# {title}\n\n{text}\n\n{body}\n\n```{{toctree}}\n:hidden:\n\n{toc}\n```\n"
+    (SOURCE / f"{name}.md").write_text(source, encoding="utf-8")
+
+
+def write_symptoms():
+    "A page a symptom, with the phrases that people type as entries of the search; as entries of the index."
+    from stabilitylab.knowledge.symptoms import symptom, symptoms
+
+    folder, entries = SOURCE / "symptoms", []
+    folder.mkdir()
+    for kind in symptoms().index:
+        one = symptom(kind)
+        typed = "\n".join(f"```{{index}} ! single: {phrase}\n```" for phrase in (one.title, *one.aliases))
+        picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
+        title, rest = one.markdown.split("\n", 1)
+        drawn = f"\n![{one.looks}](../images/symptoms/{kind}.png)\n" if picture.is_file() else ""
+        also = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
+        pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
+        below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
+        text = f"{typed}\n\n{title}\n{drawn}{rest}{below}{also}"
+        (folder / f"{kind}.md").write_text(text, encoding="utf-8")
+        line = f"{one.looks.partition('. ')[0].rstrip('.')}."
+        entry = Entry(
+            f"symptoms/{kind}", one.title, line, f"{kind}.png" if drawn else "", ", ".join(one.aliases)
+        )
+        entries.append(entry)
+        entry.text = WORDS.sub("", text)
+    return entries
+
+
+def page_title(path):
+    "The heading of a notebook."
+    cells = nbformat.read(path, 4).cells
+    heading = re.search(r"^# (.*)", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
+    return heading[1].replace("`", "")
+
+
+def calls_table(names, pages):
+    "Public names as a table: the call, linked to its page, and what comes back."
+    import stabilitylab
+
+    rows = []
+    for name in sorted(names & set(pages), key=str.lower):
+        said = (getattr(stabilitylab, name).__doc__ or "").strip().partition("\n")[0]
+        where = f"{pages[name].removeprefix('api/')}.ipynb#{anchor(name)}"
+        rows.append(f"| [`{name}`]({where}) | {said} |")
+    return "\n".join(["| call | what comes back |", "|---|---|", *rows]) if rows else ""
+
+
+def write_library(entries):
+    "The index of the library by what a person wants to do, and one a room."
+    import stabilitylab
+
+    body, rooms, pages = [], [], public_pages()
+    public = {n for n in stabilitylab.__all__ if not n.startswith("_")}
+    for title, text, group in GROUPS:
+        present = [room for room in group if (SOURCE / "api" / room).is_dir()]
+        for room in present:
+            inside = [e for e in entries if e.name.rpartition("/")[0] == f"api/{room}"]
+            below = [r.removeprefix(room + "/") + "/index" for r in present if r.startswith(room + "/")]
+            names = [e.name.rpartition("/")[2] for e in inside] + below
+            line = f"{title}: the room `stabilitylab.{room.replace('/', '.')}`."
+            index_page(f"api/{room}/index", group[room], line, cards(inside, f"api/{room}"), names)
+        names = {n for n in public if getattr(stabilitylab, n).__module__.split(".")[1] in group}
+        links = " · ".join(f"[{group[room]}]({room}/index.md)" for room in present)
+        body += [f"## {title}", text, calls_table(names, pages), f"All pages: {links}"] if present else []
+        rooms += [f"{room}/index" for room in present if "/" not in room]
+    index_page("api/index", *SECTIONS["api"], "\n\n".join(part for part in body if part), rooms)
+
+
+def figure(link, file, alt):
+    "A picture of the gallery."
+    picture = f'<img src="_images/{file}" alt="{alt}" loading="lazy">'
+    return f'<a class="figure-of-call" href="{link}.html">{picture}</a>'
+
+
+def write_gallery(entries):
+    "Every plot with the call that makes it, and every view of the workbench."
+    parts = ["# Gallery", GALLERY, "## Plots"]
+    for name, (entry, call, image) in first_plots(entries).items():
+        parts += [f"### {name}", figure(entry.name, image, name), f"```python\n{call}\n```"]
+        parts += [f"From [{entry.title}]({entry.name}.ipynb)."]
+    views = ROOT / "nbs" / "images" / "views.json"
+    for name, call in json.loads(views.read_text()).items() if views.is_file() else ():
+        file = name if (ROOT / "nbs" / "images" / f"{name}.png").is_file() else f"view_{name}"
+        parts += [] if name != "overview" else ["## Views of the workbench", VIEWS]
+        parts += [f"### {name.capitalize()}", figure("tutorials/the_workbench", f"{file}.png", name)]
+        parts += [f"```python\n{call}\n```"] if call else []
+    (SOURCE / "gallery.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def write_indexes(entries):
+    "One index a section and a room, the gallery, the changes, and the root."
+    entries, sections = [*write_symptoms(), *entries], []
+    for name, (title, text) in SECTIONS.items():
+        inside = [e for e in entries if e.name.rpartition("/")[0] == name]
+        inside.sort(key=lambda e: ORDER.index(end) if (end := e.name.rpartition("/")[2]) in ORDER else 99)
+        if name == "api" and (SOURCE / "api").is_dir():
+            write_library(entries)
+        elif inside:
+            pages = [e.name.partition("/")[2] for e in inside]
+            index_page(f"{name}/index", title, text, cards(inside, name), pages)
+        else:
+            continue
+        sections.append(f"{name}/index")
+    write_gallery(entries)
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changelog", "# Changes", 1)
+    (SOURCE / "changes.md").write_text(changes, encoding="utf-8")
+    home = nbformat.read(SOURCE / "index.ipynb", 4)
+    contents = "```{toctree}\n:hidden:\n\n" + "\n".join([*sections, "gallery", "changes"]) + "\n```"
+    home.cells.append(nbformat.v4.new_markdown_cell(contents))
+    nbformat.write(home, SOURCE / "index.ipynb")
+    return entries
+
+
+def write_twins(entries):
+    "A Markdown twin beside every page, and llms.txt, which lists them."
+    lines = [f"# {NAME}", "", f"> {entries[-1].description}", ""]
+    for name, (title, _) in SECTIONS.items():
+        inside = [e for e in entries if e.name.startswith(f"{name}/")]
+        lines += [f"## {'Optional: the library' if name == 'api' else title}", ""]
+        lines += [f"- [{e.title}]({e.name}.md): {e.description}" for e in inside] + [""]
+        twin = f"# {title}\n\n{listed(inside, name)}\n"
+        (HTML / name / "index.md").write_text(twin, encoding="utf-8")
+    for entry in entries:
+        text = re.sub(r"\.ipynb(?=[)#])", ".md", entry.text)
+        (HTML / f"{entry.name}.md").write_text(text, encoding="utf-8")
+    (HTML / "llms.txt").write_text("\n".join(lines), encoding="utf-8")

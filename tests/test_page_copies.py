@@ -1,0 +1,71 @@
+"Code on a page for readers can be copied as it stands: nothing that a reader sees needs a hidden cell."
+
+import ast
+import builtins
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+PAGES = [NBS / "index.ipynb", *sorted(NBS.glob("tutorials/*.ipynb")), *sorted(NBS.glob("howto/*.ipynb"))]
+KNOWN = set(dir(builtins)) | {"__file__", "__name__"}
+
+
+def cells(page: Path) -> Iterator[tuple[bool, str]]:
+    "(whether a reader sees it, source) of each cell of code."
+    for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not source.startswith(("%", "!")):
+            yield not source.startswith(("#| hide\n", "#| hide_input\n")), source
+
+
+def names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    "(names that code gives, names that it needs)."
+    given, needed = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                given |= {(a.asname or a.name).partition(".")[0] for a in node.names}
+            case ast.FunctionDef() | ast.ClassDef():
+                given.add(node.name)
+            case ast.arg():
+                given.add(node.arg)
+            case ast.ExceptHandler():
+                given.add(node.name or "")
+            case ast.Name(ctx=ast.Load()):
+                needed.add(node.id)
+            case ast.Name():
+                given.add(node.id)
+    return given, needed
+
+
+def missing(page: Path) -> set[str]:
+    "Names that a visible cell needs and only hidden ones give."
+    seen, wanted = set(), set()
+    for is_seen, source in cells(page):
+        if is_seen:
+            given, needed = names(ast.parse(source))
+            seen |= given
+            wanted |= needed
+    return wanted - seen - KNOWN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_reader_sees_runs_by_itself(page):
+    assert not missing(page), f"{page.name}: import or make these in a cell that can be seen"
+
+
+def test_a_page_does_not_begin_with_housekeeping():
+    begin = {page.stem: next((s for seen, s in cells(page) if seen), "") for page in PAGES}
+    assert not [
+        name for name, source in begin.items() if source.startswith(("torch.manual_seed", "xr.set_options"))
+    ]
+
+
+def test_a_hidden_import_is_found(tmp_path):
+    page = tmp_path / "page.ipynb"
+    code = ["#| hide\nimport torch\nx = 1", "torch.ones(x)\nfor i in range(3):\n    print(i)"]
+    page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
+    assert missing(page) == {"torch", "x"}
