@@ -56,7 +56,7 @@ def _display(translator: HTML5Translator, node: nodes.math_block) -> None:
 
 def _head(app: Sphinx, name: str, template: str, context: dict, doctree: nodes.document | None) -> None:
     "What a search engine shows of a page, and where its Markdown twin is."
-    if doctree is None or name == "gallery":
+    if doctree is None:
         return
     for kind in (nodes.block_quote, nodes.paragraph):
         said = next(iter(doctree.findall(kind)), None)

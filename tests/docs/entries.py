@@ -154,13 +154,6 @@ def cards(entries: list[Entry], folder: str) -> str:
     return '<div class="cards">\n' + "\n".join(card(entry, folder) for entry in entries) + "\n</div>"
 
 
-def listed(entries: list[Entry], folder: str) -> str:
-    "The same entries as a Markdown list, for the twin of an index."
-    return "\n".join(
-        f"- [{e.title}]({e.name.removeprefix(folder + '/')}.md): {e.description}" for e in entries
-    )
-
-
 def first_plots(entries: list[Entry]) -> dict[str, tuple[Entry, str, str]]:
     "Every plot once, from the page that exports it where there is one: name -> (page, call, picture)."
     plots = {}

@@ -15,7 +15,6 @@ from tests.docs.entries import (
     anchor,
     cards,
     first_plots,
-    listed,
     public_pages,
 )
 
@@ -201,9 +200,10 @@ def write_gallery(entries):
         parts += [f"From [{entry.title}]({entry.name}.ipynb)."]
     views = ROOT / "nbs" / "images" / "views.json"
     for name, call in json.loads(views.read_text()).items() if views.is_file() else ():
-        file = name if (ROOT / "nbs" / "images" / f"{name}.png").is_file() else f"view_{name}"
+        files = (f"{file}.png" for file in (name, f"view_{name}", "fix_lab"))
+        file = next(file for file in files if (ROOT / "nbs" / "images" / file).is_file())
         parts += [] if name != "overview" else ["## Views of the workbench", VIEWS]
-        parts += [f"### {name.capitalize()}", figure("tutorials/the_workbench", f"{file}.png", name)]
+        parts += [f"### {name.capitalize()}", figure("tutorials/the_workbench", file, name)]
         parts += [f"```python\n{call}\n```"] if call else []
     (SOURCE / "gallery.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -232,6 +232,13 @@ def write_indexes(entries):
     return entries
 
 
+def plain_index(text):
+    "An index page without directives and HTML: a line an entry."
+    card = r'<a class="card-link" href="([^"]+)\.html">.*?<b>(.*?)</b><span>(.*?)</span></a>'
+    text = re.sub(card, r"- [\2](\1.md): \3", WORDS.sub("", text), flags=re.S)
+    return re.sub(r"</?(?:div|code|a|img)\b[^>]*>", "", text)
+
+
 def write_twins(entries):
     "A Markdown twin beside every page, and llms.txt, which lists them."
     lines = [f"# {NAME}", "", f"> {entries[-1].description}", ""]
@@ -239,9 +246,10 @@ def write_twins(entries):
         inside = [e for e in entries if e.name.startswith(f"{name}/")]
         lines += [f"## {'Optional: the library' if name == 'api' else title}", ""]
         lines += [f"- [{e.title}]({e.name}.md): {e.description}" for e in inside] + [""]
-        twin = f"# {title}\n\n{listed(inside, name)}\n"
-        (HTML / name / "index.md").write_text(twin, encoding="utf-8")
-    for entry in entries:
-        text = re.sub(r"\.ipynb(?=[)#])", ".md", entry.text)
-        (HTML / f"{entry.name}.md").write_text(text, encoding="utf-8")
     (HTML / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+    texts = {entry.name: entry.text for entry in entries}
+    for path in SOURCE.rglob("*.md"):
+        name = path.relative_to(SOURCE).with_suffix("").as_posix()
+        texts.setdefault(name, plain_index(path.read_text(encoding="utf-8")))
+    for name, text in texts.items():
+        (HTML / f"{name}.md").write_text(re.sub(r"\.ipynb(?=[)#])", ".md", text), encoding="utf-8")
