@@ -15,7 +15,7 @@ from ..names.errors import bad_input
 # %% ../../nbs/api/cli/22_schema.ipynb #56d0cc4b
 _ANSWERS = json.loads(files("stabilitylab.cli").joinpath("answers.json").read_text(encoding="utf-8"))
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
-_SIMPLE = {
+_SIMPLE: dict[str, dict] = {
     "any": {},
     "str": {"type": "string"},
     "int": {"type": "integer"},
@@ -102,7 +102,8 @@ def run_schema(
     args: argparse.Namespace,  # what `add_schema` declares
 ) -> int:  # exit code 0
     "Prints the schema of a command, or of all."
-    first, *rest = [*args.command_name, ""]
+    words: list[str] = [*args.command_name, ""]
+    first, rest = words[0], words[1:]
     options = [f"--{word.removeprefix('--')}" for word in rest if word]
     print(json.dumps(schema(" ".join([first, *options])), indent=1))
     return 0

@@ -6,7 +6,6 @@
 __all__ = ['TOOLS', 'make_server']
 
 # %% ../../nbs/api/mcp/02_server.ipynb #2a5b2d7e
-import functools
 import inspect
 import json
 import threading
@@ -129,8 +128,7 @@ def _answering(method: Callable, lock: threading.Lock) -> Callable:
         text = json.dumps(answered, ensure_ascii=False)
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
-    functools.update_wrapper(call, method)
-    del call.__wrapped__
+    call.__name__, call.__doc__ = method.__name__, method.__doc__
     described = _described(method)
     call.__signature__ = described  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in described.parameters.values()}

@@ -72,7 +72,8 @@ class TrialJob:
         **settings: Any,  # of `investigate`
     ):
         self.run, self.stage, self.share = run, "waiting", 0.0
-        self.error, self.work = "", None
+        self.error = ""
+        self.work: Investigation | None = None
         self._stopped = threading.Event()
 
         def heard(stage: str, share: float) -> None:
@@ -88,7 +89,6 @@ class TrialJob:
             except Exception as error:  # it is told by `status`
                 self.error = f"{error}" or type(error).__name__
 
-        self.work: Investigation | None
         self._thread = threading.Thread(target=train, daemon=True)
         self._thread.start()
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from ..detect.findings import Finding, Findings
@@ -156,7 +157,7 @@ def _around(run: xr.DataTree, step: int) -> dict:
     return {"columns": ["step", *names], "rows": rows[["step", *names]].values.tolist()}
 
 
-def _nearest(table: "object", step: int) -> int:
+def _nearest(table: pd.DataFrame, step: int) -> int:
     "The row of a run with restarts whose step is nearest."
     return int(np.abs(table.step.values - step).argmin())
 
