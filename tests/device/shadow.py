@@ -1,9 +1,9 @@
-"""A CUDA device that this machine does not have: its tensors hold real numbers on the CPU and say `cuda:0`.
+"""A CUDA device that this machine does not have: its tensors say `cuda:0` and hold their numbers on the CPU.
 
-PyTorch's FakeTensorMode knows devices but no numbers. Here every operator is computed on the CPU, so that a record or a
-replay can be compared with that of the CPU, and four things are held as strictly as by a device: tensors of two
-devices do not meet in one operator; memory has no address; a copy to pinned memory that waits for nothing holds
-NaN until an event recorded after it is waited for; what makes the host wait (`.item()`, `nonzero`, a Boolean
+PyTorch's FakeTensorMode knows devices but no numbers. Here every operator is computed on the CPU, so that a record
+or a replay can be compared with that of the CPU, and four things are held as strictly as by a device: tensors of
+two devices do not meet in one operator; memory has no address; a copy to pinned memory that waits for nothing
+holds NaN until an event recorded after it is waited for; what makes the host wait (`.item()`, `nonzero`, a Boolean
 mask, a copy that blocks) is noted, with the line that asked. It says nothing of kernels, speed, streams or memory.
 """
 
@@ -41,7 +41,7 @@ class Shadow(torch.Tensor):
     def __new__(cls, host: torch.Tensor, needs_grad: bool = False):
         "Of numbers on the CPU, which it shares."
         meta = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
-        # PyTorch's own code takes it for a meta tensor: one built without CUDA ends where it is asked about a device
+        # PyTorch's own code takes it for a meta tensor: built without CUDA, it ends where it asks for a device
         made = torch.Tensor._make_subclass(cls, meta, needs_grad, device_for_backend_keys=CUDA)
         made.host = host
         return made
@@ -92,7 +92,13 @@ class Shadow(torch.Tensor):
         if id(self) not in memo:
             made = Shadow(self.host.clone(), self.requires_grad)
             made._is_param = getattr(self, "_is_param", False)
-            made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("host", "_is_param")})
+            made.__dict__.update(
+                {
+                    k: copy.deepcopy(v, memo)
+                    for k, v in self.__dict__.items()
+                    if k not in ("host", "_is_param")
+                }
+            )
             made.grad = None if self.grad is None else copy.deepcopy(self.grad, memo)
             memo[id(self)] = made
         return memo[id(self)]
@@ -151,16 +157,20 @@ class Device:
 
     def arrive(self, n: int | None = None) -> None:
         "The first `n` copies, or all, have arrived."
-        for i, copy in enumerate(self.copies[:n]):
-            if copy is not None:
-                target, numbers = copy
+        for i, pair in enumerate(self.copies[:n]):
+            if pair is not None:
+                target, numbers = pair
                 target.copy_(numbers)
                 self.copies[i] = None
 
     def wait(self, func: Any) -> None:
         "The host waits for everything."
         frames = [frame for frame in traceback.extract_stack() if "/stabilitylab/" in frame.filename]
-        place = f"{frames[-1].filename.rsplit('/stabilitylab/')[-1]}:{frames[-1].lineno}" if frames else "elsewhere"
+        place = (
+            f"{frames[-1].filename.rsplit('/stabilitylab/')[-1]}:{frames[-1].lineno}"
+            if frames
+            else "elsewhere"
+        )
         self.waits.append(f"{func} by {place}")
         self.arrive()
 
@@ -171,11 +181,15 @@ class Device:
         shadows = [tensor for tensor in tensors if isinstance(tensor, Shadow)]
         asked = kwargs.get("device")
         target = torch.device(asked) if asked is not None else CUDA if shadows else CPU
-        target = CUDA if target.type == "meta" else target  # asked by PyTorch's own code, as a mask for attention
+        target = (
+            CUDA if target.type == "meta" else target
+        )  # asked by PyTorch's own code, as a mask for attention
         packet = func.overloadpacket
         self.n_operators += bool(shadows)
         if packet is aten.copy_:
-            return self._copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            return self._copy(
+                args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            )
         if packet is aten._to_copy and bool(shadows) != (target.type == "cuda"):
             return self._moved(func, args[0], kwargs, target)
         if shadows:
@@ -194,7 +208,9 @@ class Device:
             with no_dispatch():
                 func(*args, **kwargs)
         known = {id(tensor.host): tensor for tensor in shadows}
-        return tree_map_only(torch.Tensor, lambda made: known[id(made)] if id(made) in known else Shadow(made), out)
+        return tree_map_only(
+            torch.Tensor, lambda made: known[id(made)] if id(made) in known else Shadow(made), out
+        )
 
     def _check(self, func: Any, packet: Any, tensors: list, args: tuple) -> None:
         "Tensors of two devices do not meet; what makes the host wait is noted."
@@ -202,7 +218,9 @@ class Device:
         is_index = packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
         if others and not is_index:
             shapes = [tuple(other.shape) for other in others]
-            raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got cpu tensors of {shapes}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {func} got cpu tensors of {shapes}"
+            )
         masks = is_index and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         if packet in WAITING or masks or (is_index and others):
             self.wait(func)
@@ -275,7 +293,10 @@ def device() -> Iterator[Device]:
     "`cuda:0` is there in the block; what it saw."
     DEVICE.reset()
     torch._C._ensureCUDADeviceGuardSet()
-    lifts, overwrites = torch._C._only_lift_cpu_tensors(), torch.__future__.get_overwrite_module_params_on_conversion()
+    lifts, overwrites = (
+        torch._C._only_lift_cpu_tensors(),
+        torch.__future__.get_overwrite_module_params_on_conversion(),
+    )
     torch._C._set_only_lift_cpu_tensors(True)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     events = mock.patch.multiple(

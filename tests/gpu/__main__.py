@@ -19,8 +19,8 @@ SUBJECTS = {  # name: arguments of `python -m`
     "the same numbers as on the host": ["tests.gpu.same"],
     "recorder, 10 M parameters": ["tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "50"],
     "recorder, 110 M parameters": [
-        "tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "50", "--width", "768", "--layers", "12",
-        "--seq", "1024", "--vocab", "50304",
+        "tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "50", "--width", "768",
+        "--layers", "12", "--seq", "1024", "--vocab", "50304",
     ],
     "replay": ["tests.benchmarks.bench_replay", "--device", "cuda"],
     "rounding": ["tests.benchmarks.bench_numerics", "--device", "cuda"],
@@ -51,7 +51,10 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             code, text = -1, f"more than {args.seconds:.0f} s"
         seconds = time.monotonic() - begin
-        print(f"\n== {name}: {'done' if not code else f'ended with {code}'}, {seconds:.0f} s\n{text}", flush=True)
+        print(
+            f"\n== {name}: {'done' if not code else f'ended with {code}'}, {seconds:.0f} s\n{text}",
+            flush=True,
+        )
         results["subjects"][name] = {"code": code, "seconds": seconds, "text": text}
         (args.out / "results.json").write_text(json.dumps(results, indent=1))
     print(f"written to {args.out / 'results.json'}")

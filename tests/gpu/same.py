@@ -1,4 +1,4 @@
-"""What `tests/test_device.py` holds on a device that is not there, on one that is: sums, waits, replay, attention."""
+"What `tests/test_device.py` holds on a simulated device, on one that is there: sums, waits, a replay."
 
 import argparse
 import sys
@@ -56,7 +56,10 @@ def recorded(where: str) -> tuple[bool, str]:
                 torch.cuda.set_sync_debug_mode("default")
         left = recorder.off
     waits = sorted({str(w.message)[:120] for w in seen if "synchroniz" in str(w.message)})
-    return not waits and left is None, f"recorder: {len(waits)} kinds of waits in 19 steps {waits or ''}{left or ''}"
+    return (
+        not waits and left is None,
+        f"recorder: {len(waits)} kinds of waits in 19 steps {waits or ''}{left or ''}",
+    )
 
 
 def replayed(where: str, sample: str) -> tuple[bool, str]:
@@ -66,7 +69,9 @@ def replayed(where: str, sample: str) -> tuple[bool, str]:
     host, there = replay(snapshot, batch), replay(snapshot, batch, device=where)
     floor = noise_floor(snapshot, batch, device=where)
     away = abs(host.loss - there.loss)
-    return away < 1e-3 and np.isfinite(there.grad_norm), f"replay: loss {away:.1e} from the CPU's; repeats {floor}"
+    return away < 1e-3 and np.isfinite(
+        there.grad_norm
+    ), f"replay: loss {away:.1e} from the CPU's; repeats {floor}"
 
 
 def main() -> int:
