@@ -1,10 +1,11 @@
-"""A CUDA device that this machine does not have: its tensors say `cuda:0` and hold their numbers on the CPU.
+"""A CUDA device that this machine does not have: its tensors say `cuda:0`, their numbers lie on the CPU.
 
-PyTorch's FakeTensorMode knows devices but no numbers. Here every operator is computed on the CPU, so that a record
-or a replay can be compared with that of the CPU, and four things are held as strictly as by a device: tensors of
-two devices do not meet in one operator; memory has no address; a copy to pinned memory that waits for nothing
-holds NaN until an event recorded after it is waited for; what makes the host wait (`.item()`, `nonzero`, a Boolean
-mask, a copy that blocks) is noted, with the line that asked. It says nothing of kernels, speed, streams or memory.
+PyTorch's FakeTensorMode knows devices but no numbers. Here every operator is computed on the CPU, so
+that a record or a replay can be compared with that of the CPU, and four things are held as strictly as
+by a device: tensors of two devices do not meet in one operator; memory has no address; a copy to pinned
+memory that waits for nothing holds NaN until an event recorded after it is waited for; what makes the
+host wait (`.item()`, `nonzero`, a Boolean mask, a copy that blocks) is noted, with the line that asked.
+It says nothing of kernels, speed, streams or memory.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class Shadow(torch.Tensor):
     def __new__(cls, host: torch.Tensor, needs_grad: bool = False):
         "Of numbers on the CPU, which it shares."
         meta = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
-        # PyTorch's own code takes it for a meta tensor: built without CUDA, it ends where it asks for a device
+        # PyTorch's own code takes it for a meta tensor: without CUDA it ends where it asks for a device
         made = torch.Tensor._make_subclass(cls, meta, needs_grad, device_for_backend_keys=CUDA)
         made.host = host
         return made

@@ -26,7 +26,7 @@ SLOWEST = 5.0  # seconds an input may take
 
 
 def samples_of(path: Path) -> None:
-    "A log as far as the steps and values of its series; what makes a table of them is the same for every format."
+    "A log as far as its series; what makes a table of them is the same for every format."
     recognise(path).read(path)
 
 
