@@ -79,7 +79,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     steps: int | None = None,  # of every arm; None: 100, of a proxy 200
     setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
     config: str | Path | None = None,  # file with settings of the run, for a proxy of a log
-    device: str = "cpu",  # where the arms will train
+    device: str = "auto",  # where the arms will train
     progress: bool = False,  # a bar on standard error while a proxy trains
 ) -> Plan:
     "What a trial of this run will compare."

@@ -207,13 +207,14 @@ _NOTES = {
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "no failure": "The run unchanged failed on no seed within {steps} steps: there was no failure to prevent,"
     " and the verdicts are on the final loss. --steps and --step change where a trial looks.",
+    "machine": "On this machine {words}.",
     "healthy": "Nothing was found that a fix could answer: nothing is tried. --fix NAME tries one.",
     "unfinished": "The arms so far are in {folder}; the same call with --folder and this name resumes them.",
 }
 
 
 def trial_note(
-    kind: str,  # late, setup, unfit, no failure, healthy or unfinished
+    kind: str,  # late, setup, unfit, no failure, machine, healthy or unfinished
     **values: object,  # what the sentence names
 ) -> str:
     "A sentence on what limits the verdicts of a trial."

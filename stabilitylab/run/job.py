@@ -105,6 +105,7 @@ class JobState:
     result: Any = None
     error: str = ""  # why it failed; '' where it did not
     stderr: str = ""  # the last lines that a failed process left on its standard error
+    was_killed: bool = False  # whether a signal ended its process that this program did not send
 
     @property
     def ended(self) -> bool:
@@ -246,9 +247,8 @@ class Job:
             return JobState("done", "done", 1.0, self._text("output.txt"))
         lines = self._text("errors.txt").strip().splitlines()
         error = result.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
-        return JobState(
-            "failed", "failed", self._last_reported("share", 0.0), None, error, "\n".join(lines[-20:])
-        )
+        share, words = self._last_reported("share", 0.0), "\n".join(lines[-20:])
+        return JobState("failed", "failed", share, None, error, words, was_killed=code < 0 and not result)
 
     def poll(self) -> JobState:  # the same for ever once it has ended
         "How far it is."

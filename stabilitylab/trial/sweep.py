@@ -193,7 +193,7 @@ class _SweepPoints(TaskQueue["SweepResult"]):
         fixes: Sequence = (),  # in force at every point
         folder: str | Path | None = None,  # where it is kept; None: a temporary one
         workers: int | None = None,  # processes at a time; None: the processors, or the cluster's workers
-        device: str = "cpu",  # where to train
+        device: str = "auto",  # where to train: every GPU there is, else the CPU
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         super().__init__(steps, seeds, folder, device, client)
