@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ANOTHER_ORDER', 'Arm', 'arm_of', 'with_unique_names', 'null_arm', 'ArmCurve', 'seed_folder', 'done_file',
-           'read_curve', 'ArmTraining', 'run_arm']
+           'read_curve']
 
 # %% ../../nbs/api/trial/01_arm.ipynb #5dddeba4
 import json
