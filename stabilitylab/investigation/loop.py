@@ -116,8 +116,7 @@ class Investigation(_RunningTrial):
             return list(self.plan.notes)
         result = self.trial.result()
         unfinished = _unfinished(self.trial, result, self._has_folder)
-        machine = [trial_note("machine", words=words) for words in result.notes]
-        return [*self.plan.notes, *machine, *unfinished, *_no_failure(result)]
+        return [*self.plan.notes, *unfinished, *_no_failure(result)]
 
     @property
     def words(self) -> str:

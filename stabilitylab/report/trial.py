@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ..names.numbers import format_count
 from ..plot.trial import trial_svg
 from .terminal import columns_text
-from .words import number
+from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
 from ..trial.suggest import Suggestion
 from ..trial.trial import TrialResult
@@ -117,6 +117,9 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms
     sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
+    trained_on = device_words(result.device)
+    sentences += [f"Trained on {trained_on}."] if trained_on else []
+    sentences += [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
     n_arms = base.n_arms
     sentences += [_SENTENCES["corrected"].format(k=n_arms)] if n_arms > 1 and len(base.seeds) > 1 else []
@@ -207,14 +210,13 @@ _NOTES = {
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "no failure": "The run unchanged failed on no seed within {steps} steps: there was no failure to prevent,"
     " and the verdicts are on the final loss. --steps and --step change where a trial looks.",
-    "machine": "On this machine {words}.",
     "healthy": "Nothing was found that a fix could answer: nothing is tried. --fix NAME tries one.",
     "unfinished": "The arms so far are in {folder}; the same call with --folder and this name resumes them.",
 }
 
 
 def trial_note(
-    kind: str,  # late, setup, unfit, no failure, machine, healthy or unfinished
+    kind: str,  # late, setup, unfit, no failure, healthy or unfinished
     **values: object,  # what the sentence names
 ) -> str:
     "A sentence on what limits the verdicts of a trial."

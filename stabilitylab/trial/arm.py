@@ -22,6 +22,7 @@ from ..fixes.registry import Fix, apply_all, fix
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
 from ..names.files import atomic_file, write_atomic
+from ..replay.device import chosen_devices
 from ..run.job import report_progress
 from .start import Start
 
@@ -249,7 +250,7 @@ def run_arm(
     seed: int,  # of the order of batches and of all that is drawn
     steps: int,  # to take, >= 1
     folder: str,  # where it writes; an unfinished arm there goes on
-    device: str = "cpu",  # where to train
+    device: str = "cpu",  # where to train; 'auto': the first GPU there is, else the CPU
     keep_every: int = 50,  # steps between two saved states
 ) -> dict:  # steps taken, and whether it ended because the loss was not finite
     "Trains one arm with one seed: what the child process of a trial does."
@@ -257,7 +258,7 @@ def run_arm(
         raise bad_input("steps", steps, "1 or more")
     torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
     torch.set_num_threads(1)
-    run = ArmTraining(start, arm, seed, steps, folder, device)
+    run = ArmTraining(start, arm, seed, steps, folder, chosen_devices(device)[0])
     while not run.ended:
         begin = time.perf_counter()
         step = run.training.run_step()

@@ -157,9 +157,7 @@ def _steps_written(folder: Path) -> int:
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #7a621077
 _TRIES = 2  # times that a killed process is begun again: our convention
-_SMALL = (
-    0.01  # of the free memory that a saved state takes, for each arm at once: below it nothing is measured
-)
+_SMALL = 0.01  # of the free memory, for saved states of all arms at once; below it nothing is measured
 
 
 def _may_be_short(start: Start, devices: Sequence[str], room: int) -> bool:
