@@ -264,8 +264,8 @@ class _TaskJobs(_TaskSettings[Result]):
             start = self._waiting[0][0].start
             if self._client is None and start is not None and _may_be_short(start, self.devices, self._room):
                 share = max(len(part) for part in self._waiting)
-                asked = {"devices": self.devices, "wanted": self._room, "in_a_part": share}
-                self._gauge = Job.of("stabilitylab.trial.memory:room_of", start=start.to_dict(), **asked)
+                arguments = {"devices": self.devices, "wanted": self._room, "in_a_part": share}
+                self._gauge = Job.of("stabilitylab.trial.memory:room_of", start=start.to_dict(), **arguments)
         if self._gauge is None:
             return False
         state = self._gauge.poll()
@@ -275,13 +275,13 @@ class _TaskJobs(_TaskSettings[Result]):
                 self._take_room(state.result)
         return not state.ended
 
-    def _take_room(self, told: dict) -> None:
+    def _take_room(self, answer: dict) -> None:
         "Lowers the number of parts at a time to those that fit; where none does, nothing is trained."
-        if told["fitting"]:
-            self._room = told["fitting"]
-            self.notes += (told["words"],) if told["words"] else ()
+        if answer["fitting"]:
+            self._room = answer["fitting"]
+            self.notes += (answer["words"],) if answer["words"] else ()
             return
-        self._ended |= dict.fromkeys(self._waiting, told["words"])
+        self._ended |= dict.fromkeys(self._waiting, answer["words"])
         self._waiting = []
 
     def _is_begun_again(self, part: TaskPart, state: JobState) -> bool:
