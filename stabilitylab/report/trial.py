@@ -61,6 +61,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss, are capped there and cannot be compared",
+    "idle": "; it never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps} steps",
     "fails later": "; where it still fails, it fails {steps} steps later",
@@ -105,6 +106,7 @@ def _arm_sentence(
         detectable=number(arm.detectable),
         share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
+    sentence += "" if arm.acted else _SENTENCES["idle"]
     if arm.diverged or base.diverged:
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
     if arm.postponed:

@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ class JobState:
     result: Any = None
     error: str = ""  # why it failed; '' where it did not
     stderr: str = ""  # the last lines that a failed process left on its standard error
-    was_killed: bool = False  # whether a signal ended its process that this program did not send
+    # whether a signal ended its process that this program did not send
+    was_killed: bool = field(default=False, repr=False)
 
     @property
     def ended(self) -> bool:

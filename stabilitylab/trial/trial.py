@@ -16,7 +16,7 @@ import torch
 from ..fixes.registry import apply_all, fix
 from ..names.errors import InputError, bad_input
 from ..replay.device import chosen_devices, device_settings
-from .arm import Arm, ArmCurve, arm_of, read_curve, with_unique_names
+from .arm import Arm, ArmCurve, arm_of, read_curve, scaled_to, with_unique_names
 from .start import Start
 from .tasks import ArmTask, TaskQueue
 from .verdict import ArmVerdict, failure_bound, verdicts_of
@@ -65,7 +65,7 @@ class _TrialArms(TaskQueue[TrialResult]):
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         super().__init__(steps, seeds, folder, device, client)
-        named = with_unique_names([arm_of(arm) for arm in arms])
+        named = with_unique_names([self._scaled(arm_of(arm)) for arm in arms])
         self.start, self.arms = start, [Arm(), *(arm for arm in named if arm.fixes)]
         self._room = workers or (_CLUSTER_TASKS if self._client is not None else os.cpu_count() or 1)
         # what cannot be tried is refused before anything is trained
@@ -73,6 +73,12 @@ class _TrialArms(TaskQueue[TrialResult]):
         self._folder.claim(self._request())
         # all arms of one seed come before the next seed, so that a trial cut short can be compared
         self._enqueue((index, seed) for seed in range(seeds) for index in range(len(self.arms)))
+
+    def _scaled(self, arm: Arm) -> Arm:
+        "An arm that fits into the trial, and a note where it was shortened."
+        fitting, words = scaled_to(arm, self.steps)
+        self.notes += tuple(words)
+        return fitting
 
     def _request(self) -> dict:
         "What is trained, as JSON has it."
@@ -114,7 +120,7 @@ class Trial(_TrialArms):
         arm: str | Sequence | Arm,  # as `arm_of` takes it
     ) -> Arm:  # that will train with the same start, steps and seeds
         "Adds an arm, while the others train or after they have ended."
-        *others, new = with_unique_names([*self.arms, arm_of(arm)])
+        *others, new = with_unique_names([*self.arms, self._scaled(arm_of(arm))])
         _ = verdicts_of([*others, new], [])  # a name that is there already is refused
         self.arms = [*self.arms, new]
         self._stopped = False
