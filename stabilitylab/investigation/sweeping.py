@@ -73,6 +73,7 @@ def plan_sweep(
     findings = diagnose(recording)
     words = list(dict.fromkeys([UNCHANGED, *fixes]))
     chosen = {"fix": words, "lr_times": list(rates), **(axes or {})}
+    start: Start | None
     if recording.has_box or step is not None or setup is not None:
         start, notes = recorded_start(recording, findings, step, setup)
         length = steps or _STEPS
