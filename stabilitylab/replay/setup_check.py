@@ -211,9 +211,13 @@ def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFact
     "What is known beside the numbers; sums of another kind of device may be added in another order."
     facts = facts_of(path, setup, way)
     here, there = kind_of(setup.device), recorded_device(facts.path.run)
-    if here == there:
+    if here != there:
+        return replace(facts, changed=facts.changed | {"device": (there, here)}, is_elsewhere=True)
+    if here != "cpu":
         return facts
-    return replace(facts, changed=facts.changed | {"device": (there, here)}, is_elsewhere=True)
+    # on the CPU it does not matter which GPUs the machine has
+    changed = {name: pair for name, pair in facts.changed.items() if name not in ("device", "tf32")}
+    return replace(facts, changed=changed, is_elsewhere=bool(changed) or facts.path.world_size > 1)
 
 
 def _is_exact(step: Retraced) -> bool:
