@@ -136,7 +136,7 @@ def _rises_within(f: Finding, changes: list[Finding]) -> bool:
 
 
 def _with_effect(run: xr.DataTree, f: Finding) -> Finding:
-    "A jump of the learning rate that was taken back, with what the loss did while it lasted; others as they are."
+    "A jump of the learning rate that was taken back, with what the loss did meanwhile; others as they are."
     rate, loss = curve(run, "lr"), loss_curve(run)
     if f.kind != "lr_jump" or "count" in f.evidence or rate is None or loss is None:
         return f
