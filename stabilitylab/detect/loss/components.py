@@ -187,7 +187,8 @@ def parts_of_spikes(
     datasets = [series for series in losses[1:] if not set(series.name.split("_")) & _AUXILIARY]
     if len(datasets) < 2:
         return findings
-    clear, any_at_all = ({s.name: events(s) for s in datasets} for events in (_events, spike_events))
+    clear = {series.name: _events(series) for series in datasets}
+    any_at_all = {series.name: spike_events(series) for series in datasets}
     related = []
     for f, is_asked in zip(findings, is_spike, strict=True):
         jumped = [s.name for s in datasets if is_asked and _spiked(s, f.first, clear[s.name])]
