@@ -189,11 +189,10 @@ def parts_of_spikes(
         return findings
     clear = {series.name: _events(series) for series in datasets}
     any_at_all = {series.name: spike_events(series) for series in datasets}
-    related = []
+    related, max_names = [], count_limit("most_modules")
     for f, is_asked in zip(findings, is_spike, strict=True):
         jumped = [s.name for s in datasets if is_asked and _spiked(s, f.first, clear[s.name])]
         stayed = [s.name for s in datasets if is_asked and not _spiked(s, f.first, any_at_all[s.name])]
-        most = count_limit("most_modules")
-        parts = {"jumped_too": jumped[:most], "stayed": stayed[:most]} if jumped and stayed else {}
+        parts = {"jumped_too": jumped[:max_names], "stayed": stayed[:max_names]} if jumped and stayed else {}
         related.append(f.with_(evidence=f.evidence | parts) if parts else f)
     return related
