@@ -536,6 +536,7 @@ def test_a_spike_of_the_mean_names_the_datasets_that_jumped(jumping):
     (told,) = [f for f in found.of("loss_spike") if "only_in" not in f.evidence]
     calm = sorted(set(names) - set(jumping))
     assert told.onset == 30000 and ("did not" in told.explanation) == bool(calm)
+    assert ("stayed" in told.evidence) == bool(calm)
     if calm:
         assert sorted(told.evidence["jumped_too"]) == sorted(f"{name}_loss" for name in jumping)
         assert sorted(told.evidence["stayed"]) == [f"{name}_loss" for name in calm]
