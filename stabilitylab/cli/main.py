@@ -29,6 +29,7 @@ _MODULES = (
     "preflight",
     "replay",
     "skill",
+    "sweep",
     "trial",
 )
 
