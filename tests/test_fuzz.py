@@ -32,7 +32,7 @@ LOGS = TEXTS | {f"{name}.json": data for name, data in seeds.table_seeds().items
 def test_no_spoilt_input_ends_in_a_fault():
     outcomes = fuzz(1500, seed=2)
     assert {outcome for _, outcome in outcomes} <= {"read", "refused"}, outcomes
-    assert {kind for kind, _ in outcomes} == {"log", "diagnosis", "checkpoint", "pickle"}
+    assert {kind for kind, _ in outcomes} == {"log", "table", "diagnosis", "checkpoint", "pickle"}
 
 
 def test_the_good_inputs_are_read(tmp_path):
