@@ -192,7 +192,7 @@ from stabilitylab.cli.main import main
 if sys.argv[1] == "loaded": import dask.array
 try: main(["diagnose", {str(path)!r}, "--json"])
 except SystemExit: pass
-print("dask.array" in sys.modules, "scipy" in sys.modules)
+print("dask" in sys.modules, "scipy" in sys.modules)
 import dask.array, xarray
 print(xarray.DataArray(dask.array.ones(4, chunks=2)).chunks)
 """

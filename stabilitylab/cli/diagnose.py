@@ -99,16 +99,20 @@ def _without_dask() -> Iterator[None]:
     if "dask.array" in sys.modules:
         yield
         return
-    from xarray.namedarray import pycompat
+    from xarray.namedarray import pycompat, utils
 
-    # xarray asks this table before it imports: with no array type of dask nothing counts as chunked, and
-    # records are opened with `chunks=None`; an xarray without the table imports dask as it always did
+    # xarray asks these two before it imports: with no array type of dask nothing counts as chunked, and
+    # records are opened with `chunks=None`; an xarray without them imports dask as it always did
     modules = getattr(pycompat, "_cached_duck_array_modules", {})
     absent = SimpleNamespace(module=None, type=(), available=False)
     is_ours = modules.setdefault("dask", absent) is absent
+    names = vars(utils)
+    is_available = names.get("module_available", lambda *_: False)
+    names["module_available"] = lambda module, *version: module != "dask" and is_available(module, *version)
     try:
         yield
     finally:
+        names["module_available"] = is_available
         if is_ours:
             del modules["dask"]
 
