@@ -1,6 +1,7 @@
 "Spoilt and made-up inputs for every reader, the same ones every time; `make fuzz` tries more."
 
 import json
+import pickle
 import random
 import time
 import warnings
@@ -50,6 +51,15 @@ def test_bytes_are_a_pickle_or_refused(data):
         read_pickle(data, "made-up.pkl")
     except InputError as e:
         assert len(str(e).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [b"04", b",4"])
+def test_a_spoilt_name_of_a_type_is_refused(name):
+    "Found by the fuzz: NumPy raises a SyntaxError of its own parser."
+    good = pickle.dumps(np.float32(2))
+    with pytest.raises(InputError, match="its pickle cannot be read") as error:
+        read_pickle(good.replace(b"f4", name), "scalar.pkl")
+    assert len(str(error.value).splitlines()) == 1 and b"f4" in good
 
 
 @given(st.sampled_from(sorted(LOGS)), st.integers(0, 2**32))
