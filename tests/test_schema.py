@@ -28,6 +28,8 @@ CALLS = {
     "trial --list": [["trial", "--list"]],
 }
 SLOW = {
+    "sweep": [["sweep", SAMPLE, "--rates", "0.3", "--steps", "3"]],
+    "sweep --plan": [["sweep", SAMPLE, "--plan"]],
     "trial --plan": [["trial", SAMPLE, "--plan"]],
     "replay": [["replay", SAMPLE, "--step", "352", "--precision", "bf16"]],
     "precision": [["precision", SAMPLE]],
