@@ -25,6 +25,8 @@ from stabilitylab.trial.memory import MemoryNeed, arms_at_once, memory_need
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
 from tests.command import command
+from tests.device.shadow import Shadow
+from tests.device.shadow import device as shadow_device
 
 START = Start(str(sample()), 300)
 
@@ -127,6 +129,26 @@ def test_a_record_says_on_which_kind_of_device_the_model_was(tmp_path):
         model(recorder.batch(torch.ones(1, 2))).sum().backward()
         optimizer.step()
     assert opened(tmp_path / "run").run.attrs["device"] == "cpu"
+
+
+@pytest.mark.slow  # replays with every part
+def test_no_part_of_a_replay_nor_a_trial_meets_a_tensor_of_another_device(monkeypatch):
+    monkeypatch.setattr("stabilitylab.replay.device.devices", lambda: ["cuda:0", "cpu"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
+    numpy = Shadow.numpy
+    copied = lambda this, *, force=False: this.host.detach().numpy() if force else numpy(this)  # noqa: E731
+    monkeypatch.setattr(Shadow, "numpy", copied)  # `force` copies to the CPU first
+    with shadow_device():
+        training = START.build(0, "cuda:0")
+        steps = [training.run_step() for _ in range(2)]
+        found = examine(sample(), 350, swap=False, precisions=["bf16"], modules=True, device="cuda:0")
+    at_home = START.build(0)
+    for step in steps:  # norms are added in another order there
+        again = at_home.run_step()
+        assert step.loss == pytest.approx(again.loss, rel=1e-5)
+        assert step.grad_norm == pytest.approx(again.grad_norm, rel=1e-4)
+    assert found.check.is_step and not found.left_out and found.device["device"] == "cuda:0"
+    assert len(found.samples) and len(found.modules) and found.tokens
 
 
 def test_settings_of_tf32_are_told(monkeypatch):
