@@ -3,6 +3,7 @@
 `tests/device/shadow.py` says what such a device holds and what it cannot say; `make gpu` measures a real one.
 """
 
+import json
 import os
 
 import numpy as np
@@ -21,6 +22,8 @@ from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
 from stabilitylab.run.record import open_run
+from stabilitylab.trial.arm import Arm, run_arm
+from stabilitylab.trial.start import Start
 from tests.device.shadow import CUDA, DEVICE, Event, Shadow, device
 
 TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -187,3 +190,16 @@ def test_a_step_replays_on_the_device():
     assert on_device.loss == on_host.loss and on_device.grad_norm == on_host.grad_norm
     for name, weight in on_host.weights.items():
         assert torch.equal(on_device.weights[name].host, weight), name
+
+
+@pytest.mark.slow  # two steps of the sample, twice
+def test_an_arm_trains_on_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr("stabilitylab.replay.device.devices", lambda: ["cuda:0", "cpu"])
+    start, folders = Start(str(sample()), 300).to_dict(), [tmp_path / "host", tmp_path / "device"]
+    with sdpa_kernel(SDPBackend.MATH):
+        run_arm(start, Arm().to_dict(), 0, 2, str(folders[0]))
+    with device():
+        run_arm(start, Arm().to_dict(), 0, 2, str(folders[1]), device="auto")
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+    losses = [[row["loss"] for row in arm if "loss" in row] for arm in rows]
+    assert losses[0] == losses[1] and len(losses[0]) == 2

@@ -200,14 +200,13 @@ def _asked_column(look: ReplayState, boxes: dict[str, widgets.Widget]) -> widget
     precisions = widgets.Label("Precisions compared with float64", style={"text_color": "gray"})
     parts = [
         boxes["step"],
-        boxes["device"],
         boxes["swap"],
         labels["states"],
         boxes["states"],
         labels["batches"],
         boxes["batches"],
     ]
-    parts += [boxes["samples"], boxes["ablate"], precisions, boxes["precisions"]]
+    parts += [boxes["samples"], boxes["ablate"], precisions, boxes["precisions"], boxes["device"]]
     return column(*parts, flex="1 1 260px")
 
 
