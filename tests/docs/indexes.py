@@ -107,7 +107,7 @@ GROUPS = (  # what a person wants to do -> rooms of the package, with what stand
     (
         "From the shell, and for readers of the code",
         "The command, and the names, units and errors that everything else is built on.",
-        {"cli": "The command", "names": "Names and units"},
+        {"cli": "The command", "mcp": "For coding agents", "names": "Names and units"},
     ),
 )
 ROOMS = {room: title for _, _, rooms in GROUPS for room, title in rooms.items()}
