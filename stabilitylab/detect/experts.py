@@ -55,7 +55,7 @@ def _evenness(values: np.ndarray, way: str) -> np.ndarray | None:
 
 
 def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
-    "The diversity of the experts of each layer whose tokens are logged one by one."
+    "Of each layer whose tokens are logged expert by expert: their diversity, named after the busiest."
     layers: dict[str, list[Curve]] = defaultdict(list)
     for name in map(str, scalars_of(run).data_vars):
         match = _EACH.match(name)
@@ -70,7 +70,8 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
             continue
         shares = tokens / tokens.sum(0)
         entropy = -np.where(shares > 0, shares * np.log(np.where(shares > 0, shares, 1)), 0).sum(0)
-        found[layer] = experts[0]._replace(value=np.exp(entropy) / len(experts), name=layer)
+        busiest = experts[int(np.argmax(shares[:, -1]))]
+        found[layer] = busiest._replace(value=np.exp(entropy) / len(experts))
     return found
 
 # %% ../../nbs/api/detect/16_experts.ipynb #c20cbd7b

@@ -42,7 +42,7 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
-from .weight_faults import fault_words, weight_faults
+from .checks.weight_faults import fault_words, weight_faults
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
