@@ -21,6 +21,7 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
+from .checks.weight_faults import fault_words, weight_faults
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
@@ -42,7 +43,6 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
-from .checks.weight_faults import fault_words, weight_faults
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
