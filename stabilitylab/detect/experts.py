@@ -62,7 +62,7 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
         series = curve(run, name) if match and _COUNTED.search(name) else None
         if match and series is not None:
             layers[f"{match['before']}experts{match['after']}"].append(series)
-    found = {}
+    diversities = {}
     for layer, experts in layers.items():
         same = len(experts) > 1 and all(np.array_equal(e.step, experts[0].step) for e in experts)
         tokens = np.array([expert.value for expert in experts]) if same else np.empty((0, 0))
@@ -71,8 +71,8 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
         shares = tokens / tokens.sum(0)
         entropy = -np.where(shares > 0, shares * np.log(np.where(shares > 0, shares, 1)), 0).sum(0)
         busiest = experts[int(np.argmax(shares[:, -1]))]
-        found[layer] = busiest._replace(value=np.exp(entropy) / len(experts))
-    return found
+        diversities[layer] = busiest._replace(value=np.exp(entropy) / len(experts))
+    return diversities
 
 # %% ../../nbs/api/detect/16_experts.ipynb #c20cbd7b
 def _crowded_from(evenness: np.ndarray, role: _Role) -> int | None:

@@ -63,13 +63,13 @@ def smooth(
 # %% ../../nbs/api/run/09_rolling.ipynb #bfe65d9b
 def lasts_from(
     holds: np.ndarray,  # (n,) bool, whether something holds at each record
-    least: int,  # records that it has to hold for, > 0
+    min_records: int,  # records that it has to hold for, > 0
 ) -> int | None:  # None where it does not hold at the end, or for too few records
     "Index from which on something holds to the end."
     if not len(holds) or not holds[-1]:
         return None
     at = len(holds) - int(np.argmin(holds[::-1])) if not holds.all() else 0
-    return at if len(holds) - at >= least else None
+    return at if len(holds) - at >= min_records else None
 
 
 def recent_median(
