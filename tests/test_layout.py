@@ -33,6 +33,7 @@ ROOMS = [
     "report",
     "investigation",
     "workbench",
+    "mcp",
     "cli",
 ]
 TRIAL = {
@@ -64,7 +65,8 @@ MAY = {
     "cases": TRIAL | {"trial", "read"},  # a failing run for what any of them finds
     "report": {"names", "run", "plot", "detect", "knowledge", "trial"},
     "investigation": {"names", "run", "read", "detect", "trial", "report"},  # the whole loop
-    "workbench": set(ROOMS) - {"cli", "workbench"},
+    "workbench": set(ROOMS) - {"cli", "mcp", "workbench"},
+    "mcp": set(ROOMS) - {"workbench", "mcp", "cli"},
     "cli": set(ROOMS) - {"workbench", "cli"},
 }
 OWNERS = {
@@ -312,7 +314,7 @@ def test_requirements_are_what_is_imported():
     settings.read(ROOT / "settings.ini")
     names = {
         group: set(re.findall(r"(?:^|\s)([A-Za-z][\w.-]*)", settings["DEFAULT"][f"{group}requirements"]))
-        for group in ("", "lab_", "hf_", "cluster_", "remote_")
+        for group in ("", "lab_", "hf_", "cluster_", "remote_", "agent_")
     }
     distribution_of = importlib.metadata.packages_distributions()
     every = {name.split(".")[0] for path in MODULES for name in imports(path)}
@@ -320,5 +322,5 @@ def test_requirements_are_what_is_imported():
     used = {distribution.lower() for name in foreign for distribution in distribution_of.get(name, [name])}
     required = {name.lower() for name in names[""]}
     assert required - used == set(), "required, and imported by no module"
-    optional = {name.lower() for group in ("lab_", "hf_", "cluster_", "remote_") for name in names[group]}
+    optional = {name.lower() for group in names if group for name in names[group]}
     assert used - required - optional == set(), "imported, and not required"

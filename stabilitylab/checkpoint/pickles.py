@@ -199,7 +199,8 @@ class Pickle:
 _MAX_OPCODES = 40_000_000  # of one pickle: a million tensors need about 20 million
 _PUSHES = {name: push for names, push in _PUSHED.items() for name in names.split()}
 _STEPS = {name: change for names, change in _CHANGES.items() for name in names.split()}
-_FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError)
+# NumPy reads the name of a type as an expression where it begins with a digit or a comma
+_FAULTS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, SyntaxError)
 
 
 def _run(machine: _Machine, file: BinaryIO) -> object:

@@ -31,6 +31,9 @@ def add_diagnose(
     )
     p.add_argument("paths", metavar="PATH", nargs="+", help="log file, folder with logs, or saved record")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    p.add_argument(
+        "--brief", action="store_true", help="at most 1,500 characters: cause, steps, what was ruled out"
+    )
     p.add_argument("--html", metavar="FILE", help="write a self-contained report page")
     p.add_argument("--markdown", metavar="FILE", help="write the findings as markdown")
     p.add_argument(
@@ -99,16 +102,20 @@ def _without_dask() -> Iterator[None]:
     if "dask.array" in sys.modules:
         yield
         return
-    from xarray.namedarray import pycompat
+    from xarray.namedarray import pycompat, utils
 
-    # xarray asks this table before it imports: with no array type of dask nothing counts as chunked, and
-    # records are opened with `chunks=None`; an xarray without the table imports dask as it always did
+    # xarray asks these two before it imports: with no array type of dask nothing counts as chunked, and
+    # records are opened with `chunks=None`; an xarray without them imports dask as it always did
     modules = getattr(pycompat, "_cached_duck_array_modules", {})
     absent = SimpleNamespace(module=None, type=(), available=False)
     is_ours = modules.setdefault("dask", absent) is absent
+    names = vars(utils)
+    is_available = names.get("module_available", lambda *_: False)
+    names["module_available"] = lambda module, *version: module != "dask" and is_available(module, *version)
     try:
         yield
     finally:
+        names["module_available"] = is_available
         if is_ours:
             del modules["dask"]
 
@@ -135,7 +142,8 @@ def _diagnose(args: argparse.Namespace) -> int:
     runs = {name: runs[name] for name in by_severity(findings)}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()
     _write_files(args, runs, findings, shared)
-    print((_json if args.json else _text)(args, runs, findings, shared))
+    in_full = _json if args.json else _text
+    print((_brief if args.brief else in_full)(args, runs, findings, shared))
     if not args.fail_on:
         return 0
     return int(any(len(group.at_least(args.fail_on)) for group in (*findings.values(), shared)))
@@ -169,6 +177,20 @@ def _json(args: argparse.Namespace, runs: dict, findings: dict, shared: "Finding
         return to_json(runs_json(reports, shared), indent=1)
     [(name, run)] = runs.items()
     return to_json(run_json(run, findings[name], args.paths[0], args.all_remedies), indent=1)
+
+
+def _brief(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:
+    "All runs in few words, or the same as JSON; remedies where all were asked for."
+    from stabilitylab.names.encode import to_json
+    from stabilitylab.report.brief import brief, briefs_text
+
+    source = args.paths[0] if len(runs) == 1 else None
+    briefs = [brief(run, findings[name], source, args.all_remedies) for name, run in runs.items()]
+    if args.json and source is None:
+        return to_json({"runs": briefs, "shared": shared.to_dicts()}, indent=1)
+    if args.json:
+        return to_json(briefs[0], indent=1)
+    return briefs[0].text() if source is not None else briefs_text(briefs, shared)
 
 
 def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:

@@ -25,10 +25,13 @@ _MODULES = (
     "checkpoints",
     "formats",
     "lab",
+    "mcp",
     "precision",
     "preflight",
     "replay",
+    "schema",
     "skill",
+    "sweep",
     "trial",
 )
 
@@ -117,11 +120,45 @@ def main(
             message = _as_typed(message, error, args, command)
         print(f"stabilitylab: {message}", file=sys.stderr)
         if "--json" in words:
-            print(json.dumps({"error": message}))
+            print(json.dumps({"error": message, "hint": _hint(error, command)}))
         return 2
 
 
 _BUG_REPORT = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
+
+
+def _hint(error: Exception, command: argparse.ArgumentParser | None) -> str:
+    "What to run or to look at next, for whoever reads errors by machine."
+    from stabilitylab.names.errors import InputError, MissingExtra
+
+    words = str(error)
+    if "; see: " in words:
+        return words.rpartition("; see: ")[2]
+    if isinstance(error, MissingExtra):
+        return words.partition("install it with: ")[2] or words
+    if getattr(error, "argument", "") in _PATHS:
+        return _hint_for_path(str(getattr(error, "got", "")))
+    if not _is_expected(error):
+        return "STABILITYLAB_TRACEBACK=1 before the same command shows where"
+    prog = command.prog if command is not None and isinstance(error, InputError) else "stabilitylab"
+    return f"{prog} --help"
+
+
+def _hint_for_path(got: str) -> str:
+    "The file that was probably meant; what can be read, where the file is there."
+    from pathlib import Path
+
+    from stabilitylab.names.errors import closest
+
+    path = Path(got[:_LONGEST_PATH])
+    if path.exists() or not path.parent.is_dir():
+        return "stabilitylab formats --json"
+    nearest = closest(path.name, sorted(file.name for file in path.parent.iterdir()))
+    return f"did you mean {path.parent / nearest}?" if nearest else f"ls {path.parent}"
+
+
+_PATHS = ("path", "paths", "run", "file")  # arguments that name what is opened
+_LONGEST_PATH = 1000  # characters; what is longer is no path
 
 
 def _as_typed(

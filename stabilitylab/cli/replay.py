@@ -42,6 +42,12 @@ def add_replay(
         help="also run it in fp32, bf16, bf16_autocast, fp16, fp16_autocast, fp8_e4m3 or fp8_e5m2;"
         " may be repeated",
     )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="where to run: cpu, cuda, cuda:1, mps, … (auto: the kind of device that the run had, else the"
+        " GPU, else the CPU)",
+    )
     parser.add_argument("--no-swap", action="store_true", help="leave the swap test out")
     parser.add_argument("--no-samples", action="store_true", help="leave the samples out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -72,6 +78,7 @@ def _run_replay(
             swap=not args.no_swap,
             samples=not args.no_samples,
             precisions=args.precision,
+            device=args.device,
             say=say,
         )
     if shows_progress:

@@ -49,7 +49,11 @@ def add_trial(
     )
     parser.add_argument("--config", metavar="FILE", help="settings of the run, for a proxy of a log")
     parser.add_argument("--scheduler", metavar="ADDRESS", help="train on the workers of this Dask scheduler")
-    parser.add_argument("--device", default="cpu", help="where to train (cpu)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="where to train: cpu, cuda, cuda:1, mps, … (auto: every GPU, else the CPU)",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the report of the run with the trial in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(

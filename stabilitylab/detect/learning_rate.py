@@ -85,9 +85,10 @@ def loss_after_jump(
     last = rate.step[min(first + count_limit("long_records"), len(rate.step) - 1)]
     onsets = [f.onset for f in findings if f.kind in _LOSS_EVENTS and f.severity != "info"]
     after = [onset for onset in onsets if onset is not None and jump.onset <= onset <= last]
-    if not after:
+    if not after and jump.evidence.get("effect") != "higher":  # as `detect.settings` has compared its levels
         return findings
-    evidence = jump.evidence | {"loss_followed": True, "lead_steps": min(after) - jump.onset}
+    evidence = jump.evidence | {"loss_followed": True}
+    evidence |= {"lead_steps": min(after) - jump.onset} if after else {}
     return [jump.with_(evidence=evidence) if f is jump else f for f in findings]
 
 # %% ../../nbs/api/detect/14_learning_rate.ipynb #6aed21e1

@@ -51,7 +51,7 @@ def _fields(finding: Finding) -> dict:
     fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
-    for field in ("names", "scores_still", "scores_rising", "ignored"):
+    for field in ("names", "scores_still", "scores_rising", "ignored", "jumped_too", "stayed"):
         if fields.get(field):
             fields[f"{field}_words"] = _joined([str(name) for name in fields[field]])
     for name, coded in _CODED.items():

@@ -135,12 +135,29 @@ def _rises_within(f: Finding, changes: list[Finding]) -> bool:
     return any(c.onset <= peak <= c.end for c in changes if c.evidence["effect"] == "higher")
 
 
+def _with_effect(run: xr.DataTree, f: Finding) -> Finding:
+    "A jump of the learning rate that was taken back, with what the loss did meanwhile; others as they are."
+    rate, loss = curve(run, "lr"), loss_curve(run)
+    if f.kind != "lr_jump" or "count" in f.evidence or rate is None or loss is None:
+        return f
+    if (np.diff(rate.step) <= 0).any():  # restarts, which the changes at restarts tell
+        return f
+    at = int(np.searchsorted(rate.step, f.onset))
+    change = _effect(rate, at, changed_records(rate.value).tolist(), loss)
+    until = None if change is None else change.evidence.get("until")
+    if change is None or until is None:
+        return f
+    is_taken_back = rate.value[np.searchsorted(rate.step, until)] < limit("majority") * rate.value[at]
+    return f.with_(end=change.end, evidence=f.evidence | change.evidence) if is_taken_back else f
+
+
 def changes_and_events(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # events with the change before them, without rises that are the change
     "Which loss events followed a changed setting."
-    changes = [f for f in findings if f.kind == "environment_change" and "effect" in f.evidence]
+    findings = [_with_effect(run, f) for f in findings]
+    changes = [f for f in findings if f.kind in ("environment_change", "lr_jump") and "effect" in f.evidence]
     if not changes:
         return findings
     reach = count_limit("long_records") * step_interval(loss_curve(run))

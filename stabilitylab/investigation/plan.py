@@ -79,7 +79,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     steps: int | None = None,  # of every arm; None: 100, of a proxy 200
     setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
     config: str | Path | None = None,  # file with settings of the run, for a proxy of a log
-    device: str = "cpu",  # where the arms will train
+    device: str = "auto",  # where the arms will train
     progress: bool = False,  # a bar on standard error while a proxy trains
 ) -> Plan:
     "What a trial of this run will compare."
@@ -89,7 +89,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
         return Plan(None, [], steps or _STEPS, [trial_note("healthy")])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
-        start, notes = _recorded_start(recording, findings, step, setup)
+        start, notes = recorded_start(recording, findings, step, setup)
         length = steps or _STEPS
     else:
         small = proxy(recording.run, findings, config, steps or 2 * _STEPS, progress=progress)
@@ -145,9 +145,12 @@ def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, st
     return unfit
 
 
-def _recorded_start(
-    recording: Recording, findings: Sequence[Finding], step: int | None, setup: str | None
-) -> tuple[Start, list[str]]:
+def recorded_start(
+    recording: Recording,  # an opened run
+    findings: Sequence[Finding],  # of `diagnose`
+    step: int | None = None,  # where to start; None: before the failure
+    setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
+) -> tuple[Start, list[str]]:  # the start, and sentences on it
     "A state of the run itself, and what to know about it."
     onset, cause = failure_onset(findings), cause_of(findings, recording.run)
     if cause is not None and cause.family == "initialisation":

@@ -211,7 +211,10 @@ def _nccl_errors(at: Surroundings) -> _Verdict:
 
 def _nccl_debug(at: Surroundings) -> _Verdict:
     level = at.environ.get("NCCL_DEBUG", "")
-    return (f"NCCL_DEBUG={level}", _OK) if level else ("not set here", _UNKNOWN)
+    in_script = re.search(r"\bNCCL_DEBUG=(\w+)", at.scripts)
+    if in_script and not level:
+        return f"a script sets NCCL_DEBUG={in_script[1]}", _OK
+    return (f"NCCL_DEBUG={level}", _OK) if level else ("not set here, nor in a script", _UNKNOWN)
 
 # %% ../../nbs/api/investigation/03_preflight.ipynb #21d86887
 def _nccl_gives_up(at: Surroundings) -> _Verdict:

@@ -234,6 +234,7 @@ def attrs_of(
         "shapes": {name: list(p.shape) for name, p in named},
         "trainable": [name for name, p in named if p.requires_grad],
         "world_size": world,
+        "device": named[0][1].device.type if named else "cpu",
         "dtypes": {name: str(p.dtype).removeprefix("torch.") for name, p in named},
     }
     return attrs if params.copies is None else attrs | {"copies": params.copies}

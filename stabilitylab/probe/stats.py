@@ -129,7 +129,9 @@ class AdamRule:
         device: torch.device | str = "cpu",  # where the factors are needed
     ) -> tuple:  # of the first and second moment and of the weight left behind; tensors where `step` is one
         "Bias corrections of both moments, and the decay as a factor of the weight after the step."
-        step = self.step.to(device) if torch.is_tensor(self.step) else self.step
+        step = self.step
+        if torch.is_tensor(step):  # where it lies on the host, its value costs no wait, and its copy would
+            step = float(step) if step.device.type == "cpu" else step.to(device)
         shrink = self.lr * self.decay
         return 1 / (1 - self.betas[0] ** step), 1 / (1 - self.betas[1] ** step), shrink / (1 - shrink)
 

@@ -68,7 +68,8 @@ def step_name(
     return next((plain[s] for s in _STEP_NAMES if s in plain), None)
 
 # %% ../../nbs/api/read/02_tables.ipynb #c5ae0872
-_TIMES = {"_timestamp", "timestamp", "wall time", "wall_time", "time", "created_at"}
+_TIMES = {"_timestamp", "timestamp", "wall time", "wall_time", "time", "datetime", "date", "created_at"}
+_STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d"
 _CLOCK = (9e8, 9e9)  # seconds since 1970 of a training run: 1998 to 2255
 
 
@@ -78,6 +79,20 @@ def _is_whole(value: np.ndarray, is_logged: np.ndarray) -> bool:
         return False
     numbers = value[is_logged]
     return bool((numbers == np.round(numbers)).all()) and np.abs(numbers).max() < 2**53
+
+
+def _stamps(name: str, values: Iterable) -> _Column | None:
+    "A column of time stamps such as `2025-03-04T01:00:12` as seconds since 1970; None for any other column."
+    text = pd.Series(values)
+    if str(name).strip().lower() not in _TIMES or text.dtype.kind in "fiub" or not len(text):
+        return None
+    text = text.astype("str").str.strip().str.replace(",", ".")  # of Python's logging: `01:00:12,306`
+    stamps = pd.to_datetime(text.where(text.str.match(_STAMP)), format="ISO8601", utc=True, errors="coerce")
+    is_logged = stamps.notna().to_numpy()
+    if is_logged.mean() <= 0.5:
+        return None
+    since_1970 = stamps - pd.Timestamp(0, tz="UTC")
+    return since_1970.dt.total_seconds().to_numpy(), is_logged, 0
 
 
 def _time(numbers: dict[str, _Column]) -> tuple[np.ndarray | None, str | None]:
@@ -231,7 +246,10 @@ def table_log(
     step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
 ) -> LogData:  # one series a column that holds numbers; attrs `step_column`
     "A table as a log."
-    log, numbers = LogData(), {name: to_numbers(values) for name, values in columns.items()}
+    log, numbers = LogData(), {}
+    for name, values in columns.items():
+        stamps = _stamps(name, values)
+        numbers[name] = to_numbers(values) if stamps is None else stamps
     n = max((len(value) for value, _, _ in numbers.values()), default=0)
     if step and numbers and step not in numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")

@@ -110,7 +110,9 @@ def _gradient(
     params = [p for p in model.parameters() if p.requires_grad]
     model.zero_grad(set_to_none=True)
     if sample.tokens == 0:
-        return float("nan"), torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
+        return float("nan"), torch.zeros(
+            sum(p.numel() for p in params), dtype=torch.float64, device=params[0].device
+        )
     loss = setup.loss(model, _sample(batch.parts[sample.microbatch], sample.number))
     loss.backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
@@ -176,13 +178,13 @@ def token_losses(
     losses, mask = _token_losses(setup, _frozen(snapshot), batch.parts[0])
     if losses.shape != targets.shape:
         raise bad_input("targets", tuple(targets.shape), f"the shape of the losses, {tuple(losses.shape)}")
-    row, column = np.nonzero(mask.numpy())
+    row, column = np.nonzero(mask.numpy(force=True))
     tokens = pd.DataFrame(
         {
-            "loss": losses.numpy()[row, column],
+            "loss": losses.numpy(force=True)[row, column],
             "position": column,
-            "token": targets.numpy()[row, column],
-            "length": mask.sum(1).numpy()[row],
+            "token": targets.numpy(force=True)[row, column],
+            "length": mask.sum(1).numpy(force=True)[row],
         }
     )
     tables = {key: tokens.groupby(key).loss.agg(["mean", "count"]) for key in ("position", "token", "length")}

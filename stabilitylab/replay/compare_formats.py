@@ -265,12 +265,13 @@ def compare_precision(
     factor: float = 8.0,  # times the format's unit roundoff that is still called its noise
     # keys of ATTENTION, each with each precision; None: the kernel that torch chooses
     attention: Sequence[str | None] = (None,),
-    device: str = "cpu",  # where to run
+    device: str | None = None,  # where to run; None: that of the setup
 ) -> (
     xr.Dataset
 ):  # (precision, module): error, overflow, underflow; (precision,): loss, grad_norm, first_module, …
     "How far every module of a step is from float64, in each precision."
     check_precisions(precisions)
+    device = device or snapshot.setup.device
     exact = _outputs(snapshot, batch, _EXACT, device, "math")
     arms = [(name, kernel) for name in precisions for kernel in attention]
     rows = [_run_row(snapshot, batch, exact, arm, device, factor) for arm in arms]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..names.errors import InputError, bad_input
-from ..numerics.pytree import restore_batch
+from ..numerics.pytree import map_tensors, restore_batch
 from ..probe.blackbox import batch_id, rng_state, set_rng_state
 from ..probe.settings import as_list
 from stabilitylab.replay.ranks import (
@@ -64,7 +64,7 @@ def load_batch(
     path: str | Path | Recording,  # folder of a record
     step: int,  # optimizer step
     setup: Setup | None = None,  # whose file defines or imports the classes that the batch has, if any
-) -> Batch:  # its micro-batches, those of all ranks
+) -> Batch:  # its micro-batches, those of all ranks, on the device of the setup
     "The batch of a recorded step."
     recording = opened(path)
     index = recording.box()
@@ -72,8 +72,11 @@ def load_batch(
         raise _refuse_step(recording, step)
     files = in_turn(files_at(recording, "batches", step, rank) for rank in range(recording.world_size))
     namespaces = _namespaces(setup)
+    parts = [restore_batch(file["batch"], file.get("form", []), namespaces) for file in files]
+    if setup is not None and setup.device != "cpu":
+        parts = [map_tensors(lambda tensor: tensor.to(setup.device), part) for part in parts]
     return Batch(
-        parts=[restore_batch(file["batch"], file.get("form", []), namespaces) for file in files],
+        parts=parts,
         rng=[file["rng"] for file in files],
         step=step,
         name=f"batch {step}",

@@ -65,6 +65,7 @@ class Setup:
     # how the losses of micro-batches make the loss of a step: 'mean', 'sum', or 'auto': the sum where each
     # has `num_items_in_batch`, by which Hugging Face's models divide, else the mean
     reduction: str = "auto"
+    device: str = "cpu"  # where the model is built and batches go; replays and trials set it
 
     def __post_init__(self):
         for name in ("model", "loss", "optimizer", "schedule", "token_loss", "decode", "batches"):
@@ -168,7 +169,7 @@ class Snapshot:
 
     def build(
         self,
-        device: str = "cpu",  # where to
+        device: str | None = None,  # where to; None: that of the setup
         dtype: torch.dtype | None = None,  # of all floating weights; None: as they are
     ) -> tuple:  # (model in training mode, optimizer, or several as a list, or None)
         "A fresh model and optimizer in this state; random states stay untouched."
@@ -180,7 +181,7 @@ class Snapshot:
         _refuse_other_shapes(model, self.model)
         loaded = model.load_state_dict(self.model, strict=False)
         _refuse_other_names(loaded.missing_keys, loaded.unexpected_keys)
-        set_training(model.to(device=device, dtype=dtype))
+        set_training(model.to(device=device or self.setup.device, dtype=dtype))
         if self.setup.optimizer is None:
             return model, None
         optimizer = self.setup.optimizer(model)
@@ -194,12 +195,12 @@ class Snapshot:
 
     def grad_scaler(
         self,
-        device: str = "cpu",  # where the step runs
+        device: str | None = None,  # where the step runs; None: that of the setup
     ) -> torch.amp.GradScaler | None:  # in its state, or None where the run had none
         "The loss scaler as it was."
         if not self.scaler:
             return None
-        scaler = torch.amp.GradScaler(torch.device(device).type)
+        scaler = torch.amp.GradScaler(torch.device(device or self.setup.device).type)
         scaler.load_state_dict(self.scaler)
         return scaler
 

@@ -244,7 +244,7 @@ def _take_recorded_step(
 def replay(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
-    device: str = "cpu",  # where to run
+    device: str | None = None,  # where to run; None: that of the setup
     record: bool = True,  # record every layer as the Recorder does
     sampled: bool = False,  # also its costly statistics, such as exponents and kurtosis: nearly one more step
     keep_rng: bool = True,  # draw dropout as the batch drew it; False: with the random state of now
@@ -297,7 +297,7 @@ def noise_floor(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
     times: int = 3,  # repeats, >= 2
-    device: str = "cpu",  # where to run
+    device: str | None = None,  # where to run; None: that of the setup
 ) -> NoiseFloor:  # the largest differences between repeats
     "By how much the same step differs from itself here."
     if times < 2:

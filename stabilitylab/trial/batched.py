@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
+from ..replay.device import chosen_devices
 from ..run.job import report_progress
 from .arm import ArmTraining, run_arm
 
@@ -315,7 +316,7 @@ def _after_step(
 # %% ../../nbs/api/trial/05_batched.ipynb #ea7e3041
 def train_batched(
     arms: list[dict],  # each with `start`, `arm`, `seed`, `steps` and `folder`, as `run_arm` takes them
-    device: str = "cpu",  # where to train
+    device: str = "cpu",  # where to train; 'auto': the first GPU there is, else the CPU
     keep_every: int = 50,  # steps between two saved states
     threads: int = 1,  # CPU threads
 ) -> dict:  # how many trained together, and by reason how many did not
@@ -324,6 +325,7 @@ def train_batched(
         raise bad_input("arms", "none", "at least one")
     torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
     torch.set_num_threads(threads)
+    device = chosen_devices(device)[0]
     trainings = [ArmTraining(**arm, device=device) for arm in arms]
     calls = {str(arm["folder"]): arm for arm in arms}
     groups, alone = _groups(trainings)

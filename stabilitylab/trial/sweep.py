@@ -22,10 +22,10 @@ from ..fixes.registry import fix, fixes, parameter_ranges
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..replay.user_code import function_at
-from .arm import Arm, ArmCurve, arm_of, read_curve
+from .arm import Arm, ArmCurve, arm_of, done_file, read_curve
 from .start import Start
 from .tasks import ArmTask, TaskPart, TaskQueue
-from .verdict import outcome, paired_interval
+from .verdict import failure_bound, outcome, paired_interval
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #7b196850
 @dataclass(frozen=True)
@@ -50,17 +50,19 @@ def _short(value: object) -> str:
 def _check_axis(axis: str, start: Start) -> None:
     "Raises where nothing is called by the name of an axis."
     name, dot, parameter = axis.partition(".")
-    if axis == "lr_times":
+    if axis in ("lr_times", "fix"):
         return
     if dot and name in set(fixes().name) and parameter in parameter_ranges(fix(name)):
         return
     if dot or not start.function:
-        allowed = "'lr_times', or 'fix.parameter' such as 'adam_beta2.beta2'"
+        allowed = "'lr_times', 'fix', or 'fix.parameter' such as 'adam_beta2.beta2'"
         raise bad_input("axes", axis, allowed, "arguments are those of a start with a function")
     parameters = inspect.signature(function_at(start.function)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if axis not in parameters and not takes_any:
-        raise bad_input("axes", axis, f"'lr_times', 'fix.parameter', or one of {', '.join(parameters)}")
+        raise bad_input(
+            "axes", axis, f"'lr_times', 'fix', 'fix.parameter', or one of {', '.join(parameters)}"
+        )
 
 
 def _scaled(factor: float) -> list[dict]:
@@ -78,6 +80,8 @@ def _point(start: Start, values: dict, fixes: tuple[dict, ...]) -> Point:
         name, dot, parameter = axis.partition(".")
         if axis == "lr_times":
             scaled = _scaled(value)
+        elif axis == "fix":
+            changed |= {row["name"]: dict(row["parameters"]) for row in arm_of(value).fixes}
         elif dot:
             changed.setdefault(name, {})[parameter] = value
         else:
@@ -128,13 +132,15 @@ class SweepResult:
     steps: int  # of each arm and seed
     curves: list[ArmCurve]  # one a point and seed
     complete: bool = True  # whether every requested arm has been trained
+    # loss before any training, and loss above which a run has failed, as `outcome` takes them
+    bounds: tuple[float | None, float | None] = (None, None)
     together: int = 0  # arms that trained as rows of one model
     alone: dict = field(default_factory=dict)  # why others did not, and how many
 
     def table(self) -> pd.DataFrame:  # axes, seed, first_loss, final_loss, diverged, onset, spikes
         "One row a point and seed."
         values = {point.label: point.values for point in self.points}
-        return pd.DataFrame([values[curve.arm] | _row_of(curve) for curve in self.curves])
+        return pd.DataFrame([values[curve.arm] | _row_of(curve, self.bounds) for curve in self.curves])
 
     def sensitivity(
         self,
@@ -149,9 +155,9 @@ class SweepResult:
         return pd.DataFrame(rows)
 
 
-def _row_of(curve: ArmCurve) -> dict:
+def _row_of(curve: ArmCurve, bounds: tuple[float | None, float | None]) -> dict:
     "A row of the table."
-    result = outcome(curve)
+    result = outcome(curve, *bounds)
     return {
         "seed": curve.seed,
         "first_loss": float(curve.loss[0]),
@@ -193,11 +199,11 @@ class _SweepPoints(TaskQueue["SweepResult"]):
         fixes: Sequence = (),  # in force at every point
         folder: str | Path | None = None,  # where it is kept; None: a temporary one
         workers: int | None = None,  # processes at a time; None: the processors, or the cluster's workers
-        device: str = "cpu",  # where to train
+        device: str = "auto",  # where to train: every GPU there is, else the CPU
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         super().__init__(steps, seeds, folder, device, client)
-        self.axes, self.points = dict(axes), points_of(start, axes, fixes)
+        self.start, self.axes, self.points = start, dict(axes), points_of(start, axes, fixes)
         request = {"start": start.to_dict(), "axes": self.axes, "steps": steps}
         self._folder.claim(request | {"fixes": arm_of(list(fixes)).fixes})
         n_workers = len(self._client.ncores()) if self._client is not None else 0
@@ -224,7 +230,8 @@ class Sweep(_SweepPoints):
     def result(self) -> SweepResult:  # of the arms that are done
         "The curves and sensitivities so far."
         ended = self.ended
-        done = [task for task in self._tasks if ended.get(task) == ""]
+        is_done = {task: done_file(self.folder_of(task)).is_file() for task in self._tasks}
+        done = [task for task in self._tasks if is_done[task] or ended.get(task) == ""]
         curves = [read_curve(self.folder_of(task), task.arm.name, task.seed) for task in done]
         alone: Counter = Counter()
         for batch in self._returned:
@@ -235,6 +242,7 @@ class Sweep(_SweepPoints):
             steps=self.steps,
             curves=[curve for curve in curves if len(curve.loss)],
             complete=len(done) == len(self._tasks),
+            bounds=(self.start.first_loss, failure_bound(self.start.recorded_loss)),
             together=sum(batch["together"] for batch in self._returned),
             alone=dict(alone),
         )

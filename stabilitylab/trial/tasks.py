@@ -8,6 +8,7 @@ __all__ = ['ArmTask', 'TrialState', 'run_to_end']
 # %% ../../nbs/api/trial/03_tasks.ipynb #018f8175
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from tqdm.auto import tqdm
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import Scratch, try_lock, write_atomic
-from ..run.job import Job, report_progress
+from ..replay.device import chosen_devices, free_memory, kind_of
+from ..run.job import Job, JobState, report_progress
 from .arm import Arm, done_file, seed_folder
 from .cluster import ClusterJob, as_client, begin_work
 from .start import Start
@@ -154,6 +156,20 @@ def _steps_written(folder: Path) -> int:
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #7a621077
+_TRIES = 2  # times that a killed process is begun again: our convention
+_SMALL = 0.01  # of the free memory, for saved states of all arms at once; below it nothing is measured
+
+
+def _may_be_short(start: Start, devices: Sequence[str], room: int) -> bool:
+    "Whether arms might not fit: on a GPU always, on a CPU where the run's saved states are large."
+    if kind_of(devices[0]) != "cpu":
+        return True
+    if not start.path:
+        return False
+    states = (file.stat().st_size for file in Path(start.path).rglob("*") if "snapshot" in file.as_posix())
+    return room * max(states, default=0) > _SMALL * free_memory("cpu")
+
+
 class _TaskSettings(Generic[Result]):
     "Folder, arguments and state of the tasks of a trial or a sweep."
 
@@ -165,14 +181,17 @@ class _TaskSettings(Generic[Result]):
         steps: int,  # of each arm and seed, >= 1
         seeds: int,  # of each arm, >= 1
         folder: str | Path | None,  # where the curves are written; None: a temporary folder
-        device: str,  # where to train
+        device: str,  # where to train; 'auto': every GPU there is, else the CPU
         client: object,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         for name, value in (("steps", steps), ("seeds", seeds)):
             if not isinstance(value, int) or value < 1:
                 raise bad_input(name, value, "a whole number, 1 or more")
-        self.steps, self.seeds, self.device = steps, seeds, device
+        self.steps, self.seeds = steps, seeds
         self._client: Any = as_client(client)
+        # a worker of a cluster chooses among its own
+        self.devices = [device] if self._client is not None else chosen_devices(device)
+        self.notes: tuple[str, ...] = ()  # sentences on what the machine changed
         self._folder = _WorkFolder(self.kind, folder)
         self.folder = self._folder.path
         self._tasks: list[ArmTask] = []
@@ -182,6 +201,10 @@ class _TaskSettings(Generic[Result]):
         self._returned: list[Any] = []  # by the parts that this process has seen end
         self._room = 1  # parts that train at a time
         self._stopped = False
+        self._where: dict[TaskPart, str] = {}  # the device of each part that trains
+        self._again: Counter = Counter()  # times that a part was begun again
+        self._gauge: Job | None = None  # measures how many parts fit
+        self._is_gauged = False
 
     def folder_of(
         self,
@@ -224,13 +247,53 @@ class _TaskJobs(_TaskSettings[Result]):
         "Starts a part."
         self._folder.lock()
         folders = [self.folder_of(task) for task in part]
+        busy = Counter(self._where[other] for other in self._jobs)
+        self._where[part] = min(self.devices, key=lambda device: busy[device])
         self._jobs[part] = begin_work(
             self._client,
             self.function,
-            self._arguments(part) | {"device": self.device},
+            self._arguments(part) | {"device": self._where[part]},
             done_file(folders[-1]),
             lambda: sum(map(_steps_written, folders)) / (self.steps * len(folders)),
         )
+
+    def _is_measuring(self) -> bool:
+        "Whether a child process still measures how many parts fit; it is started where memory may be short."
+        if not self._is_gauged and self._waiting:
+            self._is_gauged = True
+            start = self._waiting[0][0].start
+            if self._client is None and start is not None and _may_be_short(start, self.devices, self._room):
+                share = max(len(part) for part in self._waiting)
+                arguments = {"devices": self.devices, "wanted": self._room, "in_a_part": share}
+                self._gauge = Job.of("stabilitylab.trial.memory:room_of", start=start.to_dict(), **arguments)
+        if self._gauge is None:
+            return False
+        state = self._gauge.poll()
+        if state.ended:
+            self._gauge = None
+            if state.phase == "done":  # where it failed, the arms will say why
+                self._take_room(state.result)
+        return not state.ended
+
+    def _take_room(self, answer: dict) -> None:
+        "Lowers the number of parts at a time to those that fit; where none does, nothing is trained."
+        if answer["fitting"]:
+            self._room = answer["fitting"]
+            self.notes += (answer["words"],) if answer["words"] else ()
+            return
+        self._ended |= dict.fromkeys(self._waiting, answer["words"])
+        self._waiting = []
+
+    def _is_begun_again(self, part: TaskPart, state: JobState) -> bool:
+        "Puts a part back in line whose process was killed from outside, fewer at a time; not for ever."
+        if not state.was_killed or self._again[part] >= _TRIES:
+            return False
+        self._again[part] += 1
+        self._waiting.insert(0, part)
+        self._room = max(1, min(self._room, len(self._jobs)))  # it may have been memory
+        words = f"{_part_name(part)}: {state.error}; it went on from its last saved state"
+        self.notes = (*self.notes, words)
+        return True
 
     def _failures(self) -> tuple[str, ...]:
         "What went wrong in parts that did not finish."
@@ -242,28 +305,33 @@ class TaskQueue(_TaskJobs[Result]):
 
     def poll(self) -> TrialState:
         "Starts tasks where there is room, collects those that have ended, and returns the progress."
+        total = len(self._tasks)
+        if self._is_measuring():
+            return TrialState(sum(map(len, self._ended)), total, ("measuring memory",), 0.0, False, ())
         running = 0.0  # tasks' worth of work in parts that still train
         for part, job in list(self._jobs.items()):
             state = job.poll()
             if not state.ended:
                 running += state.share * len(part)
                 continue
+            del self._jobs[part]
+            if self._is_begun_again(part, state):
+                continue
             self._ended[part] = "" if state.phase == "done" else (state.error or state.phase)
             self._returned += [state.result] if state.phase == "done" else []
-            del self._jobs[part]
         while self._waiting and len(self._jobs) < self._room and not self._stopped:
             self._begin(self._waiting.pop(0))
         ended = not self._jobs and (self._stopped or not self._waiting)
         if ended:
             self._folder.unlock()
-        done, total = sum(map(len, self._ended)), len(self._tasks)
+        done = sum(map(len, self._ended))
         names = tuple(map(_part_name, self._jobs))
         return TrialState(done, total, names, (done + running) / total, ended, self._failures())
 
     def cancel(self) -> None:
         "Stops what trains; the curves so far stay, and the same request goes on from there."
         self._stopped = True
-        for job in self._jobs.values():
+        for job in (*self._jobs.values(), *([self._gauge] if self._gauge else [])):
             job.cancel()
         self._folder.unlock()
 

@@ -281,6 +281,7 @@ class ArmVerdict:
     detectable: float = float("inf")  # gain that would be said to help in four of five such trials, nats
     n_arms: int = 1  # that are judged together; the run unchanged and another order are not
     capped: int = 0  # seeds on which both final losses are above the loss before training, and capped there
+    acted: bool = True  # whether any loss of it differs from that of the run unchanged
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
@@ -360,6 +361,11 @@ class _Basis:
         return min(1.0, self.n_arms * fewer), min(1.0, self.n_arms * more)
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #f3684578
+def _is_unchanged(arm: Sequence[ArmCurve], base: Sequence[ArmCurve]) -> bool:
+    "Whether every loss is that of the run unchanged, to the last bit."
+    return all(np.array_equal(a.loss, b.loss, equal_nan=True) for a, b in zip(arm, base, strict=True))
+
+
 def _verdict_of(
     arm: Arm,  # under test, or the run unchanged
     curves: list[ArmCurve],  # of the arm, one a seed
@@ -402,6 +408,7 @@ def _verdict_of(
         more_seeds=0 if reason else more_seeds(differences, level, verdict.rescued),
         postponed=_postponed(before, after) if diverged[1] else None,
         chance=min(chances),
+        acted=not _is_unchanged(curves, base_curves),
         detectable=detectable_gain(differences, level, basis.n_arms),
     )
 
@@ -437,5 +444,7 @@ def verdicts_of(
         seeds = sorted(set(base) & set(by_arm[arm.name]))
         verdicts.append(_verdict_of(arm, [by_arm[arm.name][seed] for seed in seeds], basis))
     base_verdict = replace(verdicts[0], verdict="unchanged", decided_by="", effect=0.0, interval=(0.0, 0.0))
-    verdicts[0] = replace(base_verdict, more_seeds=0, postponed=None, capped=0, chance=1.0, detectable=0.0)
+    verdicts[0] = replace(
+        base_verdict, more_seeds=0, postponed=None, capped=0, chance=1.0, detectable=0.0, acted=True
+    )
     return verdicts

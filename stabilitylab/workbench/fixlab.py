@@ -19,6 +19,7 @@ from ..investigation.loop import ENDED, Investigation
 from ..investigation.plan import Plan
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
+from ..replay.device import AUTO
 from ..run.job import JobState
 from ..run.recording import Recording
 from ..trial.arm import Arm, ArmCurve
@@ -102,6 +103,7 @@ class FixLab(StepChoice):
     seeds = traitlets.Int(3, help="orders of batches, 1 or more")
     length = traitlets.Int(60, help="steps of every arm and seed")
     budget = traitlets.Float(5.0, help="minutes after which the trial is stopped; 0: none")
+    device = traitlets.Unicode(AUTO, help="where to train: every GPU there is, else the CPU; or one device")
     origin = traitlets.Instance(
         Start, allow_none=True, help="a Start instead of the state of the run; None: the state"
     )
@@ -165,7 +167,7 @@ class TrialLab(FixLab):
             raise bad_input("arms", "none", "one fix or more", "tick a fix")
         self.cancel()
         self.work = Investigation(self.recording, self.findings, Plan(self.start, list(arms), self.length))
-        self.work.begin(self.seeds, self.budget or None)
+        self.work.begin(self.seeds, self.budget or None, device=self.device)
         self.poll()
 
     def poll(self) -> JobState:
@@ -238,9 +240,10 @@ def trial_call(
     if start.function:
         where = f"function={start.function!r}, arguments={start.arguments!r}"
     run = f"trial.run(budget={lab.budget:g})" if lab.budget > 0 else "trial.run()"
+    device = "" if lab.device == AUTO else f", device={lab.device!r}"
     return (
         "from stabilitylab import Start, Trial\n"
-        f"trial = Trial(Start({where}), {names!r}, steps={lab.length}, seeds={lab.seeds})\n"
+        f"trial = Trial(Start({where}), {names!r}, steps={lab.length}, seeds={lab.seeds}{device})\n"
         f"result = {run}\n"
         "print([(arm.fix, arm.verdict, arm.effect, arm.interval) for arm in result.arms])"
     )

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from ..fixes.registry import fix
 from ..names.errors import InputError
 from ..plot.trial import trial_picture
+from ..replay.device import AUTO, devices
 from ..report.render import render
 from ..report.trial import trial_sheet
 from ..run.job import Job, JobState
@@ -56,7 +57,15 @@ from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/15_view_fixlab.ipynb #4ba59b9b
 _PROXY, _STATE, _NOWHERE = "a small proxy", "this state", "choose …"
-_WIDTHS = {"origin": 190, "step": 150, "seeds": 120, "length": 130, "budget": 140, "setup": 300}  # pixels
+_WIDTHS = {
+    "origin": 190,
+    "step": 150,
+    "seeds": 120,
+    "length": 130,
+    "budget": 140,
+    "device": 150,
+    "setup": 300,
+}  # pixels
 _N_TICKED = 2  # fixes that are ticked at first, beside the control
 
 
@@ -68,6 +77,7 @@ def _lab_controls(lab: FixLab) -> dict[str, widgets.Widget]:
         "seeds": widgets.BoundedIntText(description="Seeds", min=1, max=20),
         "length": widgets.BoundedIntText(description="Steps", min=5, max=100_000),
         "budget": widgets.BoundedFloatText(description="Minutes", min=0, max=10_000),
+        "device": widgets.Dropdown(options=[AUTO, *devices()], description="Device"),
         "setup": widgets.Text(description="Setup", placeholder="file.py:function, or empty"),
     }
     helps = {name: trait.help for name, trait in FixLab.class_traits().items()}
@@ -75,7 +85,7 @@ def _lab_controls(lab: FixLab) -> dict[str, widgets.Widget]:
     for name, control in boxes.items():
         control.layout.width, control.style.description_width = f"{_WIDTHS[name]}px", "initial"
         control.layout.margin, control.tooltip = "2px 14px 2px 2px", helps[name]
-    for name in ("seeds", "length", "budget", "setup"):
+    for name in ("seeds", "length", "budget", "device", "setup"):
         traitlets.link((lab, name), (boxes[name], "value"))
     return boxes
 
@@ -207,7 +217,7 @@ class FixLabView(StateView):
         self._lay_out()
         self.work.stop.on_click(lambda _: self.end())
         on(self.controls["origin"], "value", self.set_origin)
-        on(self.lab, "step seeds length budget setup", lambda _: self.say_call())
+        on(self.lab, "step seeds length budget device setup", lambda _: self.say_call())
         on(shared, "visible name findings", lambda _: self.enter())
         on(shared, "wanted", self.offers.ask)
         on(shared, "dark", lambda _: self.draw())

@@ -20,6 +20,7 @@ import xarray as xr
 from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.compare_formats import PRECISIONS
+from ..replay.device import AUTO, devices
 from ..replay.examine import controls
 from ..replay.faults import changed_place
 from ..replay.job import ReplayJob
@@ -57,6 +58,7 @@ class ReplayState(StepChoice):
     ablate = traitlets.Bool(False, help="whether the modules are left out one after the other")
     precisions = traitlets.Tuple(help="number formats that are compared with float64")
     setup = traitlets.Unicode("", help="'file.py:function' that builds the model; '': the run's own")
+    device = traitlets.Unicode(AUTO, help="where to run; 'auto': the kind of device that the run had")
     result = traitlets.Dict(help="the JSON of the last replay of this step, or its error; {}: none")
 
     @traitlets.validate("precisions")
@@ -80,6 +82,7 @@ class ReplayState(StepChoice):
             "modules": self.ablate,
             "states": list(self.states),
             "batches": list(self.batches),
+            "device": self.device,
         }
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #03a48a40
@@ -172,7 +175,9 @@ def _replay_controls(look: ReplayState) -> dict[str, widgets.Widget]:
     for name, words in _QUESTIONS.items():
         boxes[name] = widgets.Checkbox(description=words, indent=False, layout=width)
     boxes["precisions"] = widgets.SelectMultiple(options=list(PRECISIONS), layout=rows)
-    for name in (*_QUESTIONS, "precisions"):
+    boxes["device"] = widgets.Dropdown(options=[AUTO, *devices()], description="Device", layout=width)
+    boxes["device"].tooltip = "auto: the kind of device that the run had, else the GPU, else the CPU"
+    for name in (*_QUESTIONS, "precisions", "device"):
         traitlets.link((look, name), (boxes[name], "value"))
     for name in _COMPARED:
         boxes[name] = widgets.SelectMultiple(layout=rows)
@@ -201,7 +206,7 @@ def _asked_column(look: ReplayState, boxes: dict[str, widgets.Widget]) -> widget
         labels["batches"],
         boxes["batches"],
     ]
-    parts += [boxes["samples"], boxes["ablate"], precisions, boxes["precisions"]]
+    parts += [boxes["samples"], boxes["ablate"], precisions, boxes["precisions"], boxes["device"]]
     return column(*parts, flex="1 1 260px")
 
 
@@ -267,7 +272,7 @@ class ReplayView(_ReplayWidgets):
             on(self.controls[name], "index", functools.partial(self._compare_with, name))
         on(self.look, "step recording", lambda _: self._turn())
         on(self.look, "result", lambda _: self._show_result())
-        traits = [*_COMPARED, *_QUESTIONS, "step", "precisions", "setup", "result"]
+        traits = [*_COMPARED, *_QUESTIONS, "step", "precisions", "device", "setup", "result"]
         on(self.look, " ".join(traits), lambda _: self._say_call())
         on(shared, "name", lambda _: self.open_run())
         on(shared, "runs", lambda _: self._grow())

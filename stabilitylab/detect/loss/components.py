@@ -169,3 +169,30 @@ def find_component_plateaus(
         end = series.step[-1]
         findings.append(Finding("plateau", "info", start, end, evidence=evidence, series=series.name))
     return findings
+
+# %% ../../../nbs/api/detect/loss/16_components.ipynb #48b8c036
+def _spiked(series: Curve, step: int, spikes: list[Spike]) -> bool:
+    "Whether one of some spikes of a loss begins near a step."
+    reach = count_limit("near_records") * step_interval(series)
+    return any(abs(int(series.step[spike.first]) - step) <= reach for spike in spikes)
+
+
+def parts_of_spikes(
+    run: xr.DataTree,  # a record
+    findings: list[Finding],  # so far
+) -> list[Finding]:  # spikes of the main loss with the datasets that had them, where others had not
+    "In which datasets a spike of the mean was."
+    is_spike = [f.kind in ("loss_spike", "resume_spike") and "only_in" not in f.evidence for f in findings]
+    losses = component_losses(run) if any(is_spike) else []
+    datasets = [series for series in losses[1:] if not set(series.name.split("_")) & _AUXILIARY]
+    if len(datasets) < 2:
+        return findings
+    clear = {series.name: _events(series) for series in datasets}
+    any_at_all = {series.name: spike_events(series) for series in datasets}
+    related, max_names = [], count_limit("most_modules")
+    for f, is_asked in zip(findings, is_spike, strict=True):
+        jumped = [s.name for s in datasets if is_asked and _spiked(s, f.first, clear[s.name])]
+        stayed = [s.name for s in datasets if is_asked and not _spiked(s, f.first, any_at_all[s.name])]
+        parts = {"jumped_too": jumped[:max_names], "stayed": stayed[:max_names]} if jumped and stayed else {}
+        related.append(f.with_(evidence=f.evidence | parts) if parts else f)
+    return related
