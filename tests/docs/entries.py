@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE, HTML, SITE = ROOT / "_build" / "site", ROOT / "_build" / "html", ROOT / "_docs"
 NAME, BASE, WORKERS = "stabilitylab", "/stabilitylab/", 2
 WORDS = re.compile(r"```\{(?:index|toctree)\}.*?```\n*", re.S)  # directives that are no text
-EXTERNAL = Path(__file__).with_name("links.txt")  # addresses that somebody has opened, one a line
+EXTERNAL = Path(__file__).with_name("links.txt")  # addresses that were looked at, one a line
 LINES, COLUMNS = 7, 46  # of an output that stands for a picture on a card
 WIDEST = 8_000  # characters of one output in a Markdown twin
 
@@ -189,7 +189,7 @@ def read_links(site: Path) -> dict[Path, _Links]:
 
 
 def wrong_links(site: Path, base: str) -> list[str]:
-    "Links of a built site to a page or an anchor that is not there, and to addresses that nobody has opened."
+    "Links of a built site to a page or an anchor that is not there, and to addresses not in the list."
     pages, wrong = read_links(site), []
     checked = set(EXTERNAL.read_text(encoding="utf-8").split())
     for path, page in pages.items():
@@ -199,7 +199,7 @@ def wrong_links(site: Path, base: str) -> list[str]:
                 continue
             if re.match(r"https?://", link):
                 if link.partition("#")[0] not in checked:
-                    wrong.append(f"{name}: {link} is not in tests/docs/links.txt: open it, then add it")
+                    wrong.append(f"{name}: {link} is not in tests/docs/links.txt: look at it, then add it")
                 continue
             file, _, anchor = unquote(link).partition("#")
             file = file.partition("?")[0]
