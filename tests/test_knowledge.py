@@ -171,7 +171,7 @@ def test_reports_end_as_the_notes_say():
         "mt-43e"
     ) == "unclear"
     assert {reported(row) for row in ("mt-7", "mt-38", "mt-39", "vlm-12", "opt-20")} == {"worked"}
-    advice = ("mt-8", "mt-32", "mt-33", "mt-53", "mt-56")  # an outcome is not told
+    advice = ("mt-8", "mt-31", "mt-32", "mt-33", "mt-53", "mt-56")  # an outcome is not told
     assert {reported(row) for row in (*advice, "idefics-7", "opt-21", "opt-33", "mle-3")} == {"unclear"}
 
 

@@ -98,6 +98,7 @@ _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in
     "relations:join_spikes_to_divergence",
     "relations:drop_explained_rises",
     "settings:changes_and_events",
+    "loss.components:parts_of_spikes",
     "relations:drop_explained_not_learning",
     "relations:grad_norm_and_loss",
     "relations:z_loss_and_loss",
