@@ -21,7 +21,7 @@ from ..models.decoder import LanguageModel
 from ..models.tasks import copy_task, picture_task, translation_task
 from ..models.translation import LayerMix, TranslationModel
 from ..models.vision import VisionLanguageModel
-from ..probe.lead_signals import gradient_curvature
+from ..probe.checks.lead_signals import gradient_curvature
 
 # %% ../../nbs/api/cases/31_note_trials.ipynb #7af6cc2e
 def _trained(

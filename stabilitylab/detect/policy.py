@@ -14,7 +14,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import count_limit, limit
 from ..run.curves import Curve, curve, scalars_of
-from ..run.rolling import before, difference_noise
+from ..run.rolling import before, difference_noise, lasts_from, recent_median
 
 # %% ../../nbs/api/detect/15_policy.ipynb #cbeff0f0
 _ROLES = {  # what it is -> patterns of the names that the trainers give it, the surest first
@@ -92,15 +92,12 @@ def reward_since(
 # %% ../../nbs/api/detect/15_policy.ipynb #ae7d3670
 def _since(holds: np.ndarray) -> int | None:
     "Index from which on a condition holds to the end, for some records; None where it does not."
-    if not len(holds) or not holds[-1]:
-        return None
-    at = len(holds) - int(np.argmin(holds[::-1])) if not holds.all() else 0
-    return at if len(holds) - at >= count_limit("few_records") else None
+    return lasts_from(holds, count_limit("few_records"))
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
     "The median of each record and those before it; as long as the values."
-    return before(np.r_[values, values[-1]], count_limit("few_records"), 1)[1:]
+    return recent_median(values, count_limit("few_records"))
 
 
 def _severity(reward_did: str | float, is_fault: tuple[str, ...]) -> str:
@@ -197,8 +194,7 @@ def _lasting(series: Curve | None, bound: float) -> int | None:
     "Index from which a share stays above a bound for twenty records or more, to the end."
     if series is None:
         return None
-    at = _since(_smoothed(series.value) >= bound)
-    return at if at is not None and len(series.value) - at >= count_limit("short_records") else None
+    return lasts_from(_smoothed(series.value) >= bound, count_limit("short_records"))
 
 
 def find_zero_advantage(

@@ -22,12 +22,14 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
+from .checks.weight_faults import fault_words, weight_faults
 from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .params import UPDATES, ParamProbe, groups_of
+from .routers import RouterProbe
 from .scalars import LossScale, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
@@ -43,7 +45,6 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
-from .weight_faults import fault_words, weight_faults
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -79,6 +80,7 @@ class Recorder:
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
         self.own_loss: Any = None
         self.attention: Any = None
+        self.routers: RouterProbe | None = None
         self.box: BlackBox | None = None  # also without snapshots
         self.store: Any = None
         self.writer: Any = None
@@ -192,7 +194,7 @@ class Recorder:
             self.guard.note(f"hooks that do nothing may be left: {error}")
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
-_BOX = "the black box"  # the kind of statistic that it stands for
+_BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
 
 
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:
@@ -209,6 +211,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     _open_record(recorder, model)
     recorder.own_loss = guard.attempt("the model's own loss", None, StepLoss, model, guard)
     recorder.attention = AttentionRecording(model, options.attention_every, guard)
+    recorder.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, options.kinds, guard)
     recorder._sample()
     recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
     atexit.register(recorder.at_exit)
@@ -261,7 +264,14 @@ def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBo
 def _unhook(recorder: Recorder) -> None:
     "Take every hook off."
     own_loss = None if recorder.own_loss is None else recorder.own_loss.handle
-    for part in (recorder.modules, recorder.params, own_loss, recorder.attention, recorder.skips):
+    for part in (
+        recorder.modules,
+        recorder.params,
+        own_loss,
+        recorder.attention,
+        recorder.routers,
+        recorder.skips,
+    ):
         if part is not None:
             part.remove()
 
@@ -305,7 +315,8 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     is_withheld = recorder.skips is not None and recorder.skips.take()
     heads, attention_scalars = recorder.attention.take()
     is_skipped = is_withheld or (bool(grads) and not stepped)
-    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars
+    routers = recorder.routers and guard.attempt(_ROUTERS, None, recorder.routers.take)
+    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars | (routers or {})
     item = {
         "step": recorder.n,
         "time": time.time(),
