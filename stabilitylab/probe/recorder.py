@@ -14,6 +14,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
 from .checks.weight_faults import fault_words, weight_faults
+from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
@@ -69,6 +71,7 @@ class Recorder:
         self.clip: float | str | None = None  # largest gradient norm, where a framework says it
         self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
         self.trainer: Any = None  # of Hugging Face, where it computes its own loss
+        self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression
         self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
@@ -121,11 +124,17 @@ class Recorder:
     ) -> Any:
         "The same batch, kept for replay together with the random state; call it before each forward pass."
         if self.box is not None and self.off is None:
-            self.guard.attempt(_BOX, None, self.box.batch, batch, self.n, self.micro)
             if self.n == self.options.first_step and not self.micro:
                 self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
+            self.guard.attempt(_BOX, None, self._keep, batch, sys._getframe(1))
         self.micro += 1
         return batch
+
+    def _keep(self, batch: Any, frame: FrameType) -> None:
+        "Keep a batch with the values of the loop that its loss needs."
+        names = {**frame.f_globals, **frame.f_locals} if self.loop_values else {}
+        if self.box is not None:
+            self.box.batch(with_loop_values(batch, self.loop_values, names), self.n, self.micro)
 
     def step(
         self,

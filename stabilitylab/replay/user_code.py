@@ -53,6 +53,14 @@ def _place_of(trace: TracebackType | None) -> str:
     return text
 
 
+def _left_open(function: Callable) -> str:
+    "What the draft that a function stands in could not see; '' where nothing is left open."
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    lines = [line.strip() for line in linecache.getlines(file)]
+    todo = [line.removeprefix("# TODO: ") for line in lines if line.startswith("# TODO: ")]
+    return f"; left open in the draft: {'; '.join(todo[:3])}" if todo else ""
+
+
 class _Theirs:
     "A function of the user; what it raises is marked as theirs."
 
@@ -67,7 +75,8 @@ class _Theirs:
             raise
         except Exception as error:
             if not hasattr(error, "stabilitylab_part"):
-                marks = {"stabilitylab_part": self.part, "stabilitylab_hint": self._hint(error, args)}
+                hint = self._hint(error, args) + _left_open(self.function)
+                marks = {"stabilitylab_part": self.part, "stabilitylab_hint": hint}
                 vars(error).update(marks)
             raise
 

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...numerics.pytree import tensors_of
 from stabilitylab.probe.draft.loop_source import (
     Source,
     backward_call,
@@ -31,6 +33,7 @@ from stabilitylab.probe.draft.loop_source import (
     up_to_backward,
     value_at,
 )
+from .loop_values import LOOP, LoopValues, passed_back
 from ..settings import model_itself
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #df727f63
@@ -54,11 +57,66 @@ def _name_in_len(call: ast.Call) -> str:
     return call.args[0].id if is_len and isinstance(call.args[0], ast.Name) else ""
 
 
+def _is_of_framework(value: Any) -> bool:
+    "Whether an object is accelerate's or Lightning's, whose properties may be read."
+    return type(value).__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric")
+
+
+_MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
+
+
+def _framework_autocast(call: ast.Call, scope: dict[str, Any]) -> str | None:
+    "Torch's autocast for a call of accelerate's; None for any other call."
+    owner = value_at(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
+    if not _is_of_framework(owner) or call.func.attr != "autocast":  # type: ignore[attr-defined]
+        return None
+    dtype = _MIXED.get(str(getattr(owner, "mixed_precision", "no")))
+    return f"torch.autocast({owner.device.type!r}, {dtype}, enabled={dtype is not None})"
+
+
+_NUMBERS = ("size", "max", "min", "item", "numel", "dim")  # methods of data that change nothing
+
+
+def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None:
+    "A number that an expression reads from a tensor or an array; None for any other expression."
+    at: ast.expr = node
+    while isinstance(at, (ast.Attribute, ast.Subscript, ast.Call)):
+        if isinstance(at, ast.Call):
+            is_known = isinstance(at.func, ast.Attribute) and at.func.attr in _NUMBERS
+            if not is_known or at.keywords or not all(isinstance(arg, ast.Constant) for arg in at.args):
+                return None
+            at = at.func
+        elif isinstance(at, ast.Subscript) and not isinstance(at.slice, (ast.Constant, ast.UnaryOp)):
+            return None
+        else:
+            at = at.value
+    value = scope.get(at.id) if isinstance(at, ast.Name) else None
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        return None
+    code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "draft", "eval")
+    try:
+        number = eval(code, {"__builtins__": {}}, {at.id: value})  # type: ignore[union-attr]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return None
+    number = number.item() if isinstance(number, np.generic) else number
+    return number if isinstance(number, (int, float)) else None
+
+
 class _Inline(ast.NodeTransformer):
     "Puts the model, the batch and constants in place of the names of a loop."
 
-    def __init__(self, scope: dict, model: torch.nn.Module, value_source: ValueSource, parts: dict[str, str]):
+    def __init__(
+        self,
+        scope: dict,
+        model: torch.nn.Module,
+        value_source: ValueSource,
+        parts: dict[str, str],
+        keeper: "_Keeper",
+    ):
         self.scope, self.model, self.value_source, self.parts = scope, model, value_source, parts
+        self.keeper = keeper  # of values that have no source
+        self.is_model = False  # whether the statements make the model, from data that stays
+        self.early: dict[str, None] = {}  # chains that hold results of earlier forward passes
         self.bound: set[str] = set()  # names that the statements set
         self.new_names: dict[str, str] = {}  # new name -> source
 
@@ -84,8 +142,19 @@ class _Inline(ast.NodeTransformer):
             return node
         return node.body if node.test.value else node.orelse
 
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        "A number of the data, such as `x.shape[1]`, as a constant where the model is made."
+        number = _number_of_data(node, self.scope) if self.is_model else None
+        return self.generic_visit(node) if number is None else ast.Constant(number)
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         "The length of a list of the loop as a number; any other call by its parts."
+        number = _number_of_data(node, self.scope) if self.is_model else None
+        if number is not None:
+            return ast.Constant(number)
+        autocast = _framework_autocast(node, self.scope)
+        if autocast is not None:
+            return ast.parse(autocast, mode="eval").body
         name = _name_in_len(node)
         values = self.scope.get(name)
         if isinstance(values, (list, tuple)) and name not in self.bound:
@@ -98,8 +167,12 @@ class _Inline(ast.NodeTransformer):
         if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
             return self.generic_visit(node)
         value = value_at(node, self.scope)
+        if value is None and node.attr == "device" and _is_of_framework(value_at(node.value, self.scope)):
+            value = value_at(node.value, self.scope).device
         if is_same_model(value, self.model):
             return ast.Name("model", ast.Load())
+        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
+            self.early[ast.unparse(node)] = None
         if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
             source = self._source(node, value)
             if source is not None:
@@ -111,14 +184,22 @@ class _Inline(ast.NodeTransformer):
         if is_same_model(self.scope.get(root_name(node) or ""), self.model):
             return None
         source = self.value_source(node.attr, value)
-        if source is None:
-            return None
-        if isinstance(value, _PLAIN):
+        if source is not None and isinstance(value, _PLAIN):
             return ast.parse(source, mode="eval").body
         is_free = node.attr not in self.scope | self.new_names
         name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
+        if source is None:
+            source = self.keeper.line_of(name, ast.unparse(node), value)
+        if source is None:
+            return None
         self.new_names[name] = source
         return ast.Name(name, ast.Load())
+
+
+def _has_graph(value: Any) -> bool:
+    "Whether a value holds results of a forward pass, a gradient still to be taken through them."
+    is_data = isinstance(value, (torch.Tensor, list, tuple, dict))
+    return is_data and any(tensor.grad_fn is not None for tensor in tensors_of(value))
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #6539eae4
 def _inner_names(node: ast.AST) -> set[str]:
@@ -181,6 +262,7 @@ class LoopCode:
     lines: list[str]  # the body of `loss(model, batch)`
     clip: str | None = None  # for `Setup.clip`; None: the loop does not clip, as far as its lines show
     missing: list[str] = field(default_factory=list)  # what has no source
+    expressions: dict[str, str] = field(default_factory=dict)  # of values that are kept: by their names
 
 
 @dataclass
@@ -194,6 +276,7 @@ class _Way:
     recorded: ast.expr  # what was given to `recorder.batch`
     loops: set[str]  # names that the loops around it set
     backward: ast.Call  # of the backward pass
+    outer: dict[str, Any]  # names where `recorder.batch` is called
 
 
 def _loop_names(body: list[ast.stmt], line: int) -> set[str]:
@@ -264,6 +347,60 @@ def _called_step(statements: list[ast.stmt], scope: dict[str, Any]) -> tuple[lis
     return None
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #6ac51730
+def _stepped(statement: ast.stmt, scope: dict[str, Any]) -> list[Any]:
+    "Optimizers, or what holds them, whose step a statement takes."
+    calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    owners = [n.func for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "step"]
+    return [value_at(owner.value, scope) for owner in owners]
+
+
+def _is_plain_pass(statement: ast.stmt, scope: dict[str, Any]) -> bool:
+    "Whether a statement is a backward pass without a loss scaler and without accumulation."
+    call = backward_call(statement) if isinstance(statement, ast.Expr) else None
+    if call is None or ".scale(" in ast.unparse(call):
+        return False
+    owner = value_at(call.func.value, scope)  # type: ignore[attr-defined]
+    return not call.args or getattr(owner, "gradient_accumulation_steps", 1) == 1
+
+
+def _span(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[Any]) -> tuple[int, int]:
+    "(first statement after the step of another optimizer, the step of one of these); (0, 0) without one."
+    own, first = list(map(_bare_optimizer, optimizers)), 0
+    for at, statement in enumerate(statements):
+        here = list(map(_bare_optimizer, _stepped(statement, scope)))
+        if here and here[0] in own:
+            return first, at
+        first = at + 1 if here else first
+    return 0, 0
+
+
+def _joined(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[Any]) -> list[ast.stmt]:
+    "Statements with the backward passes of one step as one; passes of other optimizers are left out."
+    for statement in statements:
+        if isinstance(statement, ast.With):
+            statement.body = _joined(statement.body, scope, optimizers)
+    first, last = _span(statements, scope, optimizers)
+    passes = [at for at in range(last) if _is_plain_pass(statements[at], scope)]
+    within = [at for at in passes if at >= first]
+    if not within or len(passes) == 1:
+        return statements
+    total = optimized_loss(backward_call(statements[within[-1]]))  # type: ignore[arg-type]
+    for number, at in enumerate(within[:-1]):
+        loss = optimized_loss(backward_call(statements[at]))  # type: ignore[arg-type]
+        name = f"earlier_{number}"
+        statements[at] = ast.parse(f"{name} = passed_back({ast.unparse(loss)})").body[0]
+        total = ast.BinOp(total, ast.Add(), ast.Name(name, ast.Load()))
+    statements[within[-1]] = ast.parse(f"({ast.unparse(total)}).backward()").body[0]
+    return [statement for at, statement in enumerate(statements) if at not in set(passes) - set(within)]
+
+
+def _bare_optimizer(optimizer: Any) -> Any:
+    "An optimizer without what a framework wrapped around it."
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _way(frame: types.FrameType, recorder: Any) -> _Way | None:
     "The statements of a loop from its batch to its backward pass."
     source = frame_source(frame)
@@ -294,14 +431,17 @@ def _way(frame: types.FrameType, recorder: Any) -> _Way | None:
         statements, inside = step
         scope = inside.scope
     loops = _loop_names(source.body, source.line)
-    opened = up_to_backward(copy.deepcopy(statements), scope)
+    scope = {**scope, passed_back.__name__: passed_back}
+    optimizers = getattr(getattr(recorder, "box", None), "optimizers", [])
+    statements = _joined(copy.deepcopy(statements), scope, optimizers)
+    opened = up_to_backward(statements, scope)
     backward = backward_call(opened[-1]) if opened else None
     if backward is None:
         return None
     loss = optimized_loss(backward)
     rename = _Rename(ast.dump(call))
     renamed = [rename.visit(statement) for statement in opened[:-1]]
-    return _Way(renamed, rename.visit(loss), inside, scope, call.args[0], loops, backward)
+    return _Way(renamed, rename.visit(loss), inside, scope, call.args[0], loops, backward, source.scope)
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #574a240a
 def _shared(way: _Way) -> ast.expr:
@@ -326,10 +466,11 @@ class _Rename(ast.NodeTransformer):
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #525c54a3
 def _resolved(
     statements: list[ast.stmt], scope: dict[str, Any], model: torch.nn.Module, value_source: ValueSource,
-    named_parts: dict[str, str], parts: dict[str, str], loops: set[str],
+    named_parts: dict[str, str], parts: dict[str, str], loops: set[str], keeper: "_Keeper | None" = None,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     "(lines that stand by themselves, what has no source)."
-    inline = _Inline(scope, model, value_source, parts)
+    inline = _Inline(scope, model, value_source, parts, keeper or _Keeper(value_source, LoopValues({})))
+    inline.is_model, keeper = keeper is None, inline.keeper
     inline.bound = {name for statement in statements for name in stored_names(statement)} | set(named_parts)
     statements = [inline.visit(copy.deepcopy(statement)) for statement in statements]
     lines: list[str] = []
@@ -347,16 +488,48 @@ def _resolved(
             if name in named_parts:
                 lines.append(f"{name} = {named_parts[name]}")
             elif name in later or _is_counted(name, scope, loops):
-                missing.append(f"`{name}`, which changes from step to step: give it to `recorder.batch`")
+                line, absent = keeper.lines_of(name, scope.get(name), "which changes from step to step")
+                lines += line
+                missing += absent
             elif (nested := _nested_function(scope.get(name))) is not None:
                 scope.update({**nested.scope, **scope})
                 functions.insert(0, inline.visit(copy.deepcopy(nested.body[0])))
             else:
-                line, absent = _name_lines(name, scope, value_source)
+                line, absent = keeper.name_lines(name, scope)
                 lines += line
                 missing += absent
     lines += [f"{name} = {source}" for name, source in inline.new_names.items()]
+    missing += [f"`{chain}`, computed before `recorder.batch`: call it earlier" for chain in inline.early]
     return lines + [ast.unparse(ast.fix_missing_locations(s)) for s in [*functions, *statements]], missing
+
+
+class _Keeper:
+    "Writes lines for values that have no source and are kept with each batch."
+
+    def __init__(self, value_source: ValueSource, values: LoopValues):
+        self.value_source, self.values = value_source, values
+
+    def line_of(self, name: str, expression: str, value: Any) -> str | None:
+        "An expression for a kept value; None where it cannot be kept."
+        source = f"{LOOP}[{name!r}]"
+        if isinstance(value, torch.nn.Module):
+            make = getattr(self.value_source, "maker", lambda value: None)(value)
+            source = f"restored({make}, {source})"
+            if make is None:
+                return None
+        return source if self.values.take(name, expression, value) else None
+
+    def name_lines(self, name: str, scope: dict[str, Any]) -> tuple[list[str], list[str]]:
+        "The same for a name that has a source, or a value that can be kept."
+        line, absent = _name_lines(name, scope, self.value_source)
+        return self.lines_of(name, scope.get(name), absent[0].partition(", ")[2]) if absent else (line, [])
+
+    def lines_of(self, name: str, value: Any, words: str) -> tuple[list[str], list[str]]:
+        "(the line that sets a name, what cannot be kept)."
+        source = self.line_of(name, name, value)
+        if source is None:
+            return [], [f"`{name}`, {words}: give it to `recorder.batch`"]
+        return [f"{name} = {source}"], []
 
 
 def _is_counted(name: str, scope: dict[str, Any], loops: set[str]) -> bool:
@@ -395,6 +568,44 @@ def _signature(function: types.FunctionType) -> str:
     return f"({', '.join(words)})"
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #a6b411d3
+class _Localize(ast.NodeTransformer):
+    "Gives attributes that the statements set, such as `self.loss`, names of their own."
+
+    def __init__(self, statements: list[ast.stmt], scope: dict[str, Any], model: torch.nn.Module):
+        nodes = [n for s in statements for n in ast.walk(s) if isinstance(n, ast.Attribute)]
+        chains = {ast.unparse(n): root_name(n) for n in nodes if isinstance(n.ctx, ast.Store)}
+        self.names = {
+            text: text.replace(".", "_")
+            for text, root in chains.items()
+            if text.replace(".", "").isidentifier() and not is_same_model(scope.get(root or ""), model)
+        }
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        "A name in place of such an attribute."
+        name = self.names.get(ast.unparse(node))
+        return self.generic_visit(node) if name is None else ast.Name(name, node.ctx)
+
+
+_RAN = "ran"  # set by a line that runs a model from which the loss is read afterwards
+
+
+def _mark_runs(way: _Way, model: torch.nn.Module) -> None:
+    "Where a result is read from the model itself, as `model.last_loss`, lines that run the model count."
+    nodes = [n for s in [*way.statements, way.loss] for n in ast.walk(s)]
+    called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
+    registered = {*model._modules, *model._parameters, *model._buffers}
+    reads = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Attribute) and n.attr not in registered and id(n) not in called
+        and is_same_model(value_at(n.value, way.scope), model)
+    ]  # fmt: skip
+    for n in nodes if reads else ():
+        is_run = isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
+        if is_run and is_same_model(value_at(n.value.func, way.scope), model):
+            n.targets.insert(0, ast.Name(_RAN, ast.Store()))
+
+
 def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
@@ -405,15 +616,27 @@ def loop_code(
     way = _way(frame, recorder)
     if way is None:
         return None
+    named = _Localize(way.statements, way.scope, model)
+    way.statements[:] = [named.visit(statement) for statement in way.statements]
+    way.loss = named.visit(way.loss)
+    _mark_runs(way, model)
     result = ast.Return(_shared(way))
-    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)}
+    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)} | {_RAN}
     stored = {name for statement in way.statements for name in stored_names(statement)}
-    body = [*relevant(settled(way.statements, way.scope, frozenset(way.loops | stored)), needed), result]
+    statements = settled(way.statements, way.scope, frozenset(way.loops | stored))
+    body = [*relevant(statements, needed), result]
     paths = batch_parts(way.recorded)
     named_parts = {n.id: path for n, path in paths if isinstance(n, ast.Name) and n.id != path}
     parts = {ast.dump(node): path for node, path in paths if not isinstance(node, ast.Name)}
-    lines, missing = _resolved(body, dict(way.scope), model, value_source, named_parts, parts, way.loops)
-    return LoopCode(lines, clip_code(way.source, way.scope, model, value_source), missing)
+    keeper = _Keeper(value_source, LoopValues(way.outer))
+    lines, missing = _resolved(
+        body, dict(way.scope), model, value_source, named_parts, parts, way.loops, keeper
+    )
+    expressions = keeper.values.expressions
+    lines[:0] = getattr(value_source, "makers", [])
+    if expressions:
+        lines.insert(0, f'{LOOP}, batch = batch["{LOOP}"], batch["batch"]')
+    return LoopCode(lines, clip_code(way.source, way.scope, model, value_source), missing, expressions)
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #6eaea14f
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients")
@@ -520,9 +743,10 @@ def model_code(
                 if not isinstance(statement, _DEFINITIONS) and not _is_wrapping(statement)
             ]
             for name in names:
-                lines = _model_lines(before, name, source.scope, model, value_source)
-                if lines is not None:
-                    return lines
+                for data in ((torch.Tensor, np.ndarray), ()):  # as numbers, or made as the program makes it
+                    lines = _model_lines(before, name, source.scope, value_source, data)
+                    if lines is not None:
+                        return lines
         at = at.f_back
     return None
 
@@ -535,11 +759,12 @@ def _model_lines(
     before: list[ast.stmt],
     name: str,
     scope: dict[str, Any],
-    model: torch.nn.Module,
     value_source: ValueSource,
+    data: tuple[type, ...],  # classes whose values are not made anew
 ) -> list[str] | None:
     "The statements on which a model depends, with every other name a constant or an import."
-    constants = {n for n, value in scope.items() if isinstance(value, _DATA) or is_dataclass(value)}
+    classes = (*_DATA, *data)
+    constants = {n for n, value in scope.items() if isinstance(value, classes) or is_dataclass(value)}
     statements = relevant(before, {name}, frozenset(constants - {name}))
     own = [s for s in statements if name in stored_names(s)]
     is_plain = all(isinstance(statement, (ast.Assign, ast.AnnAssign)) for statement in statements)

@@ -31,6 +31,7 @@ from ...names.errors import InputError
 from ...names.files import write_atomic
 from ...numerics.pytree import container_kind, parts_of
 from .loop_code import LoopCode, loop_code, model_code
+from .loop_values import kept_in, kept_words
 from stabilitylab.probe.draft.trainer_code import (
     TrainerCode,
     forward_patches,
@@ -61,7 +62,16 @@ def own_loss(
     )
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #b869223f
-_CONFIGS = ("config", "cfg", "args", "hparams", "_hparams", "conf", "opt")  # attributes that hold arguments
+_CONFIGS = (
+    "config",
+    "_internal_dict",
+    "cfg",
+    "args",
+    "hparams",
+    "_hparams",
+    "conf",
+    "opt",
+)  # attributes that hold arguments
 _LONG = 90  # characters of a dict that stands in one line
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
@@ -281,8 +291,10 @@ _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_los
 class _LoopValues:
     "Sources of the values that a loop uses."
 
-    def __init__(self, draft: _Draft, model: nn.Module):
+    def __init__(self, draft: _Draft, model: nn.Module, frame: types.FrameType | None = None):
         self.draft, self.model = draft, model
+        self.frame = frame  # of the loop
+        self.makers: list[str] = []  # functions that make other modules
         self.submodules = {id(child): name for name, child in model.named_modules() if name}
         self.depth = 0
 
@@ -335,6 +347,18 @@ class _LoopValues:
         source, missing = _model_source(self.draft, value)
         self.draft.unseen = unseen
         return None if missing else source
+
+    def maker(self, value: nn.Module) -> str | None:
+        "A function without arguments that makes another module; None where it cannot be written."
+        lines, _ = _model_lines(self.draft, value, self.frame)
+        if any("TODO" in line for line in lines):
+            return None
+        self.draft.imports.add("from stabilitylab.probe.draft.loop_values import restored")
+        if len(lines) == 1:
+            return f"lambda: {lines[0].removeprefix('return ')}"
+        name = f"make_{len(self.makers)}"
+        self.makers.append(f"def {name}():\n{indent(chr(10).join(lines), '    ')}")
+        return name
 
     def _owner(self, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
@@ -528,18 +552,18 @@ def setup_source(
 ) -> str:  # Python
     "A draft of the code that a replay needs."
     draft, names = _Draft(), {id(p): name for name, p in model.named_parameters()}
-    recorder = None if loop is None else loop[1]
-    values = _LoopValues(draft, model)
+    frame, recorder = loop or (None, None)
+    values = _LoopValues(draft, model, frame)
     by_trainer = _trainer_code(draft, values, model, batch, recorder)
     is_loop = loop is not None and by_trainer is None
     code = loop_code(loop[0], loop[1], model, values) if loop is not None and is_loop else None
-    lines, model_words = _model_lines(draft, model, None if loop is None else loop[0])
+    lines, model_words = _model_lines(draft, model, frame)
     made_optimizers = [_optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch):
         draft.name_of(type(batch))  # a replay finds it here
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     script = _script_lines(draft, record)
     imports = sorted(draft.imports, key=lambda line: (f"from {_main_module()} " in line, line))
     main = [line for line in imports if f"from {_main_module()} " in line]
@@ -589,6 +613,8 @@ def _loss_parts(
     if code is not None:
         todo = "".join(f"\n    # TODO: {text}" for text in code.missing)
         comment = f"{words}. These lines are the loop's.{todo}"
+        if code.expressions:
+            comment += f"\n    # {kept_words(code.expressions)}"
         return {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip(), "reduction": "sum"}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
@@ -718,6 +744,8 @@ def write_setup(
         if _CELLS in text:
             write_atomic(path.with_name(_CELLS), _cells())
         write_atomic(path, text)
+    if box.folder.name == "blackbox":
+        recorder.loop_values = kept_in(path.read_text(encoding="utf-8"))
 
 
 def _caller() -> types.FrameType:
