@@ -81,6 +81,7 @@ GROUPS = (  # what a person wants to do -> rooms of the package, with what stand
         {
             "probe": "Recording a live run",
             "probe/attention": "Measuring attention",
+            "probe/checks": "Checks of a model",
             "probe/draft": "The draft of a replay",
         },
     ),
