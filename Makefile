@@ -8,7 +8,7 @@ NB ?= nbs
 export PYTHONPATH := $(CURDIR)
 export MPLBACKEND ?= agg
 .DEFAULT_GOAL := test
-.PHONY: zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz scale wheel reproduce pictures notebooks clean-check chromium
+.PHONY: gpu zoo calibrate mutants demo test test-slow test-all lab docs bench fuzz scale wheel reproduce pictures notebooks clean-check chromium
 
 $(READY): constraints.txt settings.ini setup.py
 	$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; this is " + sys.version.split()[0])'
@@ -54,6 +54,9 @@ fuzz: $(READY)
 
 scale: $(READY)
 	$(BIN)/python -m tests.scale $(NAMES)
+
+gpu: $(READY)
+	$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT))
 
 wheel: $(READY)
 	$(BIN)/python -m tests.wheel $(if $(PYTHON),--python $(PYTHON)) $(if $(REQUIRE),--require $(REQUIRE))

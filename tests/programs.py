@@ -869,3 +869,122 @@ args = TrainingArguments(
 trainer = Trainer(model, args, train_dataset=data, callbacks=[RecorderCallback("run", snapshot_every=3)])
 trainer.train()
 """
+
+
+PROGRAMS["a hidden state and a counter that go on from batch to batch"] = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self, vocab, width):
+        super().__init__()
+        self.width = width
+        self.embed = nn.Embedding(vocab, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, x, state):
+        h, state = self.lstm(self.embed(x), state)
+        return self.head(h).flatten(0, 1), state
+
+
+def detach(states):
+    return [state.detach() for state in states]
+
+
+torch.manual_seed(0)
+ids = torch.randint(0, 20, (4, 61))
+model = Net(20, 8)
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+with Recorder(model, optimizer, "run", snapshot_every=4) as recorder:
+    states = (torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))
+    for i in range(0, 60, 10):
+        inputs, targets = recorder.batch((ids[:, i : i + 10], ids[:, i + 1 : i + 11]))
+        states = detach(states)
+        outputs, states = model(inputs, states)
+        loss = criterion(outputs, targets.reshape(-1)) * (1 + i / 60)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+)
+
+PROGRAMS["a second network, and two backward passes for one step"] = (
+    HEAD
+    + """
+class Part(nn.Module):
+    def __init__(self, wide, out):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(wide, 8), nn.LeakyReLU(0.2), nn.Linear(8, out))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+torch.manual_seed(0)
+maker, judge = Part(3, 5), Part(5, 1)
+criterion = nn.BCEWithLogitsLoss()
+opt_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
+opt_maker = torch.optim.Adam(maker.parameters(), lr=0.01)
+with Recorder(judge, opt_judge, "run", snapshot_every=100) as recorder:
+    for step in range(6):
+        real = recorder.batch(torch.randn(6, 5) + 1)
+        judge.zero_grad()
+        label = torch.full((6, 1), 1.0)
+        loss_real = criterion(judge(real), label)
+        loss_real.backward()
+        fake = maker(torch.randn(6, 3))
+        label.fill_(0.0)
+        loss_fake = criterion(judge(fake.detach()), label)
+        loss_fake.backward()
+        opt_judge.step()
+        recorder.step(loss_real + loss_fake)
+        maker.zero_grad()
+        label.fill_(1.0)
+        criterion(judge(fake), label).backward()
+        opt_maker.step()
+"""
+)
+
+PROGRAMS["the optimizer of the second loss, a loss read from the model, results as attributes"] = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.last_loss = width, None
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Dropout(0.2), nn.Linear(width, 3))
+
+    def forward(self, x, y):
+        out = self.layers(x)
+        self.last_loss = F.cross_entropy(out, y)
+        return out
+
+
+class Loop:
+    def __init__(self):
+        self.other, self.model = nn.Linear(6, 6), Net(10)
+        self.other_optimizer = torch.optim.SGD(self.other.parameters(), lr=0.1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def run(self):
+        with Recorder(self.model, self.optimizer, "run", snapshot_every=100) as recorder:
+            for step in range(5):
+                x, y = recorder.batch((torch.randn(8, 6), torch.randint(0, 3, (8,))))
+                self.near = self.other(x)
+                self.other_optimizer.zero_grad()
+                (self.near - x).square().mean().backward()
+                self.other_optimizer.step()
+                logits = self.model(self.near.detach(), y)
+                self.loss = self.model.last_loss
+                self.optimizer.zero_grad()
+                self.loss.backward()
+                self.optimizer.step()
+                recorder.step(self.loss)
+
+
+torch.manual_seed(0)
+Loop().run()
+"""
+)

@@ -192,7 +192,7 @@ from stabilitylab.cli.main import main
 if sys.argv[1] == "loaded": import dask.array
 try: main(["diagnose", {str(path)!r}, "--json"])
 except SystemExit: pass
-print("dask.array" in sys.modules, "scipy" in sys.modules)
+print("dask" in sys.modules, "scipy" in sys.modules)
 import dask.array, xarray
 print(xarray.DataArray(dask.array.ones(4, chunks=2)).chunks)
 """
@@ -254,7 +254,7 @@ def test_a_fault_of_ours_is_one_line_too(monkeypatch):
 def test_preflight_is_a_row_a_piece_of_advice_and_attention_only_with_strict_an_exit_code(
     tmp_path, monkeypatch
 ):
-    for name in ("PYTHONUNBUFFERED", "NCCL_P2P_DISABLE", "SLURM_HINT"):
+    for name in ("PYTHONUNBUFFERED", "NCCL_P2P_DISABLE", "SLURM_HINT", "NCCL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "requirements.txt").write_text("torch\n")
     write(tmp_path / "train.log", (f"step {i} loss: {2 + 2 * 0.98**i:.5}\n" for i in range(200)))
@@ -263,8 +263,11 @@ def test_preflight_is_a_row_a_piece_of_advice_and_attention_only_with_strict_an_
     assert (calm.returncode, told["attention"], list(told)) == (0, 0, ["path", "attention", "rows"])
     assert {row["verdict"] for row in told["rows"]} <= {"ok", "attention", "cannot tell"}
     assert all(row["advice"] and row["source"] and row["found"] for row in told["rows"])
-    (tmp_path / "job.slurm").write_text("#SBATCH --hint=multithread --requeue\naccelerate launch train.py\n")
-    assert run("preflight", tmp_path).returncode == 0
+    assert next(row["verdict"] for row in told["rows"] if "NCCL_DEBUG" in row["looks_at"]) == "cannot tell"
+    script = "#SBATCH --hint=multithread --requeue\nexport NCCL_DEBUG=WARN\naccelerate launch train.py\n"
+    (tmp_path / "job.slurm").write_text(script)
+    plain = run("preflight", tmp_path)
+    assert plain.returncode == 0 and "a script sets NCCL_DEBUG=WARN" in plain.stdout
     strict = run("preflight", tmp_path, "--strict")
     assert strict.returncode == 1 and strict.stdout.startswith("! ") and "IDEFICS" in strict.stdout
 
@@ -305,7 +308,8 @@ def test_a_slip_is_a_sentence_in_words_that_were_typed(words, said, tmp_path):
     assert (plain.returncode, plain.stdout) == (2, "") and said in plain.stderr
     assert plain.stderr.startswith("stabilitylab: ") and plain.stderr.count("\n") == 1
     assert coded.returncode == 2 and coded.stderr == plain.stderr
-    assert json.loads(coded.stdout) == {"error": plain.stderr.removeprefix("stabilitylab: ").strip()}
+    answer = json.loads(coded.stdout)
+    assert answer.pop("hint") and answer == {"error": plain.stderr.removeprefix("stabilitylab: ").strip()}
 
 
 def test_the_loss_of_a_record_can_be_named():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
@@ -505,3 +506,46 @@ def test_which_came_first_z_loss_or_loss(ahead):
         3: "The loss rose 3 steps after",
     }
     assert words[ahead] in collapse.explanation
+
+
+def loss_of(n, seed):
+    "A loss that falls and settles, one value a step."
+    return 2 + 2 * np.exp(-np.arange(n) / 90) + np.random.default_rng(seed).normal(0, 0.01, n)
+
+
+@pytest.mark.parametrize("height, effect", [(0.12, "higher"), (0.0, "same")])
+def test_a_rate_that_was_tripled_for_a_hundred_records_tells_what_the_loss_did(height, effect):
+    step, loss = 10 * np.arange(800), loss_of(800, 3)
+    raised = (step >= 5000) & (step < 6000)
+    columns = {"loss": loss + height * raised, "lr": 1e-4 * np.where(raised, 3, 1)}
+    found = diagnose(run_of(**{name: (step, values) for name, values in columns.items()}))
+    (jump,) = found.of("lr_jump")
+    assert (jump.onset, jump.end, jump.evidence["until"]) == (5000, 5999, 6000)
+    assert jump.evidence["effect"] == effect and f"the loss {'was' if height else 'went'}" in jump.explanation
+    assert ("loss_followed" in jump.evidence) == bool(height) and not found.of("slow_rise")
+
+
+@pytest.mark.parametrize("jumping", [("code",), ("code", "wiki"), ("code", "wiki", "books")])
+def test_a_spike_of_the_mean_names_the_datasets_that_jumped(jumping):
+    step, names = 50 * np.arange(800), ("wiki", "books", "code")
+    parts = {name: loss_of(800, seed) for seed, name in enumerate(names)}
+    spike = 0.6 * ((step >= 30000) & (step < 30200))
+    parts = {name: part + spike * (name in jumping) for name, part in parts.items()}
+    columns = {"loss": sum(parts.values()) / 3} | {f"{name}_loss": part for name, part in parts.items()}
+    found = diagnose(run_of(**{name: (step, values) for name, values in columns.items()}))
+    (told,) = [f for f in found.of("loss_spike") if "only_in" not in f.evidence]
+    calm = sorted(set(names) - set(jumping))
+    assert told.onset == 30000 and ("did not" in told.explanation) == bool(calm)
+    assert ("stayed" in told.evidence) == bool(calm)
+    if calm:
+        assert sorted(told.evidence["jumped_too"]) == sorted(f"{name}_loss" for name in jumping)
+        assert sorted(told.evidence["stayed"]) == [f"{name}_loss" for name in calm]
+
+
+def test_a_table_with_time_stamps_has_a_clock(tmp_path):
+    for seed, (name, seconds) in enumerate((("fast", 1.2), ("slow", 12.5))):
+        times = pd.Timestamp("2025-03-04T01:00:00") + pd.to_timedelta(seconds * np.arange(300), "s")
+        table = pd.DataFrame({"step": np.arange(300), "loss": loss_of(300, seed), "time": times.astype(str)})
+        table.to_csv(tmp_path / f"{name}.csv", index=False)
+    (slow,) = compare_runs(read_runs(tmp_path)).of("throughput_drop")
+    assert slow.evidence["names"] == ["slow.csv"] and abs(slow.evidence["sister_factor"] - 12.5 / 1.2) < 0.5

@@ -5,6 +5,7 @@ import collections
 import configparser
 import graphlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ ROOMS = [
     "report",
     "investigation",
     "workbench",
+    "mcp",
     "cli",
 ]
 TRIAL = {
@@ -63,7 +65,8 @@ MAY = {
     "cases": TRIAL | {"trial", "read"},  # a failing run for what any of them finds
     "report": {"names", "run", "plot", "detect", "knowledge", "trial"},
     "investigation": {"names", "run", "read", "detect", "trial", "report"},  # the whole loop
-    "workbench": set(ROOMS) - {"cli", "workbench"},
+    "workbench": set(ROOMS) - {"cli", "mcp", "workbench"},
+    "mcp": set(ROOMS) - {"workbench", "mcp", "cli"},
     "cli": set(ROOMS) - {"workbench", "cli"},
 }
 OWNERS = {
@@ -224,13 +227,94 @@ def test_a_public_name_stands_in_one_module():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
+def exported_cells() -> list[tuple[Path, set[str], set[str]]]:
+    "Of each cell that exports public names: its room's page, these names, and the words of its annotations."
+    cells = []
+    for page in sorted((ROOT / "nbs" / "api").rglob("*.ipynb")):
+        for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] != "code" or not re.match(r"#\|\s*export\s*$", source, re.MULTILINE):
+                continue
+            body = ast.parse(source).body
+            defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+            annotated = [node.target for node in body if isinstance(node, ast.AnnAssign)]
+            names = {
+                node.id
+                for target in assigned + annotated
+                for node in ast.walk(target)
+                if isinstance(node, ast.Name)
+            }
+            public = {name for name in defined | names if not name.startswith("_")}
+            if public:
+                cells.append((page, public, annotation_words(body)))
+    return cells
+
+
+def annotation_words(body: list[ast.stmt]) -> set[str]:
+    "The words of all annotations and base classes of some definitions."
+    words: set[str] = set()
+    for node in (child for statement in body for child in ast.walk(statement)):
+        parts = [
+            getattr(node, "annotation", None),
+            getattr(node, "returns", None),
+            *getattr(node, "bases", ()),
+        ]
+        words.update(
+            word for part in parts if part is not None for word in re.findall(r"\w+", ast.unparse(part))
+        )
+    return words
+
+
+def words_by_room() -> dict[str, set[str]]:
+    "The words of the code of every room, of its pages as of its modules; `guide` is that of all other pages."
+    words: dict[str, set[str]] = collections.defaultdict(set)
+    for page in (ROOT / "nbs").rglob("*.ipynb"):
+        parts = page.relative_to(ROOT / "nbs").parts
+        room = parts[1] if parts[0] == "api" else "guide"
+        for cell in json.loads(page.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"])
+            text = (
+                text
+                if cell["cell_type"] == "code"
+                else " ".join(re.findall(r"`(\w+)", text)) * (room == "guide")
+            )
+            words[room].update(re.findall(r"\w+", text))
+    words["guide"].update(re.findall(r"\w+", (PACKAGE / "__init__.py").read_text(encoding="utf-8")))
+    return words
+
+
+def test_what_a_room_exports_is_used_outside_it():
+    "A name for the room alone stands in a cell that begins with `#| exporti`: then it is in no `__all__`."
+    cells, words = exported_cells(), words_by_room()
+    assert len(cells) > 300
+    used_in = collections.defaultdict(set)
+    for room, known in words.items():
+        for name in known:
+            used_in[name].add(room)
+    shown = [(names, types, used_in_other_rooms(page, names, used_in)) for page, names, types in cells]
+    public = set().union(*(names for names, _, is_used in shown if is_used))
+    size = -1
+    while size != len(public):  # a type that a public name takes or gives is public as well
+        size = len(public)
+        public |= set().union(*(types for names, types, _ in shown if names & public))
+    for_the_room_alone = {page.stem: names for page, names, _ in cells if not names & public}
+    assert for_the_room_alone == {}, "begin these cells with `#| exporti`"
+
+
+def used_in_other_rooms(page: Path, names: set[str], used_in: dict[str, set[str]]) -> bool:
+    "Whether another room, or a page that is no module, calls one of a cell's names."
+    room = page.relative_to(ROOT / "nbs" / "api").parts[0]
+    return any(used_in[name] - {room} for name in names)
+
+
 def test_requirements_are_what_is_imported():
     "Each requirement is imported by some module, and each imported library is required."
     settings = configparser.ConfigParser()
     settings.read(ROOT / "settings.ini")
     names = {
         group: set(re.findall(r"(?:^|\s)([A-Za-z][\w.-]*)", settings["DEFAULT"][f"{group}requirements"]))
-        for group in ("", "lab_", "hf_", "cluster_", "remote_")
+        for group in ("", "lab_", "hf_", "cluster_", "remote_", "agent_")
     }
     distribution_of = importlib.metadata.packages_distributions()
     every = {name.split(".")[0] for path in MODULES for name in imports(path)}
@@ -238,5 +322,5 @@ def test_requirements_are_what_is_imported():
     used = {distribution.lower() for name in foreign for distribution in distribution_of.get(name, [name])}
     required = {name.lower() for name in names[""]}
     assert required - used == set(), "required, and imported by no module"
-    optional = {name.lower() for group in ("lab_", "hf_", "cluster_", "remote_") for name in names[group]}
+    optional = {name.lower() for group in names if group for name in names[group]}
     assert used - required - optional == set(), "imported, and not required"

@@ -13,9 +13,9 @@ from torch import nn
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.translation import TranslationModel
-from stabilitylab.probe.forgetting import forgetting, longest_that_fits, repetition
-from stabilitylab.probe.positions import padding_influence, shift_invariance
-from stabilitylab.probe.vocabulary import check_vocabulary, sizes_to_take
+from stabilitylab.probe.checks.forgetting import forgetting, longest_that_fits, repetition
+from stabilitylab.probe.checks.positions import padding_influence, shift_invariance
+from stabilitylab.probe.checks.vocabulary import check_vocabulary, sizes_to_take
 
 TOKENS = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(0))
 

@@ -54,7 +54,8 @@ def test_a_killed_arm_is_named_and_goes_on_where_it_was(tmp_path):
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
     state = trial.poll()
-    assert any("SIGKILL" in why for why in state.failed)
+    assert any("SIGKILL" in note for note in trial.notes)
+    assert not state.failed and len(trial._jobs) == 1  # it is begun again by itself
     trial.cancel()
     before = len(log.read_text().splitlines())
     go_on.touch()
@@ -139,6 +140,33 @@ def test_an_effect_that_excludes_zero_is_never_said_to_be_none():
             verdict, _ = judge(differences, 3.0, diverged)
             assert verdict != "helps" or judge(differences, 3.0, diverged, n_arms=9)[0] != "does not help"
             assert verdict != "does not help" or low <= 0 <= high, (shift, diverged)
+
+
+def test_a_fix_that_never_acted_says_so():
+    rng = np.random.default_rng(0)
+    losses = [4 + rng.normal(0, 0.1, 60) for _ in range(3)]
+    arms = [Arm(), arm_of("skip_above"), arm_of("clip_norm"), null_arm(60)]
+    moved = {"clip_norm": -0.5, "another order": 1e-12}
+    curves = [
+        made(arm.name, seed, losses[seed] + moved.get(arm.name, 0.0)) for arm in arms for seed in range(3)
+    ]
+    verdicts = verdicts_of(arms, curves)
+    assert [verdict.acted for verdict in verdicts] == [True, False, True, True]
+    words = trial_words(TrialResult(START, 60, verdicts, curves, True))
+    assert words.count("it never acted: every loss is that of the run unchanged") == 1
+    assert "skip_above does not help" in words and verdicts[1].to_dict()["acted"] is False
+
+
+def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
+    trial = Trial(
+        START, ["warmup", "warmup:steps=50", "stable_spam", "qk_norm"], 40, folder=tmp_path, device="cpu"
+    )
+    assert trial.arms[1].name == "warmup:steps=8,shape=linear"  # beside another of its kind
+    taken = {arm.fixes[0]["name"]: arm.fixes[0]["parameters"] for arm in reversed(trial.arms[1:])}
+    assert taken["warmup"]["steps"] == 8 and taken["stable_spam"]["interval"] == 16
+    assert trial.arms[2].fixes[0]["parameters"]["steps"] == 50  # what a user chose stays
+    assert trial.notes[0] == "warmup takes steps=8 for 100, as the trial has 40 steps"
+    assert trial.add("decay_to_zero").fixes[0]["parameters"]["steps"] == 40
 
 
 def test_losses_capped_on_both_sides_cannot_be_compared():

@@ -220,6 +220,25 @@ def _throughput(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     return _log(columns, step_time=columns["step_time"] * np.where((t >= 0) & (t < 200), 3.0, 1.0))
 
 
+def _creeping_steps(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "Steps that take a little longer each time, three times as long at the end."
+    return _log(columns, step_time=columns["step_time"] * (1 + 2 * np.arange(RECORDS) / RECORDS))
+
+
+def _data_stall(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "A loader that begins to take twice as long as the rest of the step."
+    wait = columns["step_time"] * np.where(t >= 0, 2.0, 0.05) * np.exp(rng.normal(0, 0.1, RECORDS))
+    return _log(columns, data_time=wait, step_time=columns["step_time"] + wait)
+
+
+def _expert_collapse(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
+    "A router of eight experts that comes to prefer one of them, within thirty steps."
+    scores = np.outer(np.clip(t / 5, 0, 6), np.arange(8) == 3) + rng.normal(0, 0.3, (RECORDS, 8))
+    shares = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    tokens = {f"moe/layer_2/expert_{i}_tokens": np.round(4096 * shares[:, i]) for i in range(8)}
+    return _log(columns, **tokens)
+
+
 def _attention_logits(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
     "A logged largest attention logit that doubles every 40 steps and passes 100 at the onset."
     grown = 100 * np.exp2(np.clip(t, -200, 300) / 40) * np.exp(rng.normal(0, 0.02, RECORDS))
@@ -302,6 +321,9 @@ _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields 
         {"also": ("divergence", "loss_spike", "lr_too_high", "slow_rise")},
     ),
     "memory grows": ("memory_growth", _memory, {"onset": None}),
+    "steps creep": ("throughput_drop", _creeping_steps, {"onset": None}),
+    "waits for data": ("data_stall", _data_stall, {"also": ("throughput_drop",), "late": 30}),
+    "experts collapse": ("expert_collapse", _expert_collapse, {"late": 60}),
     "NaN loss": ("non_finite", _non_finite, {}),
     "stands still": ("plateau", _plateau, {"onset": None}),
     "rolled back": ("restart", _restart, {}),

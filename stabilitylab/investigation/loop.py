@@ -46,7 +46,7 @@ class _RunningTrial:
         seeds: int = 3,  # orders of batches
         budget: float | None = None,  # minutes after which the trial is stopped; None: until it is done
         folder: str | Path | None = None,  # where the arms are kept; None: a temporary folder
-        device: str = "cpu",  # where to train
+        device: str = "auto",  # where to train: every GPU there is, else the CPU
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ) -> None:
         "Starts to train; one that trains already is stopped."
@@ -115,7 +115,8 @@ class Investigation(_RunningTrial):
         if self.trial is None:
             return list(self.plan.notes)
         result = self.trial.result()
-        return [*self.plan.notes, *_unfinished(self.trial, result, self._has_folder), *_no_failure(result)]
+        unfinished = _unfinished(self.trial, result, self._has_folder)
+        return [*self.plan.notes, *unfinished, *_no_failure(result)]
 
     @property
     def words(self) -> str:
@@ -172,7 +173,7 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
     config: str | Path | None = None,  # file with settings of the run, for a proxy of a log
     folder: str | Path | None = None,  # where the arms are kept; the same call goes on from there
-    device: str = "cpu",  # where to train
+    device: str = "auto",  # where to train: every GPU there is, else the CPU
     client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     progress: bool = False,  # a bar on standard error
     heard: Callable[[str, float], None] = lambda words, share: None,  # called with every stage

@@ -39,6 +39,8 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
     "leak_suspected": "the loss is too good to be true",
     "throughput_drop": "steps became much slower for a lasting period",
     "memory_growth": "the memory in use grows from record to record until the end",
+    "data_stall": "steps wait for their batch for most of their time",
+    "expert_collapse": "the router of a mixture sends its tokens to few experts",
     "data_driven_spike": "several runs spike at the same steps: the data causes it",
     "output_collapse": "the model gives the same output whatever the input",
     "grad_below_epsilon": "gradients are smaller than the optimizer's epsilon",

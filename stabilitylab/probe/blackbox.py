@@ -22,6 +22,7 @@ import torch
 from ..names.errors import InputError, printable
 from ..names.files import atomic_file, write_atomic
 from ..numerics.pytree import batch_form, lost_parts, storable_copy, tensors_of
+from .draft.loop_values import batch_alone
 from .retention import BoxLimits, RetainedFiles
 from ..run.checksums import file_checksum, sealed, unsealed
 
@@ -111,6 +112,7 @@ _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that do
 
 def _target_count(batch: object) -> int:
     "How many labels of a batch count, those below 0 left out; 0 where it has none by name."
+    batch = batch_alone(batch)
     for name in ("targets", "labels"):
         labels = batch.get(name) if isinstance(batch, dict) else None
         if torch.is_tensor(labels) and not labels.is_floating_point():
@@ -227,7 +229,7 @@ class BlackBox:
         "Write one file and the index, then drop what is too old."
         is_snapshot, step = what == "snapshot", item["step"]
         name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
-        item["batch_id"] = batch_id(item.pop("of") if is_snapshot else item["batch"])
+        item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
         if is_snapshot:
             item["checksums"] = checksums(item["model"])
         size, checksum = _save_checked(item, self.folder / name)

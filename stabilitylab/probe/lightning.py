@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..names.errors import InputError
 from .recorder import Recorder
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0005
@@ -28,6 +27,10 @@ def _base() -> Any:
 
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # as Lightning names them
+_MANUAL = (
+    "the module optimizes by itself: layers and losses are recorded, no batches, as a `training_step`"
+    " with several losses cannot be replayed; for one use `Recorder(model, optimizer, path)` within it"
+)
 
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
 class LightningCallback(_base()):  # type: ignore[misc]
@@ -48,15 +51,14 @@ class LightningCallback(_base()):  # type: ignore[misc]
         pl_module: torch.nn.Module,  # the LightningModule
     ) -> None:
         "Start to record at the Trainer's step."
-        if not pl_module.automatic_optimization:
-            raise InputError(
-                "`LightningCallback` records automatic optimization, and this module optimizes by itself;"
-                " allowed: `Recorder(model, optimizers, path)` in its `training_step`"
-            )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        own = {"scaler": scaler, "first_step": trainer.global_step}
+        own = {"scaler": scaler, "first_step": trainer.global_step} | self.options
+        if not pl_module.automatic_optimization:
+            own["snapshot_every"] = 0
         self.last_step = trainer.global_step
-        self.recorder = Recorder(pl_module, trainer.optimizers, self.path, **(own | self.options)).__enter__()
+        self.recorder = Recorder(pl_module, trainer.optimizers, self.path, **own).__enter__()
+        if not pl_module.automatic_optimization:
+            self.recorder.guard.note(_MANUAL)
         self._note(trainer)
 
     def _note(self, trainer: Any) -> None:

@@ -14,6 +14,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
+from .checks.weight_faults import fault_words, weight_faults
+from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
 from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .params import UPDATES, ParamProbe, groups_of
+from .routers import RouterProbe
 from .scalars import LossScale, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
@@ -42,7 +46,6 @@ from stabilitylab.probe.settings import (
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .warning_action import WarningAction, pull_triggers, raise_bad, warning_action
-from .weight_faults import fault_words, weight_faults
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -69,6 +72,7 @@ class Recorder:
         self.clip: float | str | None = None  # largest gradient norm, where a framework says it
         self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
         self.trainer: Any = None  # of Hugging Face, where it computes its own loss
+        self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression
         self.share = 1  # by what a framework divides the loss of each micro-batch
         self.scale = LossScale(self.options.scaler, self.guard)
         # the parts of a recording; None until it is entered
@@ -78,6 +82,7 @@ class Recorder:
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.own_loss: Any = None
         self.attention: Any = None
+        self.routers: RouterProbe | None = None
         self.box: BlackBox | None = None  # also without snapshots
         self.store: Any = None
         self.writer: Any = None
@@ -126,11 +131,17 @@ class Recorder:
     ) -> Any:
         "The same batch, kept for replay together with the random state; call it before each forward pass."
         if self.box is not None and self.off is None:
-            self.guard.attempt(_BOX, None, self.box.batch, batch, self.n, self.micro)
             if self.n == self.options.first_step and not self.micro:
                 self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
+            self.guard.attempt(_BOX, None, self._keep, batch, sys._getframe(1))
         self.micro += 1
         return batch
+
+    def _keep(self, batch: Any, frame: FrameType) -> None:
+        "Keep a batch with the values of the loop that its loss needs."
+        names = {**frame.f_globals, **frame.f_locals} if self.loop_values else {}
+        if self.box is not None:
+            self.box.batch(with_loop_values(batch, self.loop_values, names), self.n, self.micro)
 
     def step(
         self,
@@ -199,7 +210,7 @@ class Recorder:
             self.guard.note(f"hooks that do nothing may be left: {error}")
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
-_BOX = "the black box"  # the kind of statistic that it stands for
+_BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
 
 
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:
@@ -216,6 +227,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     _open_record(recorder, model)
     recorder.own_loss = guard.attempt("the model's own loss", None, StepLoss, model, guard)
     recorder.attention = AttentionRecording(model, options.attention_every, guard)
+    recorder.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, options.kinds, guard)
     recorder._sample()
     recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
     atexit.register(recorder.at_exit)
@@ -271,8 +283,15 @@ def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBo
 def _unhook(recorder: Recorder) -> None:
     "Take every hook off."
     own_loss = None if recorder.own_loss is None else recorder.own_loss.handle
-    own_parts = (recorder.attention, recorder.skips, recorder.watch)
-    for part in (recorder.modules, recorder.params, own_loss, *own_parts):
+    for part in (
+        recorder.modules,
+        recorder.params,
+        own_loss,
+        recorder.attention,
+        recorder.routers,
+        recorder.skips,
+        recorder.watch,
+    ):
         if part is not None:
             part.remove()
 
@@ -316,7 +335,8 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     is_withheld = recorder.skips is not None and recorder.skips.take()
     heads, attention_scalars = recorder.attention.take()
     is_skipped = is_withheld or (bool(grads) and not stepped)
-    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars
+    routers = recorder.routers and guard.attempt(_ROUTERS, None, recorder.routers.take)
+    scalars = _step_scalars(recorder, values, elapsed, is_skipped) | attention_scalars | (routers or {})
     item = {
         "step": recorder.n,
         "time": time.time(),

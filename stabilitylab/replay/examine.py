@@ -22,6 +22,7 @@ from ..names.encode import plain
 from ..names.errors import bad_input
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
+from .device import AUTO, device_settings, replay_device
 from .find_setup import setup_of
 from .rare_tokens import losses_by_frequency
 from .retrace import retrace
@@ -131,6 +132,7 @@ class Examination:
     precision: xr.Dataset | None = None  # from `compare_precision`
     modules: pd.DataFrame | None = None  # from `ablate`
     left_out: dict[str, str] = field(default_factory=dict)  # part -> why it could not be taken
+    device: dict = field(default_factory=dict)  # from `device_settings`
 
     @property
     def exact(self) -> bool | None:
@@ -145,7 +147,7 @@ class Examination:
             "recorded_loss": self.recorded_loss,
         }
         fields |= {"exact": self.exact, **self.replayed.to_dict(), "batch_ids": self.batch_ids}
-        fields["check"] = self.check
+        fields |= {"check": self.check, "device": self.device}
         if self.swap is not None:
             fields["swap"] = self.swap
         if self.samples is not None:
@@ -249,11 +251,13 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     states: Sequence[int]
     | None = None,  # steps of the control states of the swap test; None: as in `controls`
     batches: Sequence[int] | None = None,  # steps of its control batches; None: as in `controls`
+    device: str = AUTO,  # where to run; 'auto': the kind of device of the record, where it is here
 ) -> Examination:  # the step again, and what was asked for
     "Replay a step of a recorded run and, if it is that step, everything that helps to say what caused it."
     check_precisions(precisions)  # before minutes of other parts
     recording = opened(path)
     setup = setup if isinstance(setup, Setup) else setup_of(recording.path, setup)
+    setup = replace(setup, device=replay_device(recording.run, device))
     with faults_in_one_line():
         return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
@@ -271,7 +275,8 @@ def _examined(
     snapshot, batch = way.snapshot, load_batch(path, step, setup)
     say("the step again")
     again, recorded = replay(snapshot, batch), way.steps[-1].recorded.get("loss")
-    examination = Examination(step, again, recorded, tuple(batch.ids), check)
+    settings = device_settings(setup.device)
+    examination = Examination(step, again, recorded, tuple(batch.ids), check, device=settings)
     if not check.is_step:
         return examination
     parts: dict[str, Any] = {}

@@ -17,7 +17,7 @@ def work(
     path: str,  # folder of a record with a black box
     step: int,  # the suspect step
     setup: str | None,  # 'file.py:function', as in `setup_of`
-    options: dict,  # swap, samples, precisions, modules, states, batches of `examine`
+    options: dict,  # swap, samples, precisions, modules, states, batches, device of `examine`
 ) -> dict:  # as `Examination.to_dict`, and the path as `run`
     "What the child process of a replay does: examine a step, and tell which part it is at."
     parts = 2 + sum(bool(options[part]) for part in ("swap", "samples", "precisions", "modules"))
@@ -41,7 +41,7 @@ class ReplayJob(Job):
         path: str | Path,  # folder of a record with a black box
         step: int,  # the suspect step
         setup: str | None = None,  # 'file.py:function', as in `setup_of`
-        **options: object,  # swap, samples, precisions, modules, states, batches of `examine`
+        **options: object,  # swap, samples, precisions, modules, states, batches, device of `examine`
     ):
         where = {"path": str(Path(path).absolute()), "step": int(step), "setup": setup or None}
         arguments = where | {"options": _OPTIONS | options}

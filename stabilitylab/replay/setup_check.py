@@ -6,14 +6,15 @@
 __all__ = ['Check', 'SetupCheck', 'check_setup']
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #bcc954b2
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..names.encode import plain
-from ..probe.blackbox import checksums
+from ..probe.blackbox import checksums, rng_state, set_rng_state
+from .device import kind_of, recorded_device
 from .faults import FAULTS, HARMLESS, StepFacts, facts_of, fault_of
 from .ranks import files_at
 from stabilitylab.replay.retrace import (
@@ -28,7 +29,7 @@ from stabilitylab.replay.retrace import (
     rounding_reach,
 )
 from .state import Setup, Snapshot
-from .step import noise_floor
+from .step import noise_floor, replay
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c
@@ -47,6 +48,12 @@ class Check:
         return plain(asdict(self))
 
 
+_ELSEWHERE = {
+    "generator": "the model draws random numbers, such as dropout, and the generator of {here} is not that"
+    " of {there}; replay it on {there}",
+}
+
+
 @dataclass(frozen=True)
 class SetupCheck:
     "Whether a replay is the recorded step, and if not, why."
@@ -55,7 +62,7 @@ class SetupCheck:
     start: int  # step of the snapshot that the replay began at
     is_step: bool  # whether a verdict on the replay is one on the recorded step
     is_exact: bool  # whether it came back to the last bit
-    fault: str  # key of FAULTS; '' where everything agrees
+    fault: str  # key of FAULTS, or 'generator'; '' where everything agrees
     evidence: dict = field(default_factory=dict)  # what the words of the fault name
     checks: tuple[Check, ...] = ()  # of the first step that differs, or of the suspect one
     missing: tuple[str, ...] = ()  # what the record does not hold, so that it cannot be checked
@@ -63,7 +70,8 @@ class SetupCheck:
     @property
     def words(self) -> str:
         "What was found, as a sentence."
-        words = FAULTS[self.fault].format(**{"step": self.step, "start": self.start} | self.evidence)
+        words = (FAULTS | _ELSEWHERE)[self.fault]
+        words = words.format(**{"step": self.step, "start": self.start} | self.evidence)
         return words if self.is_step else f"this replay is not the recorded step: {words}"
 
     def to_dict(self) -> dict:
@@ -181,8 +189,35 @@ def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
         if beyond is None:
             return ("noise", {}, suspect) if is_noise else (*_rounded(facts), suspect)
         step, name = beyond
+    here, there = kind_of(facts.setup.device), recorded_device(facts.path.run)
+    if here != there and name in ("loss", "grad_norm") and _draws(facts):
+        return "generator", {"here": here, "there": there}, step.step
     fault, evidence = fault_of(step, name, facts)
     return fault, evidence, step.step
+
+
+def _draws(facts: StepFacts) -> bool:
+    "Whether the loss of the first step hangs on random numbers."
+    losses = []
+    outside = rng_state()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        losses.append(replay(facts.way.start, facts.first, record=False, keep_rng=False).loss)
+    set_rng_state(outside)
+    return losses[0] != losses[1]
+
+
+def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
+    "What is known beside the numbers; sums of another kind of device may be added in another order."
+    facts = facts_of(path, setup, way)
+    here, there = kind_of(setup.device), recorded_device(facts.path.run)
+    if here != there:
+        return replace(facts, changed=facts.changed | {"device": (there, here)}, is_elsewhere=True)
+    if here != "cpu":
+        return facts
+    # on the CPU it does not matter which GPUs the machine has
+    changed = {name: pair for name, pair in facts.changed.items() if name not in ("device", "tf32")}
+    return replace(facts, changed=changed, is_elsewhere=bool(changed) or facts.path.world_size > 1)
 
 
 def _is_exact(step: Retraced) -> bool:
@@ -200,7 +235,7 @@ def check_setup(
     "Compare every step from the last snapshot through a step with the record."
     way = retrace(path, step, setup) if way is None else way
     parameters = _parameters(path, way.start)
-    fault, evidence, at = _judged(facts_of(path, setup, way), parameters)
+    fault, evidence, at = _judged(_facts(path, setup, way), parameters)
     checks = (parameters, *_checks_of(way.steps[at - way.start.step]))
     is_exact = fault in ("", "other loss") and _is_exact(way.steps[-1])
     return SetupCheck(

@@ -7,7 +7,7 @@ __all__ = ['draft_setup', 'Foresight', 'foresee', 'SetupAnswer', 'checked', 'che
 
 # %% ../../nbs/api/replay/15_setup_file.ipynb #dc6beb43
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.open import open_checkpoint
@@ -15,6 +15,7 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..probe.draft.setup_template import FILE, record_source
+from .device import AUTO, replay_device
 from .faults import changed_place, recorded_changes
 from .find_setup import setup_of
 from .retrace import retrace
@@ -109,11 +110,12 @@ def checked(
     step: int,  # a step of `replayable_steps`
     setup: str | None = None,  # 'file.py:function'; None: what a sample run brings
     heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
+    device: str = AUTO,  # as in `replay_device`
 ) -> SetupAnswer:  # or an InputError that names file and line of a fault in the user's code
     "Whether a setup is the run's: every step from the last snapshot through a step beside the record."
-    loaded = setup_of(path, setup)
+    recording = opened(path)
+    loaded = replace(setup_of(path, setup), device=replay_device(recording.run, device))
     with faults_in_one_line():
-        recording = opened(path)
         way = retrace(recording, step, loaded, heard)
         return SetupAnswer(setup or "", check_setup(recording, step, loaded, way))
 
@@ -125,6 +127,7 @@ def check_work(
     path: str,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     setup: str | None,  # as in `checked`
+    device: str = AUTO,  # as in `replay_device`
 ) -> dict:  # as `SetupAnswer.to_dict`
     "What the child process of a check does: take the steps and tell how far it is."
     report_progress("importing the setup", 0.0)
@@ -133,4 +136,4 @@ def check_work(
         "Tells the check that is made now."
         report_progress(_CHECKING.format(done=done + 1, count=count), 0.95 * done / count)
 
-    return checked(path, step, setup, heard).to_dict()
+    return checked(path, step, setup, heard, device).to_dict()

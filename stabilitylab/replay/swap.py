@@ -199,7 +199,7 @@ def _bad_after(
     cells: dict[str, np.ndarray],
     states: Sequence[Snapshot],
     later: Iterable[Batch],
-    device: str,
+    device: str | None,
     factor: float,
 ) -> int:
     "How many batches right after the suspect one are out of line, run from the control states."
@@ -219,7 +219,7 @@ def _bad_after(
 def swap_test(
     snapshots: Sequence[Snapshot],  # the suspect one last; at least two
     batches: Sequence[Batch],  # the suspect one last; at least two
-    device: str = "cpu",  # where to run
+    device: str | None = None,  # where to run; None: that of the setup
     min_factor: float = 2.0,  # as in `_verdict_of`
     progress: bool = True,  # show a bar
     later: Iterable[Batch] = (),  # batches after the suspect one, to count how many in a row are bad

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEVERITY_WORDS', 'Numbered', 'Facts', 'facts', 'evidence_items', 'remedies_by_verdict', 'remedy_text', 'steps_text',
-           'severity_counts', 'by_severity', 'count_text', 'in_full_and_listed', 'replay_command', 'RunText',
-           'run_sentences']
+           'severity_counts', 'by_severity', 'count_text', 'in_full_and_listed']
 
 # %% ../../nbs/api/report/01_content.ipynb #acc81d88
 import json

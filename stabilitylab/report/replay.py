@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from .render import render
+from .words import device_words
 
 # %% ../../nbs/api/report/10_replay.ipynb #c4edc1fa
 _HEAVIEST = 3  # samples that a line names
@@ -27,7 +28,8 @@ def replay_text(
     "A replay as text for a terminal."
     rows = _finite_shares(result.get("samples", []))
     middle = median(row["share"] for row in rows) if rows else float("nan")
-    return render("replay", heaviest=rows[:_HEAVIEST], median_share=middle, **result)
+    where = device_words(result.get("device", {}))
+    return render("replay", heaviest=rows[:_HEAVIEST], median_share=middle, where=where, **result)
 
 # %% ../../nbs/api/report/10_replay.ipynb #ecbceabc
 _TABLE_ROWS = 5  # samples in the table of a page
@@ -58,7 +60,8 @@ def replay_html(
         for row in result.get("tokens", [])
         if not isinstance(shares[row["sample"]], str)
     ]
-    return render("view_replay", part=part, result=result, samples=samples, texts=texts)
+    where = device_words(result.get("device", {}))
+    return render("view_replay", part=part, result=result, samples=samples, texts=texts, where=where)
 
 # %% ../../nbs/api/report/10_replay.ipynb #363dbc86
 def setup_html(

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ..names.numbers import format_count
 from ..plot.trial import trial_svg
 from .terminal import columns_text
-from .words import number
+from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
 from ..trial.suggest import Suggestion
 from ..trial.trial import TrialResult
@@ -61,6 +61,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss, are capped there and cannot be compared",
+    "idle": "; it never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps} steps",
     "fails later": "; where it still fails, it fails {steps} steps later",
@@ -105,6 +106,7 @@ def _arm_sentence(
         detectable=number(arm.detectable),
         share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
+    sentence += "" if arm.acted else _SENTENCES["idle"]
     if arm.diverged or base.diverged:
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
     if arm.postponed:
@@ -117,6 +119,9 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms
     sentences = [*foreword, f"Started at {result.start.words}; {result.steps} steps an arm."]
+    trained_on = device_words(result.device)
+    sentences += [f"Trained on {trained_on}."] if trained_on else []
+    sentences += [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
     n_arms = base.n_arms
     sentences += [_SENTENCES["corrected"].format(k=n_arms)] if n_arms > 1 and len(base.seeds) > 1 else []

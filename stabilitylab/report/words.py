@@ -8,6 +8,7 @@ __all__ = ['clean', 'spaced', 'number']
 # %% ../../nbs/api/report/00_words.ipynb #5e6479cc
 import math
 import re
+from collections.abc import Mapping
 
 # %% ../../nbs/api/report/00_words.ipynb #c310c168
 _COLOUR_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -64,3 +65,17 @@ def _real(value: float) -> str:
     if 1000 <= abs(value) < _PLAIN_BELOW:
         return f"{value:,.1f}"
     return f"{value:.4g}"
+
+# %% ../../nbs/api/report/00_words.ipynb #5c20a75d
+def device_words(
+    settings: Mapping,  # of the device of a replay or a trial: device, name, tf32, deterministic, devices
+) -> str:  # '' for a CPU, and where nothing is known
+    "A device and what decides its digits, in words."
+    if str(settings.get("device", "cpu")) == "cpu":
+        return ""
+    name = f" ({clean(str(settings['name']))})" if settings.get("name") else ""
+    words = [f"{', '.join(settings.get('devices') or [settings['device']])}{name}"]
+    state = {True: "on", False: "off"}
+    for key, what in (("tf32", "TF32"), ("deterministic", "deterministic algorithms")):
+        words += [f"{what} {state[settings[key]]}"] if key in settings else []
+    return ", ".join(words)

@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,8 @@ class JobState:
     result: Any = None
     error: str = ""  # why it failed; '' where it did not
     stderr: str = ""  # the last lines that a failed process left on its standard error
+    # whether a signal ended its process that this program did not send
+    was_killed: bool = field(default=False, repr=False)
 
     @property
     def ended(self) -> bool:
@@ -246,9 +248,8 @@ class Job:
             return JobState("done", "done", 1.0, self._text("output.txt"))
         lines = self._text("errors.txt").strip().splitlines()
         error = result.get("error") or (lines[-1].strip()[:400] if lines and code >= 0 else _ending(code))
-        return JobState(
-            "failed", "failed", self._last_reported("share", 0.0), None, error, "\n".join(lines[-20:])
-        )
+        share, words = self._last_reported("share", 0.0), "\n".join(lines[-20:])
+        return JobState("failed", "failed", share, None, error, words, was_killed=code < 0 and not result)
 
     def poll(self) -> JobState:  # the same for ever once it has ended
         "How far it is."

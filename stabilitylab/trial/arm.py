@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ANOTHER_ORDER', 'Arm', 'arm_of', 'with_unique_names', 'null_arm', 'ArmCurve', 'seed_folder', 'done_file',
-           'read_curve', 'ArmTraining', 'run_arm']
+           'read_curve']
 
 # %% ../../nbs/api/trial/01_arm.ipynb #5dddeba4
 import json
@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..fixes.registry import Fix, apply_all, fix
+from ..fixes.registry import Fix, apply_all, fix, parameter_ranges
 from ..fixes.training import Stepped, Training
 from ..names.errors import bad_input
 from ..names.files import atomic_file, write_atomic
+from ..replay.device import chosen_devices
 from ..run.job import report_progress
 from .start import Start
 
@@ -110,6 +111,40 @@ def null_arm(
 ) -> Arm:  # `is_null`
     "The run unchanged, with the batches of a trial in another order."
     return Arm((fix("shuffle", block=max(steps, 2)).to_dict(),), ANOTHER_ORDER)
+
+# %% ../../nbs/api/trial/01_arm.ipynb #0ffd36bd
+_SHARES = {  # (fix, parameter in steps) -> share of a trial that it may take: our convention
+    ("warmup", "steps"): 0.2,
+    ("decay_to_zero", "steps"): 1.0,
+    ("batch_warmup", "steps"): 0.5,
+    ("curriculum", "steps"): 0.5,
+    ("adagc", "warmup"): 0.2,
+    ("zclip", "warmup"): 0.2,
+    ("spam", "interval"): 0.4,
+    ("spam", "warmup"): 0.1,
+    ("stable_spam", "interval"): 0.4,
+}
+
+
+def scaled_to(
+    arm: Arm,  # to be tried
+    steps: int,  # of the trial
+) -> tuple[Arm, list[str]]:  # the arm, and a sentence for each parameter that was shortened
+    "An arm whose warm-ups and intervals fit into a trial; values that a user chose stay."
+    rows, words = [], []
+    for row in arm.fixes:
+        parameters = dict(row.get("parameters", {}))
+        ranges = parameter_ranges(fix(row["name"]))
+        for name in ranges:
+            usual, share = ranges[name]["default"], _SHARES.get((row["name"], name))
+            fitting = None if share is None else max(int(share * steps), int(ranges[name]["low"]))
+            if fitting is not None and parameters.get(name) == usual and usual > fitting:
+                parameters[name] = fitting
+                words.append(
+                    f"{row['name']} takes {name}={fitting} for {usual}, as the trial has {steps} steps"
+                )
+        rows.append(row | {"parameters": parameters})
+    return replace(arm, fixes=tuple(rows)), words
 
 # %% ../../nbs/api/trial/01_arm.ipynb #8b0a97ec
 @dataclass(frozen=True)
@@ -249,7 +284,7 @@ def run_arm(
     seed: int,  # of the order of batches and of all that is drawn
     steps: int,  # to take, >= 1
     folder: str,  # where it writes; an unfinished arm there goes on
-    device: str = "cpu",  # where to train
+    device: str = "cpu",  # where to train; 'auto': the first GPU there is, else the CPU
     keep_every: int = 50,  # steps between two saved states
 ) -> dict:  # steps taken, and whether it ended because the loss was not finite
     "Trains one arm with one seed: what the child process of a trial does."
@@ -257,7 +292,7 @@ def run_arm(
         raise bad_input("steps", steps, "1 or more")
     torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
     torch.set_num_threads(1)
-    run = ArmTraining(start, arm, seed, steps, folder, device)
+    run = ArmTraining(start, arm, seed, steps, folder, chosen_devices(device)[0])
     while not run.ended:
         begin = time.perf_counter()
         step = run.training.run_step()

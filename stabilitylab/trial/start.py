@@ -7,15 +7,16 @@ __all__ = ['Start', 'last_snapshot_before']
 
 # %% ../../nbs/api/trial/00_start.ipynb #4b037837
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import xarray as xr
 
-from ..fixes.training import Training
+from ..fixes.training import Training, load_optimizer
 from ..names.errors import bad_input
+from ..numerics.pytree import map_tensors
 from ..replay.find_setup import setup_of
 from ..replay.setup_check import SetupCheck
 from ..replay.setup_file import checked
@@ -73,7 +74,7 @@ class Start:
             training = function_at(self.function)(seed=seed, **self.arguments)
             if not isinstance(training, Training):
                 raise bad_input("function", type(training).__name__, "a function that returns a Training")
-            return training
+            return training if device == "cpu" else _moved(training, device)
         return _recorded_training(self, seed, device)
 
     def compare(self) -> SetupCheck | None:  # None: a function, which has no record
@@ -181,11 +182,26 @@ def _unit_weights(parts: list) -> list[float]:
     return [1.0] * len(parts)
 
 # %% ../../nbs/api/trial/00_start.ipynb #ae34a59f
+def _on_device(batches: Callable, device: str) -> Callable:
+    "(step) -> micro-batches on a device."
+    if device == "cpu":
+        return batches
+    return lambda step: [map_tensors(lambda tensor: tensor.to(device), part) for part in batches(step)]
+
+
+def _moved(training: Training, device: str) -> Training:
+    "A training on another device, with its optimizer's state and its batches."
+    training.model.to(device)
+    load_optimizer(training.optimizer, training.optimizer.state_dict())  # to where the parameters are
+    training.batches = _on_device(training.batches, device)
+    return training
+
+
 def _recorded_training(start: Start, seed: int, device: str) -> Training:
     "The training of a recorded run before a step."
-    setup = setup_of(start.path, start.setup)
+    setup = replace(setup_of(start.path, start.setup), device=device)
     snapshot: Snapshot = load_snapshot(start.path, start.step, setup)
-    model, optimizer = snapshot.build(device)
+    model, optimizer = snapshot.build()
     if optimizer is None:
         raise bad_input("setup", "a Setup without an optimizer", "one that makes it", "a trial has to train")
     if isinstance(optimizer, list):
@@ -202,13 +218,13 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
         model,
         optimizer,
         setup.loss,
-        _batches_of(start, setup, seed),
+        _on_device(_batches_of(start, setup, seed), device),
         schedule=schedule,
         clip=setup.clip,
         microbatch_weights=_unit_weights
         if setup.adds_up(load_batch(start.path, start.step, setup).parts)
         else None,
-        scaler=snapshot.grad_scaler(device),
+        scaler=snapshot.grad_scaler(),
         step=start.step,
         seed=seed,
     )

@@ -8,14 +8,15 @@ __all__ = ['TrialResult', 'Trial', 'unfit_arms']
 # %% ../../nbs/api/trial/03_trial.ipynb #130a0d72
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ..fixes.registry import apply_all, fix
 from ..names.errors import InputError, bad_input
-from .arm import Arm, ArmCurve, arm_of, read_curve, with_unique_names
+from ..replay.device import chosen_devices, device_settings
+from .arm import Arm, ArmCurve, arm_of, read_curve, scaled_to, with_unique_names
 from .start import Start
 from .tasks import ArmTask, TaskQueue
 from .verdict import ArmVerdict, failure_bound, verdicts_of
@@ -31,6 +32,8 @@ class TrialResult:
     curves: list[ArmCurve]  # of all arms and seeds
     complete: bool  # whether every requested task has been trained
     failed: tuple[str, ...] = ()  # what went wrong in tasks that did not finish
+    notes: tuple[str, ...] = ()  # what the machine changed, such as fewer arms at once
+    device: dict = field(default_factory=dict)  # from `device_settings`, of the first device; {} on a cluster
 
     def to_dict(self) -> dict:
         "Plain data, as `stabilitylab trial --json` prints it, without the words."
@@ -38,6 +41,8 @@ class TrialResult:
             "start": self.start.to_dict() | {"words": self.start.words},
             "steps": self.steps,
             "complete": self.complete,
+            "device": self.device,
+            "notes": list(self.notes),
             "arms": [arm.to_dict() for arm in self.arms],
         }
 
@@ -56,11 +61,11 @@ class _TrialArms(TaskQueue[TrialResult]):
         seeds: int = 3,  # orders of batches, >= 1
         folder: str | Path | None = None,  # where it is kept; None: a temporary one
         workers: int | None = None,  # child processes at a time; None: the processors there are
-        device: str = "cpu",  # where to train
+        device: str = "auto",  # where to train: every GPU there is, else the CPU
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         super().__init__(steps, seeds, folder, device, client)
-        named = with_unique_names([arm_of(arm) for arm in arms])
+        named = with_unique_names([self._scaled(arm_of(arm)) for arm in arms])
         self.start, self.arms = start, [Arm(), *(arm for arm in named if arm.fixes)]
         self._room = workers or (_CLUSTER_TASKS if self._client is not None else os.cpu_count() or 1)
         # what cannot be tried is refused before anything is trained
@@ -68,6 +73,12 @@ class _TrialArms(TaskQueue[TrialResult]):
         self._folder.claim(self._request())
         # all arms of one seed come before the next seed, so that a trial cut short can be compared
         self._enqueue((index, seed) for seed in range(seeds) for index in range(len(self.arms)))
+
+    def _scaled(self, arm: Arm) -> Arm:
+        "An arm that fits into the trial, and a note where it was shortened."
+        fitting, words = scaled_to(arm, self.steps)
+        self.notes += tuple(words)
+        return fitting
 
     def _request(self) -> dict:
         "What is trained, as JSON has it."
@@ -109,7 +120,7 @@ class Trial(_TrialArms):
         arm: str | Sequence | Arm,  # as `arm_of` takes it
     ) -> Arm:  # that will train with the same start, steps and seeds
         "Adds an arm, while the others train or after they have ended."
-        *others, new = with_unique_names([*self.arms, arm_of(arm)])
+        *others, new = with_unique_names([*self.arms, self._scaled(arm_of(arm))])
         _ = verdicts_of([*others, new], [])  # a name that is there already is refused
         self.arms = [*self.arms, new]
         self._stopped = False
@@ -128,15 +139,23 @@ class Trial(_TrialArms):
         complete = len(done) == len(self._tasks)
         bounds = self.start.first_loss, failure_bound(self.start.recorded_loss)
         verdicts = verdicts_of(self.arms, curves, *bounds)
-        return TrialResult(self.start, self.steps, verdicts, curves, complete, self._failures())
+        device = {} if self._client is not None else _settings_of(self.devices)
+        failures = self._failures()
+        return TrialResult(self.start, self.steps, verdicts, curves, complete, failures, self.notes, device)
+
+
+def _settings_of(devices: list[str]) -> dict:
+    "What decides the digits of the first device, and how many there are."
+    return device_settings(devices[0]) | ({"devices": devices} if len(devices) > 1 else {})
 
 # %% ../../nbs/api/trial/03_trial.ipynb #b4e52ab1
 def unfit_arms(
     start: Start,  # where all arms set out
     arms: Sequence[Arm],  # to be tried
-    device: str = "cpu",  # where they will train
+    device: str = "auto",  # where they will train
 ) -> dict[str, str]:  # name of an arm -> why it cannot be tried, in one line
     "Arms whose fixes cannot be applied there, or not take a step; raises where the start itself cannot."
+    device = chosen_devices(device)[0]
     try:
         _take_a_step(start, Arm(), device)
     except InputError:

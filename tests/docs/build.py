@@ -53,6 +53,7 @@ ROOMS = {
     "report": "Reports",
     "investigation": "The main loop",
     "workbench": "The workbench",
+    "mcp": "For coding agents",
     "cli": "The command",
 }
 

@@ -1,0 +1,90 @@
+"What `tests/test_device.py` holds on a simulated device, on one that is there: sums, waits, a replay."
+
+import argparse
+import sys
+import tempfile
+import warnings
+
+import numpy as np
+import torch
+
+from stabilitylab.models.config import ModelConfig
+from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.probe.detail import tensor_detail
+from stabilitylab.probe.recorder import Recorder
+from stabilitylab.probe.stats import SUMS, add_sums
+from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.snapshot import load_batch, load_snapshot
+from stabilitylab.replay.step import noise_floor, replay
+
+SIZES = {"vocab": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "seq": 64}
+
+
+def sums(where: str) -> tuple[bool, str]:
+    "The five sums and the costly statistics of awkward tensors, beside those of the CPU."
+    worst = 0.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.randn(513, 257, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x[3, 5], x[4, 6], x[5] = float("nan"), float("inf"), 0
+        rows = []
+        for tensor in (x, x.to(where)):
+            row = torch.zeros(len(SUMS), dtype=torch.float64, device=tensor.device)
+            add_sums(tensor.t(), row)
+            rows.append(torch.cat([row, tensor_detail(tensor)]).cpu())
+        worst = max(worst, float(((rows[1] - rows[0]).abs() / rows[0].abs().clamp_min(1)).max()))
+    return worst < 1e-4, f"sums of four types: largest relative difference {worst:.1e}"
+
+
+def recorded(where: str) -> tuple[bool, str]:
+    "Steps under `set_sync_debug_mode('warn')`: what made the host wait inside them."
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig.plain(**SIZES)).to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 128, (8, 64), device=where)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with Recorder(model, optimizer, folder) as recorder:
+            for step in range(20):
+                if where != "cpu":
+                    torch.cuda.set_sync_debug_mode("warn" if step else "default")
+                loss = model(tokens, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss.detach())
+            if where != "cpu":
+                torch.cuda.set_sync_debug_mode("default")
+        left = recorder.off
+    waits = sorted({str(w.message)[:120] for w in seen if "synchroniz" in str(w.message)})
+    return (
+        not waits and left is None,
+        f"recorder: {len(waits)} kinds of waits in 19 steps {waits or ''}{left or ''}",
+    )
+
+
+def replayed(where: str, sample: str) -> tuple[bool, str]:
+    "A step of the sample, and three of them beside each other."
+    setup = setup_of(sample)
+    snapshot, batch = load_snapshot(sample, 300, setup), load_batch(sample, 300, setup)
+    host, there = replay(snapshot, batch), replay(snapshot, batch, device=where)
+    floor = noise_floor(snapshot, batch, device=where)
+    away = abs(host.loss - there.loss)
+    return away < 1e-3 and np.isfinite(
+        there.grad_norm
+    ), f"replay: loss {away:.1e} from the CPU's; repeats {floor}"
+
+
+def main() -> int:
+    "The command."
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sample", default="data_samples/lm_high_lr")
+    args = parser.parse_args()
+    told = [sums(args.device), recorded(args.device), replayed(args.device, args.sample)]
+    for is_right, words in told:
+        print("ok  " if is_right else "BAD ", words)
+    return int(not all(is_right for is_right, _ in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
