@@ -10,11 +10,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stabilitylab.detect.findings import Findings
+    from stabilitylab.detect.findings import Finding
 
 # %% ../../nbs/api/cli/02_watch.ipynb #cbc40e0c
 def add_watch(
@@ -35,11 +36,44 @@ def add_watch(
     p.add_argument(
         "--every", metavar="SECONDS", type=float, default=2.0, help="time between two looks (default 2)"
     )
+    p.add_argument("--webhook", metavar="URL", help="post each event and each update there as JSON")
     p.set_defaults(func=_run_watch)
 
 # %% ../../nbs/api/cli/02_watch.ipynb #b68ba4cd
+_REACH_RECORDS = 20  # records between findings that are one event; our convention
+_LOSS_KINDS = ("loss_spike", "resume_spike", "divergence", "slow_rise", "level_shift")  # one family
+
+
+@dataclass
+class WatchEvent:
+    "One event of a growing log, as it is known now."
+
+    number: int  # from 1
+    finding: "Finding"  # the latest
+    announced: set[tuple] = field(default_factory=set)  # (kind, severity, recovery) that were announced
+    is_update: bool = False  # whether it had been announced before
+
+    def is_of(
+        self,
+        finding: "Finding",  # of a later look
+        reach: int,  # steps between findings that are one event
+    ) -> bool:
+        "Whether a finding is this event."
+        if _family(finding) != _family(self.finding):
+            return False
+        if finding.onset is None or self.finding.onset is None:
+            return finding.onset is self.finding.onset
+        return finding.first <= self.finding.last + reach and self.finding.first <= finding.last + reach
+
+
+def _family(finding: "Finding") -> tuple:
+    "What findings of one event have in common, the steps apart."
+    kind = "loss" if finding.kind in _LOSS_KINDS else finding.kind
+    return kind, finding.series, finding.modules[:1]
+
+# %% ../../nbs/api/cli/02_watch.ipynb #50c7e378
 class Watcher:
-    "A growing log with the findings that were reported already."
+    "A growing log with the events that were announced already."
 
     def __init__(
         self,
@@ -49,48 +83,116 @@ class Watcher:
         from stabilitylab.read.follow import Follower
 
         self.follower, self.records = Follower(path, format), 0
-        self.reported: dict[tuple, int] = {}  # kind, series and onset of a finding -> its severity
+        self.events: list[WatchEvent] = []
 
-    def look(self) -> "Findings":  # findings that were not reported before, or only with a lower severity
-        "Reads what was appended and gives the findings that are new."
+    def look(self) -> list[WatchEvent]:  # events that are new, or that changed
+        "Reads what was appended; each event once, and again where it becomes worse, something else or over."
         from stabilitylab.detect.diagnose import diagnose
-        from stabilitylab.detect.findings import Findings
-        from stabilitylab.names.findings import SEVERITIES
+        from stabilitylab.run.curves import loss_curve, step_interval
 
         new = self.follower.poll()
         self.records += max((len(samples.step) for samples in new.samples.values()), default=0)
         if not new.samples and not new.events:
-            return Findings()
-        fresh = []
-        for finding in diagnose(self.follower.run()):
-            key = (finding.kind, finding.series, finding.onset)
-            severity = SEVERITIES.index(finding.severity)
-            if severity > self.reported.get(key, -1):
-                fresh.append(finding)
-                self.reported[key] = severity
-        return Findings(fresh)
+            return []
+        run = self.follower.run()
+        reach = _REACH_RECORDS * step_interval(loss_curve(run))
+        changed: dict[int, WatchEvent | None] = {}  # by number; of several findings the most severe tells it
+        for finding in diagnose(run):
+            event = self._event_of(finding, reach)
+            if event.number not in changed:
+                changed[event.number] = self._changed(event, finding)
+        return [event for event in changed.values() if event is not None]
+
+    def _event_of(self, finding: "Finding", reach: int) -> WatchEvent:
+        "The event that a finding is of, a new one where it is of none."
+        event = next((e for e in self.events if e.is_of(finding, reach)), None)
+        if event is None:
+            event = WatchEvent(len(self.events) + 1, finding)
+            self.events.append(event)
+        return event
+
+    def _changed(self, event: WatchEvent, finding: "Finding") -> WatchEvent | None:
+        "The event, where what it is now was not announced yet."
+        state = (finding.kind, finding.severity, finding.evidence.get("recovery", ""))
+        if state in event.announced:
+            return None
+        event.is_update, event.finding = bool(event.announced), finding
+        event.announced.add(state)
+        return event
+
+# %% ../../nbs/api/cli/02_watch.ipynb #79d1b660
+_SECONDS = 5.0  # that a webhook may take
+
+
+class Webhook:
+    "An address to which events are posted as JSON."
+
+    def __init__(
+        self,
+        url: str,  # of http or https
+        source: str,  # what is watched
+    ):
+        from stabilitylab.names.errors import bad_input
+
+        if not url.startswith(("http://", "https://")):
+            raise bad_input("webhook", url, "an address that begins with http:// or https://")
+        self.url, self.source, self.is_broken = url, source, False
+
+    def post(
+        self,
+        event: WatchEvent,  # to be announced
+    ) -> bool:  # whether it was accepted
+        "Post one event; a failure is announced once and never raised."
+        from http.client import HTTPException
+        from urllib.request import Request, urlopen
+
+        body = webhook_body(event, self.source).encode()
+        try:
+            request = Request(self.url, body, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=_SECONDS):
+                self.is_broken = False
+                return True
+        except (OSError, ValueError, HTTPException) as error:
+            if not self.is_broken:
+                print(f"the webhook failed, the watch goes on: {error}", file=sys.stderr, flush=True)
+            self.is_broken = True
+            return False
+
+
+def webhook_body(
+    event: WatchEvent,  # to be announced
+    source: str,  # what is watched
+) -> str:  # JSON
+    "What a webhook is sent."
+    from stabilitylab.names.encode import to_json
+
+    body = {"event": event.number, "is_update": event.is_update, "source": source}
+    body |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "text": str(event.finding)}
+    return to_json(body | {"finding": event.finding.to_dict()})
 
 # %% ../../nbs/api/cli/02_watch.ipynb #984e6c29
 def _run_watch(
     args: argparse.Namespace,  # what `add_watch` declares
     stop: Callable[[], bool] = lambda: False,  # ends the watch when it returns True
 ) -> int:  # exit code 0
-    "Prints new findings until it is stopped."
+    "Prints and posts events until it is stopped."
     watcher = Watcher(_checked(args), args.format)
+    webhook = Webhook(args.webhook, args.path) if args.webhook else None
     absent = "" if Path(args.path).exists() else " (not there yet)"
     print(f"watching {args.path}{absent}; Ctrl-C ends it", file=sys.stderr, flush=True)
     try:
         while True:
             begin = time.monotonic()
             is_last = stop()
-            _print_findings(watcher.look())
+            events = watcher.look()
+            _print_events(events)
+            for event in events if webhook else ():
+                webhook.post(event)
             if is_last:
                 return 0
             time.sleep(max(args.every, 4 * (time.monotonic() - begin)))  # looking takes a fifth of the time
     except KeyboardInterrupt:
-        print(
-            f"\nstopped after {watcher.records:,} records, {len(watcher.reported)} findings", file=sys.stderr
-        )
+        print(f"\nstopped after {watcher.records:,} records, {len(watcher.events)} events", file=sys.stderr)
         return 0
 
 
@@ -107,10 +209,14 @@ def _checked(args: argparse.Namespace) -> Path:
     return path
 
 
-def _print_findings(findings: "Findings") -> None:
-    "Prints findings with the time at which they were seen."
+def _print_events(events: list[WatchEvent]) -> None:
+    "Prints events with the time at which they were seen; an update is one line."
+    from stabilitylab.detect.findings import Findings
     from stabilitylab.report.terminal import findings_text, terminal_width
 
-    if len(findings):
-        text = findings_text(findings, *terminal_width(sys.stdout))
-        print(time.strftime("%H:%M:%S"), text, sep="\n", flush=True)
+    now, new = time.strftime("%H:%M:%S"), Findings(e.finding for e in events if not e.is_update)
+    if new:
+        print(now, findings_text(new, *terminal_width(sys.stdout)), sep="\n", flush=True)
+    for event in events:
+        if event.is_update:
+            print(f"{now} update of event {event.number}: {event.finding}", flush=True)

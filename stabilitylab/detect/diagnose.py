@@ -110,6 +110,7 @@ _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in
     "relations:hardware_and_spikes",
     "loss.evaluations:evaluations_at_plateau",
     "relations:layer_leads",
+    "relations:warnings_before",
     "layers.attention:attention_leads",
 ]
 

@@ -308,6 +308,32 @@ def layer_leads(
 
     return [led(f) for f in findings]
 
+# %% ../../nbs/api/detect/30_relations.ipynb #832d8f20
+def warnings_before(
+    run: xr.DataTree,  # a record
+    findings: list[Finding],  # so far
+) -> list[Finding]:  # loss events with the last early warning before them
+    "How many steps the recorder had warned before the loss went wrong."
+    events = group_of(run, "events")
+    if events is None or "event_kind" not in events:
+        return findings
+    is_warning = events.event_kind.values == "warning"
+    rows = sorted(
+        zip(events.event_step.values[is_warning], events.event_text.values[is_warning], strict=True)
+    )
+
+    def warned(f: Finding) -> Finding:  # f: as found
+        "The finding with the warning before it."
+        before = [row for row in rows if f.onset is not None and row[0] <= f.onset]
+        if not before or f.modules or not _is_event(f, *_LOSS_EVENTS):
+            return f
+        step, text = before[-1]
+        lead = f.first - int(step)
+        words = {"warning": str(text), "warning_lead_steps": lead} if lead else {}
+        return f.with_(evidence=f.evidence | {"warned": int(step)} | words)
+
+    return [warned(f) for f in findings]
+
 # %% ../../nbs/api/detect/30_relations.ipynb #7c90ed2b
 _COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
 

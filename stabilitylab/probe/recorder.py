@@ -45,6 +45,7 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
+from .warning_action import WarningAction, pull_triggers, raise_bad, warning_action
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -78,6 +79,7 @@ class Recorder:
         self.modules: ModuleProbe | NoModules = NoModules(self.guard)
         self.params: Any = None
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
+        self.watch: WarningAction | None = None  # also where no warning is asked for
         self.own_loss: Any = None
         self.attention: Any = None
         self.routers: RouterProbe | None = None
@@ -90,6 +92,11 @@ class Recorder:
     def off(self) -> str | None:
         "Why nothing is recorded any more; None while the recording goes on."
         return self.guard.end
+
+    @property
+    def skip_step(self) -> bool:
+        "Whether a warning asks the loop to leave this optimizer step out (`on_warning='skip'`)."
+        return self.watch is not None and self.watch.skips_next
 
     def __enter__(self):
         "Put the hooks in place and open the record; where that fails, warn once and record nothing."
@@ -156,7 +163,10 @@ class Recorder:
         if self.off is not None:
             self._give_up(self.off)
         if is_bad:
-            _raise_bad(self)
+            raise_bad(self)
+        warning = None if self.watch is None else self.guard.attempt(RECORDING, None, self.watch.act)
+        if warning is not None:
+            raise RuntimeError(f"stopped by a warning of step {warning.step}: {warning.words()}")
 
     def _sample(self) -> None:
         "Decide whether the step that begins takes the costly statistics."
@@ -174,6 +184,8 @@ class Recorder:
 
     def _before_optimizer(self) -> None:
         "Keep the optimizers' settings; find a GradScaler that the recorder was not told of."
+        if self.watch is not None:
+            self.watch.cut.take()
         if self.box is not None:
             self.guard.attempt(_BOX, None, self.box.settings, self.n)
         if self.scale.find() and self.box is not None:
@@ -181,6 +193,10 @@ class Recorder:
 
     def _on_bad(self, step: int, text: str) -> None:
         "At the first non-finite value."
+        self._pin(step)
+
+    def _pin(self, step: int) -> None:
+        "Look closer at the next step, and keep what a replay of this one needs."
         self.sample_next = True
         if self.box is not None:
             self.guard.attempt(_BOX, None, self.box.trigger, step)
@@ -237,6 +253,9 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     recorder.writer = Writer(
         store, modules, params, guard, seconds, is_spread, only_modules, recorder._on_bad
     )
+    if recorder.options.on_warning is not None and not rank.number:
+        recorder.watch = guard.attempt("early warning", None, warning_action, recorder, not is_spread)
+        recorder.writer.on_row = None if recorder.watch is None else recorder.watch.see
     if not rank.number:
         for event in opening_events(store, attrs, params, recorder.n):
             recorder.writer.put(event)
@@ -271,6 +290,7 @@ def _unhook(recorder: Recorder) -> None:
         recorder.attention,
         recorder.routers,
         recorder.skips,
+        recorder.watch,
     ):
         if part is not None:
             part.remove()
@@ -335,7 +355,7 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     _note_unseen(recorder, is_seen=bool(uses) or not grads)
     _put_news(recorder)
     recorder.writer.put(item)
-    guard.attempt("triggers", None, _pull_triggers, recorder, scalars)
+    guard.attempt("triggers", None, pull_triggers, recorder, scalars)
     if recorder.options.on_nonfinite != "stop":
         return False
     return has_bad((*parts.values(), *grads.values()))
@@ -395,26 +415,3 @@ def _put_news(recorder: Recorder) -> None:
     "What was switched off, into the record."
     for step, text in recorder.guard.take_news():
         recorder.writer.put(("note", step, text, time.time()))
-
-
-def _pull_triggers(recorder: Recorder, scalars: dict[str, Any]) -> None:
-    "Pin this step in the black box if a trigger fires, note it, and look closer at the next one."
-    triggers = recorder.options.triggers
-    if not triggers:
-        return
-    values = {name: float(value) for name, value in scalars.items()}
-    if any([trigger(recorder.n, values) for trigger in triggers]):
-        recorder.sample_next = True
-        recorder.writer.put(("note", recorder.n, "a trigger fired", time.time()))
-        if recorder.box is not None:
-            recorder.guard.attempt(_BOX, None, recorder.box.trigger, recorder.n)
-
-
-def _raise_bad(recorder: Recorder) -> None:
-    "Stop the run and say where it broke, as the caller asked."
-    writer = recorder.writer
-    while writer.bad is None and writer.thread.is_alive() and not writer.broken:
-        time.sleep(0.01)
-    bad = writer.bad or {}
-    location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
-    raise FloatingPointError(f"step {recorder.n - 1}: first non-finite value is the {location}")

@@ -40,6 +40,7 @@ LEVELS = {
     "full": Level(),  # with the costly statistics every step
 }
 _ON_NONFINITE = ("go on", "stop", "skip")
+_ON_WARNING = ("note", "stop", "skip", "cut_rate")
 
 # %% ../../nbs/api/probe/16_settings.ipynb #322b6b94
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class RecorderOptions:
     # 'go on', 'stop' (raise FloatingPointError) or 'skip' the optimizer step;
     # the last two look at one number a step
     on_nonfinite: str = "go on"
+    # what a statistic that leaves its usual course sets off, besides an event of the record and a pinned
+    # snapshot: 'note' (nothing more), 'stop' (raise RuntimeError in `step`), 'skip' (set `skip_step`, which
+    # the loop reads), 'cut_rate' (half the learning rate from then on), or a function of the `EarlyWarning`
+    # that may return one of these; None: nothing is watched
+    on_warning: Any = None
     snapshot_every: int = 0  # steps between snapshots of the black box; 0: no black box
     keep_snapshots: int = 2  # newest snapshots that are kept, beside four that triggers pinned
     # older snapshots that are kept, thinned logarithmically, the first one among them: a failure that
@@ -78,6 +84,9 @@ class RecorderOptions:
                 raise bad_input(name, getattr(self, name), "0 or more")
         if self.on_nonfinite not in _ON_NONFINITE:
             raise bad_input("on_nonfinite", self.on_nonfinite, ", ".join(_ON_NONFINITE))
+        is_known = self.on_warning in (None, *_ON_WARNING)
+        if not is_known and not callable(self.on_warning):
+            raise bad_input("on_warning", self.on_warning, f"{', '.join(_ON_WARNING)}, a function, None")
 
 # %% ../../nbs/api/probe/16_settings.ipynb #d702b910
 def recorder_options(

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -211,7 +212,11 @@ def _limit(recipe: Recipe, norm: float, norms: list[float]) -> float:
 
 
 def train(  # noqa: C901, PLR0912, PLR0915 - one loop, to be read from top to bottom
-    recipe: Recipe, seed: int = 0, path: str | Path | None = None
+    recipe: Recipe,
+    seed: int = 0,
+    path: str | Path | None = None,
+    observe: Callable | None = None,  # (model, optimizer) -> f(loss), called before each optimizer step
+    on_warning: str | None = None,  # of the recorder
 ) -> dict:
     "Train a recipe; its losses, and with a path its record."
     from stabilitylab import Recorder
@@ -230,8 +235,16 @@ def train(  # noqa: C901, PLR0912, PLR0915 - one loop, to be read from top to bo
     recorder = None
     if path is not None:
         recorder = Recorder(
-            model, optimizer, path, snapshot_every=20, every_n=10, flush_seconds=3600.0, scaler=scaler
+            model,
+            optimizer,
+            path,
+            snapshot_every=20,
+            every_n=10,
+            flush_seconds=3600.0,
+            scaler=scaler,
+            on_warning=on_warning,
         ).__enter__()
+    see = observe(model, optimizer) if observe else None  # called between the backward pass and the step
     for step in range(recipe.steps):
         _touch_state(recipe, step, model, optimizer)
         for group in optimizer.param_groups:
@@ -254,6 +267,8 @@ def train(  # noqa: C901, PLR0912, PLR0915 - one loop, to be read from top to bo
         if scaler is not None:
             scaler.unscale_(optimizer)
         norm = _norm(model)
+        if see:
+            see(loss_value)
         if recipe.update_clip:
             _update_clip(optimizer)
         limit = _limit(recipe, norm, norms)
