@@ -373,3 +373,15 @@ def test_the_percentage_of_clipped_steps_that_fairseq_logs_is_no_threshold(tmp_p
     ((_, run),) = read_runs(tmp_path).items()
     assert clipped_share(run).share == 0.5 and np.isnan(clipped_share(run).clip)
     assert clipped_share(run, 1.0) == (1.0, 0.5, pytest.approx(1 / 1.5))
+
+
+def test_a_console_of_dicts_has_its_own_steps_and_its_rollback(tmp_path):
+    "Records of step 10, 20, …; the run went back to step 200 once."
+    steps = [*range(10, 310, 10), *range(210, 400, 10)]
+    lines = [
+        f"{{'loss': {3 - step / 1000:.3f}, 'learning_rate': 0.0001, 'step': {step}}}\n" for step in steps
+    ]
+    (tmp_path / "train.out").write_text("".join(lines))
+    (run,) = read_runs(tmp_path / "train.out").values()
+    assert run["scalars"].step.values.tolist() == steps and "step" not in run["scalars"].data_vars
+    assert [(finding.kind, finding.onset) for finding in diagnose(run)][:1] == [("restart", 210)]

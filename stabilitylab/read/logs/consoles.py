@@ -20,16 +20,19 @@ from ...run.scalars import Samples, order_of
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #d78ce1dd
 _BAR = re.compile(rb"\| (\d+)/\d+ \[")
+_OWN_STEP = re.compile(rb"'(?:global_)?step': ?(\d+)(?=[,}])")
 _parse_dict = line_parser(
-    rb"\{(?='[a-z_]*(?:loss|runtime|learning_rate)|'[a-z_]+': )", rb"'(?P<name>[\w/]+)': '?%N(?=['\",}\s])"
+    rb"\{(?='[a-z_]*(?:loss|runtime|learning_rate)|'[a-z_]+': )",
+    rb"'(?!(?:global_)?step')(?P<name>[\w/]+)': '?%N(?=['\",}\s])",
 )
 
 
 def _parse_trainer(line: bytes) -> list[Hit]:
-    "The step that a progress bar shows, and the record that a dict holds."
-    bars = [*_BAR.finditer(line)]
-    steps = [Hit(step=bars[-1].span(1))] if bars else []
+    "The step that the dict or a progress bar shows, and the record that the dict holds."
     has_record = b"'loss'" in line or b"_loss" in line or b"'train_runtime'" in line
+    own = [*_OWN_STEP.finditer(line)] if has_record else []
+    shown = own or [*_BAR.finditer(line)]
+    steps = [Hit(step=shown[-1].span(1))] if shown else []
     return steps + (_parse_dict(line) if has_record else [])
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #cfc0680a
