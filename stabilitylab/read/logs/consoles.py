@@ -30,9 +30,9 @@ _parse_dict = line_parser(
 def _parse_trainer(line: bytes) -> list[Hit]:
     "The step that the dict or a progress bar shows, and the record that the dict holds."
     has_record = b"'loss'" in line or b"_loss" in line or b"'train_runtime'" in line
-    own = [*_OWN_STEP.finditer(line)] if has_record else []
-    shown = own or [*_BAR.finditer(line)]
-    steps = [Hit(step=shown[-1].span(1))] if shown else []
+    logged = [*_OWN_STEP.finditer(line)] if has_record else []
+    positions = logged or [*_BAR.finditer(line)]
+    steps = [Hit(step=positions[-1].span(1))] if positions else []
     return steps + (_parse_dict(line) if has_record else [])
 
 # %% ../../../nbs/api/read/logs/consoles.ipynb #cfc0680a
