@@ -138,10 +138,10 @@ def notebook(lab, browser):
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
         pages.append(page)
+        # JupyterLab asks which kernel to take, or says that it was not ready; on a busy machine at any moment
+        answer = page.locator(".jp-Dialog button.jp-mod-accept").first
+        page.add_locator_handler(answer, lambda button: button.click())
         for _ in range(5):  # on a busy machine the first wish is lost while the kernel still connects
-            answer = page.locator(".jp-Dialog button.jp-mod-accept")
-            if answer.count():  # that the kernel was not ready for the last wish, or which one to take
-                answer.first.click()
             page.click(".jp-Notebook .jp-Cell")
             page.click('text="Run"')
             page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
