@@ -186,8 +186,9 @@ def _run_watch(
             is_last = stop()
             events = watcher.look()
             _print_events(events)
-            for event in events if webhook else ():
-                webhook.post(event)
+            for event in events:
+                if webhook is not None:
+                    webhook.post(event)
             if is_last:
                 return 0
             time.sleep(max(args.every, 4 * (time.monotonic() - begin)))  # looking takes a fifth of the time

@@ -138,7 +138,7 @@ def _rises_within(f: Finding, changes: list[Finding]) -> bool:
 def _with_effect(run: xr.DataTree, f: Finding) -> Finding:
     "A jump of the learning rate that was taken back, with what the loss did meanwhile; others as they are."
     rate, loss = curve(run, "lr"), loss_curve(run)
-    if f.kind != "lr_jump" or "count" in f.evidence or rate is None or loss is None:
+    if f.kind != "lr_jump" or f.onset is None or "count" in f.evidence or rate is None or loss is None:
         return f
     if (np.diff(rate.step) <= 0).any():  # restarts, which the changes at restarts tell
         return f

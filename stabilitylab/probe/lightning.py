@@ -56,9 +56,10 @@ class LightningCallback(_base()):  # type: ignore[misc]
         if not pl_module.automatic_optimization:
             own["snapshot_every"] = 0
         self.last_step = trainer.global_step
-        self.recorder = Recorder(pl_module, trainer.optimizers, self.path, **own).__enter__()
+        recorder = Recorder(pl_module, trainer.optimizers, self.path, **own).__enter__()
         if not pl_module.automatic_optimization:
-            self.recorder.guard.note(_MANUAL)
+            recorder.guard.note(_MANUAL)
+        self.recorder = recorder
         self._note(trainer)
 
     def _note(self, trainer: Any) -> None:

@@ -67,8 +67,10 @@ _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names 
 
 def _framework_autocast(call: ast.Call, scope: dict[str, Any]) -> str | None:
     "Torch's autocast for a call of accelerate's; None for any other call."
-    owner = value_at(call.func.value, scope) if isinstance(call.func, ast.Attribute) else None
-    if not _is_of_framework(owner) or call.func.attr != "autocast":  # type: ignore[attr-defined]
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "autocast":
+        return None
+    owner: Any = value_at(call.func.value, scope)
+    if not _is_of_framework(owner):
         return None
     dtype = _MIXED.get(str(getattr(owner, "mixed_precision", "no")))
     return f"torch.autocast({owner.device.type!r}, {dtype}, enabled={dtype is not None})"
@@ -91,11 +93,11 @@ def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None
         else:
             at = at.value
     value = scope.get(at.id) if isinstance(at, ast.Name) else None
-    if not isinstance(value, (torch.Tensor, np.ndarray)):
+    if not isinstance(at, ast.Name) or not isinstance(value, (torch.Tensor, np.ndarray)):
         return None
     code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "draft", "eval")
     try:
-        number = eval(code, {"__builtins__": {}}, {at.id: value})  # type: ignore[union-attr]
+        number = eval(code, {"__builtins__": {}}, {at.id: value})
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
     number = number.item() if isinstance(number, np.generic) else number
@@ -601,8 +603,9 @@ def _mark_runs(way: _Way, model: torch.nn.Module) -> None:
         and is_same_model(value_at(n.value, way.scope), model)
     ]  # fmt: skip
     for n in nodes if reads else ():
-        is_run = isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
-        if is_run and is_same_model(value_at(n.value.func, way.scope), model):
+        if not isinstance(n, ast.Assign) or not isinstance(n.value, ast.Call):
+            continue
+        if is_same_model(value_at(n.value.func, way.scope), model):
             n.targets.insert(0, ast.Name(_RAN, ast.Store()))
 
 
@@ -763,7 +766,7 @@ def _model_lines(
     data: tuple[type, ...],  # classes whose values are not made anew
 ) -> list[str] | None:
     "The statements on which a model depends, with every other name a constant or an import."
-    classes = (*_DATA, *data)
+    classes: tuple[type, ...] = (*_DATA, *data)
     constants = {n for n, value in scope.items() if isinstance(value, classes) or is_dataclass(value)}
     statements = relevant(before, {name}, frozenset(constants - {name}))
     own = [s for s in statements if name in stored_names(s)]
