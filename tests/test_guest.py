@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -529,17 +530,21 @@ def test_a_forgotten_scaler_is_noticed(tmp_path):
 def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path, monkeypatch):
     from stabilitylab.run.live import LiveStore
 
-    append, calls = LiveStore.append, []
+    append, is_full, refused = LiveStore.append, [True], threading.Event()
 
-    def full_at_first(self, *args):
-        calls.append(1)
-        if len(calls) < 4:
+    def append_where_there_is_room(self, *args):
+        if is_full[0]:
+            refused.set()
             raise OSError(28, "No space left on device")
         append(self, *args)
 
-    monkeypatch.setattr(LiveStore, "append", full_at_first)
-    with pytest.warns(UserWarning, match="tried again while training goes on.*No space left"):
-        watched(tmp_path / "r", flush_seconds=0.001)
+    monkeypatch.setattr(LiveStore, "append", append_where_there_is_room)
+    model, optimizer = fresh(None)
+    told = pytest.warns(UserWarning, match="tried again while training goes on.*No space left")
+    with told, guest(model, optimizer, tmp_path / "r", flush_seconds=0.001) as recorder:
+        loop(model, optimizer, recorder)
+        assert refused.wait(60)  # the disk has room again only after it was asked in vain
+        is_full[0] = False
     assert open_run(tmp_path / "r")["scalars"].step.values.tolist() == [0, 1, 2, 3]
 
 
