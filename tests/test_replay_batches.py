@@ -16,8 +16,9 @@ from torch import nn
 
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.replay.blame import blame
+from stabilitylab.replay.blame import _count_samples, _sample, blame
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
@@ -174,6 +175,7 @@ LOOP = """
 import sys, torch, torch.distributed as dist
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
 path, meet, rank, how = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
@@ -231,3 +233,13 @@ def _distance(row):
     from stabilitylab.replay.retrace import distance
 
     return distance(row.recorded, row.replayed) if isinstance(row.recorded, float) else 0.0
+
+
+def test_samples_are_cut_from_the_batch_and_not_from_the_loops_values():
+    batch = {"x": torch.arange(6.0).reshape(3, 2), "y": torch.arange(3)}
+    part = {"batch": batch, "loop": {"step": 7}}
+    assert _count_samples(part) == _count_samples(batch) == 3
+    assert _sample(part, 1)["loop"] == {"step": 7} and _sample(part, 1)["batch"]["y"].tolist() == [1]
+    assert _sample(batch, 1)["y"].tolist() == [1]
+    with pytest.raises(InputError, match="no sample has a part of"):
+        _count_samples({"batch": batch, "loop": {"hidden": torch.zeros(3, 4)}})

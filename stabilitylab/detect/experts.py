@@ -115,10 +115,9 @@ def find_expert_collapse(
     after = float(np.median(router.value[router.step >= onset]))
     first = float(np.median(router.value[: count_limit("few_records")]))
     evidence: dict = {role.key: after, "first": first}
-    alike = [other.name for _, kind, other in crowded if kind is role]
-    evidence |= (
-        {"count": len(alike), "of": sum(kind is role for kind, _, _ in routers)} if len(alike) > 1 else {}
-    )
+    n_alike = sum(kind is role for _, kind, _ in crowded)
+    if n_alike > 1:
+        evidence |= {"count": n_alike, "of": sum(kind is role for kind, _, _ in routers)}
     return [
         Finding("expert_collapse", "warning", onset, router.step[-1], evidence=evidence, series=router.name)
     ]

@@ -57,7 +57,7 @@ class RecorderOptions:
     # 'go on', 'stop' (raise FloatingPointError) or 'skip' the optimizer step;
     # the last two look at one number a step
     on_nonfinite: str = "go on"
-    # what a statistic that leaves its usual course sets off, besides an event of the record and a pinned
+    # what a statistic that leaves its usual range sets off, besides an event of the record and a pinned
     # snapshot: 'note' (nothing more), 'stop' (raise RuntimeError in `step`), 'skip' (set `skip_step`, which
     # the loop reads), 'cut_rate' (half the learning rate from then on), or a function of the `EarlyWarning`
     # that may return one of these; None: nothing is watched

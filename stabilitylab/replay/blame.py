@@ -19,12 +19,18 @@ from ..names.encode import plain
 from ..names.errors import InputError, bad_input
 from ..numerics.pytree import map_tensors, tensors_of
 from ..probe.blackbox import rng_state, set_rng_state
+from ..probe.draft.loop_values import LOOP, batch_alone
 from .state import Batch, Setup, Snapshot, has_items
 
 # %% ../../nbs/api/replay/06_blame.ipynb #37a489b3
-def _count_samples(part: object) -> int:
+def _count_samples(part: Any) -> int:
     "How many samples a micro-batch has: the first dimension that all its tensors share."
-    sizes = {t.shape[0] for t in tensors_of(part) if t.ndim}
+    alone = batch_alone(part)
+    sizes = {t.shape[0] for t in tensors_of(alone) if t.ndim}
+    if alone is not part and any(t.ndim for t in tensors_of(part[LOOP])):
+        raise InputError(
+            "values of the loop that are kept with `batch` hold tensors, which no sample has a part of"
+        )
     if len(sizes) != 1:
         raise InputError(
             f"`batch` has tensors with first dimensions {sorted(sizes)};"
@@ -33,9 +39,11 @@ def _count_samples(part: object) -> int:
     return sizes.pop()
 
 
-def _sample(part: object, i: int) -> object:
+def _sample(part: Any, i: int) -> object:
     "One sample as a micro-batch."
-    return map_tensors(lambda t: t[i : i + 1] if t.ndim else t, part)
+    alone = batch_alone(part)
+    sample = map_tensors(lambda t: t[i : i + 1] if t.ndim else t, alone)
+    return sample if alone is part else {**part, "batch": sample}
 
 
 def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import xarray as xr
 
 from ..names.errors import bad_input
 from .curves import scalars_of
+from .rolling import MAD_TO_SD
 from .scalars import series, series_names
 
 # %% ../../nbs/api/run/15_excerpt.ipynb #bea1abd6
@@ -83,7 +84,6 @@ def tensor_rows(
 _BEFORE = 16  # records before the step, the usual range of a series: our convention
 _ENOUGH = 4  # of them, below which nothing is said
 _FAR = 5.0  # robust standard deviations that count as a change: our convention
-_MAD = 1.4826  # median absolute deviation -> standard deviation of normal noise
 
 
 def changes_at(
@@ -102,7 +102,7 @@ def changes_at(
             continue
         before, after = float(np.median(earlier)), float(data.values[later[0]])
         floor = 1e-6 * abs(before) + 1e-30  # a constant series has no noise, but the rounding of its digits
-        noise = max(_MAD * float(np.median(np.abs(earlier - before))), floor)
+        noise = max(MAD_TO_SD * float(np.median(np.abs(earlier - before))), floor)
         deviations = abs(after - before) / noise if np.isfinite(after) else np.inf
         if deviations > _FAR:
             at = int(data.step.values[later[0]])
