@@ -2,6 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TRACKERS := .venv/.trackers
 # without compiling: most modules of the packages are never imported, and those that are compile themselves then
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 NB ?= nbs
@@ -17,6 +18,14 @@ $(READY): constraints.txt settings.ini setup.py
 	$(PIP) --editable '.[dev]'
 	touch $(READY)
 
+# MLflow, W&B, trackio and Lightning want older versions of some packages of `.venv`: they have a place of their own,
+# where a program finds the packages of `.venv` behind them
+$(TRACKERS): $(READY) tests/trackers/requirements.txt
+	$(BIN)/python -m venv --without-pip .venv/trackers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv/trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth"
+	.venv/trackers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement tests/trackers/requirements.txt
+	touch $(TRACKERS)
+
 demo: $(READY)
 	$(BIN)/stabilitylab diagnose data_samples/lm_high_lr --html report.html
 	$(BIN)/stabilitylab replay data_samples/lm_high_lr --step 352 --precision bf16 --precision fp16
@@ -25,10 +34,10 @@ demo: $(READY)
 test: $(READY)
 	bash tests/run_all.sh fast
 
-test-slow: $(READY) chromium
+test-slow: $(READY) $(TRACKERS) chromium
 	bash tests/run_all.sh slow
 
-test-all: $(READY) chromium
+test-all: $(READY) $(TRACKERS) chromium
 	bash tests/run_all.sh fast slow
 
 lab: $(READY)

@@ -10,6 +10,13 @@ parser.read("settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 extras = {k.removesuffix("_requirements"): v.split() for k, v in cfg.items() if k.endswith("_requirements")}
 
+LAB = Path("stabilitylab/workbench/labextensions")  # JupyterLab looks for them in `share/jupyter`
+lab_files = [
+    (f"share/jupyter/labextensions/{folder.relative_to(LAB).as_posix()}", [path.as_posix() for path in files])
+    for folder in sorted({path.parent for path in LAB.rglob("*.*")})
+    if (files := sorted(path for path in folder.iterdir() if path.is_file()))
+]
+
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
@@ -34,6 +41,7 @@ setup(
             "py.typed",
         ]
     },
+    data_files=lab_files,
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
     entry_points={"console_scripts": cfg["console_scripts"].split()},

@@ -314,7 +314,7 @@ def test_requirements_are_what_is_imported():
     settings.read(ROOT / "settings.ini")
     names = {
         group: set(re.findall(r"(?:^|\s)([A-Za-z][\w.-]*)", settings["DEFAULT"][f"{group}requirements"]))
-        for group in ("", "lab_", "hf_", "cluster_", "remote_", "agent_")
+        for group in ("", "lab_", "hf_", "cluster_", "remote_", "agent_", "trackers_")
     }
     distribution_of = importlib.metadata.packages_distributions()
     every = {name.split(".")[0] for path in MODULES for name in imports(path)}

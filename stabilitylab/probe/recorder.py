@@ -45,6 +45,7 @@ from stabilitylab.probe.settings import (
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
+from .trackers import Reports
 from .warning_action import WarningAction, pull_triggers, raise_bad, warning_action
 from .writer import Writer
 
@@ -80,6 +81,7 @@ class Recorder:
         self.params: Any = None
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
         self.watch: WarningAction | None = None  # also where no warning is asked for
+        self.reports: Reports | None = None  # also where nothing is reported
         self.own_loss: Any = None
         self.attention: Any = None
         self.routers: RouterProbe | None = None
@@ -256,6 +258,9 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     if recorder.options.on_warning is not None and not rank.number:
         recorder.watch = guard.attempt("early warning", None, warning_action, recorder, not is_spread)
         recorder.writer.on_row = None if recorder.watch is None else recorder.watch.see
+    if recorder.options.report_to is not None and not rank.number:
+        recorder.reports = guard.attempt("reporting", None, Reports, recorder)
+        recorder.writer.report = None if recorder.reports is None else recorder.reports.see
     if not rank.number:
         for event in opening_events(store, attrs, params, recorder.n):
             recorder.writer.put(event)
@@ -316,6 +321,8 @@ def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -
         recorder.writer.put(("error", recorder.n, f"{kind.__name__}: {error}"[:500], time.time()))
     recorder.writer.close()
     recorder.store.close(recorder.options.merge)
+    if recorder.reports is not None:
+        recorder.reports.close()
 
 
 def _finish_at_exit(recorder: weakref.ref) -> None:

@@ -18,6 +18,7 @@ from ..names.errors import bad_input
 from .detail import EXPONENTS, RANGES
 from .environment import environment, environment_change
 from .params import ParamProbe, groups_of
+from .trackers import trackers_of
 from ..run.live import LiveStore
 
 # %% ../../nbs/api/probe/16_settings.ipynb #6f3b5d4e
@@ -62,6 +63,14 @@ class RecorderOptions:
     # the loop reads), 'cut_rate' (half the learning rate from then on), or a function of the `EarlyWarning`
     # that may return one of these; None: nothing is watched
     on_warning: Any = None
+    # trackers that statistics, warnings and findings go to as well: 'tensorboard', 'wandb', 'mlflow',
+    # 'trackio', a function of (step, values, events), a list of these, or a dict name -> where to (a folder,
+    # a project, the address of a server); None: none
+    report_to: Any = None
+    report_every: int = 10  # steps between the ones that are reported, >= 1; non-finite ones always are
+    # regular expression on names such as 'gradients/grad_norm/lm_head.weight', of what is reported beside the
+    # scalars; None: nothing of the layers
+    report_select: str | None = None
     snapshot_every: int = 0  # steps between snapshots of the black box; 0: no black box
     keep_snapshots: int = 2  # newest snapshots that are kept, beside four that triggers pinned
     # older snapshots that are kept, thinned logarithmically, the first one among them: a failure that
@@ -87,6 +96,9 @@ class RecorderOptions:
         is_known = self.on_warning in (None, *_ON_WARNING)
         if not is_known and not callable(self.on_warning):
             raise bad_input("on_warning", self.on_warning, f"{', '.join(_ON_WARNING)}, a function, None")
+        if self.report_every < 1:
+            raise bad_input("report_every", self.report_every, "1 or more")
+        trackers_of(self.report_to)
 
 # %% ../../nbs/api/probe/16_settings.ipynb #d702b910
 def recorder_options(

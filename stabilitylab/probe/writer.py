@@ -102,6 +102,7 @@ class Writer:
     ):
         self.store, self.guard, self.seconds, self.on_bad = store, guard, seconds, on_bad
         self.on_row: Callable[[StepRow], list[tuple]] | None = None  # called with each step, gives events
+        self.report: Callable[[StepRow | None, list[tuple]], None] | None = None  # a step and its events
         self.row_of = partial(
             step_row, modules=modules, params=params, counts=counts, only_modules=only_modules
         )
@@ -157,10 +158,16 @@ class Writer:
 
     def _take(self, item: dict | tuple | None) -> None:
         "One step or event, until it is written."
+        n_events, row = len(self.pending.events), None
         if isinstance(item, tuple) and item:
             self.pending.events.append(item)
-        if not isinstance(item, dict):
-            return
+        if isinstance(item, dict):
+            row = self._row(item)
+        if self.report is not None:
+            self.guard.attempt("reporting", None, self.report, row, self.pending.events[n_events:])
+
+    def _row(self, item: dict) -> StepRow | None:
+        "One step, until it is written; None where it could not be recorded."
         try:
             row = self.row_of(item)
             self.pending.rows.append(row)
@@ -168,9 +175,11 @@ class Writer:
                 self.pending.events += self.guard.attempt("early warning", None, self.on_row, row) or []
             if self.bad is None and row.bad is not None:
                 self._report(row, row.bad)
+            return row
         except Exception as error:
             self.pending.lost.append(item["step"])
             self.guard.note(f"a step could not be recorded: {type(error).__name__}: {error}")
+            return None
 
     def _report(self, row: StepRow, bad: dict) -> None:
         "Tell of the first non-finite value."

@@ -36,6 +36,7 @@ from stabilitylab.read.groups import (
 )
 from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
+from .tracker_servers import server_runs, trackio_database
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars, series_names
 
@@ -213,6 +214,9 @@ def _read_remote(
     address: str, format: str | None, step: str | None, loss: str | None
 ) -> dict[str, xr.DataTree]:
     "Every run at an address; it stands in the record without password and signature."
+    served = server_runs(address, ReadOptions(format, step, loss))
+    if served is not None:
+        return {name: _run_of([file], source) for name, (file, source) in served.items()}
     copy, scratch = fetched(address, _is_wanted)
     _copies.append(scratch)
     runs = read_runs(copy, format, step, loss)
@@ -222,7 +226,9 @@ def _read_remote(
 
 # %% ../../nbs/api/read/09_runs.ipynb #a433e4a4
 def read_runs(
-    path: str | Path,  # a log file, a folder with logs, or a saved record; or its address, as `s3://…`
+    # a log file, a folder with logs, or a saved record; or its address, as `s3://…`, that of an MLflow server
+    # or a trackio dashboard, or `trackio://PROJECT`
+    path: str | Path,
     format: str | None = None,  # name of a format; None: recognised by content
     step: str | None = None,  # name of the series that counts the steps; None: detected
     loss: str | None = None,  # name of the series that is the training loss; None: detected
@@ -230,6 +236,8 @@ def read_runs(
     "Every run at `path`: files of one run joined, different runs apart."
     if is_remote(path):
         return _read_remote(str(path), format, step, loss)
+    if str(path).startswith("trackio:"):
+        path = trackio_database(str(path))
     path, options = Path(path), ReadOptions(format, step, loss)
     if not path.exists():
         allowed = "a log file, a folder with logs, or a saved record"

@@ -54,10 +54,22 @@ def _files_below(folder: Path) -> tuple[Path, ...]:
     return tuple(path for path in sorted(folder.rglob("*")) if path.is_file())
 
 # %% ../../nbs/api/read/22_tracker_folders.ipynb #a1a201f5
-_ENDS = {
-    "4": ("error", "MLflow says that the run failed"),
-    "5": ("signal", "MLflow says that the run was killed"),
-}
+_FAILED, _KILLED = (
+    ("error", "MLflow says that the run failed"),
+    ("signal", "MLflow says that the run was killed"),
+)
+_ENDS = {"4": _FAILED, "FAILED": _FAILED, "5": _KILLED, "KILLED": _KILLED}  # in its files; of its server
+
+
+def mlflow_end(
+    status: str,  # of a run, as MLflow's files or its server say it
+    end_time: str,  # in milliseconds since 1970; '' where it is not known
+) -> list[tuple]:  # events of a `LogData`
+    "How a run ended, where it did not end well."
+    if status not in _ENDS:
+        return []
+    kind, text = _ENDS[status]
+    return [(kind, -1, text, int(end_time) / 1000 if end_time.isdigit() else None)]
 
 
 def _settings(path: Path) -> dict[str, str]:
@@ -78,10 +90,7 @@ def _read_mlflow_run(
         if len(samples.step):
             log.samples[path.relative_to(metrics).as_posix()] = samples
     log.attrs |= {name: settings[name] for name in ("run_name", "status") if name in settings}
-    if settings.get("status") in _ENDS:
-        kind, text = _ENDS[settings["status"]]
-        end = settings.get("end_time", "")
-        log.events.append((kind, -1, text, int(end) / 1000 if end.isdigit() else None))
+    log.events += mlflow_end(settings.get("status", ""), settings.get("end_time", ""))
     return log
 
 # %% ../../nbs/api/read/22_tracker_folders.ipynb #c2d869c5

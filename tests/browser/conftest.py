@@ -49,6 +49,9 @@ def lab(tmp_path_factory):
         "PYTHONPATH": str(ROOT),
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_DATA_DIR": str(folder / "data"),
+        "JUPYTER_PATH": str(
+            ROOT / "stabilitylab" / "workbench"
+        ),  # the launcher's tile, as the wheel installs it
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "IPYTHONDIR": str(folder / "ipython"),
     }

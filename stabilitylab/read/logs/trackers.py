@@ -7,12 +7,15 @@ __all__ = []
 
 # %% ../../../nbs/api/read/logs/trackers.ipynb #e8f0da3c
 import json
+import os
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -229,43 +232,46 @@ def _columns(database: sqlite3.Connection) -> set[str]:
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
-    "A database that nothing is written to, not even a journal."
-    database = sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+    "A database that nothing is written to; where it is being written, with what only its journal holds."
+    path = Path(path).resolve()
+    is_written = path.with_name(f"{path.name}-wal").exists() and os.access(path.parent, os.W_OK)
+    database = sqlite3.connect(f"{path.as_uri()}?mode=ro{'' if is_written else '&immutable=1'}", uri=True)
     database.execute("PRAGMA trusted_schema = OFF")
+    database.row_factory = sqlite3.Row
     return database
 
-
-def _trackio_rows(database: sqlite3.Connection) -> Iterator[tuple[str, dict]]:
-    "The run and the values of every step."
-    query = "SELECT run_name, step, timestamp, metrics FROM metrics ORDER BY id"
-    for run, step, time, text in database.execute(query):
+# %% ../../../nbs/api/read/logs/trackers.ipynb #3d0d9642
+def trackio_runs(
+    rows: Iterable[Mapping[str, Any]],  # of trackio's table `metrics`
+) -> dict[str, LogData]:  # name of each run, with its id where several have that name -> its series
+    "The runs of a project of trackio."
+    records: dict[tuple[str, str], list[dict]] = {}
+    for row in map(dict, rows):
         try:
-            values = json.loads(text)
+            values = json.loads(row["metrics"])
         except (ValueError, TypeError):
             values = None
         if isinstance(values, dict):
-            stamp = pd.to_datetime(time, errors="coerce", utc=True)
+            stamp = pd.to_datetime(row.get("timestamp"), errors="coerce", utc=True)
             clock = {} if pd.isna(stamp) else {"_timestamp": stamp.timestamp()}
-            yield str(run), {"step": step} | clock | values
+            run = (str(row["run_name"]), str(row.get("run_id", "")))
+            records.setdefault(run, []).append({"step": row["step"]} | clock | values)
+    counts = Counter(name for name, _ in records)
+    return {
+        f"{name} {run_id[:8]}" if counts[name] > 1 else name: records_log(of_run, "step")
+        for (name, run_id), of_run in records.items()
+    }
 
-
-def _trackio(database: sqlite3.Connection) -> dict[str, LogData]:
-    "The runs of a project of trackio."
-    rows: dict[str, list[dict]] = {}
-    for run, row in _trackio_rows(database):
-        rows.setdefault(run, []).append(row)
-    return {run: records_log(records, "step") for run, records in rows.items()}
-
-# %% ../../../nbs/api/read/logs/trackers.ipynb #624460e9
+# %% ../../../nbs/api/read/logs/trackers.ipynb #eb845a1b
 def _mlflow(database: sqlite3.Connection) -> dict[str, LogData]:
     "The runs of a database of MLflow, under their names where they have different ones."
     query = "SELECT run_uuid, key, value, timestamp, step, is_nan FROM metrics"
     columns = ["run_id", "key", "value", "timestamp", "step", "nan"]
-    table = pd.DataFrame(database.execute(query).fetchall(), columns=columns)
+    table = pd.DataFrame(map(tuple, database.execute(query)), columns=columns)
     table["value"] = table["value"].astype(object).mask(table["nan"].astype(bool), "nan")
     runs = _runs(table.drop(columns="nan").sort_values(["timestamp", "step"], kind="stable"))
     try:
-        names = dict(database.execute("SELECT run_uuid, name FROM runs").fetchall())
+        names = dict(map(tuple, database.execute("SELECT run_uuid, name FROM runs")))
     except sqlite3.Error:
         names = {}
     is_one_each = len({names.get(run) for run in runs}) == len(runs)
@@ -278,7 +284,7 @@ def _database_runs(path: Path) -> dict[str, LogData]:
         with closing(_open_database(path)) as database:
             columns = _columns(database)
             if {"run_name", "step", "metrics"} <= columns:
-                return _trackio(database)
+                return trackio_runs(database.execute("SELECT * FROM metrics ORDER BY id"))
             if {"run_uuid", "key", "value", "step"} <= columns:
                 return _mlflow(database)
     except sqlite3.Error as error:
