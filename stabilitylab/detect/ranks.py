@@ -102,33 +102,29 @@ def _finding(
     return Finding(kind, "warning", outlier.onset, outlier.end, modules=modules, evidence=evidence)
 
 
-_OTHERS = {"values": "activations", "gradients": "gradients of activations", "loss": "loss"}
+_MEASURES = {"values": "activations", "gradients": "gradients of activations", "loss": "loss"}
 
 
 def _in_layers(table: xr.Dataset) -> list[Finding]:
     "The first rank whose activations, or else whose gradients, are out of line."
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, is_backward in (("rms", False), ("grad_rms", True)):
         if name not in table:
             continue
         values = table[name].transpose("step", "module", "rank").values.astype(float)
         outliers = list(_outliers(values, table.step.values, is_backward))
         first = _first_of(outliers, is_backward)
-        if first is None or (found and found[0].onset is not None and found[0].onset <= first.onset):
+        is_followed = any(f.onset is not None and first and f.onset <= first.onset for f in findings)
+        if first is None or is_followed:
             continue  # wrong activations have wrong gradients
         own = np.flatnonzero(np.isfinite(values[..., first.rank]).any(0))
         is_input = not is_backward and first.module == own[0]
-        kind = (
-            "grad_norm_explosion"
-            if is_backward
-            else "bad_batch_values"
-            if is_input
-            else "activation_explosion"
-        )
-        words = _OTHERS["gradients" if is_backward else "values"]
+        of_forward = "bad_batch_values" if is_input else "activation_explosion"
+        kind = "grad_norm_explosion" if is_backward else of_forward
+        words = _MEASURES["gradients" if is_backward else "values"]
         module = str(table.module.values[first.module])
-        found.append(_finding(kind, first, len(outliers) - 1, table["rank"], words, module))
-    return found
+        findings.append(_finding(kind, first, len(outliers) - 1, table["rank"], words, module))
+    return findings
 
 # %% ../../nbs/api/detect/17_ranks.ipynb #d67b6cb3
 def _stages(run: xr.DataTree, ranks: np.ndarray) -> list[np.ndarray]:
@@ -191,6 +187,6 @@ def find_odd_rank(
         outliers = list(_outliers(series.loss.values[:, None], series.step.values))
         first = _first_of(outliers)
         if first is not None:
-            words = _OTHERS["loss"]
+            words = _MEASURES["loss"]
             findings = [_finding("bad_batch_values", first, len(outliers) - 1, series["rank"], words)]
     return findings + _in_pace(run, series)

@@ -57,18 +57,18 @@ def lost_ranks(
     lost = sorted((r for r in shards if not is_closed[r] and np.isfinite(signs[r])), key=signs.__getitem__)
     if not lost or not (any(is_closed.values()) or _is_silent_first(signs, lost)):
         return []
-    return [_told(lost, signs, shards)]
+    return [_crash_of(lost, signs, shards)]
 
 
-def _told(lost: list[int], signs: dict[int, float], shards: Mapping) -> dict[str, Any]:
+def _crash_of(lost: list[int], signs: dict[int, float], shards: Mapping) -> dict[str, Any]:
     "What is told of the first of the lost ranks."
     first = lost[0]
     last_steps = {
         rank: int(arrays["scalars/step"][-1]) for rank, arrays in shards.items() if "scalars/step" in arrays
     }
     own = last_steps.get(first)
-    said = "no step" if own is None else f"step {own}"
-    message = f"rank {first} of {len(shards)} fell silent; {said} is the last that it wrote"
+    last_step = "no step" if own is None else f"step {own}"
+    message = f"rank {first} of {len(shards)} fell silent; {last_step} is the last that it wrote"
     return {
         "cause": "rank lost",
         "name": "",

@@ -110,13 +110,13 @@ def _stage_table(
 
 def _joint_group(shards: dict[int, Shard], group: str, dim: str, segment: int) -> dict[str, xr.Dataset]:
     "One group of all ranks, and what each rank saw of the activations."
-    written = {r: s for r, s in shards.items() if group in s.settings["tables"] and s.has(group)}
-    own = {rank: shard_table(shard, group, segment) for rank, shard in written.items()}
+    with_rows = {r: s for r, s in shards.items() if group in s.settings["tables"] and s.has(group)}
+    own = {rank: shard_table(shard, group, segment) for rank, shard in with_rows.items()}
     if not own:
         return {}
     if shards[min(own)].settings["world"] == 1:
         return {group: own[min(own)]}
-    stages = [{rank: own[rank] for rank in ranks} for ranks in stages_of(own, dim)]
+    stages = stages_of(own, dim)
     combined = [_stage_table(stage, shards, group, dim) for stage in stages]
     complete = [table for table in combined if table is not None]
     if len(complete) < len(combined):

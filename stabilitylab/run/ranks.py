@@ -124,11 +124,11 @@ def stack_ranks(
 def stages_of(
     tables: dict[int, xr.Dataset],  # by rank; one group of one segment
     dim: str,  # 'module' or 'param'
-) -> list[list[int]]:  # ranks, those of one stage together, in the order of their first rank
-    "Which ranks hold the same modules or parameters."
-    stages: dict[tuple, list[int]] = {}
+) -> list[dict[int, xr.Dataset]]:  # those of one stage together, in the order of their first rank
+    "The tables of ranks that hold the same modules or parameters."
+    stages: dict[tuple, dict[int, xr.Dataset]] = {}
     for rank, table in sorted(tables.items()):
-        stages.setdefault(tuple(table[dim].values), []).append(rank)
+        stages.setdefault(tuple(table[dim].values), {})[rank] = table
     return list(stages.values())
 
 # %% ../../nbs/api/run/04_ranks.ipynb #0cbc1442

@@ -49,6 +49,7 @@ class Job:
     fault: str = ""  # of `FAULTS`
     bad_rank: int = 0
     fault_step: int = 0  # first step of the fault
+    delay: float = 1.0  # seconds that a slow rank takes more
 
 
 class Block(nn.Module):
@@ -193,7 +194,7 @@ def train(job: Job, rank: int, path: Path, options: dict) -> None:
             state["on"] = is_bad and step >= job.fault_step
             x, y = member.batch(step)
             if state["on"]:
-                x = _apply(job.fault, x)
+                x = _apply(job, x)
             loss = member.backward(recorder.batch(x), y)
             optimizer.step()
             optimizer.zero_grad()
@@ -202,14 +203,14 @@ def train(job: Job, rank: int, path: Path, options: dict) -> None:
     dist.destroy_process_group()
 
 
-def _apply(fault: str, x: torch.Tensor) -> torch.Tensor:
+def _apply(job: Job, x: torch.Tensor) -> torch.Tensor:
     "The input of a bad rank, or nothing of it any more."
-    if fault == "input":
+    if job.fault == "input":
         return 30 * x
-    if fault == "time":
-        time.sleep(1.0)
-    if fault == "kill":
-        time.sleep(5)  # what was recorded so far is written
+    if job.fault == "time":
+        time.sleep(job.delay)
+    if job.fault == "kill":
+        time.sleep(3 * job.delay)  # what was recorded so far is written
         os.kill(os.getpid(), signal.SIGKILL)
     return x
 
@@ -294,7 +295,7 @@ def measure(job: Job, path: Path, **options: Any) -> Row:
     )
 
 
-def jobs(world: int) -> Iterator[Job]:
+def _jobs(world: int) -> Iterator[Job]:
     "Healthy starts of growing size, then every fault under every layout."
     for ranks in sorted({max(4, world // 8), max(4, world // 4), max(4, world // 2), world}):
         yield Job("ddp", ranks, 2, 20)
@@ -318,7 +319,7 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="stabilitylab-ranks-") as folder:
-        for number, job in enumerate(job for job in jobs(args.world) if job.layout in args.layout):
+        for number, job in enumerate(job for job in _jobs(args.world) if job.layout in args.layout):
             row = measure(job, Path(folder) / str(number), every_n=0, flush_seconds=2.0)
             rows.append(asdict(row))
             print(json.dumps(rows[-1]), flush=True)
