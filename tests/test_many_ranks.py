@@ -27,7 +27,7 @@ FAULTS = {  # what is told of a bad rank
     ("pp", "input"): "bad_batch_values",
     ("pp", "kill"): "crash",
 }
-BAD = {pair: Job(pair[0], 4 if pair[0] == "ddp" else 6, 2, 16, pair[1], 2, 8, delay=0.3) for pair in FAULTS}
+BAD = {pair: Job(pair[0], 4 if pair[0] == "ddp" else 6, 2, 20, pair[1], 2, 8, delay=0.3) for pair in FAULTS}
 LAUNCH = """
 import json, sys
 from pathlib import Path

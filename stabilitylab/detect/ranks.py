@@ -50,13 +50,13 @@ def _distances(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # (step, m
     return distance, np.abs(distance) > far[:, None]
 
 
-def _lasting(holds: np.ndarray) -> np.ndarray:  # (step,) bool
+def _lasting(holds: np.ndarray, least: int) -> np.ndarray:  # (step,) bool; how many steps at least
     "Where something holds, from where it holds mostly; empty where it is not so at most of the steps after."
     few = count_limit("few_records")
     at = np.flatnonzero(holds)
     begin = next((i for i in at if holds[i : i + few].mean() > limit("majority")), len(holds))
     at = at[at >= begin]
-    is_dense = len(at) >= few and len(at) / (at[-1] - at[0] + 1) > limit("majority")
+    is_dense = len(at) >= least and len(at) / (at[-1] - at[0] + 1) > limit("majority")
     return at if is_dense else at[:0]
 
 
@@ -65,7 +65,7 @@ def _outliers(values: np.ndarray, step: np.ndarray, is_backward: bool = False) -
     distance, is_far = _distances(values)
     is_extreme = is_far & (np.abs(distance) > np.log(limit("tenfold")))
     for rank in np.flatnonzero(is_far.any((0, 1))):
-        at = _lasting(is_far[:, :, rank].any(1))
+        at = _lasting(is_far[:, :, rank].any(1), count_limit("few_records"))
         at = at if len(at) else np.flatnonzero(is_extreme[:, :, rank].any(1))
         if not len(at):
             continue
@@ -144,10 +144,10 @@ def _slow_columns(own: np.ndarray, step_time: np.ndarray) -> Iterator[tuple[int,
     "Column, steps at which it is slow and how many times as slow, of times (step, rank) of one stage."
     usual = np.nanmedian(own, 1)
     slow = (own > limit("threefold") * usual[:, None]) & (
-        own - usual[:, None] > limit("slight_share") * step_time[:, None]
+        own - usual[:, None] > limit("minor_share") * step_time[:, None]
     )
     for column in range(own.shape[1]):
-        at = _lasting(slow[:, column])
+        at = _lasting(slow[:, column], count_limit("least_records"))
         if len(at):
             yield column, at, float(np.median(own[at, column] / np.maximum(usual[at], 1e-6)))
 
