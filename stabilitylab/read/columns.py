@@ -151,7 +151,7 @@ _MAX_VALUES = 8_000_000  # of all series, 64 MB: beyond, those that count up are
 
 def _values(parts: list[Part]) -> np.ndarray:
     "The values of a series, in the order in which they came."
-    return np.concatenate([part.value for part in parts])
+    return parts[0].value if len(parts) == 1 else np.concatenate([part.value for part in parts])
 
 
 class _Thinner:

@@ -107,6 +107,7 @@ _EVENTS = [
 
 # a line that has not all words of one of these reports no event
 EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, _ in _EVENTS)]))
+_MAY_REPORT = re.compile(b"|".join(dict.fromkeys(re.escape(words[0]) for _, words, _ in _EVENTS)))
 
 
 def message_events(
@@ -115,11 +116,12 @@ def message_events(
     "The events that a line of free text reports."
     if _XID in line:
         return [Hit(event="xid")]
-    hits = {}
-    for kind, words, shape in _EVENTS:
+    hits: dict[str, Hit] = {}
+    for kind, words, shape in _EVENTS if _MAY_REPORT.search(line) else ():
+        if kind in hits or words[0] not in line:
+            continue
         # the words are looked for first because they are found a hundred times faster than the shape
-        is_near = kind not in hits and all(word in line for word in words)
-        match = shape.search(line) if is_near else None
+        match = shape.search(line) if all(word in line for word in words) else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
     return list(hits.values())
