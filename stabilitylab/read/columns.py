@@ -260,6 +260,11 @@ class LogColumns:
         "What was left out of the series that were thinned."
         return {name: counts.tolist() for name, counts in self._left_out.items() if counts[0]}
 
+    def attrs(self) -> dict:  # `thinned`, the steps of which one record was kept, and `left_out`; else empty
+        "What a log says of its series that were thinned."
+        left_out = self.left_out()
+        return {"thinned": self.width, "left_out": left_out} if left_out else {}
+
 
 def _interval(step: np.ndarray) -> int:
     "The usual number of steps between two records, at least 1."

@@ -164,14 +164,14 @@ class _LineParser:
     def _checked(self, text: bytes) -> tuple[list[Hit], bool]:
         "The valid hits in a line and whether it has others; remembered where its digits are all values."
         layout = text.translate(_AS_ZERO)
-        known = self.hits_by_layout.get(layout)
-        if known is None:
+        checked_hits = self.hits_by_layout.get(layout)
+        if checked_hits is None:
             hits = self.parse(text)
             valid = [checked for hit in hits if (checked := _valid(hit, text))]
-            known = valid, len(valid) < len(hits) or (not hits and bool(_LOSS.search(text)))
+            checked_hits = valid, len(valid) < len(hits) or (not hits and bool(_LOSS.search(text)))
             if len(self.hits_by_layout) < _MAX_LAYOUTS and _is_all_values(hits, text):
-                self.hits_by_layout[layout] = known
-        return known
+                self.hits_by_layout[layout] = checked_hits
+        return checked_hits
 
     def hits(
         self,
@@ -212,8 +212,8 @@ def _with_steps(group: _Many, step: np.ndarray, parser: _LineParser) -> _Many:
 def _read_singles(piece: Piece, lines: np.ndarray, parser: _LineParser) -> Iterator[_Single]:
     "The hits in lines of rare shapes, one after the other without arrays."
     data = piece.buf.tobytes()
-    places = (piece.start[lines], piece.end[lines], piece.file_offset(lines))
-    for start, end, offset in zip(*(place.tolist() for place in places), strict=True):
+    positions = (piece.start[lines], piece.end[lines], piece.file_offset(lines))
+    for start, end, offset in zip(*(column.tolist() for column in positions), strict=True):
         text = data[start:end]
         for hit in parser.hits(text, 1):
             begin = hit.fields[0][1] if hit.fields else 0
@@ -364,8 +364,7 @@ class Scan:
         in_order = sorted(self.events, key=lambda event: event[0])
         events = [(kind, step, text[:500], time) for _, kind, step, text, time in in_order]
         log = LogData(self.samples(), events, n_lines=self.n_lines)
-        left_out = self.columns.left_out()
-        log.attrs |= {"thinned": self.columns.width, "left_out": left_out} if left_out else {}
+        log.attrs |= self.columns.attrs()
         log.event_places = [position for position, *_ in in_order]
         log.skip("unreadable record", self.parser.n_unread)
         self.events, self.parser.n_unread = [], 0

@@ -156,13 +156,13 @@ def _find_all(buf: np.ndarray, needles: frozenset[bytes]) -> dict[bytes, np.ndar
         grams = np.frombuffer(text, "<u4", (len(buf) - shift) // _GRAM, shift).copy()
         hashes = (grams * _GRAM_MULTIPLIER).view("<u2")[1::2]
         positions.append(np.flatnonzero(is_first.take(hashes)) * _GRAM + shift)
-    found: dict[bytes, list[int]] = {needle: [] for needle in needles}
+    occurrences: dict[bytes, list[int]] = {needle: [] for needle in needles}
     by_gram = {gram: [w for w in needles if w.startswith(gram)] for gram in {w[:_GRAM] for w in needles}}
     for position in np.concatenate(positions).tolist():
         for needle in by_gram.get(text[position : position + _GRAM], ()):
             if text.startswith(needle, position):
-                found[needle].append(position)
-    return {needle: np.array(at, np.int64) for needle, at in found.items()}
+                occurrences[needle].append(position)
+    return {needle: np.array(at, np.int64) for needle, at in occurrences.items()}
 
 
 def _not_finite(buf: np.ndarray) -> np.ndarray:
@@ -192,8 +192,8 @@ def candidate_lines(
         foreign = np.flatnonzero(part.buf >= _FIRST_NON_ASCII)  # words of other alphabets are not listed
         positions = np.concatenate([_decimals(part), _named(part, words), words.not_finite(), foreign])
         mask[has_number] = _lines_with(part, positions)
-    found = _find_all(piece.buf, frozenset(chain(*needles)))
-    lines_with = {word: _lines_with(piece, positions) for word, positions in found.items()}
+    occurrences = _find_all(piece.buf, frozenset(chain(*needles)))
+    lines_with = {word: _lines_with(piece, positions) for word, positions in occurrences.items()}
     for needle in needles:
         mask |= np.logical_and.reduce([lines_with[word] for word in needle])
     return mask
