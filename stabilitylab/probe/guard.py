@@ -196,11 +196,9 @@ def _without_watches(
     ours = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Watch)}
     if not ours:
         return attributes
-    cleaned = {
-        name: OrderedDict((key, hook) for key, hook in table.items() if key not in ours)
-        for name, table in tables.items()
-    }
-    return {**attributes, **cleaned}
+    for name, table in tables.items():
+        tables[name] = OrderedDict((key, hook) for key, hook in table.items() if key not in ours)
+    return {**attributes, **tables}
 
 
 @dataclass
