@@ -193,11 +193,11 @@ def _without_watches(
 ) -> dict[str, Any]:  # the same object where no hook is ours
     "The attributes of a module as they are without our hooks."
     tables = {name: attributes[name] for name in _HOOK_TABLES if name in attributes}
-    ours = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Watch)}
-    if not ours:
+    own_keys = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Watch)}
+    if not own_keys:
         return attributes
     for name, table in tables.items():
-        tables[name] = OrderedDict((key, hook) for key, hook in table.items() if key not in ours)
+        tables[name] = OrderedDict((key, hook) for key, hook in table.items() if key not in own_keys)
     return {**attributes, **tables}
 
 
@@ -209,15 +209,15 @@ class _Reducer:
 
     def __call__(self, module: torch.nn.Module) -> Any:
         "What `__reduce_ex__` of every protocol from 2 on returns, without our hooks."
-        made = module.__reduce_ex__(2) if self.earlier is None else self.earlier(module)
-        if isinstance(made, str) or len(made) < 3 or made[2] is None:
-            return made
-        state = made[2]
+        reduced = module.__reduce_ex__(2) if self.earlier is None else self.earlier(module)
+        if isinstance(reduced, str) or len(reduced) < 3 or reduced[2] is None:
+            return reduced
+        state = reduced[2]
         if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with `__slots__`
             state = (_without_watches(state[0]), *state[1:])
         elif isinstance(state, dict):
             state = _without_watches(state)
-        return (*made[:2], state, *made[3:])
+        return (*reduced[:2], state, *reduced[3:])
 
 
 def _reduce_without_watches(
