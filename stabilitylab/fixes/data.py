@@ -45,7 +45,7 @@ def _without(batches: Callable, first: int, count: int) -> Callable:
     "Batches in which some never come: taken out below all that reorders or edits them."
     if isinstance(batches, _Batches):
         return _Batches(_without(batches.base, first, count), batches.make)
-    if hasattr(batches, "without"):  # recorded ones, which are dealt again and again
+    if hasattr(batches, "without"):  # recorded ones, which repeat
         return batches.without(first, count)
     return _Batches(batches, _of_other_steps(lambda step: step + count * (step >= first)))
 
