@@ -157,7 +157,9 @@ def _find_all(buf: np.ndarray, needles: frozenset[bytes]) -> dict[bytes, np.ndar
         hashes = (grams * _GRAM_MULTIPLIER).view("<u2")[1::2]
         positions.append(np.flatnonzero(is_first.take(hashes)) * _GRAM + shift)
     occurrences: dict[bytes, list[int]] = {needle: [] for needle in needles}
-    by_gram = {gram: [w for w in needles if w.startswith(gram)] for gram in {w[:_GRAM] for w in needles}}
+    by_gram: dict[bytes, list[bytes]] = {}
+    for needle in needles:
+        by_gram.setdefault(needle[:_GRAM], []).append(needle)
     for position in np.concatenate(positions).tolist():
         for needle in by_gram.get(text[position : position + _GRAM], ()):
             if text.startswith(needle, position):

@@ -190,25 +190,23 @@ def _unrounded(count: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return even if (np.abs(even - count) <= np.where(is_exact, 0, factor)).all() else count
 
 
-def _counted_alone(table: LineTable, step: Slot | None, epoch: Slot | None) -> StepCounter | None:
-    "The steps of one line, as most tables of free text have; None where its epoch has a count with a total."
-    own_epoch = None if epoch is None else epoch.value
-    if step is None:
-        return None
-    if own_epoch is not None and step.has_total:
+_Member = tuple[LineTable, Slot | None, Slot | None]  # a table, the slot of its step, the slot of its epoch
+
+
+def _counted_alone(members: list[_Member]) -> StepCounter | None:
+    "The steps of one line, as most groups of free text have; None for others, or where an epoch has a total."
+    (table, step, epoch), *more = members
+    if more or len(table.order) > 1 or step is None or (epoch is not None and step.has_total):
         return None
     label = step.name or _UNNAMED_COUNT
+    own_epoch = None if epoch is None else epoch.value
     count = step.value.astype(np.int64)
     return StepCounter([table], count, table.order, own_epoch, label, "step", bool(step.name))
 
 
-def _counted(members: list[tuple[LineTable, Slot | None, Slot | None]]) -> StepCounter:
+def _counted(members: list[_Member]) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]
-    if len(members) == 1 and len(tables[0].order) == 1:
-        counter = _counted_alone(*members[0])
-        if counter is not None:
-            return counter
     order = np.concatenate([table.order for table in tables])
     by_position = np.argsort(order, kind="stable")
     order = order[by_position]
@@ -234,12 +232,12 @@ def count_steps(
     chosen: str | None = None,  # name of the count that a user asked for; None: detected
 ) -> list[StepCounter]:  # the tables grouped by their count
     "The steps that the lines of a log carry themselves."
-    groups: dict[tuple, list[tuple[LineTable, Slot | None, Slot | None]]] = {}
+    groups: dict[tuple, list[_Member]] = {}
     for table in tables:
         epoch = _epoch_slot(table)
         step = _step_slot(table, epoch, chosen)
         groups.setdefault(_key(table, step, epoch), []).append((table, step, epoch))
-    return [_counted(members) for members in groups.values()]
+    return [_counted_alone(members) or _counted(members) for members in groups.values()]
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #cb2f57e8
 def _median(value: np.ndarray) -> float:
