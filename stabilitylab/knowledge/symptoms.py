@@ -112,17 +112,17 @@ def _stem(word: str) -> str:
 
 @cache
 def _synonyms() -> tuple[tuple[str, str], ...]:
-    "What is written, longest first, and the word that it becomes."
-    pairs = ((written, word) for word, others in _table()["same"].items() for written in others.split("|"))
+    "Synonyms, longest first, and the word that each becomes."
+    pairs = ((synonym, word) for word, others in _table()["same"].items() for synonym in others.split("|"))
     return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair[0])))
 
 
 def _words(phrase: str) -> frozenset[str]:
     "The words of a phrase that carry its meaning, each in one form."
-    written_words = re.findall(r"[\w.×'/%-]+", phrase.lower())
-    text = f" {' '.join(written_words)} "
-    for written, word in _synonyms():
-        text = text.replace(f" {written} ", f" {word} ")
+    tokens = re.findall(r"[\w.×'/%-]+", phrase.lower())
+    text = f" {' '.join(tokens)} "
+    for synonym, word in _synonyms():
+        text = text.replace(f" {synonym} ", f" {word} ")
     empty = _table()["empty"].split()
     words = re.findall(r"[^\W_][\w.×]*", text.replace("_", " "))
     return frozenset(_stem(word.strip(".")) for word in words if word not in empty)
