@@ -49,6 +49,7 @@ def _mean_loss(shards: list[Shard]) -> np.ndarray:
     "Mean loss over the ranks that have one, at rank 0's steps; rank 0's own where one of them lacks it."
     step = shards[0].arrays["scalars/step"]
     arrays = [shard.arrays for shard in shards if "scalars/loss" in shard.arrays]
+    # ranks may have died at different steps, so steps are matched and not rows
     losses = [_at(step, rows["scalars/step"], rows["scalars/loss"]) for rows in arrays]
     own = shards[0].arrays.get("scalars/loss", np.full(len(step), np.nan))
     total = np.sum(losses, 0)
@@ -57,8 +58,10 @@ def _mean_loss(shards: list[Shard]) -> np.ndarray:
 
 def _whole_norm(table: xr.Dataset, name: str, step: np.ndarray) -> np.ndarray:
     "The norm over all parameters at each step; NaN where a gradient is not finite."
+    # each rank has the norm of its shards only: squares add up
     total = np.sqrt(np.nansum(table[name].values.astype(float) ** 2, 1))
     if name == "grad_norm":
+        # the squares of what is finite would tell a calm norm
         total[table.nonfinite_count.fillna(0).sum("param").values > 0] = np.nan
     return _at(step, table.step.values, total)
 

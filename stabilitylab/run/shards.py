@@ -105,6 +105,7 @@ def _parts_of(live: Path, segment: int, rank: int) -> list[_Part]:
     parts, number = [], 0
     for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
         last = path.stem.split("-")[-1]
+        # a part that is gone leaves a gap in the numbers; it must be told like one that is torn
         for missing in range(number, int(last) if last.isdecimal() else number):
             name = f"part-{segment}-{rank}-{missing:07d}.npz"
             parts.append(_Part(name, {}, [], "missing"))
