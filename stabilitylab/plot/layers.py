@@ -298,12 +298,15 @@ def plot_exponents(
     used = np.flatnonzero(shares[1:255]) + 1
     low, high = (used[0] - 127, used[-1] - 127) if len(used) else (-1, 1)
     ax.bar(np.arange(1, 255) - 127, shares[1:255], width=1, color=colour("loss", ax))
+    ends: dict[float, list[str]] = {}  # edge -> the formats that end there
     for name, (smallest, largest) in binade_table().items():
-        for exponent, edge in ((smallest, smallest - 0.5), (largest, largest + 0.5)):
-            if low - 8 <= exponent <= high + 8:
-                ax.axvline(edge, color=colour("warning", ax), linewidth=0.9)
-                text = ax.text(exponent, 1, f"{name} ", transform=ax.get_xaxis_transform(), rotation=90)
-                text.set(va="top", ha="right", fontsize=6.5, color=colour("warning", ax))
+        ends.setdefault(smallest - 0.5, []).append(name)
+        ends.setdefault(largest + 0.5, []).append(name)
+    for edge, names in ends.items():
+        if low - 8.5 <= edge <= high + 8.5:
+            ax.axvline(edge, color=colour("warning", ax), linewidth=0.9)
+            text = ax.text(edge, 0.97, ", ".join(names), transform=ax.get_xaxis_transform(), rotation=90)
+            text.set(va="top", ha="right", fontsize=6.5, color=colour("warning", ax))
     ax.set_xlim(low - 8, high + 8)
     ax.set_xlabel("exponent of 2")
     ax.set_ylabel("share of values")
