@@ -101,11 +101,11 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
     parts = {name: in_range(run, x_range) for name, run in runs.items()}
     names = {name: metric if metric in metrics_of([part]) else "" for name, part in parts.items()}
     drawn = names if metric else {name: loss_name(part) for name, part in parts.items()}
-    found = {n: _counted_along(series(parts[n], s), parts[n], along) for n, s in drawn.items() if s}
-    curves = {name: curve[0] for name, curve in found.items() if curve}
+    counted_curves = {n: _counted_along(series(parts[n], s), parts[n], along) for n, s in drawn.items() if s}
+    curves = {name: curve[0] for name, curve in counted_curves.items() if curve}
     ax = plot_runs(curves, ax=ax, hidden=hidden, order=order, log=log, smooth=smooth)
     if along != "step" and curves:
-        counted = next(curve[1] for curve in found.values() if curve)
+        counted = next(curve[1] for curve in counted_curves.values() if curve)
         n_without = len(drawn) - len(curves)
         ax.set_xlabel(counted + (f" ({n_without} without)" if n_without else ""))
     elif x_range is not None:

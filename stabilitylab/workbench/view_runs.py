@@ -186,8 +186,8 @@ class _RunsControls:
     def refill(self, runs: dict[str, xr.DataTree]) -> None:
         "Offers what the runs have."
         metrics = [("training loss", ""), *((spaced(name), name) for name in metrics_of(runs.values()))]
-        known = self.metric.value if self.metric.value in [value for _, value in metrics] else ""
-        refill(self.metric, metrics, known)
+        chosen = self.metric.value if self.metric.value in [value for _, value in metrics] else ""
+        refill(self.metric, metrics, chosen)
         each = [x_axes(run["scalars"].to_dataset()) for run in runs.values() if "scalars" in run.children]
         axes = list(dict.fromkeys(["step", *(name for names in each for name in names)]))
         refill(self.along, axes, self.along.value if self.along.value in axes else "step")
