@@ -50,13 +50,13 @@ def _distances(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # (step, m
     return distance, np.abs(distance) > far[:, None]
 
 
-def _lasting(holds: np.ndarray, least: int) -> np.ndarray:  # (step,) bool; how many steps at least
+def _lasting(holds: np.ndarray, min_steps: int) -> np.ndarray:  # (step,) bool
     "Where something holds, from where it holds mostly; empty where it is not so at most of the steps after."
     few = count_limit("few_records")
     at = np.flatnonzero(holds)
     begin = next((i for i in at if holds[i : i + few].mean() > limit("majority")), len(holds))
     at = at[at >= begin]
-    is_dense = len(at) >= least and len(at) / (at[-1] - at[0] + 1) > limit("majority")
+    is_dense = len(at) >= min_steps and len(at) / (at[-1] - at[0] + 1) > limit("majority")
     return at if is_dense else at[:0]
 
 
