@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..numerics.pytree import batch_alone, map_batch
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
 from ..probe.settings import as_list
@@ -174,12 +175,13 @@ class _Watched(dict):
 def _unread_keys(facts: StepFacts) -> list[str]:
     "Keys of the first batch that the loss does not look at."
     part = facts.first.parts[0]
-    if type(part) is not dict:
+    batch = batch_alone(part)
+    if type(batch) is not dict:
         return []
-    watched = _Watched(part)
+    watched = _Watched(batch)
     model, _ = facts.way.start.build()
-    facts.setup.loss(model, watched)
-    return [str(key) for key in part if key not in watched.read]
+    facts.setup.loss(model, map_batch(lambda _: watched, part))
+    return [str(key) for key in batch if key not in watched.read]
 
 
 def _is_multiple(step: Retraced, name: str, count: int) -> bool:

@@ -261,7 +261,7 @@ def batch_parts(
 class LoopCode:
     "Code of a loop, as it stands by itself."
 
-    lines: list[str]  # the body of `loss(model, batch)`
+    lines: list[str]  # the body of `loss(model, batch)`, or `loss(model, batch, loop)` with `expressions`
     clip: str | None = None  # for `Setup.clip`; None: the loop does not clip, as far as its lines show
     missing: list[str] = field(default_factory=list)  # what has no source
     expressions: dict[str, str] = field(default_factory=dict)  # of values that are kept: by their names
@@ -637,8 +637,6 @@ def loop_code(
     )
     expressions = keeper.values.expressions
     lines[:0] = getattr(value_source, "makers", [])
-    if expressions:
-        lines.insert(0, f'{LOOP}, batch = batch["{LOOP}"], batch["batch"]')
     return LoopCode(lines, clip_code(way.source, way.scope, model, value_source), missing, expressions)
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #6eaea14f

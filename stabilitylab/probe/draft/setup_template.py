@@ -29,7 +29,7 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import container_kind, parts_of
+from ...numerics.pytree import LOOP, container_kind, parts_of
 from .loop_code import LoopCode, loop_code, model_code
 from .loop_values import kept_in, kept_words
 from stabilitylab.probe.draft.trainer_code import (
@@ -576,7 +576,7 @@ def setup_source(
         model=indent("\n".join(lines), "    ").lstrip(),
         seen=model_words,
         optimizer=single,
-        **_loss_parts(model, batch, code or by_trainer, recorder),
+        **_PARAMETERS | _loss_parts(model, batch, code or by_trainer, recorder),
         **_clip_parts(clip, code),
     )
 
@@ -601,6 +601,9 @@ def _trainer_code(
     return code
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #1519ce82
+_PARAMETERS = {"parameters": "model, batch"}  # of a loss without values of the loop
+
+
 def _loss_parts(
     model: nn.Module, batch: Any, code: LoopCode | TrainerCode | None, recorder: Any = None
 ) -> dict[str, str]:
@@ -615,7 +618,9 @@ def _loss_parts(
         comment = f"{words}. These lines are the loop's.{todo}"
         if code.expressions:
             comment += f"\n    # {kept_words(code.expressions)}"
-        return {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip(), "reduction": "sum"}
+        body = indent("\n".join(code.lines), "    ").lstrip()
+        parameters = {"parameters": f"model, batch, {LOOP}"} if code.expressions else {}
+        return {"batch": comment, "loss": body, "reduction": "sum", **parameters}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
         takes_index = len(inspect.signature(training_step).parameters) > 1
@@ -720,7 +725,7 @@ def record_source(
         imports="# TODO: from your_file import YourModel",
         model="return TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
-        **_loss_parts(nn.Module(), batch, None),
+        **_PARAMETERS | _loss_parts(nn.Module(), batch, None),
         optimizer=optimizer_calls[0] if len(optimizer_calls) == 1 else "[" + ", ".join(optimizer_calls) + "]",
         clip="None",
         clip_words="TODO: the largest gradient norm, where the loop clips",
