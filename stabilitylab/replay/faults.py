@@ -71,6 +71,8 @@ FAULTS = {
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again)",
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
     " them: give it all optimizers",
+    "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"
+    " {names} itself: replay a step at which a snapshot was taken, or give the Recorder what moves them",
     "frozen": "the gradient is of other parameters: {names} are frozen in one of the two, not in the other",
     "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over,"
     " a checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of"
@@ -235,6 +237,8 @@ def _later_loss_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     "The loss differs after a step in which everything agreed."
     is_small = distance(step.recorded["loss"], step.replayed["loss"]) <= ROUNDING
     outside = _in_no_optimizer(facts)
+    if outside and not is_small and not as_list(facts.way.optimizer):
+        return "no optimizer", {"names": _some(outside)}
     if outside and not is_small:
         return "second optimizer", {"names": _some(outside)}
     earlier = [before for before in facts.way.steps if before.step < step.step]

@@ -119,11 +119,18 @@ def faults_in_one_line() -> Iterator[None]:  # for the block that runs a setup f
 _loaded: dict[str, list] = {"folders": [], "before": []}  # what the last file put in the path, what was there
 
 
+def _place_of_module(module: ModuleType) -> str:
+    "The file of a module; the folder of a package without one."
+    spec = getattr(module, "__spec__", None)
+    path = list(getattr(spec, "submodule_search_locations", None) or ())
+    return getattr(module, "__file__", None) or (path[0] if path else "")
+
+
 def _forget() -> None:
     "Take away what an earlier file brought along: another run may have a module of the same name."
     folders = tuple(str(Path(folder).resolve()) + os.sep for folder in _loaded["folders"])
-    for name in set(sys.modules) - set(_loaded["before"]) if folders else ():
-        file = getattr(sys.modules[name], "__file__", None) or ""
+    places = {name: _place_of_module(sys.modules[name]) for name in set(sys.modules) - set(_loaded["before"])}
+    for name, file in places.items() if folders else ():
         if str(Path(file).resolve()).startswith(folders) and _is_theirs(file):
             del sys.modules[name]
     for folder in _loaded["folders"]:
