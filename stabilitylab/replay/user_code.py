@@ -27,7 +27,7 @@ import torch
 import stabilitylab
 from ..names.errors import InputError, bad_input
 from .script import own_arguments, without_training
-from .state import Setup
+from .state import OfPart, Setup
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #7d79ae57
 _PACKAGE = str(Path(stabilitylab.__file__).resolve().parent)
@@ -95,7 +95,9 @@ def theirs(
     wrapped: dict[str, Any] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
-        if callable(value) and not isinstance(value, _Theirs):
+        if isinstance(value, OfPart) and not value.takes_part:
+            value = value.function  # the setup puts it around again
+        if callable(value) and not isinstance(value, (_Theirs, OfPart)):
             wrapped[field.name] = _Theirs(field.name, value)
     return replace(setup, **wrapped)
 
