@@ -126,8 +126,8 @@ def _select_rows(part: Any, rows: torch.Tensor) -> Any:
     if (names := loop_tensors(part)) and len(rows) != _row_count(part):
         got = f"a batch with {', '.join(names)} of the loop beside it"
         raise bad_input("batches", got, "batches without a hidden state", "its rows would not be the batch's")
-    taken = partial(map_tensors, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
-    return map_batch(taken, part)
+    rows_of = partial(map_tensors, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+    return map_batch(rows_of, part)
 
 
 def _row_count(part: Any) -> int:

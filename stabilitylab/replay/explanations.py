@@ -113,8 +113,8 @@ def _evaluating(setup: Setup) -> Setup:
 def _of_step(setup: Setup, parts: list) -> Setup:
     "A setup that is given other micro-batches."
     waiting = iter(parts)
-    given = OfPart(lambda model, part: setup.loss(model, next(waiting, part)), takes_part=True)
-    return replace(setup, loss=given)
+    loss = OfPart(lambda model, part: setup.loss(model, next(waiting, part)), takes_part=True)
+    return replace(setup, loss=loss)
 
 # %% ../../nbs/api/replay/13_explanations.ipynb #e19a000a
 _FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}

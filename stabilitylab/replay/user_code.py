@@ -131,8 +131,8 @@ def _place_of_module(module: ModuleType) -> str:
 def _forget() -> None:
     "Take away what an earlier file brought along: another run may have a module of the same name."
     folders = tuple(str(Path(folder).resolve()) + os.sep for folder in _loaded["folders"])
-    places = {name: _place_of_module(sys.modules[name]) for name in set(sys.modules) - set(_loaded["before"])}
-    for name, file in places.items() if folders else ():
+    files = {name: _place_of_module(sys.modules[name]) for name in set(sys.modules) - set(_loaded["before"])}
+    for name, file in files.items() if folders else ():
         if str(Path(file).resolve()).startswith(folders) and _is_theirs(file):
             del sys.modules[name]
     for folder in _loaded["folders"]:

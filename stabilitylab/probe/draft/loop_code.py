@@ -610,7 +610,7 @@ def _mark_effects(way: _Way, model: torch.nn.Module) -> set[str]:
     "Names that the draft asks for: lines that prepare the model, or run it where a later run depends on it."
     prepared = [_own_method(statement, way, model) for statement in way.statements]
     is_asked = any(prepared) or _is_drawing(model)
-    asked = set()
+    marks = set()
     for at, statement in enumerate(way.statements):
         calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)]
         is_run = any(is_same_model(value_at(call.func, way.scope), model) for call in calls)
@@ -623,8 +623,8 @@ def _mark_effects(way: _Way, model: torch.nn.Module) -> set[str]:
             statement.targets.insert(0, mark)
         elif isinstance(statement, ast.For):
             statement.body.append(ast.Assign([mark], ast.Constant(None)))
-        asked.add(mark.id)
-    return asked
+        marks.add(mark.id)
+    return marks
 
 
 def _mark_runs(way: _Way, model: torch.nn.Module) -> None:
@@ -677,9 +677,9 @@ def loop_code(
     way.statements[:] = [named.visit(statement) for statement in way.statements]
     way.loss = named.visit(way.loss)
     _mark_runs(way, model)
-    asked = _mark_effects(way, model)
+    marks = _mark_effects(way, model)
     result = ast.Return(_shared(way))
-    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)} | {_RAN} | asked
+    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)} | {_RAN} | marks
     stored = {name for statement in way.statements for name in stored_names(statement)}
     statements = settled(way.statements, way.scope, frozenset(way.loops | stored))
     body = [*_unmarked(relevant(statements, needed)), result]

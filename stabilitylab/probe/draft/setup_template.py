@@ -706,9 +706,9 @@ def _configured(
     source = draft.literal(next(iter(namespaces.values()))) if len(namespaces) == 1 else None
     if source is None:
         return line, words
-    said = _seen_words([key for key in missing if key != names[0]], [])
+    words_left = _seen_words([key for key in missing if key != names[0]], [])
     note = f"`{names[0]}` was not kept by the model: these are the settings of the loop"
-    return line.replace(f"{names[0]}=TODO", f"{names[0]}={source}"), f"{said}; {note}"
+    return line.replace(f"{names[0]}=TODO", f"{names[0]}={source}"), f"{words_left}; {note}"
 
 
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
