@@ -12,7 +12,7 @@ from stabilitylab.fixes.optimizers import Adafactor, orthogonal
 from stabilitylab.fixes.precision import GridRounding
 from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.submodules import attention_layers
-from stabilitylab.fixes.training import Training
+from stabilitylab.fixes.training import Training, grad_norm
 from stabilitylab.models.attention import attend
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
@@ -159,6 +159,40 @@ def test_fixes_of_tokens_refuse_images_and_tables_at_once(name, part):
     seen = Training(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m.w.sum(), lambda s: [part])
     with pytest.raises(InputError, match="whole numbers"):
         fix(name).apply(seen)
+
+
+def stepping(batches):
+    "A training that takes no step: its batches are what counts."
+    model = torch.nn.Linear(1, 1)
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.0), None, batches, step=10)
+
+
+@pytest.mark.parametrize(
+    "others", [["shuffle"], ["batch_warmup"], ["larger_batch"], ["shuffle", "batch_warmup"]]
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_skipped_batches_never_come_whatever_else_changes_their_order(others, is_last):
+    training = stepping(lambda step: [torch.full((8,), step)])
+    fixes = [fix(name, **({"block": 64} if name == "shuffle" else {})) for name in others]
+    before = training.batches
+    logs = [each.apply(training) for each in [*fixes, fix("skip_batches", count=5)][:: 1 if is_last else -1]]
+    came = {int(part[0]) for step in range(10, 74) for part in training.batches(step)}
+    assert came.isdisjoint(range(10, 15)) and len(came) >= 64
+    for log in reversed(logs):
+        log.undo()
+    assert training.batches is before
+
+
+@pytest.mark.parametrize("name", ["zclip", "adagc"])
+def test_what_clips_besides_is_left_to_the_run_where_that_is_asked(name):
+    model = torch.nn.Linear(4, 1, bias=False)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), None, lambda step: [])
+    for most, norm in ((1.0, 1.0), (0.0, 6.0)):
+        log = fix(name, most=most).apply(training)
+        model.weight.grad = torch.full((1, 4), 3.0)
+        training.hooks[-1].after_backward(training)
+        assert math.isclose(grad_norm(model.parameters()), norm, rel_tol=1e-4)
+        log.undo()
 
 
 def test_spam_is_its_equation_over_a_reset():

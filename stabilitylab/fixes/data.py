@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/api/fixes/20_data.ipynb #6e0a003f
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,15 +21,33 @@ from ..names.errors import bad_input
 from ..numerics.pytree import map_tensors, tensors_of
 
 # %% ../../nbs/api/fixes/20_data.ipynb #8a3beb1d
-def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
-    "Replaces the batches of a training by those of other steps."
-    batches = log.training.batches
+class _Batches:
+    "(step) -> micro-batches made from others: `make` takes those to a function of the step."
 
-    def reordered(step: int) -> list:
-        "The batches of another step."
-        return batches(source(step))
+    def __init__(self, base: Callable, make: Callable[[Callable], Callable]):
+        self.base, self.make, self._at = base, make, make(base)
 
-    log.set(log.training, "batches", reordered, "training", what)
+    def __call__(self, step: int) -> list:
+        return self._at(step)
+
+
+def _change_batches(log: UndoLog, make: Callable[[Callable], Callable], what: str) -> None:
+    "Replaces the batches of a training by what is made from them."
+    log.set(log.training, "batches", _Batches(log.training.batches, make), "training", what)
+
+
+def _of_other_steps(source: Callable[[int], int]) -> Callable[[Callable], Callable]:
+    "Takes the batches of other steps."
+    return lambda base: lambda step: base(source(step))
+
+
+def _without(batches: Callable, first: int, count: int) -> Callable:
+    "Batches in which some never come: taken out below all that reorders or edits them."
+    if isinstance(batches, _Batches):
+        return _Batches(_without(batches.base, first, count), batches.make)
+    if hasattr(batches, "without"):  # recorded ones, which repeat
+        return batches.without(first, count)
+    return _Batches(batches, _of_other_steps(lambda step: step + count * (step >= first)))
 
 
 @define_fix(
@@ -37,15 +56,16 @@ def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
     "PaLM, ML Engineering, BLOOM",
     rows=("mle-6", "mle-17d", "own-17"),
     slots=("data.offset",),
-    equation="batch(t) -> batch(t + n)",
+    equation="batch(t) -> batch(t + n); recorded ones: those of the next n steps never come",
 )
 def _skip_batches(
     log: UndoLog,
     count: Annotated[int, Range(1, 1_000_000)] = 200,  # how many; PaLM: 200 to 500
 ) -> None:
     "Skip the next batches."
-    first = log.training.step
-    _reorder(log, lambda step: step + count * (step >= first), f"{count} batches skipped")
+    training = log.training
+    left = _without(training.batches, training.step, count)
+    log.set(training, "batches", left, "training", f"{count} batches skipped")
 
 
 @define_fix(
@@ -72,7 +92,7 @@ def _shuffle(
         order = np.random.default_rng([seed, number]).permutation(block)
         return first + number * block + int(order[offset])
 
-    _reorder(log, permuted, f"shuffled in blocks of {block}")
+    _change_batches(log, _of_other_steps(permuted), f"shuffled in blocks of {block}")
 
 # %% ../../nbs/api/fixes/20_data.ipynb #51854478
 @define_fix(
@@ -150,14 +170,12 @@ def _filtered(part: Any, scores: torch.Tensor, limit: float) -> Any:
 # %% ../../nbs/api/fixes/20_data.ipynb #7cd6b746
 def _filter_rows(log: UndoLog, score: Callable[[Any], torch.Tensor], limit: float, what: str) -> None:
     "Replaces rows whose score is above a limit by other rows of their micro-batch."
-    batches = log.training.batches
 
-    def filtered(step: int) -> list:
+    def filtered(parts: list) -> list:
         "The micro-batches of a step, of the same size."
-        parts = batches(step)
         return _rescale_item_counts(parts, [_filtered(part, score(part), limit) for part in parts])
 
-    log.set(log.training, "batches", filtered, "training", what)
+    _change_batches(log, lambda base: lambda step: filtered(base(step)), what)
 
 
 @define_fix(
@@ -222,9 +240,9 @@ def _larger_batch(
     times: Annotated[int, Range(2, 1024)] = 2,  # how many
 ) -> None:
     "Use the batches of several steps for one."
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def joined(step: int) -> list:
+    def joined(base: Callable, step: int) -> list:
         "The micro-batches of several steps as those of one."
         if step < first:
             return base(step)
@@ -232,7 +250,7 @@ def _larger_batch(
         steps = [base(start + i) for i in range(times)]
         return [part for parts in steps for part in _with_joint_count(parts, steps)]
 
-    log.set(log.training, "batches", joined, "training", f"{times} batches a step")
+    _change_batches(log, lambda base: partial(joined, base), f"{times} batches a step")
 
 
 def _with_joint_count(parts: list, steps: list[list]) -> list:
@@ -253,9 +271,9 @@ def _curriculum(
 ) -> None:
     "Start with short sequences."
     _require_tokens(log)
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def shortened(step: int) -> list:
+    def shortened(base: Callable, step: int) -> list:
         "The micro-batches of a step, cut to its length."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)
@@ -263,7 +281,7 @@ def _curriculum(
             parts, [_cut_length(part, _share_with_targets(part, share)) for part in parts]
         )
 
-    log.set(log.training, "batches", shortened, "training", f"lengths from {start:.0%} on")
+    _change_batches(log, lambda base: partial(shortened, base), f"lengths from {start:.0%} on")
 
 # %% ../../nbs/api/fixes/20_data.ipynb #0513f1d8
 def _share_with_targets(part: Any, share: float) -> float:
@@ -304,15 +322,15 @@ def _batch_warmup(
     steps: Annotated[int, Range(1, 10_000_000)] = 100,  # until all rows
 ) -> None:
     "Start with small batches."
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def smaller(step: int) -> list:
+    def smaller(base: Callable, step: int) -> list:
         "The micro-batches of a step, with their first rows."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)
         return _rescale_item_counts(parts, [_first_rows(part, share) for part in parts])
 
-    log.set(log.training, "batches", smaller, "training", f"batches from {start:.0%} on")
+    _change_batches(log, lambda base: partial(smaller, base), f"batches from {start:.0%} on")
 
 
 def _first_rows(part: Any, share: float) -> Any:

@@ -116,6 +116,7 @@ def _parts_of(live: Path, segment: int, rank: int) -> list[_Part]:
     parts, number = [], 0
     for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
         last = path.stem.split("-")[-1]
+        # a part that is gone leaves a gap in the numbers; it must be told like one that is torn
         for missing in range(number, int(last) if last.isdecimal() else number):
             name = f"part-{segment}-{rank}-{missing:07d}.npz"
             parts.append(_Part(name, {}, [], "missing"))
@@ -218,14 +219,17 @@ def _mean_loss(shards: list[Shard]) -> np.ndarray:
     "Mean loss over the ranks at rank 0's steps; rank 0's own where a rank lacks it."
     step, own = (shards[0].arrays[f"scalars/{name}"] for name in ("step", "loss"))
     others = [s.arrays for s in shards[1:] if "scalars/loss" in s.arrays]
+    # ranks may have died at different steps, so steps are matched and not rows
     total = own + sum(_at(step, a["scalars/step"], a["scalars/loss"]) for a in others)
     return np.where(np.isnan(total), own, total / (1 + len(others)))
 
 
 def _whole_norm(table: xr.Dataset, name: str, step: np.ndarray) -> np.ndarray:
     "The norm over all parameters at each step; NaN where a gradient is not finite."
+    # each rank has the norm of its shards only: squares add up
     total = np.sqrt(np.nansum(table[name].values.astype(float) ** 2, 1))
     if name == "grad_norm":
+        # the squares of what is finite would tell a calm norm
         total[table.nonfinite_count.fillna(0).sum("param").values > 0] = np.nan
     return _at(step, table.step.values, total)
 
