@@ -450,7 +450,7 @@ def _of_batches(steps: _Steps) -> RunFacts:
     return facts
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #944bafbc
-# the swap test: states 64, 32 and 16 steps before and the suspect one, each trained from the snapshot before it,
+# the swap test: states 64, 32 and 16 steps before and the suspect one, each from the snapshot before it;
 # then five batches from each, and up to eight later ones from the first three
 _BACK, _CELLS = (64, 32, 16, 0), 4 * 5 + 8 * 3
 _START, _READ = 4.0, 5e8  # seconds to import and build; bytes a second of a disk: our conventions
