@@ -41,7 +41,7 @@ _OTHERS = re.compile(
 
 def series_of_role(
     run: xr.DataTree,  # a record
-    role: str,  # 'reward', 'entropy', 'kl', 'clipped', 'alike', 'spread' or 'cut'
+    role: str,  # such as 'reward', 'entropy' or 'kl'
 ) -> Curve | None:  # None where no name says so, or it is short
     "The series of a role in the training of a policy."
     names = [str(name) for name in scalars_of(run).data_vars]
@@ -58,8 +58,7 @@ def policy_series(
     "The series by which a policy is judged."
     named = {role: series_of_role(run, role) for role in _ROLES}
     chosen = {role: series for role, series in named.items() if series is not None}
-    is_policy = "reward" in chosen and len(chosen) > 1
-    return chosen if is_policy or "alike" in chosen else {}
+    return chosen if "reward" in chosen and len(chosen) > 1 else {}
 
 # %% ../../nbs/api/detect/15_policy.ipynb #b87b811b
 def _level(series: Curve, until: int | None = None) -> float:
