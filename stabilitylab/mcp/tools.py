@@ -192,7 +192,8 @@ class _ReadingTools(_Runs):
         step = self._replayable(run)
         serious = [f for f in findings if f.severity != "info"]
         if serious and step is not None:
-            return answer(report, "replay", run=run, step=step, what="swap")
+            what = "swap" if step > min(recording.steps) else "samples"  # a swap needs steps before it
+            return answer(report, "replay", run=run, step=step, what=what)
         if serious:
             return answer(report, "explain", words=serious[0].kind)
         has_series = bool(series_names(scalars_of(recording.run)))
