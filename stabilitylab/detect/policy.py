@@ -52,8 +52,7 @@ def policy_series(
         series = curve(run, next(fitting, ""))
         if series is not None and len(series.value) >= count_limit("short_records"):
             chosen[role] = series
-    is_policy = "reward" in chosen and len(chosen) > 1
-    return chosen if is_policy or "alike" in chosen else {}
+    return chosen if "reward" in chosen and len(chosen) > 1 else {}
 
 # %% ../../nbs/api/detect/15_policy.ipynb #b87b811b
 def _level(series: Curve, until: int | None = None) -> float:

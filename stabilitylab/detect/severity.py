@@ -156,8 +156,7 @@ def _is_another_attempt(f: Finding, context: _LossContext) -> str:
     own = np.flatnonzero(loss.segment == loss.segment[first])
     baseline, peak = f.evidence["baseline"], f.evidence["peak"]
     middle = baseline + limit("majority") * (peak - baseline)
-    is_first = first - own[0] <= count_limit("outlier_records")
-    if not is_first or loss.value[own].min() < middle:
+    if loss.value[own].min() < middle:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):
         is_before = (loss.segment == segment) & (loss.step <= loss.step[own[0]])
