@@ -243,6 +243,17 @@ def _classes(run: xr.DataTree) -> int:
     return int(shapes[-1][0]) if shapes else 0
 
 
+def _may_be_cross_entropy(steps: _Steps, first_loss: float, chance: float) -> bool:
+    "Whether the last matrix's outputs allow such a mean cross-entropy: it is at most ln(classes) + 2·absmax."
+    names = [name for name, shape in steps.run.attrs.get("shapes", {}).items() if len(shape) == 2]
+    largest = steps.table("activations", "absmax")
+    module = names[-1].rpartition(".")[0] if names else ""
+    if largest is None or module not in largest.module.values:
+        return True
+    logits = float(largest.sel(module=module)[0])
+    return not np.isfinite(logits) or first_loss <= chance + 2 * logits
+
+
 def _of_start(steps: _Steps) -> RunFacts:
     "What the first and the last records show: the level of chance, and how the loss moved from it."
     loss, few, short = steps.loss, int(limit("few_records")), int(limit("short_records"))
@@ -259,8 +270,8 @@ def _of_start(steps: _Steps) -> RunFacts:
         "fall": (1 - end / finite[0] if finite[0] > 0 else np.nan, steps.step[-1]),
         "end_over_best": (end / float(pd.Series(finite).rolling(few).median().min()), steps.step[-1]),
     }
-    if classes > 2:
-        chance = float(np.log(classes))
+    chance = float(np.log(classes)) if classes > 2 else 0.0
+    if chance and _may_be_cross_entropy(steps, float(finite[0]), chance):
         facts["first_over_chance"] = (float(finite[0]) / chance, steps.step[0])
         facts["end_over_chance"] = (end / chance, steps.step[-1])
         facts["end_near_chance"] = (abs(end / chance - 1), steps.step[-1])
