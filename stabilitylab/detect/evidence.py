@@ -352,8 +352,11 @@ def _unexplained(steps: _Steps) -> RunFacts:
     norms, updates = steps.table("weights", "weight_norm"), steps.table("updates", "update_norm")
     if norms is None or updates is None or len(steps.step) < 2:
         return {}
-    moved = np.abs(np.diff(norms.values, axis=0))
-    further = (moved - updates.values[1:]) / np.maximum(norms.values[:-1], 1e-12)
+    broken = steps.table("weights", "nonfinite_count")
+    # norms count finite entries only, so of a weight that turned NaN they say nothing
+    sizes = norms.values if broken is None else np.where(broken.values > 0, np.nan, norms.values)
+    moved = np.abs(np.diff(sizes, axis=0))
+    further = (moved - updates.values[1:]) / np.maximum(sizes[:-1], 1e-12)
     is_next = (np.diff(steps.step) == 1)[:, None]
     further = np.where(is_next & np.isfinite(further), further, 0)
     row, column = np.unravel_index(int(np.argmax(further)), further.shape)
