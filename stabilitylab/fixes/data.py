@@ -18,7 +18,7 @@ from .loss import count_targets
 from .registry import Range, define_fix, fix
 from .undo_log import UndoLog
 from ..names.errors import bad_input
-from ..numerics.pytree import map_tensors, tensors_of
+from ..numerics.pytree import batch_alone, loop_tensors, map_batch, map_tensors, tensors_of
 
 # %% ../../nbs/api/fixes/20_data.ipynb #8a3beb1d
 class _Batches:
@@ -123,7 +123,19 @@ def _repeated_share(row: torch.Tensor, longest: int = 13, times: int = 32) -> fl
 
 def _select_rows(part: Any, rows: torch.Tensor) -> Any:
     "The samples of a micro-batch with these indices; a single number stays."
-    return map_tensors(lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor, part)
+    if (names := loop_tensors(part)) and len(rows) != _row_count(part):
+        got = f"a batch with {', '.join(names)} of the loop beside it"
+        raise bad_input("batches", got, "batches without a hidden state", "its rows would not be the batch's")
+    rows_of = partial(map_tensors, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+    return map_batch(rows_of, part)
+
+
+def _row_count(part: Any) -> int:
+    "How many rows a micro-batch has."
+    return next(len(tensor) for tensor in tensors_of(batch_alone(part)) if tensor.ndim)
+
+
+_ITEMS = "num_items_in_batch"  # as Hugging Face's models call what they divide their loss by
 
 
 def _rescale_item_counts(before: list, after: list) -> list:
@@ -131,16 +143,18 @@ def _rescale_item_counts(before: list, after: list) -> list:
     if any(_item_count(part) is None for part in before):
         return after
     share = sum(map(count_targets, after)) / max(sum(map(count_targets, before)), 1)
-    return [part | {"num_items_in_batch": part["num_items_in_batch"] * share} for part in after]
+    return [map_batch(lambda batch: batch | {_ITEMS: batch[_ITEMS] * share}, part) for part in after]
 
 
 def _item_count(part: Any) -> Any:
     "By how many targets of the whole step a micro-batch divides its loss; None where it has no such entry."
-    return part.get("num_items_in_batch") if isinstance(part, dict) else None
+    batch = batch_alone(part)
+    return batch.get(_ITEMS) if isinstance(batch, dict) else None
 
 
 def _tokens_of(part: Any) -> torch.Tensor:
     "The tokens (samples, seq) of a micro-batch: a tensor, a pair, or a dict."
+    part = batch_alone(part)
     if torch.is_tensor(part):
         return part
     if not isinstance(part, dict):
@@ -258,7 +272,7 @@ def _with_joint_count(parts: list, steps: list[list]) -> list:
     counts = [_item_count(part) for others in steps for part in others[:1]]
     if any(count is None for count in counts):
         return parts
-    return [part | {"num_items_in_batch": sum(counts)} for part in parts]
+    return [map_batch(lambda batch: batch | {_ITEMS: sum(counts)}, part) for part in parts]
 
 
 @define_fix(
@@ -293,7 +307,8 @@ def _share_with_targets(part: Any, share: float) -> float:
 
 def _has_targets(part: Any) -> bool:
     "Whether a micro-batch has its targets by name."
-    return isinstance(part, dict) and ("targets" in part or "labels" in part)
+    batch = batch_alone(part)
+    return isinstance(batch, dict) and ("targets" in batch or "labels" in batch)
 
 
 def _cut_length(part: Any, share: float) -> Any:
@@ -305,7 +320,7 @@ def _cut_length(part: Any, share: float) -> Any:
             return tensor.contiguous()
         return tensor[:, : max(1, math.ceil(share * tensor.shape[1]))].contiguous()
 
-    return map_tensors(cut, part)
+    return map_batch(partial(map_tensors, cut), part)
 
 # %% ../../nbs/api/fixes/20_data.ipynb #efcbe9bf
 @define_fix(
@@ -335,5 +350,4 @@ def _batch_warmup(
 
 def _first_rows(part: Any, share: float) -> Any:
     "The first rows of a micro-batch, one at least."
-    sizes = [len(tensor) for tensor in tensors_of(part) if tensor.ndim]
-    return _select_rows(part, torch.arange(max(1, math.ceil(share * sizes[0]))))
+    return _select_rows(part, torch.arange(max(1, math.ceil(share * _row_count(part)))))

@@ -53,6 +53,7 @@ CAUSES = {  # cause -> whether it came from outside: nobody has to fix the run, 
     "terminated": True,
     "hung up": True,
     "child failed": False,
+    "rank lost": False,  # by a record: one of its processes fell silent
 }
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #7cd6b807
