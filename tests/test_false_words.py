@@ -235,6 +235,22 @@ def test_a_suggested_command_carries_the_setup_that_was_given():
     assert "--setup" not in replay_command(run, diagnose(run), str(sample()))
 
 
+def test_weights_that_turned_nan_are_no_flipped_bit(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(60):
+            x = torch.randn(8, 4) * (float("nan") if step == 50 else 1.0)
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    likely = most_likely(diagnose(sl.open_run(tmp_path / "run")))
+    assert likely is None or (likely.id != "bit_flip" and "no update changed it" not in likely.cause)
+
+
 def _kinds(path, factor, loss_of):
     "Kinds of the findings of a short run; its outputs are those of its last matrix, times a factor."
 

@@ -57,6 +57,12 @@ def _first_rank(table: LineTable) -> tuple[LineTable, int]:
     return table.select(is_first), int((~is_first).sum())
 
 
+def _is_total(name: str, value: np.ndarray) -> bool:
+    "Whether numbers are called `total` and nothing else, as the sum of several losses is, and count nothing."
+    is_count = (value == np.round(value)).mean() > 0.5
+    return split_words(name) == ("total",) and len(value) >= _MIN_LINES and not is_count
+
+
 def _names_split_only(name: str) -> bool:
     "Whether a name is `train` or `val` and nothing else."
     words = split_words(name)
@@ -68,7 +74,7 @@ def _may_be_series(slot: Slot) -> bool:
     role = meaning(slot.name)
     if not slot.name or slot.kind == "total" or role == "step" or is_fold(slot.name):
         return False
-    if slot.is_metric:
+    if slot.is_metric or _is_total(slot.name, slot.value):
         return True
     # `3/100` counts through something, and an average has its current value beside it
     if slot.has_total or slot.kind == "average":
@@ -102,7 +108,9 @@ def _candidate_series(counters: list[StepCounter], has_loss: bool) -> list[_Seri
     for counter in counters:
         for table in counter.tables:
             # where no name says loss, `train 0.5 | val 0.6` is taken for one
-            is_split = not has_loss and any(_names_split_only(slot.name) for slot in table.slots)
+            is_split = not has_loss and any(
+                _names_split_only(slot.name) or _is_total(slot.name, slot.value) for slot in table.slots
+            )
             if len(table.order) < _MIN_LINES and not (_has_metric(table) or is_split):
                 continue
             for slot in filter(_may_be_series, table.slots):
@@ -146,7 +154,8 @@ def _is_symbol(series: _Series) -> bool:
 
 def _measures_training(series: _Series) -> bool:
     "Whether a series may measure training, and is not one number repeated in a list of settings."
-    is_named = series.is_metric or _names_split_only(series.name) or _is_symbol(series)
+    is_total = _is_total(series.name, series.parts[0][1])
+    is_named = series.is_metric or _names_split_only(series.name) or _is_symbol(series) or is_total
     has_step = series.counter.kind != "" or series.meaning == "loss"
     value = series.value
     return is_named and not _is_setting(series) and (has_step or bool((value != value[0]).any()))
@@ -160,6 +169,8 @@ def _training_loss(candidates: list[_Series]) -> _Series | None:
     losses = [series for series in losses if "final" not in split_words(series.name)]
     if not losses:
         losses = [series for series in training if _names_split_only(series.name)]
+    if not losses:
+        losses = [series for series in training if _is_total(series.name, series.parts[0][1])]
     # a letter is believed only where nothing else in the log measures anything
     if not losses and not any(series.is_metric for series in candidates):
         losses = [series for series in candidates if _is_symbol(series)]

@@ -47,6 +47,7 @@ class StepCounter:
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #37c09e33
 _NAME_RANK = {"global": 0, "step": 1, "iteration": 2, "iter": 2, "update": 3, "timestep": 4, "batch": 5}
+_PARTS = {"critic", "actor", "discriminator", "generator", "disc", "gen"}
 _TIME_UNITS = ("s", "ms", "us", "sec", "secs", "min", "h")  # of `Step: 75ms`, a duration
 
 
@@ -61,8 +62,10 @@ def _is_count(value: np.ndarray) -> bool:
 
 def _name_rank(slot: Slot) -> int:
     "How well the name of a count fits the step of the run; the lower the better."
-    words = " ".join(split_words(slot.name))
-    return min((rank for word, rank in _NAME_RANK.items() if word in words), default=3)
+    words = split_words(slot.name)
+    of_a_part = 10 * (not _PARTS.isdisjoint(words))  # `Critic_Steps` beside `Iteration`
+    joined = " ".join(words)
+    return of_a_part + min((rank for word, rank in _NAME_RANK.items() if word in joined), default=3)
 
 
 def _unnamed_count(values: list[Slot], epoch: Slot | None) -> Slot | None:
