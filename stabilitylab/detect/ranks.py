@@ -65,7 +65,7 @@ def _outliers(values: np.ndarray, step: np.ndarray, is_backward: bool = False) -
     distance, is_far = _distances(values)
     is_extreme = is_far & (np.abs(distance) > np.log(limit("tenfold")))
     for rank in np.flatnonzero(is_far.any((0, 1))):
-        at = _lasting(is_far[:, :, rank].any(1), count_limit("few_records"))
+        at = _lasting(np.asarray(is_far[:, :, rank].any(1)), count_limit("few_records"))
         at = at if len(at) else np.flatnonzero(is_extreme[:, :, rank].any(1))
         if not len(at):
             continue

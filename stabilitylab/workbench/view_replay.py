@@ -250,7 +250,8 @@ class _ReplayWidgets(StateView):
         if not state.ended:
             return
         result = state.result if state.phase == "done" else {"error": state.error}
-        self.shared.replays = self.shared.replays | {self._replayed: result}
+        replays: dict = self.shared.replays  # by step
+        self.shared.replays = replays | {self._replayed: result}
         if self._replayed == self.look.step:
             self.look.result = result
 
@@ -320,7 +321,8 @@ class ReplayView(_ReplayWidgets):
             refill(chooser, earlier, tuple(chosen))
         self._draw()
         self.texts["foresight"].value = _foresight(look)
-        look.result = self.shared.replays.get(look.step, {})
+        replays: dict = self.shared.replays
+        look.result = replays.get(look.step, {})
 
     def _compare_with(self, name: str, index: tuple[int, ...]) -> None:
         "Keeps the user's choice; indices of the former step, from a page that was late, are put right."
