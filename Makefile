@@ -63,6 +63,7 @@ fuzz: $(READY)
 
 scale: $(READY)
 	$(BIN)/python -m tests.scale $(NAMES)
+	$(if $(NAMES),,$(BIN)/python -m tests.scale.ranks --out nbs/howto/many_ranks.json)
 
 gpu: $(READY)
 	$(BIN)/python -m tests.gpu $(if $(OUT),--out $(OUT))

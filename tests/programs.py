@@ -988,3 +988,101 @@ torch.manual_seed(0)
 Loop().run()
 """
 )
+
+PROGRAMS["a memory that a method begins anew, inner loops, an earlier pass that draws"] = (
+    HEAD
+    + """
+
+class Memory(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.cell = nn.GRUCell(4, width)
+        self.drop = nn.Dropout(0.3)
+        self.out = nn.Linear(width, 2)
+
+    def begin(self, rows):
+        self.state = torch.zeros(rows, self.width)
+
+    def forward(self, x=None):
+        x = torch.zeros(len(self.state), 4) if x is None else x
+        self.state = self.cell(self.drop(x), self.state)
+        return self.out(self.state)
+
+
+torch.manual_seed(0)
+model, criterion = Memory(6), nn.MSELoss()
+optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+    for number in range(6):
+        x, y = recorder.batch((torch.randn(5, 8, 4), torch.randn(3, 8, 2)))
+        optimizer.zero_grad()
+        model.begin(8)
+        first = criterion(model(torch.randn(8, 4)), torch.zeros(8, 2))
+        model.begin(x.size(1))
+        for i in range(x.size(0)):
+            model(x[i])
+        answers = torch.zeros(y.size())
+        for i in range(y.size(0)):
+            answers[i] = model()
+        loss = criterion(answers, y)
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+)
+
+PROGRAMS["a class that trains, a model that keeps nothing of its settings, parameters clipped as a list"] = (
+    "import argparse\n"
+    + HEAD
+    + """
+
+class Model(nn.Module):
+    def __init__(self, configs):
+        super().__init__()
+        self.inner = nn.Linear(configs.width, configs.hidden)
+        self.drop = nn.Dropout(configs.dropout)
+        self.outer = nn.Linear(configs.hidden, 2)
+
+    def forward(self, x):
+        return self.outer(self.drop(torch.tanh(self.inner(x))))
+
+
+class Experiment:
+    def __init__(self, args):
+        self.args = args
+        self.model = self._build()
+
+    def _build(self):
+        return {"Model": Model}[self.args.kind](self.args).float()
+
+    def _predict(self, x, y):
+        return self.model(x * self.args.scale), y[:, : self.args.columns]
+
+    def train(self):
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        criterion = nn.MSELoss()
+        params = list(self.model.parameters())
+        with Recorder(self.model, optimizer, "run", snapshot_every=3) as recorder:
+            for number in range(6):
+                x, y = recorder.batch((torch.randn(8, 5), torch.randn(8, 3)))
+                optimizer.zero_grad()
+                outputs, y = self._predict(x, y)
+                loss = criterion(outputs, y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(params, 0.1)
+                optimizer.step()
+                recorder.step(loss)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    parser = argparse.ArgumentParser()
+    for name, value in {"width": 5, "hidden": 7, "columns": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {"dropout": 0.2, "scale": 1.5}.items():
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--kind", default="Model")
+    Experiment(parser.parse_args()).train()
+"""
+)

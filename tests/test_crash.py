@@ -3,6 +3,7 @@
 import pytest
 
 from stabilitylab import diagnose, read_runs
+from stabilitylab.read.crash.evidence import evidence_in
 from stabilitylab.read.crash.incidents import crash_in_text
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n'
@@ -161,3 +162,10 @@ def test_every_crash_of_the_wild_sample_is_named_first(real_logs, name):
     first = diagnose(run)[0]
     cause, rank = WILD[name]
     assert (first.kind, first.evidence["cause"], first.evidence.get("rank")) == ("crash", cause, rank)
+
+
+def test_a_message_that_could_not_be_logged_ends_nothing():
+    trace = 'Traceback (most recent call last):\n  File "/x/logging/__init__.py", line 377, in getMessage\n'
+    trace += "    msg = msg % self.args\nTypeError: not all arguments converted\n"
+    assert not evidence_in(f"10it [00:07]--- Logging error ---\n{trace}Call stack:\n".encode())
+    assert evidence_in(trace.encode())

@@ -233,3 +233,51 @@ def test_a_suggested_command_carries_the_setup_that_was_given():
     command = replay_command(run, diagnose(run), str(sample()), "my folder/setup.py:make")
     assert command.endswith("--step 337 --setup 'my folder/setup.py:make'")
     assert "--setup" not in replay_command(run, diagnose(run), str(sample()))
+
+
+def test_weights_that_turned_nan_are_no_flipped_bit(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(60):
+            x = torch.randn(8, 4) * (float("nan") if step == 50 else 1.0)
+            optimizer.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    likely = most_likely(diagnose(sl.open_run(tmp_path / "run")))
+    assert likely is None or (likely.id != "bit_flip" and "no update changed it" not in likely.cause)
+
+
+def _kinds(path, factor, loss_of):
+    "Kinds of the findings of a short run; its outputs are those of its last matrix, times a factor."
+
+    class Last(torch.nn.Linear):
+        def forward(self, x):
+            return factor * super().forward(x)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 8), torch.nn.ReLU(), Last(8, 40))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, path, snapshot_every=0) as recorder:
+        for _ in range(45):
+            x = torch.rand(16, 40)
+            loss = loss_of(model(x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    return {finding.kind for finding in diagnose(sl.open_run(path))}
+
+
+def test_only_a_loss_that_its_outputs_allow_is_told_far_above_a_guess(tmp_path):
+    def summed(outputs, x):
+        return torch.nn.functional.binary_cross_entropy_with_logits(outputs, x, reduction="sum")
+
+    def wide(outputs, x):
+        return torch.nn.functional.cross_entropy(outputs, x.argmax(1))
+
+    assert "init_too_large" not in _kinds(tmp_path / "summed", 1, summed)
+    assert "init_too_large" in _kinds(tmp_path / "wide", 200, wide)

@@ -53,6 +53,7 @@ def training_for(name, dtype=torch.float32, steps=2):
         batches = lambda step: [batch]  # noqa: E731
     else:
         shape = dict(vocab=16, d_model=16, n_layer=2, n_head=2, seq=16, bias=True, dropout=0.1)
+        shape |= {"norm_place": "post"} if name == "deepnorm" else {}
         model = LanguageModel(ModelConfig(**shape, embed_scale=True, init_std=0.1))
         task = copy_task(length=5, vocab=16, batch=4)
         batches = lambda step: [task.at(2 * step), task.at(2 * step + 1)]  # noqa: E731

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from stabilitylab.fixes.attention_override import relaxed_attention
 from stabilitylab.fixes.optimizers import Adafactor, orthogonal
 from stabilitylab.fixes.precision import GridRounding
 from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.submodules import attention_layers
-from stabilitylab.fixes.training import Training
+from stabilitylab.fixes.training import Training, grad_norm
 from stabilitylab.models.attention import attend
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
@@ -159,6 +160,40 @@ def test_fixes_of_tokens_refuse_images_and_tables_at_once(name, part):
     seen = Training(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m.w.sum(), lambda s: [part])
     with pytest.raises(InputError, match="whole numbers"):
         fix(name).apply(seen)
+
+
+def stepping(batches):
+    "A training that takes no step: its batches are what counts."
+    model = torch.nn.Linear(1, 1)
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.0), None, batches, step=10)
+
+
+@pytest.mark.parametrize(
+    "others", [["shuffle"], ["batch_warmup"], ["larger_batch"], ["shuffle", "batch_warmup"]]
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_skipped_batches_never_come_whatever_else_changes_their_order(others, is_last):
+    training = stepping(lambda step: [torch.full((8,), step)])
+    fixes = [fix(name, **({"block": 64} if name == "shuffle" else {})) for name in others]
+    before = training.batches
+    logs = [each.apply(training) for each in [*fixes, fix("skip_batches", count=5)][:: 1 if is_last else -1]]
+    came = {int(part[0]) for step in range(10, 74) for part in training.batches(step)}
+    assert came.isdisjoint(range(10, 15)) and len(came) >= 64
+    for log in reversed(logs):
+        log.undo()
+    assert training.batches is before
+
+
+@pytest.mark.parametrize("name", ["zclip", "adagc"])
+def test_what_clips_besides_is_left_to_the_run_where_that_is_asked(name):
+    model = torch.nn.Linear(4, 1, bias=False)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.0), None, lambda step: [])
+    for most, norm in ((1.0, 1.0), (0.0, 6.0)):
+        log = fix(name, most=most).apply(training)
+        model.weight.grad = torch.full((1, 4), 3.0)
+        training.hooks[-1].after_backward(training)
+        assert math.isclose(grad_norm(model.parameters()), norm, rel_tol=1e-4)
+        log.undo()
 
 
 def test_spam_is_its_equation_over_a_reset():
@@ -446,3 +481,154 @@ def test_gates_by_channel_multiply_each_channel_by_its_own():
     handle.remove()
     expected = seen["plain"] * 2 * torch.sigmoid(x @ gate.weight.t())
     torch.testing.assert_close(seen["gated"], expected)
+
+
+def soap_twin(gradients, lr, every, betas=(0.95, 0.95), eps=1e-8):
+    "The algorithm of SOAP written out in float64: the weights after each step, from zeros."
+    first, second = betas
+    left, right = (np.zeros((n, n)) for n in gradients[0].shape)
+    m = v = np.zeros(gradients[0].shape)
+    w, out, bases = np.zeros(gradients[0].shape), [], None
+    for t, g in enumerate(gradients):
+        if t:
+            m, turned = first * m + (1 - first) * g, bases[0].T @ g @ bases[1]
+            v = second * v + (1 - second) * turned**2
+            hat_m, hat_v = bases[0].T @ m @ bases[1] / (1 - first**t), v / (1 - second**t)
+            w = w - lr * bases[0] @ (hat_m / (np.sqrt(hat_v) + eps)) @ bases[1].T
+        left, right = second * left + (1 - second) * g @ g.T, second * right + (1 - second) * g.T @ g
+        if bases is None:
+            bases = [np.linalg.eigh(side)[1][:, ::-1] for side in (left, right)]
+        elif t % every == 0:
+            bases = [np.linalg.qr(side @ basis)[0] for side, basis in zip((left, right), bases, strict=True)]
+        out.append(w)
+    return np.array(out)
+
+
+def test_soap_is_its_algorithm():
+    gradients = np.random.default_rng(0).normal(size=(25, 4, 3))
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    model.b = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    loss = lambda model, g: (model.w * g).sum() + (model.b * g[0]).sum()  # noqa: E731 - their gradients
+    training = Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss, lambda t: [torch.tensor(gradients[t])]
+    )
+    fix("other_optimizer", kind="soap").apply(training)
+    weights = []
+    for _ in range(25):
+        training.run_step()
+        weights.append(model.w.detach().numpy().copy())
+    twin = soap_twin(gradients, 0.1, 10)
+    assert np.allclose(weights, twin, atol=2e-4) and np.abs(twin[-1]).max() > 0.5
+    adam = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    plain = torch.optim.AdamW([adam], lr=0.1, betas=(0.95, 0.95), weight_decay=0.0)
+    for g in gradients:
+        adam.grad = torch.tensor(g[0])
+        plain.step()
+    torch.testing.assert_close(model.b.detach(), adam.detach())  # a vector has no basis
+
+
+def test_pb_relax_is_attention_whose_product_stays_small():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64)
+    hidden = torch.zeros(6, 6, dtype=torch.float64).masked_fill(torch.rand(6, 6) < 0.2, float("-inf"))
+    hidden.fill_diagonal_(0)
+    for bias, causal in ((None, True), (hidden, False), (None, False)):
+        plain = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal)
+        torch.testing.assert_close(relaxed_attention(q, k, v, 32.0, bias, causal), plain)
+    wide = torch.full((1, 1, 2, 128), 60.0, dtype=torch.float16)  # q·k = 460,800: beyond fp16
+    assert not torch.isfinite(attend(wide, wide, wide, inside=False, cap=1e9)).all()
+    assert torch.isfinite(relaxed_attention(wide, wide, wide, 32.0)).all()
+    with pytest.raises(InputError, match="plain softmax"):
+        relaxed_attention(q, k, v, 32.0, cap=30.0)
+
+
+def test_attention_in_fp32_is_that_of_upcast_heads():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=32, d_model=32, n_layer=1, n_head=2, seq=16)).bfloat16()
+    task = copy_task(length=5, vocab=32, batch=4)
+    training = Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), model_loss, lambda step: [task.at(step)]
+    )
+    seen = {}
+    model.blocks[0].attn.out_proj.register_forward_pre_hook(lambda m, args: seen.update(out=args[0]))
+    for role in "qkv":
+        projection = getattr(model.blocks[0].attn, f"{role}_proj")
+        projection.register_forward_hook(lambda m, args, out, role=role: seen.update({role: out}))
+    fix("attention_fp32").apply(training)
+    training.run_step()
+    q, k, v = (seen[role].float().unflatten(-1, (2, 16)).transpose(1, 2) for role in "qkv")
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    assert model.config.positions != "rope" and torch.equal(seen["out"], exact.bfloat16())
+
+
+def test_the_running_mean_is_what_an_arm_is_measured_at():
+    training = on_gradients(draws(12))
+    rows = [torch.tensor(g, dtype=torch.float32) for g in draws(12)]
+    fix("ema", decay=0.8).apply(training)
+    weights, mean = np.zeros(3), np.zeros(3)
+    for g in rows:
+        told = training.run_step().loss
+        assert math.isclose(told, float(mean @ g.numpy()), rel_tol=1e-4, abs_tol=1e-5)
+        weights = weights - g.numpy()
+        mean = 0.8 * mean + 0.2 * weights
+        assert np.allclose(training.model.w.detach().numpy(), weights, rtol=1e-5)
+
+
+def test_registers_are_seen_by_all_and_take_part_in_no_output():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab=32, d_model=32, n_layer=2, n_head=2, seq=16))
+    task = copy_task(length=5, vocab=32, batch=4)
+    training = Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, lambda step: [task.at(step)]
+    )
+    tokens = task.at(0)["tokens"]
+    before = model(tokens)
+    fix("registers", count=2).apply(training)
+    block, registers = model.blocks[0], model.blocks[0].registers.tokens
+    seen = {}
+    block.attn.register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
+    after = model(tokens)
+    assert after.shape == before.shape and not torch.allclose(after, before)
+    normed = block.norm1(registers)
+    torch.testing.assert_close(seen["x"][:, :2], normed.expand(len(tokens), -1, -1))
+    training.run_step()
+    assert registers.grad.abs().sum(dim=1).min() > 0
+
+
+def test_deepnorm_multiplies_the_stream_of_a_post_norm_model():
+    torch.manual_seed(0)
+    config = ModelConfig(vocab=32, d_model=32, n_layer=3, n_head=2, seq=16, norm_place="post")
+    model, task = LanguageModel(config).double(), copy_task(length=5, vocab=32, batch=4)
+    training = Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, lambda step: [task.at(step)]
+    )
+    block = model.blocks[0]
+    x = torch.randn(1, 4, 32, dtype=torch.float64)
+    alpha, beta = (2 * 3) ** 0.25, (8 * 3) ** -0.25
+    small = {"v_proj", "out_proj", "fc1", "fc2"}
+    twin = {
+        n: p.detach() * (beta if n.split(".")[-2] in small and n.endswith("weight") else 1)
+        for n, p in block.named_parameters()
+    }
+    plain = LanguageModel(config).double().blocks[0]
+    plain.load_state_dict(twin | {n: b for n, b in block.state_dict().items() if n not in twin})
+    fix("deepnorm").apply(training)
+    y = plain.post_norm1(alpha * x + plain.attn(x, None, None))
+    expected = plain.post_norm2(alpha * y + plain.mlp(y))
+    torch.testing.assert_close(
+        block(x), expected, rtol=1e-4, atol=1e-4
+    )  # epsilon of the norms is not multiplied
+    with pytest.raises(InputError, match="post-norm"):
+        fix("deepnorm").apply(stepping_model())
+
+
+def stepping_model():
+    "A pre-norm model that a fix of post-norm models refuses."
+    model, task = (
+        LanguageModel(ModelConfig(vocab=32, d_model=32, n_layer=1, seq=16)),
+        copy_task(length=5, vocab=32, batch=4),
+    )
+    return Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, lambda step: [task.at(step)]
+    )

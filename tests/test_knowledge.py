@@ -60,8 +60,11 @@ CALLS = {item["call"]: item["id"] for item in ITEMS.values() if item["state"] ==
 SLOW = {item["call"] for item in ITEMS.values() if item.get("is_slow")}
 MISSING = 0  # items that nothing shows
 NO_KIND = {  # fix -> why no finding
+    "attention_fp32": "16-bit rounding of logits shows in no record",
     "average_states": "a mean of checkpoints is evaluated: a gain without a fault",
     "batch_warmup": "saves work while the noise of the gradient is small: no fault asks for it",
+    "deepnorm": "a choice at the start of a deep post-norm model",
+    "ema": "a running mean is evaluated: a gain without a fault",
     "head_fp32": "training and inference disagree, which no record of training shows",
 }
 

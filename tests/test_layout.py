@@ -64,7 +64,7 @@ MAY = {
     "trial": TRIAL,
     "cases": TRIAL | {"trial", "read"},  # a failing run for what any of them finds
     "report": {"names", "run", "plot", "detect", "knowledge", "trial"},
-    "investigation": {"names", "run", "read", "detect", "trial", "report"},  # the whole loop
+    "investigation": {"names", "run", "read", "detect", "replay", "trial", "report"},  # the whole loop
     "workbench": set(ROOMS) - {"cli", "mcp", "workbench"},
     "mcp": set(ROOMS) - {"workbench", "mcp", "cli"},
     "cli": set(ROOMS) - {"workbench", "cli"},

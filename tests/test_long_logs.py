@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.read import columns, text
+from stabilitylab.read import columns, table_files, text
 from stabilitylab.read.runs import read_runs
 from stabilitylab.report.json_report import run_json
 from stabilitylab.report.terminal import run_text
+from stabilitylab.run.scalars import series
 
 N = 200_000
 
@@ -181,3 +182,76 @@ def test_a_long_log_reports_its_progress_and_can_be_stopped(tmp_path, monkeypatc
     monkeypatch.setattr(text, "report_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
         read_runs(path)
+
+
+def table_of(loss: np.ndarray, suffix: str) -> str:
+    "The same as a table: a validation loss every 500 rows, and a row that nobody can read."
+    val = {i: round(float(v) + 0.1, 4) for i, v in enumerate(loss) if i % 500 == 0}
+    if suffix == "csv":
+        rows = [f"{i},{v:.4f},{val.get(i, '')}" for i, v in enumerate(loss)]
+        return "step,loss,val_loss\n" + "\n".join([*rows[:70], "1,2,3,4,5", *rows[70:]]) + "\n"
+    rows = [{"step": i, "loss": round(float(v), 4)} for i, v in enumerate(loss)]
+    lines = [json.dumps(row | ({"val_loss": val[i]} if i in val else {})) for i, row in enumerate(rows)]
+    return "\n".join([*lines[:70], '{"step": 70, "lo', *lines[70:]]) + "\n"
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    "Tables come in pieces from the first row on."
+    monkeypatch.setattr(table_files, "_LONG_FILE", 0)
+    monkeypatch.setattr(table_files, "_ROWS_PIECE", 7_000)
+    monkeypatch.setattr(table_files, "_JSON_PIECE", 2**18)
+
+
+def same_scalars(one, other) -> bool:
+    "Whether two runs have the same series."
+    return one["scalars"].to_dataset().identical(other["scalars"].to_dataset())
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_table_in_pieces_is_the_table_whole(tmp_path, suffix, request):
+    path = tmp_path / f"metrics.{suffix}"
+    path.write_text(table_of(healthy(np.random.default_rng(5))[:20_000], suffix))
+    (whole,) = read_runs(path).values()
+    request.getfixturevalue("in_pieces")
+    (pieces,) = read_runs(path).values()
+    assert whole["scalars"].sizes["step"] == 20_000 and same_scalars(whole, pieces)
+    assert whole.attrs == pieces.attrs
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_long_table_is_thinned_and_keeps_what_is_rare(tmp_path, suffix, monkeypatch, in_pieces):
+    loss = healthy(np.random.default_rng(6))[:60_000]
+    single(loss)
+    loss[50_003:50_006] = np.nan
+    path = tmp_path / f"metrics.{suffix}"
+    path.write_text(table_of(loss, suffix))
+    (whole,) = (run["scalars"].to_dataset() for run in read_runs(path).values())
+    monkeypatch.setattr(columns, "_MAX_VALUES", 40_000)
+    (run,) = read_runs(path).values()
+    kept = run["scalars"].to_dataset()
+    assert kept.sizes["step"] < 30_000 and kept.attrs["thinned"] > 1
+    logged = series(kept, "loss")
+    same = series(whole, "loss").sel(step=logged.step)
+    assert np.array_equal(logged.values, same.values, equal_nan=True)
+    assert int(kept.val_loss.notnull().sum()) == 120 and float(kept.loss.max()) == float(whole.loss.max())
+    findings = diagnose(run)
+    (non_finite,) = (f for f in findings if f.kind == "non_finite")
+    assert non_finite.onset == 50_003 and non_finite.evidence["nan"] == 3
+    report = run_json(run, findings)
+    assert (report["n_steps"], report["last_step"], report["thinned"]) == (
+        60_000,
+        59_999,
+        kept.attrs["thinned"],
+    )
+
+
+def test_steps_that_start_over_with_the_epoch_are_read_whole(tmp_path, in_pieces):
+    rows = [
+        f"{epoch},{batch},{3 - 0.1 * epoch - batch / 1e5}" for epoch in range(4) for batch in range(5_000)
+    ]
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,batch,loss\n" + "\n".join(rows) + "\n")
+    (run,) = read_runs(path).values()
+    step = run["scalars"].step.values
+    assert step[0] == 0 and step[-1] == 19_999 and (np.diff(step) == 1).all()

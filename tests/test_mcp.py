@@ -141,6 +141,14 @@ def test_each_next_call_runs_and_a_trial_can_be_cancelled():
         assert getattr(tools, following["tool"])(**following["arguments"])["next"], following
 
 
+def test_a_first_step_is_not_sent_to_a_swap_test_without_controls(monkeypatch):
+    tools = Tools([SAMPLE.parent])
+    recording, _ = tools._open("lm_high_lr")
+    assert tools.diagnose("lm_high_lr")["next"]["arguments"]["what"] == "swap"
+    monkeypatch.setattr(tools, "_replayable", lambda run: min(recording.steps))
+    assert tools.diagnose("lm_high_lr")["next"]["arguments"]["what"] == "samples"
+
+
 def test_what_changed_between_two_snapshots():
     told = Tools([SAMPLE.parent]).state_diff("lm_high_lr", 300, 350, top=3)
     assert len(told["rows"]) == 3 and told["rows"][0]["all_zero"] is False

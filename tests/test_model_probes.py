@@ -200,3 +200,19 @@ def test_memory_grows_with_the_length_and_the_fit_is_named():
     table = peak(512, capacity=(small + large) / 2)
     assert table.fits.tolist() == [False] * (len(table) - 1) + [True] and table.length[0] == 512
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and not optimizer.state
+
+
+def test_a_step_in_place_does_not_count_the_parameters_twice():
+    from stabilitylab.probe.checks.forgetting import _at_rest, _LiveBytes
+
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    sizes = [4 * tensor.numel() for tensor in _at_rest(model, optimizer)]
+    with _LiveBytes(_at_rest(model, optimizer)) as live, torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+        assert live.live == live.peak == sum(sizes)
+        kept = model.weight * 2
+        assert live.live == sum(sizes) + 4 * kept.numel()

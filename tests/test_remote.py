@@ -31,10 +31,12 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self):
         span = self.headers.get("Range")
+        local = Path(self.translate_path(self.path))
         if span is None:
+            self.server.sent += local.stat().st_size if local.is_file() else 0
             super().do_GET()
             return
-        data = Path(self.translate_path(self.path)).read_bytes()
+        data = local.read_bytes()
         first, last = (int(number) for number in span.removeprefix("bytes=").split("-"))
         part = data[first : last + 1]
         self.server.sent += len(part)
@@ -109,6 +111,18 @@ def test_a_record_in_a_store(store, tmp_path):
     save_run(new_run(make_scalars({"loss": samples})), tmp_path / "run")
     store.put(str(tmp_path / "run"), "/bucket/run", recursive=True)
     assert _losses(read_runs("memory://bucket/run")) == LOSS
+
+
+def test_of_a_record_behind_a_web_address_weights_and_black_box_are_not_sent(web):
+    folder, address, server = web
+    samples = Samples(np.arange(24), np.array(LOSS))
+    save_run(new_run(make_scalars({"loss": samples})), folder / "run")
+    size = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file())
+    (folder / "run" / "model.safetensors").write_bytes(bytes(10**6))
+    (folder / "run" / "blackbox").mkdir()
+    (folder / "run" / "blackbox" / "index.json").write_bytes(bytes(10**6))
+    assert _losses(read_runs(f"{address}/run/")) == LOSS
+    assert 0 < server.sent <= size
 
 
 def _weights(path: Path) -> dict:

@@ -17,8 +17,10 @@ from torch import nn
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
+from stabilitylab.numerics.pytree import loop_tensors
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import _count_samples, _sample, blame
+from stabilitylab.replay.contents import batch_rows
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
@@ -243,3 +245,83 @@ def test_samples_are_cut_from_the_batch_and_not_from_the_loops_values():
     assert _sample(batch, 1)["y"].tolist() == [1]
     with pytest.raises(InputError, match="no sample has a part of"):
         _count_samples({"batch": batch, "loop": {"hidden": torch.zeros(3, 4)}})
+
+
+def _kept_run(path):
+    "A record whose loop has a counter that the loss reads: the black box keeps it with each batch."
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, path, snapshot_every=2) as recorder:
+        for step in range(6):
+            x = recorder.batch({"x": torch.randn(8, 2), "num_items_in_batch": 8})["x"]
+            loss = model(x).square().mean() + 0.0 * step
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    return path
+
+
+def test_a_setup_by_hand_gets_the_batch_and_one_that_asks_the_values_too(tmp_path):
+    path = _kept_run(tmp_path / "r")
+    seen = []
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    def knowing(model, batch, loop):
+        seen.append(loop["step"])
+        return loss(model, batch)
+
+    for function in (loss, knowing):
+        setup = Setup(
+            lambda: torch.nn.Linear(2, 1),
+            function,
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            reduction="mean",
+        )
+        assert check_setup(path, 5, setup).is_exact
+    assert set(seen) == {4, 5}
+
+
+def test_statistics_of_a_batch_leave_out_the_weights_of_other_networks(tmp_path):
+    path = _kept_run(tmp_path / "r")
+    assert batch_rows(path, [3]).tensor.tolist() == ["x"]
+    network = torch.nn.Linear(3, 3)
+    part = {
+        "batch": torch.ones(4),
+        "loop": {"net": {"state": network.state_dict(), "training": True}, "hidden": torch.ones(2, 4)},
+    }
+    assert list(loop_tensors(part)) == ["hidden"]
+
+
+def test_data_fixes_read_the_batch_beside_values_of_the_loop():
+    from stabilitylab.fixes.registry import fix
+    from stabilitylab.fixes.training import Training
+
+    def batches(step):
+        return [{"batch": {"tokens": torch.arange(48).reshape(4, 12) % 11}, "loop": {"step": step}}]
+
+    model = torch.nn.Linear(2, 1)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: None, batches)
+    fix("curriculum", start=0.5, steps=10).apply(training)
+    fix("batch_warmup", start=0.5, steps=10).apply(training)
+    part = training.batches(0)[0]
+    assert part["batch"]["tokens"].shape == (2, 6) and part["loop"] == {"step": 0}
+    fix("drop_repeats").apply(training)
+    assert training.batches(0)[0]["loop"] == {"step": 0}
+
+
+def test_rows_are_not_dropped_where_a_hidden_state_has_them_too():
+    from stabilitylab.fixes.registry import fix
+    from stabilitylab.fixes.training import Training
+
+    part = {"batch": torch.ones(4, 2), "loop": {"hidden": torch.ones(4, 3)}}
+    model = torch.nn.Linear(2, 1)
+    training = Training(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: None, lambda s: [part]
+    )
+    fix("batch_warmup", start=0.5, steps=10).apply(training)
+    with pytest.raises(InputError, match="hidden"):
+        training.batches(0)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from stabilitylab.names.errors import InputError
-from stabilitylab.probe.draft.loop_values import batch_alone
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
@@ -81,7 +80,6 @@ class Recipe:
             return model(x)
 
     def loss(self, model, part):
-        part = batch_alone(part)  # the recorded loop needs more than its batch, which is kept beside it
         logits, y = self.logits(model, part["x"]), part["y"]
         if self.shift:
             logits, y = logits[:, :-1], y[:, 1:]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from stabilitylab.cases.samples import sample
+from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
+from stabilitylab.names.errors import InputError
 from stabilitylab.report.trial import trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm
 from stabilitylab.trial.start import Start
@@ -167,6 +169,23 @@ def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
     assert trial.arms[2].fixes[0]["parameters"]["steps"] == 50  # what a user chose stays
     assert trial.notes[0] == "warmup takes steps=8 for 100, as the trial has 40 steps"
     assert trial.add("decay_to_zero").fixes[0]["parameters"]["steps"] == 40
+
+
+def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
+    start = Start(str(sample()), 300)
+    tokens = lambda part: part["tokens"].numpy().tobytes()  # noqa: E731
+    recorded = [tokens(part) for step in range(300, 400) for part in start.build(0).batches(step)]
+    for seed in (0, 1):
+        training = start.build(seed)
+        apply_all(training, [fix("shuffle", block=64), fix("skip_batches", count=40)])
+        dealt = {tokens(part) for step in range(300, 420) for part in training.batches(step)}
+        assert dealt == set(recorded[40:]) - set(recorded[:40]) and len(dealt) == 60
+    with pytest.raises(InputError, match=r"1\.\.99"):
+        fix("skip_batches", count=100).apply(start.build(0))
+    trial = Trial(start, ["skip_batches", "zclip", "adagc:warmup=5"], 40, folder=tmp_path, device="cpu")
+    assert trial.arms[1].fixes[0]["parameters"]["count"] == 50
+    assert [arm.fixes[0]["parameters"]["most"] for arm in trial.arms[2:]] == [0, 0]
+    assert "skip_batches takes count=50 for 200" in trial.notes[0]
 
 
 def test_losses_capped_on_both_sides_cannot_be_compared():

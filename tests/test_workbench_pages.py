@@ -5,12 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from nbclient import NotebookClient
 from nbformat import reads
 
+from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
 from stabilitylab.names.errors import InputError
+from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
 from stabilitylab.plot.heads import head_map, head_picture
 from stabilitylab.replay.snapshot import replayable_steps
@@ -19,10 +22,11 @@ from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.recording import BoxIndex
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.state import open_state, run_action
-from stabilitylab.workbench.tabs import Workbench
+from stabilitylab.workbench.tabs import Workbench, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
 from stabilitylab.workbench.view_fixlab import FixLabView
+from stabilitylab.workbench.view_overview import Overview
 from stabilitylab.workbench.view_report import ReportView, report_files
 
 STEPS = np.arange(60)
@@ -214,3 +218,36 @@ def test_a_black_box_that_was_cut_off_leaves_the_rest_to_be_seen(tmp_path):
         and view.work.go.disabled
         and "a small proxy" in view.controls["origin"].options
     )
+
+
+def test_the_report_has_the_cause_then_the_replay_then_the_screen():
+    state, _ = open_state(str(sample()))
+    check = {"is_exact": True, "is_step": True, "words": "the replay is the recorded step"}
+    swap = {"verdict": "bad state", "words": "the state is out of line"}
+    numbers = {"loss": 3.5, "recorded_loss": 3.5, "grad_norm": 1.0, "update_norm": 0.5}
+    state.replays = {352: {"step": 352, "check": check, "swap": swap, **numbers}}
+    view = ReportView(state)
+    state.visible = "report"
+    assert "of step 352" in view.about.value
+    page = report_files(state, "2026-01-01 12:00")[0][2].decode()
+    parts = ["Most likely cause:", "Replay of step 352", "bad state", "On the screen", "The whole run"]
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places) and page.count("Most likely cause:") == 1
+    state.show(state.name)
+    assert not state.replays and "Replay of step" not in report_files(state, "")[0][2].decode()
+
+
+def test_tabs_without_data_are_grey_and_kinds_are_explained(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            loss = model(torch.randn(8, 4)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    state, _ = open_state(str(tmp_path / "run"))
+    assert {"attention", "runs"} <= set(views_without_data(state))
+    listing = Overview(open_state(str(sample()))[0]).listing.value
+    assert f'title="{FINDING_KINDS["divergence"]}"' in listing

@@ -133,7 +133,10 @@ NEVER_SUGGESTED = {  # fix -> why
     "unfreeze_norms": OUTVOTED,
     "average_states": "a gain without a fault",
     "batch_warmup": "a gain without a fault",
+    "ema": "a gain without a fault",
     "head_fp32": "a fault that no record of training shows",
+    "attention_fp32": "a fault that no record of training shows",
+    "deepnorm": "another model, which a run can only begin with",
 } | dict.fromkeys(
     ("layer_scale", "norm_scaling", "attention_weights", "decay_to_zero", "mup_rates"),
     "reported by its own paper alone",

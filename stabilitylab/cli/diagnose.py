@@ -9,12 +9,14 @@ __all__ = []
 import argparse
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from stabilitylab.detect.findings import Findings
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #0d2790c0
@@ -49,6 +51,19 @@ def add_diagnose(
         "--all-remedies",
         action="store_true",
         help="tell all that teams reported of each finding, not only the three that fit the run best",
+    )
+    p.add_argument(
+        "--swap",
+        action="store_true",
+        help="where the run has a black box, replay the step at which its loss jumped and say whether batch"
+        " or state made it; this runs the Python file that builds the run's model: not for a stranger's run",
+    )
+    p.add_argument(
+        "--swap-seconds",
+        metavar="S",
+        type=float,
+        default=30.0,
+        help="the swap test is left out where it should take longer (30)",
     )
     p.add_argument(
         "--fail-on",
@@ -139,6 +154,8 @@ def _diagnose(args: argparse.Namespace) -> int:
     runs = _read_paths(args.paths, args.format, args.step, args.loss)
     args.paths = [shown_address(path) for path in args.paths]  # they are printed from here on
     findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
+    if args.swap:
+        findings = {name: _swapped(runs[name], of_run, args) for name, of_run in findings.items()}
     runs = {name: runs[name] for name in by_severity(findings)}
     shared = compare_runs(runs) if len(runs) > 1 else Findings()
     _write_files(args, runs, findings, shared)
@@ -147,6 +164,15 @@ def _diagnose(args: argparse.Namespace) -> int:
     if not args.fail_on:
         return 0
     return int(any(len(group.at_least(args.fail_on)) for group in (*findings.values(), shared)))
+
+
+def _swapped(run: "xr.DataTree", findings: "Findings", args: argparse.Namespace) -> "Findings":
+    "The findings of a run with its swap test, where it jumped and can be replayed."
+    from stabilitylab.investigation.swap import with_swap_test
+    from stabilitylab.run.recording import Recording
+
+    with redirect_stdout(sys.stderr):  # a model that prints as it is built
+        return with_swap_test(Recording(run.attrs.get("source", ""), run), findings, args.swap_seconds)
 
 
 def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> None:

@@ -36,6 +36,7 @@ class Cause:
 
 # %% ../../nbs/api/detect/86_causes.ipynb #e5fd155a
 TABLE = json.loads(files("stabilitylab.detect").joinpath("causes.json").read_text(encoding="utf-8"))
+_OTHERWISE = {row["id"] for row in TABLE if row.get("otherwise")}  # said only where nothing else can be
 _COMPARE = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "=": operator.eq
 }  # fmt: skip
@@ -84,6 +85,8 @@ def ranked_causes(
     "The candidates for what went wrong."
     candidates = [_candidate(row, facts) for row in TABLE]
     ranked = sorted((c for c in candidates if c is not None and c.score > 0), key=lambda c: -c.score)
+    if any(cause.id not in _OTHERWISE for cause in ranked):
+        ranked = [cause for cause in ranked if cause.id not in _OTHERWISE]
     best = {cause.id: cause for cause in reversed(ranked)}  # of two rows of one cause the weightier
     return [cause for cause in ranked if best[cause.id] is cause]
 

@@ -163,9 +163,7 @@ def compare_runs(
 def _shared_spikes(series: str, outliers_by_run: list[_RunOutliers], pairs: list[_Common]) -> list[Finding]:
     "The spikes at the same steps, where chance does not explain them; of many pairs some agree by chance."
     allowed = limit("shared_chance") / max(1, len(pairs))
-    strong_pairs = [
-        pair for pair in pairs if len(pair.steps) >= count_limit("median_records") and pair.p_value < allowed
-    ]
+    strong_pairs = [pair for pair in pairs if pair.p_value < allowed]
     spikes = {entry.run: len(entry.outliers) for entry in outliers_by_run}
     findings = []
     for group in _groups(strong_pairs):

@@ -54,6 +54,7 @@ DETECTORS = [
     "speed:find_creeping_steps",
     "speed:find_data_stall",
     "experts:find_expert_collapse",
+    "ranks:find_odd_rank",
     "skipping:find_scale_floor",
     "skipping:find_skip_rate",
     "metrics:find_z_loss_collapse",

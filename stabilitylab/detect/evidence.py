@@ -146,6 +146,8 @@ def _around_event(steps: _Steps, at: int) -> RunFacts:
         per_rate = steps.update / steps.lr
     facts: RunFacts = {"loss_jump": (loss[at] / level if np.isfinite(loss[at]) else np.inf, step[at])}
     facts["event_step"] = (float(at), step[at])
+    if _classes(steps.run) > 2:
+        facts["event_over_chance"] = (float(loss[at] / np.log(_classes(steps.run))), step[at])
     later = steps.grad[at + int(limit("least_records")) :]
     usual = float(np.median(_before(steps.grad, at))) if len(_before(steps.grad, at)) else np.nan
     others = np.count_nonzero(later > _GRAD_JUMP * usual)
@@ -243,6 +245,17 @@ def _classes(run: xr.DataTree) -> int:
     return int(shapes[-1][0]) if shapes else 0
 
 
+def _may_be_cross_entropy(steps: _Steps, first_loss: float, chance: float) -> bool:
+    "Whether the last matrix's outputs allow such a mean cross-entropy: it is at most ln(classes) + 2·absmax."
+    names = [name for name, shape in steps.run.attrs.get("shapes", {}).items() if len(shape) == 2]
+    largest = steps.table("activations", "absmax")
+    module = names[-1].rpartition(".")[0] if names else ""
+    if largest is None or module not in largest.module.values:
+        return True
+    logits = float(largest.sel(module=module)[0])
+    return not np.isfinite(logits) or first_loss <= chance + 2 * logits
+
+
 def _of_start(steps: _Steps) -> RunFacts:
     "What the first and the last records show: the level of chance, and how the loss moved from it."
     loss, few, short = steps.loss, int(limit("few_records")), int(limit("short_records"))
@@ -259,9 +272,11 @@ def _of_start(steps: _Steps) -> RunFacts:
         "fall": (1 - end / finite[0] if finite[0] > 0 else np.nan, steps.step[-1]),
         "end_over_best": (end / float(pd.Series(finite).rolling(few).median().min()), steps.step[-1]),
     }
-    if classes > 2:
-        chance = float(np.log(classes))
+    chance = float(np.log(classes)) if classes > 2 else 0.0
+    if chance and _may_be_cross_entropy(steps, float(finite[0]), chance):
         facts["first_over_chance"] = (float(finite[0]) / chance, steps.step[0])
+        # logits of standard deviation s cost s²/2 nats above chance: E[log Σ exp] of a Gaussian
+        facts["logit_std"] = (float(np.sqrt(2 * max(0.0, finite[0] - chance))), steps.step[0])
         facts["end_over_chance"] = (end / chance, steps.step[-1])
         facts["end_near_chance"] = (abs(end / chance - 1), steps.step[-1])
     if np.isfinite(steps.lr).any():
@@ -337,8 +352,11 @@ def _unexplained(steps: _Steps) -> RunFacts:
     norms, updates = steps.table("weights", "weight_norm"), steps.table("updates", "update_norm")
     if norms is None or updates is None or len(steps.step) < 2:
         return {}
-    moved = np.abs(np.diff(norms.values, axis=0))
-    further = (moved - updates.values[1:]) / np.maximum(norms.values[:-1], 1e-12)
+    broken = steps.table("weights", "nonfinite_count")
+    # norms count finite entries only, so of a weight that turned NaN they say nothing
+    sizes = norms.values if broken is None else np.where(broken.values > 0, np.nan, norms.values)
+    moved = np.abs(np.diff(sizes, axis=0))
+    further = (moved - updates.values[1:]) / np.maximum(sizes[:-1], 1e-12)
     is_next = (np.diff(steps.step) == 1)[:, None]
     further = np.where(is_next & np.isfinite(further), further, 0)
     row, column = np.unravel_index(int(np.argmax(further)), further.shape)
@@ -446,7 +464,10 @@ def _of_batches(steps: _Steps) -> RunFacts:
     return facts
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #944bafbc
-_SWAPS = 4  # two states, two batches
+# the swap test: states 64, 32 and 16 steps before and the suspect one, each from the snapshot before it;
+# then five batches from each, and up to eight later ones from the first three
+_BACK, _CELLS = (64, 32, 16, 0), 4 * 5 + 8 * 3
+_START, _READ = 4.0, 5e8  # seconds to import and build; bytes a second of a disk: our conventions
 
 
 def _swap_test(steps: _Steps, step: int) -> RunFacts:
@@ -456,10 +477,15 @@ def _swap_test(steps: _Steps, step: int) -> RunFacts:
     if not source or not is_run(source) or not np.isfinite(seconds).any():
         return {}
     try:
-        first = opened(source).snapshot_before(step)
-    except InputError:  # it has no black box
+        recording = opened(source)
+        first = recording.steps[0]
+        states = [step - back for back in _BACK if step - back >= first]
+        again = sum(state - recording.snapshot_before(state) + 1 for state in states)
+    except (InputError, IndexError):  # it has no black box, or one without a step
         return {}
-    return {"swap_seconds": (float(_SWAPS * (step - first + 1) * np.nanmedian(seconds)), step)}
+    entries = sum(int(np.prod(shape)) for shape in steps.run.attrs.get("shapes", {}).values())
+    reading = len(states) * 3 * 4 * entries / _READ  # weights and two moments of four bytes
+    return {"swap_seconds": (float(_START + reading + (again + _CELLS) * np.nanmedian(seconds)), step)}
 
 
 _MEASURES: tuple[Callable[[_Steps], RunFacts], ...] = (

@@ -8,8 +8,7 @@ __all__ = ['MostLikely', 'most_likely']
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6d62772e
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 
 from .causes import Cause, missing_measures, ranked_causes
@@ -31,11 +30,13 @@ class MostLikely:
     missing: tuple[str, ...] = ()  # measurements that would tell
     cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
     test: str = ""  # the command that tells the cause from its rivals; '' where the run cannot be replayed
+    # its answer where it was run: step, verdict, words, seconds; or why it was not: step, left_out
+    swap: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:  # cause, because, next; what else is known
         "As the command's JSON has it."
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [])}
+        empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [], {})}
         return {name: value for name, value in values.items() if name not in empty}
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #7aa38cf4
@@ -60,7 +61,9 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
         _OPEN.format(source="record" if is_recorded else "log"),
         tuple(finding.explanation for finding in candidates[:_REASONS]),
         (_REPLAY,) if is_recorded else (_REPLAY, _RECORD),
-        missing=(*recorded, *absent),
+        missing=(*recorded, *absent, *_swap_words(findings)),
+        test=_swap_command(findings),
+        swap=findings.attrs.get("swap", {}),
     )
 
 
@@ -84,6 +87,7 @@ def _first(candidates: list[Finding], kind: str) -> Finding | None:
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #54452ea5
 _ENDS = ("crash", "hardware_error")  # kinds that say themselves what happened
 _OF_LOSS = ("loss_spike", "divergence", "slow_rise", "resume_spike", "plateau", "not_learning", "level_shift")
+_OF_MACHINE = ("throughput_drop", "data_stall", "memory_growth")
 _SURE = 3  # by how much a cause leads the second to be sure; our convention
 _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lead; our convention
 
@@ -91,7 +95,10 @@ _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lea
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
-    causes = [c for c in ranked_causes(facts) if candidates or c.is_alone]
+    is_ill = any(
+        f.kind not in _OF_MACHINE for f in candidates
+    )  # a slow machine asks for no cause of the loss
+    causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone]
     if not causes or any(f.kind in _ENDS for f in candidates):
         return None
     first, *others = causes
@@ -108,23 +115,27 @@ def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | 
         step=first.step,
         confidence=next(name for name, needed in _CONFIDENCE.items() if lead >= needed),
         rivals=tuple(_rival(cause, first) for cause in others[:2]),
-        missing=(*missing_measures(facts), *_swap_words(facts)),
+        missing=(*missing_measures(facts), *_swap_words(findings)),
         cures=first.cures,
-        test=_swap_command(facts, str(findings.attrs.get("source", ""))),
+        test=_swap_command(findings),
+        swap=findings.attrs.get("swap", {}),
     )
 
 
-def _swap_words(facts: Mapping) -> tuple[str, ...]:
-    "What the swap test of the step at which the loss jumped would tell, and what it costs."
-    if "swap_seconds" not in facts:
+def _swap_words(findings: Findings) -> tuple[str, ...]:
+    "What the swap test of the step of the jump would tell, and what it costs or why it was not run."
+    facts, swap = findings.attrs.get("evidence", {}), findings.attrs.get("swap", {})
+    if "swap_seconds" not in facts or "verdict" in swap:
         return ()
     seconds, step = facts["swap_seconds"]
-    return (f"whether batch or state made the jump at step {step:,}: the swap test, about {seconds:.0f} s",)
+    why = f"not run: {swap['left_out']}" if swap else f"about {seconds:.0f} s with `--swap`"
+    return (f"whether batch or state made the jump at step {step:,}: the swap test, {why}",)
 
 
-def _swap_command(facts: Mapping, source: str) -> str:
-    "The command of the swap test; it runs code of the run, so `diagnose` does not run it by itself."
-    if "swap_seconds" not in facts or not source:
+def _swap_command(findings: Findings) -> str:
+    "The command of the swap test; it runs code of the run, so `diagnose` runs it only with `--swap`."
+    facts, source = findings.attrs.get("evidence", {}), str(findings.attrs.get("source", ""))
+    if "swap_seconds" not in facts or not source or "verdict" in findings.attrs.get("swap", {}):
         return ""
     return f"stabilitylab replay {shlex.quote(source)} --step {facts['swap_seconds'][1]}"
 

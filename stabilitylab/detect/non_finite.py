@@ -15,6 +15,7 @@ import xarray as xr
 from .findings import Finding
 from .layers.activations import first_names, run_format
 from .limits import count_limit, limit
+from .phrase import evidence_words
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
 from ..run.curves import curve, group_of, loss_name, scalars_of
@@ -31,8 +32,25 @@ def find_non_finite(
     for name in sorted(series_names(scalars), key=lambda name: (name != loss, "loss" not in name)):
         finding = _non_finite(name, series(scalars, name))
         if finding is not None:
+            finding = _left_out(finding, scalars, loss)
             together.setdefault((finding.onset, finding.end), []).append(finding)
     return [_one_for_all(same) for same in together.values()]
+
+
+def _left_out(finding: Finding, scalars: xr.Dataset, loss: str | None) -> Finding:
+    "The finding, a note where few gradients are no numbers and the loss stays one: steps were left out."
+    is_norm = re.search(r"grad.*norm|norm.*grad", str(finding.series)) is not None
+    is_rare = finding.evidence["count"] <= limit("level_share") * finding.evidence["of"]
+    if not is_norm or not is_rare or loss is None:
+        return finding
+    value = series(scalars, loss)
+    later = value.values[value.step.values > finding.end]
+    # an update that is no number makes every later loss no number
+    if len(later) < limit("few_records") or not np.isfinite(value.values).all():
+        return finding
+    return finding.with_(
+        severity="info", evidence=finding.evidence | {"note": evidence_words("steps left out")}
+    )
 
 
 def _one_for_all(same: list[Finding]) -> Finding:

@@ -39,21 +39,26 @@ _OTHERS = re.compile(
 )  # have such names too
 
 
+def series_of_role(
+    run: xr.DataTree,  # a record
+    role: str,  # such as 'reward', 'entropy' or 'kl'
+) -> Curve | None:  # None where no name says so, or it is short
+    "The series of a role in the training of a policy."
+    names = [str(name) for name in scalars_of(run).data_vars]
+    fitting = (n for p in _ROLES[role] for n in names if re.search(p, n) and not _OTHERS.search(n))
+    series = curve(run, next(fitting, ""))
+    return series if series is not None and len(series.value) >= count_limit("short_records") else None
+
+
 def policy_series(
     run: xr.DataTree,  # a record
 ) -> dict[
     str, Curve
 ]:  # role, such as 'reward' or 'entropy' -> its curve; {} without a reward and another role
     "The series by which a policy is judged."
-    names = [str(name) for name in scalars_of(run).data_vars]
-    chosen: dict[str, Curve] = {}
-    for role, patterns in _ROLES.items():
-        fitting = (n for p in patterns for n in names if re.search(p, n) and not _OTHERS.search(n))
-        series = curve(run, next(fitting, ""))
-        if series is not None and len(series.value) >= count_limit("short_records"):
-            chosen[role] = series
-    is_policy = "reward" in chosen and len(chosen) > 1
-    return chosen if is_policy or "alike" in chosen else {}
+    named = {role: series_of_role(run, role) for role in _ROLES}
+    chosen = {role: series for role, series in named.items() if series is not None}
+    return chosen if "reward" in chosen and len(chosen) > 1 else {}
 
 # %% ../../nbs/api/detect/15_policy.ipynb #b87b811b
 def _level(series: Curve, until: int | None = None) -> float:

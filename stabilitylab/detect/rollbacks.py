@@ -53,7 +53,7 @@ def _outcome(later: list[dict], row: dict, last_step: int) -> str:
     following = next((other for other in later if other["onset"] is not None), None)
     if row["onset"] is None:
         return ""
-    if following is not None and following["resumed"] < row["left"] and following["onset"] <= row["left"]:
+    if following is not None and following["onset"] <= row["left"]:
         return f"again at step {following['onset']}"
     return "passed" if last_step >= row["onset"] else "not reached"
 

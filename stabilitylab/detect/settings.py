@@ -157,7 +157,7 @@ def changes_and_events(
 ) -> list[Finding]:  # events with the change before them, without rises that are the change
     "Which loss events followed a changed setting."
     findings = [_with_effect(run, f) for f in findings]
-    changes = [f for f in findings if f.kind in ("environment_change", "lr_jump") and "effect" in f.evidence]
+    changes = [f for f in findings if "effect" in f.evidence]
     if not changes:
         return findings
     reach = count_limit("long_records") * step_interval(loss_curve(run))

@@ -25,7 +25,7 @@ from stabilitylab.detect.loss.objective import (
 )
 from .metrics import rank_correlation
 from .phrase import evidence_words
-from .policy import policy_series, reward_since
+from .policy import reward_since, series_of_role
 from ..run.curves import Curve, loss_curve
 from ..run.rolling import difference_noise
 
@@ -55,8 +55,14 @@ class _LossContext:
 
     @cached_property
     def is_running_mean(self) -> bool:
-        "Whether it is called an average and moves like one."
-        return self.objective.is_average and is_smooth(self.loss.value)
+        "Whether it is called an average and moves like one: after its peak one record takes little off."
+        value = self.loss.value
+        is_called_so = self.objective.is_average and is_smooth(value)
+        if not is_called_so:
+            return False
+        at = int(np.argmax(value))
+        height = value[at] - np.median(value)
+        return at + 1 == len(value) or value[at] - value[at + 1] <= limit("majority") * height
 
     @cached_property
     def whole_epochs(self) -> np.ndarray | None:
@@ -99,7 +105,7 @@ def _runs_away(f: Finding, context: _LossContext) -> bool:
 
 def _earns(onset: int, context: _LossContext) -> bool:
     "Whether a policy's reward rose after a step, or keeps what it had gained."
-    return reward_since(policy_series(context.run).get("reward"), onset)["reward_did"] in ("rose", "held")
+    return reward_since(series_of_role(context.run, "reward"), onset)["reward_did"] in ("rose", "held")
 
 
 def _moving_goal(f: Finding, context: _LossContext) -> str:
@@ -156,8 +162,7 @@ def _is_another_attempt(f: Finding, context: _LossContext) -> str:
     own = np.flatnonzero(loss.segment == loss.segment[first])
     baseline, peak = f.evidence["baseline"], f.evidence["peak"]
     middle = baseline + limit("majority") * (peak - baseline)
-    is_first = first - own[0] <= count_limit("outlier_records")
-    if not is_first or loss.value[own].min() < middle:
+    if loss.value[own].min() < middle:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):
         is_before = (loss.segment == segment) & (loss.step <= loss.step[own[0]])

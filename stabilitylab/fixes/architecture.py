@@ -15,8 +15,17 @@ import torch
 from torch import nn
 
 from .registry import Range, define_fix
-from .submodules import matrix_sizes, norm_layers, parent_module, residual_projections
+from stabilitylab.fixes.submodules import (
+    attention_layers,
+    linear_layers,
+    matrix_sizes,
+    norm_layers,
+    parent_module,
+    residual_projections,
+)
+from .training import Training
 from .undo_log import UndoLog
+from ..names.errors import bad_input
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #e834f52b
 class _DynamicTanh(nn.Module):
@@ -201,6 +210,71 @@ def _norm_scaling(log: UndoLog) -> None:
         root = math.sqrt(block + 1)
         log.note(name, "output", "N(x)", f"N(x)/{root:.3g}")
         log.add_handle(module.register_forward_hook(partial(_divide_output, by=root)))
+
+# %% ../../nbs/api/fixes/10_architecture.ipynb #2440e396
+def _is_post_norm(training: Training) -> bool:
+    "Whether some norm takes the sum of a branch and the output of a norm; measured on the next batch."
+    model = training.model
+    norm_inputs, norm_outputs, branch_outputs = (
+        list[torch.Tensor](),
+        list[torch.Tensor](),
+        list[torch.Tensor](),
+    )
+
+    def on_norm(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        "Keeps what a norm takes and returns."
+        norm_inputs.append(args[0])
+        norm_outputs.append(output)
+
+    handles = [norm.register_forward_hook(on_norm) for norm in norm_layers(model).values()]
+    for branch in residual_projections(model).values():
+        handles.append(
+            branch.register_forward_hook(lambda module, args, output: branch_outputs.append(output))
+        )
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), training.autocast_context():
+            training.loss(model, training.batches(training.step)[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    if not branch_outputs:
+        return False
+    streams = [x - branch_outputs[-1] for x in norm_inputs if x.shape == branch_outputs[-1].shape]
+    outputs = [x for x in norm_outputs if x.shape == branch_outputs[-1].shape]
+    return any(torch.allclose(x, output, rtol=1e-2, atol=1e-3) for x in streams for output in outputs)
+
+
+@define_fix(
+    "deepnorm",
+    "init",
+    "DeepNet 2203.00555; init as in torchscale",
+    rows=("own-34",),
+    slots=("residual.scale", "init.writers"),
+    keeps_function=False,
+    equation="LN(αx + f(x)) = LN(x + f(x)/α), α = (2L)^¼; MLP, value and output matrices times (8L)^-¼",
+)
+def _deepnorm(log: UndoLog) -> None:
+    "DeepNorm in a post-norm model: a stronger stream, and branches that start small; for a fresh start."
+    model = log.training.model
+    attention, residual = attention_layers(model), residual_projections(model)
+    if any("qkv" in layer.roles for layer in attention) or not _is_post_norm(log.training):
+        allowed = (
+            "a post-norm model: a norm after the sum of stream and branch, values in a matrix of their own"
+        )
+        raise bad_input("model", type(model).__name__, allowed)
+    alpha, beta = (2 * len(attention)) ** 0.25, (8 * len(attention)) ** -0.25
+    unscaled = {id(layer.roles[role]) for layer in attention for role in ("q", "k")}
+    blocks = {name.rpartition(".")[0] for name in residual}
+    for name, module in linear_layers(model).items():
+        if id(module) not in unscaled and name.rpartition(".")[0] in blocks:
+            log.set_values(module.weight, module.weight.detach() * beta, name, f"times {beta:.3g}")
+    for name, module in residual.items():
+        log.note(name, "output", "f(x)", f"f(x)/{alpha:.3g}")
+        log.add_handle(module.register_forward_hook(partial(_divide_output, by=alpha)))
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #35c64437
 @define_fix(

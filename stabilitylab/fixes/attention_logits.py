@@ -169,6 +169,35 @@ def _inside_scale(log: UndoLog) -> None:
     "Scale queries and keys before their product."
     set_overrides(log, "inside", True)
 
+# %% ../../nbs/api/fixes/05_attention_logits.ipynb #8746be3b
+@define_fix(
+    "pb_relax",
+    "precision",
+    "CogView 2105.13290: PB-relax",
+    rows=("own-33",),
+    slots=("attention.scale", "attention.cap", "attention.sink", "attention.extra"),
+    equation="softmax((q·k/(α√d) - max)·α)",
+)
+def _pb_relax(
+    log: UndoLog,
+    alpha: Annotated[float, Range(1.0, 65536.0)] = 32.0,  # CogView: 32
+) -> None:
+    "Divide the attention logits before their product, and multiply what is left below their maximum."
+    set_overrides(log, "relax", float(alpha))
+
+
+@define_fix(
+    "attention_fp32",
+    "precision",
+    "Megatron: attention-softmax-in-fp32; Hugging Face GPT-2: reorder_and_upcast_attn",
+    rows=("own-32",),
+    slots=("attention.dtype", "attention.scale"),
+    equation="A = softmax(fp32(q)·fp32(k)/√d)",
+)
+def _attention_fp32(log: UndoLog) -> None:
+    "Compute attention logits and their softmax in float32."
+    set_overrides(log, "upcast", True)
+
 # %% ../../nbs/api/fixes/05_attention_logits.ipynb #d4e2b032
 class _QKClipping(Hook):
     "Scales the query and key weights of heads whose logits grew too large."

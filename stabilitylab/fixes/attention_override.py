@@ -18,6 +18,27 @@ from .undo_log import UndoLog
 from ..models.attention import attend, attention_logits
 from ..names.errors import bad_input
 
+# %% ../../nbs/api/fixes/04_attention_override.ipynb #3fd5a07c
+def relaxed_attention(
+    q: torch.Tensor,  # (batch, head, queries, head_dim)
+    k: torch.Tensor,  # (batch, head, keys, head_dim)
+    v: torch.Tensor,  # (batch, head, keys, head_dim)
+    alpha: float,  # by which the logits are smaller when they are multiplied; a power of 2 is exact
+    bias: torch.Tensor | None = None,  # added to the logits; -inf hides
+    causal: bool = False,  # hide keys after the query
+    scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
+    dropout: float = 0.0,  # share of weights set to 0
+    **others: Any,  # further options of `attend`, which are not in use
+) -> torch.Tensor:  # (batch, head, queries, head_dim)
+    "Attention by CogView's precision bottleneck relaxation: softmax((z/α - max z/α)·α)."
+    used = [name for name, value in others.items() if value not in (None, False, "softmax")]
+    if used:
+        raise bad_input("model", f"attention with {used[0]}", "attention that is a plain softmax")
+    z = attention_logits(q / alpha, k, causal=causal, scale=scale)
+    z = z if bias is None else z + bias / alpha
+    highest = z.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    return F.dropout(((z - highest) * alpha).softmax(dim=-1).to(v.dtype), dropout) @ v
+
 # %% ../../nbs/api/fixes/04_attention_override.ipynb #f7f309f7
 class AttentionOverride(nn.Module):
     "What is changed inside one attention; with nothing set the original is called."
@@ -28,6 +49,8 @@ class AttentionOverride(nn.Module):
         self.inside = False  # scale queries and keys before the product
         self.plus_one = False  # a column with logit 0
         self.weights = "softmax"  # of the logits: softmax, sigmoid or softpick
+        self.upcast = False  # compute in float32
+        self.relax: float | None = None  # α of PB-relax: logits are divided before their product
         self.watch = False  # record the largest logit of each head
         self.sink: nn.Parameter | None = None  # (head,) logit of a column without a value
         self.extra_key: nn.Parameter | None = None  # (head, head_dim) a key that every query sees
@@ -59,7 +82,16 @@ class AttentionOverride(nn.Module):
             options["sink"] = self.sink
         if self.extra_key is not None:
             options["extra"] = (self.extra_key, self.extra_value)
-        return attend(q, k, v, **options)
+        if self.upcast:
+            return self._in_float32(q, k, v, options)
+        return relaxed_attention(q, k, v, self.relax, **options) if self.relax else attend(q, k, v, **options)
+
+    @staticmethod
+    def _in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict) -> torch.Tensor:
+        "Logits, softmax and the mean of the values in float32, also under autocast."
+        floats = {name: t.float() for name, t in options.items() if torch.is_tensor(t)}
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q.float(), k.float(), v.float(), **options | floats).to(v.dtype)
 
     @torch.no_grad()
     def _record_largest(self, q: torch.Tensor, k: torch.Tensor, options: dict) -> None:

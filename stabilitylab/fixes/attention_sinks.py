@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/api/fixes/06_attention_sinks.ipynb #044f00fb
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from .attention_override import AttentionOverride, override_attention
 from .registry import Range, define_fix
 from .submodules import AttentionLayer, matrix_sizes, require_attention_layers
 from .undo_log import UndoLog
+from ..names.errors import bad_input
 
 # %% ../../nbs/api/fixes/06_attention_sinks.ipynb #e0cb6bb3
 def _add_parameter(
@@ -163,3 +165,61 @@ def _gated_attention(
         log.set_child(layer.module, "head_gate", _HeadGate(inputs, n_gates), layer.name)
         log.add_handle(layer.module.register_forward_pre_hook(_compute_gates, with_kwargs=True))
         log.add_handle(layer.roles["out"].register_forward_pre_hook(_ApplyGates(layer.module)))
+
+# %% ../../nbs/api/fixes/06_attention_sinks.ipynb #622548c3
+class _Registers(nn.Module):
+    "Learned vectors that stand before the tokens inside the blocks."
+
+    def __init__(self, count: int, width: int, std: float):
+        super().__init__()
+        self.tokens = nn.Parameter(std * torch.randn(count, width))
+
+
+def _prepend(module: nn.Module, args: tuple) -> tuple:
+    "The stream (batch, seq, width) with the registers of this block before it."
+    registers: Any = module.registers
+    tokens = registers.tokens.to(args[0].dtype).expand(len(args[0]), -1, -1)
+    return (torch.cat([tokens, args[0]], dim=1), *args[1:])
+
+
+def _without_first(module: nn.Module, args: tuple, output: Any, count: int) -> Any:
+    "A block's output without its first positions."
+    if isinstance(output, tuple):
+        return (output[0][:, count:], *output[1:])
+    return output[:, count:]
+
+
+def _has_any(block: nn.Module, ids: set[int]) -> bool:
+    "Whether a block holds one of some modules."
+    return any(id(module) in ids for module in block.modules())
+
+
+def _blocks(model: nn.Module) -> nn.ModuleList:
+    "The blocks, each of which has attention."
+    attention = {id(layer.module) for layer in require_attention_layers(model)}
+    for blocks in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        if len(blocks) and all(_has_any(block, attention) for block in blocks):
+            return blocks
+    raise bad_input("model", type(model).__name__, "a model whose blocks stand in one nn.ModuleList")
+
+
+@define_fix(
+    "registers",
+    "model",
+    "Darcet et al. 2309.16588",
+    rows=("new-7", "mt-19"),
+    slots=("attention.registers",),
+    keeps_function=False,
+    equation="x -> [r, x] before the first block; the rows of r go after the last",
+)
+def _registers(
+    log: UndoLog,
+    count: Annotated[int, Range(1, 64)] = 4,  # learned vectors; Darcet et al.: 4
+    std: Annotated[float, Range(0.0, 1.0)] = 0.02,  # of their start
+) -> None:
+    "Learned tokens beside the real ones, from before the first block to after the last."
+    layers, blocks = require_attention_layers(log.training.model), _blocks(log.training.model)
+    width, _ = matrix_sizes(layers[0].source("q"))
+    log.set_child(blocks[0], "registers", _Registers(count, width, std), "blocks.0")
+    log.add_handle(blocks[0].register_forward_pre_hook(_prepend))
+    log.add_handle(blocks[-1].register_forward_hook(partial(_without_first, count=count)))

@@ -112,10 +112,10 @@ def _zclip(
     alpha: Annotated[float, Range(0.5, 0.999)] = 0.97,  # memory of the running mean
     limit: Annotated[float, Range(1.0, 10.0)] = 2.5,  # z-score above which the norm is clipped
     warmup: Annotated[int, Range(2, 1000)] = 25,  # steps that only set mean and variance
-    most: Annotated[float, Range(1e-3, 1e6)] = 1.0,  # largest norm at any time
+    most: Annotated[float, Range(0.0, 1e6)] = 1.0,  # largest norm at any time; 0: as the run clips
 ) -> None:
     "Clip by the z-score of the gradient norm."
-    hook = _ZScoreClipping(alpha, limit, warmup, most)
+    hook = _ZScoreClipping(alpha, limit, warmup, most or math.inf)
     log.add_hook(hook, f"norms above z = {limit:g} are clipped")
 
 
@@ -124,19 +124,19 @@ class _RunningNormClipping(Hook):
 
     order, saved = 30, ("steps", "running")
 
-    def __init__(self, factor: float, beta: float, warmup: int):
-        self.factor, self.beta, self.warmup = factor, beta, warmup
+    def __init__(self, factor: float, beta: float, warmup: int, most: float):
+        self.factor, self.beta, self.warmup, self.most = factor, beta, warmup, most
         self.steps, self.running = 0, dict[str, float]()
 
     def after_backward(self, training: Training) -> None:
-        "Clips every tensor; during the warmup globally at 1, tracking each tensor's smallest norm."
+        "Clips every tensor; during the warmup globally, tracking each tensor's smallest norm."
         parameters = _named_with_gradients(training)
         norms = {name: grad_norm([parameter]) for name, parameter in parameters.items()}
         if not all(map(math.isfinite, norms.values())):
             training.skip = True
             return
         total = math.sqrt(sum(norm * norm for norm in norms.values()))
-        global_factor = min(1.0, 1 / total) if total else 1.0
+        global_factor = min(1.0, self.most / total) if total else 1.0
         is_warm = self.steps >= self.warmup
         for name, norm in norms.items():
             factor = self.clip_factor(name, norm) if is_warm else global_factor
@@ -167,10 +167,12 @@ def _adagc(
     log: UndoLog,
     factor: Annotated[float, Range(1.0, 10.0)] = 1.05,  # λ
     beta: Annotated[float, Range(0.5, 0.9999)] = 0.98,  # memory of the running norm
-    warmup: Annotated[int, Range(0, 10_000)] = 100,  # steps of global clipping at 1 before
+    warmup: Annotated[int, Range(0, 10_000)] = 100,  # steps of global clipping before
+    most: Annotated[float, Range(0.0, 1e6)] = 1.0,  # norm at which the warmup clips; 0: as the run clips
 ) -> None:
     "Clip each tensor by its own running gradient norm."
-    log.add_hook(_RunningNormClipping(factor, beta, warmup), f"tensors above {factor:g} γ are clipped")
+    hook = _RunningNormClipping(factor, beta, warmup, most or math.inf)
+    log.add_hook(hook, f"tensors above {factor:g} γ are clipped")
 
 # %% ../../nbs/api/fixes/16_clipping.ipynb #65e4d307
 def _unit_norms(

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/api/fixes/20_data.ipynb #6e0a003f
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,18 +18,36 @@ from .loss import count_targets
 from .registry import Range, define_fix, fix
 from .undo_log import UndoLog
 from ..names.errors import bad_input
-from ..numerics.pytree import map_tensors, tensors_of
+from ..numerics.pytree import batch_alone, loop_tensors, map_batch, map_tensors, tensors_of
 
 # %% ../../nbs/api/fixes/20_data.ipynb #8a3beb1d
-def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
-    "Replaces the batches of a training by those of other steps."
-    batches = log.training.batches
+class _Batches:
+    "(step) -> micro-batches made from others: `make` takes those to a function of the step."
 
-    def reordered(step: int) -> list:
-        "The batches of another step."
-        return batches(source(step))
+    def __init__(self, base: Callable, make: Callable[[Callable], Callable]):
+        self.base, self.make, self._at = base, make, make(base)
 
-    log.set(log.training, "batches", reordered, "training", what)
+    def __call__(self, step: int) -> list:
+        return self._at(step)
+
+
+def _change_batches(log: UndoLog, make: Callable[[Callable], Callable], what: str) -> None:
+    "Replaces the batches of a training by what is made from them."
+    log.set(log.training, "batches", _Batches(log.training.batches, make), "training", what)
+
+
+def _of_other_steps(source: Callable[[int], int]) -> Callable[[Callable], Callable]:
+    "Takes the batches of other steps."
+    return lambda base: lambda step: base(source(step))
+
+
+def _without(batches: Callable, first: int, count: int) -> Callable:
+    "Batches in which some never come: taken out below all that reorders or edits them."
+    if isinstance(batches, _Batches):
+        return _Batches(_without(batches.base, first, count), batches.make)
+    if hasattr(batches, "without"):  # recorded ones, which repeat
+        return batches.without(first, count)
+    return _Batches(batches, _of_other_steps(lambda step: step + count * (step >= first)))
 
 
 @define_fix(
@@ -37,15 +56,16 @@ def _reorder(log: UndoLog, source: Callable[[int], int], what: str) -> None:
     "PaLM, ML Engineering, BLOOM",
     rows=("mle-6", "mle-17d", "own-17"),
     slots=("data.offset",),
-    equation="batch(t) -> batch(t + n)",
+    equation="batch(t) -> batch(t + n); recorded ones: those of the next n steps never come",
 )
 def _skip_batches(
     log: UndoLog,
     count: Annotated[int, Range(1, 1_000_000)] = 200,  # how many; PaLM: 200 to 500
 ) -> None:
     "Skip the next batches."
-    first = log.training.step
-    _reorder(log, lambda step: step + count * (step >= first), f"{count} batches skipped")
+    training = log.training
+    left = _without(training.batches, training.step, count)
+    log.set(training, "batches", left, "training", f"{count} batches skipped")
 
 
 @define_fix(
@@ -72,7 +92,7 @@ def _shuffle(
         order = np.random.default_rng([seed, number]).permutation(block)
         return first + number * block + int(order[offset])
 
-    _reorder(log, permuted, f"shuffled in blocks of {block}")
+    _change_batches(log, _of_other_steps(permuted), f"shuffled in blocks of {block}")
 
 # %% ../../nbs/api/fixes/20_data.ipynb #51854478
 @define_fix(
@@ -103,7 +123,19 @@ def _repeated_share(row: torch.Tensor, longest: int = 13, times: int = 32) -> fl
 
 def _select_rows(part: Any, rows: torch.Tensor) -> Any:
     "The samples of a micro-batch with these indices; a single number stays."
-    return map_tensors(lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor, part)
+    if (names := loop_tensors(part)) and len(rows) != _row_count(part):
+        got = f"a batch with {', '.join(names)} of the loop beside it"
+        raise bad_input("batches", got, "batches without a hidden state", "its rows would not be the batch's")
+    rows_of = partial(map_tensors, lambda tensor: tensor[rows.to(tensor.device)] if tensor.ndim else tensor)
+    return map_batch(rows_of, part)
+
+
+def _row_count(part: Any) -> int:
+    "How many rows a micro-batch has."
+    return next(len(tensor) for tensor in tensors_of(batch_alone(part)) if tensor.ndim)
+
+
+_ITEMS = "num_items_in_batch"  # as Hugging Face's models call what they divide their loss by
 
 
 def _rescale_item_counts(before: list, after: list) -> list:
@@ -111,16 +143,18 @@ def _rescale_item_counts(before: list, after: list) -> list:
     if any(_item_count(part) is None for part in before):
         return after
     share = sum(map(count_targets, after)) / max(sum(map(count_targets, before)), 1)
-    return [part | {"num_items_in_batch": part["num_items_in_batch"] * share} for part in after]
+    return [map_batch(lambda batch: batch | {_ITEMS: batch[_ITEMS] * share}, part) for part in after]
 
 
 def _item_count(part: Any) -> Any:
     "By how many targets of the whole step a micro-batch divides its loss; None where it has no such entry."
-    return part.get("num_items_in_batch") if isinstance(part, dict) else None
+    batch = batch_alone(part)
+    return batch.get(_ITEMS) if isinstance(batch, dict) else None
 
 
 def _tokens_of(part: Any) -> torch.Tensor:
     "The tokens (samples, seq) of a micro-batch: a tensor, a pair, or a dict."
+    part = batch_alone(part)
     if torch.is_tensor(part):
         return part
     if not isinstance(part, dict):
@@ -150,14 +184,12 @@ def _filtered(part: Any, scores: torch.Tensor, limit: float) -> Any:
 # %% ../../nbs/api/fixes/20_data.ipynb #7cd6b746
 def _filter_rows(log: UndoLog, score: Callable[[Any], torch.Tensor], limit: float, what: str) -> None:
     "Replaces rows whose score is above a limit by other rows of their micro-batch."
-    batches = log.training.batches
 
-    def filtered(step: int) -> list:
+    def filtered(parts: list) -> list:
         "The micro-batches of a step, of the same size."
-        parts = batches(step)
         return _rescale_item_counts(parts, [_filtered(part, score(part), limit) for part in parts])
 
-    log.set(log.training, "batches", filtered, "training", what)
+    _change_batches(log, lambda base: lambda step: filtered(base(step)), what)
 
 
 @define_fix(
@@ -222,9 +254,9 @@ def _larger_batch(
     times: Annotated[int, Range(2, 1024)] = 2,  # how many
 ) -> None:
     "Use the batches of several steps for one."
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def joined(step: int) -> list:
+    def joined(base: Callable, step: int) -> list:
         "The micro-batches of several steps as those of one."
         if step < first:
             return base(step)
@@ -232,7 +264,7 @@ def _larger_batch(
         steps = [base(start + i) for i in range(times)]
         return [part for parts in steps for part in _with_joint_count(parts, steps)]
 
-    log.set(log.training, "batches", joined, "training", f"{times} batches a step")
+    _change_batches(log, lambda base: partial(joined, base), f"{times} batches a step")
 
 
 def _with_joint_count(parts: list, steps: list[list]) -> list:
@@ -240,7 +272,7 @@ def _with_joint_count(parts: list, steps: list[list]) -> list:
     counts = [_item_count(part) for others in steps for part in others[:1]]
     if any(count is None for count in counts):
         return parts
-    return [part | {"num_items_in_batch": sum(counts)} for part in parts]
+    return [map_batch(lambda batch: batch | {_ITEMS: sum(counts)}, part) for part in parts]
 
 
 @define_fix(
@@ -253,9 +285,9 @@ def _curriculum(
 ) -> None:
     "Start with short sequences."
     _require_tokens(log)
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def shortened(step: int) -> list:
+    def shortened(base: Callable, step: int) -> list:
         "The micro-batches of a step, cut to its length."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)
@@ -263,7 +295,7 @@ def _curriculum(
             parts, [_cut_length(part, _share_with_targets(part, share)) for part in parts]
         )
 
-    log.set(log.training, "batches", shortened, "training", f"lengths from {start:.0%} on")
+    _change_batches(log, lambda base: partial(shortened, base), f"lengths from {start:.0%} on")
 
 # %% ../../nbs/api/fixes/20_data.ipynb #0513f1d8
 def _share_with_targets(part: Any, share: float) -> float:
@@ -275,7 +307,8 @@ def _share_with_targets(part: Any, share: float) -> float:
 
 def _has_targets(part: Any) -> bool:
     "Whether a micro-batch has its targets by name."
-    return isinstance(part, dict) and ("targets" in part or "labels" in part)
+    batch = batch_alone(part)
+    return isinstance(batch, dict) and ("targets" in batch or "labels" in batch)
 
 
 def _cut_length(part: Any, share: float) -> Any:
@@ -287,7 +320,7 @@ def _cut_length(part: Any, share: float) -> Any:
             return tensor.contiguous()
         return tensor[:, : max(1, math.ceil(share * tensor.shape[1]))].contiguous()
 
-    return map_tensors(cut, part)
+    return map_batch(partial(map_tensors, cut), part)
 
 # %% ../../nbs/api/fixes/20_data.ipynb #efcbe9bf
 @define_fix(
@@ -304,18 +337,17 @@ def _batch_warmup(
     steps: Annotated[int, Range(1, 10_000_000)] = 100,  # until all rows
 ) -> None:
     "Start with small batches."
-    base, first = log.training.batches, log.training.step
+    first = log.training.step
 
-    def smaller(step: int) -> list:
+    def smaller(base: Callable, step: int) -> list:
         "The micro-batches of a step, with their first rows."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)
         return _rescale_item_counts(parts, [_first_rows(part, share) for part in parts])
 
-    log.set(log.training, "batches", smaller, "training", f"batches from {start:.0%} on")
+    _change_batches(log, lambda base: partial(smaller, base), f"batches from {start:.0%} on")
 
 
 def _first_rows(part: Any, share: float) -> Any:
     "The first rows of a micro-batch, one at least."
-    sizes = [len(tensor) for tensor in tensors_of(part) if tensor.ndim]
-    return _select_rows(part, torch.arange(max(1, math.ceil(share * sizes[0]))))
+    return _select_rows(part, torch.arange(max(1, math.ceil(share * _row_count(part)))))

@@ -17,7 +17,7 @@ from .registry import Range, define_fix
 from .training import Hook, Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
-from ..numerics.pytree import tensors_of
+from ..numerics.pytree import batch_alone, tensors_of
 
 # %% ../../nbs/api/fixes/18_loss.ipynb #7108358d
 class _CrossEntropy(TorchFunctionMode):
@@ -159,6 +159,7 @@ def count_targets(
     ignore: int = -100,  # what does not count
 ) -> int:  # tokens that count
     "How many targets of a micro-batch count."
+    part = batch_alone(part)
     if isinstance(part, dict):
         targets = next((part[k] for k in ("targets", "labels") if k in part), None)
     else:

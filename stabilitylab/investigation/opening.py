@@ -33,5 +33,8 @@ def suspect_step(
     steps = recording.box().steps
     if not steps:
         raise bad_input("path", str(path), "a record with a step that can be replayed", "it holds none")
+    if not recording.run.attrs.get("optimizer", True):  # a replay takes no step from a snapshot
+        snapshot_steps = {row["step"] for row in recording.box().snapshots}
+        steps = [step for step in steps if step in snapshot_steps] or steps
     onsets = [finding.onset for finding in diagnose(recording) if finding.severity == "error"]
     return next((onset for onset in onsets if onset in steps), steps[-1])

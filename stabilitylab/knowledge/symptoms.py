@@ -7,6 +7,7 @@ __all__ = ['Symptom', 'symptom', 'symptoms']
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #82209bd2
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -76,26 +77,7 @@ def _page(symptom: Symptom) -> Iterator[str]:
     yield from ("", "## What this cannot tell", "", symptom.cannot)
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #43435c81
-_EMPTY = {
-    "a",
-    "an",
-    "the",
-    "is",
-    "are",
-    "my",
-    "of",
-    "in",
-    "at",
-    "to",
-    "and",
-    "it",
-    "its",
-    "after",
-    "when",
-    "why",
-    "does",
-}
-_MIN_LIKENESS = 0.5  # share of words in common that names a symptom; our convention
+_MIN_LIKENESS = 0.5  # of 1.5; below it no symptom is named; our convention, see the phrases of the tests
 
 
 @cache
@@ -109,27 +91,83 @@ def _symptoms() -> dict[str, Symptom]:
     return {row["kind"]: Symptom(**row) for row in rows}
 
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #0ec0b410
+@cache
+def _table() -> dict:
+    "`empty`: words that tell nothing; `same`: a word -> what else people write for it, between bars."
+    text = files("stabilitylab.knowledge").joinpath("symptom_words.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+# %% ../../nbs/api/knowledge/06_symptoms.ipynb #4224d3b6
+_ENDINGS = ("ings", "ing", "ed", "es", "s", "ly")
+
+
+def _stem(word: str) -> str:
+    "A word without its ending: 'diverged', 'diverges' and 'diverging' are 'diverg'."
+    for ending in _ENDINGS:
+        if word.endswith(ending) and len(word) - len(ending) > 2:
+            word = word.removesuffix(ending)
+            break
+    return word.removesuffix("e") if len(word) > 3 else word
+
+
+@cache
+def _synonyms() -> tuple[tuple[str, str], ...]:
+    "Synonyms, longest first, and the word that each becomes."
+    pairs = ((synonym, word) for word, others in _table()["same"].items() for synonym in others.split("|"))
+    return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair[0])))
+
+
 def _words(phrase: str) -> frozenset[str]:
-    "The words of a phrase that carry its meaning, in lower case, without a plural's s."
-    words = re.findall(r"[\w.×]+", phrase.lower().replace("_", " "))
-    return frozenset(word.removesuffix("s") for word in words if word not in _EMPTY)
+    "The words of a phrase that carry its meaning, each in one form."
+    tokens = re.findall(r"[\w.×'/%-]+", phrase.lower())
+    text = f" {' '.join(tokens)} "
+    for synonym, word in _synonyms():
+        text = text.replace(f" {synonym} ", f" {word} ")
+    empty = _table()["empty"].split()
+    words = re.findall(r"[^\W_][\w.×]*", text.replace("_", " "))
+    return frozenset(_stem(word.strip(".")) for word in words if word not in empty)
+
+# %% ../../nbs/api/knowledge/06_symptoms.ipynb #c1d57ef0
+@cache
+def _index() -> dict[str, tuple[frozenset[str], ...]]:
+    "Kind -> the words of each of its phrases; the first are those of all together."
+    phrases = {s.kind: tuple(map(_words, (s.kind, s.title, *s.aliases))) for s in _symptoms().values()}
+    return {kind: (frozenset().union(*several), *several) for kind, several in phrases.items()}
 
 
-def _likeness(words: frozenset[str], symptom: Symptom) -> float:
-    "The largest share of words that a phrase of a symptom has in common with others, 0 to 1."
-    phrases = map(_words, (symptom.kind, symptom.title, *symptom.aliases))
-    return max(len(words & phrase) / max(len(words | phrase), 1) for phrase in phrases)
+@cache
+def _weight(word: str) -> float:
+    "How much a word tells: the logarithm of one over the share of symptoms with it; 2 for a word of none."
+    used = sum(word in phrases[0] for phrases in _index().values())
+    return math.log(1 + len(_index()) / used) if used else 2.0
 
 
+def _likeness(words: frozenset[str], kind: str) -> float:
+    "How well words fit a symptom, 0 to 1.5: the phrase that is most alike, and half for words in any phrase."
+
+    def weight(some: frozenset[str]) -> float:
+        return sum(map(_weight, some))
+
+    together, *phrases = _index()[kind]
+    alike = max(2 * weight(words & phrase) / max(weight(words) + weight(phrase), 1e-9) for phrase in phrases)
+    return alike + 0.5 * weight(words & together) / max(weight(words), 1e-9)
+
+
+def _ranked(words: str) -> list[tuple[float, Symptom]]:
+    "The symptoms with their likeness, best first."
+    wanted = _words(words)
+    scores = ((_likeness(wanted, kind), entry) for kind, entry in _symptoms().items())
+    return sorted(scores, key=lambda scored: -scored[0])
+
+# %% ../../nbs/api/knowledge/06_symptoms.ipynb #a8f3a370
 def symptom(
     words: str,  # a finding kind, or words such as 'loss is NaN'
 ) -> Symptom:  # its page
     "The symptom that words name."
-    wanted = _words(words)
-    ranked = sorted(_symptoms().values(), key=lambda entry: -_likeness(wanted, entry))
-    if _likeness(wanted, ranked[0]) >= _MIN_LIKENESS:
-        return ranked[0]
-    nearest = [entry.title for entry in ranked[:3] if _likeness(wanted, entry) > 0]
+    ranked = _ranked(words)
+    if ranked[0][0] >= _MIN_LIKENESS:
+        return ranked[0][1]
+    nearest = [entry.title for likeness, entry in ranked[:3] if likeness > 0]
     raise bad_input("symptom", words, nearest or list(_symptoms()), "symptoms() lists all")
 
 

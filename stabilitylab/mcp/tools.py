@@ -157,6 +157,11 @@ class _Runs:
             self._runs[key] = recording, diagnose(recording)
         return self._runs[key]
 
+    def _keep(self, run: str, recording: Recording, findings: Findings) -> None:
+        "Later answers about a run come from these findings."
+        path = allowed_path(run, self.roots)
+        self._runs[path, path.stat().st_mtime] = recording, findings
+
     def _symptom(self, run: str) -> int | None:
         "The step at which the loss answered."
         recording, findings = self._open(run)
@@ -192,7 +197,8 @@ class _ReadingTools(_Runs):
         step = self._replayable(run)
         serious = [f for f in findings if f.severity != "info"]
         if serious and step is not None:
-            return answer(report, "replay", run=run, step=step, what="swap")
+            what = "swap" if step > min(recording.steps) else "samples"  # a swap needs steps before it
+            return answer(report, "replay", run=run, step=step, what=what)
         if serious:
             return answer(report, "explain", words=serious[0].kind)
         has_series = bool(series_names(scalars_of(recording.run)))
@@ -312,12 +318,13 @@ class Tools(_ReadingTools, _KnowledgeTools):
         setup: str = "",  # FILE.py:FUNCTION; '': what the run brings along
     ) -> dict:
         "Runs a recorded step again. what: step, swap (batch or state?), samples (which?), precision."
+        from stabilitylab.investigation.swap import with_verdict
         from stabilitylab.replay.examine import examine
         from stabilitylab.replay.find_setup import setup_of
 
         if what not in _WHAT:
             raise bad_input("what", what, list(_WHAT))
-        recording, _ = self._open(run)
+        recording, findings = self._open(run)
         at = self._replayable(run) if step is None else step
         where = self._setup(setup)
         examination = examine(
@@ -328,6 +335,12 @@ class Tools(_ReadingTools, _KnowledgeTools):
             samples=what == "samples",
             precisions=("fp32", "bf16") if what == "precision" else (),
         ).to_dict()
+        if (
+            "swap" in examination
+            and at == findings.attrs.get("evidence", {}).get("swap_seconds", (0, None))[1]
+        ):
+            answer_of_swap = _only(examination["swap"], ("verdict", "words", "bad_in_a_row"))
+            self._keep(run, recording, with_verdict(findings, {"step": at} | answer_of_swap))
         for key in ("tokens", "frequency"):
             examination.pop(key, None)
         if "samples" in examination:

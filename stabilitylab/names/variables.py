@@ -23,6 +23,7 @@ GROUPS = {
     "sampled_updates": ("step", "param"),
     "sampled_optimizer": ("step", "param"),
     "rank_activations": ("step", "module", "rank"),
+    "ranks": ("step", "rank"),
     "attention": ("step", "layer", "head"),
     "batches": (),
     "snapshots": (),

@@ -303,3 +303,45 @@ def restore_batch(
     for path, kind, of in form:
         plain = _with_part(plain, path, kind, of, namespaces)
     return plain
+
+# %% ../../nbs/api/numerics/04_pytree.ipynb #c34970de
+LOOP = "loop"  # key of the values in a kept batch, beside `batch`
+
+
+def _is_kept(part: Any) -> bool:
+    "Whether values of the loop stand beside a batch."
+    return type(part) is dict and part.keys() == {"batch", LOOP}
+
+
+def batch_alone(
+    part: Any,  # a kept micro-batch
+) -> Any:
+    "The batch without the values of the loop."
+    return part["batch"] if _is_kept(part) else part
+
+
+def loop_values(
+    part: Any,  # a kept micro-batch
+) -> dict[str, Any]:  # name -> value; {} where none are kept
+    "The values of the loop that are kept with a batch."
+    return part[LOOP] if _is_kept(part) else {}
+
+
+def map_batch(
+    function: Callable[[Any], Any],  # from (batch) -> what stands in its place
+    part: Any,  # a kept micro-batch
+) -> Any:  # the same values of the loop beside it
+    "A micro-batch with its batch replaced."
+    return part | {"batch": function(part["batch"])} if _is_kept(part) else function(part)
+
+
+def loop_tensors(
+    part: Any,  # a kept micro-batch
+) -> dict[str, Any]:  # name -> value that holds tensors; weights of other networks left out
+    "Those values of the loop that hold tensors, as a hidden state does."
+    holding = {}
+    for name, value in loop_values(part).items():
+        is_network = isinstance(value, dict) and value.keys() == {"state", "training"}
+        if not is_network and any(tensor.ndim for tensor in tensors_of(value)):
+            holding[name] = value
+    return holding

@@ -192,6 +192,7 @@ def _set_title(ax: Axes, da: xr.DataArray, last: bool, is_first: bool) -> None:
         "color": colour("faint", ax),
         "pad": 20 if is_first else 4,
         "y": 1,
+        "loc": "left",  # the legend stands at the right
     }
     ax.set_title(label(f"{long_name}{unit}{other_name}", 70), **look)
     ax.set_ylabel("")

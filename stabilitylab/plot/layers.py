@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
@@ -26,17 +26,32 @@ from .scene import line_mark
 from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/20_layers.ipynb #91e5c287
+_NAN = -1.0  # in a table of magnitudes: a value that was measured and is no number; NaN there is absent
+
+
+def _coded(
+    values: np.ndarray,  # magnitudes, (rows, n)
+    n_nonfinite: np.ndarray | None,  # entries of each tensor that were not finite, same shape; None: unknown
+) -> np.ndarray:  # magnitudes; `_NAN` where a tensor had such entries and no number is left
+    "Values that are NaN apart from those that nobody measured."
+    if n_nonfinite is None:
+        return values
+    is_bad = (n_nonfinite > 0) & (np.isnan(values) | (values == 0))
+    return np.where(is_bad, _NAN, values)
+
+
 def _largest_in_pixels(
-    values: np.ndarray,  # a row a module, (rows, n)
+    values: np.ndarray,  # of `_coded`, a row a module, (rows, n)
     columns: int,  # at the most
-    # (rows, <= columns): the largest of each stretch; NaN where it has no number, inf where one is infinite
+    # (rows, <= columns): the largest of each stretch; `_NAN` where one is, NaN where it has no value
 ) -> np.ndarray:
     "The extremes of a table, thinned to the columns that a picture has."
     count = values.shape[1]
     if count <= columns:
         return values
     starts = np.linspace(0, count, columns, endpoint=False).astype(int)
-    return np.fmax.reduceat(values, starts, axis=1)
+    has_nan = np.fmin.reduceat(values, starts, axis=1) == _NAN
+    return np.where(has_nan, _NAN, np.fmax.reduceat(values, starts, axis=1))
 
 
 def _short_name(
@@ -56,13 +71,30 @@ def _colour_norm(values: np.ndarray, is_shown: np.ndarray) -> LogNorm:
     return LogNorm(low, high if high > low else 10 * low)
 
 
-def _count_text(values: np.ndarray) -> str:
-    "How many values have no colour of the scale."
-    infinite = int(np.isinf(values).sum())
-    hidden = values.size - infinite - int((np.isfinite(values) & (values > 0)).sum())
-    parts = [f"{hidden:,} values zero, NaN or absent (grey)"] if hidden else []
-    parts += [f"{infinite:,} infinite (red)"] if infinite else []
-    return ", ".join(parts)
+_NAN_COLOUR = "#e6007e"  # magenta, which the scale has not, on either ground
+
+
+def _count_text(values: np.ndarray, absent: str) -> str:  # values: of `_coded`; absent: what NaN means
+    "How many values have no colour of the scale, and which they have instead."
+    counts = {
+        "zero (grey)": values == 0,
+        "NaN (magenta)": values == _NAN,
+        "infinite (red)": np.isinf(values),
+        f"{absent} (blank)": np.isnan(values),
+    }
+    return ", ".join(f"{is_one.sum():,} {words}" for words, is_one in counts.items() if is_one.any())
+
+
+def _absent_words(n_nonfinite: object) -> str:  # n_nonfinite: of `plot_layers`
+    "What a value is that no number stands for."
+    return "NaN or absent" if n_nonfinite is None else "absent"
+
+
+def _draw_beside_scale(ax: Axes, pixels: np.ndarray, **where: Any) -> AxesImage:
+    "Zero, NaN and absent values over the map, each in a colour of its own."
+    kinds = np.select([pixels == 0, pixels == _NAN, np.isnan(pixels)], [0.0, 1.0, 2.0], np.nan)
+    colours = ListedColormap([colour("faint", ax), _NAN_COLOUR, colour("ground", ax)])
+    return ax.imshow(np.ma.masked_invalid(kinds), cmap=colours, vmin=0, vmax=2, **where)
 
 # %% ../../nbs/api/plot/20_layers.ipynb #8aa81a68
 def plot_layers(
@@ -72,27 +104,31 @@ def plot_layers(
     bar: Axes | None = None,  # where the colour bar goes; None: beside the axes
     columns: int = 1200,  # thinning: columns that keep the largest value of their steps
     cmap: str = "viridis",  # colour map
+    n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite; tells NaN from absent
 ) -> Axes:  # with a row a module, in steps, and a colour bar
     "A heat map of a statistic with logarithmic colours, modules over steps."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
     row = next(dim for dim in da.dims if dim != "step")
-    step, values = da.step.values, da.transpose(row, "step").values
+    counts = None if n_nonfinite is None else n_nonfinite.transpose(row, "step").values
+    step, values = da.step.values, _coded(da.transpose(row, "step").values, counts)
     pixels = _largest_in_pixels(values, columns)
     # a masked array hides infinite values from the norm; the largest float is drawn as "over" instead
     pixels = np.where(np.isinf(pixels), np.finfo(float).max, pixels.astype(float))
     norm = _colour_norm(pixels, (pixels > 0) & (pixels < np.finfo(float).max))
     gap = int(step[-1] - step[0]) / max(len(step) - 1, 1) or 1
-    colours = mpl.colormaps[cmap].with_extremes(bad=colour("grid", ax), over=colour("error", ax))
+    colours = mpl.colormaps[cmap].with_extremes(over=colour("error", ax))
     extent = (step[0], step[-1] + gap, len(values), 0)
+    where: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "extent": extent}
     masked = np.ma.masked_where(~(pixels > 0), pixels)
-    image = ax.imshow(masked, norm=norm, cmap=colours, aspect="auto", interpolation="nearest", extent=extent)
+    image = ax.imshow(masked, norm=norm, cmap=colours, **where)
+    _draw_beside_scale(ax, pixels, **where)
     ax.set(xlim=(step[0], step[-1] + gap), ylim=(len(values), 0))
     every = max(1, -(-len(values) // 44))  # so many names fit beside the tallest map
     names = [_short_name(name) for name in da[row].values[::every]]
     ax.set_yticks(np.arange(0, len(values), every) + 0.5, names, fontsize=7)
     ax.grid(False)
     ax.set_xlabel("step")
-    ax.set_title(_count_text(values), fontsize=8, color=colour("faint", ax))
+    ax.set_title(_count_text(values, _absent_words(n_nonfinite)), fontsize=8, color=colour("faint", ax))
     title = label(f"{da.attrs.get('long_name', da.name)} [{da.attrs.get('units', '1')}]", 60)
     # plain numbers: powers of ten set as formulas took a quarter of the time of a zoom
     ticks = norm.inverse(np.linspace(0, 1, 5))
@@ -115,6 +151,7 @@ class LayerMap:
         self._axes: tuple[Axes, Axes] | None = None  # map and colour bar
         self._source: np.ndarray | None = None  # values of which `_table` is the magnitude
         self._table: xr.DataArray | None = None
+        self._absent = ""  # what NaN means in `_table`
         self._view: tuple | None = None  # what `_scene` shows
         self._scene: tuple[dict, dict, dict] = ({}, {}, {})  # sheet, map, colour bar; without a marked row
 
@@ -125,9 +162,10 @@ class LayerMap:
         dark: bool = False,  # for a dark page
         marked: int | None = None,  # index of the row to mark
         marks: Sequence[tuple] = (),  # findings as (step, row), or (step, row, number)
+        n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite
     ) -> tuple[dict, list[dict]]:  # the sheet, and the panels of map and colour bar; ({}, []) for nothing
         "The heat map as data from which a page draws it and reads its values; y counts rows from the top."
-        table = self._magnitudes(da)
+        table = self._magnitudes(da, n_nonfinite)
         if x_range:
             table = table.isel(step=_steps_within(table.step.values, *x_range))
         if not table.size:
@@ -140,13 +178,16 @@ class LayerMap:
             panel = panel | {"lines": [*panel["lines"], _row_line(self._axes[0], marked + 0.5)]}
         return sheet, [panel, bar]
 
-    def _magnitudes(self, da: xr.DataArray) -> xr.DataArray:
-        "Magnitudes, dims (row, step). Cached: transposing a long record takes longer than drawing it."
+    def _magnitudes(self, da: xr.DataArray, n_nonfinite: xr.DataArray | None) -> xr.DataArray:
+        "Magnitudes of `_coded`, dims (row, step). Cached: transposing a long record takes long."
         if self._table is None or self._source is not da.values:
             row = next(dim for dim in da.dims if dim != "step")
             transposed = da.transpose(row, "step")
             self._source = da.values
-            self._table = transposed.copy(data=np.ascontiguousarray(np.abs(transposed.values)))
+            counts = None if n_nonfinite is None else n_nonfinite.transpose(row, "step").values
+            magnitudes = _coded(np.abs(transposed.values), counts)
+            self._absent = _absent_words(n_nonfinite)
+            self._table = transposed.copy(data=np.ascontiguousarray(magnitudes))
         return self._table
 
     def _draw(self, table: xr.DataArray, dark: bool, marks: Sequence[tuple]) -> tuple[dict, dict, dict]:
@@ -160,12 +201,14 @@ class LayerMap:
                 artist.remove()
             bar_ax.cla()
             plot_layers(table, ax=ax, bar=bar_ax, columns=int(self.width * self.dpi * 0.68))
+            ax.set_title(_count_text(table.values, self._absent), fontsize=8, color=colour("faint", ax))
             _mark_findings(ax, marks)
             sheet, (panel, bar) = scene_of([ax, bar_ax])
-        image = ax.images[0]
+        image, beside = ax.images
         ticks = [[height, short_number(float(text), 1e3)] for height, text in bar["y_ticks"]]
-        scale = {"right": True, "map": _colour_scale(image), "y_ticks": ticks}
-        return sheet, panel | {"map": _map_values(image)}, bar | scale
+        scale = {"right": True, "map": _colour_scale(image, beside), "y_ticks": ticks}
+        cells = _map_values(image, beside) | {"absent": self._absent}
+        return sheet, panel | {"map": cells}, bar | scale
 
 # %% ../../nbs/api/plot/20_layers.ipynb #b8ea00db
 def _map_axes(rows: int, width: float, dpi: int) -> tuple[Axes, Axes]:
@@ -197,34 +240,36 @@ def _mark_findings(ax: Axes, marks: Sequence[tuple]) -> None:
             note.set(fontsize=7, color="#ffffff", ha="left")
 
 
-def _map_values(image: AxesImage) -> dict:
-    "The values of a map with its colour scale; infinite ones are inf again, masked ones NaN."
+def _map_values(image: AxesImage, beside: AxesImage) -> dict:
+    "The values of a map with its colours: 0 and infinite ones as they are, NaN as -1, absent ones as NaN."
     values = np.ma.filled(np.ma.asarray(image.get_array()).astype(float), np.nan)
-    return _with_scale(image, np.where(values >= np.finfo(float).max, np.inf, values))
+    kinds = np.ma.filled(np.ma.asarray(beside.get_array()).astype(float), -1.0)
+    values = np.where(values >= np.finfo(float).max, np.inf, values)
+    return _with_scale(image, beside, np.select([kinds == 0, kinds == 1], [0.0, _NAN], values))
 
 
-def _colour_scale(image: AxesImage) -> dict:
+def _colour_scale(image: AxesImage, beside: AxesImage) -> dict:
     "The colour scale as a map of one column, the highest value on top."
     low, high = image.get_clim()
-    return _with_scale(image, np.geomspace(high or 1, low or 1, 128)[:, None])
+    return _with_scale(image, beside, np.geomspace(high or 1, low or 1, 128)[:, None])
 
 # %% ../../nbs/api/plot/20_layers.ipynb #4990d06e
-def _with_scale(image: AxesImage, values: np.ndarray) -> dict:
+def _with_scale(image: AxesImage, beside: AxesImage, values: np.ndarray) -> dict:
     "A table of values as float32 bytes, with the limits and colours of a map's scale."
     with np.errstate(over="ignore"):  # beyond float32 a value is inf, and drawn as such
         data = np.ascontiguousarray(values, dtype=np.float32).tobytes()
     rows, columns = values.shape
     low, high = image.get_clim()
     table = {"values": data, "rows": rows, "columns": columns}
-    return table | {"low": float(low or 1), "high": float(high or 1), "colours": _palette(image)}
+    return table | {"low": float(low or 1), "high": float(high or 1), "colours": _palette(image, beside)}
 
 
-def _palette(image: AxesImage) -> bytes:
-    "(258, 3) uint8: 256 colours of the scale, the one for missing values, the one for infinite ones."
-    cmap = image.cmap
-    colours = cmap(np.arange(256), bytes=True)[:, :3]
-    extremes = [np.multiply(extreme[:3], 255) for extreme in (cmap.get_bad(), cmap.get_over())]
-    return np.array([*colours, *extremes], np.uint8).tobytes()
+def _palette(image: AxesImage, beside: AxesImage) -> bytes:
+    "(260, 3) uint8: 256 colours of the scale, then those of infinite, zero, NaN and absent values."
+    colours = image.cmap(np.arange(256), bytes=True)[:, :3]
+    infinite = np.multiply(image.cmap.get_over()[:3], 255)
+    others = beside.cmap(np.arange(3), bytes=True)[:, :3]
+    return np.array([*colours, infinite, *others], np.uint8).tobytes()
 
 
 def _row_line(ax: Axes, y: float) -> dict:
@@ -253,12 +298,15 @@ def plot_exponents(
     used = np.flatnonzero(shares[1:255]) + 1
     low, high = (used[0] - 127, used[-1] - 127) if len(used) else (-1, 1)
     ax.bar(np.arange(1, 255) - 127, shares[1:255], width=1, color=colour("loss", ax))
+    ends: dict[float, list[str]] = {}  # edge -> the formats that end there
     for name, (smallest, largest) in binade_table().items():
-        for exponent, edge in ((smallest, smallest - 0.5), (largest, largest + 0.5)):
-            if low - 8 <= exponent <= high + 8:
-                ax.axvline(edge, color=colour("warning", ax), linewidth=0.9)
-                text = ax.text(exponent, 1, f"{name} ", transform=ax.get_xaxis_transform(), rotation=90)
-                text.set(va="top", ha="right", fontsize=6.5, color=colour("warning", ax))
+        ends.setdefault(smallest - 0.5, []).append(name)
+        ends.setdefault(largest + 0.5, []).append(name)
+    for edge, names in ends.items():
+        if low - 8.5 <= edge <= high + 8.5:
+            ax.axvline(edge, color=colour("warning", ax), linewidth=0.9)
+            text = ax.text(edge, 0.97, ", ".join(names), transform=ax.get_xaxis_transform(), rotation=90)
+            text.set(va="top", ha="right", fontsize=6.5, color=colour("warning", ax))
     ax.set_xlim(low - 8, high + 8)
     ax.set_xlabel("exponent of 2")
     ax.set_ylabel("share of values")

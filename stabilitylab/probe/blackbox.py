@@ -21,8 +21,7 @@ import torch
 
 from ..names.errors import InputError, printable
 from ..names.files import atomic_file, write_atomic
-from ..numerics.pytree import batch_form, lost_parts, storable_copy, tensors_of
-from .draft.loop_values import batch_alone
+from ..numerics.pytree import batch_alone, batch_form, lost_parts, storable_copy, tensors_of
 from .retention import BoxLimits, RetainedFiles
 from ..run.checksums import file_checksum, sealed, unsealed
 

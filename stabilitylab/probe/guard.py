@@ -6,9 +6,11 @@
 __all__ = ['RECORDING', 'REPLAYED', 'Guard']
 
 # %% ../../nbs/api/probe/11_guard.ipynb #7142eed3
+import copyreg
+import re
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,6 +159,7 @@ class Watch:
                 True  # runs between two graphs, with the tensors that are there
             )
         self.owner, self.function = ref(module), function
+        _reduce_without_watches(type(module))
 
     def __call__(
         self,
@@ -179,6 +182,51 @@ class Watch:
 
     def __reduce__(self) -> tuple:
         return partial, (sys.audit, "stabilitylab.no_hook")
+
+# %% ../../nbs/api/probe/11_guard.ipynb #2cc8c884
+# tables of a module whose keys are numbers of hooks
+_HOOK_TABLES = [name for name in vars(torch.nn.Module()) if re.match("_forward.*hooks", name)]
+
+
+def _without_watches(
+    attributes: dict[str, Any],  # of a module
+) -> dict[str, Any]:  # the same object where no hook is ours
+    "The attributes of a module as they are without our hooks."
+    tables = {name: attributes[name] for name in _HOOK_TABLES if name in attributes}
+    own_keys = {key for table in tables.values() for key, hook in table.items() if isinstance(hook, Watch)}
+    if not own_keys:
+        return attributes
+    for name, table in tables.items():
+        tables[name] = OrderedDict((key, hook) for key, hook in table.items() if key not in own_keys)
+    return {**attributes, **tables}
+
+
+@dataclass
+class _Reducer:
+    "What pickle and copy ask about the modules of one class: themselves, without our hooks."
+
+    earlier: Callable | None  # what was asked before
+
+    def __call__(self, module: torch.nn.Module) -> Any:
+        "What `__reduce_ex__` of every protocol from 2 on returns, without our hooks."
+        reduced = module.__reduce_ex__(2) if self.earlier is None else self.earlier(module)
+        if isinstance(reduced, str) or len(reduced) < 3 or reduced[2] is None:
+            return reduced
+        state = reduced[2]
+        if isinstance(state, tuple) and isinstance(state[0], dict):  # a class with `__slots__`
+            state = (_without_watches(state[0]), *state[1:])
+        elif isinstance(state, dict):
+            state = _without_watches(state)
+        return (*reduced[:2], state, *reduced[3:])
+
+
+def _reduce_without_watches(
+    kind: type[torch.nn.Module],  # class of a module that gets a hook
+) -> None:
+    "Let pickle and copy see the modules of a class without our hooks, from now on."
+    earlier = copyreg.dispatch_table.get(kind)
+    if not isinstance(earlier, _Reducer):
+        copyreg.pickle(kind, _Reducer(earlier))
 
 # %% ../../nbs/api/probe/11_guard.ipynb #42ed8db0
 def _run_uncompiled(code: Any) -> None:  # of a function

@@ -7,6 +7,8 @@ __all__ = ['BackwardEnd', 'ModuleProbe', 'NoModules']
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #9b145ec9
 import re
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +51,25 @@ def _is_eager() -> bool:
     return tracing_state() is None and transform_stack() is None
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #ca1c8b47
+_SHAPE_RUNS = ("_forward_metadata_inference", "_shape_inference")  # of torch's pipelines, by version
+
+
+def _in_pipeline() -> tuple[bool, int]:
+    "Whether a pipeline only learns shapes, on unwritten memory; by what it divides gradients later."
+    if "torch.distributed.pipelining.schedules" not in sys.modules:
+        return False, 1
+    frame: Any = sys._getframe(1)
+    infers_shapes = False
+    while frame is not None:
+        infers_shapes |= frame.f_code.co_name in _SHAPE_RUNS
+        if frame.f_code.co_name == "step" and frame.f_code.co_filename.endswith("schedules.py"):
+            schedule = frame.f_locals.get("self")
+            divides = getattr(schedule, "scale_grads", False)
+            return infers_shapes, getattr(schedule, "_n_microbatches", 1) if divides else 1
+        frame = frame.f_back
+    return infers_shapes, 1
+
+
 class BackwardEnd:
     "One call at the end of every outermost backward pass."
 
@@ -57,9 +78,14 @@ class BackwardEnd:
     def __init__(self, guard: Guard):  # of the recording
         self.guard, self.task = guard, None
         self.after_backward: Callable[[], None] | None = None  # what is called
+        # when the first forward and the first backward pass of this step began
+        self.forward_at: float | None = None
+        self.backward_at: float | None = None
+        self.divisor = 1  # by what a pipeline divides the gradients once they were read
 
     def begin_backward(self) -> None:
         "Ask autograd for the call; for a hook that runs in the backward pass."
+        self.backward_at = self.backward_at or time.perf_counter()
         if self.task is None and self.after_backward is not None:
             self.task = graph_task()
             torch.autograd.Variable._execution_engine.queue_callback(
@@ -102,6 +128,7 @@ class ModuleProbe(BackwardEnd):
         self.hooked: dict[int, tuple] = {}  # id of an output -> (weak reference, version, rows)
         self.handles: list[Any] = []  # of hooks
         self.inside = False  # whether the model runs with gradients
+        self.is_shape_run = False  # whether what it is given are no numbers
         self.n_forward = 0  # forward passes of the whole model so far
         self._hook_modules(model, select, module_kinds(model, overrides))
         self.slots.rows.size = 3 * max(1, len(self.names))
@@ -170,7 +197,8 @@ class ModuleProbe(BackwardEnd):
     def _look(self, row: int, args: tuple, out: Any) -> None:
         "Measure one call of a module."
         tensor = first_tensor(out)
-        if tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+        is_shape = tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+        if tensor is None or is_shape or self.is_shape_run:
             return  # only shapes pass through the model
         is_again = graph_task() != -1  # an activation that is computed again for the backward pass
         if not is_again:
@@ -236,12 +264,19 @@ class ModuleProbe(BackwardEnd):
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         "Before the model runs: only what happens inside a pass with gradients is measured."
+        self.is_shape_run, self.divisor = _in_pipeline()
+        if self.is_shape_run:
+            return
         self.inside = torch.is_grad_enabled()
+        self.forward_at = self.forward_at or time.perf_counter()
         self.n_forward += 1
         self.slots.forward = self.n_forward
 
     def _leave(self, module: nn.Module, args: tuple, out: Any) -> None:
         "At the model's output: the gradient that arrives here first marks the start of the backward pass."
+        if self.is_shape_run:
+            self.is_shape_run = False
+            return
         number, self.inside, self.slots.forward = self.slots.forward, False, 0
         for tensor in measurable(out):
             if tensor.requires_grad:
@@ -250,6 +285,7 @@ class ModuleProbe(BackwardEnd):
     def take(self) -> tuple[dict, dict, list]:
         "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
         self.hooked, self.task = {}, None
+        self.forward_at = self.backward_at = None
         return self.slots.take()
 
     def take_details(
@@ -281,6 +317,7 @@ class NoModules(BackwardEnd):
 
     def take(self) -> tuple[dict, dict, list]:
         "Nothing."
+        self.backward_at = None
         return {}, {}, []
 
     def take_details(

@@ -16,6 +16,7 @@ from torch import nn
 
 from .detail import tensor_detail
 from .guard import Guard
+from .hooks import graph_task
 from .kinds import param_kinds
 from .slots import local, readable, version_of
 from .stats import add_sums
@@ -145,7 +146,7 @@ class _Gradients:
         names = self.numbered.names
         for i, p in enumerate(self.numbered.params):
             if p.grad is not None and not self._is_left_over(i, p.grad):
-                self.guard.attempt(_GRADIENTS, names[i], self._read, i, p.grad)
+                self.guard.attempt(_GRADIENTS, names[i], self.read, i, p.grad)
 
     def use(
         self,
@@ -157,7 +158,7 @@ class _Gradients:
             if i in self.later:
                 self.rows[i] = self.later.pop(i)
             elif i is not None and i not in self.rows:  # no backward pass that brought it was seen
-                self.guard.attempt(_GRADIENTS, self.numbered.names[i], self._read, i, p.grad)
+                self.guard.attempt(_GRADIENTS, self.numbered.names[i], self.read, i, p.grad)
 
     def _is_left_over(self, i: int, gradient: torch.Tensor) -> bool:
         "Whether a gradient is that of an earlier step, which nobody has written or taken away since."
@@ -168,7 +169,11 @@ class _Gradients:
             and closed_with[1] == version_of(gradient)
         )
 
-    def _read(self, i: int, gradient: torch.Tensor) -> None:
+    def read(
+        self,
+        i: int,  # number of the parameter
+        gradient: torch.Tensor,  # of it
+    ) -> None:
         "The sums of one gradient; after its parameter's step they count if there is one more such step."
         numbers = _dense(gradient)
         row = torch.zeros(5, dtype=torch.float64, device=numbers.device)
@@ -257,9 +262,17 @@ class ParamProbe:
         for p in self.params:
             if p.requires_grad and p.is_leaf:
                 hook = p.register_post_accumulate_grad_hook(
-                    lambda p: self.guard.attempt(_GRADIENTS, None, arrived)
+                    lambda p: self.guard.attempt(_GRADIENTS, None, self._arrive, p, arrived)
                 )
                 self.handles.append(hook)
+
+    def _arrive(self, p: nn.Parameter, arrived: Callable[[], None]) -> None:
+        "A gradient has arrived; that of FSDP in a pipeline comes when all backward passes are over."
+        if graph_task() != -1:
+            arrived()
+        elif p.grad is not None:
+            i = self.numbered.at[id(p)]
+            self.guard.attempt(_GRADIENTS, self.names[i], self.gradients.read, i, p.grad)
 
     def after_backward(self) -> None:
         "Read every new gradient, and keep the weights that an optimizer without hooks may change."

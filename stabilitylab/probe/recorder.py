@@ -42,6 +42,7 @@ from stabilitylab.probe.settings import (
     record_tables,
     recorder_options,
     this_rank,
+    writes_parameters,
 )
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
@@ -67,6 +68,8 @@ class Recorder:
         self.micro = 0  # micro-batches of it so far
         self.is_open = False
         self.begin = time.perf_counter()  # when the step began
+        self.batch_at: float | None = None  # when the first batch of the step was there
+        self.is_spread = False  # whether other processes record the same run
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
@@ -132,6 +135,7 @@ class Recorder:
         batch: Any,  # what the model is about to be given; nested tensors
     ) -> Any:
         "The same batch, kept for replay together with the random state; call it before each forward pass."
+        self.batch_at = self.batch_at or time.perf_counter()
         if self.box is not None and self.off is None:
             if self.n == self.options.first_step and not self.micro:
                 self.guard.attempt("replay_setup.py", None, write_setup, self, batch)
@@ -247,7 +251,7 @@ def _module_probe(model: torch.nn.Module, options: RecorderOptions, guard: Guard
 def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     "The store, its writer and the black box."
     rank, modules, params, guard = this_rank(), recorder.modules, recorder.params, recorder.guard
-    only_modules = rank.number > 0 and params.copies is None
+    only_modules, recorder.is_spread = not writes_parameters(params, rank), rank.world > 1
     attrs = attrs_of(params, rank.world)
     tables = record_tables(modules, params, only_modules)
     store = recorder.store = open_store(recorder.path, tables, attrs, rank)
@@ -336,6 +340,7 @@ def _finish_at_exit(recorder: weakref.ref) -> None:
 def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bool:
     "Everything that this step gathered, to the writer; whether the loop asked to be stopped here."
     guard, scale = recorder.guard, recorder.scale.value
+    values = values | (_own_times(recorder, elapsed) if recorder.is_spread else {})
     parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
     details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
     grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
@@ -355,7 +360,7 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
         "grads": stack_rows(grads),
         "made": stack_rows(step_rows),
         "heads": heads,
-        "scale": None if scale is None else to_host(scale.reshape(1)),
+        "scale": _gradient_scale(scale, recorder.modules.divisor),
         "scalars": {k: to_host(v) if torch.is_tensor(v) else v for k, v in scalars.items()},
         "ready": when_ready((*parts.values(), *grads.values(), *step_rows.values(), *scalars.values())),
     }
@@ -366,6 +371,23 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     if recorder.options.on_nonfinite != "stop":
         return False
     return has_bad((*parts.values(), *grads.values()))
+
+
+def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | int | None:
+    "By what the gradients that were read are too large: the loss scale, the micro-batches of a pipeline."
+    if scale is None:
+        return None if divisor == 1 else divisor
+    return to_host(scale.reshape(1) * divisor)
+
+
+def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
+    "Seconds of the step that a rank spent by itself: until its batch was there, and its forward pass."
+    forward_at, backward_at = recorder.modules.forward_at, recorder.modules.backward_at
+    data_at, recorder.batch_at = recorder.batch_at or forward_at, None
+    if data_at is None:
+        return {}
+    times = {"data_time": data_at - (recorder.begin - elapsed)}
+    return times if backward_at is None else times | {"forward_time": backward_at - data_at}
 
 
 def _take_details(recorder: Recorder, uses: dict) -> tuple[dict, dict]:

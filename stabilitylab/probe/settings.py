@@ -6,6 +6,7 @@
 __all__ = ['as_list', 'model_itself', 'Rank', 'this_rank']
 
 # %% ../../nbs/api/probe/16_settings.ipynb #cc4995b6
+import hashlib
 import time
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -262,6 +263,25 @@ def attrs_of(
 
 
 _started = [0]  # recorders of this process under torch.distributed
+_PATIENCE = timedelta(seconds=60)  # that a rank waits for rank 0
+
+
+def writes_parameters(
+    params: ParamProbe,  # of the model
+    rank: Rank,  # of this process
+) -> bool:
+    "Whether this rank writes the parameters: its part of sharded ones; of copies the first rank that asks."
+    if params.copies is not None or rank.world == 1:
+        return True
+    board = torch.distributed.distributed_c10d._get_default_store()
+    key = f"stabilitylab/parameters/{_started[0] + 1}"
+    if rank.number:  # rank 0 asks before all others
+        board.wait([key], _PATIENCE)
+    names = hashlib.sha256("\n".join(params.names).encode()).hexdigest()  # those of a stage, in a pipeline
+    is_first = board.add(f"{key}/{names}", 1) == 1
+    if not rank.number:
+        board.set(key, "")
+    return is_first
 
 # %% ../../nbs/api/probe/16_settings.ipynb #4d48bf11
 def open_store(
@@ -277,7 +297,7 @@ def open_store(
     key = f"stabilitylab/recorder/{_started[0]}"
     board = torch.distributed.distributed_c10d._get_default_store()
     if rank.number:
-        board.wait([key], timedelta(seconds=60))
+        board.wait([key], _PATIENCE)
         segment = int(board.get(key))
         if segment < 0:
             raise bad_input("path", str(path), "a path that rank 0 can write")

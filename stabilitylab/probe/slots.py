@@ -39,7 +39,9 @@ def local(
     tensor: torch.Tensor,  # distributed or not
 ) -> torch.Tensor:
     "This rank's part of a distributed tensor, or the tensor itself."
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # what a collective still brings, as after a layer of tensor parallelism, is waited for
+    return part.trigger_wait() if hasattr(part, "trigger_wait") else part
 
 
 def readable(

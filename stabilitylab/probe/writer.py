@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -149,12 +150,19 @@ class Writer:
                 item = self.work.get(timeout=self.seconds)
             except queue.Empty:
                 item = ()
+                self._beat()
             try:
                 self._take(item)
                 self._flush_if_due(item is None)
             except Exception as error:
                 self.broken = True
                 self.guard.failed(RECORDING, None, error)
+
+    def _beat(self) -> None:
+        "A sign of life while the loop waits, as for another rank."
+        if self.store.world > 1 and not self.pending.rows:
+            with suppress(OSError):  # the disk may refuse it
+                self.store.beat()
 
     def _take(self, item: dict | tuple | None) -> None:
         "One step or event, until it is written."

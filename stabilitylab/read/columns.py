@@ -151,7 +151,7 @@ _MAX_VALUES = 8_000_000  # of all series, 64 MB: beyond, those that count up are
 
 def _values(parts: list[Part]) -> np.ndarray:
     "The values of a series, in the order in which they came."
-    return np.concatenate([part.value for part in parts])
+    return parts[0].value if len(parts) == 1 else np.concatenate([part.value for part in parts])
 
 
 class _Thinner:
@@ -259,6 +259,11 @@ class LogColumns:
     def left_out(self) -> dict[str, list[int]]:  # series -> records, and the NaN and infinite ones of them
         "What was left out of the series that were thinned."
         return {name: counts.tolist() for name, counts in self._left_out.items() if counts[0]}
+
+    def attrs(self) -> dict:  # `thinned`, the steps of which one record was kept, and `left_out`; else empty
+        "What a log says of its series that were thinned."
+        left_out = self.left_out()
+        return {"thinned": self.width, "left_out": left_out} if left_out else {}
 
 
 def _interval(step: np.ndarray) -> int:

@@ -28,6 +28,7 @@ def _is_continued_by(earlier: LogData, later: LogData) -> bool:
     first, second = _first_steps(earlier), _first_steps(later)
     common = first.keys() & second.keys()
     losses = {name for name in common if "loss" in canonical_name(name)} or common
+    # not the last step: a restart goes back to its checkpoint, so segments overlap
     return bool(losses) and all(second[name] > first[name] for name in losses)
 
 
@@ -39,6 +40,7 @@ def segment_chains(
     for index, log in enumerate(logs):
         for chain in reversed(chains):
             others = [logs[member] for member in chain]
+            # one writer for losses and another for validation: two files of one run, not two runs
             is_disjoint = all(not other.samples.keys() & log.samples.keys() for other in others)
             if is_disjoint or any(_is_continued_by(other, log) for other in others):
                 chain.append(index)
@@ -134,6 +136,7 @@ def _loss_steps(log: LogData) -> np.ndarray | None:
 
 def _follows(earlier: np.ndarray, later: np.ndarray) -> bool:
     "Whether steps begin inside those of an earlier log, or right after them."
+    # in units of the log's own interval, since a log may count batches, thousands of steps or tokens
     interval = max(float(np.median(np.abs(np.diff(steps)))) for steps in (earlier, later))
     reach = earlier.max() + 3 * interval + _MAX_GAP * (earlier.max() - earlier.min())
     return bool(earlier.min() + 2 * interval < later[0] <= reach)
@@ -207,6 +210,7 @@ def _without_copies(files: list[LogFile]) -> list[LogFile]:
             (name, np.asarray(samples.step).tobytes(), np.asarray(samples.value, float).tobytes())
             for name, samples in file.data.samples.items()
         )
+        # logs without any series are alike in content and still are different logs
         unique.setdefault(content or (index,), file)
     return list(unique.values())
 
@@ -225,6 +229,7 @@ def _has_same_losses(first: LogData, second: LogData) -> bool:
     a, b = _training_loss(first), _training_loss(second)
     if a is None or b is None or not np.array_equal(a[0], b[0]):
         return False
+    # a console prints three digits of what a table holds whole
     return bool(np.allclose(a[1], b[1], rtol=2e-3, atol=1e-3, equal_nan=True))
 
 # %% ../../nbs/api/read/21_groups.ipynb #48568b3c

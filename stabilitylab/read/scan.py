@@ -159,17 +159,19 @@ class _LineParser:
 
     def __init__(self, parse: Parser):
         self.parse, self.n_unread = parse, 0
-        self.hits_by_layout: dict[bytes, list[Hit]] = {}
+        self.hits_by_layout: dict[bytes, tuple[list[Hit], bool]] = {}
 
-    def _parsed(self, text: bytes) -> list[Hit]:
-        "The hits in a line, remembered for all lines of its layout whose digits are all values."
+    def _checked(self, text: bytes) -> tuple[list[Hit], bool]:
+        "The valid hits in a line and whether it has others; remembered where its digits are all values."
         layout = text.translate(_AS_ZERO)
-        hits = self.hits_by_layout.get(layout)
-        if hits is None:
+        checked_hits = self.hits_by_layout.get(layout)
+        if checked_hits is None:
             hits = self.parse(text)
+            valid = [checked for hit in hits if (checked := _valid(hit, text))]
+            checked_hits = valid, len(valid) < len(hits) or (not hits and bool(_LOSS.search(text)))
             if len(self.hits_by_layout) < _MAX_LAYOUTS and _is_all_values(hits, text):
-                self.hits_by_layout[layout] = hits
-        return hits
+                self.hits_by_layout[layout] = checked_hits
+        return checked_hits
 
     def hits(
         self,
@@ -177,10 +179,8 @@ class _LineParser:
         count: int,  # lines like it, all of which are unread where it has no valid hit
     ) -> list[Hit]:
         "The valid hits in a line."
-        hits = self._parsed(text)
-        valid = [checked for hit in hits if (checked := _valid(hit, text))]
-        if len(valid) < len(hits) or (not hits and _LOSS.search(text)):
-            self.n_unread += count
+        valid, is_unread = self._checked(text)
+        self.n_unread += count * is_unread
         return valid
 
 # %% ../../nbs/api/read/05_scan.ipynb #01c1d033
@@ -209,16 +209,19 @@ def _with_steps(group: _Many, step: np.ndarray, parser: _LineParser) -> _Many:
     return group._replace(step=step[is_step].astype(np.int64) + group.hit.step_shift)
 
 
-def _read_single(piece: Piece, i: int, parser: _LineParser) -> Iterator[_Single]:
-    "The hits in one line of a rare shape, without arrays."
-    text, offset = piece.line(i), int(piece.file_offset(i))
-    for hit in parser.hits(text, 1):
-        begin = hit.fields[0][1] if hit.fields else 0
-        step = None
-        if hit.step is not None:
-            step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
-        values = [float(text[start:end].replace(b",", b"")) for _, start, end in hit.fields]
-        yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
+def _read_singles(piece: Piece, lines: np.ndarray, parser: _LineParser) -> Iterator[_Single]:
+    "The hits in lines of rare shapes, one after the other without arrays."
+    data = piece.buf.tobytes()
+    positions = (piece.start[lines], piece.end[lines], piece.file_offset(lines))
+    for start, end, offset in zip(*(column.tolist() for column in positions), strict=True):
+        text = data[start:end]
+        for hit in parser.hits(text, 1):
+            begin = hit.fields[0][1] if hit.fields else 0
+            step = None
+            if hit.step is not None:
+                step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
+            values = [float(text[first:last].replace(b",", b"")) for _, first, last in hit.fields]
+            yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
 
 # %% ../../nbs/api/read/05_scan.ipynb #6c44d546
 def _columns_of(singles: list[_Single]) -> Iterator[tuple[str, Part]]:
@@ -257,6 +260,7 @@ def _without(todo: np.ndarray, done: np.ndarray) -> np.ndarray:
 # so many groups below this share of the lines: the others have little in common; ours, to be judged
 # by `read.*` of `make bench`
 _SMALL, _PATIENCE = 0.001, 6
+_FEW_ALIKE = 16.0  # of free text: so few lines alike are read faster one by one
 _FEW = 64  # lines: for fewer, finding their digit runs costs more than it saves
 
 
@@ -322,12 +326,11 @@ class Scan:
             todo = reader.read(todo, SameLayout, _SMALL * len(todo))
             if reader.is_scattered and todo.size >= _FEW:
                 todo = todo[self.candidates(piece)[todo]]
-        alone = 0.0 if self.candidates is None else 1.0  # lines alone of their layout are no reason to go on
-        todo = reader.read(todo, SameLayout, alone)
+        small = 0.0 if self.candidates is None else _FEW_ALIKE
+        todo = reader.read(todo, SameLayout, small)
         if todo.size >= _FEW:
-            todo = reader.read(todo, SameShape, alone)
-        singles = [single for i in todo.tolist() for single in _read_single(piece, i, self.parser)]
-        self._store(reader.many, singles)
+            todo = reader.read(todo, SameShape, small)
+        self._store(reader.many, list(_read_singles(piece, todo, self.parser)))
         return self
 
     def _store(self, many: list[_Many], singles: list[_Single]) -> None:
@@ -361,8 +364,7 @@ class Scan:
         in_order = sorted(self.events, key=lambda event: event[0])
         events = [(kind, step, text[:500], time) for _, kind, step, text, time in in_order]
         log = LogData(self.samples(), events, n_lines=self.n_lines)
-        left_out = self.columns.left_out()
-        log.attrs |= {"thinned": self.columns.width, "left_out": left_out} if left_out else {}
+        log.attrs |= self.columns.attrs()
         log.event_places = [position for position, *_ in in_order]
         log.skip("unreadable record", self.parser.n_unread)
         self.events, self.parser.n_unread = [], 0

@@ -10,14 +10,15 @@ import csv
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
 
 from ..names.errors import InputError, bad_input
 from .base import LogData, first_bytes
-from .tables import records_log
+from .tables import long_table_log, record_columns, records_log
+from .text import pieces, with_progress
 
 # %% ../../nbs/api/read/03_table_files.ipynb #8dd5e9e5
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},]', re.S)
@@ -64,6 +65,32 @@ def load_json(
         raise InputError(f"`path`={str(path)!r} is not readable JSON: {e}; allowed: one JSON document") from e
 
 # %% ../../nbs/api/read/03_table_files.ipynb #8d0e0135
+_LONG_FILE = 2**27  # bytes from which on a table is read in pieces; its rows would take ten times as much
+_JSON_PIECE, _ROWS_PIECE = 2**24, 2**18  # bytes of JSON lines, rows of a delimited table
+
+
+def is_long(
+    path: str | Path,  # a table
+) -> bool:
+    "Whether a table is read in pieces."
+    return Path(path).stat().st_size >= _LONG_FILE
+
+
+def _objects(lines: Iterable[str], log: LogData) -> Iterator[dict]:
+    "The objects of lines of JSON; `log` counts the lines that are none."
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            yield record
+        else:
+            log.skip("lines that are no JSON object")
+
+
 def json_lines(
     path: str | Path,  # a file with one JSON object a line
     log: LogData,  # takes the counts of lines that could not be read
@@ -71,17 +98,14 @@ def json_lines(
     "The objects of a JSONL file, line by line."
     first_bytes(path, 200)
     with open(path, encoding="utf-8-sig", errors="replace") as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                yield record
-            else:
-                log.skip("lines that are no JSON object")
+        yield from _objects(file, log)
+
+
+def _json_pieces(path: Path, log: LogData) -> Iterator[dict]:
+    "The columns of a JSONL file in pieces; `log` counts the lines that are no object."
+    for _, data, _ in with_progress(path, pieces(path, _JSON_PIECE)):
+        lines = data.decode("utf-8", "replace").lstrip("\ufeff").replace("\r", "\n").split("\n")
+        yield record_columns(_objects(lines, log))
 
 
 def read_records(
@@ -90,7 +114,10 @@ def read_records(
 ) -> LogData:  # its series; lines that are no object are counted
     "A JSONL file as a log."
     lost = LogData()
-    log = records_log(json_lines(path, lost), step)
+    log = long_table_log(_json_pieces(Path(path), lost), step) if is_long(path) else None
+    if log is None:
+        lost = LogData()
+        log = records_log(json_lines(path, lost), step)
     for reason, count in lost.skipped.items():
         log.skip(reason, count)
     return log
@@ -139,14 +166,11 @@ def csv_shape(
     return "", None
 
 # %% ../../nbs/api/read/03_table_files.ipynb #17998bf9
-def read_table(
-    path: str | Path,  # a CSV or TSV file
-) -> tuple[pd.DataFrame, int]:  # the table, and how many lines were dropped because they have too many cells
-    "A delimited file as a table; an empty cell is a gap."
+def _options(path: Path) -> tuple[dict, bool]:
+    "How pandas reads a delimited file, and whether its first line holds names."
     mark, names = csv_shape(first_bytes(path))
     if not mark:
         raise bad_input("path", str(path), "a table with at least two columns")
-    dropped: list[list[str]] = []
     options = {
         "sep": mark,
         "header": 0 if names else None,
@@ -157,6 +181,21 @@ def read_table(
         "skip_blank_lines": True,
         "index_col": False,
     }
+    return options, bool(names)
+
+
+def _named(table: pd.DataFrame, has_names: bool) -> pd.DataFrame:
+    "The table with plain names; columns without one are counted."
+    table.columns = [str(c).strip().lstrip("\ufeff") if has_names else f"column {c}" for c in table.columns]
+    return table
+
+
+def read_table(
+    path: str | Path,  # a CSV or TSV file
+) -> tuple[pd.DataFrame, int]:  # the table, and how many lines were dropped because they have too many cells
+    "A delimited file as a table; an empty cell is a gap."
+    options, has_names = _options(Path(path))
+    dropped: list[list[str]] = []
     try:
         with warnings.catch_warnings():  # a cell beyond the last heading has no name and is left out
             warnings.simplefilter("ignore", pd.errors.ParserWarning)
@@ -166,5 +205,23 @@ def read_table(
             table = pd.read_csv(path, engine="python", on_bad_lines=dropped.append, **options)
         except Exception as e:
             raise InputError(f"`path`={str(path)!r} is not a readable table: {e}; allowed: CSV or TSV") from e
-    table.columns = [str(c).strip().lstrip("\ufeff") if names else f"column {c}" for c in table.columns]
-    return table, len(dropped)
+    return _named(table, has_names), len(dropped)
+
+
+def table_pieces(
+    path: Path,  # a CSV or TSV file
+    log: LogData,  # takes the count of lines with too many cells
+) -> Iterator[dict[str, pd.Series]]:  # its columns, some rows at a time
+    "A delimited file in pieces."
+    options, has_names = _options(path)
+    options |= {"engine": "c", "low_memory": False, "on_bad_lines": "warn", "chunksize": _ROWS_PIECE}
+    with open(path, "rb") as file, warnings.catch_warnings(record=True) as ignored:
+        warnings.simplefilter("always", pd.errors.ParserWarning)
+        parts = ((file.tell(), table, False) for table in pd.read_csv(file, **options))
+        for _, table, _ in with_progress(path, parts):
+            log.skip(
+                "lines with too many cells",
+                sum(str(warning.message).count("Skipping line") for warning in ignored),
+            )
+            ignored.clear()
+            yield {str(name): column for name, column in _named(table, has_names).items()}

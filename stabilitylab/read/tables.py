@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/api/read/02_tables.ipynb #8978f35b
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -15,9 +16,10 @@ import pandas as pd
 from ..names.errors import bad_input
 from ..names.variables import canonical_name
 from .base import LogData
+from .columns import LogColumns, Part
 from .freetext.steps import steps_from_count
 from .freetext.words import is_evaluation, loss_rank, meaning, split_words
-from ..run.scalars import Samples
+from ..run.scalars import Samples, order_of
 
 # %% ../../nbs/api/read/02_tables.ipynb #b69dd124
 _MISSING = {"", "none", "null", "n/a", "-"}
@@ -241,32 +243,108 @@ def _rows_by_phase(is_counted: np.ndarray, phase: np.ndarray | None) -> Iterator
             yield str(prefix), rows
 
 
-def table_log(
-    columns: Mapping,  # name -> its values, one a row
-    step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
-) -> LogData:  # one series a column that holds numbers; attrs `step_column`
-    "A table as a log."
-    log, numbers = LogData(), {}
+@dataclass
+class _Rows:
+    "Rows of a table with what counts them."
+
+    numbers: dict[str, _Column]
+    step: str | None  # the column that counts them; None: their number does
+    count: np.ndarray  # (n,) float64: the step of each
+    has_step: np.ndarray  # (n,) bool
+    time: np.ndarray | None  # (n,) seconds since 1970
+    clock: str | None  # the column that holds them
+    phase: np.ndarray | None  # (n,) the prefix of each one's data split
+
+    @property
+    def n_bad(self) -> int:
+        "How many cells of its series are no numbers."
+        columns = self.numbers.items()
+        return sum(n for name, (_, _, n) in columns if not _only_counts(name, self.step, self.clock))
+
+    def series(self) -> Iterator[tuple[str, Samples]]:
+        "Name and values of each series; those of the same rows share what they are counted by."
+        counted: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
+        for name, (value, is_logged, _) in self.numbers.items():
+            if _only_counts(name, self.step, self.clock):
+                continue
+            phase = None if name == self.step else self.phase
+            for prefix, rows in _rows_by_phase(is_logged & self.has_step, phase):
+                key = rows.tobytes()
+                if key not in counted:
+                    seconds = None if self.time is None else self.time[rows]
+                    counted[key] = self.count[rows].astype(np.int64), rows, seconds
+                step, order, seconds = counted[key]
+                yield f"{prefix}{name}", Samples(step, value[rows], order, seconds)
+
+
+def _rows_of(columns: Mapping, step: str | None) -> _Rows:
+    "The rows of a table; `step`: the column that counts them, '' where their number does, None: found."
+    numbers = {}
     for name, values in columns.items():
         stamps = _stamps(name, values)
         numbers[name] = to_numbers(values) if stamps is None else stamps
     n = max((len(value) for value, _, _ in numbers.values()), default=0)
     if step and numbers and step not in numbers:
         raise bad_input("step", step, f"one of the columns {', '.join(map(str, numbers))[:150]}")
-    step = step if step and numbers else _step_column(numbers)
-    (time, clock), phase = _time(numbers), _phase_of_rows(columns)
-    count, has_step = _steps_of_rows(numbers, step, n)
-    log.attrs["step_column"] = "(row number)" if step is None else str(step)
-    log.skip("rows without a step", n - has_step.sum())
-    for name, (value, is_logged, n_bad) in numbers.items():
-        if _only_counts(name, step, clock):
-            continue
-        log.skip("values that are no numbers", n_bad)
-        for prefix, rows in _rows_by_phase(is_logged & has_step, None if name == step else phase):
-            seconds = None if time is None else time[rows]
-            samples = Samples(count[rows].astype(np.int64), value[rows], rows, seconds)
-            log.samples[f"{prefix}{name}"] = samples
-    return log if step is None else _with_loss(log)  # rows that nothing counts may be one a run
+    if step is None or not numbers:
+        step = _step_column(numbers)
+    count, has_step = _steps_of_rows(numbers, step or None, n)
+    return _Rows(numbers, step or None, count, has_step, *_time(numbers), _phase_of_rows(columns))
+
+
+def table_log(
+    columns: Mapping,  # name -> its values, one a row
+    step: str | None = None,  # name of the step column; None: found by `step_name`, or the row number
+) -> LogData:  # one series a column that holds numbers; attrs `step_column`
+    "A table as a log."
+    rows = _rows_of(columns, step or None)
+    log = LogData(dict(rows.series()))
+    log.attrs["step_column"] = "(row number)" if rows.step is None else str(rows.step)
+    log.skip("rows without a step", len(rows.count) - rows.has_step.sum())
+    log.skip("values that are no numbers", rows.n_bad)
+    return log if rows.step is None else _with_loss(log)  # rows that nothing counts may be one a run
+
+# %% ../../nbs/api/read/02_tables.ipynb #f10b0d2b
+def _counts_alone(rows: _Rows, last: float) -> bool:
+    "Whether the steps of these rows, the first after one of step `last`, are what their column says."
+    plain, _ = _counter(None if rows.step is None else rows.numbers[rows.step], len(rows.count))
+    count = rows.count[rows.has_step]
+    has_epoch = rows.step is not None and _epoch_of(rows.numbers, rows.step) is not None
+    starts_over = has_epoch and len(count) > 0 and count[0] < last
+    return not starts_over and bool((count >= 0).all()) and np.array_equal(rows.count, plain, equal_nan=True)
+
+
+def long_table_log(
+    pieces: Iterable[Mapping],  # parts of its rows, in order, each as `table_log` takes it
+    step: str | None = None,  # name of the step column; None: found in the first piece
+) -> LogData | None:  # None: it must be read whole
+    "A table that comes in pieces as a log, thinned where its series would be too long."
+    log, series, n_rows, last, has_clock = LogData(), LogColumns(), 0, 0.0, True
+    for columns in pieces:
+        n = max(map(len, columns.values()), default=0)
+        rows = _rows_of({**columns, step: [None] * n} if step and step not in columns else columns, step)
+        step = rows.step or ""
+        if not _counts_alone(rows, last):
+            return None
+        has_clock = has_clock and rows.time is not None
+        shifted: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
+        for name, samples in rows.series():
+            if id(samples.order) not in shifted:
+                own = samples.step if step else samples.step + n_rows
+                shifted[id(samples.order)] = (
+                    order_of(samples) + n_rows,
+                    own,
+                    samples.time if has_clock else None,
+                )
+            order, own, seconds = shifted[id(samples.order)]
+            series.add(name, Part(order, own, samples.value, seconds))
+        series.shrink()
+        log.skip("rows without a step", n - rows.has_step.sum())
+        log.skip("values that are no numbers", rows.n_bad)
+        n_rows, last = n_rows + n, max(rows.count[rows.has_step][-1:], default=last)
+    log.samples = series.samples()
+    log.attrs |= {"step_column": step or "(row number)"} | series.attrs()
+    return _with_loss(log) if step else log
 
 # %% ../../nbs/api/read/02_tables.ipynb #d7662568
 def _flat(record: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -300,15 +378,22 @@ def _column(cells: list[tuple[int, object]], n: int) -> np.ndarray:
     return column.astype(np.float64)
 
 
-def records_log(
+def record_columns(
     records: Iterable[dict],  # one a record, with keys of their own
-    step: str | None = None,  # name of the step column; None: found
-) -> LogData:  # the records as series
-    "Records with differing keys as a log."
+) -> dict[str, np.ndarray]:  # key -> its values, one a record; None where a record has none
+    "Records with differing keys as columns."
     columns: dict[str, list[tuple[int, object]]] = {}
     n = 0
     for record in records:
         for name, value in _flat(record):
             columns.setdefault(name, []).append((n, value))
         n += 1
-    return table_log({name: _column(cells, n) for name, cells in columns.items()}, step)
+    return {name: _column(cells, n) for name, cells in columns.items()}
+
+
+def records_log(
+    records: Iterable[dict],  # one a record, with keys of their own
+    step: str | None = None,  # name of the step column; None: found
+) -> LogData:  # the records as series
+    "Records with differing keys as a log."
+    return table_log(record_columns(records), step)

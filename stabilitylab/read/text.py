@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -107,6 +108,7 @@ _EVENTS = [
 
 # a line that has not all words of one of these reports no event
 EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, _ in _EVENTS)]))
+_MAY_REPORT = re.compile(b"|".join(dict.fromkeys(re.escape(words[0]) for _, words, _ in _EVENTS)))
 
 
 def message_events(
@@ -115,11 +117,12 @@ def message_events(
     "The events that a line of free text reports."
     if _XID in line:
         return [Hit(event="xid")]
-    hits = {}
-    for kind, words, shape in _EVENTS:
+    hits: dict[str, Hit] = {}
+    for kind, words, shape in _EVENTS if _MAY_REPORT.search(line) else ():
+        if kind in hits or words[0] not in line:
+            continue
         # the words are looked for first because they are found a hundred times faster than the shape
-        is_near = kind not in hits and all(word in line for word in words)
-        match = shape.search(line) if is_near else None
+        match = shape.search(line) if all(word in line for word in words) else None
         if match:
             hits[kind] = Hit(step=match.span(1) if match.re.groups else None, event=kind)
     return list(hits.values())
@@ -254,7 +257,7 @@ def read_lines(
     "A text log, with the events of the lines that its format does not know."
     both, skipped = with_messages(parse), Counter[str]()
     scan = Scan(both, candidates=candidates)
-    for offset, data, cut in _with_bar(Path(path), pieces(path)):
+    for offset, data, cut in with_progress(Path(path), pieces(path)):
         if cut and not _is_complete(both, data, scan):
             skipped["cut last line"] += 1
             data = _without_last_value(parse, data)
@@ -267,10 +270,10 @@ def read_lines(
 _SHOWS_PROGRESS = 2**26  # bytes of a file from which on its reading takes long enough to be looked at
 
 
-def _with_bar(
-    path: Path,  # a text file
-    parts: Iterator[tuple[int, bytes, bool]],  # its pieces
-) -> Iterator[tuple[int, bytes, bool]]:  # the same
+def with_progress(
+    path: Path,  # a long file
+    parts: Iterator[tuple[int, Any, bool]],  # (offset, piece of it, whether it was cut)
+) -> Iterator[tuple[int, Any, bool]]:  # the same
     "The pieces of a long file, with a bar in a terminal, and with reports to the job that reads it."
     size = path.stat().st_size
     if size < _SHOWS_PROGRESS:
@@ -282,8 +285,8 @@ def _with_bar(
             if offset >= next_report:  # a hundred lines, however long the file is
                 report_progress(words, offset / size)
                 next_report += size / 100
+            bar.update(offset - bar.n)
             yield offset, data, cut
-            bar.update(len(data))
 
 
 _RECORD_BYTES = 400  # series whose last values lie closer together belong to one record

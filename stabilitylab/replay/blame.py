@@ -9,6 +9,7 @@ __all__ = ['blame', 'TokenLosses', 'token_losses', 'TextLosses', 'predicted_ids'
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,17 +18,15 @@ import torch
 
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
-from ..numerics.pytree import map_tensors, tensors_of
+from ..numerics.pytree import batch_alone, loop_tensors, map_batch, map_tensors, tensors_of
 from ..probe.blackbox import rng_state, set_rng_state
-from ..probe.draft.loop_values import LOOP, batch_alone
 from .state import Batch, Setup, Snapshot, has_items
 
 # %% ../../nbs/api/replay/06_blame.ipynb #37a489b3
 def _count_samples(part: Any) -> int:
     "How many samples a micro-batch has: the first dimension that all its tensors share."
-    alone = batch_alone(part)
-    sizes = {t.shape[0] for t in tensors_of(alone) if t.ndim}
-    if alone is not part and any(t.ndim for t in tensors_of(part[LOOP])):
+    sizes = {t.shape[0] for t in tensors_of(batch_alone(part)) if t.ndim}
+    if loop_tensors(part):
         raise InputError(
             "values of the loop that are kept with `batch` hold tensors, which no sample has a part of"
         )
@@ -41,9 +40,7 @@ def _count_samples(part: Any) -> int:
 
 def _sample(part: Any, i: int) -> object:
     "One sample as a micro-batch."
-    alone = batch_alone(part)
-    sample = map_tensors(lambda t: t[i : i + 1] if t.ndim else t, alone)
-    return sample if alone is part else {**part, "batch": sample}
+    return map_batch(partial(map_tensors, lambda t: t[i : i + 1] if t.ndim else t), part)
 
 
 def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,6 +222,7 @@ def predicted_ids(
     shape: torch.Size,  # of the losses
 ) -> torch.Tensor | None:  # None where nothing of this shape is there
     "The token ids that losses of this shape are of: targets or labels, or the tokens shifted by one."
+    part = batch_alone(part)
     if not isinstance(part, dict):
         part = dict(enumerate(part if isinstance(part, (list, tuple)) else [part]))
     ids = {key: value for key, value in part.items() if _is_ids(value)}

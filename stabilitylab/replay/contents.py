@@ -16,6 +16,7 @@ from ..checkpoint.diff import diff_checkpoints
 from ..checkpoint.open import open_checkpoint
 from ..checkpoint.scan import scan_checkpoint
 from ..names.errors import bad_input
+from ..numerics.pytree import LOOP, batch_alone, loop_tensors
 from .snapshot import load_batch
 from ..run.recording import Recording, opened
 
@@ -60,9 +61,8 @@ def batch_rows(
     rows = []
     for step in steps:
         for part, values in enumerate(load_batch(path, step).parts):
-            rows += [
-                {"step": step, "part": part, "tensor": name} | _statistics(t) for name, t in _tensors(values)
-            ]
+            named = [*_tensors(batch_alone(values)), *_tensors(loop_tensors(values), LOOP)]
+            rows += [{"step": step, "part": part, "tensor": name} | _statistics(t) for name, t in named]
     return pd.DataFrame(rows)
 
 # %% ../../nbs/api/replay/17_contents.ipynb #5734eb5c

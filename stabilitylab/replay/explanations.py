@@ -18,10 +18,10 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..numerics.pytree import parts_of
+from ..numerics.pytree import batch_alone, parts_of
 from .retrace import EQUAL, Meter, distance
 from .snapshot import Walk, load_batch
-from .state import Setup, Snapshot
+from .state import OfPart, Setup, Snapshot
 from ..run.recording import Recording
 
 # %% ../../nbs/api/replay/13_explanations.ipynb #e19a0005
@@ -96,7 +96,7 @@ def _under(setup: Setup, dtype: torch.dtype) -> Setup:
         with torch.autocast(next(model.parameters()).device.type, dtype):
             return setup.loss(model, batch)
 
-    return replace(setup, loss=loss)
+    return replace(setup, loss=OfPart(loss, takes_part=True))
 
 
 def _evaluating(setup: Setup) -> Setup:
@@ -107,13 +107,14 @@ def _evaluating(setup: Setup) -> Setup:
         model.eval()
         return setup.loss(model, batch)
 
-    return replace(setup, loss=loss)
+    return replace(setup, loss=OfPart(loss, takes_part=True))
 
 
 def _of_step(setup: Setup, parts: list) -> Setup:
     "A setup that is given other micro-batches."
     waiting = iter(parts)
-    return replace(setup, loss=lambda model, batch: setup.loss(model, next(waiting, batch)))
+    loss = OfPart(lambda model, part: setup.loss(model, next(waiting, part)), takes_part=True)
+    return replace(setup, loss=loss)
 
 # %% ../../nbs/api/replay/13_explanations.ipynb #e19a000a
 _FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -260,7 +261,7 @@ def named_tensors(
     part: Any,  # a micro-batch
 ) -> dict[str, torch.Tensor]:  # by their names or places in it
     "The tensors that a micro-batch holds."
-    inner = parts_of(part)
+    inner = parts_of(batch_alone(part))
     if isinstance(inner, dict):
         items = list(inner.items())
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..numerics.pytree import batch_alone, map_batch
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
 from ..probe.settings import as_list
@@ -70,6 +71,8 @@ FAULTS = {
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again)",
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
     " them: give it all optimizers",
+    "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"
+    " {names} itself: replay a step at which a snapshot was taken, or give the Recorder what moves them",
     "frozen": "the gradient is of other parameters: {names} are frozen in one of the two, not in the other",
     "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over,"
     " a checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of"
@@ -174,12 +177,13 @@ class _Watched(dict):
 def _unread_keys(facts: StepFacts) -> list[str]:
     "Keys of the first batch that the loss does not look at."
     part = facts.first.parts[0]
-    if type(part) is not dict:
+    batch = batch_alone(part)
+    if type(batch) is not dict:
         return []
-    watched = _Watched(part)
+    watched = _Watched(batch)
     model, _ = facts.way.start.build()
-    facts.setup.loss(model, watched)
-    return [str(key) for key in part if key not in watched.read]
+    facts.setup.loss(model, map_batch(lambda _: watched, part))
+    return [str(key) for key in batch if key not in watched.read]
 
 
 def _is_multiple(step: Retraced, name: str, count: int) -> bool:
@@ -233,6 +237,8 @@ def _later_loss_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     "The loss differs after a step in which everything agreed."
     is_small = distance(step.recorded["loss"], step.replayed["loss"]) <= ROUNDING
     outside = _in_no_optimizer(facts)
+    if outside and not is_small and not as_list(facts.way.optimizer):
+        return "no optimizer", {"names": _some(outside)}
     if outside and not is_small:
         return "second optimizer", {"names": _some(outside)}
     earlier = [before for before in facts.way.steps if before.step < step.step]

@@ -67,6 +67,8 @@ class _Watch:
         inputs = [*args, *kwargs.values()]
         at = next((i for i, x in enumerate(inputs) if torch.is_tensor(x) and x.is_floating_point()), None)
         if at is not None:
+            # the gradient of a shared input is a sum over its readers; that of the alias is this module's
+            # part alone
             inputs[at] = inputs[at].view_as(inputs[at])
             self._meet(_Key(name, call, "input"), inputs[at], around)
         return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
@@ -145,6 +147,7 @@ def _as_it_is(_key: _Key, x: torch.Tensor) -> torch.Tensor:
 
 def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torch.Tensor) -> torch.Tensor:
     "A tensor with every entry moved by up to one rounding error."
+    # float64, and moved afterwards: the same noise in every format and on every device
     noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
     return x * (1 + roundoff(key) * noise).to(x.device, x.dtype)
 
@@ -246,7 +249,9 @@ def _floor(
 ) -> dict[_Key, float]:  # the largest relative error that rounding explains
     "The noise floor of every tensor of the reference."
     exact, model, batch = reference
+    # a tensor that only the reference has met is allowed the error of the coarsest format
     coarse = max(other.roundoff.values())
+    # rounding is not derived but measured: by the first implementation's own error, and by jitter below
     floor = {key: max(own.errors.get(key, 0.0), other.roundoff.get(key, coarse)) for key in exact.values}
     for i in range(repeats):
         generator = torch.Generator().manual_seed(seed + i)

@@ -53,10 +53,17 @@ def _refuse_step(path: str | Path | Recording, step: int) -> InputError:
     return bad_input("step", step, allowed, "these steps have their batch and an earlier snapshot")
 
 
+def _original(function: Any) -> Any:
+    "What the user wrote, without what stands around it."
+    while hasattr(function, "function"):
+        function = function.function
+    return function
+
+
 def _namespaces(setup: Setup | None) -> list[dict]:
     "Where the classes of a batch may stand: the files in which a setup's functions were written."
     functions = [] if setup is None else [setup.model, setup.loss]
-    originals = [getattr(function, "function", function) for function in functions]
+    originals = list(map(_original, functions))
     return [function.__globals__ for function in originals if hasattr(function, "__globals__")]
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #8b8887ca

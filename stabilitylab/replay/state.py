@@ -7,13 +7,16 @@ __all__ = ['has_items', 'Setup', 'Batch', 'Snapshot']
 
 # %% ../../nbs/api/replay/00_state.ipynb #0dbc5f1f
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..names.errors import InputError, bad_input
+from ..numerics.pytree import LOOP, batch_alone, loop_values
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 
@@ -35,12 +38,37 @@ def _refuse_instance(name: str, value: object, is_needed: bool) -> None:
         allowed = _SIGNATURES.get(name, "a function")
         raise bad_input(f"setup.{name}", f"a {type(value).__name__}", allowed)
 
+# %% ../../nbs/api/replay/00_state.ipynb #c97a035f
+def _takes_loop(function: Callable) -> bool:
+    "Whether a function asks for the values of the loop."
+    try:
+        return LOOP in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return False
+
+
+@dataclass(frozen=True)
+class OfPart:
+    "A function (model, batch) of a setup, to be called with a kept micro-batch."
+
+    function: Callable  # (model, batch), or (model, batch, loop)
+    takes_loop: bool = False  # whether the values of the loop are its third argument
+    takes_part: bool = False  # whether it calls another such function, and is given what that one needs
+
+    def __call__(self, model: torch.nn.Module, part: Any) -> Any:
+        "What the function returns for the batch, whatever is kept beside it."
+        if self.takes_part:
+            return self.function(model, part)
+        values = [loop_values(part)] if self.takes_loop else []
+        return self.function(model, batch_alone(part), *values)
+
 # %% ../../nbs/api/replay/00_state.ipynb #3e3f8390
 def has_items(
     part: object,  # a micro-batch
 ) -> bool:
     "Whether a micro-batch says by how many tokens of the whole step its loss is divided."
-    items = part.get("num_items_in_batch") if hasattr(part, "get") else None
+    batch = batch_alone(part)
+    items = batch.get("num_items_in_batch") if hasattr(batch, "get") else None
     return items is not None
 
 
@@ -49,7 +77,9 @@ class Setup:
     "What no file can say: how to build the model, and how a batch becomes a loss."
 
     model: Callable  # () -> torch.nn.Module, with the shape of the checkpoint
-    loss: Callable  # (model, batch) -> scalar tensor, the mean loss in nats
+    # (model, batch) -> scalar tensor, the mean loss in nats; a third parameter named `loop` gets the values
+    # of the loop that are kept with the batch, by name
+    loss: Callable
     # (model) -> optimizer of the kind that was used, or a list of them; None: no update
     optimizer: Callable | None = None
     # (optimizer, step), sets what the loop sets before a step, such as the learning rate;
@@ -71,6 +101,10 @@ class Setup:
         for name in ("model", "loss", "optimizer", "schedule", "token_loss", "decode", "batches"):
             value, is_needed = getattr(self, name), name in ("model", "loss")
             _refuse_instance(name, value, is_needed)
+        for name in ("loss", "token_loss"):
+            function = getattr(self, name)
+            if function is not None and not isinstance(function, OfPart):
+                object.__setattr__(self, name, OfPart(function, _takes_loop(function)))
         if self.reduction not in _REDUCTIONS:
             raise bad_input("reduction", self.reduction, ", ".join(_REDUCTIONS))
 

@@ -27,7 +27,7 @@ import torch
 import stabilitylab
 from ..names.errors import InputError, bad_input
 from .script import own_arguments, without_training
-from .state import Setup
+from .state import OfPart, Setup
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #7d79ae57
 _PACKAGE = str(Path(stabilitylab.__file__).resolve().parent)
@@ -95,7 +95,9 @@ def theirs(
     wrapped: dict[str, Any] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
-        if callable(value) and not isinstance(value, _Theirs):
+        if isinstance(value, OfPart) and not value.takes_part:
+            value = value.function  # the setup puts it around again
+        if callable(value) and not isinstance(value, (_Theirs, OfPart)):
             wrapped[field.name] = _Theirs(field.name, value)
     return replace(setup, **wrapped)
 
@@ -119,11 +121,18 @@ def faults_in_one_line() -> Iterator[None]:  # for the block that runs a setup f
 _loaded: dict[str, list] = {"folders": [], "before": []}  # what the last file put in the path, what was there
 
 
+def _place_of_module(module: ModuleType) -> str:
+    "The file of a module; the folder of a package without one."
+    spec = getattr(module, "__spec__", None)
+    path = list(getattr(spec, "submodule_search_locations", None) or ())
+    return getattr(module, "__file__", None) or (path[0] if path else "")
+
+
 def _forget() -> None:
     "Take away what an earlier file brought along: another run may have a module of the same name."
     folders = tuple(str(Path(folder).resolve()) + os.sep for folder in _loaded["folders"])
-    for name in set(sys.modules) - set(_loaded["before"]) if folders else ():
-        file = getattr(sys.modules[name], "__file__", None) or ""
+    files = {name: _place_of_module(sys.modules[name]) for name in set(sys.modules) - set(_loaded["before"])}
+    for name, file in files.items() if folders else ():
         if str(Path(file).resolve()).startswith(folders) and _is_theirs(file):
             del sys.modules[name]
     for folder in _loaded["folders"]:

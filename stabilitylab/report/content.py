@@ -227,8 +227,11 @@ def _verdict_line(head: Facts, findings: Findings) -> str:
         return count_text(findings)
     if not head.series and not head.events:
         return "nothing to diagnose: no series and no events in it"
+    if not head.loss and head.series:
+        example = f"--loss {head.series[0]}"
+        return f"nothing found; no series was taken for the training loss: name it, as with {example}"
     if not head.loss:
-        return "nothing found; no series in it is a training loss"
+        return "nothing found; no series in it"
     return "nothing found: the log shows nothing out of the ordinary"
 
 # %% ../../nbs/api/report/01_content.ipynb #dc3ff6f0

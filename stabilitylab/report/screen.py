@@ -9,6 +9,7 @@ __all__ = ['Screen', 'run_identity', 'opened_setting', 'configuration', 'source_
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -118,6 +119,7 @@ def screen_html(
     run: xr.DataTree,  # the run
     findings: Findings,  # what was found in it
     trial: object = None,  # a TrialSheet; None: no trial was made
+    replays: Sequence[dict] = (),  # the JSON of each replay that was made
 ) -> str:  # a whole HTML document
     "What is on the screen, as one self-contained page."
     part = in_range(run, screen.x_range or None)
@@ -132,6 +134,7 @@ def screen_html(
         chosen=finding_card(chosen, screen.selected + 1, prefix="s") if chosen else None,
         run=run_sheet(run, findings, screen.name),
         trial=trial,
+        replays=replays,
         links=source_links(findings),
         runs=[],  # of the page `report`, of which only the parts are used
         shared=finding_sheet(Findings()),

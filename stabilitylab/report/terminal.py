@@ -150,6 +150,7 @@ def run_text(
 
 
 _CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
+_SWAP = "Swap test of"
 _RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the first, told apart:"
 
 
@@ -164,6 +165,9 @@ def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]
         yield _wrapped(f"{_RIVAL} {rival['cause']} Against it: {'; '.join(rival['against'])}.", width, 2, 2)
     if likely.missing:
         yield _wrapped(f"{_TELLS} {'; '.join(likely.missing)}.", width, 2, 2)
+    if "verdict" in likely.swap:
+        swap = likely.swap
+        yield _wrapped(f"{_SWAP} step {swap['step']:,}: {swap['verdict']}; {swap['words']}.", width, 2, 2)
 
 
 def runs_text(

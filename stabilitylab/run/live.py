@@ -9,6 +9,7 @@ __all__ = ['LiveStore']
 import io
 import json
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ..names.errors import bad_input
 from ..names.files import try_lock, write_atomic
 from .checksums import sealed, unsealed
 from .closed import open_closed
+from .lost_ranks import write_beat
 from .parts import read_live
 from .record import RECORD_FILE, RECORD_MARKS, record_parts, save_run, unpack_run
 
@@ -121,6 +123,10 @@ class LiveStore:
         np.savez(buffer, **(entries | arrays))
         write_atomic(self.live / f"part-{self.tag}-{self.n:07d}.npz", buffer.getbuffer(), durable=True)
         self.n += 1
+
+    def beat(self) -> None:
+        "Leave a sign of life that needs no part."
+        write_beat(self.live, self.tag, time.time())
 
     def close(
         self,

@@ -6,21 +6,17 @@
 __all__ = ['scalar_samples', 'segment_starts']
 
 # %% ../../nbs/api/run/06_parts.ipynb #dd416c61
-import io
-import json
-import struct
-import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xarray as xr
 
-from ..names.errors import printable
-from .checksums import ZIP_FAULTS, Damage, unsealed
+from .checksums import Damage
 from .closed import open_closed
 from .heads import combine_heads, head_table
-from .ranks import combine_shards, stack_ranks
+from .lost_ranks import lost_ranks
+from .ranks import combine_shards, join_stages, rank_series, stack_ranks, stages_of
 from stabilitylab.run.scalars import (
     Samples,
     concatenate_samples,
@@ -29,172 +25,7 @@ from stabilitylab.run.scalars import (
     series,
     series_names,
 )
-
-# %% ../../nbs/api/run/06_parts.ipynb #9d2249d8
-@dataclass(frozen=True)
-class Shard:
-    "What one process flushed in one start of the program."
-
-    arrays: dict  # 'group/variable' -> the rows of all its parts, in order
-    events: list  # (kind, step, text, time)
-    settings: dict  # 'tables', 'attrs' and 'world' as `LiveStore` was given them
-    damages: list[Damage] = field(default_factory=list)  # files that were left out
-
-    def has(
-        self,
-        group: str,  # name of a group
-    ) -> bool:  # whether any part holds rows of it
-        "Whether the process wrote into this group."
-        return f"{group}/step" in self.arrays
-
-
-def _rows(part: dict, key: str) -> np.ndarray | None:
-    "The rows of one variable in one part; None where a table lacks it."
-    if key in part:
-        return part[key]
-    if not key.startswith("scalars/") or "scalars/step" not in part:
-        return None
-    return np.full(len(part["scalars/step"]), False if "has:" in key else np.nan)
-
-
-# end of an archive without a comment (APPNOTE.TXT 4.3.16): signature, 6 bytes of disks, number of entries,
-# size and offset of their list, length of the comment
-_ARCHIVE_END = struct.Struct("<4s6xHIIH")
-
-
-def _entry_names(stored: zipfile.ZipFile, path: Path) -> list[str]:
-    "The entries of a part, as many as its end counts: zipfile passes over those behind a changed length."
-    with open(path, "rb") as file:
-        file.seek(-_ARCHIVE_END.size, io.SEEK_END)
-        _, count, *_ = _ARCHIVE_END.unpack(file.read())
-    names = stored.namelist()
-    if len(names) != count:
-        raise ValueError(f"its list has {len(names)} of {count} entries")
-    return names
-
-
-def _read_part(path: Path) -> tuple[dict, list]:
-    "The rows and events of one part; an error of `ZIP_FAULTS` where it is damaged."
-    # an entry is read whole before NumPy sees it: a changed header may ask for fewer bytes than are checked
-    with zipfile.ZipFile(path) as stored:
-        names = _entry_names(stored, path)
-        entries = {name.removesuffix(".npy"): io.BytesIO(stored.read(name)) for name in names}
-    part = {key: np.lib.format.read_array(data, allow_pickle=False) for key, data in entries.items()}
-    events = json.loads(bytes(part.pop("events")).decode())
-    for group in {key.split("/")[0] for key in part}:
-        sizes = {len(rows) for key, rows in part.items() if key.startswith(f"{group}/")}
-        if len(sizes) > 1:
-            raise ValueError(f"{group} has rows of different number")
-    return part, events
-
-# %% ../../nbs/api/run/06_parts.ipynb #4217bd58
-def _settings(file: Path) -> dict:
-    "What a start wrote about itself; an error where it is damaged."
-    settings = unsealed(file.read_bytes())
-    if "tables" not in settings:
-        raise ValueError("it lists no tables")
-    return {"attrs": {}, "world": 1} | settings
-
-
-@dataclass(frozen=True)
-class _Part:
-    "One part of a shard; empty where its file is damaged."
-
-    name: str  # of the file
-    arrays: dict  # 'group/variable' -> rows
-    events: list
-    why: str = ""  # it is damaged
-
-    @property
-    def steps(self) -> np.ndarray:
-        "The steps of its scalars."
-        return self.arrays.get("scalars/step", np.zeros(0, int))
-
-
-def _parts_of(live: Path, segment: int, rank: int) -> list[_Part]:
-    "The parts of one process in order; one whose number was passed over is missing."
-    parts, number = [], 0
-    for path in sorted(live.glob(f"part-{segment}-{rank}-*.npz")):
-        last = path.stem.split("-")[-1]
-        for missing in range(number, int(last) if last.isdecimal() else number):
-            name = f"part-{segment}-{rank}-{missing:07d}.npz"
-            parts.append(_Part(name, {}, [], "missing"))
-        number = int(last) + 1 if last.isdecimal() else number
-        try:
-            parts.append(_Part(path.name, *_read_part(path)))
-        except ZIP_FAULTS as error:
-            parts.append(_Part(path.name, {}, [], printable(error, 200) or type(error).__name__))
-    return parts
-
-# %% ../../nbs/api/run/06_parts.ipynb #f65a430d
-def _part_damage(parts: list[_Part], at: int) -> Damage:
-    "A damaged part, with the steps between its neighbours that are whole."
-    earlier = [part.steps[-1] for part in parts[:at] if len(part.steps)]
-    later = [part.steps[0] for part in parts[at + 1 :] if len(part.steps)]
-    first = int(earlier[-1]) + 1 if earlier else 0
-    is_gap = bool(later) and int(later[0]) > first
-    return Damage(parts[at].name, parts[at].why, steps=(first, int(later[0]) - 1) if is_gap else None)
-
-
-def _last_step(parts: list[_Part]) -> int:
-    "The last step of whole parts; 0 where there is none."
-    return max((int(part.steps[-1]) for part in parts if len(part.steps)), default=0)
-
-
-def _read_shard(live: Path, segment: int, rank: int) -> Shard:
-    "The parts of one process in order; a part that is torn is left out, and that is noted."
-    parts = _parts_of(live, segment, rank)
-    events: list[tuple] = []
-    damages = []
-    for at, part in enumerate(parts):
-        events += part.events
-        if part.why:
-            damage = _part_damage(parts, at)
-            text = f"{part.name} is left out, it is torn: {part.why}"
-            events.append(("note", _last_step(parts[:at]), text[:300], None))
-            damages.append(damage)
-    arrays = {}
-    for key in dict.fromkeys(key for part in parts for key in part.arrays):
-        pieces = [_rows(part.arrays, key) for part in parts]
-        arrays[key] = np.concatenate([piece for piece in pieces if piece is not None])
-    try:
-        settings = _settings(live / f"segment-{segment}-{rank}.json")
-    except (OSError, ValueError) as error:
-        settings = {"tables": {}, "attrs": {}, "world": 1, "damaged": True}
-        damages.append(Damage(f"segment-{segment}-{rank}.json", str(error), "settings and tables of a start"))
-    return Shard(arrays, events, settings, damages)
-
-
-def _labels(values: list) -> np.ndarray:
-    "Values of a coordinate; words stay Python strings."
-    return np.array(values, dtype=object if isinstance(values[0], str) else None)
-
-# %% ../../nbs/api/run/06_parts.ipynb #b2da53ec
-def _table(shard: Shard, group: str, segment: int) -> xr.Dataset:
-    "One group of one shard."
-    arrays, table = shard.arrays, shard.settings["tables"][group]
-    dim, prefix = table["dim"], f"{group}/"
-    step = arrays[prefix + "step"].astype(np.int64)
-    coords = {
-        dim: (dim, np.array(table["names"], dtype=object)),
-        "kind": (dim, np.array(table["kind"], dtype=object)),
-        "layer": (dim, np.array(table["layer"], dtype=np.int64)),
-        "step": ("step", step, {"long_name": "optimizer step", "units": "step"}),
-        "segment": (
-            "step",
-            np.full(len(step), segment, np.int32),
-            {"long_name": "pass of the program", "units": "1"},
-        ),
-    }
-    counts = {key.removeprefix(prefix): ["entries", "1"] for key in arrays if key.startswith(prefix + "n:")}
-    data = {}
-    for name, (long_name, units, *further) in (table["variables"] | counts).items():
-        if prefix + name not in arrays:
-            continue
-        attrs = {"long_name": long_name, "units": units}
-        data[name] = (("step", dim, *further), arrays[prefix + name], attrs)
-        coords |= {d: (d, _labels(table["coords"][d])) for d in further}
-    return xr.Dataset(data, coords)
+from .shards import Shard, read_shard, shard_table
 
 # %% ../../nbs/api/run/06_parts.ipynb #82f1012d
 @dataclass(frozen=True)
@@ -215,28 +46,38 @@ def _at(steps: np.ndarray, own: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _mean_loss(shards: list[Shard]) -> np.ndarray:
-    "Mean loss over the ranks at rank 0's steps; rank 0's own where a rank lacks it."
-    step, own = (shards[0].arrays[f"scalars/{name}"] for name in ("step", "loss"))
-    others = [s.arrays for s in shards[1:] if "scalars/loss" in s.arrays]
-    total = own + sum(_at(step, a["scalars/step"], a["scalars/loss"]) for a in others)
-    return np.where(np.isnan(total), own, total / (1 + len(others)))
+    "Mean loss over the ranks that have one, at rank 0's steps; rank 0's own where one of them lacks it."
+    step = shards[0].arrays["scalars/step"]
+    arrays = [shard.arrays for shard in shards if "scalars/loss" in shard.arrays]
+    # ranks may have died at different steps, so steps are matched and not rows
+    losses = [_at(step, rows["scalars/step"], rows["scalars/loss"]) for rows in arrays]
+    own = shards[0].arrays.get("scalars/loss", np.full(len(step), np.nan))
+    total = np.sum(losses, 0)
+    return np.where(np.isnan(total), own, total / len(losses))
 
 
 def _whole_norm(table: xr.Dataset, name: str, step: np.ndarray) -> np.ndarray:
     "The norm over all parameters at each step; NaN where a gradient is not finite."
+    # each rank has the norm of its shards only: squares add up
     total = np.sqrt(np.nansum(table[name].values.astype(float) ** 2, 1))
     if name == "grad_norm":
+        # the squares of what is finite would tell a calm norm
         total[table.nonfinite_count.fillna(0).sum("param").values > 0] = np.nan
     return _at(step, table.step.values, total)
 
 # %% ../../nbs/api/run/06_parts.ipynb #34e1ab5a
+_OF_EACH_RANK = ("data_time", "forward_time")  # series of the group `ranks` alone
+
+
 def _joint_scalars(shards: list[Shard], tables: dict) -> dict:
     "Rank 0's scalars with the mean loss over ranks, and norms of whole tensors."
     joint = {key: rows for key, rows in shards[0].arrays.items() if key.startswith("scalars/")}
     if len(shards) == 1 or "scalars/step" not in joint:
         return joint
-    if "scalars/loss" in joint:
+    joint = {key: rows for key, rows in joint.items() if not key.endswith(_OF_EACH_RANK)}
+    if any("scalars/loss" in shard.arrays for shard in shards):  # in a pipeline the last stage alone
         joint["scalars/loss"] = _mean_loss(shards)
+        joint.setdefault("scalars/has:loss", np.isfinite(joint["scalars/loss"]))
     for name, group in (("grad_norm", "gradients"), ("weight_norm", "weights"), ("update_norm", "updates")):
         if f"scalars/{name}" in joint and group in tables:
             joint[f"scalars/{name}"] = _whole_norm(tables[group], name, joint["scalars/step"])
@@ -253,35 +94,75 @@ def _mend_update_ratio(tables: dict) -> None:
             updates["update_ratio"].values[:] = updates.update_norm.values / weights.weight_norm.values
 
 # %% ../../nbs/api/run/06_parts.ipynb #bef378eb
+def _stage_table(
+    own: dict[int, xr.Dataset], shards: dict[int, Shard], group: str, dim: str
+) -> xr.Dataset | None:
+    "One group of the ranks of one stage, combined; None where a part of its parameters is missing."
+    settings = shards[min(own)].settings
+    if dim == "module":
+        return combine_shards(list(own.values()), group)
+    copies = settings["attrs"].get("copies")
+    if copies is None:  # each parameter whole, written by one rank
+        return combine_shards(list(own.values()), group)
+    # counted as if every rank held the stage; a rank without rows would be missing in each sum
+    share, world = np.asarray(copies) * len(own) / settings["world"], settings["world"]
+    writers = [shard for shard in shards.values() if group in shard.settings["tables"]]
+    is_whole = len(shards) == world and all(shard.has(group) for shard in writers)
+    return combine_shards(list(own.values()), group, share) if is_whole else None
+
+
+def _joint_group(shards: dict[int, Shard], group: str, dim: str, segment: int) -> dict[str, xr.Dataset]:
+    "One group of all ranks, and what each rank saw of the activations."
+    with_rows = {r: s for r, s in shards.items() if group in s.settings["tables"] and s.has(group)}
+    own = {rank: shard_table(shard, group, segment) for rank, shard in with_rows.items()}
+    if not own:
+        return {}
+    if shards[min(own)].settings["world"] == 1:
+        return {group: own[min(own)]}
+    stages = stages_of(own, dim)
+    combined = [_stage_table(stage, shards, group, dim) for stage in stages]
+    complete = [table for table in combined if table is not None]
+    if len(complete) < len(combined):
+        return {}
+    tables = {group: join_stages(complete, dim)}
+    if group == "activations":
+        beside = [stack_ranks(list(stage.values()), list(stage)) for stage in stages]
+        tables["rank_activations"] = join_stages(beside, dim)
+    return tables
+
+
 def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Dataset]:
-    "The groups of all ranks, combined, and what each rank saw of the activations."
-    complete = [shard.settings for _, shard in sorted(shards.items()) if "damaged" not in shard.settings]
-    first, tables = complete[0] if complete else shards[min(shards)].settings, {}
-    copies = np.asarray(first["attrs"].get("copies", 1.0))
-    for group, table in first["tables"].items():
-        own = {
-            rank: _table(shard, group, segment)
-            for rank, shard in shards.items()
-            if group in shard.settings["tables"] and shard.has(group)
-        }
-        if own and first.get("world", 1) == 1:
-            tables[group] = own[min(own)]
-        elif own:
-            share = 1.0 if table["dim"] == "module" else copies
-            tables[group] = combine_shards(list(own.values()), group, share)
-            if group == "activations":
-                tables["rank_activations"] = stack_ranks(list(own.values()), list(own))
+    "The groups of all ranks, combined, and what each rank saw."
+    dims = {g: t["dim"] for s in shards.values() for g, t in s.settings["tables"].items()}
+    tables: dict[str, xr.Dataset] = {}
+    for group, dim in dims.items():
+        tables |= _joint_group(shards, group, dim, segment)
     heads = [head_table(s.arrays, segment) for _, s in sorted(shards.items()) if s.has("attention")]
     if heads:
         tables["attention"] = combine_heads(heads)
+    ranks = rank_series({r: s.arrays for r, s in shards.items()}, segment) if len(shards) > 1 else None
+    if ranks is not None:
+        tables["ranks"] = ranks
     return tables
+
+
+def _joint_attrs(shards: dict[int, Shard]) -> dict:
+    "The settings of rank 0, with the parameters of every stage."
+    attrs = dict(shards[0].settings["attrs"])
+    for shard in shards.values():
+        of_rank = shard.settings["attrs"]
+        for name in ("shapes", "dtypes"):
+            attrs |= {name: of_rank.get(name, {}) | attrs[name]} if name in attrs else {}
+        if "trainable" in attrs:
+            attrs["trainable"] = list(dict.fromkeys([*attrs["trainable"], *of_rank.get("trainable", ())]))
+    return attrs
 
 
 def _read_segment(live: Path, segment: int, number: int) -> Segment:
     "One start of the program; `number` is what the record calls it."
     names = [*live.glob(f"segment-{segment}-*.json"), *live.glob(f"part-{segment}-*-*.npz")]
     ranks = sorted({0, *(int(path.stem.split("-")[2]) for path in names)})
-    shards = {rank: _read_shard(live, segment, rank) for rank in ranks}
+    shards = {rank: read_shard(live, segment, rank) for rank in ranks}
     tables = _joint_tables(shards, number)
     if len(ranks) > 1:
         _mend_update_ratio(tables)
@@ -292,7 +173,10 @@ def _read_segment(live: Path, segment: int, number: int) -> Segment:
     ]
     scalars = _joint_scalars(list(shards.values()), tables)
     damages = [damage for shard in shards.values() for damage in shard.damages]
-    return Segment(shards[0].settings["attrs"], scalars, tables, events, damages)
+    attrs = _joint_attrs(shards)
+    lost = lost_ranks(live, segment, {rank: shard.arrays for rank, shard in shards.items()})
+    attrs |= {"crashes": lost} if lost else {}
+    return Segment(attrs, scalars, tables, events, damages)
 
 # %% ../../nbs/api/run/06_parts.ipynb #a9f8ad20
 def scalar_samples(
@@ -388,7 +272,10 @@ def read_live(
     segments = [_read_segment(live, number, base + number) for number in numbers]
     for segment in segments:
         skipped = dict(attrs.get("skipped") or {}) | {damage.words: 1 for damage in segment.damages}
+        earlier = [crash | {"died": False} for crash in attrs.get("crashes", ())]
+        crashes = [*earlier, *segment.attrs.get("crashes", ())]
         attrs |= segment.attrs | ({"skipped": skipped} if skipped else {})
+        attrs |= {"crashes": crashes} if crashes else {}
         events += segment.events
         for group, table in segment.tables.items():
             tables.setdefault(group, []).append(table)

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/api/run/04_ranks.ipynb #6c8713d1
+from typing import Literal
+
 import numpy as np
 import xarray as xr
 
@@ -117,3 +119,64 @@ def stack_ranks(
         join="override",
     )
     return out.transpose("step", ..., "rank")
+
+# %% ../../nbs/api/run/04_ranks.ipynb #7455e3f2
+def stages_of(
+    tables: dict[int, xr.Dataset],  # by rank; one group of one segment
+    dim: str,  # 'module' or 'param'
+) -> list[dict[int, xr.Dataset]]:  # those of one stage together, in the order of their first rank
+    "The tables of ranks that hold the same modules or parameters."
+    stages: dict[tuple, dict[int, xr.Dataset]] = {}
+    for rank, table in sorted(tables.items()):
+        stages.setdefault(tuple(table[dim].values), {})[rank] = table
+    return list(stages.values())
+
+# %% ../../nbs/api/run/04_ranks.ipynb #0cbc1442
+def join_stages(
+    tables: list[xr.Dataset],  # a table a stage, of one segment; dims `(step, module or param, …)`
+    dim: str,  # 'module' or 'param'
+) -> xr.Dataset:
+    "The tables of all stages as one."
+    if len(tables) == 1:
+        return tables[0]
+    segment = tables[0].segment.attrs, tables[0].segment.values[:1]
+    columns = [table.drop_vars("segment") for table in tables]
+    # a norm over all parameters needs every stage
+    join: Literal["outer", "inner"] = "outer" if dim == "module" else "inner"
+    joined = xr.concat(columns, dim, data_vars="all", coords="minimal", join=join, compat="override")
+    for name in ("kind", "layer"):
+        joined[name] = (dim, np.concatenate([table[name].values for table in tables]))
+    ids = np.broadcast_to(segment[1], joined.sizes["step"]) if len(segment[1]) else np.zeros(0, np.int32)
+    return joined.assign_coords(segment=("step", ids, segment[0])).set_coords(["kind", "layer"])
+
+# %% ../../nbs/api/run/04_ranks.ipynb #f7f0d6c9
+RANK_SERIES = {
+    "loss": ("loss of the rank's own batch", "1"),
+    "step_time": ("time of the whole step", "s"),
+    "data_time": ("time from the step before until the batch was there", "s"),
+    "forward_time": ("time from there until the backward pass began", "s"),
+}
+
+
+def rank_series(
+    scalars: dict[int, dict[str, np.ndarray]],  # by rank: 'scalars/…' -> rows
+    segment: int,  # number of this start
+) -> xr.Dataset | None:  # dims `(step, rank)`, NaN where a rank has no such step; None: of no rank
+    "The scalars of every rank beside each other."
+    steps = {rank: rows["scalars/step"] for rank, rows in scalars.items() if "scalars/step" in rows}
+    if not steps:
+        return None
+    step = np.unique(np.concatenate(list(steps.values()))).astype(np.int64)
+    coords = {
+        "step": ("step", step, {"long_name": "optimizer step", "units": "step"}),
+        "rank": ("rank", np.array(list(steps)), {"long_name": "rank", "units": "1"}),
+        "segment": ("step", np.full(len(step), segment, np.int32)),
+    }
+    data = {}
+    for name, (long_name, units) in RANK_SERIES.items():
+        values = np.full((len(step), len(steps)), np.nan)
+        for column, (rank, own) in enumerate(steps.items()):
+            values[np.searchsorted(step, own), column] = scalars[rank].get(f"scalars/{name}", np.nan)
+        if np.isfinite(values).any():
+            data[name] = (("step", "rank"), values, {"long_name": long_name, "units": units})
+    return xr.Dataset(data, coords)

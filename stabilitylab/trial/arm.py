@@ -124,25 +124,43 @@ _SHARES = {  # (fix, parameter in steps) -> share of a trial that it may take: o
     ("spam", "warmup"): 0.1,
     ("stable_spam", "interval"): 0.4,
 }
+_AS_THE_RUN = {("zclip", "most"), ("adagc", "most")}  # else a run that never clipped is clipped at 1
+
+
+def _fitting(fix_name: str, parameter: str, steps: int, n_recorded: int | None) -> tuple[float, str] | None:
+    "The largest value that fits into a trial and why; None where any does."
+    key = fix_name, parameter
+    if key in _SHARES:
+        return int(_SHARES[key] * steps), f"the trial has {steps} steps"
+    if key in _AS_THE_RUN:
+        return 0.0, "it clips besides only where the run clipped"
+    if key == ("skip_batches", "count") and n_recorded is not None:
+        n_left = n_recorded - n_recorded // 2
+        again = (
+            f" and come about {steps / n_left:.1f} times each, which lowers a loss" if steps > n_left else ""
+        )
+        return n_recorded // 2, f"{n_recorded} batches are recorded from there on: {n_left} are left{again}"
+    return None
 
 
 def scaled_to(
     arm: Arm,  # to be tried
     steps: int,  # of the trial
-) -> tuple[Arm, list[str]]:  # the arm, and a sentence for each parameter that was shortened
-    "An arm whose warm-ups and intervals fit into a trial; values that a user chose stay."
+    n_recorded: int | None = None,  # batches that are recorded from its start on; None: they are made
+) -> tuple[Arm, list[str]]:  # the arm, and a sentence for each parameter that was lowered
+    "An arm whose warm-ups, intervals, clipping and skipped batches fit a trial; what a user chose stays."
     rows, words = [], []
     for row in arm.fixes:
         parameters = dict(row.get("parameters", {}))
         ranges = parameter_ranges(fix(row["name"]))
         for name in ranges:
-            usual, share = ranges[name]["default"], _SHARES.get((row["name"], name))
-            fitting = None if share is None else max(int(share * steps), int(ranges[name]["low"]))
-            if fitting is not None and parameters.get(name) == usual and usual > fitting:
-                parameters[name] = fitting
-                words.append(
-                    f"{row['name']} takes {name}={fitting} for {usual}, as the trial has {steps} steps"
-                )
+            usual, fitting = ranges[name]["default"], _fitting(row["name"], name, steps, n_recorded)
+            if fitting is None or parameters.get(name) != usual:
+                continue
+            value = max(fitting[0], ranges[name]["low"])
+            if usual > value:
+                parameters[name] = value
+                words.append(f"{row['name']} takes {name}={value:g} for {usual:g}, as {fitting[1]}")
         rows.append(row | {"parameters": parameters})
     return replace(arm, fixes=tuple(rows)), words
 

@@ -34,6 +34,8 @@ def _value_key(value: object, depth: int = 0) -> object:
         return repr(value)
     if isinstance(value, torch.Tensor | np.ndarray):
         return ("array", tuple(value.shape), str(value.dtype))
+    # modules are compared by `forward_signature` itself; a loss that holds its model would recurse without
+    # end
     if depth >= _DEEPEST or isinstance(value, nn.Module):
         return type(value).__qualname__
     if isinstance(value, dict):
@@ -49,6 +51,7 @@ def _object_key(value: object, depth: int) -> object:
         return ("partial", _value_key((value.func, value.args, value.keywords), depth + 1))
     code = getattr(value, "__code__", None)
     if code is not None:
+        # two closures of one line of source differ by what they hold, such as their label smoothing
         cells = [cell.cell_contents for cell in (getattr(value, "__closure__", None) or ())]
         bound = (cells, getattr(value, "__defaults__", None), getattr(value, "__self__", None))
         return (code.co_filename, code.co_firstlineno, code.co_qualname, _value_key(bound, depth + 1))
@@ -83,6 +86,7 @@ def why_not_batched(
     training: Training,  # with its fixes applied
 ) -> str:  # '' where it can be
     "Why a training cannot be batched with others."
+    # the shared pass gives one loss an arm and one backward pass in the weights' own type, and no more
     if training.measure is not training.loss:
         return "its loss is another than the one that arms are compared by"
     if training.scaler is not None:
@@ -162,6 +166,7 @@ class _StackedModels:
         buffers = [dict(training.model.named_buffers()) for training in self.trainings]
         first = buffers[0]
         is_alike = all(torch.equal(own[name], first[name]) for own in buffers[1:] for name in first)
+        # tables of rotations and masks are large and the same in every arm: one copy, not mapped
         if is_alike and not any(training.hooks for training in self.trainings):
             return {f"model.{name}": buffer for name, buffer in first.items()}, None
         return self._shared("named_buffers"), 0
@@ -204,6 +209,7 @@ class BatchedTraining(_StackedModels):
             self._assign_grads(torch.autograd.grad(torch.stack(scaled).sum(), learned, allow_unused=True))
             for training in self.trainings:
                 training.end_microbatch()
+        # with several micro-batches, or fixes that read gradients, each arm clips its own
         if len(parts[0]) > 1 or any(training.hooks for training in self.trainings):
             return [training.end_step() for training in self.trainings]
         return [t.end_step(norm) for t, norm in zip(self.trainings, self._clipped(), strict=True)]
@@ -288,6 +294,7 @@ def _train(arms: list[ArmTraining], keep_every: int, share: Callable) -> str:
         return why
     while active := [arm for arm in arms if not arm.ended]:
         batched = BatchedTraining([arm.training for arm in active])
+        # an arm that ends leaves the stack, which is built again from those that go on
         while not any(arm.ended for arm in active):
             begin = time.perf_counter()
             steps = batched.run_step()
@@ -303,6 +310,7 @@ def _after_step(
 ) -> None:
     "Reports progress, saves states, and stops where a fix has replaced the memory that the arms share."
     n_steps = active[0].steps_done
+    # checked once: a fix that replaces tensors does so from its first step
     if n_steps == 1 and not batched.is_shared:
         allowed = "others", "train its arms by themselves"
         raise bad_input("fixes", "one that takes weights out of place", *allowed)

@@ -32,13 +32,16 @@ def _batch_index(
     count: int,  # recorded batches, >= 1
     seed: int,  # 0: as recorded; else an order of its own for every epoch
     position: int,  # steps since the start, >= 0
+    dropped: frozenset[int] = frozenset(),  # indices that never come; fewer than `count`
 ) -> int:  # 0..count-1
     "Index of the batch at a position when `count` batches are repeated, each epoch in an order of its own."
-    epoch, offset = divmod(position, count)
+    epoch, offset = divmod(position, count - len(dropped))
     if seed == 0 and epoch == 0:
-        return offset
-    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
-    return int(torch.randperm(count, generator=generator)[offset])
+        order = list(range(count))
+    else:
+        generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
+    return [index for index in order if index not in dropped][offset]
 
 # %% ../../nbs/api/trial/00_start.ipynb #4003d273
 def _loss_series(path: str) -> xr.DataArray | None:
@@ -99,6 +102,13 @@ class Start:
         return np.empty(0) if loss is None else loss.values[loss["step"].values < self.step]
 
     @property
+    def n_recorded(self) -> int | None:  # None: a function, or a setup's own loader, which makes them
+        "How many recorded batches the arms of a trial are dealt."
+        if self.function or setup_of(self.path, self.setup).batches is not None:
+            return None
+        return len(_recorded_steps(self.path, self.step))
+
+    @property
     def words(self) -> str:
         "Which state and which batches, in one sentence."
         if self.function:
@@ -128,19 +138,29 @@ def _recorded_steps(
     return steps
 
 
-def _batches_of(start: Start, setup: Setup, seed: int) -> Callable:
+class _RecordedBatches:
     "(step) -> micro-batches: the recorded ones, or those of the user's loader after them."
-    steps = _recorded_steps(start.path, start.step)
-    loader = setup.batches
 
-    def batches(step: int) -> list:  # of the run, not of the trial
-        "The micro-batches of a step."
-        position = step - start.step
-        if loader is not None and (seed or position >= len(steps)):
-            return loader(step, seed)
-        return load_batch(start.path, steps[_batch_index(len(steps), seed, position)], setup).parts
+    def __init__(self, start: Start, setup: Setup, seed: int, dropped: frozenset[int] = frozenset()):
+        self.start, self.setup, self.seed, self.dropped = start, setup, seed, dropped
+        self.steps = _recorded_steps(start.path, start.step)
 
-    return batches
+    def __call__(self, step: int) -> list:  # step: of the run, not of the trial
+        position, n_dropped = step - self.start.step, len(self.dropped)
+        loader = self.setup.batches
+        if loader is not None and (self.seed or position >= len(self.steps) - n_dropped):
+            return loader(step + n_dropped, self.seed)
+        index = _batch_index(len(self.steps), self.seed, position, self.dropped)
+        return load_batch(self.start.path, self.steps[index], self.setup).parts
+
+    def without(self, first: int, count: int) -> "_RecordedBatches":
+        "The same, in which the batches recorded at `count` steps from `first` on come at no time."
+        named = frozenset(i for i, step in enumerate(self.steps) if first <= step < first + count)
+        dropped = self.dropped | named
+        if len(dropped) == len(self.steps) and self.setup.batches is None:
+            hint = f"{len(self.steps)} are recorded from step {self.start.step} on, and some must be left"
+            raise bad_input("count", count, f"1..{len(self.steps) - 1}", hint)
+        return _RecordedBatches(self.start, self.setup, self.seed, dropped)
 
 
 def _recorded_changes(path: str, first: int) -> Callable | None:
@@ -182,18 +202,23 @@ def _unit_weights(parts: list) -> list[float]:
     return [1.0] * len(parts)
 
 # %% ../../nbs/api/trial/00_start.ipynb #ae34a59f
-def _on_device(batches: Callable, device: str) -> Callable:
+class _OnDevice:
     "(step) -> micro-batches on a device."
-    if device == "cpu":
-        return batches
-    return lambda step: [map_tensors(lambda tensor: tensor.to(device), part) for part in batches(step)]
+
+    def __init__(self, batches: Callable, device: str):
+        self.batches, self.device = batches, device
+        if hasattr(batches, "without"):
+            self.without = lambda first, count: _OnDevice(batches.without(first, count), device)
+
+    def __call__(self, step: int) -> list:
+        return [map_tensors(lambda tensor: tensor.to(self.device), part) for part in self.batches(step)]
 
 
 def _moved(training: Training, device: str) -> Training:
     "A training on another device, with its optimizer's state and its batches."
     training.model.to(device)
     load_optimizer(training.optimizer, training.optimizer.state_dict())  # to where the parameters are
-    training.batches = _on_device(training.batches, device)
+    training.batches = _OnDevice(training.batches, device)
     return training
 
 
@@ -213,12 +238,13 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
     if schedule is None and snapshot.setup.schedule is not None:
         snapshot.setup.schedule(optimizer, start.step)
         schedule = _recorded_changes(start.path, start.step)
+    batches = _RecordedBatches(start, setup, seed)
     torch.manual_seed(seed)
     return Training(
         model,
         optimizer,
         setup.loss,
-        _on_device(_batches_of(start, setup, seed), device),
+        batches if device == "cpu" else _OnDevice(batches, device),
         schedule=schedule,
         clip=setup.clip,
         microbatch_weights=_unit_weights

@@ -254,7 +254,10 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
         parameters = {k: v for k, v in own.items() if ":" in text} | in_run.parameters
         if unsuited(name, own, run, cause):
             continue
-        reasons = [f"follows from the cause: {why}", *([in_run.reason] if in_run.reason else [])]
+        reasons = [
+            f"follows from the cause: {why.removesuffix('.')}",
+            *([in_run.reason] if in_run.reason else []),
+        ]
         suggestions.append(Suggestion(name, _CAUSE_FIRST - rank, reasons, parameters=parameters))
     return suggestions
 

@@ -65,8 +65,9 @@ class _TrialArms(TaskQueue[TrialResult]):
         client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     ):
         super().__init__(steps, seeds, folder, device, client)
+        self.start = start
         named = with_unique_names([self._scaled(arm_of(arm)) for arm in arms])
-        self.start, self.arms = start, [Arm(), *(arm for arm in named if arm.fixes)]
+        self.arms = [Arm(), *(arm for arm in named if arm.fixes)]
         self._room = workers or (_CLUSTER_TASKS if self._client is not None else os.cpu_count() or 1)
         # what cannot be tried is refused before anything is trained
         _ = verdicts_of(self.arms, []), start.words
@@ -75,8 +76,9 @@ class _TrialArms(TaskQueue[TrialResult]):
         self._enqueue((index, seed) for seed in range(seeds) for index in range(len(self.arms)))
 
     def _scaled(self, arm: Arm) -> Arm:
-        "An arm that fits into the trial, and a note where it was shortened."
-        fitting, words = scaled_to(arm, self.steps)
+        "An arm that fits into the trial, and a note where it was changed for that."
+        is_dealt = any(row["name"] == "skip_batches" for row in arm.fixes)
+        fitting, words = scaled_to(arm, self.steps, self.start.n_recorded if is_dealt else None)
         self.notes += tuple(words)
         return fitting
 

@@ -168,12 +168,15 @@ def paired_interval(
     if len(d) < 2:
         return float("-inf"), float("inf")
     if len(d) <= _MAX_ENUMERATED:
+        # six seeds have 46,656 resamples: counted, the interval needs no random numbers
         resamples = np.array(list(itertools.product(range(len(d)), repeat=len(d))))
     else:
         resamples = np.random.default_rng(0).integers(len(d), size=(_RESAMPLES, len(d)))
     share = _ALPHA / n_arms
     low, high = np.quantile(d[resamples].mean(1), [share, 1 - share])
     reach = stats.t.ppf(1 - share, len(d) - 1) * stats.sem(d)
+    # the wider of bootstrap and t: the bootstrap of three seeds is too narrow, the t interval trusts their
+    # shape
     return float(min(low, d.mean() - reach)), float(max(high, d.mean() + reach))
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #2c203946
@@ -187,6 +190,7 @@ def failure_chance(
     survived = [fewer[1] - fewer[0], more[1] - more[0]]
     if not (any(failed) and any(survived)):
         return 1.0
+    # more powerful than Fisher's exact test, as only the numbers of seeds are fixed and not those of failures
     return float(stats.boschloo_exact([failed, survived], alternative="less").pvalue)
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #b7c3ffed
@@ -203,6 +207,7 @@ def judge(
     "The verdict on one arm."
     low, high = paired_interval(differences, n_arms)
     worth, mean, n = _MIN_EFFECT * abs(level), float(np.mean(differences)), len(differences)
+    # failures first: a loss that was capped says little about how bad a failed seed is
     if mean > worth and chances[1] <= _ALPHA:
         return "harms", "failures"
     if mean < -worth and chances[0] <= _ALPHA:
@@ -354,10 +359,12 @@ class _Basis:
 
     def chances(self, arm: Arm, base: list[Outcome], own: list[Outcome]) -> tuple[float, float]:
         "Probabilities of so few and of so many failures over all arms if no fix did anything."
+        # the run in another order is the run unchanged once more: twice the seeds to compare failures with
         null = base + ([] if arm.is_null else list(self.outcomes.get(ANOTHER_ORDER, {}).values()))
         arm_failures, null_failures = _failures(own), _failures(null)
         fewer = failure_chance(arm_failures, null_failures)
         more = failure_chance(null_failures, arm_failures)
+        # Bonferroni's correction over the arms
         return min(1.0, self.n_arms * fewer), min(1.0, self.n_arms * more)
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #f3684578
@@ -376,6 +383,7 @@ def _verdict_of(
     base_curves = [basis.base[seed] for seed in seeds]
     own = basis.outcomes[arm.name]
     before, after = [basis.unchanged[seed] for seed in seeds], [own[seed] for seed in seeds]
+    # both sides are capped: how far beyond the start a failed seed went is no gain or loss of a fix
     base_losses = [min(result.final, basis.ceiling) for result in before]
     differences = [min(new.final, basis.ceiling) - loss for new, loss in zip(after, base_losses, strict=True)]
     diverged = _failures(before)[0], _failures(after)[0]

@@ -43,6 +43,9 @@ const words = (value) => {
   return Number(value.toPrecision(5)).toLocaleString('en-US', { maximumFractionDigits: 7 });
 };
 
+// a cell of a map: -1 stands for a value that was measured and is NaN, NaN for one that nobody measured
+const cellWords = (value, absent) => value === -1 ? 'NaN' : Number.isNaN(value) ? absent : Number.isFinite(value) ? words(value) : String(value);
+
 const heightOf = (panel, y) => {
   const share = panel.log ? Math.log(y / panel.y0) / Math.log(panel.y1 / panel.y0) : (y - panel.y0) / (panel.y1 - panel.y0);
   return panel.top + (1 - share) * panel.height;
@@ -164,12 +167,13 @@ function render({ model, el }) {
         if (row === undefined) return;
         const column = map && Math.min(map.columns - 1, Math.max(0, Math.floor((at.x - p.x0) / (p.x1 - p.x0) * map.columns)));
         const value = map ? map.values[Math.floor(at.y) * map.columns + column] : null;
-        lines.push(['transparent', row, map ? (Number.isFinite(value) ? words(value) : String(value)) : '']);
+        lines.push(['transparent', row, map ? cellWords(value, map.absent) : '']);
       }
     });
     if (!lines.length) return hide();
     readout.replaceChildren();
-    make('b', '', readout).textContent = 'step ' + step.toLocaleString('en-US') + counted(first, step);
+    const axis = first.counted ? 'step' : first.x_name || 'step'; // runs may lie along tokens or time
+    make('b', '', readout).textContent = axis + ' ' + step.toLocaleString('en-US') + counted(first, step);
     for (const [colour, label, value] of lines) {
       const row = make('div', '', readout), chip = make('i', '', row);
       chip.style.background = colour;

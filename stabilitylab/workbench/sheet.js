@@ -92,13 +92,13 @@ const drawKeys = (pen, keys, right, base, scale, sheet) => {
   }
 };
 
-// a table of values as colours: zero, NaN and absent values in one grey, infinite ones in red
+// a table of values as colours; behind the 256 of the scale those of infinite, zero, NaN (-1) and absent (NaN) ones
 const pixelsOf = (map) => {
   const image = new ImageData(map.columns, map.rows), colours = map.colours, span = Math.log(map.high / map.low);
   for (let k = 0; k < map.values.length; k++) {
     const value = map.values[k];
-    let at = 256; // what has no colour of the scale
-    if (value === Infinity) at = 257;
+    let at = value === 0 ? 257 : value < 0 ? 258 : 259;
+    if (value === Infinity) at = 256;
     else if (value > 0) at = Math.min(255, Math.max(0, Math.floor(Math.log(value / map.low) / span * 256)));
     for (let part = 0; part < 3; part++) image.data[4 * k + part] = colours[3 * at + part];
     image.data[4 * k + 3] = 255;

@@ -7,6 +7,7 @@ __all__ = ['WorkbenchState', 'open_state', 'around', 'reveal', 'run_action', 'st
            'scene_shown']
 
 # %% ../../nbs/api/workbench/01_state.ipynb #72c78337
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -120,6 +121,7 @@ class WorkbenchState(_Drawn):
     error = traitlets.Unicode("", help="the last error, shown by the views")
     wanted = traitlets.Unicode("", help="the fix that is to be tried; '': none")
     trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
+    replays = traitlets.Dict(help="step -> the JSON of its last replay, of the run that is shown")
     trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
     _recording: Recording | None = None
 
@@ -191,7 +193,7 @@ class WorkbenchState(_Drawn):
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
         self.step, self.name, self.x_range, self.drawn, self.wanted = None, name, (), (), ""
-        self.y_range, self.hidden, self.along = (), (), "step"
+        self.y_range, self.hidden, self.along, self.replays = (), (), "step", {}
         self._forget_ranges()
         self._diagnose()
 
@@ -297,11 +299,16 @@ def run_action(
 def steer(
     picture: HasTraits,  # a `PictureWidget` whose axis is in steps
     state: WorkbenchState,  # what its gestures change
+    counts_steps: Callable[[], bool] = lambda: True,  # whether its axis does now; else a brush means nothing
 ) -> None:
     "A brush shows its steps in every view; Z and Y undo and redo; the page says whether it is dark."
-    picture.observe(
-        lambda change: state.set_trait("x_range", tuple(change["new"]["range"])), names=["brushed"]
-    )
+
+    def brushed(change: dict) -> None:
+        "Shows the steps of a brush."
+        if counts_steps():
+            state.set_trait("x_range", tuple(change["new"]["range"]))
+
+    picture.observe(brushed, names=["brushed"])
     picture.observe(lambda change: run_action(state, change["new"]["what"]), names=["wish"])
     picture.observe(lambda change: state.set_trait("dark", change["new"]), names=["dark"])
 

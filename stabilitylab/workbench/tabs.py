@@ -18,6 +18,7 @@ import xarray as xr
 from traitlets import HasTraits
 
 from ..names.errors import InputError
+from ..plot.heads import extra_views
 from ..read.follow import Follower
 from ..report.render import render
 from .folder import FolderFollower
@@ -71,7 +72,7 @@ def views_without_data(
     has_data = {
         "runs": len(state.runs) > 1,
         "layers": bool(groups & _OF_LAYERS),
-        "attention": "attention" in groups or bool(groups & {"sampled_activations"}),
+        "attention": "attention" in groups or bool(extra_views(state.run)),
         "replay": bool(steps),
     }
     return [name for name, is_there in has_data.items() if not is_there]

@@ -96,14 +96,26 @@ class LayersState(HasTraits):
     def of(
         self,
         run: xr.DataTree,  # a record that has the statistic
+        name: str = "",  # of another statistic of its group; '': the one that is drawn
     ) -> xr.DataArray:  # dims (step, module) or (step, param)
         "The rows that are shown."
-        da = _table(run, *self.statistic)
+        group, drawn = self.statistic
+        da = _table(run, group, name or drawn)
         is_shown = np.array([self.find.lower() in name.lower() for name in _row_names(da)], dtype=np.bool_)
         if self.kind and "kind" in da.coords:
             is_shown = is_shown & (da["kind"].values == self.kind)
         da = da if is_shown.all() else da.isel({_row_dim(da): is_shown})
         return da.isel({_row_dim(da): slice(*self.rows)}) if self.rows else da
+
+    def n_nonfinite(
+        self,
+        run: xr.DataTree,  # a record that has the statistic
+    ) -> xr.DataArray | None:  # as of `of`; None where nobody counted
+        "How many entries of each tensor were not finite, of the rows that are shown."
+        group, drawn = self.statistic
+        tables, part = run[group].data_vars, drawn.partition("_")[0]
+        counts = [name for name in (f"{part}_nonfinite_count", "nonfinite_count") if name in tables]
+        return self.of(run, counts[0]) if counts and drawn not in counts else None
 
     def history(
         self,
@@ -266,7 +278,8 @@ class LayersView(_LayersWidgets):
             names, span = _row_names(da), tuple(shared.x_range) or None
             marked = names.index(look.module) if look.module in names else None
             rings = _rings(shared.findings, names)
-            sheet, panels = self.draw_map.scene(da, span, shared.dark, marked, rings)
+            broken = look.n_nonfinite(shared.run)
+            sheet, panels = self.draw_map.scene(da, span, shared.dark, marked, rings, broken)
             self.picture.show(sheet, [panel | {"rows": names} for panel in panels[:1]] + panels[1:])
             self.call.call = _layers_call(shared, look)
         if self.is_due("module", *drawn_from, look.step):

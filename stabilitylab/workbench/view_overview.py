@@ -15,6 +15,7 @@ import traitlets
 
 from ..detect.likely_cause import most_likely
 from ..fixes.registry import fix, fixes
+from ..names.findings import FINDING_KINDS
 from ..plot.findings import panels_of
 from ..plot.look import x_axes
 from ..plot.picture import in_range
@@ -97,7 +98,8 @@ def _listing_html(state: WorkbenchState, chosen: int) -> str:  # chosen: index, 
     rows = []
     for number, finding in enumerate(state.findings, 1):
         where = steps_text(finding).removeprefix("steps ").removeprefix("step ")
-        rows.append({"number": number, "kind": finding.kind, "severity": finding.severity, "where": where})
+        about = {"kind": finding.kind, "severity": finding.severity, "meaning": FINDING_KINDS[finding.kind]}
+        rows.append(about | {"number": number, "where": where})
     return render("view_findings", rows=rows, chosen=chosen + 1)
 
 

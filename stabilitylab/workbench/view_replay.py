@@ -221,7 +221,6 @@ class _ReplayWidgets(StateView):
     def __init__(self, shared: WorkbenchState):
         super().__init__(shared, "replay")
         self.look = ReplayState()
-        self._results: dict[int, dict] = {}  # step -> what its replay found
         self._replayed = 0  # the step of the last replay
         self.controls, self.panel = _replay_controls(self.look), SetupPanel(lambda: self.look.step)
         tips: dict[str, Any] = {"tooltip": "run this step again in a child process", "stop": "Stop"}
@@ -251,7 +250,8 @@ class _ReplayWidgets(StateView):
         if not state.ended:
             return
         result = state.result if state.phase == "done" else {"error": state.error}
-        self._results[self._replayed] = result
+        replays: dict = self.shared.replays  # by step
+        self.shared.replays = replays | {self._replayed: result}
         if self._replayed == self.look.step:
             self.look.result = result
 
@@ -293,7 +293,7 @@ class ReplayView(_ReplayWidgets):
             return
         self.panel.open(self.shared.recording.path)
         self.work.cancel()
-        self._results.clear()
+        self.shared.replays = {}
         self.look.result = {}
         self._say_call()
 
@@ -321,7 +321,8 @@ class ReplayView(_ReplayWidgets):
             refill(chooser, earlier, tuple(chosen))
         self._draw()
         self.texts["foresight"].value = _foresight(look)
-        look.result = self._results.get(look.step, {})
+        replays: dict = self.shared.replays
+        look.result = replays.get(look.step, {})
 
     def _compare_with(self, name: str, index: tuple[int, ...]) -> None:
         "Keeps the user's choice; indices of the former step, from a page that was late, are put right."

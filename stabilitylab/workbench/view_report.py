@@ -58,7 +58,7 @@ def report_files(
     "The page and, where the run lies in a file, the notebook."
     screen = _screen_of(state, date)
     trial = trial_sheet(state.trial) if state.trial is not None else None
-    page = screen_html(screen, state.run, state.findings, trial)
+    page = screen_html(screen, state.run, state.findings, trial, list(state.replays.values()))
     files = [("report.html", "text/html", page.encode())]
     if screen.source:
         notebook = json.dumps(screen_notebook(screen, state.run, state.findings), indent=1)
@@ -76,6 +76,7 @@ def _contents(state: WorkbenchState, screen: Screen) -> dict:
         "counts": Counter(finding.severity for finding in findings),
         "severities": SEVERITIES,
         "chosen": chosen.kind if chosen else "",
+        "replays": sorted(state.replays),
         "arms": len(state.trial.arms) if state.trial is not None else 0,
         "settings": len(configuration(state.run)),
         "sources": len(source_links(findings)),
@@ -118,7 +119,7 @@ class ReportView(StateView):
         look: dict[str, Any] = {"icon": "file-text", "tooltip": "of what the workbench shows now"}
         self.make = JobPanel("Make the report", self._begin, self._offer, **look)
         self.children = [self.make.widget, self.files, self.about, self.call]
-        on(shared, "visible name x_range selected drawn trial findings", lambda _: self.say())
+        on(shared, "visible name x_range selected drawn trial replays findings", lambda _: self.say())
         self.say()
 
     def say(self) -> None:

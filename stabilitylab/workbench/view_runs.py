@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #3cb06662
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -19,7 +20,8 @@ from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..names.errors import InputError
 from ..names.findings import SEVERITIES
-from ..plot.runs import RUN_COLOURS, runs_scene
+from ..plot.look import x_axes
+from ..plot.runs import RUN_COLOURS, metrics_of, runs_scene
 from ..report.render import render
 from ..report.screen import opened_setting
 from ..report.words import number, spaced
@@ -101,6 +103,8 @@ _ONE_RUN = (
     "One run. Several are laid over each other by Workbench([path, path, …]), "
     "or Workbench(folder) for a folder of runs."
 )
+_SCALES = [("auto", None), ("linear", False), ("log", True)]
+_WINDOWS = [("none", 0), *((str(n), n) for n in (5, 11, 21, 51, 101, 501))]  # records
 _HEADS = ("run", "worst finding", "severity", "steps", "last loss", "lowest loss")
 
 
@@ -111,12 +115,20 @@ def _cells(row: RunRow, differing: dict[str, dict[str, str]]) -> list[str]:
     return [row.name, spaced(row.worst), severity, *numbers, *(v[row.name] for v in differing.values())]
 
 
-def _table_html(state: WorkbenchState, rows: list[RunRow], lines: list[str]) -> str:
-    "The table of the runs, with the lines on what they share."
+def _matches(words: Sequence[str], sought: str) -> bool:
+    "Whether every word that is sought stands somewhere in a row."
+    text = " ".join(words).lower()
+    return all(part in text for part in sought.lower().split())
+
+
+def _table_html(state: WorkbenchState, rows: list[RunRow], lines: list[str], sought: str) -> str:
+    "The table of the runs in which the words stand that are sought, with the lines on what they share."
     if len(state.runs) < 2:
         return render("view_runs", heads=[], rows=[], lines=[_ONE_RUN], chosen="")
     differing = _settings_that_differ(state.runs)
-    cells = [_cells(row, differing) for row in rows]
+    each = [(_cells(row, differing), _settings(state.runs[row.name])) for row in rows]
+    cells = [words for words, own in each if _matches([*words, *own, *own.values()], sought)]
+    lines = [f"{len(cells)} of {len(each)} runs have {sought!r}.", *lines] if sought.strip() else lines
     return render("view_runs", heads=[*_HEADS, *differing], rows=cells, lines=lines, chosen=state.name)
 
 
@@ -140,18 +152,54 @@ def _run_legend(
 
 def _runs_call(
     state: WorkbenchState,  # with runs
-    hidden: tuple[str, ...] = (),  # runs that are not drawn
+    look: dict[str, Any],  # of `plot_losses`, what differs from its defaults
 ) -> str:  # Python that can be run by itself
     "The calls that make the picture and the lines below it."
+    settings = "".join(f", {name}={value!r}" for name, value in look.items())
     lines = [
         *runs_lines(state),
         "from stabilitylab import compare_runs, plot_losses",
-        f"plot_losses(runs, {tuple(state.x_range) or None!r}, hidden={hidden!r})",
+        f"plot_losses(runs, {tuple(state.x_range) or None!r}{settings})",
         "compare_runs(runs)",
     ]
     return "\n".join(lines)
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #eae27c99
+class _RunsControls:
+    "Which series of the runs is drawn and how, and which runs the table lists."
+
+    def __init__(self, act: Callable[[object], None]):
+        narrow = {"width": "230px"}
+        self.metric = widgets.Dropdown(options=[("training loss", "")], description="Series", layout=narrow)
+        self.scale = widgets.Dropdown(options=_SCALES, description="Axis", layout={"width": "180px"})
+        self.smooth = widgets.Dropdown(options=_WINDOWS, description="Mean of", layout={"width": "180px"})
+        self.smooth.tooltip = "records of the moving mean; the raw curve stays behind it"
+        self.along = widgets.Dropdown(options=["step"], description="Along", layout={"width": "180px"})
+        self.along.tooltip = "what the axis counts; runs that do not record it are left out"
+        self.find = widgets.Text(description="Find", layout={"width": "320px"})
+        self.find.placeholder = "words of a name, a finding or a setting"
+        chosen = [self.metric, self.scale, self.smooth, self.along, self.find]
+        self.box = widgets.HBox(chosen, layout={"flex_flow": "row wrap"})
+        for chooser in (self.metric, self.scale, self.smooth, self.along):
+            on(chooser, "value", act)
+
+    def refill(self, runs: dict[str, xr.DataTree]) -> None:
+        "Offers what the runs have."
+        metrics = [("training loss", ""), *((spaced(name), name) for name in metrics_of(runs.values()))]
+        chosen = self.metric.value if self.metric.value in [value for _, value in metrics] else ""
+        refill(self.metric, metrics, chosen)
+        each = [x_axes(run["scalars"].to_dataset()) for run in runs.values() if "scalars" in run.children]
+        axes = list(dict.fromkeys(["step", *(name for names in each for name in names)]))
+        refill(self.along, axes, self.along.value if self.along.value in axes else "step")
+
+    def look(self, hidden: tuple[str, ...]) -> dict[str, Any]:
+        "Settings of `plot_losses` that differ from its defaults."
+        chosen = {"hidden": hidden, "metric": self.metric.value or "", "log": self.scale.value}
+        chosen |= {"smooth": self.smooth.value or 0, "along": self.along.value or "step"}
+        usual = {"hidden": (), "metric": "", "log": None, "smooth": 0, "along": "step"}
+        return {name: value for name, value in chosen.items() if value != usual[name]}
+
+
 class RunsView(StateView):
     "The table, the picture and what the runs share."
 
@@ -163,9 +211,10 @@ class RunsView(StateView):
         self.rows: list[RunRow] = []
         self.picture = PictureWidget(dark=shared.dark, alt="The losses of the runs over each other.")
         self.table, self.listing = SortableTable(), widgets.Select(rows=5, description="Open")
-        self.call = CallLine()
-        self.children = [self.picture, self.table, self.listing, self.call]
-        steer(self.picture, shared)
+        self.call, self.controls = CallLine(), _RunsControls(lambda _: self.draw())
+        self.children = [self.picture, self.controls.box, self.table, self.listing, self.call]
+        steer(self.picture, shared, lambda: self.controls.along.value == "step")
+        on(self.controls.find, "value", lambda _: self.take(self.rows, self.lines))
         on(self.table, "clicked", lambda click: self.open_run(click["name"]))
         on(self.listing, "value", self.open_run)
         on(self.picture, "hidden", lambda _: self.draw())
@@ -181,11 +230,14 @@ class RunsView(StateView):
             return
         diagnosed = [row.name for row in self.rows if row.name in state.runs]
         order = tuple(dict.fromkeys([*diagnosed, *state.runs]))
-        if self.is_due("picture", state.runs, state.x_range, state.dark, hidden, order):
+        if self.is_due("offered", state.runs):
+            self.controls.refill(state.runs)
+        look = self.controls.look(hidden)
+        if self.is_due("picture", state.runs, state.x_range, state.dark, tuple(look.items()), order):
             self.picture.legend = _run_legend(list(state.runs), order)
             span = tuple(state.x_range) or None
-            self.picture.show(*runs_scene(state.runs, span, state.dark, hidden, order))
-            self.call.call = _runs_call(state, hidden)
+            self.picture.show(*runs_scene(state.runs, span, state.dark, order=order, **look))
+            self.call.call = _runs_call(state, look)
         if self.is_due("diagnosis", state.runs):
             works = [partial(_diagnosed, name, run) for name, run in state.runs.items()]
             beside(partial(self._take_row, state.runs, []), *works)
@@ -205,8 +257,8 @@ class RunsView(StateView):
         "Shows these rows, the worst first."
         self.rows = sorted(rows, key=lambda row: (-row.severity, -np.nan_to_num(row.last, nan=np.inf)))
         self.lines, state = lines, self.shared
-        self.table.value = _table_html(state, self.rows, lines)
-        for widget in (self.listing, self.picture):
+        self.table.value = _table_html(state, self.rows, lines, self.controls.find.value)
+        for widget in (self.listing, self.picture, self.controls.box):
             set_visible(widget, len(state.runs) > 1)
         names = [row.name for row in self.rows] or list(state.runs)
         refill(self.listing, names, state.name if state.name in names else None)

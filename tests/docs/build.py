@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -27,7 +28,7 @@ from tests.docs.entries import (
     public_pages,
     wrong_links,
 )
-from tests.docs.indexes import write_indexes, write_twins
+from tests.docs.indexes import write_indexes, write_search, write_twins
 from tests.docs.signatures import described
 
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a kernel, which a page does not have
@@ -80,16 +81,39 @@ def level_headings(cells):
 
 
 def unrendered():
-    "Pages on which a table is still text, or that need the network to be drawn."
+    "Pages on which a table or a formula is still text, or that need the network to be drawn."
     wrong = []
     for file in sorted(HTML.rglob("*.html")):
         text = file.read_text(encoding="utf-8")
         prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", text, flags=re.S)
         if re.search(r"\|\s*[-—–:]+\s*\|", prose):
             wrong.append(f"{file.relative_to(HTML)}: a table as text")
+        formulas = re.sub(r"<[^>]+>", "", " ".join(re.findall(r"<math\b.*?</math>", text, flags=re.S)))
+        if re.search(r"frac|sqrt|\\", formulas):
+            wrong.append(f"{file.relative_to(HTML)}: a formula as text")
         if re.search(r'<(?:script|link|img)\b[^>]*\b(?:src|href)="https?://', text):
             wrong.append(f"{file.relative_to(HTML)}: loads from elsewhere")
     return wrong
+
+
+def is_coloured(file):
+    "Whether a picture is a map of colours rather than lines on white, so that it must not be inverted."
+    hues = Image.open(file).convert("HSV").resize((80, 80))
+    return sum(saturation > 64 for _, saturation, _ in hues.getdata()) > 0.3 * 80 * 80
+
+
+def mark_coloured():
+    "Marks maps of colours in the pages, for the dark theme; see site.css."
+    coloured = {file.name for file in (HTML / "_images").glob("*.png") if is_coloured(file)}
+    for file in HTML.rglob("*.html"):
+        text = file.read_text(encoding="utf-8")
+        marked = re.sub(
+            r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")',
+            lambda found: "<img data-coloured " if found[1] in coloured else found[0],
+            text,
+        )
+        if marked != text:
+            file.write_text(marked, encoding="utf-8")
 
 
 def processed(only):
@@ -128,7 +152,9 @@ def build(only=()):
     for picture in (ROOT / "nbs" / "images").iterdir():  # those that HTML of ours names
         if picture.is_file():
             shutil.copy(picture, HTML / "_images")
+    mark_coloured()
     write_twins(entries)
+    write_search()
     wrong = [] if only else unrendered() + wrong_links(HTML, BASE)
     if wrong:
         sys.exit("pages that show Markdown, load from elsewhere, or link to nothing:\n" + "\n".join(wrong))

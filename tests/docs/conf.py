@@ -56,6 +56,9 @@ def _display(translator: HTML5Translator, node: nodes.math_block) -> None:
 
 def _head(app: Sphinx, name: str, template: str, context: dict, doctree: nodes.document | None) -> None:
     "What a search engine shows of a page, and where its Markdown twin is."
+    if name == "search":
+        for script in ("symptom_words.js", "symptoms.js"):
+            app.add_js_file(script)
     if doctree is None:
         return
     for kind in (nodes.block_quote, nodes.paragraph):

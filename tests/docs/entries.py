@@ -191,7 +191,8 @@ def read_links(site: Path) -> dict[Path, _Links]:
 def wrong_links(site: Path, base: str) -> list[str]:
     "Links of a built site to a page or an anchor that is not there, and to addresses not in the list."
     pages, wrong = read_links(site), []
-    checked = set(EXTERNAL.read_text(encoding="utf-8").split())
+    lines = EXTERNAL.read_text(encoding="utf-8").splitlines()
+    checked = {line for line in lines if not line.startswith("#")}
     for path, page in pages.items():
         name = path.relative_to(site)
         for link in dict.fromkeys(page.links):

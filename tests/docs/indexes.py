@@ -21,7 +21,8 @@ from tests.docs.entries import (
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "symptoms": (
         "Symptoms",
-        "What you see, in the words that people type: what it is, what causes it, what to do.",
+        "Find what you see: what it looks like, what causes it, and what to do. The search takes your own "
+        "words; so does `stabilitylab explain loss is NaN` in a terminal.",
     ),
     "tutorials": (
         "Tutorials",
@@ -43,7 +44,42 @@ ORDER = (  # of the tutorials; the other sections go by name
     "audit_your_accumulation",
     "the_workbench",
 )
-GALLERY = "Every plot of the library with the call that makes it, then every view of the workbench."
+GALLERY = (
+    "Every plot of the library with the call that makes it, then every view of the workbench. "
+    "The page named below a call makes the data that it takes."
+)
+FIGURE = """
+```{{figure}} ../images/symptoms/{kind}.png
+:alt: {title}
+
+A run made to fail in this way, as `diagnose` marks it.
+```
+"""
+FIELDS = {  # heading on the index of the symptoms -> the kinds below it
+    "The loss": (
+        "non_finite loss_spike divergence plateau not_learning slow_rise level_shift overfitting "
+        "leak_suspected quantized_loss init_too_large data_driven_spike length_bias"
+    ),
+    "A crash, a resume, the machine": (
+        "crash restart resume_spike throughput_drop data_stall memory_growth hardware_error "
+        "environment_change"
+    ),
+    "Gradients, optimizer and learning rate": (
+        "grad_norm_explosion lr_too_high lr_jump update_rms_excess optimizer_state_reset "
+        "grad_below_epsilon no_gradient dead_network accumulation_bias token_imbalance "
+        "bad_batch_values"
+    ),
+    "Layers and attention": (
+        "activation_explosion massive_activation attention_logit_growth attention_entropy_collapse "
+        "attention_sink output_logit_drift z_loss_collapse output_collapse layer_ignored dead_units "
+        "expert_collapse init_std_too_large"
+    ),
+    "Number formats": ("loss_scale_collapse overflow underflow update_lost_to_rounding misaligned_shape"),
+    "Reinforcement learning": (
+        "policy_entropy_collapse policy_entropy_rise policy_step_too_large reward_collapse "
+        "zero_advantage answers_cut"
+    ),
+}
 VIEWS = "`Workbench(path)` has all of them. The code is what *Copy the call* gives for what the view shows."
 GROUPS = (  # what a person wants to do -> rooms of the package, with what stands in each
     (
@@ -132,19 +168,53 @@ def write_symptoms():
         typed = "\n".join(f"```{{index}} ! single: {phrase}\n```" for phrase in (one.title, *one.aliases))
         picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
         title, rest = one.markdown.split("\n", 1)
-        drawn = f"\n![{one.looks}](../images/symptoms/{kind}.png)\n" if picture.is_file() else ""
+        head, rest = rest.split("\n\n## ", 1)
+        drawn = FIGURE.format(kind=kind, title=one.title) if picture.is_file() else ""
         also = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
         pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
-        text = f"{typed}\n\n{title}\n{drawn}{rest}{below}{also}"
+        text = f"{typed}\n\n{title}\n{head}\n{drawn}\n## {rest}{below}{also}"
         (folder / f"{kind}.md").write_text(text, encoding="utf-8")
-        line = f"{one.looks.partition('. ')[0].rstrip('.')}."
+        line = first_sentence(one.looks)
         entry = Entry(
-            f"symptoms/{kind}", one.title, line, f"{kind}.png" if drawn else "", ", ".join(one.aliases)
+            f"symptoms/{kind}", one.title, line, f"{kind}.png" if drawn else "", "\n".join(one.aliases)
         )
         entries.append(entry)
         entry.text = WORDS.sub("", text)
     return entries
+
+
+def grouped(entries):
+    "The cards of the symptoms below the heading of their field."
+    by_kind = {entry.name.rpartition("/")[2]: entry for entry in entries}
+    missing = set(by_kind) ^ {kind for kinds in FIELDS.values() for kind in kinds.split()}
+    if missing:
+        raise ValueError(f"FIELDS in indexes.py and the finding kinds differ: {sorted(missing)}")
+    fields = ((title, [by_kind[kind] for kind in kinds.split()]) for title, kinds in FIELDS.items())
+    return "\n\n".join(f"## {title}\n\n{cards(inside, 'symptoms')}" for title, inside in fields)
+
+
+def write_search():
+    "What the search page needs to find symptoms by the words that people type; see static/symptoms.js."
+    from stabilitylab.knowledge import symptoms as by_words
+
+    rows = []
+    for kind, (_, *phrases) in by_words._index().items():
+        one = by_words.symptom(kind)
+        row = {"kind": kind, "title": one.title, "line": first_sentence(one.looks)}
+        rows.append(row | {"phrases": [sorted(phrase) for phrase in phrases]})
+    words = {
+        "same": by_words._synonyms(),
+        "empty": by_words._table()["empty"].split(),
+        "endings": by_words._ENDINGS,
+    }
+    text = json.dumps(words | {"least": by_words._MIN_LIKENESS, "symptoms": rows}, ensure_ascii=False)
+    (HTML / "_static" / "symptom_words.js").write_text(f"window.symptomWords = {text};\n", encoding="utf-8")
+
+
+def first_sentence(text):
+    "Of several."
+    return f"{text.partition('. ')[0].rstrip('.')}."
 
 
 def page_title(path):
@@ -195,9 +265,16 @@ def figure(link, file, alt):
 
 def write_gallery(entries):
     "Every plot with the call that makes it, and every view of the workbench."
+    import stabilitylab
+
     parts = ["# Gallery", GALLERY, "## Plots"]
     for name, (entry, call, image) in first_plots(entries).items():
-        parts += [f"### {name}", figure(entry.name, image, name), f"```python\n{call}\n```"]
+        said = (
+            first_sentence(getattr(stabilitylab, name, None).__doc__ or "")
+            if hasattr(stabilitylab, name)
+            else ""
+        )
+        parts += [f"### {name}", said, figure(entry.name, image, name), f"```python\n{call}\n```"]
         parts += [f"From [{entry.title}]({entry.name}.ipynb)."]
     views = ROOT / "nbs" / "images" / "views.json"
     for name, call in json.loads(views.read_text()).items() if views.is_file() else ():
@@ -219,7 +296,8 @@ def write_indexes(entries):
             write_library(entries)
         elif inside:
             pages = [e.name.partition("/")[2] for e in inside]
-            index_page(f"{name}/index", title, text, cards(inside, name), pages)
+            body = grouped(inside) if name == "symptoms" else cards(inside, name)
+            index_page(f"{name}/index", title, text, body, pages)
         else:
             continue
         sections.append(f"{name}/index")

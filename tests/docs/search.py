@@ -1,6 +1,7 @@
 """Asks the search of the built site what people type, and wants the right page among the first three.
 
-python tests/docs/search.py: every phrase of every symptom, after tests/docs/build.py
+python tests/docs/search.py: every phrase of every symptom, and those of tests/test_symptoms.py, after
+tests/docs/build.py
 """
 
 import shutil
@@ -10,7 +11,10 @@ from urllib.parse import quote
 
 from playwright.sync_api import sync_playwright
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from stabilitylab.knowledge.symptoms import symptom, symptoms
+from tests.test_symptoms import TYPED
 
 SITE = Path(__file__).resolve().parents[2] / "_docs"
 FIRST = 3  # results that a reader looks at
@@ -29,14 +33,18 @@ def answers(tab, phrase):
 
 def misses():
     "Phrases whose page is not among the first results: (phrase, kind, what came)."
+    own = [
+        (phrase, kind)
+        for kind in symptoms().index
+        for phrase in (symptom(kind).title, *symptom(kind).aliases)
+    ]
     wrong = []
     with sync_playwright() as p:
         tab = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]).new_page()
-        for kind in symptoms().index:
-            for phrase in (symptom(kind).title, *symptom(kind).aliases):
-                came = answers(tab, phrase)
-                if f"symptoms/{kind}.html" not in came:
-                    wrong.append((phrase, kind, came))
+        for phrase, kind in (*own, *TYPED.items()):
+            came = answers(tab, phrase)
+            if f"symptoms/{kind}.html" not in came:
+                wrong.append((phrase, kind, came))
     return wrong
 
 

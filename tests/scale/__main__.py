@@ -15,23 +15,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 GIGABYTE = 10**9
 N_TENSORS, CHECKPOINT_BYTES = 150_000, 20 * GIGABYTE
 
 
-def make_log(folder: Path, share: float) -> str:
-    "A log of nanoGPT, 10 GB at the full share."
+LINES: dict[str, Callable[[int], str]] = {  # name of a log -> the text of one of its records
+    "train.log": lambda i: f"iter {i}: loss {2 + 1 / (1 + i):.4f}, time 92.59ms, mfu 0.34%\n",
+    "metrics.csv": lambda i: f"{i},{2 + 1 / (1 + i):.4f},0.0003\n",
+    "metrics.jsonl": lambda i: f'{{"step": {i}, "loss": {2 + 1 / (1 + i):.4f}, "lr": 0.0003}}\n',
+}
+HEADS = {"metrics.csv": "step,loss,lr\n"}
+
+
+def make_log(folder: Path, share: float, name: str = "train.log") -> str:
+    "A log of nanoGPT, or the same as a table, 10 GB at the full share."
     wanted = int(10 * GIGABYTE * share)
     size = min(wanted, int(0.6 * shutil.disk_usage(folder).free))
     step, block = 0, 100_000
-    with open(folder / "train.log", "w") as file:
+    with open(folder / name, "w") as file:
+        file.write(HEADS.get(name, ""))
         while file.tell() < size:
-            steps = range(step, step + block)
-            file.write(
-                "".join(f"iter {i}: loss {2 + 1 / (1 + i):.4f}, time 92.59ms, mfu 0.34%\n" for i in steps)
-            )
+            file.write("".join(map(LINES[name], range(step, step + block))))
             step += block
     return f"{size / GIGABYTE:.2f} GB, {step:,} records"
 
@@ -41,7 +48,7 @@ def read_log(folder: Path) -> str:
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.read.runs import read_runs
 
-    (run,) = read_runs(folder / "train.log").values()
+    (run,) = read_runs(next(folder.iterdir())).values()
     return f"{run['scalars'].sizes['step']:,} steps, {len(diagnose(run))} findings"
 
 
@@ -121,6 +128,8 @@ SUBJECTS: dict[str, tuple[Callable[[Path, float], str], Callable[[Path], str], f
     "runs": (make_runs, read_runs_of, 2.0),
     "record": (make_record, read_record, 2.0),
     "log": (make_log, read_log, 2.0),
+    "table": (partial(make_log, name="metrics.csv"), read_log, 2.0),
+    "lines": (partial(make_log, name="metrics.jsonl"), read_log, 2.0),
 }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -49,16 +50,19 @@ def record(name: str, folder: Path, seed: int = 0) -> Path:
     return path
 
 
-def score(name: str, folder: Path, seed: int = 0) -> dict:
-    "What the product says of a row: its cause and its first three fixes."
+def score(name: str, folder: Path, seed: int = 0, swap: bool = False) -> dict:
+    "What the product says of a row, where asked with its swap test: its cause and its first three fixes."
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.likely_cause import most_likely
     from stabilitylab.investigation.opening import open_recordings
+    from stabilitylab.investigation.swap import with_swap_test
     from stabilitylab.trial.suggest import suggest
 
     _quiet()
     recording = next(iter(open_recordings(str(record(name, folder, seed))).values()))
     findings = diagnose(recording)
+    began = time.monotonic()
+    findings = with_swap_test(recording, findings) if swap else findings
     likely = most_likely(findings)
     told = likely.to_dict() if likely else {}
     ids = (told["id"],) if told.get("id") else _old_ids(told.get("cause", ""))
@@ -73,6 +77,8 @@ def score(name: str, folder: Path, seed: int = 0) -> dict:
         "cause_first": row.cause in ids if row.cause else not ids,
         "cure_in_three": bool(set(fixes) & set(cures)) if cures else None,
         "is_quiet": not likely and not fixes,
+        "swap": findings.attrs.get("swap", {}) | ({"seconds": time.monotonic() - began} if swap else {}),
+        "expected": findings.attrs.get("evidence", {}).get("swap_seconds", (None,))[0],
         "kinds": [f"{f.kind}:{f.severity[0]}@{f.onset}" for f in findings],
     }
 
@@ -141,6 +147,7 @@ def main() -> int:
         "--side", choices=("fit", "held out", "blind"), help="show the rows of this half only"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the runs; the rules were set on 0")
+    parser.add_argument("--swap", action="store_true", help="with the swap test where it is cheap")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", default="zoo_scores.json", help="where the table of scores is written")
     args = parser.parse_args()
@@ -152,7 +159,7 @@ def main() -> int:
             print(name, {c: v["gain"] for c, v in row["cures"].items() if v["confirmed"]}, flush=True)
         return 0
     with TemporaryDirectory() as temporary:
-        work = partial(score, folder=Path(args.folder or temporary), seed=args.seed)
+        work = partial(score, folder=Path(args.folder or temporary), seed=args.seed, swap=args.swap)
         scores = {}
         for name, row in _each(names, work, args.workers):
             scores[name] = row

@@ -111,8 +111,7 @@ def _divergence(
         limit("rise_share") * abs(best),
         limit("level_share") * abs(float(loss[0]) - best),
     )
-    is_best_at_end = n - 1 - at_best < max(count_limit("median_records"), limit("smooth_share") * n)
-    if rise <= least_rise or is_best_at_end or _is_on_its_way_back(loss[at_best:]):
+    if rise <= least_rise or _is_on_its_way_back(loss[at_best:]):
         return None
     # it left for good after the last record near its best, not at the best itself: a flat bottom has many
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))

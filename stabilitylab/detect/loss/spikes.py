@@ -351,12 +351,7 @@ def _stands_for_many(loss: Curve, spike: Spike) -> bool:
 def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     "One spike as a finding."
     is_lost = spike.recovery == "none" and spike.height > limit("level_share")
-    came_back = spike.recovery in ("fast", "slow")
-    is_bump = spike.height < limit("spike_height") / 2 and spike.z < limit("bump_sigma")
-    is_short = spike.recovery == "fast" and spike.height < limit("spike_height")
-    is_near = spike.offset is not None and spike.offset < limit("level_share") * abs(spike.baseline)
-    is_small = (came_back or is_near) and is_bump
-    is_low = is_small or (is_short and spike.z < limit("tail_sigma"))
+    is_low = spike.height < limit("spike_height") / 2 and spike.z < limit("bump_sigma")
     # without records before it nothing says what its range was
     has_level = spike.first >= count_limit("outlier_records") or _stands_for_many(loss, spike)
     evidence = spike.evidence()

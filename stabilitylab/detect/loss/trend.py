@@ -73,7 +73,7 @@ def _fell_at_once(series: Curve, shape: Shape) -> bool:
 def _plateau(series: Curve, loss: np.ndarray, drop: float) -> list[Finding]:
     "The longest stretch on which the best loss hardly fell, where it fell again after it."
     n = len(loss)
-    if n < count_limit("least_trend") or drop <= 0:
+    if n < count_limit("least_trend"):
         return []
     # the best so far, not the loss: a spike within a plateau must not end it
     best = np.minimum.accumulate(loss)

@@ -44,6 +44,7 @@ class Weights:
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #e8cfe8ec
 def _rescaled(origin: Scores, factor: float) -> Scores:
     "Scores times a number; what was added to them before is multiplied as well."
+    # c·tanh(s) has its factor as the soft cap; a sink's column would have to be scaled too
     if origin.tanh or origin.sinks is not None or factor <= 0:
         return replace(origin, is_exact=False)
     masks = tuple(mask if mask.dtype == torch.bool else mask * factor for mask in origin.masks)
@@ -68,6 +69,8 @@ def _einsum_product(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:  # (…, query, d), (…, key, d); None: no such product
     "The two factors of an einsum that multiplies queries with keys."
     terms, _, out = equation.replace(" ", "").partition("->")
+    # by their letters: the last two of the result are query and key, the one that is summed is the head's
+    # width
     if terms.count(",") != 1 or len(out) < 3 or "." in equation:
         return None
     left, right = terms.split(",")
@@ -77,6 +80,7 @@ def _einsum_product(
         return None
     first = _ordered(left, out[:-2] + query + summed[0], a)
     second = _ordered(right, out[:-2] + key + summed[0], b)
+    # keys shared by all heads have no letter for the head
     if second.ndim == first.ndim - 1:
         second = second.unsqueeze(-3)
     return first, second
@@ -120,9 +124,11 @@ class ScoreTrace:
         x: object,  # a tensor, or anything else
     ) -> Scores | Weights | None:  # None: nothing
         "What is known of a tensor."
+        # an id is used again once its tensor is gone, hence the weak reference
         reference, what, n_written = self.origins.get(id(x), (None, None, 0))
         if reference is None or reference() is not x:
             return None
+        # written behind our back: what we know of the scores no longer describes them
         is_as_seen = _memory_version(x) - self.in_place <= n_written
         return what if is_as_seen or isinstance(what, Weights) else replace(what, is_exact=False)
 
@@ -181,6 +187,7 @@ class ScoreTrace:
         out: torch.Tensor,  # what it gave back
     ) -> None:
         "Scores after a function: seen from another side, or changed in a way that is not understood."
+        # some models compute k·qᵀ and transpose it: then the two factors change places
         is_view = out.data_ptr() == x.data_ptr() and out is not x
         if is_view and x.ndim == out.ndim and _is_transposed(x, out):
             if not origin.masks and origin.sinks is None:
@@ -196,6 +203,7 @@ def _product(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) 
     weights = trace.get(a)
     if isinstance(weights, Weights):
         _values(trace, weights, b)
+    # a product with a parameter is a layer, not queries with keys
     elif a.ndim >= 3 and b.ndim == a.ndim and not isinstance(b, torch.nn.Parameter):
         trace.put(out, Scores(a.detach(), b.detach().mT))
 
@@ -225,6 +233,7 @@ def _biased_product(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.T
 
 def _values(trace: "ScoreTrace", weights: Weights, v: torch.Tensor) -> None:
     "The values that a set of weights multiplies: the call is complete."
+    # handed over once, whatever else the weights are multiplied with
     call = trace.pending.pop(id(weights.call), None)
     if call is None:
         return
@@ -271,6 +280,7 @@ def _added(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) ->
     origin, other = match
     if isinstance(origin, Weights):
         return
+    # a sum of two scores, as in disentangled attention, has no single q and k
     if torch.is_tensor(other) and (trace.get(other) is not None or origin.sinks is not None):
         trace.put(out, replace(origin, is_exact=False))
     elif torch.is_tensor(other) and other.ndim:
@@ -328,6 +338,7 @@ def _capped(trace: "ScoreTrace", args: tuple, kwargs: dict, out: torch.Tensor) -
     "The tanh of scores."
     origin = trace.get(args[0])
     if isinstance(origin, Scores):
+        # what was hidden before a tanh comes back as -1, and is hidden no more
         fine = not (origin.tanh or origin.masks)
         trace.put(out, replace(origin, tanh=True, is_exact=origin.is_exact and fine))
 
@@ -355,6 +366,8 @@ def _agrees(call: AttentionCall, scores: torch.Tensor) -> bool:
     "Whether the description gives back the model's own scores, on some rows of the first and last head."
     n, m = scores.shape[2:]
     tolerance = 1e-3 if scores.dtype in (torch.float32, torch.float64) else 0.1
+    # the corners are enough: a wrong scale, mask or group of heads shows in every row, and the whole would
+    # double the cost
     last = call.k.shape[1] - 1
     for b, h in {(0, 0), (scores.shape[0] - 1, last)}:
         for i in {0, n - 1}:
@@ -369,6 +382,7 @@ def _agrees(call: AttentionCall, scores: torch.Tensor) -> bool:
                 return False  # hidden by a step that was not seen
             if expected.numel() < 1 or not torch.isfinite(expected).all():
                 continue
+            # the softmax does not see a number that a whole row shares
             shift = expected - computed
             if (shift - shift.mean()).abs().max() > tolerance * max(1.0, float(expected.abs().max())):
                 return False
@@ -409,6 +423,8 @@ def _as_call(
     is_understood = origin.is_exact and origin.tanh == (origin.softcap is not None)
     if is_understood and _agrees(call, scores):
         return call
+    # scores that were not rebuilt may still be used as they are, unless their rows were shifted by unknown
+    # numbers
     if origin.is_shifted:
         raise bad_input(
             "scores", "an unknown number subtracted from each row", "scores as the softmax weighs them"

@@ -139,10 +139,11 @@ def repetition(
 class _LiveBytes(TorchDispatchMode):
     "Counts the bytes of tensors that are alive, and their peak."
 
-    def __init__(self, begin: int):
+    def __init__(self, at_rest: list[torch.Tensor]):  # alive before, which a step may change in place
         super().__init__()
-        self.live = self.peak = begin
-        self.storages: set[int] = set()
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in at_rest}
+        self.live = self.peak = sum(sizes.values())
+        self.storages = set(sizes)
 
     def _free(self, key: int, size: int) -> None:
         "A storage is gone."
@@ -163,10 +164,9 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
 
-def _bytes_at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    "Bytes of parameters, buffers and the state of the optimizer."
-    tensors = [*model.parameters(), *model.buffers(), *tensors_of(list(optimizer.state.values()))]
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+def _at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    "Parameters, buffers and the state of the optimizer."
+    return [*model.parameters(), *model.buffers(), *tensors_of(list(optimizer.state.values()))]
 
 
 def _step_peak(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable, batch: object) -> int:
@@ -183,7 +183,7 @@ def _step_peak(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callabl
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    with _LiveBytes(_bytes_at_rest(model, optimizer)) as live:
+    with _LiveBytes(_at_rest(model, optimizer)) as live:
         step()
     return live.peak
 

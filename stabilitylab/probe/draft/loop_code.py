@@ -229,7 +229,7 @@ def free_names(
             comprehended = {
                 name
                 for n in ast.walk(part)
-                if isinstance(n, ast.comprehension)
+                if isinstance(n, (ast.comprehension, ast.For))
                 for name in stored_names(n.target)
             }
             loads = [n.id for n in ast.walk(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
@@ -261,7 +261,7 @@ def batch_parts(
 class LoopCode:
     "Code of a loop, as it stands by itself."
 
-    lines: list[str]  # the body of `loss(model, batch)`
+    lines: list[str]  # the body of `loss(model, batch)`, or `loss(model, batch, loop)` with `expressions`
     clip: str | None = None  # for `Setup.clip`; None: the loop does not clip, as far as its lines show
     missing: list[str] = field(default_factory=list)  # what has no source
     expressions: dict[str, str] = field(default_factory=dict)  # of values that are kept: by their names
@@ -591,6 +591,42 @@ class _Localize(ast.NodeTransformer):
 _RAN = "ran"  # set by a line that runs a model from which the loss is read afterwards
 
 
+def _is_drawing(model: torch.nn.Module) -> bool:
+    "Whether a forward pass draws random numbers, so that a later one depends on it."
+    return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+
+
+def _own_method(statement: ast.stmt, way: _Way, model: torch.nn.Module) -> bool:
+    "Whether a statement calls a method that the model's class adds to those of torch, for what it does."
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    name = call.func.attr
+    is_own = hasattr(type(model), name) and not hasattr(torch.nn.Module, name) and not name.startswith("log")
+    return is_own and is_same_model(value_at(call.func.value, way.scope), model)
+
+
+def _mark_effects(way: _Way, model: torch.nn.Module) -> set[str]:
+    "Names that the draft asks for: lines that prepare the model, or run it where a later run depends on it."
+    prepared = [_own_method(statement, way, model) for statement in way.statements]
+    is_asked = any(prepared) or _is_drawing(model)
+    marks = set()
+    for at, statement in enumerate(way.statements):
+        calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)]
+        is_run = any(is_same_model(value_at(call.func, way.scope), model) for call in calls)
+        if not prepared[at] and not (is_asked and is_run):
+            continue
+        mark = ast.Name(f"{_RAN}_{at}", ast.Store())
+        if isinstance(statement, ast.Expr):
+            way.statements[at] = ast.copy_location(ast.Assign([mark], statement.value), statement)
+        elif isinstance(statement, ast.Assign):
+            statement.targets.insert(0, mark)
+        elif isinstance(statement, ast.For):
+            statement.body.append(ast.Assign([mark], ast.Constant(None)))
+        marks.add(mark.id)
+    return marks
+
+
 def _mark_runs(way: _Way, model: torch.nn.Module) -> None:
     "Where a result is read from the model itself, as `model.last_loss`, lines that run the model count."
     nodes = [n for s in [*way.statements, way.loss] for n in ast.walk(s)]
@@ -609,6 +645,24 @@ def _mark_runs(way: _Way, model: torch.nn.Module) -> None:
             n.targets.insert(0, ast.Name(_RAN, ast.Store()))
 
 
+def _unmarked(statements: list[ast.stmt]) -> list[ast.stmt]:
+    "Statements without the marks that only kept them."
+    plain: list[ast.stmt] = []
+    for statement in statements:
+        if isinstance(statement, ast.For):
+            statement.body = _unmarked(statement.body)
+        first = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if not isinstance(first, ast.Name) or not first.id.startswith(f"{_RAN}_"):
+            plain.append(statement)
+            continue
+        assert isinstance(statement, ast.Assign)
+        statement.targets = statement.targets[1:]
+        is_call = isinstance(statement.value, ast.Call)
+        if statement.targets or is_call:
+            plain.append(statement if statement.targets else ast.Expr(statement.value))
+    return plain
+
+
 def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
@@ -623,11 +677,12 @@ def loop_code(
     way.statements[:] = [named.visit(statement) for statement in way.statements]
     way.loss = named.visit(way.loss)
     _mark_runs(way, model)
+    marks = _mark_effects(way, model)
     result = ast.Return(_shared(way))
-    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)} | {_RAN}
+    needed = {n.id for n in ast.walk(way.loss) if isinstance(n, ast.Name)} | {_RAN} | marks
     stored = {name for statement in way.statements for name in stored_names(statement)}
     statements = settled(way.statements, way.scope, frozenset(way.loops | stored))
-    body = [*relevant(statements, needed), result]
+    body = [*_unmarked(relevant(statements, needed)), result]
     paths = batch_parts(way.recorded)
     named_parts = {n.id: path for n, path in paths if isinstance(n, ast.Name) and n.id != path}
     parts = {ast.dump(node): path for node, path in paths if not isinstance(node, ast.Name)}
@@ -637,8 +692,6 @@ def loop_code(
     )
     expressions = keeper.values.expressions
     lines[:0] = getattr(value_source, "makers", [])
-    if expressions:
-        lines.insert(0, f'{LOOP}, batch = batch["{LOOP}"], batch["batch"]')
     return LoopCode(lines, clip_code(way.source, way.scope, model, value_source), missing, expressions)
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #6eaea14f
@@ -704,7 +757,12 @@ def _is_whole(call: ast.Call, scope: dict[str, Any], model: torch.nn.Module) -> 
     is_call = isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute)
     if is_call and first.func.attr == "parameters":  # type: ignore[union-attr]
         return is_same_model(value_at(first.func.value, scope), model)  # type: ignore[union-attr]
-    return first is not None and is_same_model(value_at(first, scope), model)
+    if first is None:
+        return False
+    value = value_at(first, scope)
+    if isinstance(value, (list, tuple)):  # of parameters
+        return bool(value) and {id(p) for p in value} == {id(p) for p in model.parameters()}
+    return is_same_model(value, model)
 
 # %% ../../../nbs/api/probe/draft/27_loop_code.ipynb #fea6e922
 _WRAPPERS = ("prepare", "setup", "setup_module", "compile", "DDP", "DistributedDataParallel", "DataParallel")

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stabilitylab.numerics.pytree import batch_form, lost_parts, tensors_of
+from stabilitylab.numerics.pytree import LOOP, batch_form, lost_parts, tensors_of
 from stabilitylab.probe.draft.loop_source import value_at
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #9092ec7c
-LOOP = "loop"  # key of the values in a kept batch, beside `batch`
 _LARGEST = 64_000_000  # bytes; ours
 
 
@@ -74,13 +73,6 @@ def with_loop_values(
         return batch
     nodes = {name: ast.parse(text, mode="eval").body for name, text in expressions.items()}
     return {"batch": batch, LOOP: {name: _plain_value(value_at(node, scope)) for name, node in nodes.items()}}
-
-
-def batch_alone(
-    part: Any,  # a kept micro-batch
-) -> Any:
-    "The batch without the values of the loop."
-    return part["batch"] if type(part) is dict and part.keys() == {"batch", LOOP} else part
 
 # %% ../../../nbs/api/probe/draft/27_loop_values.ipynb #71d63668
 _WORDS = "Kept with every batch: "

@@ -6,6 +6,7 @@
 __all__ = ['FILE', 'own_loss', 'setup_source', 'record_source']
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #c8eb0687
+import argparse
 import ast
 import contextlib
 import inspect
@@ -29,7 +30,7 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import container_kind, parts_of
+from ...numerics.pytree import LOOP, container_kind, parts_of, tensors_of
 from .loop_code import LoopCode, loop_code, model_code
 from .loop_values import kept_in, kept_words
 from stabilitylab.probe.draft.trainer_code import (
@@ -386,7 +387,8 @@ class _LoopValues:
         "A value that the script computes at its top level."
         main, module = vars(sys.modules["__main__"]), _main_module()
         is_computed = module is not None and name in _assigned() and main.get(name) is value
-        if not is_computed or self.depth or name in _OWN_NAMES:
+        holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
+        if not is_computed or self.depth or name in _OWN_NAMES or holds_parameters:
             return None
         self.draft.uses_script = True
         return self._import(f"from {module} import {name}", name, name)
@@ -404,10 +406,14 @@ def _assigned() -> set[str]:
 
 
 def _local_modules() -> list[str]:
-    "Modules that stand beside the running script."
+    "Modules that stand beside the running script, or in folders beside it."
     file = _main_file()
     modules = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
-    return [name for name, path in modules if file and path and Path(path).parent == file.parent]
+    return [
+        name
+        for name, path in modules
+        if file and path and Path(path).is_relative_to(file.parent) and "site-packages" not in path
+    ]
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #3de68661
 def _script_lines(draft: _Draft, record: str | Path) -> str:
@@ -576,7 +582,7 @@ def setup_source(
         model=indent("\n".join(lines), "    ").lstrip(),
         seen=model_words,
         optimizer=single,
-        **_loss_parts(model, batch, code or by_trainer, recorder),
+        **_PARAMETERS | _loss_parts(model, batch, code or by_trainer, recorder),
         **_clip_parts(clip, code),
     )
 
@@ -601,6 +607,9 @@ def _trainer_code(
     return code
 
 # %% ../../../nbs/api/probe/draft/28_setup_template.ipynb #1519ce82
+_PARAMETERS = {"parameters": "model, batch"}  # of a loss without values of the loop
+
+
 def _loss_parts(
     model: nn.Module, batch: Any, code: LoopCode | TrainerCode | None, recorder: Any = None
 ) -> dict[str, str]:
@@ -615,7 +624,9 @@ def _loss_parts(
         comment = f"{words}. These lines are the loop's.{todo}"
         if code.expressions:
             comment += f"\n    # {kept_words(code.expressions)}"
-        return {"batch": comment, "loss": indent("\n".join(code.lines), "    ").lstrip(), "reduction": "sum"}
+        body = indent("\n".join(code.lines), "    ").lstrip()
+        parameters = {"parameters": f"model, batch, {LOOP}"} if code.expressions else {}
+        return {"batch": comment, "loss": body, "reduction": "sum", **parameters}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
         takes_index = len(inspect.signature(training_step).parameters) > 1
@@ -664,6 +675,8 @@ def _model_lines(draft: _Draft, model: nn.Module, frame: types.FrameType | None)
             lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{_cast_source(model)}"]
             model_words = "The program's own lines."
     draft.unseen = unseen
+    if "=TODO" in lines[0]:
+        lines[0], model_words = _configured(draft, lines[0], missing, frame, model_words)
     lines += patches
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
     if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
@@ -675,6 +688,27 @@ def _model_lines(draft: _Draft, model: nn.Module, frame: types.FrameType | None)
     if len(lines) == 1:
         return [lines[0].replace("model = ", "return ", 1)], model_words
     return [*lines, "return model"], model_words
+
+
+_SETTINGS = ("config", "configs", "cfg", "args", "opt", "opts", "hparams", "params", "options")
+
+
+def _configured(
+    draft: _Draft, line: str, missing: list[str], frame: types.FrameType | None, words: str
+) -> tuple[str, str]:
+    "A line that makes a model, with the one namespace of the loop where the model's settings are missing."
+    names = [key for key in missing if key in _SETTINGS]
+    if frame is None or len(names) != 1:
+        return line, words
+    scope = {**frame.f_globals, **frame.f_locals}
+    values = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
+    namespaces = {id(value): value for value in values if isinstance(value, argparse.Namespace)}
+    source = draft.literal(next(iter(namespaces.values()))) if len(namespaces) == 1 else None
+    if source is None:
+        return line, words
+    words_left = _seen_words([key for key in missing if key != names[0]], [])
+    note = f"`{names[0]}` was not kept by the model: these are the settings of the loop"
+    return line.replace(f"{names[0]}=TODO", f"{names[0]}={source}"), f"{words_left}; {note}"
 
 
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
@@ -720,7 +754,7 @@ def record_source(
         imports="# TODO: from your_file import YourModel",
         model="return TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
-        **_loss_parts(nn.Module(), batch, None),
+        **_PARAMETERS | _loss_parts(nn.Module(), batch, None),
         optimizer=optimizer_calls[0] if len(optimizer_calls) == 1 else "[" + ", ".join(optimizer_calls) + "]",
         clip="None",
         clip_words="TODO: the largest gradient norm, where the loop clips",

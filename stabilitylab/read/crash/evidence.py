@@ -53,6 +53,7 @@ CAUSES = {  # cause -> whether it came from outside: nobody has to fix the run, 
     "terminated": True,
     "hung up": True,
     "child failed": False,
+    "rank lost": False,  # by a record: one of its processes fell silent
 }
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #7cd6b807
@@ -307,17 +308,20 @@ def _line_at(data: bytes | mmap.mmap, begin: int) -> str:
     return _COLOUR.sub("", line.decode("utf-8", "replace"))
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #182e5b18
-def _tracebacks(data: bytes | mmap.mmap) -> Iterator[tuple[Evidence, int]]:
-    "Evidence of the tracebacks with the positions where they end; of very many the first and the last."
+_GOES_ON = re.compile(r"Exception ignored in|--- Logging error ---")  # before a traceback that ends nothing
+
+
+def _tracebacks(data: bytes | mmap.mmap) -> Iterator[tuple[Evidence, int, bool]]:
+    "Evidence of the tracebacks, where each ends, and whether the program ended; of many, the first and last."
     positions = list(_find_all(data, _HEAD.encode()))
     if len(positions) > _MAX_TRACEBACKS:
         half = _MAX_TRACEBACKS // 2
         positions = positions[:half] + positions[-half:]
     for begin in dict.fromkeys(_line_begin(data, position) for position in positions):
-        is_ignored = "Exception ignored in" in _line_at(data, _line_begin(data, max(0, begin - 1)))
+        goes_on = _GOES_ON.search(_line_at(data, _line_begin(data, max(0, begin - 1))))
         parsed = _parse_traceback(data[begin : begin + TRACEBACK_BYTES].decode("utf-8", "replace"), begin)
-        if parsed and not is_ignored:
-            yield parsed[0], begin + parsed[1]
+        if parsed:
+            yield parsed[0], begin + parsed[1], not goes_on
 
 
 def evidence_in(
@@ -326,8 +330,8 @@ def evidence_in(
 ) -> list[Evidence]:  # in the order of the text
     "All evidence of a crash in a text."
     tracebacks = list(_tracebacks(data))
-    evidence = [traceback for traceback, _ in tracebacks]
-    starts = np.array([traceback.position for traceback in evidence], dtype=np.int64)
+    evidence = [traceback for traceback, _, is_end in tracebacks if is_end]
+    starts = np.array([traceback.position for traceback, _, _ in tracebacks], dtype=np.int64)
     lines = {line for word in _NEEDLES for line in _line_begins(data, word, begin)}
     for position in sorted(lines):
         before = int(np.searchsorted(starts, position, side="right")) - 1

@@ -57,6 +57,12 @@ def _first_rank(table: LineTable) -> tuple[LineTable, int]:
     return table.select(is_first), int((~is_first).sum())
 
 
+def _is_total(name: str, value: np.ndarray) -> bool:
+    "Whether numbers are called `total` and nothing else, as the sum of several losses is, and count nothing."
+    is_count = (value == np.round(value)).mean() > 0.5
+    return split_words(name) == ("total",) and len(value) >= _MIN_LINES and not is_count
+
+
 def _names_split_only(name: str) -> bool:
     "Whether a name is `train` or `val` and nothing else."
     words = split_words(name)
@@ -68,13 +74,15 @@ def _may_be_series(slot: Slot) -> bool:
     role = meaning(slot.name)
     if not slot.name or slot.kind == "total" or role == "step" or is_fold(slot.name):
         return False
-    if slot.is_metric:
+    if slot.is_metric or _is_total(slot.name, slot.value):
         return True
+    # `3/100` counts through something, and an average has its current value beside it
     if slot.has_total or slot.kind == "average":
         return False
     canonical = canonical_name(slot.name)
     if canonical in SCALARS or canonical.removeprefix("val_") in SCALARS:
         return True
+    # an unknown word is taken only where its numbers move: `seed 1`, `gpus 8` stay the same
     return role != "setting" and not _is_constant_integer(slot.value)
 
 
@@ -100,7 +108,9 @@ def _candidate_series(counters: list[StepCounter], has_loss: bool) -> list[_Seri
     for counter in counters:
         for table in counter.tables:
             # where no name says loss, `train 0.5 | val 0.6` is taken for one
-            is_split = not has_loss and any(_names_split_only(slot.name) for slot in table.slots)
+            is_split = not has_loss and any(
+                _names_split_only(slot.name) or _is_total(slot.name, slot.value) for slot in table.slots
+            )
             if len(table.order) < _MIN_LINES and not (_has_metric(table) or is_split):
                 continue
             for slot in filter(_may_be_series, table.slots):
@@ -121,6 +131,8 @@ def _distance_from_loss(series: _Series, largest: int) -> tuple:
     "Sort key of the loss candidates, best first; `largest` is the size of the most frequent one."
     counter = series.counter
     is_rare = series.size < 0.1 * largest
+    # among losses of equal names the denser one that counts its steps wins; the weights are an order, not a
+    # measure
     is_final_result = not counter.kind and series.size < 0.5 * largest  # of a run or a fold, printed once
     is_stuck = counter.kind == "step" and counter.n_steps == 1 < series.size
     no_step = 0.5 * (not counter.kind or is_stuck) + 2 * is_final_result
@@ -142,7 +154,8 @@ def _is_symbol(series: _Series) -> bool:
 
 def _measures_training(series: _Series) -> bool:
     "Whether a series may measure training, and is not one number repeated in a list of settings."
-    is_named = series.is_metric or _names_split_only(series.name) or _is_symbol(series)
+    is_total = _is_total(series.name, series.parts[0][1])
+    is_named = series.is_metric or _names_split_only(series.name) or _is_symbol(series) or is_total
     has_step = series.counter.kind != "" or series.meaning == "loss"
     value = series.value
     return is_named and not _is_setting(series) and (has_step or bool((value != value[0]).any()))
@@ -152,9 +165,13 @@ def _training_loss(candidates: list[_Series]) -> _Series | None:
     "The series that is the training loss; None where nothing looks like one."
     training = [series for series in candidates if not is_evaluation(series.name)]
     losses = [series for series in training if series.meaning == "loss" and not _is_setting(series)]
+    # printed once at the end, and often of another data set
     losses = [series for series in losses if "final" not in split_words(series.name)]
     if not losses:
         losses = [series for series in training if _names_split_only(series.name)]
+    if not losses:
+        losses = [series for series in training if _is_total(series.name, series.parts[0][1])]
+    # a letter is believed only where nothing else in the log measures anything
     if not losses and not any(series.is_metric for series in candidates):
         losses = [series for series in candidates if _is_symbol(series)]
     largest = max((series.size for series in losses), default=0)
@@ -182,6 +199,7 @@ def _reference(counters: list[StepCounter], loss: _Series | None) -> StepCounter
     if loss is not None and loss.counter.kind == "step":
         return loss.counter
     usable = [counter for counter in counters if _may_be_reference(counter)]
+    # the most frequent count is the finest clock that the log has
     usable = usable or [counter for counter in counters if counter.kind == "epoch"]
     return max(usable, key=lambda counter: len(counter.order), default=None)
 
@@ -205,6 +223,7 @@ def _steps_of(
     if own is not None and not (has_reference and (is_aside or is_summary)):
         return own, counter.description
     lines_per_step = len(table.order) / max(1, reference.n_steps)
+    # several lines a step, such as one a layer: the step of the line beside it would stand there many times
     is_detail = lines_per_step > 3 and not _has_evaluation(table)
     if is_detail and not (has_reference and is_aside):
         return None, ""
@@ -227,6 +246,7 @@ def _restart_positions(counters: list[StepCounter]) -> np.ndarray:
             continue
         change = np.diff(counter.epoch)
         is_header = not any(_has_metric(table) for table in counter.tables) and counter.kind == "epoch"
+        # `Epoch 1` printed twice in a row as a header is a run that was begun again before it counted to two
         restarts = (change < 0) | (is_header & (change == 0) & (counter.epoch[1:] <= 1))
         positions.append(counter.order[1:][restarts])
     return np.unique(np.concatenate(positions))
@@ -243,6 +263,7 @@ def _fold_starts(counters: list[StepCounter]) -> np.ndarray:
     ]
     if not folds:
         return np.zeros(0, np.int64)
+    # folds may be announced in several forms of line, so changes are looked for in the order of the file
     order, number = (np.concatenate(parts) for parts in zip(*folds, strict=True))
     by_position = np.argsort(order, kind="stable")
     return order[by_position][1:][np.diff(number[by_position]) != 0]
@@ -250,6 +271,7 @@ def _fold_starts(counters: list[StepCounter]) -> np.ndarray:
 # %% ../../../nbs/api/read/freetext/06_interpret.ipynb #0b69b57e
 def _record_numbers(order: np.ndarray, records: np.ndarray, restarts: np.ndarray) -> np.ndarray:
     "The number of each record, from 1 in every segment; `records` are the positions of all records."
+    # binary search in the sorted positions: one pass, whatever the number of segments
     starts = np.r_[-1, restarts]
     start = starts[np.searchsorted(starts, order, side="right") - 1]
     return np.searchsorted(records, order, side="left") - np.searchsorted(records, start, side="left") + 1
@@ -263,6 +285,7 @@ def _samples(
     is_partly_counted = any(step is not None for step, _ in steps_by_part)
     parts = []
     for (table, value), (step, _) in zip(series.parts, steps_by_part, strict=True):
+        # one series has one axis: record numbers never stand beside steps
         if step is None and is_partly_counted and reference is not None:
             step = nearest_steps(table.order, reference)
         elif step is None:

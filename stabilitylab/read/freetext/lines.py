@@ -81,7 +81,8 @@ _MAX_BYTES = 6000  # of a line that are parsed
 _CELL = re.compile(
     rb"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+|[A-Za-z%]{1,2})?:?|[-+]?(?:nan|inf)", re.I
 )
-_ANY_NUMBER = re.compile(rb"\d|[nN][aA][nN]|[iI][nN][fF]")
+_NOT_FINITE = re.compile(rb"[nN][aA][nN]|[iI][nN][fF]")
+_ANY_NUMBER = re.compile(rb"\d|" + _NOT_FINITE.pattern)
 _VALUE = re.compile(rb"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)", re.I)
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9}
 _SCALED = {"token", "tokens", "sample", "samples", "smpl", "example", "examples"}
@@ -123,6 +124,8 @@ def _is_training_word(name: str) -> bool:
 
 def _parse_row(line: bytes) -> list[Hit]:
     "One record of a line that holds only numbers, or begins with three of them; else none."
+    if b"." not in line and not _NOT_FINITE.search(line):
+        return []
     fields, has_point, n_cells = [], False, 0
     cells = row_cells(mask_timestamps(line))
     for text, start, _ in cells:
@@ -204,10 +207,12 @@ _MIN_REDRAWS, _AT_REDRAW = 3, 0.9  # redraws of a bar, and the share of new valu
 
 def _without_redraws(table: LineTable) -> LineTable:
     "The lines of a progress bar that show a new value: where it changes only as the bar is drawn again."
+    if len(table.order) < 2 * _MIN_REDRAWS:
+        return table
     bars = [slot for slot in table.slots if slot.has_total and slot.kind == "value"]
     bar = max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)), default=None)
     metrics = [slot for slot in table.metrics if slot.kind == "value"]
-    if bar is None or not metrics or len(table.order) < 2 * _MIN_REDRAWS:
+    if bar is None or not metrics:
         return table
     is_redraw = np.r_[False, np.diff(bar.value) == 0]
     is_new = np.r_[False, np.any([np.diff(slot.value) != 0 for slot in metrics], axis=0)]

@@ -54,16 +54,19 @@ def _byte_mask(*codes: int) -> np.ndarray:
     return mask
 
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #45213f5b
-_CAPITAL = _byte_mask(*range(ord("A"), ord("Z") + 1))
-_LETTER = _CAPITAL | _byte_mask(*range(ord("a"), ord("z") + 1))
 _IS_LINK = _byte_mask(ord("="), ord(":"))
+
+
+def _is_letter(buf: np.ndarray) -> np.ndarray:
+    "Which bytes are letters of ASCII; a subtraction wraps around in uint8, so that one comparison is enough."
+    return ((buf | 0x20) - np.uint8(97)) < 26
 
 
 class _Words:
     "The words of a piece of text, as arrays (words,)."
 
     def __init__(self, piece: Piece):
-        letter, capital = _LETTER[piece.buf], _CAPITAL[piece.buf]
+        letter, capital = _is_letter(piece.buf), (piece.buf - np.uint8(65)) < 26
         is_inside = letter[:-1] & letter[1:] & ~(capital[1:] & ~capital[:-1])  # from one letter to the next
         self.start = np.flatnonzero(letter[1:] & ~is_inside) + 1
         end = np.flatnonzero(letter[:-1] & ~is_inside) + 1
@@ -113,7 +116,7 @@ def _follows_name(piece: Piece, begin: np.ndarray) -> np.ndarray:
     "Whether a letter stands before each number, or before the sign that links it to its name: `size=7`."
     before = begin - 1 - (piece.buf[begin - 1] == _BLANK)
     before = before - _IS_LINK[piece.buf[before]]
-    return _LETTER[piece.buf[before]]
+    return _is_letter(piece.buf[before])
 
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #2c1de7bb
 def _named(piece: Piece, words: _Words) -> np.ndarray:
@@ -139,21 +142,43 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
     return begin[is_metric | is_count | (is_unnamed & any_in(words.is_counter, before, before + 1))]
 
 
-def _find_all(text: bytes, needle: bytes) -> np.ndarray:
-    "Every position of a word, (n,) int64."
-    positions, at = [], text.find(needle)
-    while at >= 0:
-        positions.append(at)
-        at = text.find(needle, at + len(needle))
-    return np.array(positions, dtype=np.int64)
+_GRAM = 4  # bytes that are looked for at once; every needle has as many
+_GRAM_MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio (Knuth): the upper 16 bits are a hash
+
+
+def _find_all(buf: np.ndarray, needles: frozenset[bytes]) -> dict[bytes, np.ndarray]:
+    "Every position of each of some words in bytes, (n,) int64; one look at each byte, however many they are."
+    first = np.array([int.from_bytes(needle[:_GRAM], "little") for needle in needles], "<u4")
+    is_first = np.zeros(2**16, bool)  # by hash
+    is_first[(first * _GRAM_MULTIPLIER).view("<u2")[1::2]] = True
+    text, positions = buf.tobytes(), []
+    for shift in range(_GRAM):  # a copy lies at even addresses, where four bytes are read as one integer
+        grams = np.frombuffer(text, "<u4", (len(buf) - shift) // _GRAM, shift).copy()
+        hashes = (grams * _GRAM_MULTIPLIER).view("<u2")[1::2]
+        positions.append(np.flatnonzero(is_first.take(hashes)) * _GRAM + shift)
+    occurrences: dict[bytes, list[int]] = {needle: [] for needle in needles}
+    by_gram: dict[bytes, list[bytes]] = {}
+    for needle in needles:
+        by_gram.setdefault(needle[:_GRAM], []).append(needle)
+    for position in np.concatenate(positions).tolist():
+        for needle in by_gram.get(text[position : position + _GRAM], ()):
+            if text.startswith(needle, position):
+                occurrences[needle].append(position)
+    return {needle: np.array(at, np.int64) for needle, at in occurrences.items()}
+
+
+def _not_finite(buf: np.ndarray) -> np.ndarray:
+    "Where the letters `nan` and `inf` stand, as a word or in one, (n,) int64."
+    lower = buf | 0x20
+    words = [(lower[:-2] == a) & (lower[1:-1] == b) & (lower[2:] == c) for a, b, c in (b"nan", b"inf")]
+    return np.flatnonzero(words[0] | words[1])
 
 
 def _select(piece: Piece, lines: np.ndarray) -> Piece:
-    "A piece of some of the lines."
-    edges = np.zeros(len(piece.buf) + 1, np.int8)
-    edges[piece.start[lines]] += 1
-    edges[piece.end[lines] + 1] -= 1
-    return Piece(piece.buf[np.cumsum(edges[:-1], dtype=np.int8).astype(bool)].tobytes())
+    "A piece of the lines that a mask marks."
+    bounds = np.stack([piece.start, piece.end + 1], axis=1).ravel()  # a line and what is skipped after it
+    is_kept = np.stack([lines, np.zeros_like(lines)], axis=1).ravel()[:-1]
+    return Piece(piece.buf[bounds[0] : bounds[-1]][np.repeat(is_kept, np.diff(bounds))].tobytes())
 
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #482c8b6b
 def candidate_lines(
@@ -161,18 +186,16 @@ def candidate_lines(
     needles: tuple[tuple[bytes, ...], ...] = (),  # words that make a line worth reading that has them all
 ) -> np.ndarray:  # (lines,) bool; False: the line holds no record, nor all words of one of the needles
     "Which lines may be a record or an event."
-    text = piece.buf.tobytes()
-    lower = text.lower()
-    not_finite = np.concatenate([_find_all(lower, word) for word in (b"nan", b"inf")])
-    has_number = (piece.n_runs > 0) | _lines_with(piece, not_finite)
+    has_number = (piece.n_runs > 0) | _lines_with(piece, _not_finite(piece.buf))
     mask = np.zeros(len(piece.start), bool)
     if has_number.any():
-        part = _select(piece, np.flatnonzero(has_number))
+        part = _select(piece, has_number)
         words = _Words(part)
         foreign = np.flatnonzero(part.buf >= _FIRST_NON_ASCII)  # words of other alphabets are not listed
         positions = np.concatenate([_decimals(part), _named(part, words), words.not_finite(), foreign])
         mask[has_number] = _lines_with(part, positions)
-    lines_with = {word: _lines_with(piece, _find_all(text, word)) for word in {*chain(*needles)}}
+    occurrences = _find_all(piece.buf, frozenset(chain(*needles)))
+    lines_with = {word: _lines_with(piece, positions) for word, positions in occurrences.items()}
     for needle in needles:
         mask |= np.logical_and.reduce([lines_with[word] for word in needle])
     return mask

@@ -108,8 +108,9 @@ def name_adversarial_losses(
     renamed: list[LineTable] = []
     losses: set[str] = set()
     for table in tables:
-        decimals = [slot.name for slot in table.slots if slot.name and _is_decimal(slot)]
-        if table.is_row or not _are_adversarial(decimals):
+        named = [slot for slot in table.slots if slot.name]
+        may_be = not table.is_row and _are_adversarial([slot.name for slot in named])
+        if not may_be or not _are_adversarial([slot.name for slot in named if _is_decimal(slot)]):
             renamed.append(table)
             continue
         slots = _number_lists(sorted(table.slots, key=lambda slot: slot.position))

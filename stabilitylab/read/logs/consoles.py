@@ -150,10 +150,17 @@ def _read_trainer(path: Path) -> LogData:
     if records is None and "train_loss" in log.samples:
         log.canonical_names["train_loss"] = "final_train_loss"  # printed once, at the end of each training
     if records is not None and _is_late(records):
-        steps = _even_steps(records, _segments(log, records))
+        segments = _segments(log, records)
+        steps, words = (
+            _even_steps(records, segments),
+            "one logging interval apart: the dicts were flushed behind the bar",
+        )
+        if steps is None and 2 * len(np.unique(records.step)) <= len(records.step):  # one position for many
+            begins = np.searchsorted(segments, segments)
+            steps, words = np.arange(len(segments)) - begins + 1, "number of the record: the bars came late"
         if steps is not None:
             _with_steps(log, records, steps)
-            log.attrs["step_is"] = "one logging interval apart: the dicts were flushed behind the bar"
+            log.attrs["step_is"] = words
             return log
         log.attrs["step_is"] = "position of a progress bar that is ahead: the dicts were flushed late"
     resumed = _resumed_steps(log, records)

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 from ..base import Format, LogData, register_formats, runs_as_one
-from ..table_files import csv_shape, read_table
-from ..tables import step_name, table_log
+from ..table_files import csv_shape, is_long, read_table, table_pieces
+from ..tables import long_table_log, step_name, table_log
 
 # %% ../../../nbs/api/read/logs/csv_formats.ipynb #e9afb3a2
 def read_csv(
@@ -19,9 +19,14 @@ def read_csv(
     step: str | None = None,  # name of the step column; None: found
 ) -> LogData:  # one series a column of numbers; attrs `step_column`
     "The columns of any delimited table."
-    table, n_dropped = read_table(path)
-    log = table_log({column: table[column] for column in table}, step)
-    log.skip("lines with too many cells", n_dropped)
+    lost = LogData()
+    log = long_table_log(table_pieces(path, lost), step) if is_long(path) else None
+    if log is None:
+        table, n_dropped = read_table(path)
+        log = table_log({column: table[column] for column in table}, step)
+        log.skip("lines with too many cells", n_dropped)
+    else:
+        log.skipped |= lost.skipped
     return log
 
 

@@ -18,7 +18,7 @@ from ...names.errors import InputError, bad_input
 from ..base import Format, LogData, first_bytes, register_formats
 from .csv_formats import export_tag
 from .numbers import numbers_log
-from ..table_files import load_json, read_records
+from ..table_files import json_lines, load_json, read_records
 from ..tables import records_log, table_log, to_numbers
 from ...run.scalars import Samples
 
@@ -234,6 +234,28 @@ def _read_json_table(path: Path) -> LogData:
     return _read_document(path, _table)
 
 
+_RUN_KEYS = ("run_id", "run_name", "run")  # of a record: which run it is of
+
+
+def _json_runs(path: Path) -> dict[str, LogData]:
+    "The runs of a JSONL file whose records name theirs, with two values or more; {} where none does."
+    head = first_bytes(path)
+    key = next((key for key in _RUN_KEYS if f'"{key}"'.encode() in head), None)
+    if key is None or not _is_lines(head):
+        return {}
+    parts: dict[str, list[dict]] = {}
+    for record in json_lines(path, LogData()):
+        if isinstance(record.get(key), str):
+            parts.setdefault(record[key], []).append(record)
+    runs = {name: records_log(records) for name, records in parts.items()}
+    return {name: log for name, log in runs.items() if _longest(log) > 1}
+
+
+def _longest(log: LogData) -> int:
+    "The values of the longest series."
+    return max((len(samples.step) for samples in log.samples.values()), default=0)
+
+
 _NUMBERS = rb"\[\s*-?\d+(\.\d+)?([eE][-+]?\d+)?\s*,\s*-?\d"  # a list of them; a line may begin with [10]
 
 
@@ -251,6 +273,11 @@ def _json_table_confidence(head: bytes, path: Path) -> float:
 
 
 _JSON_TABLE = Format(
-    "json_table", "any JSON or JSONL", _json_table_confidence, _read_json_table, '{"step": 1, "loss": 2.5}'
+    "json_table",
+    "any JSON or JSONL",
+    _json_table_confidence,
+    _read_json_table,
+    '{"step": 1, "loss": 2.5}',
+    pieces=_json_runs,
 )
 register_formats(_TRAINER_STATE, _LLAMA_FACTORY, _CLEARML, _GOLDEN, _TENSORBOARD_JSON, _JSON_TABLE)

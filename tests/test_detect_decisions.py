@@ -1,0 +1,153 @@
+"""Conditions of the detectors that made failures do not reach: a small series each, whose answer is known.
+
+Each test holds one decision: what a rule asks besides its limit. `make mutants` turns such conditions round.
+"""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from stabilitylab.detect.cross_run import compare_runs
+from stabilitylab.detect.layers.massive_activations import typical_magnitude
+from stabilitylab.detect.layers.parameters import find_lost_updates
+from stabilitylab.detect.loss.divergence import find_divergence
+from stabilitylab.detect.loss.spike_rules import RULES
+from stabilitylab.detect.loss.spikes import find_loss_spikes
+from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
+from stabilitylab.detect.metrics import find_quantized_loss
+from stabilitylab.detect.policy import policy_series
+from stabilitylab.detect.restarts import find_changed_settings
+from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
+
+rng = np.random.default_rng
+
+
+def run_of(restarts=(), **series):
+    "A record of series with steps 0, 1, 2, ...; None where a value was not logged."
+    samples = {}
+    for name, value in series.items():
+        value = np.asarray(value, float)
+        samples[name] = Samples(np.arange(len(value)), value)
+    return new_run(make_scalars(samples, restarts=np.array(restarts, np.int64)))
+
+
+def noisy(level, n=None, sd=0.01, seed=0):
+    "A level, or a curve of levels, with Gaussian noise."
+    level = np.full(n, float(level)) if n else np.asarray(level, float)
+    return level + sd * rng(seed).normal(size=len(level))
+
+
+def test_an_early_bump_of_many_records_is_a_spike_although_the_run_began_higher():
+    loss = noisy(np.concatenate([np.full(10, 6.0), np.full(190, 3.0)]))
+    loss[60:85] += 2  # below the start, within the first history, but no record or two
+    long_bump = find_loss_spikes(run_of(loss=loss))
+    loss[61:85] -= 2
+    one_record = find_loss_spikes(run_of(loss=loss))
+    assert [f.severity for f in long_bump if f.onset == 60] == ["warning"]
+    assert not [f for f in one_record if f.severity != "info"]
+
+
+def test_a_small_bump_is_a_note_only_where_it_came_back():
+    returned = noisy(3, 400, sd=0.02)
+    returned[300:310] += 0.3
+    stayed = noisy(3, 400, sd=0.02)
+    stayed[300:] += 0.3
+    for loss, severity in ((returned, "info"), (stayed, "error")):
+        assert [f.severity for f in find_loss_spikes(run_of(loss=loss)) if f.onset == 300] == [severity]
+
+
+def test_a_rise_of_its_last_records_alone_is_no_divergence():
+    loss = noisy(np.linspace(4, 2, 300))
+    loss[-2:] += 2
+    assert not [f for f in find_divergence(run_of(loss=loss)) if f.severity != "info"]
+
+
+def test_a_lone_record_is_told_from_a_pair_of_records_of_the_same_height():
+    heavy = 2 + 0.1 * rng(3).standard_t(2.2, size=600).clip(-3, 9)
+    lone = heavy.copy()
+    lone[500] = lone[:500].max() * 0.98
+    assert not [
+        f for f in find_loss_spikes(run_of(loss=lone)) if f.onset == 500 and "count" not in f.evidence
+    ]
+
+
+def test_kl_and_entropy_without_a_reward_are_no_policy():
+    series = {"kl": noisy(0.5, 80), "entropy": noisy(2, 80), "loss": noisy(3, 80)}
+    assert policy_series(run_of(**series)) == {}
+    assert set(policy_series(run_of(reward=noisy(1, 80), **series))) >= {"reward", "entropy"}
+
+
+def test_the_rule_of_the_median_deviation_flags_what_lies_above_and_nothing_below():
+    loss = noisy(3, 300, sd=0.02)
+    loss[200], loss[250] = 4.0, 2.0
+    flags = RULES["mad"].flags(loss)
+    assert flags[200] and not flags[250]
+
+
+@pytest.mark.parametrize("since", [4, 16])
+def test_lost_updates_are_dated_from_the_first_step_at_which_most_were_lost(since):
+    steps = np.arange(40)
+    lost = np.where(steps[:, None] >= since, 0.9, 0.1) * np.ones(2)
+    coords = {
+        "step": steps,
+        "param": ["a", "b"],
+        "kind": ("param", ["mlp", "mlp"]),
+        "layer": ("param", [0, 1]),
+    }
+    units = {"long_name": "made", "units": "1"}
+    run = new_run(sampled_updates=xr.Dataset({"lost_frac": (("step", "param"), lost, units)}, coords))
+    run.attrs["dtypes"] = {"a": "bfloat16", "b": "bfloat16"}
+    (finding,) = find_lost_updates(run)
+    assert finding.onset == since
+
+
+def test_the_typical_magnitude_is_the_binade_of_the_median_entry():
+    share = np.zeros(254)
+    share[126 - 3], share[126 + 2], share[126 + 5] = 0.3, 0.4, 0.3  # 2^-3, 2^2 (holds the median), 2^5
+    exponents = xr.DataArray(share, dims="exponent", coords={"exponent": np.arange(-126, 128)})
+    assert float(typical_magnitude(exponents)) == pytest.approx(2**2.5)
+
+
+def test_a_flat_loss_is_a_warning_where_the_noise_allows_it_and_a_note_else():
+    calm = find_not_learning(run_of(loss=noisy(6, 200, sd=0.05)))
+    wild = find_not_learning(run_of(loss=noisy(6, 40, sd=3.0)))
+    assert [f.severity for f in calm] == ["warning"]
+    assert all(f.severity == "info" and "note" in f.evidence for f in wild)
+
+
+@pytest.mark.parametrize(("val_rise", "level", "n"), [(0.0, 2.0, 1), (0.5, 2.0, 0), (0.0, -2.0, 0)])
+def test_a_level_shift_needs_a_validation_that_stayed_and_a_loss_above_zero(val_rise, level, n):
+    shape = np.where(np.arange(600) < 300, 0.0, 0.5)
+    loss = noisy(level + shape, sd=0.01)
+    validation = noisy(level + val_rise / 0.5 * shape, sd=0.005, seed=1)
+    assert len(find_level_shift(run_of(loss=loss, val_loss=validation))) == n
+
+
+def test_a_setting_that_only_one_pass_logged_is_no_change():
+    lr = np.r_[np.full(50, np.nan), np.full(50, 1e-4)]
+    both = np.r_[np.full(50, 1e-3), np.full(50, 1e-4)]
+    loss = noisy(3, 100)
+    assert not find_changed_settings(run_of(restarts=[50], loss=loss, lr=lr))
+    assert len(find_changed_settings(run_of(restarts=[50], loss=loss, lr=both))) == 1
+
+
+def test_a_copy_is_told_from_a_run_that_parted():
+    loss = noisy(np.linspace(4, 2, 300))
+    other = loss.copy()
+    other[200:] += 0.01 * rng(5).normal(size=100)
+    copies = compare_runs({"a": run_of(loss=loss), "b": run_of(loss=loss)})
+    parted = compare_runs({"a": run_of(loss=loss), "b": run_of(loss=other)})
+    assert [f.evidence["is_copy"] for f in copies if "is_copy" in f.evidence] == [True]
+    assert [f.evidence["is_copy"] for f in parted if "is_copy" in f.evidence] == [False]
+    assert [f.evidence["same_until"] for f in parted if "same_until" in f.evidence] == [199]
+
+
+@pytest.mark.parametrize(("norm", "where"), [("full", "head"), ("few", "anywhere")])
+def test_a_witness_of_few_values_says_nothing_of_where_a_loss_was_cast(norm, where):
+    loss = np.float32(np.linspace(3.4, 3.2, 400) + 0.02 * rng(0).normal(size=400))
+    coarse = np.float32(np.asarray((loss.view(np.uint32) + 0x8000) & 0xFFFF0000, np.uint32).view(np.float32))
+    grad = rng(1).normal(1, 0.1, 400) if norm == "full" else np.resize([0.123456, 0.234567, 0.7654321], 400)
+    (finding,) = find_quantized_loss(run_of(loss=coarse, grad_norm=np.float32(grad)))
+    words = finding.evidence["likely_cast"]
+    assert ("grad_norm" in words or "head" in words) == (where == "head"), words

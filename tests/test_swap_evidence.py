@@ -1,0 +1,116 @@
+"`diagnose --swap`: runs the code of a run only when asked, and its verdict is evidence."
+
+import json
+
+import pytest
+import torch
+
+from stabilitylab import Recorder
+from stabilitylab.cli.main import main
+from stabilitylab.detect.causes import ranked_causes
+from stabilitylab.investigation.swap import swap_facts
+from stabilitylab.mcp.tools import Tools
+from tests.test_zoo import JUMP, ORDINARY
+from tests.zoo.__main__ import score
+
+SETUP = """
+from pathlib import Path
+import torch
+from stabilitylab.replay.state import Setup
+(Path(__file__).parents[1] / "was_run").touch()
+def setup(path):
+    loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+    adamw = lambda model: torch.optim.AdamW(model.parameters(), lr=0.03)
+    return Setup(lambda: torch.nn.Linear(16, 4), loss, adamw)
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    "60 steps of a linear classifier; the labels of step 50 are turned around."
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    path = tmp_path / "run"
+    with Recorder(model, optimizer, path, snapshot_every=10) as recorder:
+        for step in range(60):
+            x = torch.randn(32, 16)
+            batch = {"x": x, "y": x[:, :4].argmin(1) if step == 50 else x[:, :4].argmax(1)}
+            recorder.batch(batch)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    (path / "replay_setup.py").write_text(SETUP)
+    return path
+
+
+def told(path, capsys, *options):
+    "The most likely cause as JSON."
+    assert main(["diagnose", str(path), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)["most_likely"]
+
+
+@pytest.mark.slow
+def test_code_of_a_run_is_executed_only_where_it_was_asked_for(recorded, capsys):
+    plain = told(recorded, capsys)
+    too_dear = told(recorded, capsys, "--swap", "--swap-seconds", "0")
+    assert not (recorded.parent / "was_run").exists()
+    assert plain["test"].endswith("--step 50") and "--swap" in plain["missing"][-1] and "swap" not in plain
+    assert "the limit is 0 s" in too_dear["swap"]["left_out"] and "not run" in too_dear["missing"][-1]
+    asked = told(recorded, capsys, "--swap")
+    assert (recorded.parent / "was_run").exists()
+    assert asked["swap"]["verdict"] == "bad batch" and asked["because"][0].startswith("the swap test")
+    assert "test" not in asked and asked["id"] == "bad_labels"
+    assert main(["diagnose", str(recorded), "--swap"]) == 0
+    assert "Swap test of step 50: bad batch" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_tool_of_an_agent_hands_its_verdict_to_later_answers(recorded):
+    tools = Tools([recorded.parent])
+    before = tools.diagnose("run", brief=False)["most_likely"]
+    assert not (recorded.parent / "was_run").exists() and "swap" not in before
+    tools.replay("run", step=50, what="swap")
+    assert tools.diagnose("run", brief=False)["most_likely"]["swap"]["verdict"] == "bad batch"
+
+
+@pytest.mark.slow
+def test_a_setup_that_fails_is_said_and_changes_no_cause(recorded, capsys):
+    plain = told(recorded, capsys)
+    (recorded / "replay_setup.py").write_text("raise RuntimeError('no such data')")
+    broken = told(recorded, capsys, "--swap")
+    assert broken["id"] == plain["id"] and "no such data" in broken["swap"]["left_out"]
+
+
+def test_a_verdict_moves_the_causes_of_its_side_and_only_these():
+    labels = ORDINARY | {"back_at_once": (0.9, 104)}
+    before = {c.id: c.score for c in ranked_causes(labels)}
+    batch = {c.id: c.score for c in ranked_causes(labels | swap_facts("bad batch", 3, 101))}
+    state = {c.id: c.score for c in ranked_causes(labels | swap_facts("bad state", 0, 101))}
+    assert batch["bad_labels"] > before["bad_labels"] > state["bad_labels"]
+    assert swap_facts("neither", 0, 101) == swap_facts("bad batch and bad state", 2, 101) == {}
+    assert "bad_batch" not in batch  # said only where nothing else can be
+    assert [c.id for c in ranked_causes(JUMP | swap_facts("bad state", 0, 101))] == ["bad_state"]
+    row = ORDINARY | {"back_at_once": (0.1, 141)} | swap_facts("bad batch", 9, 101)
+    assert "9 or more batches in a row are out of line" in ranked_causes(row)[0].evidence
+
+
+def test_a_loss_far_below_chance_blames_no_labels():
+    near_zero = ORDINARY | {"back_at_once": (0.9, 104), "event_over_chance": (0.01, 101)}
+    sure = {c.id: c.score for c in ranked_causes(near_zero | {"event_over_chance": (1.8, 101)})}
+    assert {c.id: c.score for c in ranked_causes(near_zero)}["bad_labels"] < sure["bad_labels"]
+
+
+def test_wide_logits_name_the_initialisation_of_a_classifier_of_tokens_only():
+    wide = {"logit_std": (2.9, 0), "first_over_chance": (1.8, 0), "embeds": (1.0, None)}
+    assert [c.id for c in ranked_causes(wide)] == ["init_too_wide"]
+    assert ranked_causes(wide | {"embeds": (0.0, None)}) == []
+
+
+@pytest.mark.slow
+def test_the_draft_of_a_zoo_run_is_swapped_and_the_batch_is_blamed(tmp_path):
+    scored = score("mlp labels", tmp_path, swap=True)
+    assert scored["swap"]["verdict"] == "bad batch" and scored["cause_first"]
+    assert scored["swap"]["seconds"] > 0
