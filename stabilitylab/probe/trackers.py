@@ -175,8 +175,8 @@ def trackers_of(
     if report_to is None:
         return []
     named = report_to if isinstance(report_to, list | tuple | dict) else [report_to]
-    targets = named if isinstance(named, dict) else dict.fromkeys(named)
-    chosen = []
+    targets: dict[Any, str | None] = named if isinstance(named, dict) else dict.fromkeys(named)
+    chosen: list[tuple[str, str | None, _Tracker]] = []
     for name, where in targets.items():
         if callable(name):
             chosen.append((getattr(name, "__name__", "a function"), None, _function(name)))
@@ -278,8 +278,8 @@ class Reports:
             row.step % self.every == 0 or not np.isfinite(list(row.scalars.values())).all()
         ):
             items.append((row.step, row.time, row.scalars | self._of_layers(row)))
-        shown = [event for event in events if event[0] in _SEVERITIES]
-        items += [TrackerEvent(kind, step, text, _SEVERITIES[kind]) for kind, step, text, _ in shown]
+        reported = [event for event in events if event[0] in _SEVERITIES]
+        items += [TrackerEvent(kind, step, text, _SEVERITIES[kind]) for kind, step, text, _ in reported]
         for reporter in self.reporters:
             for item in items:
                 reporter.put(item)
@@ -288,7 +288,7 @@ class Reports:
         "The statistics of layers that the caller chose, where they were measured."
         if self.select is None:
             return {}
-        values = {}
+        values: dict[str, float] = {}
         for key, column in row.columns.items():
             if key not in self.chosen:
                 names = self.modules.names if key.startswith("activations/") else self.params.names
@@ -300,9 +300,9 @@ class Reports:
     def close(self) -> None:
         "Report the findings and end, within a short time."
         is_heard = any(reporter.thread.is_alive() for reporter in self.reporters)
-        findings = self.guard.attempt("reporting findings", None, _findings, self.record) if is_heard else None
+        attempted = self.guard.attempt("reporting findings", None, _findings, self.record) if is_heard else ()
         for reporter in self.reporters:
-            for item in (*(findings or ()), None):
+            for item in (*(attempted or ()), None):
                 reporter.put(item)
         end = time.monotonic() + _AT_END
         for reporter in self.reporters:

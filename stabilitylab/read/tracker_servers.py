@@ -205,7 +205,7 @@ def _trackio_project(server: _Server, query: str) -> dict[str, LogData]:
     projects = server.ask("api/get_all_projects", {})["data"]
     if wanted is None and len(projects) == 1:
         wanted = projects[0]
-    if wanted not in projects:
+    if wanted is None or wanted not in projects:
         available = ", ".join(map(str, projects[:10])) or "none"
         problem = "names no project" if wanted is None else f"has no project {printable(wanted)!r}"
         raise InputError(f"`{server.base}` {problem}; allowed: {server.base}/?project=NAME with {available}")

@@ -49,9 +49,7 @@ def lab(tmp_path_factory):
         "PYTHONPATH": str(ROOT),
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_DATA_DIR": str(folder / "data"),
-        "JUPYTER_PATH": str(
-            ROOT / "stabilitylab" / "workbench"
-        ),  # the launcher's tile, as the wheel installs it
+        "JUPYTER_PATH": str(ROOT / "stabilitylab/workbench"),  # the launcher's tile, as a wheel installs it
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "IPYTHONDIR": str(folder / "ipython"),
     }
