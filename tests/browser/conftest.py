@@ -116,6 +116,25 @@ def has_begun(page):
     return True
 
 
+def run_all(page):
+    "Runs all cells of the notebook that is open."
+    # JupyterLab asks which kernel to take, or says that it was not ready; on a busy machine at any moment
+    answer = page.locator(".jp-Dialog button.jp-mod-accept").first
+    page.add_locator_handler(answer, lambda button: button.click())
+    for _ in range(5):  # on a busy machine the first wish is lost while the kernel still connects
+        page.click(".jp-Notebook .jp-Cell")
+        page.click('text="Run"')
+        page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
+        if has_begun(page):
+            break
+
+
+@pytest.fixture
+def run_cells():
+    "`run_all`, for a test that opens its notebook itself."
+    return run_all
+
+
 @pytest.fixture
 def notebook(lab, browser):
     "A function that opens a notebook of these cells in a page and runs them all; (page, console errors)."
@@ -139,15 +158,7 @@ def notebook(lab, browser):
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
         pages.append(page)
-        # JupyterLab asks which kernel to take, or says that it was not ready; on a busy machine at any moment
-        answer = page.locator(".jp-Dialog button.jp-mod-accept").first
-        page.add_locator_handler(answer, lambda button: button.click())
-        for _ in range(5):  # on a busy machine the first wish is lost while the kernel still connects
-            page.click(".jp-Notebook .jp-Cell")
-            page.click('text="Run"')
-            page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
-            if has_begun(page):
-                break
+        run_all(page)
         return page, errors
 
     yield open_cells

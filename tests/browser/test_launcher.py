@@ -8,7 +8,7 @@ DIVERGED = "".join(
 )
 
 
-def test_the_tile_opens_a_notebook_with_the_workbench(lab, browser):
+def test_the_tile_opens_a_notebook_with_the_workbench(lab, browser, run_cells):
     url, token, folder = lab
     (folder / "failed").mkdir()
     (folder / "failed" / "train.log").write_text(DIVERGED)
@@ -30,10 +30,9 @@ def test_the_tile_opens_a_notebook_with_the_workbench(lab, browser):
     for _ in range(7):
         page.keyboard.press("ArrowRight")
     page.keyboard.type("train.log")
-    page.click('.lm-MenuBar-itemLabel:text-is("Run")')
-    page.click('.lm-Menu-itemLabel:text-is("Run All Cells")')
+    run_cells(page)
     page.wait_for_selector(
-        ".jp-OutputArea-output >> text=/divergence|loss_spike|Most likely/", timeout=120_000
+        ".jp-OutputArea-output >> text=/divergence|loss_spike|Most likely/", timeout=60_000
     )
     page.screenshot(path=folder / "workbench.png")
     keep = os.environ.get("KEEP_PICTURES")
