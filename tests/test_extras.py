@@ -17,6 +17,18 @@ USES = {  # extra -> (package that is blocked, what needs it)
         "jupyterlab",
         "from stabilitylab.cli.main import main; sys.exit(main(['lab', '.', '--notebook', 'x.ipynb']))",
     ),
+    "trackers": (
+        "tensorboard",
+        """
+import torch
+from stabilitylab import Recorder
+model = torch.nn.Linear(2, 1)
+with Recorder(model, torch.optim.SGD(model.parameters(), 0.1), 'run', report_to='tensorboard') as recorder:
+    loss = model(torch.ones(2)).sum()
+    loss.backward()
+    recorder.step(loss)
+""",
+    ),
     "agent": ("mcp", "from stabilitylab.cli.main import main; sys.exit(main(['mcp']))"),
 }
 PROGRAM = """

@@ -176,7 +176,7 @@ def test_most_functions_were_reached(tmp_path, monkeypatch):
     for name, words in (
         ("hooks.ModuleProbe._look", "activations of fc1 missing from step 0"),
         ("updates.StepUpdates.read", "updates of fc1.weight missing"),
-        ("params._Gradients._read", "gradients of fc1.weight missing"),
+        ("params._Gradients.read", "gradients of fc1.weight missing"),
         ("params.ParamProbe.take_details", "costly statistics missing"),
     ):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:

@@ -155,7 +155,8 @@ def _read_trainer(path: Path) -> LogData:
             _even_steps(records, segments),
             "one logging interval apart: the dicts were flushed behind the bar",
         )
-        if steps is None and 2 * len(np.unique(records.step)) <= len(records.step):  # one position for many
+        is_shared = 2 * len(np.unique(records.step)) <= len(records.step)  # one position of a bar for many
+        if steps is None and is_shared and (records.step > 0).any():
             begins = np.searchsorted(segments, segments)
             steps, words = np.arange(len(segments)) - begins + 1, "number of the record: the bars came late"
         if steps is not None:
