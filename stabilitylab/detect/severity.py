@@ -55,14 +55,15 @@ class _LossContext:
 
     @cached_property
     def is_running_mean(self) -> bool:
-        "Whether it is called an average and moves like one: after its peak one record takes little off."
+        "Whether it is called an average and moves like one: its peak does not tower over both neighbours."
         value = self.loss.value
         is_called_so = self.objective.is_average and is_smooth(value)
         if not is_called_so:
             return False
         at = int(np.argmax(value))
         height = value[at] - np.median(value)
-        return at + 1 == len(value) or value[at] - value[at + 1] <= limit("majority") * height
+        beside = value[max(at - 1, 0) : at + 2]  # one that begins anew falls at once, but has climbed slowly
+        return value[at] - np.delete(beside, min(at, 1)).max() <= limit("majority") * height
 
     @cached_property
     def whole_epochs(self) -> np.ndarray | None:
