@@ -2,14 +2,18 @@
 
 import json
 import sqlite3
+import threading
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 
 from stabilitylab.names.errors import InputError
+from stabilitylab.read.files import ReadOptions
 from stabilitylab.read.groups import continuations, stem_without_counter
 from stabilitylab.read.runs import read_log, read_runs
+from stabilitylab.read.tracker_servers import _server, server_runs
 
 STEPS = np.arange(0, 200, 10)
 LOSS = 3 / (1 + STEPS / 50)
@@ -285,3 +289,52 @@ def test_of_two_attempts_the_last_one_ended_the_run(tmp_path):
     (run,) = read_runs(tmp_path / "train.err").values()
     told = [(crash["name"], crash["died"]) for crash in run.attrs["crashes"]]
     assert told == [("SyntaxError", False), ("RuntimeError", True)]
+
+
+@pytest.fixture
+def asked():
+    "Two servers: the second sends everybody on to the first; who asked each, by port."
+    said = {}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            said.setdefault(self.server.server_port, []).append(self.headers["Authorization"])
+            is_first = self.server is servers[0]
+            self.send_response(200 if is_first else 302)
+            if not is_first:
+                self.send_header("Location", f"http://127.0.0.1:{servers[0].server_port}{self.path}")
+            self.end_headers()
+            self.wfile.write(b"2.0 of something else")
+
+        def log_message(self, *args):
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Answer) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield [server.server_port for server in servers], said
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_credentials_of_the_environment_go_to_the_server_that_it_names_and_to_no_other(
+    asked, names_it, monkeypatch
+):
+    (first, second), said = asked
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{second if names_it else 1}")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    for port in (first, second):
+        assert server_runs(f"http://127.0.0.1:{port}/", ReadOptions()) is None
+    assert said[second] == ["Bearer secret" if names_it else None]
+    assert said[first] == [None, None]  # asked by itself, and by the redirect
+
+
+def test_a_space_learns_only_the_token_in_its_address(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    page = "huggingface.co/spaces/some_one/runs"
+    assert _server(f"https://{page}")[0].headers == {}
+    assert _server(f"https://ann:hf_x@{page}")[0].headers == {"Authorization": "Bearer hf_x"}

@@ -7,9 +7,11 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
+from stabilitylab.detect import evidence
 from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.investigation.swap import swap_facts
 from stabilitylab.mcp.tools import Tools
+from stabilitylab.replay import examine, swap
 from tests.test_zoo import JUMP, ORDINARY
 from tests.zoo.__main__ import score
 
@@ -114,3 +116,10 @@ def test_the_draft_of_a_zoo_run_is_swapped_and_the_batch_is_blamed(tmp_path):
     scored = score("mlp labels", tmp_path, swap=True)
     assert scored["swap"]["verdict"] == "bad batch" and scored["cause_first"]
     assert scored["swap"]["seconds"] > 0
+
+
+def test_the_estimate_counts_the_states_and_batches_that_the_test_takes():
+    distances = sorted({examine._FAR >> halved for halved in range(3)}, reverse=True)
+    assert (*distances, 0) == evidence._BACK
+    states, batches = len(distances) + 1, len(distances) + 2  # the suspect ones among them
+    assert states * batches + swap._LATER * len(distances) == evidence._CELLS

@@ -20,6 +20,7 @@ from ..run.rolling import MAD_TO_SD
 # %% ../../nbs/api/detect/17_ranks.ipynb #d0e565f8
 _FEWEST = 3  # ranks that hold the same modules; of two nobody can say which is wrong
 _TINY = 1e-30  # stands for zero in a logarithm
+_CLOCK = 1e-6  # s; a shorter time is not measured by the Recorder's clock: our convention
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def _slow_columns(own: np.ndarray, step_time: np.ndarray) -> Iterator[tuple[int,
     for column in range(own.shape[1]):
         at = _lasting(slow[:, column], count_limit("least_records"))
         if len(at):
-            yield column, at, float(np.median(own[at, column] / np.maximum(usual[at], 1e-6)))
+            usual_there = np.maximum(usual[at], _CLOCK)
+            yield column, at, float(np.median(own[at, column] / usual_there))
 
 
 def _in_pace(run: xr.DataTree, table: xr.Dataset) -> list[Finding]:

@@ -215,22 +215,21 @@ def _norm_scaling(log: UndoLog) -> None:
 def _is_post_norm(training: Training) -> bool:
     "Whether some norm takes the sum of a branch and the output of a norm; measured on the next batch."
     model = training.model
-    norm_inputs, norm_outputs, branch_outputs = (
-        list[torch.Tensor](),
-        list[torch.Tensor](),
-        list[torch.Tensor](),
-    )
+    norm_inputs: list[torch.Tensor] = []
+    norm_outputs: list[torch.Tensor] = []
+    branch_outputs: list[torch.Tensor] = []
 
     def on_norm(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         "Keeps what a norm takes and returns."
         norm_inputs.append(args[0])
         norm_outputs.append(output)
 
+    def on_branch(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        "Keeps what a branch adds to the stream."
+        branch_outputs.append(output)
+
     handles = [norm.register_forward_hook(on_norm) for norm in norm_layers(model).values()]
-    for branch in residual_projections(model).values():
-        handles.append(
-            branch.register_forward_hook(lambda module, args, output: branch_outputs.append(output))
-        )
+    handles += [branch.register_forward_hook(on_branch) for branch in residual_projections(model).values()]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -251,11 +251,12 @@ def _module_probe(model: torch.nn.Module, options: RecorderOptions, guard: Guard
 def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     "The store, its writer and the black box."
     rank, modules, params, guard = this_rank(), recorder.modules, recorder.params, recorder.guard
-    only_modules, recorder.is_spread = not writes_parameters(params, rank), rank.world > 1
+    only_modules, is_spread = not writes_parameters(params, rank), rank.world > 1
+    recorder.is_spread = is_spread
     attrs = attrs_of(params, rank.world)
     tables = record_tables(modules, params, only_modules)
     store = recorder.store = open_store(recorder.path, tables, attrs, rank)
-    seconds, is_spread = recorder.options.flush_seconds, rank.world > 1
+    seconds = recorder.options.flush_seconds
     recorder.writer = Writer(
         store, modules, params, guard, seconds, is_spread, only_modules, recorder._on_bad
     )
@@ -264,7 +265,7 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
         recorder.writer.on_row = None if recorder.watch is None else recorder.watch.see
     if recorder.options.report_to is not None and not rank.number:
         recorder.reports = guard.attempt("reporting", None, Reports, recorder)
-        recorder.writer.report = None if recorder.reports is None else recorder.reports.see
+        recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
     if not rank.number:
         for event in opening_events(store, attrs, params, recorder.n):
             recorder.writer.put(event)

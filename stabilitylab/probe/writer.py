@@ -103,7 +103,7 @@ class Writer:
     ):
         self.store, self.guard, self.seconds, self.on_bad = store, guard, seconds, on_bad
         self.on_row: Callable[[StepRow], list[tuple]] | None = None  # called with each step, gives events
-        self.report: Callable[[StepRow | None, list[tuple]], None] | None = None  # a step and its events
+        self.on_item: Callable[[StepRow | None, list[tuple]], None] | None = None  # with each step or event
         self.row_of = partial(
             step_row, modules=modules, params=params, counts=counts, only_modules=only_modules
         )
@@ -171,8 +171,8 @@ class Writer:
             self.pending.events.append(item)
         if isinstance(item, dict):
             row = self._row(item)
-        if self.report is not None:
-            self.guard.attempt("reporting", None, self.report, row, self.pending.events[n_events:])
+        if self.on_item is not None:
+            self.guard.attempt("reporting", None, self.on_item, row, self.pending.events[n_events:])
 
     def _row(self, item: dict) -> StepRow | None:
         "One step, until it is written; None where it could not be recorded."

@@ -47,8 +47,9 @@ class _Server:
     ) -> tuple[int, bytes]:  # HTTP status and what came
         "What it answers, an error of its own included."
         data = None if body is None else json.dumps(body).encode()
-        headers = self.headers | {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.base}/{path}", data, headers)
+        request = urllib.request.Request(f"{self.base}/{path}", data, {"Content-Type": "application/json"})
+        for name, value in self.headers.items():  # another host to which it sends us must not learn it
+            request.add_unredirected_header(name, value)
         try:
             with urllib.request.urlopen(request, timeout=_PATIENCE) as answer:
                 return answer.status, answer.read()
@@ -82,18 +83,22 @@ class _Server:
     def refuse(self) -> Never:
         "The error of a server that wants to know who asks."
         raise InputError(
-            f"`{self.base}` asks who you are; allowed: http://USER:PASSWORD@… in the address, or the "
-            "variables MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, HF_TOKEN"
+            f"`{self.base}` asks who you are; allowed: USER:PASSWORD@ before the host in the address (of a "
+            "private Space USER:TOKEN@), or, for the server of MLFLOW_TRACKING_URI, the variables "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
 
 # %% ../../nbs/api/read/23_tracker_servers.ipynb #80987e3b
 def _credentials(parts: SplitResult) -> dict[str, str]:
-    "The header that says who asks; empty where nothing is known."
-    user = unquote(parts.username) if parts.username else os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = unquote(parts.password or "") or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    "The header that says who asks; empty where the address and the environment say nothing for this server."
+    user, password, token = unquote(parts.username or ""), unquote(parts.password or ""), ""
+    # what stands in the environment is meant for one server; any other that is read must not learn it
+    named = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    if not user and (named.scheme, named.hostname, named.port) == (parts.scheme, parts.hostname, parts.port):
+        variables = (f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN"))
+        user, password, token = (os.environ.get(variable, "") for variable in variables)
     if (parts.hostname or "").endswith(".hf.space"):
-        user, token = None, os.environ.get("HF_TOKEN")
+        user, token = "", password
     if user:
         return {"Authorization": "Basic " + b64encode(f"{user}:{password}".encode()).decode()}
     return {"Authorization": f"Bearer {token}"} if token else {}
@@ -105,7 +110,8 @@ def _server(address: str) -> tuple[_Server, SplitResult]:
     space = re.fullmatch(r"/spaces/([^/]+)/([^/]+)/?", parts.path)
     if parts.hostname == "huggingface.co" and space:
         host = re.sub(r"[_.]", "-", "-".join(space.groups()).lower())
-        parts = parts._replace(netloc=f"{host}.hf.space", path="")
+        said, at, _ = parts.netloc.rpartition("@")
+        parts = parts._replace(netloc=f"{said}{at}{host}.hf.space", path="")
     host, path = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
     return _Server(f"{parts.scheme}://{host}{path}", _credentials(parts)), parts
 

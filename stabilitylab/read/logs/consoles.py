@@ -151,10 +151,8 @@ def _read_trainer(path: Path) -> LogData:
         log.canonical_names["train_loss"] = "final_train_loss"  # printed once, at the end of each training
     if records is not None and _is_late(records):
         segments = _segments(log, records)
-        steps, words = (
-            _even_steps(records, segments),
-            "one logging interval apart: the dicts were flushed behind the bar",
-        )
+        steps = _even_steps(records, segments)
+        words = "one logging interval apart: the dicts were flushed behind the bar"
         is_shared = 2 * len(np.unique(records.step)) <= len(records.step)  # one position of a bar for many
         if steps is None and is_shared and (records.step > 0).any():
             begins = np.searchsorted(segments, segments)

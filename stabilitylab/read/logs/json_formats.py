@@ -18,7 +18,7 @@ from ...names.errors import InputError, bad_input
 from ..base import Format, LogData, first_bytes, register_formats
 from .csv_formats import export_tag
 from .numbers import numbers_log
-from ..table_files import json_lines, load_json, read_records
+from ..table_files import is_long, json_lines, load_json, read_records
 from ..tables import records_log, table_log, to_numbers
 from ...run.scalars import Samples
 
@@ -239,6 +239,8 @@ _RUN_KEYS = ("run_id", "run_name", "run")  # of a record: which run it is of
 
 def _json_runs(path: Path) -> dict[str, LogData]:
     "The runs of a JSONL file whose records name theirs, with two values or more; {} where none does."
+    if is_long(path):  # its records would not fit into memory side by side
+        return {}
     head = first_bytes(path)
     key = next((key for key in _RUN_KEYS if f'"{key}"'.encode() in head), None)
     if key is None or not _is_lines(head):
