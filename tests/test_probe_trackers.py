@@ -44,7 +44,10 @@ def leave(*args):
     raise SystemExit(1)
 
 
-@pytest.mark.parametrize("part", ["open", "log", "alert", "close"])
+PARTS = ["log", *(pytest.param(part, marks=pytest.mark.slow) for part in ("open", "alert", "close"))]
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fault", [fail, leave])
 def test_a_broken_client_is_one_warning(tmp_path, monkeypatch, part, fault):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", row(**{part: fault}))
