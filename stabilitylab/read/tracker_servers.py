@@ -110,8 +110,8 @@ def _server(address: str) -> tuple[_Server, SplitResult]:
     space = re.fullmatch(r"/spaces/([^/]+)/([^/]+)/?", parts.path)
     if parts.hostname == "huggingface.co" and space:
         host = re.sub(r"[_.]", "-", "-".join(space.groups()).lower())
-        said, at, _ = parts.netloc.rpartition("@")
-        parts = parts._replace(netloc=f"{said}{at}{host}.hf.space", path="")
+        credentials, at, _ = parts.netloc.rpartition("@")
+        parts = parts._replace(netloc=f"{credentials}{at}{host}.hf.space", path="")
     host, path = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
     return _Server(f"{parts.scheme}://{host}{path}", _credentials(parts)), parts
 
