@@ -19,6 +19,7 @@ WIDTH, COLOURS = 1600, 256  # pixels: twice what the page shows; colours of a pi
 LOOP, SECONDS = ("overview", "layers", "replay", "fix_lab"), 4  # frames of the moving picture, each so long
 FRAME = (1200, 900)  # pixels of a frame
 VIEWS = ".jupyter-widgets.jupyter-widget-tab"
+AROUND = 400  # pixels of the page above and below a view: bars, and the cell before it
 DRAWN = (  # whether every picture that can be seen is there
     "[...document.querySelectorAll('.stl-figure > div[role]')].every("
     "f => !f.offsetParent || f.dataset.drawn || f.querySelector('img').naturalWidth > 0)"
@@ -28,6 +29,8 @@ DRAWN = (  # whether every picture that can be seen is there
 def view(page):
     "The view without the notebook around it, once its pictures are there."
     page.mouse.move(2, 2)
+    bounds = page.locator(VIEWS).first.bounding_box()
+    page.set_viewport_size({"width": 1280, "height": max(1500, round(bounds["height"]) + AROUND)})
     page.wait_for_function(DRAWN)
     page.wait_for_timeout(1500)
     return Image.open(io.BytesIO(page.locator(VIEWS).first.screenshot())).convert("RGB")

@@ -99,7 +99,7 @@ def unrendered():
 def is_coloured(file):
     "Whether a picture is a map of colours rather than lines on white, so that it must not be inverted."
     hues = Image.open(file).convert("HSV").resize((80, 80))
-    return sum(saturation > 64 for _, saturation, _ in hues.getdata()) > 0.3 * 80 * 80
+    return sum(saturation > 64 for _, saturation, _ in hues.get_flattened_data()) > 0.3 * 80 * 80
 
 
 def mark_coloured():
