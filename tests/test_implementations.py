@@ -305,10 +305,8 @@ def test_a_weight_that_is_nan_in_one_is_found():
     assert result.first == "blocks.0.fc2" and "blocks.0.fc2.weight" in result.causes
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],  # compiles C++
-)
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_is_compared_inside(backend):
     model, batch = model_and_batch(1, bias=True)
     other = torch.compile(copy.deepcopy(model), backend=backend)

@@ -50,6 +50,7 @@ async def follow(client, told):
     return await called(client, told["next"]["tool"], **told["next"]["arguments"])
 
 
+@pytest.mark.slow  # a server in a process of its own
 def test_tools_and_resources_over_stdio(tmp_path):
     shutil.copytree(SAMPLE, tmp_path / "run")
 

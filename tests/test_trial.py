@@ -171,6 +171,7 @@ def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
     assert trial.add("decay_to_zero").fixes[0]["parameters"]["steps"] == 40
 
 
+@pytest.mark.slow  # reads 340 recorded batches
 def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
     start = Start(str(sample()), 300)
     tokens = lambda part: part["tokens"].numpy().tobytes()  # noqa: E731
