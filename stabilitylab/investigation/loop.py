@@ -176,15 +176,18 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     device: str = "auto",  # where to train: every GPU there is, else the CPU
     client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
     progress: bool = False,  # a bar on standard error
+    findings: Findings | None = None,  # of `diagnose`; None: made here
     heard: Callable[[str, float], None] = lambda words, share: None,  # called with every stage
+    begun: Callable[[Investigation], None] = lambda work: None,  # called once its arms train
     is_cancelled: Callable[[], bool] = lambda: False,  # ends the work when it returns True
 ) -> Investigation:
     "What happened to a run and which fix helps, from its failing state."
     arms = named_arms(fixes)  # refused before anything is read
     heard("reading", 0.0)
     recording = path if isinstance(path, Recording) else next(iter(open_recordings(path).values()))
-    heard("diagnosing", 0.0)
-    findings = diagnose(recording)
+    if findings is None:
+        heard("diagnosing", 0.0)
+        findings = diagnose(recording)
     heard("choosing the start and the fixes", 0.0)
     plan = plan_trial(
         recording,
@@ -201,6 +204,7 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     if plan.start is None or is_cancelled():
         return work
     work.begin(seeds, budget, folder, device, client)
+    begun(work)
 
     def look(state: TrialState) -> None:
         "Reports how far the arms are, and stops them on request."

@@ -6,6 +6,7 @@
 __all__ = ['CALL', 'report_progress', 'JobState', 'Job', 'ThreadJob']
 
 # %% ../../nbs/api/run/05_job.ipynb #ce6e22ec
+import contextlib
 import importlib
 import json
 import math
@@ -26,6 +27,7 @@ import stabilitylab
 from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
 from ..names.files import Scratch, write_atomic
+from .fork_server import PARENT, ForkedProcess, can_fork, fork_process
 
 # %% ../../nbs/api/run/05_job.ipynb #b7f6009b
 _PROGRESS = "STABILITYLAB_PROGRESS"  # environment variable: the file of the running job's progress
@@ -46,14 +48,11 @@ def report_progress(
         progress.write(to_json(event) + "\n")
 
 # %% ../../nbs/api/run/05_job.ipynb #8bf922dd
-_PARENT = "STABILITYLAB_PARENT"  # environment variable: the process that started this one as a job
-
-
 def _end_with_parent(
     every: float = 1.0,  # seconds between two looks
 ) -> None:
     "Let a job end, with all that it started, once the process that started it is gone, even killed."
-    parent = os.environ.get(_PARENT)
+    parent = os.environ.get(PARENT)
     is_group_leader = os.name == "posix" and os.getpgrp() == os.getpid()
     if parent is not None and is_group_leader:
         threading.Thread(target=_watch, args=(int(parent), every), daemon=True).start()
@@ -130,19 +129,41 @@ def _environment(folder: Path) -> dict[str, str]:
     here = str(Path(stabilitylab.__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     search_path = os.pathsep.join([here, path] if path else [here])
-    own = {"PYTHONPATH": search_path, _PROGRESS: str(folder / "progress.jsonl"), _PARENT: str(os.getpid())}
+    own = {"PYTHONPATH": search_path, _PROGRESS: str(folder / "progress.jsonl"), PARENT: str(os.getpid())}
     return os.environ | own
 
 
-def _end(process: subprocess.Popen, folder: Scratch) -> None:
+def _end(process: subprocess.Popen | ForkedProcess, folder: Scratch) -> None:
     "Ends the child with all that it started, whatever it does, and takes its files away."
     if process.poll() is None:
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(process, ForkedProcess) or hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended in between
+                os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
     process.wait()
     folder.remove()
+
+
+def _started(folder: Path, words: list[str]) -> subprocess.Popen:
+    "A command as a child process that writes into the folder of its job."
+    with open(folder / "output.txt", "wb") as output, open(folder / "errors.txt", "wb") as errors:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=_environment(folder),
+            start_new_session=True,  # so that one signal ends it with all that it started
+        )
+
+
+def _forked(folder: Path, modules: Sequence[str]) -> ForkedProcess:
+    "The call of a function as a fork of a process that has imported some modules."
+    for name in ("output.txt", "errors.txt"):
+        (folder / name).touch()
+    own = {_PROGRESS: str(folder / "progress.jsonl")}
+    return fork_process(folder, modules, "stabilitylab.run.job:_run_function", own)
 
 
 def _ending(code: int) -> str:
@@ -163,6 +184,9 @@ class Job:
         command: Sequence,  # program and arguments, started at once; "{folder}" becomes the job's folder
         codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
         request: dict | None = None,  # JSON that the child finds as request.json in its folder; for `Job.of`
+        warm: Sequence[
+            str
+        ] = (),  # modules; where it can be, the request runs in a fork that has imported them
     ):
         if not command:
             raise bad_input("command", command, "a program and its arguments")
@@ -174,35 +198,25 @@ class Job:
         if request is not None:
             write_atomic(self.folder / "request.json", to_json(request))
         words = [str(folder.path) if part == "{folder}" else str(part) for part in command]
-        with (
-            open(self.folder / "output.txt", "wb") as output,
-            open(self.folder / "errors.txt", "wb") as errors,
-        ):
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=_environment(self.folder),
-                start_new_session=True,  # so that one signal ends it with all that it started
-            )
+        self.process = _forked(self.folder, warm) if warm and can_fork() else _started(self.folder, words)
         self._finalizer = weakref.finalize(self, _end, self.process, folder)
 
     @classmethod
     def of(
         cls,
         function: str,  # 'package.module:function'; what it returns must be JSON
+        /,
+        warm: Sequence[
+            str
+        ] = (),  # modules; where it can be, it is a fork of a process that has imported them
         **arguments: object,  # of the function; JSON
     ) -> "Job":  # that runs it
         "Call a function of a module in a child process."
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
             raise bad_input("function", function, "'package.module:function'")
-        code = (
-            "import sys; from stabilitylab.run.job import _run_function; sys.exit(_run_function(sys.argv[1]))"
-        )
         request = {"function": function, "arguments": arguments}
-        return cls([sys.executable, "-c", code, "{folder}"], request=request)
+        return cls(CALL, request=request, warm=(module, *warm) if warm else ())
 
     @classmethod
     def cli(

@@ -127,6 +127,9 @@ def _key(function: str, arguments: dict) -> str:
     return "-".join([function.rpartition(":")[2], *folder, uuid.uuid4().hex[:12]])
 
 # %% ../../nbs/api/trial/06_cluster.ipynb #c43fe9c1
+_WARM = ("torch._dynamo", "xarray.backends.zarr", "zarr.api.asynchronous", "dask.array", "scipy.ndimage", "scipy.sparse")
+
+
 def begin_work(
     client: Any,  # of `as_client`; None: a child process of this machine
     function: str,  # 'package.module:function'
@@ -136,5 +139,5 @@ def begin_work(
 ) -> Job | ClusterJob:  # with `poll()` and `cancel()`
     "Start a piece of work beside this process, or on a worker."
     if client is None:
-        return Job.of(function, **arguments)
+        return Job.of(function, warm=_WARM if arguments.get("device") == "cpu" else (), **arguments)
     return ClusterJob(client, function, arguments, proof, share)
