@@ -4,14 +4,19 @@ import asyncio
 import json
 import shutil
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from stabilitylab.cases.samples import sample
+from stabilitylab.mcp.answers import answer
 from stabilitylab.mcp.server import TOOLS
-from stabilitylab.mcp.tools import Tools, answer
+from stabilitylab.mcp.tools import Tools
+from stabilitylab.mcp.trial_job import TrialJob
 from stabilitylab.names.errors import InputError
+from stabilitylab.trial.arm import arm_of, null_arm
 from tests.command import command
 from tests.notebooks import ROOT
 
@@ -148,6 +153,49 @@ def test_a_first_step_is_not_sent_to_a_swap_test_without_controls(monkeypatch):
     assert tools.diagnose("lm_high_lr")["next"]["arguments"]["what"] == "swap"
     monkeypatch.setattr(tools, "_replayable", lambda run: min(recording.steps))
     assert tools.diagnose("lm_high_lr")["next"]["arguments"]["what"] == "samples"
+
+
+def verdicts(**by_fix):
+    "A trial's answer with these verdicts, and how many more seeds each would take."
+    arms = [{"fix": "unchanged", "verdict": "unchanged", "more_seeds": 0, "seeds": [0]}]
+    arms += [{"fix": f, "verdict": v, "more_seeds": more, "seeds": [0]} for f, (v, more) in by_fix.items()]
+    return {"arms": arms, "words": ""}
+
+
+def test_more_seeds_are_asked_only_where_they_may_decide(monkeypatch):
+    tools = Tools([SAMPLE.parent])
+    arms = [arm_of("lower_lr:factor=0.25"), arm_of("qk_norm"), null_arm(100)]
+    job = TrialJob.__new__(TrialJob)
+    job.work = SimpleNamespace(plan=SimpleNamespace(arms=arms))
+    open_ = {"another order": ("can't tell yet", 5)}
+    job._verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("can't tell yet", 0), **open_)
+    assert job.undecided() == ["lower_lr:factor=0.25"]
+    assert [arm_of(words) for words in job.undecided()] == arms[:1]
+    job._verdicts = verdicts(lower_lr=("can't tell yet", 2), qk_norm=("helps", 0), **open_)
+    assert job.undecided() == []
+    job.run, job.again, job._thread = "lm_high_lr", {"steps": 40}, SimpleNamespace(is_alive=lambda: False)
+    job.error, job._stopped, job._took, job.stage, job.share = "", threading.Event(), 1.0, "ended", 1.0
+    job._verdicts = verdicts(lower_lr=("can't tell yet", 2))
+    tools._jobs["trial-1"] = job
+    called = tools.trial_status("trial-1")["next"]
+    assert called["tool"] == "trial_start" and called["arguments"]["steps"] == 40
+    assert called["arguments"]["fixes"] == ["lower_lr:factor=0.25"]
+
+
+@pytest.mark.slow  # trains in processes
+def test_a_running_trial_says_what_the_seeds_so_far_say(tmp_path):
+    tools = Tools([SAMPLE.parent])
+    told = tools.trial_start("lm_high_lr", ["lower_lr"], seeds=2, steps=20)
+    stages, partial = set(), []
+    while told["state"] == "running":
+        told = tools.trial_status(told["job"])
+        stages.add(told["stage"].partition(":")[0])
+        partial += [told] if told["state"] == "running" and "arms" in told else []
+    assert told["stage"] == "ended" and told["share"] == 1 and "training" in stages
+    assert len(told["arms"]) == 3 and all(arm["seeds"] == [0, 1] for arm in told["arms"])
+    for early in partial:
+        assert early["words"].startswith("Preliminary, 1 of") and len(early["arms"][0]["seeds"]) == 1
+    assert len(json.dumps(told)) < 4000
 
 
 def test_what_changed_between_two_snapshots():

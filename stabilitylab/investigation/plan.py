@@ -7,11 +7,12 @@ __all__ = ['named_arms', 'Plan', 'proxy_plan']
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #3c503de4
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Finding
+from ..detect.likely_cause import MostLikely
 from .opening import open_recordings
 from ..names.errors import InputError, bad_input
 from ..report.trial import trial_note
@@ -99,7 +100,8 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
-    suggestions, refused = _that_fit(start, suggestions, device)
+    aimed = [_aimed(suggestion, findings, recording, start) for suggestion in suggestions]
+    suggestions, refused = _that_fit(start, aimed, device)
     unfit = _unsuited(findings, recording) | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
     wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
@@ -145,6 +147,33 @@ def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, st
     return unfit
 
 
+def _first_step(recording: Recording, onset: int | None, cause: MostLikely | None) -> int:
+    "The step of the last snapshot before a failure; of bad data that before the very batch, if there is one."
+    box = recording.box()
+    at = cause.step if cause is not None and cause.family == "data" else None
+    is_kept = at in set(box.starts) & set(box.steps)  # else the batches between may not be recorded
+    return at if at is not None and is_kept else recording.snapshot_before(onset)
+
+
+def _aimed(
+    suggestion: Suggestion,  # one of the plan
+    findings: Sequence[Finding],  # of the run
+    recording: Recording,  # the run
+    start: Start,  # of the trial
+) -> Suggestion:  # `skip_batches` skips up to the last bad batch; every other is unchanged
+    "A suggestion that is aimed at what is known of the bad batches."
+    cause = cause_of(findings, recording.run)
+    if suggestion.name != "skip_batches" or cause is None or cause.family != "data" or cause.step is None:
+        return suggestion
+    in_a_row = getattr(findings, "attrs", {}).get("swap", {}).get("bad_in_a_row", 0)
+    ends = [f.end for f in findings if f.kind == "loss_spike" and f.onset == cause.step and f.end is not None]
+    length = in_a_row or max([1, *(end - cause.step for end in ends)])
+    count = cause.step - start.step + length
+    if count < 1 or count >= (start.n_recorded or count + 1):
+        return suggestion
+    return replace(suggestion, parameters=suggestion.parameters | {"count": count})
+
+
 def recorded_start(
     recording: Recording,  # an opened run
     findings: Sequence[Finding],  # of `diagnose`
@@ -157,15 +186,18 @@ def recorded_start(
         onset = 0  # a cause that was there from the beginning
     elif cause is not None and cause.step is not None:
         onset = cause.step if onset is None else min(onset, cause.step)
-    first = recording.snapshot_before(onset) if step is None else step
+    first = _first_step(recording, onset, cause) if step is None else step
     start = Start(str(recording.path.resolve()), first, None if setup is None else _absolute(setup))
-    late = _late_start(first, onset) if step is None else []
+    is_in_data = cause is not None and cause.family == "data"
+    late = _late_start(first, onset, is_in_data) if step is None else []
     return start, [*late, *_other_training(start)]
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #1fcb4ac5
-def _late_start(step: int, onset: int | None) -> list[str]:
+def _late_start(step: int, onset: int | None, is_in_data: bool) -> list[str]:
     "A note where no snapshot from before the failure exists."
-    return [] if onset is None or step < onset else [trial_note("late", onset=onset, step=step)]
+    # a snapshot is the state before its step: it is good where the model is new or only the batch is bad
+    is_before = onset is None or step < onset or step == 0 or (is_in_data and step == onset)
+    return [] if is_before else [trial_note("late", onset=onset, step=step)]
 
 
 def _other_training(start: Start) -> list[str]:

@@ -39,14 +39,10 @@ def _in_child(folder: Path, work: Callable[[str], int], server: int) -> None:
         os.setpgid(0, 0)
         os.environ.update(json.loads((folder / "environment.json").read_text(encoding="utf-8")))
         os.environ[PARENT] = str(server)
-        for number, (name, mode) in enumerate(
-            (
-                (os.devnull, os.O_RDONLY),
-                (folder / "output.txt", os.O_WRONLY | os.O_APPEND),
-                (folder / "errors.txt", os.O_WRONLY | os.O_APPEND),
-            )
-        ):
-            os.dup2(os.open(name, mode), number)
+        appended = os.O_WRONLY | os.O_APPEND
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(folder / "output.txt", appended), 1)
+        os.dup2(os.open(folder / "errors.txt", appended), 2)
         random.seed()  # the server's state would be that of every child
         code = work(str(folder))
         sys.stdout.flush()
@@ -167,13 +163,17 @@ class ForkedProcess:
     ):
         self._server, self._folder = server, folder
         self.returncode: int | None = None
+        self._pid: int | None = None
 
     @property
     def pid(self) -> int:
         "Its number, which is that of its group; waits until it has one."
-        while self.poll() is None and not (self._folder / _PID).is_file():
+        while self._pid is None and self.poll() is None and not (self._folder / _PID).is_file():
             time.sleep(_TICK)
-        return self._number(_PID) or self._server.process.pid
+        self._pid = self._pid or self._number(_PID)  # the folder goes when the job ends
+        if self._pid is None:
+            raise ProcessLookupError("the server ended before it forked")
+        return self._pid
 
     def _number(self, name: str) -> int | None:
         "What the server noted; None where it did not yet."

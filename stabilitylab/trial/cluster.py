@@ -127,7 +127,14 @@ def _key(function: str, arguments: dict) -> str:
     return "-".join([function.rpartition(":")[2], *folder, uuid.uuid4().hex[:12]])
 
 # %% ../../nbs/api/trial/06_cluster.ipynb #c43fe9c1
-_WARM = ("torch._dynamo", "xarray.backends.zarr", "zarr.api.asynchronous", "dask.array", "scipy.ndimage", "scipy.sparse")
+_WARM = (
+    "torch._dynamo",
+    "xarray.backends.zarr",
+    "zarr.api.asynchronous",
+    "dask.array",
+    "scipy.ndimage",
+    "scipy.sparse",
+)
 
 
 def begin_work(

@@ -1,0 +1,75 @@
+"Where a trial starts, and what it skips, when the data are the cause."
+
+from types import SimpleNamespace
+
+import pytest
+
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.investigation import plan
+from stabilitylab.investigation.plan import _aimed, _first_step, _late_start
+from stabilitylab.trial.suggest import Suggestion
+
+
+def run(starts=(0, 60, 100), steps=(*range(20), *range(60, 80), *range(100, 160))):
+    "A recording with these snapshots and batches."
+    box = SimpleNamespace(starts=list(starts), steps=list(steps))
+    before = lambda onset: max((s for s in starts if s < onset), default=starts[0])  # noqa: E731
+    return SimpleNamespace(box=lambda: box, snapshot_before=before, run=None)
+
+
+def cause(family="data", step=100):
+    "A cause of a family at a step."
+    return SimpleNamespace(family=family, step=step)
+
+
+@pytest.mark.parametrize(
+    ("family", "step", "starts", "first"),
+    [
+        ("data", 100, (0, 60, 100), 100),
+        ("data", 101, (0, 60, 100), 100),
+        ("data", 100, (0, 60), 60),
+        ("rate", 100, (0, 60, 100), 60),
+    ],
+)
+def test_a_trial_of_bad_data_starts_right_before_the_bad_batch(family, step, starts, first):
+    assert _first_step(run(starts), step, cause(family, step)) == first
+    assert _first_step(run(starts), step, None) in (60, 100)
+
+
+def test_a_snapshot_whose_batch_was_not_kept_is_no_start():
+    assert _first_step(run(steps=range(60, 80)), 100, cause()) == 60
+
+
+@pytest.mark.parametrize(
+    ("start", "swap", "kind", "count"),
+    [
+        (100, {"bad_in_a_row": 3}, "loss_spike", 3),
+        (60, {"bad_in_a_row": 3}, "loss_spike", 43),
+        (100, {}, "loss_spike", 7),
+        (100, {}, "divergence", 1),
+        (100, {"bad_in_a_row": 60}, "loss_spike", None),  # no batch would be left
+    ],
+)
+def test_as_many_batches_are_skipped_as_are_bad(monkeypatch, start, swap, kind, count):
+    monkeypatch.setattr(plan, "cause_of", lambda findings, run: cause())
+    found = Findings([Finding(kind, "warning", onset=100, end=107)], {"swap": swap})
+    at = SimpleNamespace(step=start, n_recorded=60)
+    skip = _aimed(Suggestion("skip_batches", 1.0, []), found, run(), at)
+    assert skip.parameters.get("count") == count
+    clip = Suggestion("clip_norm", 1.0, [])
+    assert _aimed(clip, found, run(), at) == clip
+
+
+@pytest.mark.parametrize(
+    ("step", "onset", "in_data", "is_late"),
+    [
+        (60, 100, False, False),
+        (100, 100, False, True),
+        (100, 100, True, False),
+        (120, 100, True, True),
+        (0, 0, False, False),
+        (100, None, False, False),
+    ],
+)
+def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_data, is_late):
+    assert bool(_late_start(step, onset, in_data)) == is_late
