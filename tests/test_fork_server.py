@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from stabilitylab.run import fork_server
 from stabilitylab.run.fork_server import can_fork
 from stabilitylab.run.job import Job
 
@@ -78,17 +77,17 @@ def test_where_the_server_is_killed_its_children_end_and_the_next_job_has_anothe
 
 
 def test_another_environment_has_another_server(monkeypatch):
-    first = begun()
+    first = begun(1)  # it goes on while its server is replaced
     monkeypatch.setenv("WORDS", "told")
     second = begun()
     assert [job.wait(60).result[-1] for job in (first, second)] == ["", "told"]
     assert server_of(first).pid != server_of(second).pid
+    server_of(first).wait(60)  # it ends with its last child
+    assert server_of(second).poll() is None
 
 
-def test_an_idle_server_ends_and_the_next_job_begins_one(monkeypatch):
+def test_after_a_server_that_ended_the_next_job_begins_one():
     job = begun()
     job.wait(60)
-    fork_server._SERVERS[
-        next(k for k, v in fork_server._SERVERS.items() if v.process is server_of(job))
-    ].stop()
+    job.process._server.stop()
     assert begun().wait(60).phase == "done"

@@ -90,8 +90,11 @@ class _Server:
             _note(self.children.pop(pid), _EXIT, os.waitstatus_to_exitcode(status))
             self._idle_since = time.monotonic()
 
-    def requests(self) -> list[Path] | None:  # None: nobody will send any more
+    def requests(self, is_closed: bool) -> list[Path] | None:  # None: nobody will send any more
         "Folders that came since the last look."
+        if is_closed:
+            time.sleep(_TICK)
+            return None
         if not select.select([0], [], [], _TICK if self.children else 0.5)[0]:
             return []
         data = os.read(0, 65_536)
@@ -99,15 +102,16 @@ class _Server:
         return [Path(os.fsdecode(line)) for line in lines] if data else None
 
     def run(self) -> None:
-        "Serves until the parent is gone, or nothing has come for some time."
+        "Serves until the parent is gone; with a closed input to the last child, and else until it is idle."
+        is_closed = False
         while os.getppid() == self.parent:
-            folders = self.requests()
-            if folders is None:
-                return
-            for folder in folders:
+            folders = self.requests(is_closed)
+            is_closed = folders is None
+            for folder in folders or ():
                 self.fork(folder)
             self.reap()
-            if not self.children and time.monotonic() - self._idle_since > _IDLE:
+            is_idle = is_closed or time.monotonic() - self._idle_since > _IDLE
+            if not self.children and is_idle:
                 return
 
 
@@ -141,6 +145,10 @@ class _Handle:
         "Ends it; its children end by themselves within a second."
         self.process.kill()
         self.process.wait()
+        self._input.close()
+
+    def finish(self) -> None:
+        "Lets it end once its children have."
         self._input.close()
 
     def send(self, folder: Path) -> bool:  # whether it is there to hear
@@ -202,7 +210,7 @@ def _count(folder: str) -> int:
     return 7
 
 # %% ../../nbs/api/run/05_fork_server.ipynb #31ba49b9
-_SERVERS: dict[tuple, _Handle] = {}
+_SERVERS: dict[tuple, tuple[_Handle, tuple]] = {}
 _STARTING = threading.Lock()
 
 
@@ -223,10 +231,14 @@ def fork_process(
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     }
-    key = (tuple(modules), function, os.getpid(), os.getcwd(), frozenset(environment.items()))
+    key, setting = (tuple(modules), function, os.getpid()), (os.getcwd(), environment)
     with _STARTING:
-        server = _SERVERS.get(key)
+        server, known = _SERVERS.get(key, (None, setting))
+        if server is not None and known != setting:  # of another environment: it would be idle from now on
+            server.finish()
+            server = None
         if server is None or not server.send(folder):
-            server = _SERVERS[key] = _Handle(function, modules, environment)
+            server = _Handle(function, modules, environment)
+            _SERVERS[key] = server, setting
             server.send(folder)
     return ForkedProcess(server, folder)
