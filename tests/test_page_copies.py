@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
-PAGES = [NBS / "index.ipynb", *sorted(NBS.glob("tutorials/*.ipynb")), *sorted(NBS.glob("howto/*.ipynb"))]
+FOLDERS = ("tutorials", "howto", "explain")
+PAGES = [NBS / "index.ipynb", *(page for name in FOLDERS for page in sorted((NBS / name).glob("*.ipynb")))]
 KNOWN = set(dir(builtins)) | {"__file__", "__name__"}
 
 
@@ -64,8 +65,26 @@ def test_a_page_does_not_begin_with_housekeeping():
     ]
 
 
+def checks(page: Path) -> list[str]:
+    "The checks that a reader sees: on these pages they stand in hidden cells."
+    trees = (ast.parse(source) for is_seen, source in cells(page) if is_seen)
+    return [ast.unparse(n) for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_checks_are_hidden(page):
+    assert not checks(page), f"{page.name}: move the check to a cell that begins with `#| hide`"
+
+
 def test_a_hidden_import_is_found(tmp_path):
     page = tmp_path / "page.ipynb"
     code = ["#| hide\nimport torch\nx = 1", "torch.ones(x)\nfor i in range(3):\n    print(i)"]
     page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
     assert missing(page) == {"torch", "x"}
+
+
+def test_a_check_that_is_seen_is_found(tmp_path):
+    page = tmp_path / "page.ipynb"
+    code = ["#| hide\nassert x", "if x:\n    assert x > 1"]
+    page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
+    assert checks(page) == ["assert x > 1"]
