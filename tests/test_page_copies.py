@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.finish import finished
+
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 FOLDERS = ("tutorials", "howto", "explain")
 PAGES = [NBS / "index.ipynb", *(page for name in FOLDERS for page in sorted((NBS / name).glob("*.ipynb")))]
@@ -88,3 +90,19 @@ def test_a_check_that_is_seen_is_found(tmp_path):
     code = ["#| hide\nassert x", "if x:\n    assert x > 1"]
     page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
     assert checks(page) == ["assert x > 1"]
+
+
+TABLE = """<table border="1" class="dataframe">
+<thead><tr><th></th><th>lost</th><th>what</th></tr><tr><th>kind</th><th></th><th></th></tr></thead>
+<tbody><tr><th>a</th><td>1.5e-3</td><td>see `recovery`</td></tr>
+<tr><th>b</th><td>NaN</td><td>divergence</td></tr></tbody>
+</table>"""
+
+
+def test_tables_of_a_built_page_are_tidied():
+    page = finished(TABLE + '<img alt="" src="../_images/map.png">', "../", {"map.png"})
+    head, _, body = page.partition("<tbody>")
+    assert head.count("<tr>") == 1 and "<th>kind</th>" in head and '<th class="text">what</th>' in head
+    assert "<th>lost</th>" in head and "<td>1.5e-3</td>" in body and "<td>NaN</td>" in body
+    assert '<td class="text">see <code>recovery</code></td>' in body
+    assert '<a href="../symptoms/divergence.html">divergence</a>' in body and "<img data-coloured " in page
