@@ -55,6 +55,8 @@ FIGURE = """
 A run made to fail in this way, as `diagnose` marks it.
 ```
 """
+# a line of what teams tried
+REPORT = r"- (worked|unclear|did not work): (.*) \(([^()]*(?:\([^()]*\)[^()]*)*)\)\n?"
 FIELDS = {  # section -> heading on its index -> the pages below it
     "symptoms": {
         "The loss": (
@@ -195,6 +197,12 @@ def index_page(name, title, text, body, pages):
     (SOURCE / f"{name}.md").write_text(source, encoding="utf-8")
 
 
+def report_table(lines):
+    "What teams tried, as a table: the match of several lines of REPORT."
+    rows = (f"| {outcome} | {fix} | {source} |" for outcome, fix, source in re.findall(REPORT, lines[0]))
+    return "\n".join(["| reported | what | who |", "|---|---|---|", *rows, ""])
+
+
 def write_symptoms():
     "A page a symptom, with the phrases that people type as entries of the search; as entries of the index."
     from stabilitylab.knowledge.symptoms import symptom, symptoms
@@ -208,6 +216,9 @@ def write_symptoms():
         title, rest = one.markdown.split("\n", 1)
         head, rest = rest.split("\n\n## ", 1)
         drawn = FIGURE.format(kind=kind, title=one.title) if picture.is_file() else ""
+        rest = re.sub(rf"(?:^{REPORT})+", report_table, rest, flags=re.M)
+        other = "|".join(name for name in symptoms().index if name != kind)
+        rest = re.sub(rf"`({other})`", r"[`\1`](\1.md)", rest)
         also = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
         pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
