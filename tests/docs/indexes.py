@@ -21,8 +21,8 @@ from tests.docs.entries import (
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "symptoms": (
         "Symptoms",
-        "Find what you see, then read what causes it, how to tell the causes apart and what to do. Or search in "
-        "your own words, here or in a terminal: `stabilitylab explain loss is NaN`.",
+        "Find what you see, then read what causes it, how to tell the causes apart and what to do. Or search "
+        "in your own words, here or in a terminal: `stabilitylab explain loss is NaN`.",
     ),
     "tutorials": (
         "Tutorials",
