@@ -30,13 +30,13 @@ def replay_text(
     "A replay as text for a terminal."
     rows = _finite_shares(result.get("samples", []))
     middle = median(row["share"] for row in rows) if rows else float("nan")
-    told = {"heaviest": rows[:_HEAVIEST], "median_share": middle}
-    told["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
+    words = {"heaviest": rows[:_HEAVIEST], "median_share": middle}
+    words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
     losses = [result.get(name) for name in ("samples_loss", "loss")]
     is_other = all(isinstance(loss, float) for loss in losses) and not isclose(*losses, rel_tol=_SAME_LOSS)
-    told["other_loss"] = losses[0] if is_other else None
+    words["other_loss"] = losses[0] if is_other else None
     where = device_words(result.get("device", {}))
-    return render("replay", **told, where=where, **result)
+    return render("replay", **words, where=where, **result)
 
 # %% ../../nbs/api/report/10_replay.ipynb #ecbceabc
 _TABLE_ROWS = 5  # samples in the table of a page

@@ -200,14 +200,14 @@ def _called_with(cls: type, frame: types.FrameType) -> dict[str, Any]:
         for call in [n for n in nodes if isinstance(n, ast.Call) and _called_name(n) == cls.__name__]:
             words = {word.arg: word.value for word in call.keywords if word.arg}
             try:
-                given = inspect.signature(cls).bind_partial(*call.args, **words).arguments
+                call_arguments = inspect.signature(cls).bind_partial(*call.args, **words).arguments
             except TypeError:
                 continue
-            for name, node in given.items():
+            for name, node in call_arguments.items():
                 is_expression = isinstance(node, ast.expr)  # what `*args` takes is a tuple of them
-                found = _argument(node, source.scope) if is_expression else None
-                if found is not None:
-                    values.setdefault(name, found)
+                argument = _argument(node, source.scope) if is_expression else None
+                if argument is not None:
+                    values.setdefault(name, argument)
     return values
 
 
@@ -223,6 +223,6 @@ def known_arguments(
     namespaces = list({id(v): v for v in objects if isinstance(v, argparse.Namespace)}.values())
     if len(namespaces) == 1:
         settings = vars(namespaces[0])
-        whole = {name: namespaces[0] for name in names if name in _SETTINGS}
-        values = whole | {name: settings[name] for name in names if name in settings} | values
+        namespace_arguments = {name: namespaces[0] for name in names if name in _SETTINGS}
+        values = namespace_arguments | {name: settings[name] for name in names if name in settings} | values
     return {name: values[name] for name in names if name in values}

@@ -78,9 +78,9 @@ def _arguments(call: ast.Call, function: types.FunctionType, owner: Any) -> dict
     optional = names[len(names) - len(function.__defaults__ or ()) :] if function.__defaults__ else []
     free = [name for name in names if name not in named and name not in optional]
     last = len(free) - len(after)
-    whole = values[first].value
+    spread_value = values[first].value
     parts = {
-        name: ast.Subscript(copy.deepcopy(whole), ast.Constant(at), ast.Load())
+        name: ast.Subscript(copy.deepcopy(spread_value), ast.Constant(at), ast.Load())
         for at, name in enumerate(free[first:last])
     }
     return (

@@ -228,12 +228,17 @@ def setup_source(
         **_PARAMETERS | _loss_parts(model, batch, code or by_trainer, recorder),
         **_clip_parts(clip, code),
     )
+    _refuse_what_is_no_python(text)
+    return text
+
+
+def _refuse_what_is_no_python(text: str) -> None:
+    "Raises where a draft cannot be compiled."
     try:
         compile(text, FILE, "exec")
     except SyntaxError as error:
         line = text.splitlines()[(error.lineno or 1) - 1].strip()
         raise InputError(f"line {error.lineno} of it is no Python: {line}") from error
-    return text
 
 
 def _trainer_code(
@@ -342,8 +347,8 @@ def _completed(
 ) -> tuple[str, str]:
     "A line that makes a model, with the arguments that the program shows; and what is still to be seen."
     optional = [text.partition("=")[0] for text in draft.unseen]
-    asked = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
-    values = known_arguments(type(model), asked, frame) if asked and frame is not None else {}
+    unseen = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
+    values = known_arguments(type(model), unseen, frame) if unseen and frame is not None else {}
     sources = {name: draft.literal(value) for name, value in values.items()}
     sources = {name: source for name, source in sources.items() if source is not None}
     for name, source in sources.items():
@@ -355,8 +360,8 @@ def _completed(
     words = seen_words(left, [text for text in draft.unseen if text.partition("=")[0] not in sources])
     if not sources:
         return line, words
-    shown = ", ".join(f"`{name}`" for name in sources)
-    return line, f"{words}; not kept by the model, taken from the program: {shown}"
+    names = ", ".join(f"`{name}`" for name in sources)
+    return line, f"{words}; not kept by the model, taken from the program: {names}"
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #17183f5e
 def record_source(
