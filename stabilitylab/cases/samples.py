@@ -16,8 +16,8 @@ def sample(
     name: str = "lm_high_lr",  # folder below `data_samples/`
 ) -> Path:  # the folder of the run
     "The path of a sample run: in this checkout, else in the current folder or one above it."
-    places = (Path(stabilitylab.__file__).resolve().parents[1], Path.cwd(), *Path.cwd().parents)
-    folders = [place / "data_samples" for place in reversed(places)]
+    roots = (Path(stabilitylab.__file__).resolve().parents[1], Path.cwd(), *Path.cwd().parents)
+    folders = [root / "data_samples" for root in reversed(roots)]
     paths = {p.name: p for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}
     if name not in paths:
         fix = "the samples are part of the repository: run this in its folder, or below it"
