@@ -70,8 +70,8 @@ def bad_input(
     fix: str = "",  # what to do about it; '' where there is nothing to add
 ) -> InputError:  # the error, to be raised by the caller
     "An `InputError` in the one form of every message; of names the nearest is asked about."
-    shown = without_credentials(got) if isinstance(got, str) else got  # before it is cut
-    quoted = repr(shown) if not isinstance(shown, str) or len(shown) < 60 else repr(shown[:200])
+    quotable = without_credentials(got) if isinstance(got, str) else got  # before it is cut
+    quoted = repr(quotable) if not isinstance(quotable, str) or len(quotable) < 60 else repr(quotable[:200])
     nearest = "" if isinstance(allowed, str) else closest(str(got), allowed)
     fixes = [f"did you mean {nearest!r}?" if nearest else "", fix]
     what_to_do = "".join(f"; {words}" for words in fixes if words)

@@ -118,7 +118,8 @@ def job_script(
         cluster.close()
 
 # %% ../../nbs/api/run/19_cluster.ipynb #94d4e981
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _GROUPS = 8  # for each worker: of a slow worker the others wait for an eighth of its share at most; ours
 _TRIES = 3  # times that a group is given to a worker again when its function raises what is no `InputError`
 

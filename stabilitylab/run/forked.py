@@ -141,7 +141,7 @@ _forker: _Forker | None = None  # the last one: its environment is the one that 
 _LOCK = threading.Lock()
 
 
-def _asked(entry: str, modules: tuple[str, ...], folder: Path, environment: dict[str, str]) -> _Forker:
+def _forker_for(entry: str, modules: tuple[str, ...], folder: Path, environment: dict[str, str]) -> _Forker:
     "The process that forks a child for this request."
     global _forker
     key = (os.getpid(), Path.cwd(), entry, modules, dict(os.environ))
@@ -174,7 +174,7 @@ class ForkedProcess:
     ):
         self.folder = folder
         self._request = entry, tuple(modules), folder, environment
-        self._forker = _asked(*self._request)
+        self._forker = _forker_for(*self._request)
         self._tries = 1
         self._code: int | None = None
 
@@ -198,7 +198,7 @@ class ForkedProcess:
         self._code = self._number("exit")
         if self._code is None and is_gone and self.pid is None and self._tries < 2:
             self._tries += 1  # it ended, for want of work, as it was asked
-            self._forker = _asked(*self._request)
+            self._forker = _forker_for(*self._request)
         elif self._code is None and is_gone:
             self._code = -signal.SIGKILL
         return self._code
