@@ -6,7 +6,6 @@
 __all__ = ['CALL', 'report_progress', 'JobState', 'Job', 'ThreadJob']
 
 # %% ../../nbs/api/run/05_job.ipynb #ce6e22ec
-import contextlib
 import importlib
 import json
 import math
@@ -20,6 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import stabilitylab
 from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
 from ..names.files import Scratch, write_atomic
-from .fork_server import PARENT, ForkedProcess, can_fork, fork_process
+from .forked import ForkedProcess
 
 # %% ../../nbs/api/run/05_job.ipynb #b7f6009b
 _PROGRESS = "STABILITYLAB_PROGRESS"  # environment variable: the file of the running job's progress
@@ -48,11 +48,14 @@ def report_progress(
         progress.write(to_json(event) + "\n")
 
 # %% ../../nbs/api/run/05_job.ipynb #8bf922dd
+_PARENT = "STABILITYLAB_PARENT"  # environment variable: the process that started this one as a job
+
+
 def _end_with_parent(
     every: float = 1.0,  # seconds between two looks
 ) -> None:
     "Let a job end, with all that it started, once the process that started it is gone, even killed."
-    parent = os.environ.get(PARENT)
+    parent = os.environ.get(_PARENT)
     is_group_leader = os.name == "posix" and os.getpgrp() == os.getpid()
     if parent is not None and is_group_leader:
         threading.Thread(target=_watch, args=(int(parent), every), daemon=True).start()
@@ -92,6 +95,14 @@ def _run_function(
     write_atomic(job_folder / "result.json", text)
     return 0 if text.startswith('{"result"') else 1
 
+
+def _run_forked(
+    folder: str,  # as `_run_function` takes it
+) -> int:  # exit code
+    "The same in a process that was forked, whose parent is not the one that asked for it."
+    os.environ[_PARENT] = str(os.getppid())
+    return _run_function(folder)
+
 # %% ../../nbs/api/run/05_job.ipynb #71698815
 @dataclass(frozen=True)
 class JobState:
@@ -129,41 +140,21 @@ def _environment(folder: Path) -> dict[str, str]:
     here = str(Path(stabilitylab.__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
     search_path = os.pathsep.join([here, path] if path else [here])
-    own = {"PYTHONPATH": search_path, _PROGRESS: str(folder / "progress.jsonl"), PARENT: str(os.getpid())}
+    own = {"PYTHONPATH": search_path, _PROGRESS: str(folder / "progress.jsonl"), _PARENT: str(os.getpid())}
     return os.environ | own
 
 
 def _end(process: subprocess.Popen | ForkedProcess, folder: Scratch) -> None:
     "Ends the child with all that it started, whatever it does, and takes its files away."
-    if process.poll() is None:
-        if isinstance(process, ForkedProcess) or hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError):  # it has ended in between
-                os.killpg(process.pid, signal.SIGKILL)
-        else:
+    if isinstance(process, ForkedProcess):
+        process.end()
+    else:
+        if process.poll() is None and hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        elif process.poll() is None:
             process.kill()
-    process.wait()
+        process.wait()
     folder.remove()
-
-
-def _started(folder: Path, words: list[str]) -> subprocess.Popen:
-    "A command as a child process that writes into the folder of its job."
-    with open(folder / "output.txt", "wb") as output, open(folder / "errors.txt", "wb") as errors:
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            env=_environment(folder),
-            start_new_session=True,  # so that one signal ends it with all that it started
-        )
-
-
-def _forked(folder: Path, modules: Sequence[str]) -> ForkedProcess:
-    "The call of a function as a fork of a process that has imported some modules."
-    for name in ("output.txt", "errors.txt"):
-        (folder / name).touch()
-    own = {_PROGRESS: str(folder / "progress.jsonl")}
-    return fork_process(folder, modules, "stabilitylab.run.job:_run_function", own)
 
 
 def _ending(code: int) -> str:
@@ -176,17 +167,30 @@ def _ending(code: int) -> str:
         return f"the process was ended by signal {-code}"
 
 # %% ../../nbs/api/run/05_job.ipynb #14abc78d
+def _started(command: Sequence, folder: Path) -> subprocess.Popen:
+    "The process of a command."
+    words = [str(folder) if part == "{folder}" else str(part) for part in command]
+    with open(folder / "output.txt", "wb") as output, open(folder / "errors.txt", "wb") as errors:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=_environment(folder),
+            start_new_session=True,  # so that one signal ends it with all that it started
+        )
+
+
 class Job:
     "A command, or a function of a module, that runs beside this process."
 
     def __init__(
         self,
-        command: Sequence,  # program and arguments, started at once; "{folder}" becomes the job's folder
+        # program and arguments, started at once, in which "{folder}" becomes the job's folder; or what starts
+        # the process of a folder
+        command: Sequence | Callable[[Path], ForkedProcess],
         codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
         request: dict | None = None,  # JSON that the child finds as request.json in its folder; for `Job.of`
-        warm: Sequence[
-            str
-        ] = (),  # modules; where it can be, the request runs in a fork that has imported them
     ):
         if not command:
             raise bad_input("command", command, "a program and its arguments")
@@ -197,26 +201,39 @@ class Job:
         self._last: JobState | None = None  # the state in which it ended
         if request is not None:
             write_atomic(self.folder / "request.json", to_json(request))
-        words = [str(folder.path) if part == "{folder}" else str(part) for part in command]
-        self.process = _forked(self.folder, warm) if warm and can_fork() else _started(self.folder, words)
+        start = command if callable(command) else partial(_started, command)
+        self.process: subprocess.Popen | ForkedProcess = start(self.folder)
         self._finalizer = weakref.finalize(self, _end, self.process, folder)
 
     @classmethod
     def of(
         cls,
         function: str,  # 'package.module:function'; what it returns must be JSON
-        /,
-        warm: Sequence[
-            str
-        ] = (),  # modules; where it can be, it is a fork of a process that has imported them
         **arguments: object,  # of the function; JSON
     ) -> "Job":  # that runs it
         "Call a function of a module in a child process."
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
             raise bad_input("function", function, "'package.module:function'")
+        code = (
+            "import sys; from stabilitylab.run.job import _run_function; sys.exit(_run_function(sys.argv[1]))"
+        )
         request = {"function": function, "arguments": arguments}
-        return cls(CALL, request=request, warm=(module, *warm) if warm else ())
+        return cls([sys.executable, "-c", code, "{folder}"], request=request)
+
+    @classmethod
+    def forked(
+        cls,
+        function: str,  # as `Job.of` takes it
+        arguments: dict,  # of the function; JSON
+        modules: Sequence[str],  # that every such job imports, and nobody edits meanwhile
+    ) -> "Job":  # that runs it
+        "Call a function in a process that begins with these modules imported; Linux only."
+        request = {"function": function, "arguments": arguments}
+        entry = "stabilitylab.run.job:_run_forked"
+        return cls(
+            lambda folder: ForkedProcess(entry, modules, folder, _environment(folder)), request=request
+        )
 
     @classmethod
     def cli(
