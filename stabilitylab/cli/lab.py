@@ -82,8 +82,8 @@ def _write_notebook(
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         raise bad_input("path", missing[0], "a log, a folder of runs, or a record", "check the spelling")
-    seen = file.with_suffix(".view.json").name
-    text = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths], seen), indent=1)
+    view_file = file.with_suffix(".view.json").name
+    text = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths], view_file), indent=1)
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise bad_input("notebook", str(file), "a file that is not there yet", "name another with --notebook")
     file.write_text(text, encoding="utf-8")

@@ -139,24 +139,35 @@ class _Tabs:
             self.tabs.selected_index = self._names.index(name)
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #0c555b7a
-_KEPT = ("visible", "selected", "step", "drawn", "hidden", "log", "smooth", "along", "x_range", "y_range")
+_REMEMBERED = (
+    "visible",
+    "selected",
+    "step",
+    "drawn",
+    "hidden",
+    "log",
+    "smooth",
+    "along",
+    "x_range",
+    "y_range",
+)
 
 
-def _read_kept(file: Path) -> dict[str, Any]:
+def _read_view_state(file: Path) -> dict[str, Any]:
     "What was seen when a file was written; {} where there is none that can be read."
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        view_state = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return view_state if isinstance(view_state, dict) else {}
 
 
-def _show_again(state: WorkbenchState, kept: dict[str, Any]) -> None:
+def _show_again(state: WorkbenchState, view_state: dict[str, Any]) -> None:
     "Shows what was seen, as far as the runs still have it."
-    if kept.get("name") in state.runs and kept["name"] != state.name:
-        state.show(kept["name"])
-    for name in _KEPT:
-        value = kept.get(name, getattr(state, name))
+    if view_state.get("name") in state.runs and view_state["name"] != state.name:
+        state.show(view_state["name"])
+    for name in _REMEMBERED:
+        value = view_state.get(name, getattr(state, name))
         is_there = name != "selected" or (isinstance(value, int) and value < len(state.findings))
         if is_there:
             with suppress(TraitError, InputError):
@@ -186,8 +197,8 @@ class Workbench:
             self.widget = widgets.HTML(render("view_error", title="This run", error=error))
             return
         if remember is not None:
-            _show_again(state, _read_kept(Path(remember)))
-            state.observe(partial(self._keep, Path(remember)), names=[*_KEPT, "name"])
+            _show_again(state, _read_view_state(Path(remember)))
+            state.observe(partial(self._keep, Path(remember)), names=[*_REMEMBERED, "name"])
         self.state, tabs = state, _Tabs(state)
         self.tabs, self._names = tabs.tabs, tabs._names
         self.chooser = widgets.Dropdown(options=list(state.runs), description="Run")
@@ -208,7 +219,9 @@ class Workbench:
     def _keep(self, file: Path, _: object) -> None:  # file: of what is seen
         "Writes down what is seen."
         if self.state is not None:
-            write_atomic(file, json.dumps({name: getattr(self.state, name) for name in ("name", *_KEPT)}))
+            write_atomic(
+                file, json.dumps({name: getattr(self.state, name) for name in ("name", *_REMEMBERED)})
+            )
 
     def _open(self, name: str | None) -> None:
         "Another run was chosen."
