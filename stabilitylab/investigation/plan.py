@@ -8,6 +8,7 @@ __all__ = ['named_arms', 'Plan', 'proxy_plan']
 # %% ../../nbs/api/investigation/01_plan.ipynb #3c503de4
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ..detect.diagnose import diagnose
@@ -100,8 +101,8 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
-    aimed = [_aimed(suggestion, findings, recording, start) for suggestion in suggestions]
-    suggestions, refused = _that_fit(start, aimed, device)
+    aim = partial(_aimed, findings=findings, recording=recording, start=start)
+    suggestions, refused = _that_fit(start, list(map(aim, suggestions)), device)
     unfit = _unsuited(findings, recording) | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
     wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
