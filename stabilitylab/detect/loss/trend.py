@@ -14,6 +14,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
+from .objective import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
@@ -43,6 +44,8 @@ def find_not_learning(
     is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
     if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
+    if objective_type(run).moving == "adversarial":
+        return []  # it follows the other network: its height does not tell what was learned
     evidence: dict[str, Any] = {
         "first": float(shape.loss[0]),
         "best": float(shape.loss.min()),
