@@ -220,8 +220,8 @@ def _input_nonfinite(steps: _Steps) -> RunFacts:
     was_well = at > 0 and not weights.values[at - 1].any() and size.values[at - 1, 0] < _FAR_FROM_OVERFLOW
     if not was_well or not np.isfinite(steps.loss[:at]).all():
         return {}
-    is_counted = came_in is not None and np.isfinite(came_in.values[at, 0])
-    count = came_in.values[at, 0] if is_counted else bad.values[at, 0]
+    counted = np.nan if came_in is None else came_in.values[at, 0]
+    count = counted if np.isfinite(counted) else bad.values[at, 0]
     return {"input_nonfinite": (float(count), steps.step[at])}
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #fb45001b

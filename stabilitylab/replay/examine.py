@@ -41,6 +41,9 @@ _LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
 _ONSET = 3.0  # factor over the median gradient norm so far at which states are no controls; our convention
+_FELL = (
+    0.75  # share of the median loss below which it fell far, so that its state is no suspect; our convention
+)
 _BEFORE_ONSET = 16  # steps that this median takes, at least; our convention
 _RAISED = 2.0  # factor over the rate of the step before above which it was raised, as for `lr_jump`
 
@@ -87,9 +90,9 @@ def _before_onset(steps: list[int], norms: dict[int, float], losses: dict[int, f
 
 
 def _falls(steps: list[int], losses: dict[int, float]) -> bool:
-    "Whether the last loss is below the median of those before it: early in a run gradients grow as it falls."
+    "Whether the last loss is far below those before it: early in a run gradients grow as it falls."
     *earlier, last = [losses[step] for step in steps if step in losses] or [float("nan")]
-    return bool(earlier) and last < statistics.median(earlier)
+    return bool(earlier) and last < _FELL * statistics.median(earlier)
 
 
 def _ordinary_step(steps: list[int], distance: int, norms: dict[int, float]) -> int:
