@@ -72,7 +72,7 @@ def _fits(finding: Finding, where: dict) -> bool:
     "Whether a finding has what a row of the table asks for."
     of_validation = str(finding.series).startswith("val_")
     evidence = finding.evidence | {"ends_it": bool(finding.evidence.get("stays"))}
-    evidence |= {"of_validation": of_validation}
+    evidence |= {"of_validation": of_validation, "in_no_optimizer": "without_optimizer" in evidence}
     return all(evidence.get(name) == value for name, value in where.items())
 
 
@@ -96,9 +96,8 @@ _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lea
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
-    is_ill = any(
-        f.kind not in _OF_MACHINE for f in candidates
-    )  # a slow machine asks for no cause of the loss
+    # a slow machine, or gradients below epsilon, alone ask for no cause of the loss
+    is_ill = any(f.kind not in (*_OF_MACHINE, "grad_below_epsilon") for f in candidates)
     causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone]
     if not causes or any(f.kind in _ENDS for f in candidates):
         return None
@@ -160,9 +159,10 @@ def most_likely(
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
-        firsts = [_first(candidates, kind) for kind in row["when"]]
+        fitting = [f for f in candidates if _fits(f, row["where"])]
+        firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
-        if len(chosen) == len(firsts) and _fits(chosen[0], row["where"]):
+        if len(chosen) == len(firsts):
             reasons = tuple(f.explanation for f in chosen[:_REASONS])
             return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, tuple(row["next"]))
     if is_well:  # layers were recorded, and the loss has nothing to explain

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,6 +27,7 @@ from tests.docs.entries import (
     public_pages,
     wrong_links,
 )
+from tests.docs.finish import finish
 from tests.docs.indexes import write_indexes, write_search, write_twins
 from tests.docs.signatures import described
 
@@ -54,12 +54,29 @@ def shown(cell):
 
 def page(nb):
     "One notebook as Sphinx takes it."
-    nb.cells = level_headings([c for c in map(shown, nb.cells) if c is not None])
+    nb.cells = level_headings(without_empty_sections([c for c in map(shown, nb.cells) if c is not None]))
     nb.metadata = {
         "kernelspec": {"name": "python3", "display_name": "python3", "language": "python"},
         "language_info": {"name": "python"},
     }
     return nb
+
+
+def heading_level(cell):
+    "The level of the heading with which a cell begins; 9 where it begins with none."
+    heading = re.match(r"(#+) ", cell.source) if cell.cell_type == "markdown" else None
+    return len(heading[1]) if heading else 9
+
+
+def without_empty_sections(cells):
+    "Cells without headings that have nothing below them, since what stood there is not shown."
+    kept = []
+    for cell in reversed(cells):
+        is_bare = heading_level(cell) < 9 and "\n" not in cell.source.strip()
+        below = heading_level(kept[-1]) if kept else 0
+        if not is_bare or below > heading_level(cell):
+            kept.append(cell)
+    return kept[::-1]
 
 
 def level_headings(cells):
@@ -96,26 +113,6 @@ def unrendered():
     return wrong
 
 
-def is_coloured(file):
-    "Whether a picture is a map of colours rather than lines on white, so that it must not be inverted."
-    hues = Image.open(file).convert("HSV").resize((80, 80))
-    return sum(saturation > 64 for _, saturation, _ in hues.get_flattened_data()) > 0.3 * 80 * 80
-
-
-def mark_coloured():
-    "Marks maps of colours in the pages, for the dark theme; see site.css."
-    coloured = {file.name for file in (HTML / "_images").glob("*.png") if is_coloured(file)}
-    for file in HTML.rglob("*.html"):
-        text = file.read_text(encoding="utf-8")
-        marked = re.sub(
-            r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")',
-            lambda found: "<img data-coloured " if found[1] in coloured else found[0],
-            text,
-        )
-        if marked != text:
-            file.write_text(marked, encoding="utf-8")
-
-
 def processed(only):
     "The notebooks as Sphinx takes them; an entry a page."
     entries, names = [], public_pages()
@@ -145,14 +142,14 @@ def build(only=()):
     run = {"cwd": ROOT, "check": True, "env": os.environ | env}
     entries = processed(only)
     shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
-    entries = write_indexes(entries)
+    entries = write_indexes(entries, only)
     strict = [] if only else ["-W", "--keep-going"]
     where = ["-j", str(WORKERS), "-b", "html", "-c", Path(__file__).parent, SOURCE, HTML]
     subprocess.run([sys.executable, "-m", "sphinx", "-q", *strict, *where], **run)
     for picture in (ROOT / "nbs" / "images").iterdir():  # those that HTML of ours names
         if picture.is_file():
             shutil.copy(picture, HTML / "_images")
-    mark_coloured()
+    finish(HTML)
     write_twins(entries)
     write_search()
     wrong = [] if only else unrendered() + wrong_links(HTML, BASE)
