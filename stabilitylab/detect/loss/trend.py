@@ -57,9 +57,9 @@ def find_not_learning(
         least = limit("minor_share")
         error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
     can_tell = error < least * abs(float(shape.loss[0]))
-    severity = "warning" if can_tell else "info"
+    severity = "warning"
     if not can_tell:
-        evidence["note"] = evidence_words("too noisy")
+        severity, evidence["note"] = "info", evidence_words("too noisy")
     return [
         Finding(
             "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name

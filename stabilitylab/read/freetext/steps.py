@@ -208,6 +208,15 @@ def _counted_alone(members: list[_Member]) -> StepCounter | None:
     return StepCounter([table], count, table.order, own_epoch, label, "step", bool(step.name))
 
 
+def _epochs_above(
+    order: np.ndarray, epoch: np.ndarray | None, total: np.ndarray | None, headers: StepCounter | None
+) -> np.ndarray | None:
+    "The epoch of each line: its own, or that of the header above it where it counts `i/N`."
+    if epoch is not None or total is None or headers is None:
+        return epoch
+    return nearest_steps(order, headers).astype(float)
+
+
 def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]
@@ -223,8 +232,7 @@ def _counted(members: list[_Member], headers: StepCounter | None = None) -> Step
         factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
         count = _unrounded(count, np.concatenate(factors)[by_position])
         name = counted[0][1].name
-        if epoch is None and total is not None and headers is not None:
-            epoch = nearest_steps(order, headers).astype(float)
+        epoch = _epochs_above(order, epoch, total, headers)
         step, description = steps_from_count(count, epoch, total, name)
         return StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
