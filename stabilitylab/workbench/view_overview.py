@@ -296,9 +296,9 @@ class _OverviewWidgets(StateView):
 
     def ask_swap(self) -> None:
         "Starts the swap test of the step of the jump in Replay."
-        asked = _swap_test(self.shared)
-        if asked is not None:
-            self.shared.swap_step, self.shared.visible = asked[0], "replay"
+        test = _swap_test(self.shared)
+        if test is not None:
+            self.shared.swap_step, self.shared.visible = test[0], "replay"
 
     def try_fix(
         self,
@@ -394,9 +394,9 @@ class Overview(_OverviewWidgets):
         self.layers.description = "Show its module" if has_module else "Show what changed first"
         self.likely.value, index = _likely_cause(state)
         set_visible(self.why, index >= 0)
-        asked = _swap_test(state)
-        set_visible(self.swap, asked is not None)
-        self.swap.description = asked[1] if asked else ""
+        test = _swap_test(state)
+        set_visible(self.swap, test is not None)
+        self.swap.description = test[1] if test else ""
         self.detail.value = _detail_html(state)
 
     def mark(self) -> None:

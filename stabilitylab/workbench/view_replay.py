@@ -262,8 +262,8 @@ class _ReplayWidgets(StateView):
         findings = self.shared.findings
         step = findings.attrs.get("evidence", {}).get("swap_seconds", (0.0, None))[1]
         if "swap" in result and step == self._replayed:
-            told = {name: result["swap"][name] for name in ("verdict", "words", "bad_in_a_row")}
-            self.shared.findings = with_verdict(findings, {"step": step} | told)
+            answer = {name: result["swap"][name] for name in ("verdict", "words", "bad_in_a_row")}
+            self.shared.findings = with_verdict(findings, {"step": step} | answer)
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #6c4a1e97
 class ReplayView(_ReplayWidgets):
