@@ -17,6 +17,7 @@ import pandas as pd
 import traitlets
 import xarray as xr
 
+from ..detect.likely_cause import most_likely
 from ..investigation.swap import with_verdict
 from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
@@ -329,9 +330,13 @@ class ReplayView(_ReplayWidgets):
             self.open_run()
 
     def _onset(self) -> int | None:
-        "The step of the selected finding, or of the first error whose step can be replayed."
+        "The step of the selected finding, else of the likely cause or the first error that can be replayed."
         finding = self.shared.finding
-        return finding.onset if finding else first_error(self.shared.findings, self.look.steps)
+        if finding:
+            return finding.onset
+        likely = most_likely(self.shared.findings)
+        is_there = likely is not None and likely.step in self.look.steps
+        return likely.step if is_there else first_error(self.shared.findings, self.look.steps)
 
     def _turn(self) -> None:
         "Shows the chosen step: what it is compared with, and what to expect of its replay."
