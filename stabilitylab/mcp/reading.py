@@ -136,7 +136,14 @@ def _span(steps: list[int]) -> str:
 class ReadingTools(_CurveTools):
     "What a run holds."
 
-    def tensor_stats(self, run: str, group: str, variable: str, step: int, top: int = 10) -> dict:
+    def tensor_stats(
+        self,
+        run: str,  # below one of the folders
+        group: str,  # activations, gradients, weights, updates or optimizer
+        variable: str,  # such as absmax or rms
+        step: int,  # recorded
+        top: int = 10,  # rows
+    ) -> dict:
         "The modules or parameters with the largest statistic at a step, beside the first recorded one."
         table = tensor_rows(self._open(run)[0].run, group, variable, step, top)
         report = table.attrs | {"rows": table.to_dict("records")}
@@ -145,7 +152,11 @@ class ReadingTools(_CurveTools):
             return answer(report, "batch_stats", run=run, steps=[at])
         return answer(report, "diagnose", run=run)
 
-    def batch_stats(self, run: str, steps: list[int]) -> dict:
+    def batch_stats(
+        self,
+        run: str,  # below one of the folders
+        steps: list[int],  # recorded
+    ) -> dict:
         "What recorded batches hold: range, distinct values, share of the commonest, samples that are equal."
         from stabilitylab.replay.contents import batch_rows
 
@@ -153,7 +164,13 @@ class ReadingTools(_CurveTools):
         report = {"rows": batch_rows(recording, steps).to_dict("records"), "recorded": _span(recording.steps)}
         return answer(report, "replay", run=run, step=self._replayable(run, steps[0]), what="samples")
 
-    def state_diff(self, run: str, a: int, b: int, top: int = 15) -> dict:
+    def state_diff(
+        self,
+        run: str,  # below one of the folders
+        a: int,  # step of the earlier snapshot
+        b: int,  # of the later
+        top: int = 15,  # rows
+    ) -> dict:
         "What changed between two snapshots of a run, by tensor: NaN first, then what is all zero now."
         from stabilitylab.replay.contents import state_rows
 

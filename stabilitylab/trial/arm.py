@@ -78,7 +78,9 @@ def with_unique_names(
     return [replace(arm, label=long_name(arm)) if names[arm.name] > 1 else arm for arm in arms]
 
 
-def long_name(arm: Arm) -> str:
+def long_name(
+    arm: Arm,  # with its fixes
+) -> str:
     "The fixes with their parameters, as `arm_of` takes them."
     return arm.label or "+".join(_words_of(row["name"], row.get("parameters", {})) for row in arm.fixes)
 
