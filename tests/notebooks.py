@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
 from nbdev.clean import clean_nb
@@ -55,6 +56,7 @@ def shrink(nb):
 def run_one(path):
     "Execute one notebook, keep its outputs, clean it."
     os.chdir(path.parent)
+    pd.set_option("display.max_colwidth", None)  # a page shows the text of a table whole; so in pages.py
     CaptureShell(path=path.parent).execute(path, dest=path, exc_stop=True)
     nb = read_nb(path)
     clean_nb(nb, clear_all=False)

@@ -275,6 +275,7 @@ def warm_up() -> None:
     names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.is_dir() else ["main"]
     if len(names) > 1:
         sys.exit(f"an import started threads ({', '.join(names)}), and a forked page would wait for them")
+    importlib.import_module("pandas").set_option("display.max_colwidth", None)  # as in notebooks.py
     gc.freeze()  # the collector of a page leaves what was imported alone, and its memory stays shared
 
 

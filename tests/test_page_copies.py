@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.finish import finished
+
 NBS = Path(__file__).resolve().parent.parent / "nbs"
-PAGES = [NBS / "index.ipynb", *sorted(NBS.glob("tutorials/*.ipynb")), *sorted(NBS.glob("howto/*.ipynb"))]
+FOLDERS = ("tutorials", "howto", "explain")
+PAGES = [NBS / "index.ipynb", *(page for name in FOLDERS for page in sorted((NBS / name).glob("*.ipynb")))]
 KNOWN = set(dir(builtins)) | {"__file__", "__name__"}
 
 
@@ -64,8 +67,42 @@ def test_a_page_does_not_begin_with_housekeeping():
     ]
 
 
+def checks(page: Path) -> list[str]:
+    "The checks that a reader sees: on these pages they stand in hidden cells."
+    trees = (ast.parse(source) for is_seen, source in cells(page) if is_seen)
+    return [ast.unparse(n) for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_checks_are_hidden(page):
+    assert not checks(page), f"{page.name}: move the check to a cell that begins with `#| hide`"
+
+
 def test_a_hidden_import_is_found(tmp_path):
     page = tmp_path / "page.ipynb"
     code = ["#| hide\nimport torch\nx = 1", "torch.ones(x)\nfor i in range(3):\n    print(i)"]
     page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
     assert missing(page) == {"torch", "x"}
+
+
+def test_a_check_that_is_seen_is_found(tmp_path):
+    page = tmp_path / "page.ipynb"
+    code = ["#| hide\nassert x", "if x:\n    assert x > 1"]
+    page.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in code]}))
+    assert checks(page) == ["assert x > 1"]
+
+
+TABLE = """<table border="1" class="dataframe">
+<thead><tr><th></th><th>lost</th><th>what</th></tr><tr><th>kind</th><th></th><th></th></tr></thead>
+<tbody><tr><th>a</th><td>1.5e-3</td><td>see `recovery`</td></tr>
+<tr><th>b</th><td>NaN</td><td>divergence</td></tr></tbody>
+</table>"""
+
+
+def test_tables_of_a_built_page_are_tidied():
+    page = finished(TABLE + '<img alt="" src="../_images/map.png">', "../", {"map.png"})
+    head, _, body = page.partition("<tbody>")
+    assert head.count("<tr>") == 1 and "<th>kind</th>" in head and '<th class="text">what</th>' in head
+    assert "<th>lost</th>" in head and "<td>1.5e-3</td>" in body and "<td>NaN</td>" in body
+    assert '<td class="text">see <code>recovery</code></td>' in body
+    assert '<a href="../symptoms/divergence.html">divergence</a>' in body and "<img data-coloured " in page

@@ -37,7 +37,8 @@ def _preview_text(value: Any) -> str:
         return type(value).__name__
     if isinstance(value, float):
         return f"{value:.6g}"
-    return getattr(value, "__name__", None) or str(value)[:60]
+    name = type(value).__name__ if type(value).__repr__ is object.__repr__ else None  # no address of memory
+    return getattr(value, "__name__", name) or str(value)[:60]
 
 # %% ../../nbs/api/fixes/01_undo_log.ipynb #5c910b6a
 _ABSENT = object()

@@ -168,7 +168,8 @@ def symptom(
     if ranked[0][0] >= _MIN_LIKENESS:
         return ranked[0][1]
     nearest = [entry.title for likeness, entry in ranked[:3] if likeness > 0]
-    raise bad_input("symptom", words, nearest or list(_symptoms()), "symptoms() lists all")
+    allowed = nearest or "a finding kind, or what you see, such as 'loss is NaN'"
+    raise bad_input("symptom", words, allowed, "symptoms() lists all, and so does `stabilitylab explain`")
 
 
 def symptoms() -> pd.DataFrame:  # columns: title, aliases; by finding kind

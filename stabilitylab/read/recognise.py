@@ -62,6 +62,8 @@ def recognise(
         confidence = {_GENERAL: by_name[_GENERAL].sniff(head, path)} | confidence
     best = max(confidence, key=lambda name: confidence[name])
     if confidence[best] <= 0:
-        looks, accepted = _looks_like(head), ", ".join(by_name)
-        raise InputError(f"`{path.name}` is not a log that can be read: {looks}; accepted: {accepted}")
+        accepted = "lines with names and numbers such as 'step 10 loss 2.5', a table as CSV or JSON lines"
+        formats = f"or one of the {len(by_name)} formats that `stabilitylab formats` lists"
+        looks = f"`{path.name}` is not a log that can be read: {_looks_like(head)}"
+        raise InputError(f"{looks}; accepted: {accepted}, {formats}")
     return by_name[best]

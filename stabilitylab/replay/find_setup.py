@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..names.encode import plain
-from ..names.errors import InputError
+from ..names.errors import InputError, bad_input
 from ..probe.draft.setup_template import FILE
 from .state import Setup
 from .user_code import load_setup
@@ -81,6 +81,11 @@ def setup_of(
     "The setup of a run."
     if where is not None:
         return load_setup(where, path)
+    if Path(path).is_file():
+        fix = "record the next run with Recorder(model, optimizer, folder, snapshot_every=100)"
+        raise bad_input(
+            "path", str(path), "the folder of a record: a file has no weights and no batches", fix
+        )
     files = setup_files(path)
     if not files:
         raise InputError(

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,6 +27,7 @@ from tests.docs.entries import (
     public_pages,
     wrong_links,
 )
+from tests.docs.finish import finish
 from tests.docs.indexes import write_indexes, write_search, write_twins
 from tests.docs.signatures import described
 
@@ -96,26 +96,6 @@ def unrendered():
     return wrong
 
 
-def is_coloured(file):
-    "Whether a picture is a map of colours rather than lines on white, so that it must not be inverted."
-    hues = Image.open(file).convert("HSV").resize((80, 80))
-    return sum(saturation > 64 for _, saturation, _ in hues.get_flattened_data()) > 0.3 * 80 * 80
-
-
-def mark_coloured():
-    "Marks maps of colours in the pages, for the dark theme; see site.css."
-    coloured = {file.name for file in (HTML / "_images").glob("*.png") if is_coloured(file)}
-    for file in HTML.rglob("*.html"):
-        text = file.read_text(encoding="utf-8")
-        marked = re.sub(
-            r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")',
-            lambda found: "<img data-coloured " if found[1] in coloured else found[0],
-            text,
-        )
-        if marked != text:
-            file.write_text(marked, encoding="utf-8")
-
-
 def processed(only):
     "The notebooks as Sphinx takes them; an entry a page."
     entries, names = [], public_pages()
@@ -145,14 +125,14 @@ def build(only=()):
     run = {"cwd": ROOT, "check": True, "env": os.environ | env}
     entries = processed(only)
     shutil.copytree(ROOT / "nbs" / "images", SOURCE / "images")
-    entries = write_indexes(entries)
+    entries = write_indexes(entries, only)
     strict = [] if only else ["-W", "--keep-going"]
     where = ["-j", str(WORKERS), "-b", "html", "-c", Path(__file__).parent, SOURCE, HTML]
     subprocess.run([sys.executable, "-m", "sphinx", "-q", *strict, *where], **run)
     for picture in (ROOT / "nbs" / "images").iterdir():  # those that HTML of ours names
         if picture.is_file():
             shutil.copy(picture, HTML / "_images")
-    mark_coloured()
+    finish(HTML)
     write_twins(entries)
     write_search()
     wrong = [] if only else unrendered() + wrong_links(HTML, BASE)

@@ -128,6 +128,7 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
                 entry.excerpt = entry.excerpt or text
                 parts.append(f"```text\n{text[:WIDEST]}\n```")
     entry.text = "\n\n".join(parts) + "\n"
+    entry.excerpt = entry.excerpt or "\n".join(re.findall(r"^## (.*)", entry.text, re.M))
     return entry
 
 

@@ -55,31 +55,71 @@ FIGURE = """
 A run made to fail in this way, as `diagnose` marks it.
 ```
 """
-FIELDS = {  # heading on the index of the symptoms -> the kinds below it
-    "The loss": (
-        "non_finite loss_spike divergence plateau not_learning slow_rise level_shift overfitting "
-        "leak_suspected quantized_loss init_too_large data_driven_spike length_bias"
-    ),
-    "A crash, a resume, the machine": (
-        "crash restart resume_spike throughput_drop data_stall memory_growth hardware_error "
-        "environment_change"
-    ),
-    "Gradients, optimizer and learning rate": (
-        "grad_norm_explosion lr_too_high lr_jump update_rms_excess optimizer_state_reset "
-        "grad_below_epsilon no_gradient dead_network accumulation_bias token_imbalance "
-        "bad_batch_values"
-    ),
-    "Layers and attention": (
-        "activation_explosion massive_activation attention_logit_growth attention_entropy_collapse "
-        "attention_sink output_logit_drift z_loss_collapse output_collapse layer_ignored dead_units "
-        "expert_collapse init_std_too_large"
-    ),
-    "Number formats": ("loss_scale_collapse overflow underflow update_lost_to_rounding misaligned_shape"),
-    "Reinforcement learning": (
-        "policy_entropy_collapse policy_entropy_rise policy_step_too_large reward_collapse "
-        "zero_advantage answers_cut"
-    ),
+# a line of what teams tried
+REPORT = r"- (worked|unclear|did not work): (.*) \(([^()]*(?:\([^()]*\)[^()]*)*)\)\n?"
+FIELDS = {  # section -> heading on its index -> the pages below it
+    "symptoms": {
+        "The loss": (
+            "non_finite loss_spike divergence plateau not_learning slow_rise level_shift overfitting "
+            "leak_suspected quantized_loss init_too_large data_driven_spike length_bias"
+        ),
+        "A crash, a resume, the machine": (
+            "crash restart resume_spike throughput_drop data_stall memory_growth hardware_error "
+            "environment_change"
+        ),
+        "Gradients, optimizer and learning rate": (
+            "grad_norm_explosion lr_too_high lr_jump update_rms_excess optimizer_state_reset "
+            "grad_below_epsilon no_gradient dead_network accumulation_bias token_imbalance "
+            "bad_batch_values"
+        ),
+        "Layers and attention": (
+            "activation_explosion massive_activation attention_logit_growth attention_entropy_collapse "
+            "attention_sink output_logit_drift z_loss_collapse output_collapse layer_ignored dead_units "
+            "expert_collapse init_std_too_large"
+        ),
+        "Number formats": ("loss_scale_collapse overflow underflow update_lost_to_rounding misaligned_shape"),
+        "Reinforcement learning": (
+            "policy_entropy_collapse policy_entropy_rise policy_step_too_large reward_collapse "
+            "zero_advantage answers_cut"
+        ),
+    },
+    "howto": {
+        "Open what a run left": (
+            "what_it_opens open_hugging_face open_megatron_and_deepspeed open_nanogpt_and_torchtitan "
+            "open_tensorboard_and_wandb open_any_other_log"
+        ),
+        "Find the culprit": (
+            "which_batch which_layers_in_fp32 is_it_the_hardware replay_your_own_run choose_a_restart_point"
+        ),
+        "Record, and extend": "beside_your_tracker many_ranks add_your_own",
+    },
+    "explain": {
+        "What goes wrong": (
+            "activation_explosions adam_before_the_spike attention_logits attention_sinks attention_layers "
+            "attention_cross accumulation_is_not_batch_size"
+        ),
+        "Number formats": "pure_bf16_training eleven_values inside_qk spikes_of_rounding",
+        "What teams tried, and what came out here": (
+            "case_studies remedies table_of_fixes results_reproduced open_experiments notes_item_by_item"
+        ),
+        "How findings are made": (
+            "spike_rules limits what_a_replay_checks what_the_recorder_survives promises"
+        ),
+        "The project": "glossary how_it_is_built",
+    },
 }
+COMMON = (  # what people type most -> its symptom; on the home page
+    ("Loss is NaN", "non_finite"),
+    ("Loss spikes", "loss_spike"),
+    ("Loss diverges", "divergence"),
+    ("Loss does not fall", "not_learning"),
+    ("Loss jumps after a resume", "resume_spike"),
+    ("Gradient norm explodes", "grad_norm_explosion"),
+    ("Loss scale keeps halving", "loss_scale_collapse"),
+    ("Accumulation is worse than a batch", "accumulation_bias"),
+    ("Entropy collapses in GRPO", "policy_entropy_collapse"),
+    ("The job died", "crash"),
+)
 VIEWS = "`Workbench(path)` has all of them. The code is what *Copy the call* gives for what the view shows."
 GROUPS = (  # what a person wants to do -> rooms of the package, with what stands in each
     (
@@ -157,6 +197,12 @@ def index_page(name, title, text, body, pages):
     (SOURCE / f"{name}.md").write_text(source, encoding="utf-8")
 
 
+def report_table(lines):
+    "What teams tried, as a table: the match of several lines of REPORT."
+    rows = (f"| {outcome} | {fix} | {source} |" for outcome, fix, source in re.findall(REPORT, lines[0]))
+    return "\n".join(["| reported | what | who |", "|---|---|---|", *rows, ""])
+
+
 def write_symptoms():
     "A page a symptom, with the phrases that people type as entries of the search; as entries of the index."
     from stabilitylab.knowledge.symptoms import symptom, symptoms
@@ -170,6 +216,9 @@ def write_symptoms():
         title, rest = one.markdown.split("\n", 1)
         head, rest = rest.split("\n\n## ", 1)
         drawn = FIGURE.format(kind=kind, title=one.title) if picture.is_file() else ""
+        rest = re.sub(rf"(?:^{REPORT})+", report_table, rest, flags=re.M)
+        other = "|".join(name for name in symptoms().index if name != kind)
+        rest = re.sub(rf"`({other})`", r"[`\1`](\1.md)", rest)
         also = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
         pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
@@ -184,14 +233,15 @@ def write_symptoms():
     return entries
 
 
-def grouped(entries):
-    "The cards of the symptoms below the heading of their field."
-    by_kind = {entry.name.rpartition("/")[2]: entry for entry in entries}
-    missing = set(by_kind) ^ {kind for kinds in FIELDS.values() for kind in kinds.split()}
-    if missing:
-        raise ValueError(f"FIELDS in indexes.py and the finding kinds differ: {sorted(missing)}")
-    fields = ((title, [by_kind[kind] for kind in kinds.split()]) for title, kinds in FIELDS.items())
-    return "\n\n".join(f"## {title}\n\n{cards(inside, 'symptoms')}" for title, inside in fields)
+def in_fields(entries, section):
+    "The entries of a section in the order of its fields, and the cards of each below its heading."
+    by_name = {entry.name.rpartition("/")[2]: entry for entry in entries}
+    fields = {title: names.split() for title, names in FIELDS[section].items()}
+    listed = [name for names in fields.values() for name in names]
+    if sorted(listed) != sorted(by_name):
+        raise ValueError(f"FIELDS in indexes.py and the pages differ: {sorted(set(listed) ^ set(by_name))}")
+    body = (f"## {title}\n\n{cards([by_name[n] for n in names], section)}" for title, names in fields.items())
+    return [by_name[name] for name in listed], "\n\n".join(body)
 
 
 def write_search():
@@ -286,7 +336,14 @@ def write_gallery(entries):
     (SOURCE / "gallery.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def write_indexes(entries):
+def symptom_links():
+    "The symptoms that people name most, for the home page."
+    links = "".join(f'<a href="symptoms/{kind}.html">{typed}</a>' for typed, kind in COMMON)
+    links += '<a href="symptoms/index.html">All symptoms</a>'
+    return f'## What do you see?\n\n<div class="symptom-links">{links}</div>'
+
+
+def write_indexes(entries, only=()):
     "One index a section and a room, the gallery, the changes, and the root."
     entries, sections = [*write_symptoms(), *entries], []
     for name, (title, text) in SECTIONS.items():
@@ -295,8 +352,9 @@ def write_indexes(entries):
         if name == "api" and (SOURCE / "api").is_dir():
             write_library(entries)
         elif inside:
+            is_whole = name in FIELDS and not only
+            inside, body = in_fields(inside, name) if is_whole else (inside, cards(inside, name))
             pages = [e.name.partition("/")[2] for e in inside]
-            body = grouped(inside) if name == "symptoms" else cards(inside, name)
             index_page(f"{name}/index", title, text, body, pages)
         else:
             continue
@@ -305,6 +363,8 @@ def write_indexes(entries):
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changelog", "# Changes", 1)
     (SOURCE / "changes.md").write_text(changes, encoding="utf-8")
     home = nbformat.read(SOURCE / "index.ipynb", 4)
+    if "symptoms/index" in sections:
+        home.cells.insert(2, nbformat.v4.new_markdown_cell(symptom_links()))
     contents = "```{toctree}\n:hidden:\n\n" + "\n".join([*sections, "gallery", "changes"]) + "\n```"
     home.cells.append(nbformat.v4.new_markdown_cell(contents))
     nbformat.write(home, SOURCE / "index.ipynb")

@@ -1,0 +1,76 @@
+"""What is mended in pages after Sphinx: tables of pandas, and maps of colours for the dark theme."""
+
+import os
+import re
+from pathlib import Path
+
+from bs4 import BeautifulSoup
+from bs4.element import Tag
+from PIL import Image
+
+from stabilitylab.names.findings import FINDING_KINDS
+
+TABLE = re.compile(r'<table border="1" class="dataframe.*?</table>', re.S)
+NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?\s*%?|nan|inf|-inf|NaN|<NA>|None|True|False|[-–…]|", re.I)
+CODE = re.compile(r"`([^`]+)`")
+IMAGE = re.compile(r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")')
+CELL = re.compile(r"(<td[^>]*>)(" + "|".join(FINDING_KINDS) + r")(?=</td>)")
+
+
+def is_coloured(file: Path) -> bool:
+    "Whether a picture is a map of colours rather than lines on white, so that it must not be inverted."
+    hues = Image.open(file).convert("HSV").resize((80, 80))
+    return sum(saturation > 64 for _, saturation, _ in hues.get_flattened_data()) > 0.3 * 80 * 80
+
+
+def name_index(head: list[Tag]) -> None:
+    "Writes the names of an index, which pandas puts in a row of their own, into the empty corner above."
+    if len(head) < 2:
+        return
+    names, above = (row.find_all("th") for row in (head[-1], head[-2]))
+    if len(names) != len(above) or not names[0].text.strip():
+        return
+    pairs = list(zip(names, above, strict=True))
+    if any(name.text.strip() and corner.text.strip() for name, corner in pairs):
+        return
+    for name, corner in pairs:
+        if name.text.strip():
+            corner.string = name.text.strip()
+    head.pop().decompose()
+
+
+def tidy(html: str) -> str:
+    "A table of pandas as a reader wants it: columns of text at the left, names in backticks as code."
+    soup = BeautifulSoup(html, "html.parser")
+    head = soup.thead.find_all("tr") if soup.thead else []
+    name_index(head)
+    rows = [row.find_all("td") for row in soup.tbody.find_all("tr")] if soup.tbody else []
+    names = head[-1].find_all("th") if head else []
+    for place, column in enumerate(zip(*rows, strict=False)):
+        if not all(NUMBER.fullmatch(cell.text.strip()) for cell in column):
+            name = names[place - len(rows[0])] if len(names) >= len(rows[0]) else column[0]
+            for cell in (*column, name):
+                cell["class"] = "text"
+    for cell in (cell for row in rows for cell in row if cell.string and "`" in cell.string):
+        marked = CODE.sub(r"<code>\1</code>", cell.decode_contents())
+        cell.clear()
+        cell.append(BeautifulSoup(marked, "html.parser"))
+    return str(soup)
+
+
+def finished(text: str, up: str, coloured: set[str]) -> str:
+    "A page with its tables tidied, its findings linked to their symptoms, its maps of colours marked."
+    text = TABLE.sub(lambda table: tidy(table[0]), text)
+    text = CELL.sub(rf'\1<a href="{up}symptoms/\2.html">\2</a>', text)
+    return IMAGE.sub(lambda image: image[0] + ("data-coloured " if image[1] in coloured else ""), text)
+
+
+def finish(site: Path) -> None:
+    "Mends every page of a built site."
+    coloured = {file.name for file in (site / "_images").glob("*.png") if is_coloured(file)}
+    for file in site.rglob("*.html"):
+        up = os.path.relpath(site, file.parent) + "/"
+        text = file.read_text(encoding="utf-8")
+        mended = finished(text, up.removeprefix("./"), coloured)
+        if mended != text:
+            file.write_text(mended, encoding="utf-8")
