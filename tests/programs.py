@@ -1086,3 +1086,44 @@ if __name__ == "__main__":
     Experiment(parser.parse_args()).train()
 """
 )
+
+PROGRAMS["a batch spread over the arguments of a step, numbers from a file by its relative path"] = (
+    "from pathlib import Path\n"
+    + HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self, file):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(float(Path(file).read_text())))
+        self.file, self.inner = file, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.scale * self.inner(x)
+
+
+def data():
+    return torch.randn(8, 6), torch.randint(3, (8,))
+
+
+def train(x, y, recorder, weight=None):
+    optimizer.zero_grad()
+    loss = 0
+    for at in range(4):
+        output = net(x[at:at + 1])
+        loss += criterion(output, y[at:at + 1])
+    loss.backward()
+    optimizer.step()
+    recorder.step(loss)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    Path("data").mkdir()
+    Path("data/scale.txt").write_text("1.5")
+    net, criterion = Net("data/scale.txt"), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    with Recorder(net, optimizer, "run", snapshot_every=3) as recorder:
+        for number in range(6):
+            train(*recorder.batch(data()), recorder)
+"""
+)

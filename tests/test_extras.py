@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 USES = {  # extra -> (package that is blocked, what needs it)
     "hf": ("transformers", "from stabilitylab.probe.hf import RecorderCallback; RecorderCallback('run')"),
-    "cluster": ("distributed", "from stabilitylab.trial.cluster import as_client; as_client('no address')"),
+    "cluster": ("distributed", "from stabilitylab.run.cluster import as_client; as_client('no address')"),
+    "slurm": (
+        "dask_jobqueue",
+        "from stabilitylab.run.cluster import job_script; print(job_script('slurm:cores=1,memory=1GB'))",
+    ),
     "remote": ("fsspec", "from stabilitylab.read.runs import read_runs; read_runs('memory://b/train.log')"),
     "lab": (
         "jupyterlab",

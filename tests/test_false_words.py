@@ -1,6 +1,9 @@
 "Sentences that were untrue once: each with the planted case that told them."
 
+import ast
+import os
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,14 +13,23 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.samples import sample
+from stabilitylab.detect.causes import ranked_causes
+from stabilitylab.detect.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.divergence import find_divergence
+from stabilitylab.detect.phrase import explain
+from stabilitylab.names.errors import InputError
+from stabilitylab.probe.draft import setup_template
+from stabilitylab.probe.draft.loop_code import LoopCode
+from stabilitylab.probe.kinds import module_kinds
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
+from stabilitylab.replay.user_code import load_setup
 from stabilitylab.report.content import replay_command
+from stabilitylab.report.replay import replay_text
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -281,3 +293,214 @@ def test_only_a_loss_that_its_outputs_allow_is_told_far_above_a_guess(tmp_path):
 
     assert "init_too_large" not in _kinds(tmp_path / "summed", 1, summed)
     assert "init_too_large" in _kinds(tmp_path / "wide", 200, wide)
+
+
+def test_a_loss_that_falls_to_its_last_record_did_not_diverge():
+    falling = [4.62, 4.57, 4.51, 4.42, 4.33, 4.26, 4.18, 4.12, 4.07, 3.98, 3.93, 3.87, 3.754, 3.762]
+    assert find_divergence(run_of(falling)) == []
+
+
+def test_levels_that_are_smoothed_are_told_so():
+    (found,) = [f for f in diagnose(run_of([2.0] * 30 + [6.0] * 30)) if f.kind == "divergence"]
+    assert f"smoothed over {found.evidence['window']} records" in found.explanation
+
+
+def test_a_minimised_loss_is_never_told_to_be_maximised():
+    rising = [7.286, 19.178, 30.269, 38.984, 46.83, 62.964, 77.671, 107.01, 149.068, 200.487]
+    (of_log,) = [f for f in diagnose(run_of(rising)) if f.kind == "divergence"]
+    run = run_of(rising)
+    run.attrs["optimizer"] = ["SGD"]  # as a Recorder has it
+    (recorded,) = [f for f in diagnose(run) if f.kind == "divergence"]
+    assert "maximised" in of_log.explanation and of_log.severity == "info"
+    assert "maximised" not in recorded.explanation and recorded.severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("loss", "verb"),
+    [([2.4, 5.489, 2.447, 2.46, 2.37, 2.31, 2.3], "jumped"), ([1, 3, 5, 7, 9, 11, 13], "climbed")],
+)
+def test_after_a_single_record_no_usual_noise_is_told(loss, verb):
+    (found,) = [f for f in diagnose(run_of(loss)) if f.kind == "loss_spike"]
+    assert "usual noise" not in found.explanation and f"The loss {verb} from" in found.explanation
+
+
+def test_the_optimizer_is_blamed_for_what_it_was_not_given_only():
+    without = Finding("no_gradient", "warning", modules=("a",), evidence={"without_optimizer": 1})
+    unused = Finding("no_gradient", "warning", 0, modules=("b",), evidence={"n": 1})
+    for found, is_blamed in (([unused], False), ([without], True), ([unused, without], True)):
+        told = most_likely(Findings(found)).next
+        assert any("Give the optimizer every trainable parameter" in words for words in told) is is_blamed
+
+
+class Normed(torch.nn.Module):
+    "A linear layer, with or without batch norm."
+
+    def __init__(self, is_normed):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+        self.norm = torch.nn.BatchNorm1d(1) if is_normed else torch.nn.Identity()
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Blocks(torch.nn.Module):
+    "Named as ResNets, SqueezeNets and transformers name theirs."
+
+    def __init__(self):
+        super().__init__()
+        self.layer4 = torch.nn.Sequential(Normed(False), Normed(False))
+        self.fire9 = torch.nn.ModuleDict(
+            {"squeeze": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())}
+        )
+        self.h = torch.nn.Sequential(Normed(False), Normed(False))
+        self.hidden = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+
+def test_only_the_place_in_a_stack_of_blocks_is_a_layer():
+    layers = {name: layer for name, (_, layer) in module_kinds(Blocks()).items()}
+    assert layers["layer4.1.linear"] == layers["fire9.squeeze.0"] == -1
+    assert layers["h.1.linear"] == layers["hidden.1"] == 1
+    told = []
+    for layer in (-1, 1):
+        fields = {"what": "The output", "kind": "conv", "ratio": 10.3, "n": 1, "layer": layer}
+        told.append(explain(Finding("activation_explosion", "error", 7, modules=("a",), evidence=fields)))
+    assert "a (conv) passed" in told[0] and "a (conv, layer 1) passed" in told[1]
+
+
+def test_a_second_optimizer_is_no_flipped_bit(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(model.parameters(), rate) for rate in (1e-4, 0.1))
+    with Recorder(model, first, tmp_path / "run") as recorder:
+        for _ in range(12):
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                loss = (model(torch.randn(8, 4)) - 3).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+            recorder.step(loss)
+    (first_cause, *_) = ranked_causes(evidence(sl.open_run(tmp_path / "run")))
+    assert first_cause.id == "unseen_writer" and "flipped" not in first_cause.words
+
+
+def test_a_weight_that_leaves_zero_moved_by_its_update(tmp_path):
+    trained(tmp_path / "run", 6)
+    run = sl.open_run(tmp_path / "run")
+    assert evidence(run)["weight_moved"][0] == pytest.approx(0, abs=1e-3)
+    moved = run["updates"].update_norm.values.copy()
+    moved[0] = 0.0
+    run["weights"].weight_norm[:] = np.cumsum(moved * (1 + 1e-6), axis=0)  # by rounding more than each update
+    assert evidence(run)["weight_moved"][0] < 0.2
+
+
+def test_gradients_below_epsilon_name_no_cause_of_a_loss_that_is_well():
+    facts = {"rate_excess": (1.5, 0), "early_update": (0.13, 0), "rate": (0.03, 0)}
+    assert ranked_causes(facts)[0].id == "rate_too_high"
+    below = Finding("grad_below_epsilon", "warning", 0, modules=("weight",), evidence={"n": 1, "share": 0.55})
+    risen = Finding("divergence", "error", 3, 9, evidence={"baseline": 1.0, "final": 3.0}, series="loss")
+    assert most_likely(Findings([below], {"evidence": facts})) is None
+    assert most_likely(Findings([below, risen], {"evidence": facts})).id == "rate_too_high"
+
+
+def squared(model, part, divisor=1, reduce=torch.mean):
+    return reduce((model(part["x"]) - part["y"]).pow(2)) / divisor
+
+
+@pytest.mark.parametrize(("divisor", "scale"), [(1, 1), (4, 4)])
+def test_losses_of_samples_compare_with_the_recorded_one(divisor, scale):
+    "Four micro-batches; the loss of each is divided by four, or it is not."
+    torch.manual_seed(0)
+    setup = Setup(lambda: Normed(False), partial(squared, divisor=divisor), reduction="sum")
+    state = Snapshot(setup, setup.model().state_dict())
+    parts = [{"x": torch.randn(5, 4), "y": torch.randn(5, 1)} for _ in range(4)]
+    model, _ = state.build()
+    own = torch.cat([(model(part["x"]) - part["y"]).pow(2).flatten() for part in parts])
+    recorded = float(own.detach().mean())  # what a loop hands over
+    table = blame(state, Batch(parts), recorded_loss=recorded)
+    assert np.allclose(table.loss, own.detach(), rtol=1e-5) and not table.attrs["is_part"]
+    assert table.attrs["loss"] == pytest.approx(
+        recorded * 4 / divisor, rel=1e-5
+    ) and table.share.sum() == pytest.approx(1)
+
+
+def test_a_summed_loss_is_one_of_parts():
+    torch.manual_seed(0)
+    setup = Setup(lambda: Normed(False), partial(squared, reduce=torch.sum))
+    state = Snapshot(setup, setup.model().state_dict())
+    part = {"x": torch.randn(5, 4), "y": torch.randn(5, 1)}
+    table = blame(state, Batch([part]))
+    model, _ = state.build()
+    loss = squared(model, part, reduce=torch.sum)
+    loss.backward()
+    assert table.attrs["is_part"] and table.loss.sum() == pytest.approx(float(loss.detach()), rel=1e-5)
+    norm = float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    assert table.attrs["grad_norm"] == pytest.approx(norm, rel=1e-5) and not table.attrs["draws"]
+    rows = [row | {"sample": i} for i, row in enumerate(table.to_dict("records"))]
+    assert "of the loss" in samples_line(rows, samples_are_parts=True) and "of the loss" not in samples_line(
+        rows
+    )
+
+
+def samples_line(rows, **result):
+    "What the command prints of samples."
+    step = {"run": "run", "step": 1, "loss": 1.0, "recorded_loss": None, "grad_norm": 1.0, "update_norm": 1.0}
+    lines = replay_text(step | {"samples": rows} | result).splitlines()
+    return next(line for line in lines if line.startswith("  samples"))
+
+
+def test_samples_that_are_not_the_batch_are_left_out_or_told():
+    torch.manual_seed(0)
+    setup = Setup(lambda: Normed(True), squared)
+    state = Snapshot(setup, setup.model().state_dict())
+    batch = Batch([{"x": 9 * torch.randn(5, 4), "y": torch.randn(5, 1)}])
+    step_loss = float(squared(setup.model().train(), batch.parts[0]).detach())
+    with pytest.raises(InputError, match="batch norm makes a sample's output depend"):
+        blame(state, batch, step_loss=step_loss)
+    rows = [{"sample": i, "share": share, "loss": 1.0} for i, share in enumerate([0.9, 0.8, -0.7])]
+    told = samples_line(rows, samples_loss=0.5)
+    assert "1 point the other way" in told and "in evaluation mode their loss is 0.5" in told
+    assert "evaluation" not in samples_line(rows, samples_loss=1.001)
+
+
+def test_a_draft_is_always_python(tmp_path, monkeypatch):
+    code = LoopCode(["inp = *batch", "return model(inp)"])
+    monkeypatch.setattr(setup_template, "loop_code", lambda *arguments: code)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        loss = model(recorder.batch(torch.randn(8, 4))).mean()
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+    draft = (tmp_path / "run" / "replay_setup.py").read_text()
+    assert "own_loss(model(batch))" in draft and ast.parse(draft)
+    notes = sl.open_run(tmp_path / "run")["events"].event_text.values.tolist()
+    assert any("lacks the loop's code" in note and "inp = *batch" in note for note in notes), notes
+
+
+def test_a_setup_runs_where_the_program_ran(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "width.txt").write_text("3")
+    source = f"""
+import os
+from pathlib import Path
+import torch
+from stabilitylab import Setup
+WORKING_DIRECTORY = {str(there)!r}
+WIDTH = int(Path("width.txt").read_text())
+def model():
+    return torch.nn.Linear(int(Path("width.txt").read_text()), WIDTH)
+def setup(path):
+    assert path.is_absolute()
+    return Setup(model, lambda model, batch: model(batch).sum())
+"""
+    (tmp_path / "own.py").write_text(source)
+    before = os.getcwd()
+    made = load_setup(str(tmp_path / "own.py"), "run").model()
+    assert made.weight.shape == (3, 3) and os.getcwd() == before
+    (tmp_path / "own.py").write_text(source.replace(str(there), str(tmp_path / "gone")))
+    with pytest.raises(InputError, match="No such file"):  # the folder is gone: paths begin where one is
+        load_setup(str(tmp_path / "own.py"), "run")

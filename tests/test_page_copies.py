@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 
+from tests.docs.build import without_empty_sections
 from tests.docs.finish import finished
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
@@ -106,3 +108,11 @@ def test_tables_of_a_built_page_are_tidied():
     assert "<th>lost</th>" in head and "<td>1.5e-3</td>" in body and "<td>NaN</td>" in body
     assert '<td class="text">see <code>recovery</code></td>' in body
     assert '<a href="../symptoms/divergence.html">divergence</a>' in body and "<img data-coloured " in page
+
+
+def test_a_section_of_which_nothing_is_shown_has_no_heading():
+    texts = ["# Page", "## Empty", "### Empty too", "## Kept", "Text.", "## Text within\n\nText.", "## Last"]
+    cells = [nbformat.v4.new_markdown_cell(text) for text in texts]
+    cells.insert(4, nbformat.v4.new_code_cell("1"))
+    shown = [cell.source for cell in without_empty_sections(cells)]
+    assert shown == ["# Page", "## Kept", "1", "Text.", "## Text within\n\nText."]

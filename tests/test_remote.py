@@ -92,6 +92,53 @@ def test_a_log_behind_a_web_address(web, capsys):
     assert "word" not in out.out + out.err and "signature" not in out.out + out.err
 
 
+SECRETS = ("KEYINTHEADDRESS", "PASSWORDINTHEADDRESS", "SIGNATUREINTHEADDRESS", "TOKENINTHEENVIRONMENT")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", "train.log", "--json", "--html", "report.html", "--markdown", "report.md"],
+        ["diagnose", "train.log", "--brief"],
+        ["diagnose", "train.log", "train.log"],
+        ["diagnose", "gone.log", "--json"],
+        ["diagnose", "noise.bin"],
+        ["scan", "model.safetensors", "--json"],
+        ["scan", "cut.safetensors"],
+        ["scan", "gone.pt"],
+        ["diff", "model.safetensors", "other.safetensors", "--json"],
+        ["diff", "model.safetensors", "gone.pt"],
+        ["trial", "train.log", "--plan", "--json"],
+        ["preflight", "train.log", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_says_a_credential(web, tmp_path, monkeypatch, capfd, words):
+    folder, address, _ = web
+    (folder / "train.log").write_text(long_lines.text(""))
+    (folder / "noise.bin").write_bytes(bytes(range(256)) * 8)
+    save_file({"w": torch.ones(3, 4)}, folder / "model.safetensors")
+    save_file({"w": torch.zeros(3, 4)}, folder / "other.safetensors")
+    (folder / "cut.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.setenv(name, SECRETS[3])
+    secret = address.replace("http://", f"http://{SECRETS[0]}:{SECRETS[1]}@")
+    files = [
+        f"{secret}/{word}?signature={SECRETS[2]}" if (folder / word).is_file() or "gone" in word else word
+        for word in words[1:]
+    ]
+    main([words[0], *files])
+    said = capfd.readouterr()
+    pages = [path.read_text(encoding="utf-8") for path in out.rglob("*") if path.is_file()]
+    texts = [said.out, said.err, *pages]
+    assert any(mark in "".join(texts) for mark in (address.rpartition("/")[2], "noise.bin", '"start"'))
+    assert len(pages) == 2 * ("--html" in words)
+    assert not [mark for mark in SECRETS for text in texts if mark in text]
+
+
 def test_a_folder_in_a_store_is_fetched_without_weights_and_black_box(store):
     for name in ("a/train.log", "b/train.log"):
         store.pipe(f"/bucket/{name}", long_lines.text("").encode())

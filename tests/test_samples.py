@@ -30,6 +30,17 @@ def test_a_run_is_few_files_and_all_are_small():
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 30 * 2**20
 
 
+def test_samples_of_a_clone_are_found_beside_an_installed_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("stabilitylab.__file__", str(tmp_path / "site-packages/stabilitylab/__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run this in its folder"):
+        sample("mine")
+    (tmp_path / "clone/data_samples/mine").mkdir(parents=True)
+    (tmp_path / "clone/nbs").mkdir()
+    monkeypatch.chdir(tmp_path / "clone/nbs")
+    assert sample("mine") == tmp_path / "clone/data_samples/mine"
+
+
 def test_record_and_logs_are_read_together():
     (run,) = read_runs(sample()).values()
     table = run["scalars"].to_dataset()

@@ -15,14 +15,11 @@ from ..names.errors import bad_input
 def sample(
     name: str = "lm_high_lr",  # folder below `data_samples/`
 ) -> Path:  # the folder of the run
-    "The path of a sample run in this checkout."
-    folder = Path(stabilitylab.__file__).resolve().parents[1] / "data_samples"
-    names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    if name not in names:
-        raise bad_input(
-            "name",
-            name,
-            ", ".join(names) or "none here",
-            "the samples are part of a checkout; the functions of stabilitylab.cases make them again",
-        )
-    return folder / name
+    "The path of a sample run: in this checkout, else in the current folder or one above it."
+    roots = (Path(stabilitylab.__file__).resolve().parents[1], Path.cwd(), *Path.cwd().parents)
+    folders = [root / "data_samples" for root in reversed(roots)]
+    paths = {p.name: p for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}
+    if name not in paths:
+        fix = "the samples are part of the repository: run this in its folder, or below it"
+        raise bad_input("name", name, ", ".join(sorted(paths)) or "none here", fix)
+    return paths[name]

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from .open import open_checkpoint
 from .optimizer_names import optimizer_names
 from .tensors import Checkpoint, LazyTensor
 from ..names.errors import InputError, bad_input, printable
+from ..run.cluster import as_client, map_on
 from ..run.job import report_progress
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #ade1fb1d
@@ -37,14 +39,12 @@ def real_values(
 def tensor_statistics(
     tensor: LazyTensor,  # not read yet
     limit: int = 2**21,  # bytes a piece: what fits in a processor's cache
-    patterns: np.ndarray | None = None,  # (65536,) uint8 to be used again; None: a new one
     # absmax, mean, rms, std, nonfinite, zeros, distinct_bf16 (upper halves of float32 among the first 2**20
     # values), near_dead_rows, exponents (256,), bf16_only
 ) -> dict:
     "Statistics of one tensor in one pass."
     sums, exponents = np.zeros(5), np.zeros(256, np.int64)
-    patterns = np.zeros(65536, np.uint8) if patterns is None else patterns
-    patterns[:] = 0
+    patterns = np.zeros(65536, np.uint8)
     squares_of_rows, count = [], 0
     row = tensor.shape[1] if len(tensor.shape) == 2 else 0
     row *= 2 if tensor.dtype.is_complex else 1
@@ -116,24 +116,25 @@ def scan_checkpoint(
     select: str = "",  # only names that begin so
     progress: bool = True,  # show a bar
     limit: int = 2**21,  # bytes read at once
+    client: Any = None,  # workers that read the tensors, as `as_client` takes them; None: this process
     # a row a tensor: shape, dtype, the statistics, init_small and init_bloom (std over the two rules), note;
     # attrs: width, exponents {name: (256,)}, left_out {name: why it has no values}, names {tensor of the
     # optimizer: such as 'exp_avg of blocks.0.fc1.weight'}, unnamed {tensor whose number stays: why}
 ) -> pd.DataFrame:
     "Statistics of every tensor of a checkpoint; at most a few chunks are in memory."
-    ckpt = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    ckpt, client = path if isinstance(path, Checkpoint) else open_checkpoint(path), as_client(client)
     names = [name for name in ckpt if name.startswith(select)]
     if not names:
         some = ", ".join(printable(name) for name in list(ckpt)[:3]) or "none: it holds no tensors"
         raise bad_input("select", select, f"the beginning of a name, such as {some}")
     width, rows, exponents = _width([ckpt[name].shape for name in names]), [], ExponentCounts()
-    patterns = np.zeros(65536, np.uint8)
     left_out, scanned = dict(ckpt.left_out), []
-    for name in with_bar(ckpt, names, "scan", progress):
-        try:
-            statistics = tensor_statistics(ckpt[name], limit, patterns)
-        except InputError as error:  # it is damaged, or a piece of it is missing
-            left_out[name] = str(error)
+    tensors = [ckpt[name] for name in names]
+    sizes = [tensor.nbytes for tensor in tensors]
+    results = map_on(client, _statistics_or_fault, tensors, limit, sizes=sizes)
+    for name, statistics in zip(with_bar(ckpt, names, "scan", progress), results, strict=True):
+        if isinstance(statistics, str):
+            left_out[name] = statistics
             continue
         exponents.add(name, statistics.pop("exponents"))
         rows.append(tuple(_row(ckpt[name], statistics, width).values()))
@@ -145,6 +146,14 @@ def scan_checkpoint(
     table.attrs = {"width": width, "exponents": exponents, "left_out": left_out}
     table.attrs |= {"names": owned.names, "unnamed": owned.unknown}
     return table
+
+
+def _statistics_or_fault(tensor: LazyTensor, limit: int) -> dict | str:
+    "Statistics of one tensor, or why it has none: it is damaged, or a piece of it is missing."
+    try:
+        return tensor_statistics(tensor, limit)
+    except InputError as error:
+        return str(error)
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #4fb0f7e1
 def with_bar(

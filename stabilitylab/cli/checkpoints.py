@@ -30,6 +30,12 @@ def add_checkpoints(
     )
     p.add_argument("checkpoint", metavar="CKPT", help="safetensors, torch file, Hugging Face or DCP folder")
     p.add_argument("--select", default="", metavar="PREFIX", help="only tensors whose names begin so")
+    p.add_argument(
+        "--scheduler",
+        metavar="WHERE",
+        help="read the tensors on Dask workers: an address, local:N or slurm:SETTINGS"
+        " (see: stabilitylab cluster --help)",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_scan)
     p = commands.add_parser(
@@ -84,7 +90,9 @@ def _run_scan(
     from stabilitylab.names.remote import shown_address
 
     ckpt = open_checkpoint(args.checkpoint)
-    table = scan_checkpoint(ckpt, args.select, progress=sys.stderr.isatty() and not args.json)
+    table = scan_checkpoint(
+        ckpt, args.select, progress=sys.stderr.isatty() and not args.json, client=args.scheduler
+    )
     if args.json:
         report = {
             "checkpoint": shown_address(str(args.checkpoint)),

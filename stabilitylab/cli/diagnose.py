@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,6 +71,12 @@ def add_diagnose(
         choices=("info", "warning", "error"),
         help="exit with 1 if a finding of this level or above exists: info, warning or error",
     )
+    p.add_argument(
+        "--scheduler",
+        metavar="WHERE",
+        help="read and diagnose the runs of a folder on Dask workers: an address, local:N or slurm:SETTINGS"
+        " (see: stabilitylab cluster --help)",
+    )
     p.set_defaults(func=run_diagnose)
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #e140539e
@@ -79,6 +85,7 @@ def _read_paths(
     format: str | None = None,  # name of a format; None: recognised
     step: str | None = None,  # name of the series that counts the steps; None: recognised
     loss: str | None = None,  # name of the series that is the training loss; None: recognised
+    client: Any = None,  # of workers that read; None: this process
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
     from stabilitylab.investigation.opening import open_recordings
@@ -87,7 +94,7 @@ def _read_paths(
     runs: dict = {}
     for path in _progress(paths, "reading"):
         address = shown_address(path)
-        for name, recording in open_recordings(path, format, step, loss).items():
+        for name, recording in open_recordings(path, format, step, loss, client).items():
             own = address if name in ("", ".") else name
             runs[_free(own, address, runs)] = recording.run
     return runs
@@ -139,6 +146,8 @@ def run_diagnose(
     args: argparse.Namespace,  # what `add_diagnose` declares
 ) -> int:  # exit code: 0, or 1 for --fail-on
     "Diagnoses the runs and prints the findings as text or JSON; writes a page or markdown where asked."
+    if args.scheduler:
+        return _diagnose(args)
     with _without_dask():
         return _diagnose(args)
 
@@ -150,10 +159,13 @@ def _diagnose(args: argparse.Namespace) -> int:
     from stabilitylab.detect.findings import Findings
     from stabilitylab.names.remote import shown_address
     from stabilitylab.report.content import by_severity
+    from stabilitylab.run.cluster import as_client, map_on
 
-    runs = _read_paths(args.paths, args.format, args.step, args.loss)
+    client = as_client(args.scheduler)
+    runs = _read_paths(args.paths, args.format, args.step, args.loss, client)
     args.paths = [shown_address(path) for path in args.paths]  # they are printed from here on
-    findings = {name: diagnose(runs[name]) for name in _progress(runs, "diagnosing")}
+    diagnosed = map_on(client, diagnose, list(runs.values()))
+    findings = dict(zip(_progress(runs, "diagnosing"), diagnosed, strict=True))
     if args.swap:
         findings = {name: _swapped(runs[name], of_run, args) for name, of_run in findings.items()}
     runs = {name: runs[name] for name in by_severity(findings)}

@@ -23,6 +23,7 @@ _MODULES = (
     "audit",
     "check",
     "checkpoints",
+    "cluster",
     "formats",
     "lab",
     "mcp",
@@ -118,9 +119,12 @@ def main(
         message = f"{blame}{_one_line(error)}"
         if args is not None and command is not None:
             message = _as_typed(message, error, args, command)
+        from stabilitylab.names.errors import without_credentials
+
+        message, hint = (without_credentials(text) for text in (message, _hint(error, command)))
         print(f"stabilitylab: {message}", file=sys.stderr)
         if "--json" in words:
-            print(json.dumps({"error": message, "hint": _hint(error, command)}))
+            print(json.dumps({"error": message, "hint": hint}))
         return 2
 
 

@@ -56,7 +56,9 @@ def add_sweep(
         "--folder", metavar="DIR", help="keep the points here; the same call goes on from there"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes at a time (the processors)")
-    parser.add_argument("--scheduler", metavar="ADDRESS", help="train on the workers of this Dask scheduler")
+    parser.add_argument(
+        "--scheduler", metavar="WHERE", help="train on Dask workers: an address, local:N, slurm:SETTINGS"
+    )
     parser.add_argument(
         "--device",
         default="auto",

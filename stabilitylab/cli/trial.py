@@ -48,7 +48,9 @@ def add_trial(
         "--folder", metavar="DIR", help="keep the arms here; the same call goes on from there"
     )
     parser.add_argument("--config", metavar="FILE", help="settings of the run, for a proxy of a log")
-    parser.add_argument("--scheduler", metavar="ADDRESS", help="train on the workers of this Dask scheduler")
+    parser.add_argument(
+        "--scheduler", metavar="WHERE", help="train on Dask workers: an address, local:N, slurm:SETTINGS"
+    )
     parser.add_argument(
         "--device",
         default="auto",

@@ -97,9 +97,17 @@ def _run_outliers(name: str, series: Curve | None) -> _RunOutliers | None:
     return _RunOutliers(name, series, steps)
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #7a75bcd3
+def _common_steps(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "The steps that two series have, ascending and each once, and the first place of each in either."
+    if np.array_equal(a, b) and (np.diff(a) > 0).all():  # as in most folders: a folder has many pairs
+        at = np.arange(len(a))
+        return a, at, at
+    return np.intersect1d(a, b, return_indices=True)
+
+
 def _pair(a: _RunOutliers, b: _RunOutliers) -> _Common | None:
     "What two series have in common, after the steps up to which they are identical; None where too little."
-    common, at_a, at_b = np.intersect1d(a.curve.step, b.curve.step, return_indices=True)
+    common, at_a, at_b = _common_steps(a.curve.step, b.curve.step)
     if len(common) < count_limit("history") // 2:
         return None
     is_same = a.curve.value[at_a] == b.curve.value[at_b]

@@ -101,6 +101,7 @@ def loss_event(
 # %% ../../nbs/api/detect/85_evidence.ipynb #59064643
 _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one half of the zoo
 _NO_GRADIENT = 1e-12  # a smaller gradient norm is none; our convention
+_BEYOND_ROUNDING = 0.01  # of a weight's norm: more than sums in another order make; our convention
 _ADAM_RATE = 0.02  # above the published peaks of Adam, 6e-5 (GPT-3) to 1e-2; our convention
 RunFacts = dict[str, tuple[float, int | None]]  # name -> value, and the step at which it was measured
 
@@ -356,11 +357,14 @@ def _unexplained(steps: _Steps) -> RunFacts:
     # norms count finite entries only, so of a weight that turned NaN they say nothing
     sizes = norms.values if broken is None else np.where(broken.values > 0, np.nan, norms.values)
     moved = np.abs(np.diff(sizes, axis=0))
-    further = (moved - updates.values[1:]) / np.maximum(sizes[:-1], 1e-12)
+    # a weight that was zero moves by its whole update: the larger of the two is what rounding is a share of
+    further = (moved - updates.values[1:]) / np.maximum(np.maximum(sizes[:-1], updates.values[1:]), 1e-12)
     is_next = (np.diff(steps.step) == 1)[:, None]
     further = np.where(is_next & np.isfinite(further), further, 0)
     row, column = np.unravel_index(int(np.argmax(further)), further.shape)
-    return {"weight_moved": (float(further[row, column]), steps.step[row + 1])}
+    at = steps.step[row + 1]
+    often = int((further > _BEYOND_ROUNDING).any(axis=1).sum())
+    return {"weight_moved": (float(further[row, column]), at), "weight_moved_steps": (float(often), at)}
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #c821fffa
 def _growth(table: xr.DataArray) -> np.ndarray:

@@ -77,6 +77,7 @@ def _fits(finding: Finding, where: dict) -> bool:
         "of_gradient": stays and not is_loss and "grad_norm" in names,
         "of_validation": names[0].startswith("val_"),
         "logged_as_zero": "zeros" in finding.evidence,
+        "in_no_optimizer": "without_optimizer" in finding.evidence,
     }
     return all(evidence.get(name) == value for name, value in where.items())
 
@@ -101,9 +102,8 @@ _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lea
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
-    is_ill = any(
-        f.kind not in _OF_MACHINE for f in candidates
-    )  # a slow machine asks for no cause of the loss
+    # a slow machine, or gradients below epsilon, alone ask for no cause of the loss
+    is_ill = any(f.kind not in (*_OF_MACHINE, "grad_below_epsilon") for f in candidates)
     causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone]
     if not causes or any(f.kind in _ENDS for f in candidates):
         return None
@@ -165,9 +165,10 @@ def most_likely(
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
-        firsts = [_first(candidates, kind) for kind in row["when"]]
+        fitting = [f for f in candidates if _fits(f, row["where"])]
+        firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
-        if len(chosen) == len(firsts) and _fits(chosen[0], row["where"]):
+        if len(chosen) == len(firsts):
             return MostLikely(
                 row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
             )

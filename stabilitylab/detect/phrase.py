@@ -55,9 +55,9 @@ def _fields(finding: Finding) -> dict:
         if fields.get(field):
             fields[f"{field}_words"] = _joined([str(name) for name in fields[field]])
     for name, coded in _CODED.items():
-        if coded["of"] not in fields:
-            continue
-        words = coded["words"].get(_key(fields[coded["of"]]), coded["words"].get("else"))
+        is_known = coded["of"] in fields
+        key = _key(fields[coded["of"]]) if is_known else "absent"
+        words = coded["words"].get(key, coded["words"].get("else") if is_known else None)
         if words is not None:
             fields.setdefault(name, fill(words, fields))
     return fields

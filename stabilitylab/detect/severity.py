@@ -49,6 +49,11 @@ class _LossContext:
         return objective_type(self.run)
 
     @cached_property
+    def is_minimised(self) -> bool:
+        "Whether it was recorded beside the optimizer that lowers it."
+        return bool(self.run.attrs.get("optimizer"))
+
+    @cached_property
     def start(self) -> float:
         "Its level at the start of the run."
         return float(np.median(np.abs(self.loss.value[: count_limit("few_records")])))
@@ -187,7 +192,8 @@ def _climbs_throughout(f: Finding, context: _LossContext) -> str:
     is_lost = f.kind == "divergence" or (f.kind in _RISES and _is_open(f))
     value = context.loss.value
     is_best_first = np.argmin(value) < limit("slight_share") * len(value)
-    if not is_lost or not is_best_first:
+    # beside its optimizer, as a Recorder keeps it, a loss is known to be minimised
+    if not is_lost or not is_best_first or context.is_minimised:
         return ""
     climbs = rank_correlation(np.arange(len(value)), value)
     return "climbs throughout" if climbs > limit("climb_rank") else ""

@@ -22,7 +22,7 @@ import torch
 from .training import Training
 from .undo_log import UndoLog
 from ..knowledge.phenomena import load_rows
-from ..names.errors import bad_input
+from ..names.errors import InputError, bad_input
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #1694698a
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ def fix(
     about = REGISTRY[name]
     unknown = [p for p in parameters if p not in about.parameters]
     if unknown:
-        raise bad_input(f"parameter of {name}", unknown[0], about.parameters)
+        raise InputError(
+            f"{name} has no parameter `{unknown[0]}`; allowed: {', '.join(about.parameters) or 'none'}"
+        )
     for parameter, value in parameters.items():
         _check(parameter, value, about.parameters[parameter].annotation)
     return Fix(about, {n: p.default for n, p in about.parameters.items()} | parameters)

@@ -7,6 +7,7 @@ __all__ = ['open_recordings', 'suspect_step']
 
 # %% ../../nbs/api/investigation/00_opening.ipynb #4b319270
 from pathlib import Path
+from typing import Any
 
 from ..detect.diagnose import diagnose
 from ..names.errors import bad_input
@@ -19,9 +20,10 @@ def open_recordings(
     format: str | None = None,  # name of a format; None: recognised by content
     step: str | None = None,  # name of the series that counts the steps; None: recognised
     loss: str | None = None,  # name of the series that is the training loss; None: recognised
+    client: Any = None,  # workers that read a folder, as `as_client` takes them; None: this process
 ) -> dict[str, Recording]:
     "Every run at a path, by name."
-    runs = read_runs(path, format, step, loss)
+    runs = read_runs(path, format, step, loss, client)
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
 

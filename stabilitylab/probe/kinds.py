@@ -166,9 +166,20 @@ def _kind_of(location: _Location, module: nn.Module) -> str:
     return _linear_kind(location) if has_matrix else _container_kind(location, module)
 
 
-def _layer_of(name: str) -> int:
-    "The first number in a module's name, -1 where it has none."
-    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+def _layer_of(name: str, model: nn.Module) -> int:
+    "The first number in a module's name that counts blocks, -1 where it has none."
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if not part.isdigit():
+            continue
+        stack = ".".join(parts[:at])
+        # `layer4.1` is a block of one of several stacks; places in a `Sequential` count activations too
+        is_one_of_many = stack[-1:].isdigit() and not parts[at - 1].isdigit()
+        is_block = bool(model.get_submodule(f"{stack}.{part}".lstrip("."))._modules)
+        is_listed = isinstance(model.get_submodule(stack), nn.ModuleList)
+        if (is_block or is_listed) and not is_one_of_many:
+            return int(part)
+    return -1
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #29688718
 def module_kinds(
@@ -188,7 +199,9 @@ def module_kinds(
         wanted = next((k for pattern, k in overrides.items() if re.search(pattern, name)), None)
         return wanted or _kind_of(_location_of(name, model), module)
 
-    return {name: (kind(name, module), _layer_of(name)) for name, module in model.named_modules() if name}
+    return {
+        name: (kind(name, module), _layer_of(name, model)) for name, module in model.named_modules() if name
+    }
 
 # %% ../../nbs/api/probe/00_kinds.ipynb #31c42c22
 def param_kinds(

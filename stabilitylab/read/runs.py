@@ -9,6 +9,7 @@ __all__ = ['read_runs', 'read_log']
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import xarray as xr
 
@@ -37,6 +38,7 @@ from stabilitylab.read.groups import (
 from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
 from .tracker_servers import server_runs, trackio_database
+from ..run.cluster import as_client, map_on
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars, series_names
 
@@ -101,21 +103,35 @@ def _rejection(file: LogFile) -> str:
 _Rejected = dict[Path, str]  # file that is no log -> reason
 
 
-def _log_files(
-    folder: Path, excluded: set[Path], options: ReadOptions, rejected: _Rejected
-) -> Iterator[LogFile]:
-    "Every log below a folder that is not at or below `excluded`; `rejected` gets the other files."
+def _candidates(folder: Path, excluded: set[Path], rejected: _Rejected) -> Iterator[Path]:
+    "Every file below a folder that may be a log and is not at or below `excluded`."
     for path in sorted(folder.rglob("*")):
         is_excluded = path in excluded or not excluded.isdisjoint(path.parents)
         if is_excluded or path.name.startswith(".") or not path.is_file():
             continue
         if path.suffix.lower() in _NO_LOGS:
             rejected[path] = path.suffix
-            continue
-        try:
-            files = read_files(path, options)
-        except (InputError, OSError) as e:
-            rejected[path] = str(e)[:200]
+        else:
+            yield path
+
+
+def _files_or_fault(path: Path, options: ReadOptions) -> list[LogFile] | str:
+    "What is in a file, or why it cannot be read."
+    try:
+        return read_files(path, options)
+    except (InputError, OSError) as error:
+        return str(error)[:200]
+
+
+def _log_files(
+    folder: Path, excluded: set[Path], options: ReadOptions, rejected: _Rejected, client: Any = None
+) -> Iterator[LogFile]:
+    "Every log below a folder that is not at or below `excluded`; `rejected` gets the other files."
+    paths = list(_candidates(folder, excluded, rejected))
+    sizes = [path.stat().st_size for path in paths]
+    for path, files in zip(paths, map_on(client, _files_or_fault, paths, options, sizes=sizes), strict=True):
+        if isinstance(files, str):
+            rejected[path] = files
             continue
         for file in files:
             reason = _rejection(file)
@@ -167,14 +183,14 @@ def _records_below(folder: Path) -> list[Path]:
     return [path.parent for path in marks if is_run(path.parent)]
 
 
-def _read_folder(folder: Path, options: ReadOptions) -> dict[str, xr.DataTree]:
+def _read_folder(folder: Path, options: ReadOptions, client: Any = None) -> dict[str, xr.DataTree]:
     "The runs below a folder: records, folders of trackers, and log files grouped by `run_name_of`."
     records = _records_below(folder)
     runs = {str(path.relative_to(folder)): _with_companions(open_run(path), path) for path in records}
     trackers = [] if options.format else tracker_folders(folder)
     rejected: _Rejected = {}
     excluded = {*records, *(path for tracker in trackers for path in tracker.own)}
-    parts = _by_run_name(folder, _log_files(folder, excluded, options, rejected))
+    parts = _by_run_name(folder, _log_files(folder, excluded, options, rejected, client))
     parts |= {name: [file] for name, file in _tracker_runs(folder, trackers, options).items()}
     for key, files in merge_duplicates(join_continuations(join_event_files(parts))).items():
         if not any(has_content(file.data) for file in files) and len(parts) > 1:
@@ -232,6 +248,7 @@ def read_runs(
     format: str | None = None,  # name of a format; None: recognised by content
     step: str | None = None,  # name of the series that counts the steps; None: detected
     loss: str | None = None,  # name of the series that is the training loss; None: detected
+    client: Any = None,  # workers that read a folder, as `as_client` takes them; None: this process
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
     "Every run at `path`: files of one run joined, different runs apart."
     if is_remote(path):
@@ -248,7 +265,7 @@ def read_runs(
         return {path.name: _with_named(_with_companions(open_run(path), path), options)}
     if path.is_file():
         return {name: _run_of([file], str(path)) for name, file in _runs_of_file(path, options).items()}
-    return _read_folder(path, options)
+    return _read_folder(path, options, as_client(client))
 
 
 def _with_named(run: xr.DataTree, options: ReadOptions) -> xr.DataTree:

@@ -64,6 +64,7 @@ class _Sample:
     number: int  # within the micro-batch
     tokens: int | None  # that enter the loss; None where nothing says it
     weight: float  # of its gradient in the gradient of the batch
+    is_part: bool = False  # whether its loss is a part of that of the batch, not one of its own
 
 
 def _label_counts(part: object) -> Iterator[list[int]]:
@@ -75,37 +76,42 @@ def _label_counts(part: object) -> Iterator[list[int]]:
                 yield (positions > 0).sum(1).tolist()
 
 # %% ../../nbs/api/replay/06_blame.ipynb #b4c97a85
-def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> list[int] | None:
-    "Tokens of each sample in the loss; where the setup does not say, those that make the loss of all."
+_ADDS_UP = 0.01  # by which share the samples' losses may miss that of the batch: our convention
+
+
+def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list[int] | None, bool]:
+    "Tokens of each sample in the loss, from the setup or the losses; and whether the losses are added up."
     if setup.token_loss is not None:
-        return [int(count) for count in _token_losses(setup, model, part)[1].sum(1)]
+        return [int(count) for count in _token_losses(setup, model, part)[1].sum(1)], has_items(part)
     n_samples = _count_samples(part)
     if has_items(part) or n_samples == 1:
-        return None
+        return None, has_items(part)
     with torch.no_grad():
         losses = np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
         together = float(setup.loss(model, part))
     if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
-        return None  # they weigh the same, whatever their length
+        return None, False  # they weigh the same, whatever their length
+    if np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
+        return None, True
     for counts in _label_counts(part):
         some = np.array(counts) > 0
         if some.any() and np.isclose(
             np.average(losses[some], weights=np.array(counts)[some]), together, 1e-5
         ):
-            return counts
-    return None
+            return counts, False
+    return None, False
 
 
 def _samples_of(setup: Setup, model: torch.nn.Module, batch: Batch) -> Iterator[_Sample]:
     "Every sample of a batch: within a micro-batch they weigh by their tokens."
     for m, part in enumerate(batch.parts):
-        tokens = _tokens_of(setup, model, part)
+        tokens, is_sum = _tokens_of(setup, model, part)
         counts = [1] * _count_samples(part) if tokens is None else tokens
         # a loss that is divided by the tokens of the whole step is one of samples that are added up
-        together = 1 if has_items(part) else max(sum(counts), 1)
+        together = 1 if is_sum else max(sum(counts), 1)
         for i, count in enumerate(counts):
-            weight = (1 if has_items(part) else count) / together / setup.divisor(batch.parts)
-            yield _Sample(m, i, None if tokens is None else count, weight)
+            weight = (1 if is_sum else count) / together / setup.divisor(batch.parts)
+            yield _Sample(m, i, None if tokens is None else count, weight, is_sum)
 
 # %% ../../nbs/api/replay/06_blame.ipynb #fd554134
 def _gradient(
@@ -123,13 +129,52 @@ def _gradient(
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return float(loss.detach()), torch.cat([grad.flatten().double() for grad in grads])
 
+
+def _level(samples: list[_Sample], together: float, recorded_loss: float | None) -> float:
+    "What a sample's loss is multiplied by, so that it compares with the recorded loss."
+    # micro-batches that are added up may hold a loss divided by their number, or one that is not
+    n_parts = sum(sample.weight for sample in samples)
+    if recorded_loss is None or n_parts <= 1:
+        return 1.0
+    is_divided = abs(together - recorded_loss) < abs(together / n_parts - recorded_loss)
+    return n_parts if is_divided else 1.0
+
+
+def _refuse_what_does_not_add_up(
+    model: torch.nn.Module, samples: list[_Sample], losses: list[float], step_loss: float | None
+) -> float:
+    "The loss of the batch by its samples; raises where a sample alone has none, or another one."
+    pairs = zip(samples, losses, strict=True)
+    together = float(sum(sample.weight * loss for sample, loss in pairs if sample.tokens != 0))
+    has_statistics = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    is_compared = step_loss is not None and has_statistics
+    if is_compared and not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
+        raise InputError(
+            "batch norm makes a sample's output depend on the others of its batch; with its running"
+            f" statistics all together would have a loss of {together:.4g}; the step had {step_loss:.4g}"
+        )
+    if not np.isfinite(together):
+        raise InputError("the loss of a sample alone is not finite, and that of the batch is")
+    return together
+
+
+def _draws(setup: Setup, model: torch.nn.Module, batch: Batch) -> bool:
+    "Whether a loss is another one when it is taken again: random numbers are drawn in evaluation mode."
+    part = _sample(batch.parts[0], 0)
+    with torch.no_grad():
+        return float(setup.loss(model, part)) != float(setup.loss(model, part))
+
 # %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
 def blame(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # its micro-batches
     memory: float = 1e9,  # bytes that the gradients of all samples may take; beyond it each is computed twice
+    step_loss: float | None = None,  # of the batch as it was trained on; None: not compared
+    recorded_loss: float | None = None,  # with which the losses of samples shall compare; None: as they are
 ) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, (tokens, where they are known) grad_norm,
-    # share of the batch gradient (they sum to 1), cosine with it; attrs: norm of the batch gradient
+    # share of the batch gradient (they sum to 1), cosine with it; attrs: grad_norm and loss of the batch by
+    # its samples; is_part, whether each loss is a part of the batch's; draws, whether each draws random
+    # numbers of its own
     "What every sample of a batch did to the gradient, dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
     samples = list(_samples_of(setup, model, batch))
@@ -144,6 +189,9 @@ def blame(
         batch_grad = batch_grad + sample.weight * grad
         gradients.append(grad if has_room else None)
     square = float(batch_grad @ batch_grad)
+    together = _refuse_what_does_not_add_up(model, samples, losses, step_loss)
+    is_part = all(sample.is_part for sample in samples)
+    level = 1.0 if is_part else _level(samples, together, recorded_loss)
     rows = []
     for sample, loss, saved in zip(samples, losses, gradients, strict=True):
         grad = _gradient(setup, model, batch, sample)[1] if saved is None else saved
@@ -152,9 +200,12 @@ def blame(
         share = sample.weight * product / max(square, 1e-300)
         cosine = product / max(norm * square**0.5, 1e-300)
         tokens = {} if is_untold else {"tokens": sample.tokens}
-        rows.append(row | {"loss": loss} | tokens | {"grad_norm": norm, "share": share, "cosine": cosine})
+        rows.append(
+            row | {"loss": level * loss} | tokens | {"grad_norm": norm, "share": share, "cosine": cosine}
+        )
     table = pd.DataFrame(rows).rename_axis("sample")
-    table.attrs["grad_norm"] = square**0.5
+    table.attrs |= {"grad_norm": square**0.5, "loss": together, "is_part": is_part}
+    table.attrs["draws"] = _draws(setup, model, batch)
     return table
 
 # %% ../../nbs/api/replay/06_blame.ipynb #0f5d7b01

@@ -152,6 +152,8 @@ class Examination:
             fields["swap"] = self.swap
         if self.samples is not None:
             fields["samples"] = self.samples
+            names = {"loss": "samples_loss", "is_part": "samples_are_parts", "draws": "samples_draw"}
+            fields |= {name: self.samples.attrs.get(key) for key, name in names.items()}
         if self.tokens:
             fields["tokens"] = self.tokens
         if self.frequency is not None:
@@ -289,7 +291,7 @@ def _examined(
     if samples:
         say("every sample")
         with _named_where_it_fails("samples", left_out):
-            table = parts["samples"] = blame(snapshot, batch)
+            table = parts["samples"] = blame(snapshot, batch, step_loss=again.loss, recorded_loss=recorded)
             parts["tokens"] = tuple(text_losses(snapshot, batch, table.share.nlargest(_HEAVIEST).index))
         if parts.get("tokens"):
             say("rare and common tokens")

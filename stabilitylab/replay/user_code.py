@@ -16,7 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -61,16 +61,37 @@ def _left_open(function: Callable) -> str:
     return f"; left open in the draft: {'; '.join(todo[:3])}" if todo else ""
 
 
-class _Theirs:
-    "A function of the user; what it raises is marked as theirs."
+_DIRECTORY = "WORKING_DIRECTORY"  # name in a setup's file of the folder in which the program ran
 
-    def __init__(self, part: str, function: Callable):
-        self.part, self.function = part, function
+
+def _directory_of(file: str) -> str | None:
+    "The folder in which a program ran, as the file of its setup says; None where it is not here."
+    try:
+        nodes = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    pairs = [(n.targets[0], n.value) for n in nodes if isinstance(n, ast.Assign)]
+    values = [value for name, value in pairs if isinstance(name, ast.Name) and name.id == _DIRECTORY]
+    folder = getattr(values[-1], "value", None) if values else None
+    return folder if isinstance(folder, str) and Path(folder).is_dir() else None
+
+
+def _within(directory: str | None) -> AbstractContextManager:
+    "Within it relative paths begin at a folder; None: where they do."
+    return nullcontext() if directory is None else chdir(directory)
+
+
+class _Theirs:
+    "A function of the user, run where the program ran; what it raises is marked as theirs."
+
+    def __init__(self, part: str, function: Callable, directory: str | None = None):
+        self.part, self.function, self.directory = part, function, directory
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         try:
-            return self.function(*args, **named)
+            with _within(self.directory):
+                return self.function(*args, **named)
         except (InputError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -90,6 +111,7 @@ class _Theirs:
 # %% ../../nbs/api/replay/10_user_code.ipynb #c95ee5cc
 def theirs(
     setup: Setup,  # of the user
+    directory: str | None = None,  # folder in which its functions run; None: the one that is current then
 ) -> Setup:  # the same; what its functions raise is marked
     "A setup whose faults can be told apart from those of this package."
     wrapped: dict[str, Any] = {}
@@ -98,7 +120,7 @@ def theirs(
         if isinstance(value, OfPart) and not value.takes_part:
             value = value.function  # the setup puts it around again
         if callable(value) and not isinstance(value, (_Theirs, OfPart)):
-            wrapped[field.name] = _Theirs(field.name, value)
+            wrapped[field.name] = _Theirs(field.name, value, directory)
     return replace(setup, **wrapped)
 
 
@@ -153,7 +175,8 @@ def _from_file(file: Path) -> ModuleType:
     sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        with _within(_directory_of(str(file))):
+            spec.loader.exec_module(module)
     finally:  # a draft adds the folder of its training script
         _loaded.update(folders=list((Counter(sys.path) - path).elements()), before=before)
     return module
@@ -235,9 +258,11 @@ def load_setup(
     "The `Setup` that a piece of code of yours makes for a run."
     with without_training(path):
         function = function_at(where)
+    directory = _directory_of(inspect.getsourcefile(inspect.unwrap(function)) or "")
+    folder = Path(path) if directory is None else Path(path).absolute()
     try:
-        with without_training(path):
-            setup = _call(function, Path(path))
+        with without_training(path), _within(directory):
+            setup = _call(function, folder)
     except Exception as error:
         at = _place_of(error.__traceback__)
         if isinstance(error, InputError):
@@ -248,4 +273,4 @@ def load_setup(
         at = _line_of(sys.modules[function.__module__], function.__name__)
         got = f"{function.__name__} ({at}) returns a {type(setup).__name__}"
         raise bad_input("setup", got, "a function that returns a stabilitylab.Setup")
-    return theirs(setup)
+    return theirs(setup, directory)

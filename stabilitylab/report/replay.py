@@ -7,6 +7,7 @@ __all__ = ['replay_text', 'replay_html', 'setup_html', 'foresight_html']
 
 # %% ../../nbs/api/report/10_replay.ipynb #f0d979f3
 from collections.abc import Mapping
+from math import isclose
 from statistics import median
 
 from .render import render
@@ -14,6 +15,7 @@ from .words import device_words
 
 # %% ../../nbs/api/report/10_replay.ipynb #c4edc1fa
 _HEAVIEST = 3  # samples that a line names
+_SAME_LOSS = 0.01  # by which two losses may differ and are called one: our convention
 
 
 def _finite_shares(samples: list[dict]) -> list[dict]:
@@ -28,8 +30,13 @@ def replay_text(
     "A replay as text for a terminal."
     rows = _finite_shares(result.get("samples", []))
     middle = median(row["share"] for row in rows) if rows else float("nan")
+    words = {"heaviest": rows[:_HEAVIEST], "median_share": middle}
+    words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
+    losses = [result.get(name) for name in ("samples_loss", "loss")]
+    is_other = all(isinstance(loss, float) for loss in losses) and not isclose(*losses, rel_tol=_SAME_LOSS)
+    words["other_loss"] = losses[0] if is_other else None
     where = device_words(result.get("device", {}))
-    return render("replay", heaviest=rows[:_HEAVIEST], median_share=middle, where=where, **result)
+    return render("replay", **words, where=where, **result)
 
 # %% ../../nbs/api/report/10_replay.ipynb #ecbceabc
 _TABLE_ROWS = 5  # samples in the table of a page

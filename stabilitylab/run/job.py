@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import stabilitylab
 from ..names.encode import to_json
 from ..names.errors import InputError, bad_input
 from ..names.files import Scratch, write_atomic
+from .forked import ForkedProcess
 
 # %% ../../nbs/api/run/05_job.ipynb #b7f6009b
 _PROGRESS = "STABILITYLAB_PROGRESS"  # environment variable: the file of the running job's progress
@@ -93,6 +95,14 @@ def _run_function(
     write_atomic(job_folder / "result.json", text)
     return 0 if text.startswith('{"result"') else 1
 
+
+def _run_forked(
+    folder: str,  # as `_run_function` takes it
+) -> int:  # exit code
+    "The same in a process that was forked, whose parent is not the one that asked for it."
+    os.environ[_PARENT] = str(os.getppid())
+    return _run_function(folder)
+
 # %% ../../nbs/api/run/05_job.ipynb #71698815
 @dataclass(frozen=True)
 class JobState:
@@ -134,14 +144,16 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | own
 
 
-def _end(process: subprocess.Popen, folder: Scratch) -> None:
+def _end(process: subprocess.Popen | ForkedProcess, folder: Scratch) -> None:
     "Ends the child with all that it started, whatever it does, and takes its files away."
-    if process.poll() is None:
-        if hasattr(os, "killpg"):
+    if isinstance(process, ForkedProcess):
+        process.end()
+    else:
+        if process.poll() is None and hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
-        else:
+        elif process.poll() is None:
             process.kill()
-    process.wait()
+        process.wait()
     folder.remove()
 
 
@@ -155,12 +167,28 @@ def _ending(code: int) -> str:
         return f"the process was ended by signal {-code}"
 
 # %% ../../nbs/api/run/05_job.ipynb #14abc78d
+def _started(command: Sequence, folder: Path) -> subprocess.Popen:
+    "The process of a command."
+    words = [str(folder) if part == "{folder}" else str(part) for part in command]
+    with open(folder / "output.txt", "wb") as output, open(folder / "errors.txt", "wb") as errors:
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=_environment(folder),
+            start_new_session=True,  # so that one signal ends it with all that it started
+        )
+
+
 class Job:
     "A command, or a function of a module, that runs beside this process."
 
     def __init__(
         self,
-        command: Sequence,  # program and arguments, started at once; "{folder}" becomes the job's folder
+        # program and arguments, started at once, in which "{folder}" becomes the job's folder; or what starts
+        # the process of a folder
+        command: Sequence | Callable[[Path], ForkedProcess],
         codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
         request: dict | None = None,  # JSON that the child finds as request.json in its folder; for `Job.of`
     ):
@@ -173,19 +201,8 @@ class Job:
         self._last: JobState | None = None  # the state in which it ended
         if request is not None:
             write_atomic(self.folder / "request.json", to_json(request))
-        words = [str(folder.path) if part == "{folder}" else str(part) for part in command]
-        with (
-            open(self.folder / "output.txt", "wb") as output,
-            open(self.folder / "errors.txt", "wb") as errors,
-        ):
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=_environment(self.folder),
-                start_new_session=True,  # so that one signal ends it with all that it started
-            )
+        start = command if callable(command) else partial(_started, command)
+        self.process: subprocess.Popen | ForkedProcess = start(self.folder)
         self._finalizer = weakref.finalize(self, _end, self.process, folder)
 
     @classmethod
@@ -203,6 +220,20 @@ class Job:
         )
         request = {"function": function, "arguments": arguments}
         return cls([sys.executable, "-c", code, "{folder}"], request=request)
+
+    @classmethod
+    def forked(
+        cls,
+        function: str,  # as `Job.of` takes it
+        arguments: dict,  # of the function; JSON
+        modules: Sequence[str],  # that every such job imports, and nobody edits meanwhile
+    ) -> "Job":  # that runs it
+        "Call a function in a process that begins with these modules imported; Linux only."
+        request = {"function": function, "arguments": arguments}
+        entry = "stabilitylab.run.job:_run_forked"
+        return cls(
+            lambda folder: ForkedProcess(entry, modules, folder, _environment(folder)), request=request
+        )
 
     @classmethod
     def cli(

@@ -7,46 +7,15 @@ __all__ = []
 
 # %% ../../nbs/api/trial/06_cluster.ipynb #64b2f057
 import importlib
+import sys
 import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..names.errors import InputError, bad_input
+from ..names.errors import InputError
 from ..run.job import Job, JobState
-
-# %% ../../nbs/api/trial/06_cluster.ipynb #0c6af7db
-_INSTALL = "pip install 'stabilitylab[cluster]'"
-
-
-def as_client(
-    client: Any,  # a `distributed.Client`, the address of a scheduler such as 'tcp://host:8786', or None
-) -> Any:  # a client, or None
-    "A client of a Dask cluster, connected where only the address is known."
-    if client is None:
-        return None
-    if isinstance(client, str):
-        return _connected(client)
-    if not all(hasattr(client, name) for name in ("submit", "ncores", "asynchronous")):
-        allowed = "a distributed.Client, or the address of a scheduler"
-        raise bad_input("client", type(client).__name__, allowed, _INSTALL)
-    if client.asynchronous:
-        raise bad_input("client", "one with asynchronous=True", "a client that waits", "Client(address)")
-    return client
-
-
-def _connected(address: str) -> Any:
-    "A client of the scheduler at an address."
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise bad_input("client", address, "an address, with `distributed` installed", _INSTALL) from error
-    try:
-        return Client(address, timeout=10)
-    except (OSError, ValueError, ImportError) as error:
-        why = str(error).splitlines()[0][:200]
-        raise bad_input("client", address, "the address of a running scheduler", why) from error
 
 # %% ../../nbs/api/trial/06_cluster.ipynb #2d01c3bf
 _ONE_AT_A_TIME = threading.Lock()
@@ -135,6 +104,12 @@ def begin_work(
     share: Callable[[], float] | None = None,  # () -> how far it is; for a task of a cluster
 ) -> Job | ClusterJob:  # with `poll()` and `cancel()`
     "Start a piece of work beside this process, or on a worker."
-    if client is None:
-        return Job.of(function, **arguments)
-    return ClusterJob(client, function, arguments, proof, share)
+    if client is not None:
+        return ClusterJob(client, function, arguments, proof, share)
+    if sys.platform == "linux" and arguments.get("device") == "cpu":
+        return Job.forked(function, arguments, _IMPORTED)
+    return Job.of(function, **arguments)
+
+
+# before an arm begins; an optimizer imports the last one at its first step, for a second and a half
+_IMPORTED = ("stabilitylab.trial.arm", "stabilitylab.trial.batched", "torch._dynamo")

@@ -22,6 +22,7 @@ from ..fixes.registry import fix, fixes, parameter_ranges
 from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..replay.user_code import function_at
+from ..run.cluster import n_workers
 from .arm import Arm, ArmCurve, arm_of, done_file, read_curve
 from .start import Start
 from .tasks import ArmTask, TaskPart, TaskQueue
@@ -206,8 +207,8 @@ class _SweepPoints(TaskQueue["SweepResult"]):
         self.start, self.axes, self.points = start, dict(axes), points_of(start, axes, fixes)
         request = {"start": start.to_dict(), "axes": self.axes, "steps": steps}
         self._folder.claim(request | {"fixes": arm_of(list(fixes)).fixes})
-        n_workers = len(self._client.ncores()) if self._client is not None else 0
-        self._room = workers or n_workers or os.cpu_count() or 1
+        there = n_workers(self._client) if self._client is not None else 0
+        self._room = workers or there or os.cpu_count() or 1
         points = [(i, point.arm, point.start) for i, point in enumerate(self.points)]
         tasks = [ArmTask(arm, i, seed, start) for i, arm, start in points for seed in range(seeds)]
         self._waiting = self._parts(self._add_tasks(tasks))

@@ -54,12 +54,29 @@ def shown(cell):
 
 def page(nb):
     "One notebook as Sphinx takes it."
-    nb.cells = level_headings([c for c in map(shown, nb.cells) if c is not None])
+    nb.cells = level_headings(without_empty_sections([c for c in map(shown, nb.cells) if c is not None]))
     nb.metadata = {
         "kernelspec": {"name": "python3", "display_name": "python3", "language": "python"},
         "language_info": {"name": "python"},
     }
     return nb
+
+
+def heading_level(cell):
+    "The level of the heading with which a cell begins; 9 where it begins with none."
+    heading = re.match(r"(#+) ", cell.source) if cell.cell_type == "markdown" else None
+    return len(heading[1]) if heading else 9
+
+
+def without_empty_sections(cells):
+    "Cells without headings that have nothing below them, since what stood there is not shown."
+    kept = []
+    for cell in reversed(cells):
+        is_bare = heading_level(cell) < 9 and "\n" not in cell.source.strip()
+        below = heading_level(kept[-1]) if kept else 0
+        if not is_bare or below > heading_level(cell):
+            kept.append(cell)
+    return kept[::-1]
 
 
 def level_headings(cells):

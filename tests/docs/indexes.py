@@ -21,16 +21,16 @@ from tests.docs.entries import (
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "symptoms": (
         "Symptoms",
-        "Find what you see: what it looks like, what causes it, and what to do. The search takes your own "
-        "words; so does `stabilitylab explain loss is NaN` in a terminal.",
+        "Find what you see, then read what causes it, how to tell the causes apart and what to do. Or search "
+        "in your own words, here or in a terminal: `stabilitylab explain loss is NaN`.",
     ),
     "tutorials": (
         "Tutorials",
-        "Whole jobs of about ten minutes each, from start to end. Each is run by the tests as it stands.",
+        "Do a whole job in about ten minutes. The tests run each page as it stands.",
     ),
     "howto": ("How-to guides", "One question each, for the moment when you have it."),
     "explain": ("Explanations", "What goes wrong in training runs, why, and what teams did about it."),
-    "api": ("Library", "Every public function, with a lesson that checks and shows."),
+    "api": ("Library", "Every public function by what you want to do, with a lesson that checks and shows."),
 }
 ORDER = (  # of the tutorials; the other sections go by name
     "a_run_that_diverged",
@@ -46,7 +46,7 @@ ORDER = (  # of the tutorials; the other sections go by name
 )
 GALLERY = (
     "Every plot of the library with the call that makes it, then every view of the workbench. "
-    "The page named below a call makes the data that it takes."
+    "Follow the link below a call to see how to make its data."
 )
 FIGURE = """
 ```{{figure}} ../images/symptoms/{kind}.png

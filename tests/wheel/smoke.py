@@ -117,7 +117,7 @@ def records() -> str:
 def names_extras(sample: Path) -> str:
     "What needs an extra says in one sentence which."
     from stabilitylab.probe.hf import RecorderCallback
-    from stabilitylab.trial.cluster import as_client
+    from stabilitylab.run.cluster import as_client
 
     calls: dict[str, Callable[[], object]] = {
         "hf": lambda: RecorderCallback("run-hf"),

@@ -93,6 +93,8 @@ def find_grad_below_epsilon(
     share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
     share[is_table] = 0  # rows of absent tokens have no gradient at all
     share[_is_key_bias(optimizer)] = 0
+    without = [name for finding in find_no_gradient(run) for name in finding.modules]
+    share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
     order = np.argsort(-share)[: int((share > limit("majority")).sum())]
     if not len(order):
         return []

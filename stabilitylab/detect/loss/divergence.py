@@ -103,7 +103,9 @@ def _divergence(
     scatter = max(float(np.median(np.abs(series.value - loss))) * MAD_TO_SD, _wander(series.value))
     n, at_best = len(loss), int(np.argmin(loss))
     best = float(loss[at_best])
-    final = float(np.median(loss[-max(count_limit("median_records"), window // 2) :]))
+    # only what came after the best: a loss whose lowest record is its last rose nowhere
+    last = max(n - max(count_limit("median_records"), window // 2), at_best)
+    final = float(np.median(loss[last:]))
     # the best and the end are both smoothed, so that one low or high record decides nothing
     rise = final - best
     least_rise = max(
@@ -122,6 +124,7 @@ def _divergence(
         "final": final,
         "rise": rise,
         "noise": noise,
+        "window": window,
     }
     walk = _chance_walk(series.value, at_best)
     # not more than single records scatter, or than a walk of a few records gets

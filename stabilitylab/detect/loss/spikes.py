@@ -358,7 +358,9 @@ def _finding_of(loss: Curve, spike: Spike, lead: int | None) -> Finding:
     if lead is not None:
         evidence["grad_norm_lead_steps"] = lead
     if not has_level:
-        evidence["note"] = evidence_words("first records")
+        evidence |= {"note": evidence_words("first records"), "z": float("nan")}
+    if loss.value[spike.first] < spike.baseline + limit("majority") * (spike.peak - spike.baseline):
+        evidence["is_gradual"] = True
     return Finding(
         "loss_spike",
         _severity(is_lost, is_low) if has_level else "info",

@@ -9,7 +9,9 @@ __all__ = []
 import argparse
 import ast
 import copy
+import inspect
 import types
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -172,3 +174,55 @@ def model_code(
                         return lines
         at = at.f_back
     return None
+
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #88e2cb71
+_SETTINGS = ("config", "configs", "cfg", "args", "opt", "opts", "hparams", "params", "options")
+
+
+def _frames(frame: types.FrameType) -> Iterator[types.FrameType]:
+    "A frame and those around it, the innermost first."
+    at: types.FrameType | None = frame
+    while at is not None:
+        yield at
+        at = at.f_back
+
+
+def _argument(node: ast.expr, scope: dict[str, Any]) -> Any:
+    "A constant, or the value of a name or an attribute; None for any other expression."
+    return node.value if isinstance(node, ast.Constant) else value_at(node, scope)
+
+
+def _called_with(cls: type, frame: types.FrameType) -> dict[str, Any]:
+    "What the functions around a frame give a class, where it can be looked up without running code."
+    values: dict[str, Any] = {}
+    for source in filter(None, map(frame_source, _frames(frame))):
+        nodes = [node for statement in source.body for node in ast.walk(statement)]
+        for call in [n for n in nodes if isinstance(n, ast.Call) and _called_name(n) == cls.__name__]:
+            words = {word.arg: word.value for word in call.keywords if word.arg}
+            try:
+                call_arguments = inspect.signature(cls).bind_partial(*call.args, **words).arguments
+            except TypeError:
+                continue
+            for name, node in call_arguments.items():
+                is_expression = isinstance(node, ast.expr)  # what `*args` takes is a tuple of them
+                argument = _argument(node, source.scope) if is_expression else None
+                if argument is not None:
+                    values.setdefault(name, argument)
+    return values
+
+
+def known_arguments(
+    cls: type,  # of the model
+    names: list[str],  # of its arguments that are asked for
+    frame: types.FrameType,  # of the function that calls `recorder.batch`; those around it are looked at, too
+) -> dict[str, Any]:  # name -> value, of those that the program shows
+    "Arguments of a model's class that the model itself does not keep."
+    values = _called_with(cls, frame)
+    scope = {**frame.f_globals, **frame.f_locals}
+    objects = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
+    namespaces = list({id(v): v for v in objects if isinstance(v, argparse.Namespace)}.values())
+    if len(namespaces) == 1:
+        settings = vars(namespaces[0])
+        namespace_arguments = {name: namespaces[0] for name in names if name in _SETTINGS}
+        values = namespace_arguments | {name: settings[name] for name in names if name in settings} | values
+    return {name: values[name] for name in names if name in values}

@@ -6,10 +6,10 @@
 __all__ = ['FILE', 'own_loss', 'setup_source', 'record_source']
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #c8eb0687
-import argparse
 import ast
 import contextlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from ...names.errors import InputError
 from ...names.files import write_atomic
 from ...numerics.pytree import LOOP, tensors_of
 from .loop_code import LoopCode, loop_code
-from .loop_setup import model_code
+from .loop_setup import known_arguments, model_code
 from .loop_values import kept_in, kept_words
 from stabilitylab.probe.draft.python_source import (
     Draft,
@@ -216,10 +216,11 @@ def setup_source(
     imports = sorted(draft.imports, key=lambda line: (f"from {main_module()} " in line, line))
     main = [line for line in imports if f"from {main_module()} " in line]
     library = [line for line in imports if line not in main]
-    return Template(_TEXT.read_text(encoding="utf-8")).substitute(
+    text = Template(_TEXT.read_text(encoding="utf-8")).substitute(
         origin=_BY_RECORDER,
         record=record,
         project=repr(list(dict.fromkeys(folders))),
+        directory=repr(str(Path.cwd())),
         imports="\n".join(library) + script + "\n".join(main),
         model=indent("\n".join(lines), "    ").lstrip(),
         seen=model_words,
@@ -227,6 +228,17 @@ def setup_source(
         **_PARAMETERS | _loss_parts(model, batch, code or by_trainer, recorder),
         **_clip_parts(clip, code),
     )
+    _refuse_what_is_no_python(text)
+    return text
+
+
+def _refuse_what_is_no_python(text: str) -> None:
+    "Raises where a draft cannot be compiled."
+    try:
+        compile(text, FILE, "exec")
+    except SyntaxError as error:
+        line = text.splitlines()[(error.lineno or 1) - 1].strip()
+        raise InputError(f"line {error.lineno} of it is no Python: {line}") from error
 
 
 def _trainer_code(
@@ -309,7 +321,7 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
     patches, imports = forward_patches(model, draft.literal)
     draft.imports |= set(imports)
     lines = [f"model = {call}{cast_source(model)}"]
-    model_words = seen_words(missing, draft.unseen)
+    lines[0], model_words = _completed(draft, lines[0], model, missing, frame)
     if frame is not None and (missing or draft.unseen or "TODO" in call):
         draft.unseen = []
         own = model_code(frame, model, _LoopValues(draft, model))
@@ -317,8 +329,6 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
             lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"]
             model_words = "The program's own lines."
     draft.unseen = unseen
-    if "=TODO" in lines[0]:
-        lines[0], model_words = _configured(draft, lines[0], missing, frame, model_words)
     lines += patches
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
     if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
@@ -332,25 +342,26 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
     return [*lines, "return model"], model_words
 
 
-_SETTINGS = ("config", "configs", "cfg", "args", "opt", "opts", "hparams", "params", "options")
-
-
-def _configured(
-    draft: Draft, line: str, missing: list[str], frame: types.FrameType | None, words: str
+def _completed(
+    draft: Draft, line: str, model: nn.Module, missing: list[str], frame: types.FrameType | None
 ) -> tuple[str, str]:
-    "A line that makes a model, with the one namespace of the loop where the model's settings are missing."
-    names = [key for key in missing if key in _SETTINGS]
-    if frame is None or len(names) != 1:
+    "A line that makes a model, with the arguments that the program shows; and what is still to be seen."
+    optional = [text.partition("=")[0] for text in draft.unseen]
+    unseen = [*missing, *optional] if frame is not None and type(model) is not nn.Sequential else []
+    values = known_arguments(type(model), unseen, frame) if unseen and frame is not None else {}
+    sources = {name: draft.literal(value) for name, value in values.items()}
+    sources = {name: source for name, source in sources.items() if source is not None}
+    for name, source in sources.items():
+        if f"{name}=TODO" in line:
+            line = line.replace(f"{name}=TODO", f"{name}={source}")
+        else:
+            line = re.sub(r"\)((?:\.to\([^()]*\))?)$", rf", {name}={source})\1", line)
+    left = [name for name in missing if name not in sources]
+    words = seen_words(left, [text for text in draft.unseen if text.partition("=")[0] not in sources])
+    if not sources:
         return line, words
-    scope = {**frame.f_globals, **frame.f_locals}
-    values = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
-    namespaces = {id(value): value for value in values if isinstance(value, argparse.Namespace)}
-    source = draft.literal(next(iter(namespaces.values()))) if len(namespaces) == 1 else None
-    if source is None:
-        return line, words
-    words_left = seen_words([key for key in missing if key != names[0]], [])
-    note = f"`{names[0]}` was not kept by the model: these are the settings of the loop"
-    return line.replace(f"{names[0]}=TODO", f"{names[0]}={source}"), f"{words_left}; {note}"
+    names = ", ".join(f"`{name}`" for name in sources)
+    return line, f"{words}; not kept by the model, taken from the program: {names}"
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #17183f5e
 def record_source(
@@ -367,6 +378,7 @@ def record_source(
         origin=_BY_RECORD,
         record=record,
         project=repr([str(Path(record).resolve().parent)]),
+        directory=None,
         imports="# TODO: from your_file import YourModel",
         model="return TODO_YourModel()",
         seen=f"TODO: your model with its arguments; the record has {len(shapes)} tensors: {some} …",
@@ -377,6 +389,15 @@ def record_source(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #6f20a7b7
+def _draft_or_note(recorder: Any, arguments: tuple) -> str:
+    "A draft that is Python; without the loop's code, with the reason as a note, where that is none."
+    try:
+        return setup_source(*arguments, (calling_frame(), recorder))
+    except Exception as error:  # code that nobody here has read
+        recorder.guard.note(f"the draft of the setup lacks the loop's code: {error}"[:200], aloud=False)
+    return setup_source(*arguments)
+
+
 def write_setup(
     recorder: Any,  # a `Recorder` with a black box
     batch: Any,  # the first micro-batch
@@ -386,11 +407,7 @@ def write_setup(
     if box.folder.name == "blackbox" and not path.exists():
         clip = getattr(recorder, "clip", None)
         arguments = (box.model, box.optimizers, batch, str(recorder.path), clip)
-        try:
-            text = setup_source(*arguments, (calling_frame(), recorder))
-        except Exception as error:  # code that nobody here has read
-            text = setup_source(*arguments)
-            recorder.guard.note(f"the draft of the setup lacks the loop's code: {error}"[:200], aloud=False)
+        text = _draft_or_note(recorder, arguments)
         if CELLS_FILE in text:
             write_atomic(path.with_name(CELLS_FILE), notebook_cells())
         write_atomic(path, text)
