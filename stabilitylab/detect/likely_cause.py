@@ -13,6 +13,7 @@ from importlib.resources import files
 
 from .causes import Cause, missing_measures, ranked_causes
 from .findings import Finding, Findings
+from .phrase import about
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)
@@ -169,9 +170,8 @@ def most_likely(
         firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
-            return MostLikely(
-                row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
-            )
+            reasons = tuple(f.explanation for f in chosen[:_REASONS])
+            return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, tuple(row["next"]))
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
     return _open(findings, candidates)

@@ -37,7 +37,9 @@ def _is_restart(run: xr.DataTree, before: np.ndarray, after: np.ndarray) -> np.n
     events = group_of(run, "events")
     if events is None:
         return np.zeros(len(before), bool)
-    is_start = np.isin(events.event_kind.values, ("checkpoint_load", "environment", "signal", "error"))
+    is_start = np.isin(
+        events.event_kind.values, ("launch", "checkpoint_load", "environment", "signal", "error")
+    )
     started = events.event_step.values[is_start]
     died = [crash["step"] for crash in run.attrs.get("crashes") or () if crash["step"] is not None]
     started = np.r_[started, died].astype(np.int64)

@@ -14,6 +14,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
+from .objective import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
@@ -43,6 +44,8 @@ def find_not_learning(
     is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
     if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
+    if objective_type(run).moving == "adversarial":
+        return []  # it follows the other network: its height does not tell what was learned
     evidence: dict[str, Any] = {
         "first": float(shape.loss[0]),
         "best": float(shape.loss.min()),
@@ -54,9 +57,9 @@ def find_not_learning(
         least = limit("minor_share")
         error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
     can_tell = error < least * abs(float(shape.loss[0]))
-    severity = "warning" if can_tell else "info"
+    severity = "warning"
     if not can_tell:
-        evidence["note"] = evidence_words("too noisy")
+        severity, evidence["note"] = "info", evidence_words("too noisy")
     return [
         Finding(
             "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name
