@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,12 +22,14 @@ from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.recording import BoxIndex
 from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.workbench import view_replay
 from stabilitylab.workbench.state import open_state, run_action
 from stabilitylab.workbench.tabs import Workbench, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
 from stabilitylab.workbench.view_environment import EnvironmentView, between_runs, command_words
 from stabilitylab.workbench.view_fixlab import FixLabView
 from stabilitylab.workbench.view_overview import Overview
+from stabilitylab.workbench.view_replay import ReplayView
 from stabilitylab.workbench.view_report import ReportView, report_files
 
 STEPS = np.arange(60)
@@ -251,3 +254,36 @@ def test_tabs_without_data_are_grey_and_kinds_are_explained(tmp_path):
     assert {"attention", "runs"} <= set(views_without_data(state))
     listing = Overview(open_state(str(sample()))[0]).listing.value
     assert f'title="{FINDING_KINDS["divergence"]}"' in listing
+
+
+def test_the_checkpoints_tab_is_grey_where_there_is_none(tmp_path):
+    save_run(recorded(GROWN), tmp_path / "run")
+    assert "checkpoints" in views_without_data(open_state(str(tmp_path / "run"))[0])
+    torch.save({"w": torch.ones(2)}, tmp_path / "run" / "last.pt")
+    assert "checkpoints" not in views_without_data(open_state(str(tmp_path / "run"))[0])
+
+
+def test_the_replay_opens_at_the_step_of_the_cause(monkeypatch):
+    state, _ = open_state(str(sample()))
+    first = ReplayView(state).look.step
+    for step, wanted in ((351, 351), (10_000, first), (None, first)):
+        monkeypatch.setattr(view_replay, "most_likely", lambda _, step=step: SimpleNamespace(step=step))
+        assert ReplayView(state).look.step == wanted
+    assert first != 351
+
+
+def test_a_workbench_shows_again_what_was_seen(tmp_path):
+    (tmp_path / "b.log").write_text("".join(f"step {i} loss {3 / (i + 1):.3f}\n" for i in range(40)))
+    shutil.copy(tmp_path / "b.log", tmp_path / "a.log")
+    file = tmp_path / "seen.json"
+    state = Workbench([tmp_path / "a.log", tmp_path / "b.log"], remember=file).state
+    state.show("b.log")
+    state.step, state.x_range, state.log, state.visible = 7.0, (3, 9), True, "series"
+    again = Workbench([tmp_path / "a.log", tmp_path / "b.log"], remember=file)
+    assert (again.state.name, again.state.step, again.state.log) == ("b.log", 7.0, True)
+    assert again.state.x_range == (3, 9) and again.tabs.titles[again.tabs.selected_index] == "Series"
+    for text in ("{", '["x"]', '{"step": "far", "x_range": [9, 3], "name": "gone", "selected": 99}'):
+        file.write_text(text)  # what cannot be shown is left out
+        other = Workbench([tmp_path / "a.log", tmp_path / "b.log"], remember=file).state
+        assert (other.name, other.step, other.x_range, other.selected) == ("a.log", None, (), -1)
+    assert not list(tmp_path.glob("*.view.json"))  # nothing is kept without being asked

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 # %% ../../nbs/api/cli/04_lab.ipynb #ee0791c2
-_CELL = "from stabilitylab import Workbench\n\nWorkbench({source})"
+_CELL = "from stabilitylab import Workbench\n\nWorkbench({source}, remember={remember!r})"
 
 
 def add_lab(
@@ -37,10 +37,11 @@ def add_lab(
 
 def _lab_notebook(
     paths: list[str],  # of the runs
-) -> dict:  # a notebook, as its file holds it
+    remember: str = "workbench.view.json",  # file beside the notebook that keeps what is seen
+) -> dict:  # a notebook, as its file holds it; JupyterLab runs its cell when it is opened
     "A notebook of one cell that opens the workbench on these runs."
     source = repr(paths[0]) if len(paths) == 1 else repr(paths)
-    code = _CELL.format(source=source).splitlines(keepends=True)
+    code = _CELL.format(source=source, remember=remember).splitlines(keepends=True)
     blank: dict[str, object] = {
         "id": "workbench",
         "cell_type": "code",
@@ -49,7 +50,8 @@ def _lab_notebook(
         "execution_count": None,
     }
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    form = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
+    metadata = {"kernelspec": kernel, "stabilitylab": {"run": True}}
+    form = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata}
     return form | {"cells": [blank | {"source": code}]}
 
 # %% ../../nbs/api/cli/04_lab.ipynb #b17eed5e
@@ -80,7 +82,8 @@ def _write_notebook(
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
         raise bad_input("path", missing[0], "a log, a folder of runs, or a record", "check the spelling")
-    text = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths]), indent=1)
+    view_file = file.with_suffix(".view.json").name
+    text = json.dumps(_lab_notebook([str(Path(path).resolve()) for path in paths], view_file), indent=1)
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise bad_input("notebook", str(file), "a file that is not there yet", "name another with --notebook")
     file.write_text(text, encoding="utf-8")

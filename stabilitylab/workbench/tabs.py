@@ -7,23 +7,27 @@ __all__ = ['View', 'views', 'views_without_data', 'Workbench']
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #d703af39
 import asyncio
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 import xarray as xr
-from traitlets import HasTraits
+from traitlets import HasTraits, TraitError
 
 from ..names.errors import InputError
+from ..names.files import write_atomic
 from ..plot.heads import extra_views
 from ..read.follow import Follower
 from ..report.render import render
 from .folder import FolderFollower
 from .parts import column, on, refill
 from .state import WorkbenchState, open_state
+from .view_checkpoints import checkpoints_below
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #d9798ee3
 class View(NamedTuple):
@@ -74,6 +78,7 @@ def views_without_data(
         "layers": bool(groups & _OF_LAYERS),
         "attention": "attention" in groups or bool(extra_views(state.run)),
         "replay": bool(steps),
+        "checkpoints": bool(checkpoints_below(str(state.run.attrs.get("source", ".")))),
     }
     return [name for name, is_there in has_data.items() if not is_there]
 
@@ -112,6 +117,7 @@ class _Tabs:
         titles = [*self.tabs.titles, *(view.title for view in more)]  # new children add empty titles
         self.tabs.children = [*self.tabs.children, *(build_view(view, self.state) for view in more)]
         self.tabs.titles = titles
+        self._turn(self.state.visible)
 
     def grey(self) -> None:
         "Greys the tabs that have nothing of this run to show."
@@ -133,6 +139,41 @@ class _Tabs:
             self.tabs.selected_index = self._names.index(name)
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #0c555b7a
+_REMEMBERED = (
+    "visible",
+    "selected",
+    "step",
+    "drawn",
+    "hidden",
+    "log",
+    "smooth",
+    "along",
+    "x_range",
+    "y_range",
+)
+
+
+def _read_view_state(file: Path) -> dict[str, Any]:
+    "What was seen when a file was written; {} where there is none that can be read."
+    try:
+        view_state = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return view_state if isinstance(view_state, dict) else {}
+
+
+def _show_again(state: WorkbenchState, view_state: dict[str, Any]) -> None:
+    "Shows what was seen, as far as the runs still have it."
+    if view_state.get("name") in state.runs and view_state["name"] != state.name:
+        state.show(view_state["name"])
+    for name in _REMEMBERED:
+        value = view_state.get(name, getattr(state, name))
+        is_there = name != "selected" or (isinstance(value, int) and value < len(state.findings))
+        if is_there:
+            with suppress(TraitError, InputError):
+                state.set_trait(name, tuple(value) if isinstance(value, list) else value)
+
+
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 
@@ -144,6 +185,9 @@ class Workbench:
         # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
         source: str | Path | xr.DataTree | xr.Dataset | list | dict,
         every: float = 1.0,  # seconds between two looks at a growing log
+        # file that keeps run, view, step, finding, curves and ranges, so that a notebook that is opened again
+        # shows them again; None: nothing is kept
+        remember: str | Path | None = None,
     ):
         self.every = every
         self._task: asyncio.Task[None] | None = None
@@ -152,6 +196,9 @@ class Workbench:
         except InputError as error:
             self.widget = widgets.HTML(render("view_error", title="This run", error=error))
             return
+        if remember is not None:
+            _show_again(state, _read_view_state(Path(remember)))
+            state.observe(partial(self._keep, Path(remember)), names=[*_REMEMBERED, "name"])
         self.state, tabs = state, _Tabs(state)
         self.tabs, self._names = tabs.tabs, tabs._names
         self.chooser = widgets.Dropdown(options=list(state.runs), description="Run")
@@ -168,6 +215,13 @@ class Workbench:
         style = widgets.HTML(render("view_workbench", names=[name for name, *_ in _TABS]))
         self.widget = column(style, widgets.HBox([self.chooser, self.live]), self.tabs)
         self.widget.add_class("stl-workbench")
+
+    def _keep(self, file: Path, _: object) -> None:  # file: of what is seen
+        "Writes down what is seen."
+        if self.state is not None:
+            write_atomic(
+                file, json.dumps({name: getattr(self.state, name) for name in ("name", *_REMEMBERED)})
+            )
 
     def _open(self, name: str | None) -> None:
         "Another run was chosen."

@@ -41,19 +41,43 @@
     launcher.add({ command, category: "Notebook", rank: 10, kernelIconUrl: ICON });
   };
 
-  const plugin = async () => {
+  /* The one cell that `stabilitylab lab` writes: paths as plain strings and nothing else, so that no other code
+     of a notebook ever runs by being opened. */
+  const TEXT = "(?:'[^'\\\\\\n]*'|\"[^\"\\\\\\n]*\")";
+  const CELL = new RegExp(
+    `^from stabilitylab import Workbench\\n\\nWorkbench\\((?:${TEXT}|\\[${TEXT}(?:, ${TEXT})*\\]), remember=${TEXT}\\)$`);
+
+  const runOnce = async (app, panel) => {
+    await panel.context.ready;
+    const model = panel.content.model;
+    const cells = Array.from(model.cells);
+    const asked = model.getMetadata("stabilitylab");
+    if (!asked || asked.run !== true || cells.length !== 1 || !CELL.test(cells[0].sharedModel.getSource())) return;
+    await panel.sessionContext.ready;
+    app.shell.activateById(panel.id);
+    await app.commands.execute("notebook:run-all-cells");
+  };
+
+  const plugins = async () => {
     const { ILauncher } = await load("@jupyterlab/launcher");
-    return {
+    const { INotebookTracker } = await load("@jupyterlab/notebook");
+    return [{
       id: "stabilitylab:launcher",
       description: "A tile in the launcher that opens a notebook with the workbench.",
       autoStart: true,
       requires: [ILauncher],
       activate,
-    };
+    }, {
+      id: "stabilitylab:run",
+      description: "Runs the cell of a notebook that `stabilitylab lab` wrote.",
+      autoStart: true,
+      requires: [INotebookTracker],
+      activate: (app, tracker) => { tracker.widgetAdded.connect((_, panel) => void runOnce(app, panel)); },
+    }];
   };
 
   (window._JUPYTERLAB = window._JUPYTERLAB || {}).stabilitylab = {
     init: (scope) => { shared = scope; },
-    get: async () => { const made = await plugin(); return () => ({ __esModule: true, default: made }); },
+    get: async () => { const made = await plugins(); return () => ({ __esModule: true, default: made }); },
   };
 })();
