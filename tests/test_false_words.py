@@ -295,6 +295,67 @@ def test_only_a_loss_that_its_outputs_allow_is_told_far_above_a_guess(tmp_path):
     assert "init_too_large" in _kinds(tmp_path / "wide", 200, wide)
 
 
+def _epochs(path, launches, epochs, size=20):
+    "A log of launches that count batches of an epoch below a line with its number, months between them."
+    lines, hour = [], 0
+    for _ in range(launches):
+        for epoch in range(1, epochs + 1):
+            lines.append(f"2025-0{1 + hour // 24}-01 00:00:00 - INFO - Epoch {epoch}/{epochs}")
+            for batch in range(1, size + 1):
+                loss, second = 3 - 0.01 * (size * epoch + batch), 60 * epoch + batch
+                time = f"2025-0{1 + hour // 24}-01 00:{second // 60:02}:{second % 60:02}"
+                lines.append(f"{time} - INFO - Batch {batch}/{size} | Energy: 1.5 | Loss: {loss:.4f}")
+        hour += 24
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_launches_in_one_file_begin_again_and_are_no_hang(tmp_path):
+    run = sl.read_log(_epochs(tmp_path / "train.log", 5, 6))
+    assert int(run.loss.step.max()) <= 6 * 20 and len(np.unique(run.loss.segment)) == 5
+    kinds = {finding.kind for finding in diagnose(run)}
+    assert "throughput_drop" not in kinds and "restart" in kinds
+    once = sl.read_log(_epochs(tmp_path / "once.log", 1, 6))
+    assert int(once.loss.step.max()) == 6 * 20
+
+
+@pytest.mark.parametrize("banner", ["", "***** Running training *****", "===== Training started ====="])
+def test_a_pause_before_a_banner_of_a_launch_is_no_hang(banner, tmp_path):
+    lines = []
+    for step in range(1, 400):
+        lines += [f"2025-03-0{1 + step // 200} 00:00:00 {banner}"] if step in (1, 200) and banner else []
+        loss, second = 3 * 0.995**step, step % 200
+        day, clock = 1 + step // 200, f"00:{second // 60:02}:{second % 60:02}"
+        lines.append(f"2025-03-0{day} {clock} step {step} loss {loss:.4f}")
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    hangs = [f for f in diagnose(sl.read_log(tmp_path / "train.log")) if f.kind == "throughput_drop"]
+    assert bool(hangs) == (not banner)
+
+
+def test_a_perplexity_is_not_called_the_loss(tmp_path):
+    noise = np.random.default_rng(0).random(300)
+    value = 100 * 0.99 ** np.arange(300) + 20 + noise
+    value[200:230] *= 4
+    (tmp_path / "train.log").write_text("\n".join(f"step {i} | ppl {v:.3f}" for i, v in enumerate(value)))
+    findings = diagnose(sl.read_log(tmp_path / "train.log"))
+    words = [f.explanation for f in findings]
+    assert words and not any("loss" in sentence for sentence in words)
+    assert "The perplexity jumped from" in words[0]
+    broken = Findings([Finding("non_finite", "error", 9, evidence={"stays": True}, series="perplexity")])
+    assert most_likely(Findings(list(broken), {"loss": "perplexity"})).cause.startswith(
+        "The perplexity became"
+    )
+
+
+def test_a_generator_is_not_told_to_learn_nothing(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(2, 400))
+    rows = [f"{i},{0.7 + 0.01 * g:.4f},{1.3 + 0.01 * d:.4f}" for i, (g, d) in enumerate(noise.T)]
+    for names, is_flat in (("Gen Loss,Disc Loss", False), ("Loss,Other Loss", True)):
+        (tmp_path / "log.csv").write_text("\n".join([f"Step,{names}", *rows]))
+        kinds = {finding.kind for finding in diagnose(sl.read_log(tmp_path / "log.csv"))}
+        assert ("not_learning" in kinds) == is_flat
+
+
 def test_a_loss_that_falls_to_its_last_record_did_not_diverge():
     falling = [4.62, 4.57, 4.51, 4.42, 4.33, 4.26, 4.18, 4.12, 4.07, 3.98, 3.93, 3.87, 3.754, 3.762]
     assert find_divergence(run_of(falling)) == []

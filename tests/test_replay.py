@@ -391,8 +391,12 @@ def test_control_states_come_from_before_the_onset():
     states, batches = controls(sample(), 351)
     assert max(states) < 335 and batches == [347, 348, 349, 350]
     assert examine(sample(), 351, samples=False).swap.verdict == "bad state"
-    assert _before_onset([*range(20)], {step: 1.0 for step in range(20)}) == [*range(20)]
-    assert _before_onset([*range(20)], {step: 1.0 + 9 * (step == 17) for step in range(20)}) == [*range(17)]
+    assert _before_onset([*range(20)], {step: 1.0 for step in range(20)}, {}) == [*range(20)]
+    jump = {step: 1.0 + 9 * (step == 17) for step in range(20)}
+    assert _before_onset([*range(20)], jump, {}) == [*range(17)]
+    falling = {step: 2.0 - 0.1 * step for step in range(20)}  # a young run, whose gradients grow as it learns
+    assert _before_onset([*range(20)], jump, falling) == [*range(20)]
+    assert _before_onset([*range(20)], jump, falling | {17: 1.5}) == [*range(17)]
 
 
 def test_planted_causes_are_told_under_clipping():

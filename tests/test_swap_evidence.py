@@ -1,6 +1,8 @@
 "`diagnose --swap`: runs the code of a run only when asked, and its verdict is evidence."
 
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -9,11 +11,18 @@ from stabilitylab import Recorder
 from stabilitylab.cli.main import main
 from stabilitylab.detect import evidence
 from stabilitylab.detect.causes import ranked_causes
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.investigation.swap import swap_facts
 from stabilitylab.mcp.tools import Tools
 from stabilitylab.replay import examine, swap
+from stabilitylab.run.record import open_run
+from stabilitylab.workbench.state import open_state
+from stabilitylab.workbench.view_overview import Overview
+from stabilitylab.workbench.view_replay import ReplayView
 from tests.test_zoo import JUMP, ORDINARY
 from tests.zoo.__main__ import score
+from tests.zoo.train import Recipe, train
 
 SETUP = """
 from pathlib import Path
@@ -79,6 +88,22 @@ def test_the_tool_of_an_agent_hands_its_verdict_to_later_answers(recorded):
 
 
 @pytest.mark.slow
+def test_overview_offers_the_swap_test_with_its_cost_and_takes_its_verdict(recorded):
+    state, _ = open_state(recorded)
+    overview, replayed = Overview(state), ReplayView(state)
+    assert re.fullmatch(r"Batch or state\? Swap test, about \d+ s", overview.swap.description)
+    assert overview.swap.layout.display != "none" and "Swap test of step" not in overview.likely.value
+    assert not (recorded.parent / "was_run").exists()
+    overview.swap.click()
+    assert state.visible == "replay" and (replayed.look.step, replayed.look.samples) == (50, False)
+    while not replayed.work.poll():
+        time.sleep(0.05)
+    assert state.findings.attrs["swap"]["verdict"] == "bad batch"
+    assert "Swap test of step 50:</b> the batch is out of line" in overview.likely.value
+    assert overview.swap.layout.display == "none"
+
+
+@pytest.mark.slow
 def test_a_setup_that_fails_is_said_and_changes_no_cause(recorded, capsys):
     plain = told(recorded, capsys)
     (recorded / "replay_setup.py").write_text("raise RuntimeError('no such data')")
@@ -103,6 +128,46 @@ def test_a_loss_far_below_chance_blames_no_labels():
     near_zero = ORDINARY | {"back_at_once": (0.9, 104), "event_over_chance": (0.01, 101)}
     sure = {c.id: c.score for c in ranked_causes(near_zero | {"event_over_chance": (1.8, 101)})}
     assert {c.id: c.score for c in ranked_causes(near_zero)}["bad_labels"] < sure["bad_labels"]
+
+
+def test_a_rate_that_rose_right_before_is_the_cause_of_a_bad_state():
+    state = JUMP | swap_facts("bad state", 0, 101) | {"rate_rise": (60.0, 98)}
+    named = ranked_causes(state)[0]
+    assert (named.id, named.step) == ("rate_raised", 98)
+    assert "60 times at step 98" in named.words and "state of step 101 is bad because" in named.words
+    assert ranked_causes(state | {"rate_rise": (1.1, 98)})[0].id == "bad_state"
+
+
+def test_values_that_are_no_numbers_blame_the_batch_and_not_its_labels():
+    broken = {"input_nonfinite": (1024.0, 100), "nonfinite": (0.4, None), "loss_jump": (float("inf"), 100)}
+    named = ranked_causes(ORDINARY | broken | {"back_at_once": (0.9, 104)})[0]
+    assert (named.id, named.step) == ("bad_inputs", 100) and "NaN or infinite" in named.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["conv", "mlp"])  # of a convolution no input is recorded
+def test_a_batch_of_nan_is_named(arch, tmp_path):
+    train(Recipe(arch, fault="inputs", size=float("nan"), steps=120), path=tmp_path / "run")
+    findings = diagnose(open_run(tmp_path / "run"))
+    likely = most_likely(findings)
+    assert (likely.id, likely.step, likely.cures[0]) == ("bad_inputs", 100, "skip_batches")
+    assert (
+        arch == "conv" or "the batch held such values" in next(f for f in findings if f.modules).explanation
+    )
+
+
+@pytest.mark.slow
+def test_a_replayed_bad_state_says_that_the_rate_was_raised(tmp_path):
+    train(Recipe("mlp", fault="rate", size=60, steps=110), path=tmp_path / "run")
+    test = examine.examine(tmp_path / "run", 101, samples=False).swap
+    assert test.verdict == "bad state" and "rose 60 times at step 100" in test.to_dict()["words"]
+
+
+@pytest.mark.slow
+def test_a_new_task_is_no_bad_state_for_states_that_had_learned_little(tmp_path):
+    "The gradients of this young run grow as it learns, so its states are no suspects for that."
+    train(Recipe("mlp", fault="shift", steps=110), path=tmp_path / "run")
+    assert examine.examine(tmp_path / "run", 100, samples=False).swap.verdict != "bad state"
 
 
 def test_wide_logits_name_the_initialisation_of_a_classifier_of_tokens_only():

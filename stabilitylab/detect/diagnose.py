@@ -15,7 +15,7 @@ from .context import at_step, loss_span, run_context
 from .evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
-from .phrase import explain
+from .phrase import about, explain
 from ..knowledge.choice import RunContext, choose_remedies
 from ..names.errors import bad_input
 from ..run.curves import curve, group_of, loss_name, scalars_of
@@ -41,6 +41,7 @@ DETECTORS = [
     "loss.trend:find_not_learning",
     "loss.trend:find_overfitting",
     "loss.trend:find_leak",
+    "loss.trend:find_zero_loss",
     "loss.trend:find_level_shift",
     "loss.evaluations:find_worse_evaluations",
     "settings:find_setting_effects",
@@ -165,18 +166,18 @@ def finish(
     findings_so_far = list(findings)
     if run is None:
         return [_finished(f, RunContext()) for f in findings_so_far]
-    context, span = run_context(run, findings_so_far), loss_span(run)
-    return [_finished(f, at_step(context, span, f.onset)) for f in findings_so_far]
+    context, span, loss = run_context(run, findings_so_far), loss_span(run), loss_name(run)
+    return [_finished(f, at_step(context, span, f.onset), loss) for f in findings_so_far]
 
 
-def _finished(f: Finding, context: RunContext) -> Finding:
+def _finished(f: Finding, context: RunContext, loss: str | None = None) -> Finding:
     "One finding with its words and remedies; a note that says why nobody has to act has none."
     is_harmless = f.severity == "info" and "note" in f.evidence
     fitting = () if is_harmless else tuple(choose_remedies(f.kind, context))
     remedies = f.remedies or fitting
     # where a restart sets the step counter back, a finding ends at no earlier step than it begins
     end = f.end if f.onset is None or f.end is None else max(f.onset, f.end)
-    return f.with_(explanation=f.explanation or explain(f), remedies=remedies, end=end)
+    return f.with_(explanation=f.explanation or about(loss, explain(f)), remedies=remedies, end=end)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3
 def _detected(find: Callable, run: xr.DataTree) -> list[Finding]:
@@ -215,5 +216,5 @@ def diagnose(
             findings = _related(_load(relation), run, findings)
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
-    shown_by = {"evidence": evidence(run, findings), "absent": _absent(run)}
+    shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
     return Findings(findings, origin | _span(run) | {name: v for name, v in shown_by.items() if v})

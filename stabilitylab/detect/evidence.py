@@ -152,6 +152,7 @@ def _around_event(steps: _Steps, at: int) -> RunFacts:
     later = steps.grad[at + int(limit("least_records")) :]
     usual = float(np.median(_before(steps.grad, at))) if len(_before(steps.grad, at)) else np.nan
     others = np.count_nonzero(later > _GRAD_JUMP * usual)
+    facts |= _rate_rise(steps, at)
     facts["lone_event"] = (float(others == 0 and at > limit("short_records")), step[at])
     few = int(limit("few_records"))
     windows = {
@@ -175,6 +176,18 @@ def _around_event(steps: _Steps, at: int) -> RunFacts:
         facts["back_at_once"] = (float(returned), step[min(at + length, len(step) - 1)])
     return facts | _dip(steps, at)
 
+# %% ../../nbs/api/detect/85_evidence.ipynb #a21c0005
+def _rate_rise(steps: _Steps, at: int) -> RunFacts:
+    "By how much the rate rose at most from one step to the next, in the steps before a jump of the loss."
+    first = max(1, at - int(limit("short_records")))
+    rises = steps.lr[first:at] / np.where(
+        steps.lr[first - 1 : at - 1] > 0, steps.lr[first - 1 : at - 1], np.nan
+    )
+    if not np.isfinite(rises).any():
+        return {}
+    where = int(np.nanargmax(rises))
+    return {"rate_rise": (float(rises[where]), steps.step[first + where])}
+
 
 def _input_peak(steps: _Steps) -> RunFacts:
     "By how much the values of a batch at most passed all those before it, and those of the usual one."
@@ -191,6 +204,26 @@ def _input_peak(steps: _Steps) -> RunFacts:
     return {"input_peak": (float(passed[at]), steps.step[at])} | (
         {"input_jump": (float(first[at] / usual), steps.step[at])} if usual > 0 else {}
     )
+
+
+_FAR_FROM_OVERFLOW = 1000.0  # an output that was below it does not pass 65,504 in a step; our convention
+
+
+def _input_nonfinite(steps: _Steps) -> RunFacts:
+    "The first values that were no numbers among those that the first module was given, as far as recorded."
+    came_in = steps.table("activations", "in_nonfinite_count")
+    bad, size = steps.table("activations", "nonfinite_count"), steps.table("activations", "absmax")
+    weights = steps.table("weights", "nonfinite_count")
+    if bad is None or size is None or weights is None or not bad.shape[1]:
+        return {}
+    at = int(np.argmax(bad.values[:, 0] > 0))
+    # of a convolution no input is recorded: finite weights and small outputs before it leave the batch alone
+    was_well = at > 0 and not weights.values[at - 1].any() and size.values[at - 1, 0] < _FAR_FROM_OVERFLOW
+    if not was_well or not np.isfinite(steps.loss[:at]).all():
+        return {}
+    counted = np.nan if came_in is None else came_in.values[at, 0]
+    count = counted if np.isfinite(counted) else bad.values[at, 0]
+    return {"input_nonfinite": (float(count), steps.step[at])}
 
 # %% ../../nbs/api/detect/85_evidence.ipynb #fb45001b
 def _update_peak(steps: _Steps) -> RunFacts:
@@ -499,6 +532,7 @@ _MEASURES: tuple[Callable[[_Steps], RunFacts], ...] = (
     _of_format,
     _of_model,
     _input_peak,
+    _input_nonfinite,
     _update_peak,
     _repeats,
     _of_batches,

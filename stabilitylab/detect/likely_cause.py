@@ -13,6 +13,7 @@ from importlib.resources import files
 
 from .causes import Cause, missing_measures, ranked_causes
 from .findings import Finding, Findings
+from .phrase import about
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)
@@ -69,9 +70,16 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
 
 def _fits(finding: Finding, where: dict) -> bool:
     "Whether a finding has what a row of the table asks for."
-    of_validation = str(finding.series).startswith("val_")
-    evidence = finding.evidence | {"ends_it": bool(finding.evidence.get("stays"))}
-    evidence |= {"of_validation": of_validation, "in_no_optimizer": "without_optimizer" in evidence}
+    names = [str(name) for name in (finding.series, *finding.evidence.get("names", ()))]
+    is_loss = any("loss" in n and n != "loss_scale" and not n.startswith("val_") for n in names)
+    stays = bool(finding.evidence.get("stays"))
+    evidence = finding.evidence | {
+        "ends_it": stays and (is_loss or bool(finding.modules)),
+        "of_gradient": stays and not is_loss and "grad_norm" in names,
+        "of_validation": names[0].startswith("val_"),
+        "logged_as_zero": "zeros" in finding.evidence,
+        "in_no_optimizer": "without_optimizer" in finding.evidence,
+    }
     return all(evidence.get(name) == value for name, value in where.items())
 
 
@@ -162,9 +170,8 @@ def most_likely(
         firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
-            return MostLikely(
-                row["cause"], tuple(f.explanation for f in chosen[:_REASONS]), tuple(row["next"])
-            )
+            reasons = tuple(f.explanation for f in chosen[:_REASONS])
+            return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, tuple(row["next"]))
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
     return _open(findings, candidates)

@@ -146,6 +146,15 @@ def _leaves_first(at_step: xr.Dataset, bad: np.ndarray, reported: str) -> np.nda
     return np.array(sorted(bad, key=lambda i: (names[i] != reported, i in around, came_in[i])), dtype=int)
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #258bdc5c
+def _of_input(names: np.ndarray, order: np.ndarray, came_in: np.ndarray) -> dict:
+    "What made the input of a module that was not finite already: the batch, or code between modules."
+    first = order[0]
+    if first == 0:
+        return {"cause": "batch"}
+    outer = [str(names[i]) for i in order if not came_in[i] > 0 and names[first].startswith(f"{names[i]}.")]
+    return {"cause": "input", "code": max(outer, key=len, default="the model")}
+
+# %% ../../nbs/api/detect/05_non_finite.ipynb #a21c0007
 def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str, before: float) -> dict:
     "What made the first output that is not finite, as evidence; {} where the record does not tell."
     names, first = at_step.module.values.astype(str), order[0]
@@ -154,10 +163,7 @@ def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str
     if bad_row := _row_that_is_not_finite(run, weight):
         return bad_row
     if came_in[first] > 0:
-        outer = [
-            str(names[i]) for i in order if not came_in[i] > 0 and names[first].startswith(f"{names[i]}.")
-        ]
-        return {"cause": "input", "code": max(outer, key=len, default="the model")}
+        return _of_input(names, order, came_in)
     largest = float(_counts_at(at_step, "in_absmax")[first])
     largest = largest if np.isfinite(largest) else before
     bound = largest * _gain(run, names[first], int(at_step.step), largest)

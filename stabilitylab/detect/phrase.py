@@ -7,6 +7,7 @@ __all__ = ['explain', 'evidence_words']
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #4f1ff371
 import json
+import re
 from importlib.resources import files
 
 from .findings import Finding
@@ -77,6 +78,17 @@ def explain(
         text = "".join(fill(piece, fields) for piece in _ANY)
     text = text.strip(" ,;.")
     return text[:1].upper() + text[1:] + "."
+
+# %% ../../nbs/api/detect/80_phrase.ipynb #a21c0002
+_THE_LOSS = re.compile(r"\b(the )(?:training )?loss\b(?! scale)", re.I)
+
+
+def about(
+    name: str | None,  # the series that stands for the training loss
+    words: str,  # that speak of the loss
+) -> str:  # the same, of the perplexity where that is all that was logged
+    "Words about the series that was judged."
+    return _THE_LOSS.sub(rf"\g<1>{name}", words) if name == "perplexity" else words
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #7ff76256
 def evidence_words(

@@ -224,7 +224,8 @@ def has_content(
     data: LogData,  # what a file holds
 ) -> bool:
     "Whether a file holds a series, an event or a crash."
-    return bool(data.samples or data.events or data.attrs.get("crashes"))
+    has_events = any(kind != "launch" for kind, *_ in data.events)  # a launch alone is no run
+    return bool(data.samples or has_events or data.attrs.get("crashes"))
 
 
 def require_content(

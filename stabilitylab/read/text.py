@@ -84,6 +84,16 @@ _EVENTS = [
     *(("checkpoint_save", (word, b"heckpoint"), _STATE_SAVED) for word in (b"aving", b"aved")),
     *(("checkpoint_save", (word, b"step"), _STATE_SAVED) for word in (b"aving", b"aved")),
     ("checkpoint_save", (b"saving checkpoint to ",), re.compile(rb"^saving checkpoint to \S+$")),  # nanoGPT
+    *(
+        ("launch", words, re.compile(rb"^nohup: ignoring|[*=#-]{3,} ?(?:Running|Starting|Training) "))
+        for words in (
+            (b"nohup: ignoring",),
+            (b"unning training",),
+            (b"raining started",),
+            (b"tarting training",),
+        )
+    ),
+    ("launch", (b"orker group",), re.compile(rb"[Rr]estart(?:ing|ed) worker group")),
     (
         "scale_floor",
         (b"inimum",),  # fairseq, metaseq · DeepSpeed

@@ -41,7 +41,11 @@ _LONGEST = 200  # characters of a reason
 _BLOCK_LISTS = 2  # lists of blocks that are looked at: an encoder and a decoder
 _FAR = 64  # steps from the first control state to the suspect one, at most; our convention
 _ONSET = 3.0  # factor over the median gradient norm so far at which states are no controls; our convention
+_FELL = (
+    0.75  # share of the median loss below which it fell far, so that its state is no suspect; our convention
+)
 _BEFORE_ONSET = 16  # steps that this median takes, at least; our convention
+_RAISED = 2.0  # factor over the rate of the step before above which it was raised, as for `lr_jump`
 
 # %% ../../nbs/api/replay/08_examine.ipynb #2c07af5f
 def controls(
@@ -59,29 +63,36 @@ def controls(
         why = "control states and batches come from before it"
         raise bad_input("step", step, f"later than {replayable[0]}", why)
     # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
-    norms, nearest_batches = _recorded_norms(recording.run), steps[-n - 1 :]
-    steps = _before_onset(steps[-_FAR - _FAR // 4 :], norms)
+    norms, nearest_batches = _recorded(recording.run, "grad_norm"), steps[-n - 1 :]
+    steps = _before_onset(steps[-_FAR - _FAR // 4 :], norms, _recorded(recording.run, "loss"))
     distances = {max(1, min(_FAR, len(steps)) >> halved) for halved in range(n)}
     states = [_ordinary_step(steps, distance, norms) for distance in sorted(distances, reverse=True)]
     return states, nearest_batches
 
 
-def _recorded_norms(run: xr.DataTree) -> dict[int, float]:
-    "The recorded gradient norm of every step."
+def _recorded(run: xr.DataTree, name: str) -> dict[int, float]:
+    "A recorded series, step by step; {} where it was not recorded."
     scalars = run["scalars"].to_dataset()
-    if "grad_norm" not in scalars:
+    if name not in scalars:
         return {}
-    norms = scalars.grad_norm.dropna("step")
-    return dict(zip(norms.step.values.tolist(), norms.values.tolist(), strict=True))
+    values = scalars[name].dropna("step")
+    return dict(zip(values.step.values.tolist(), values.values.tolist(), strict=True))
 
 
-def _before_onset(steps: list[int], norms: dict[int, float]) -> list[int]:
+def _before_onset(steps: list[int], norms: dict[int, float], losses: dict[int, float]) -> list[int]:
     "The steps before the first whose gradient norm is far above those before it: later states may be ill."
     for i in range(_BEFORE_ONSET, len(steps)):
         earlier = [norms[step] for step in steps[:i] if step in norms]
-        if earlier and norms.get(steps[i], 0.0) > _ONSET * statistics.median(earlier):
+        rises = earlier and norms.get(steps[i], 0.0) > _ONSET * statistics.median(earlier)
+        if rises and not _falls(steps[i - _BEFORE_ONSET : i + 1], losses):
             return steps[:i]
     return steps
+
+
+def _falls(steps: list[int], losses: dict[int, float]) -> bool:
+    "Whether the last loss is far below those before it: early in a run gradients grow as it falls."
+    *earlier, last = [losses[step] for step in steps if step in losses] or [float("nan")]
+    return bool(earlier) and last < _FELL * statistics.median(earlier)
 
 
 def _ordinary_step(steps: list[int], distance: int, norms: dict[int, float]) -> int:
@@ -187,7 +198,7 @@ def _precision_row(row: xr.Dataset) -> dict:
         "underflow": int(row.underflow.sum()),
     }
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #a21c0004
 def _later_batches(path: Recording, snapshot: Snapshot) -> Iterator[Batch]:
     "The recorded batches right after a step, as far as they follow each other."
     recorded = set(path.box().steps)
@@ -214,12 +225,27 @@ def _swap(
         states = earlier[0] if states is None else states
         batches = earlier[1] if batches is None else batches
     setup = snapshot.setup
-    return swap_test(
+    test = swap_test(
         [*load_snapshots(path, states, setup), snapshot],
         [*(load_batch(path, step, setup) for step in batches), batch],
         progress=False,
         later=_later_batches(path, snapshot),
     )
+    return replace(test, reason=_rate_rise(path.run, max(states, default=snapshot.step), snapshot.step))
+
+
+def _rate_rise(run: xr.DataTree, first: int, last: int) -> str:
+    "By how much the learning rate rose at most from one step to the next, in the steps that made a state."
+    rates = _recorded(run, "lr")
+    rises = {
+        step: rate / rates[step - 1]
+        for step, rate in rates.items()
+        if first <= step < last and rates.get(step - 1, 0.0) > 0
+    }
+    step = max(rises, key=lambda step: rises[step], default=first)
+    if rises.get(step, 0.0) <= _RAISED:
+        return ""
+    return f"the learning rate rose {rises[step]:.3g} times at step {step:,}, which made this state"
 
 # %% ../../nbs/api/replay/08_examine.ipynb #7d1c0a11
 @contextmanager

@@ -120,13 +120,15 @@ class SwapTest:
     evidence: dict[str, float] = field(default_factory=dict)
     bad_in_a_row: int = 0  # batches out of line one after the other, the suspect one among them; 0: it is not
     is_longer: bool = False  # whether those that were run end before the row does
+    reason: str = ""  # what the record shows of the steps that made a bad state
 
     @property
     def words(self) -> str:
         "The verdict as a sentence."
         count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
         row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
-        return _VERDICTS[self.verdict] + row
+        reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
+        return _VERDICTS[self.verdict] + row + reason
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."

@@ -120,6 +120,7 @@ class WorkbenchState(_Drawn):
     )
     error = traitlets.Unicode("", help="the last error, shown by the views")
     wanted = traitlets.Unicode("", help="the fix that is to be tried; '': none")
+    swap_step = traitlets.Int(None, allow_none=True, help="the step whose swap test is asked for; None: none")
     trial = traitlets.Any(None, allow_none=True, help="the TrialResult of the last trial; None: none")
     replays = traitlets.Dict(help="step -> the JSON of its last replay, of the run that is shown")
     trial_call = traitlets.Unicode("", help="the call that makes this trial; '' without one")
@@ -193,6 +194,7 @@ class WorkbenchState(_Drawn):
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
         self.step, self.name, self.x_range, self.drawn, self.wanted = None, name, (), (), ""
+        self.swap_step = None
         self.y_range, self.hidden, self.along, self.replays = (), (), "step", {}
         self._forget_ranges()
         self._diagnose()

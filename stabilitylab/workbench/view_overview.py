@@ -115,6 +115,17 @@ def _likely_cause(
     return render("view_likely", likely=likely), index
 
 
+def _swap_test(
+    state: WorkbenchState,  # with a run
+) -> tuple[int, str] | None:  # its step, and words for a button; None where there is nothing to ask
+    "The swap test that would tell the cause, with the seconds that it should take."
+    likely, facts = most_likely(state.findings), state.findings.attrs.get("evidence", {})
+    if likely is None or not likely.test or facts["swap_seconds"][1] not in state.recording.steps:
+        return None
+    seconds, step = facts["swap_seconds"]
+    return int(step), f"Batch or state? Swap test, about {seconds:.0f} s"
+
+
 def _first_in_a_module(state: WorkbenchState) -> int:
     "The index of the earliest problem that names a module; -1 where none does."
     findings = enumerate(state.findings)
@@ -251,6 +262,10 @@ class _OverviewWidgets(StateView):
         self.likely, self.files = widgets.HTML(), widgets.HTML()
         self.layers = button("Show its module", "th", "", self.go_to_layers)
         self.why = button("Show why", "search", "the finding that says so", self.show_why)
+        tooltip = (
+            "other states and batches at the step of the jump; runs the code of the run in a child process"
+        )
+        self.swap = button("", "exchange", tooltip, self.ask_swap)
         tooltip = "the picture as PNG and SVG, its data as CSV"
         self.save = button("Export", "download", tooltip, self.export)
         self.call = CallLine()
@@ -260,7 +275,7 @@ class _OverviewWidgets(StateView):
         rows = widgets.Box([self.listing], layout=scroll | {"max_height": "210px", "flex": "0 0 auto"})
         parts = {  # of the grid that `view_workbench` lays out: a narrow page has the findings first
             "main": column(self.picture, below, self.files, self.call, min_width="0"),
-            "side": column(self.likely, self.why, rows, self.layers),
+            "side": column(self.likely, self.swap, self.why, rows, self.layers),
             "card": card,
         }
         for name, part in parts.items():
@@ -278,6 +293,12 @@ class _OverviewWidgets(StateView):
     def show_why(self) -> None:
         "Selects the finding that says most of the likely cause."
         self.choose(_likely_cause(self.shared)[1])
+
+    def ask_swap(self) -> None:
+        "Starts the swap test of the step of the jump in Replay."
+        test = _swap_test(self.shared)
+        if test is not None:
+            self.shared.swap_step, self.shared.visible = test[0], "replay"
 
     def try_fix(
         self,
@@ -337,7 +358,7 @@ class Overview(_OverviewWidgets):
         on(shared, "x_range y_range drawn log dark smooth along hidden", lambda _: self.draw())
         on(shared, "selected", lambda _: self.draw_module())
         on(shared, "selected x_range", lambda _: self.mark())
-        on(shared, "selected busy", lambda _: self.say())
+        on(shared, "selected busy replays", lambda _: self.say())
         on(shared, "drawn", lambda _: self.controls.refill())
         on(shared, "findings runs name", lambda _: self.fill())
         traitlets.dlink((shared, "step"), (picture, "chosen"))
@@ -373,6 +394,9 @@ class Overview(_OverviewWidgets):
         self.layers.description = "Show its module" if has_module else "Show what changed first"
         self.likely.value, index = _likely_cause(state)
         set_visible(self.why, index >= 0)
+        test = _swap_test(state)
+        set_visible(self.swap, test is not None)
+        self.swap.description = test[1] if test else ""
         self.detail.value = _detail_html(state)
 
     def mark(self) -> None:

@@ -18,6 +18,7 @@ import traitlets
 import xarray as xr
 
 from ..detect.likely_cause import most_likely
+from ..investigation.swap import with_verdict
 from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.compare_formats import PRECISIONS
@@ -251,10 +252,19 @@ class _ReplayWidgets(StateView):
         if not state.ended:
             return
         result = state.result if state.phase == "done" else {"error": state.error}
+        self._tell_cause(result)
         replays: dict = self.shared.replays  # by step
         self.shared.replays = replays | {self._replayed: result}
         if self._replayed == self.look.step:
             self.look.result = result
+
+    def _tell_cause(self, result: dict) -> None:
+        "Hands the verdict of the step of the jump to what is said of the cause."
+        findings = self.shared.findings
+        step = findings.attrs.get("evidence", {}).get("swap_seconds", (0.0, None))[1]
+        if "swap" in result and step == self._replayed:
+            answer = {name: result["swap"][name] for name in ("verdict", "words", "bad_in_a_row")}
+            self.shared.findings = with_verdict(findings, {"step": step} | answer)
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #6c4a1e97
 class ReplayView(_ReplayWidgets):
@@ -279,7 +289,9 @@ class ReplayView(_ReplayWidgets):
         on(shared, "runs", lambda _: self._grow())
         on(shared, "selected", lambda _: self.look.choose(self._onset()))
         on(shared, "step", self.look.choose)
+        on(shared, "swap_step", self.ask_swap)
         self.open_run()
+        self.ask_swap(shared.swap_step)  # asked for before this view was made
 
     def open_run(self) -> None:
         "Shows the run of the state."
@@ -297,6 +309,20 @@ class ReplayView(_ReplayWidgets):
         self.shared.replays = {}
         self.look.result = {}
         self._say_call()
+
+    def ask_swap(
+        self,
+        step: int | None,  # that can be replayed; None: nothing is asked
+    ) -> None:
+        "Starts the swap test of a step, and nothing else."
+        if step is None or step not in self.look.steps:
+            return
+        self.shared.swap_step = None  # so that the same one can be asked for again
+        self.look.choose(step)
+        with self.look.hold_trait_notifications():
+            self.look.swap, self.look.samples, self.look.ablate = True, False, False
+            self.look.precisions = ()
+        self.work.start()
 
     def _grow(self) -> None:
         "Shows the steps that came later, where nothing is asked of those that were there."

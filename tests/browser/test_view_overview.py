@@ -6,6 +6,8 @@ Values under the pointer, flags, zooms and their undo, keys, series, saved data,
 import os
 from pathlib import Path
 
+from tests.zoo.train import Recipe, train
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = str(ROOT / "data_samples" / "lm_high_lr")
 SESSION = f"from stabilitylab import Workbench\nbench = Workbench({RUN!r})\nbench"
@@ -152,4 +154,21 @@ def test_a_remedy_opens_its_fix_and_a_narrow_page_has_the_findings_first(noteboo
     assert side.bounding_box()["x"] > picture.bounding_box()["x"] + picture.bounding_box()["width"]
     page.click('.stl-detail button:has-text("Try larger_batch")')
     page.wait_for_selector('.stl-fixlab-view label:has-text("larger_batch")', timeout=60_000)
+    assert not errors, errors
+
+
+def test_the_swap_test_is_offered_with_its_cost_and_its_verdict_stands_beside_the_cause(notebook, tmp_path):
+    run = tmp_path / "labels"
+    train(Recipe("mlp", fault="labels", lr=3e-3, steps=120), path=run)
+    page, errors = notebook("swap", SESSION.replace(RUN, str(run)), "1 + 1")
+    shown(page)
+    page.wait_for_selector('button:has-text("Swap test, about")', timeout=60_000)
+    shot(page, "swap_offered")
+    page.click('button:has-text("Swap test, about")')
+    page.wait_for_selector('.stl-replay-view :text("bad batch")', timeout=300_000)
+    shot(page, "swap_replay")
+    page.click('.lm-TabBar-tab:has-text("Overview")')
+    page.wait_for_selector('.stl-likely:has-text("Swap test of step 100")', timeout=60_000)
+    assert not page.locator('button:visible:has-text("Swap test, about")').count()
+    shot(page, "swap_told")
     assert not errors, errors

@@ -66,7 +66,7 @@ def score(name: str, folder: Path, seed: int = 0, swap: bool = False) -> dict:
     likely = most_likely(findings)
     told = likely.to_dict() if likely else {}
     ids = (told["id"],) if told.get("id") else _old_ids(told.get("cause", ""))
-    fixes = [s.name for s in suggest(list(findings), recording.run) if not s.is_control][:3]
+    fixes = [s.name for s in suggest(findings, recording.run) if not s.is_control][:3]
     row, known = ROWS[name], stored().get(name, {})
     cures = [cure for cure, value in known.get("cures", {}).items() if value["confirmed"]]
     return {

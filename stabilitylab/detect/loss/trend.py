@@ -14,6 +14,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from .divergence import Shape, is_likelihood, records_in_share, smoothed_shape
+from .objective import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
@@ -43,6 +44,8 @@ def find_not_learning(
     is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
     if has_moved or not (shows_start or is_near_guess):
         return _plateau(series, shape.loss, drop)
+    if objective_type(run).moving == "adversarial":
+        return []  # it follows the other network: its height does not tell what was learned
     evidence: dict[str, Any] = {
         "first": float(shape.loss[0]),
         "best": float(shape.loss.min()),
@@ -54,9 +57,9 @@ def find_not_learning(
         least = limit("minor_share")
         error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
     can_tell = error < least * abs(float(shape.loss[0]))
-    severity = "warning" if can_tell else "info"
+    severity = "warning"
     if not can_tell:
-        evidence["note"] = evidence_words("too noisy")
+        severity, evidence["note"] = "info", evidence_words("too noisy")
     return [
         Finding(
             "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name
@@ -213,6 +216,27 @@ def _is_tiny_too(validation: Curve | None, tiny: float) -> bool:
         return True
     end = validation.value[-count_limit("median_records") :]
     return len(end) > 0 and float(np.median(end)) < tiny
+
+# %% ../../../nbs/api/detect/loss/12_trend.ipynb #622e7a8f
+def find_zero_loss(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one: `non_finite` where the gradient norm is so there, else `leak_suspected`
+    "A loss that is exactly 0 from one record on to the end, although it was no small number before."
+    series, norm = longest_run(loss_curve(run)), curve(run, "grad_norm")
+    few = count_limit("few_records")
+    if series is None or not len(series.value) or series.value[-1] != 0:
+        return []
+    at = int(np.flatnonzero(np.r_[1.0, series.value])[-1])  # of the first record of the zeros
+    earlier = series.value[max(0, at - few) : at]
+    # a loss that was learned away passes small numbers first, and one that is often 0 is that of a rare event
+    fell_at_once = len(earlier) == few and np.median(earlier) > limit("small_nats")
+    if len(series.value) - at < few or not fell_at_once or (series.value[:at] == 0).any():
+        return []
+    evidence = {"zeros": len(series.value) - at, "level": float(np.median(earlier))}
+    has_no_gradient = norm is not None and not np.isfinite(norm.value[norm.step >= series.step[at]]).any()
+    kind, severity = ("non_finite", "error") if has_no_gradient else ("leak_suspected", "warning")
+    onset, end = series.step[at], series.step[-1]
+    return [Finding(kind, severity, onset, end, evidence=evidence, series=series.name)]
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #521d368d
 def find_level_shift(

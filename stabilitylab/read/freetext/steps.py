@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #f143c535
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -207,7 +208,16 @@ def _counted_alone(members: list[_Member]) -> StepCounter | None:
     return StepCounter([table], count, table.order, own_epoch, label, "step", bool(step.name))
 
 
-def _counted(members: list[_Member]) -> StepCounter:
+def _epochs_above(
+    order: np.ndarray, epoch: np.ndarray | None, total: np.ndarray | None, headers: StepCounter | None
+) -> np.ndarray | None:
+    "The epoch of each line: its own, or that of the header above it where it counts `i/N`."
+    if epoch is not None or total is None or headers is None:
+        return epoch
+    return nearest_steps(order, headers).astype(float)
+
+
+def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]
     order = np.concatenate([table.order for table in tables])
@@ -222,6 +232,7 @@ def _counted(members: list[_Member]) -> StepCounter:
         factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
         count = _unrounded(count, np.concatenate(factors)[by_position])
         name = counted[0][1].name
+        epoch = _epochs_above(order, epoch, total, headers)
         step, description = steps_from_count(count, epoch, total, name)
         return StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
@@ -229,7 +240,7 @@ def _counted(members: list[_Member]) -> StepCounter:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
     return StepCounter(tables, None, order, epoch, "", "", False)
 
-
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #a21c0006
 def count_steps(
     tables: Iterable[LineTable],  # of a log
     chosen: str | None = None,  # name of the count that a user asked for; None: detected
@@ -240,7 +251,27 @@ def count_steps(
         epoch = _epoch_slot(table)
         step = _step_slot(table, epoch, chosen)
         groups.setdefault(_key(table, step, epoch), []).append((table, step, epoch))
-    return [_counted_alone(members) or _counted(members) for members in groups.values()]
+    counters = {key: _counted_alone(members) or _counted(members) for key, members in groups.items()}
+    headers = _epochs_that_begin_again(groups.values())
+    if headers is not None:  # several launches in one file: a count alone would go on over all of them
+        counters |= {
+            key: _counted(members, headers) for key, members in groups.items() if counters[key].epoch is None
+        }
+    return list(counters.values())
+
+
+def _epochs_that_begin_again(groups: Iterable[list[_Member]]) -> StepCounter | None:
+    "The lines that name the epochs of others and fall back to the first one; None where no epoch falls."
+    falling: list[tuple[LineTable, np.ndarray]] = []
+    for table, step, epoch in itertools.chain.from_iterable(groups):
+        if step is not None or epoch is None or table.is_evaluation or not _is_count(epoch.value):
+            continue
+        if (epoch.value[1:][np.diff(epoch.value) < 0] <= 1).any():
+            falling.append((table, epoch.value))
+    if not falling:
+        return None
+    table, epochs = max(falling, key=lambda pair: (not pair[0].metrics, len(pair[0].order)))
+    return StepCounter([table], epochs.astype(np.int64), table.order, epochs, "epoch", "epoch", True)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #cb2f57e8
 def _median(value: np.ndarray) -> float:

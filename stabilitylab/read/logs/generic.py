@@ -46,7 +46,7 @@ def read_generic(
     place_events(data, lines.event_places, "number" in str(data.attrs.get("step_is", "")))
     if data.samples:
         data.attrs["lines"] = lines.n_lines
-    if not data.samples and not data.events:
+    if not data.samples and all(kind == "launch" for kind, *_ in data.events):
         begin = head_of(path, 200)[:40].decode("utf-8", "replace").strip()
         raise InputError(
             f"`{Path(path).name}` holds no training metric: no line with a loss or another measure repeats "
