@@ -8,8 +8,10 @@ import pytest
 import xarray as xr
 
 from stabilitylab.detect.cross_run import compare_runs
+from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_lost_updates
+from stabilitylab.detect.learning_rate import find_lr_jump
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.loss.spike_rules import RULES
 from stabilitylab.detect.loss.spikes import find_loss_spikes
@@ -151,3 +153,23 @@ def test_a_witness_of_few_values_says_nothing_of_where_a_loss_was_cast(norm, whe
     (finding,) = find_quantized_loss(run_of(loss=coarse, grad_norm=np.float32(grad)))
     words = finding.evidence["likely_cast"]
     assert ("grad_norm" in words or "head" in words) == (where == "head"), words
+
+
+@pytest.mark.parametrize("name", ["step_time", "throughput"])
+def test_a_slow_stretch_is_told_in_the_unit_that_was_logged(name):
+    times = np.where(np.arange(400) < 200, 0.5, 1.5) * np.exp(noisy(0, 400))
+    logged = times if name == "step_time" else 1e4 / times
+    run = run_of(loss=noisy(3, 400), **{name: logged})
+    (finding,) = diagnose(run).of("throughput_drop")
+    usual, slow = (0.5, 1.5) if name == "step_time" else (2e4, 1e4 / 1.5)
+    assert finding.evidence[f"usual_{name}"] == pytest.approx(usual, rel=0.05)
+    assert finding.evidence[f"slow_{name}"] == pytest.approx(slow, rel=0.05)
+    assert ("took" in finding.explanation) == (name == "step_time")
+    creeping = np.linspace(0.5, 1.2, 400) * np.exp(0.001 * noisy(0, 400, sd=1))
+    logged = creeping if name == "step_time" else 1e4 / creeping
+    (finding,) = diagnose(run_of(loss=noisy(3, 400), **{name: logged})).of("throughput_drop")
+    assert finding.evidence[f"first_{name}"] == pytest.approx(logged[:40].mean(), rel=0.02)
+
+
+def test_a_learning_rate_that_is_nan_throughout_raises_nothing():
+    assert not find_lr_jump(run_of(loss=noisy(3, 60), lr=np.full(60, np.nan)))

@@ -41,6 +41,7 @@ DETECTORS = [
     "loss.trend:find_not_learning",
     "loss.trend:find_overfitting",
     "loss.trend:find_leak",
+    "loss.trend:find_zero_loss",
     "loss.trend:find_level_shift",
     "loss.evaluations:find_worse_evaluations",
     "settings:find_setting_effects",

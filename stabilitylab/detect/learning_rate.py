@@ -49,8 +49,11 @@ def find_lr_jump(
     if rate is None or loss_name(run) is None:  # a table of settings is no training
         return []
     jumps, value = _jumps(rate.value), rate.value
-    begins = np.r_[False, np.diff(rate.step) < 0] & (rate.step <= rate.step[0])  # another run in this file
-    jumps = jumps[~begins[jumps]]
+    if len(jumps):
+        begins = np.r_[False, np.diff(rate.step) < 0] & (
+            rate.step <= rate.step[0]
+        )  # another run in this file
+        jumps = jumps[~begins[jumps]]
     if not len(jumps):
         return []
     highest_before = np.maximum.accumulate(value)[jumps - 1]

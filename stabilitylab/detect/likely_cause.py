@@ -70,9 +70,16 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
 
 def _fits(finding: Finding, where: dict) -> bool:
     "Whether a finding has what a row of the table asks for."
-    of_validation = str(finding.series).startswith("val_")
-    evidence = finding.evidence | {"ends_it": bool(finding.evidence.get("stays"))}
-    evidence |= {"of_validation": of_validation, "in_no_optimizer": "without_optimizer" in evidence}
+    names = [str(name) for name in (finding.series, *finding.evidence.get("names", ()))]
+    is_loss = any("loss" in n and n != "loss_scale" and not n.startswith("val_") for n in names)
+    stays = bool(finding.evidence.get("stays"))
+    evidence = finding.evidence | {
+        "ends_it": stays and (is_loss or bool(finding.modules)),
+        "of_gradient": stays and not is_loss and "grad_norm" in names,
+        "of_validation": names[0].startswith("val_"),
+        "logged_as_zero": "zeros" in finding.evidence,
+        "in_no_optimizer": "without_optimizer" in finding.evidence,
+    }
     return all(evidence.get(name) == value for name, value in where.items())
 
 

@@ -130,6 +130,18 @@ def step_times(
     return rate._replace(value=1 / rate.value)
 
 
+def as_logged(
+    times: Curve,  # from `step_times`
+    **levels: float,  # name -> a time of a step
+) -> dict[
+    str, float
+]:  # with `_step_time` behind the names, or `_throughput`, in whatever unit the run logs it
+    "Levels of the step time as evidence, in the unit in which the run logged its speed."
+    if times.name != "throughput":
+        return {f"{name}_step_time": level for name, level in levels.items()}
+    return {f"{name}_throughput": 1 / level for name, level in levels.items()}
+
+
 def _normal_again(ahead: np.ndarray, first: int, level: float) -> int:
     "Index from which the records to come are no longer slow; the length where they stay so."
     for start in range(first, len(ahead), _CHUNK):
@@ -176,7 +188,7 @@ def find_throughput_drop(
     findings: list[Finding] = []
     last_index = -count_limit("long_records") - 1
     for first, last, normal, slowest in _slow_stretches(times.value, n):
-        evidence = {"usual_step_time": normal, "slow_step_time": slowest, "factor": slowest / normal}
+        evidence: dict[str, Any] = as_logged(times, usual=normal, slow=slowest) | {"factor": slowest / normal}
         if last == len(times.value) - 1:
             evidence["to_the_end"] = True
         severity = "warning" if slowest > limit("twofold") * normal else "info"

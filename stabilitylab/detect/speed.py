@@ -14,7 +14,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from .metrics import find_throughput_drop, rank_correlation, step_times
+from .metrics import as_logged, find_throughput_drop, rank_correlation, step_times
 from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
 from ..run.rolling import lasts_from, recent_median
 
@@ -106,7 +106,8 @@ def find_slow_sisters(
     slower: dict[str, tuple[float, str]] = {}
     for slow, fast in permutations(typical, 2):
         factor = min(typical[slow], np.median(paces[slow].value[:n])) / max(typical[fast], 1e-12)
-        is_worse = factor > limit("threefold") and factor > slower.get(slow, (0.0, ""))[0]
+        is_alike = paces[slow].name == paces[fast].name  # a time is not set against a throughput
+        is_worse = is_alike and factor > limit("threefold") and factor > slower.get(slow, (0.0, ""))[0]
         if is_worse and _is_sister(runs[slow], runs[fast]):
             slower[slow] = (float(factor), fast)
     return [
@@ -119,9 +120,8 @@ def find_slow_sisters(
                 "names": [slow],
                 "sister": fast,
                 "sister_factor": factor,
-                "slow_step": float(typical[slow]),
-                "fast_step": float(typical[fast]),
-            },
+            }
+            | as_logged(paces[slow], slow=float(typical[slow]), fast=float(typical[fast])),
         )
         for slow, (factor, fast) in slower.items()
     ]
@@ -175,11 +175,8 @@ def find_creeping_steps(
     grows = any(_typical_by_part(w.value)[-1] > w.value[0] for w in work if w is not None)
     if grows or (np.diff(typical) <= 0).any() or typical[-1] < limit("slow_factor") * typical[0]:
         return []
-    evidence = {
-        "creeps_from": float(typical[0]),
-        "creeps_to": float(typical[-1]),
-        "creep_factor": float(typical[-1] / typical[0]),
-    }
+    evidence = as_logged(times, first=float(typical[0]), last=float(typical[-1]))
+    evidence["creep_factor"] = float(typical[-1] / typical[0])
     return [
         Finding(
             "throughput_drop",

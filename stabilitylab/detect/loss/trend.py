@@ -217,6 +217,27 @@ def _is_tiny_too(validation: Curve | None, tiny: float) -> bool:
     end = validation.value[-count_limit("median_records") :]
     return len(end) > 0 and float(np.median(end)) < tiny
 
+# %% ../../../nbs/api/detect/loss/12_trend.ipynb #622e7a8f
+def find_zero_loss(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one: `non_finite` where the gradient norm is so there, else `leak_suspected`
+    "A loss that is exactly 0 from one record on to the end, although it was no small number before."
+    series, norm = longest_run(loss_curve(run)), curve(run, "grad_norm")
+    few = count_limit("few_records")
+    if series is None or not len(series.value) or series.value[-1] != 0:
+        return []
+    at = int(np.flatnonzero(np.r_[1.0, series.value])[-1])  # of the first record of the zeros
+    earlier = series.value[max(0, at - few) : at]
+    # a loss that was learned away passes small numbers first, and one that is often 0 is that of a rare event
+    fell_at_once = len(earlier) == few and np.median(earlier) > limit("small_nats")
+    if len(series.value) - at < few or not fell_at_once or (series.value[:at] == 0).any():
+        return []
+    evidence = {"zeros": len(series.value) - at, "level": float(np.median(earlier))}
+    has_no_gradient = norm is not None and not np.isfinite(norm.value[norm.step >= series.step[at]]).any()
+    kind, severity = ("non_finite", "error") if has_no_gradient else ("leak_suspected", "warning")
+    onset, end = series.step[at], series.step[-1]
+    return [Finding(kind, severity, onset, end, evidence=evidence, series=series.name)]
+
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #521d368d
 def find_level_shift(
     run: xr.DataTree,  # a record

@@ -1,0 +1,60 @@
+"""Recorded runs of the zoo that travel with the project: the cause of each, and the facts that it rests on.
+
+`python -m tests.test_zoo_records` writes the table of facts anew; its diff is then read line by line.
+"""
+
+import json
+import tarfile
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.investigation.opening import open_recordings
+from tests.zoo.pack import PACKED, RECORDS
+from tests.zoo.rows import ROWS
+
+TABLE = RECORDS / "facts.json"
+
+
+def answer(name: str, folder: Path) -> dict:
+    "What is told of one run: findings, facts with three digits, the cause and its rivals."
+    with tarfile.open(RECORDS / f"{name.replace(' ', '_')}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    (recording,) = open_recordings(str(folder)).values()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        findings = diagnose(recording)
+    likely = most_likely(findings)
+    facts = findings.attrs.get("evidence", {})
+    cause = likely.to_dict() if likely else {}
+    return {
+        "cause": cause.get("id", ""),
+        "confidence": cause.get("confidence", ""),
+        "rivals": [rival["id"] for rival in cause.get("rivals", ())],
+        "missing": list(cause.get("missing", ())),
+        "findings": [f"{f.kind} {f.severity} {f.onset} {f.end}" for f in findings],
+        "facts": {key: f"{value:.3g} {step}" for key, (value, step) in sorted(facts.items())},
+    }
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_cause_of_a_recorded_run_and_the_facts_it_rests_on(name, tmp_path):
+    told = answer(name, tmp_path)
+    assert told["cause"] == ROWS[name].cause
+    assert told == json.loads(TABLE.read_text(encoding="utf-8"))[name]
+
+
+def write() -> None:
+    answers = {}
+    for name in PACKED:
+        with tempfile.TemporaryDirectory() as folder:
+            answers[name] = answer(name, Path(folder))
+    TABLE.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
