@@ -462,6 +462,8 @@ def test_gradients_below_epsilon_name_no_cause_of_a_loss_that_is_well():
     risen = Finding("divergence", "error", 3, 9, evidence={"baseline": 1.0, "final": 3.0}, series="loss")
     assert most_likely(Findings([below], {"evidence": facts})) is None
     assert most_likely(Findings([below, risen], {"evidence": facts})).id == "rate_too_high"
+    facts |= {"early_rise": (2.7, 3)}  # the loss itself rose
+    assert most_likely(Findings([below], {"evidence": facts})).id == "rate_too_high"
 
 
 def squared(model, part, divisor=1, reduce=torch.mean):

@@ -103,9 +103,10 @@ _CONFIDENCE = {"high": _SURE, "medium": 1, "low": float("-inf")}  # -> least lea
 def _of_evidence(findings: Findings, candidates: list[Finding]) -> MostLikely | None:
     "The cause that the record itself shows; None for a log, and where a crash or a machine says it."
     facts = findings.attrs.get("evidence", {})
-    # a slow machine, or gradients below epsilon, alone ask for no cause of the loss
-    is_ill = any(f.kind not in (*_OF_MACHINE, "grad_below_epsilon") for f in candidates)
-    causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone]
+    kinds = {f.kind for f in candidates} - {*_OF_MACHINE}  # a slow machine asks for no cause of the loss
+    is_ill = bool(kinds - {"grad_below_epsilon"})
+    # beside nothing but gradients below epsilon, the loss itself must speak for a cause
+    causes = [c for c in ranked_causes(facts) if is_ill or c.is_alone or (kinds and c.evidence)]
     if not causes or any(f.kind in _ENDS for f in candidates):
         return None
     first, *others = causes
