@@ -71,7 +71,7 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
 def _fits(finding: Finding, where: dict) -> bool:
     "Whether a finding has what a row of the table asks for."
     names = [str(name) for name in (finding.series, *finding.evidence.get("names", ()))]
-    is_loss = any("loss" in n and n != "loss_scale" and not n.startswith("val_") for n in names)
+    is_loss = any(n == "perplexity" or ("loss" in n and n != "loss_scale" and n[:4] != "val_") for n in names)
     stays = bool(finding.evidence.get("stays"))
     evidence = finding.evidence | {
         "ends_it": stays and (is_loss or bool(finding.modules)),

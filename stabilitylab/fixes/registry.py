@@ -22,7 +22,7 @@ import torch
 from .training import Training
 from .undo_log import UndoLog
 from ..knowledge.phenomena import load_rows
-from ..names.errors import InputError, bad_input
+from ..names.errors import InputError, bad_input, closest
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #1694698a
 @dataclass(frozen=True)
@@ -228,8 +228,10 @@ def fix(
     about = REGISTRY[name]
     unknown = [p for p in parameters if p not in about.parameters]
     if unknown:
+        allowed, near = list(about.parameters), closest(unknown[0], about.parameters)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise InputError(
-            f"{name} has no parameter `{unknown[0]}`; allowed: {', '.join(about.parameters) or 'none'}"
+            f"{name} has no parameter `{unknown[0]}`; allowed: {', '.join(allowed) or 'none'}{hint}"
         )
     for parameter, value in parameters.items():
         _check(parameter, value, about.parameters[parameter].annotation)
