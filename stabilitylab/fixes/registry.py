@@ -228,8 +228,8 @@ def fix(
     about = REGISTRY[name]
     unknown = [p for p in parameters if p not in about.parameters]
     if unknown:
-        allowed, near = list(about.parameters), closest(unknown[0], about.parameters)
-        hint = f"; did you mean {near!r}?" if near else ""
+        allowed, nearest = list(about.parameters), closest(unknown[0], about.parameters)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise InputError(
             f"{name} has no parameter `{unknown[0]}`; allowed: {', '.join(allowed) or 'none'}{hint}"
         )
