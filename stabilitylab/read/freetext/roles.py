@@ -128,8 +128,13 @@ def name_letter_loss(
     letters = [slot for table in tables for slot in table.slots if slot.name == "L"]
     if not letters or not all(map(_is_decimal, letters)):
         return tables
-    rename = {id(slot): replace(slot, name="loss") for slot in letters}
-    return [replace(table, slots=[rename.get(id(slot), slot) for slot in table.slots]) for table in tables]
+    return [_with_loss_named(table) for table in tables]
+
+
+def _with_loss_named(table: LineTable) -> LineTable:
+    "The table with its `L` named `loss`."
+    slots = [replace(slot, name="loss") if slot.name == "L" else slot for slot in table.slots]
+    return replace(table, slots=slots)
 
 # %% ../../../nbs/api/read/freetext/05_roles.ipynb #1ff09439
 # ours, from 400 simulated curves each of white noise and of its mean: so no plain one is taken for a mean,
