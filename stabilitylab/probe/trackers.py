@@ -223,6 +223,7 @@ class _Reporter:
         except queue.Full:
             self.guard.note(f"{self.name} does not keep up: steps are left out there, training goes on")
             if item is None:
+                # without the end the thread would wait for ever; what it did not keep up with makes room
                 with self.work.mutex:
                     self.work.queue.clear()
                 self.work.put_nowait(None)

@@ -155,7 +155,9 @@ def map_on(
 
     groups = _groups(items, _GROUPS * n_workers(client), sizes)
     submitted = [
-        client.submit(_results, function, group, more, pure=False, retries=_TRIES) for group in groups
+        # not pure: Dask would take equal arguments for one call, and give back what a file held before
+        client.submit(_results, function, group, more, pure=False, retries=_TRIES)
+        for group in groups
     ]
     try:
         for group, future in zip(groups, submitted, strict=True):  # noqa: B007 - the group that failed

@@ -215,11 +215,7 @@ class Job:
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
             raise bad_input("function", function, "'package.module:function'")
-        code = (
-            "import sys; from stabilitylab.run.job import _run_function; sys.exit(_run_function(sys.argv[1]))"
-        )
-        request = {"function": function, "arguments": arguments}
-        return cls([sys.executable, "-c", code, "{folder}"], request=request)
+        return cls(CALL, request={"function": function, "arguments": arguments})
 
     @classmethod
     def forked(

@@ -272,6 +272,7 @@ def read_live(
     segments = [_read_segment(live, number, base + number) for number in numbers]
     for segment in segments:
         skipped = dict(attrs.get("skipped") or {}) | {damage.words: 1 for damage in segment.damages}
+        # a run that was started again did not die of it
         earlier = [crash | {"died": False} for crash in attrs.get("crashes", ())]
         crashes = [*earlier, *segment.attrs.get("crashes", ())]
         attrs |= segment.attrs | ({"skipped": skipped} if skipped else {})
