@@ -414,19 +414,15 @@ def test_planted_causes_are_told_under_clipping():
 def test_a_state_with_nan_is_the_same_after_save_and_load():
     "`torch.equal` says that a NaN is not the NaN that it was; to the last bit it is."
 
-    def make():
-        return torch.nn.Linear(2, 1)
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    setup = Setup(
-        make, lambda model, batch: model(batch).mean(), lambda m: torch.optim.SGD(m.parameters(), 0.1)
-    )
+    setup = Setup(lambda: torch.nn.Linear(2, 1), lambda model, batch: model(batch).mean(), sgd)
     weights = {"weight": torch.tensor([[float("nan"), 1.0]]), "bias": torch.zeros(1)}
-    state = {"state": {0: {"momentum_buffer": torch.tensor([[float("nan"), 0.0]])}}, "param_groups": []}
+    moments = {0: {"momentum_buffer": torch.tensor([[float("nan"), 0.0]])}}
+    state = {"state": moments, "param_groups": sgd(setup.model()).state_dict()["param_groups"]}
     through = Snapshot(setup, weights, state, step=3)
-    table = resume_check(through, deepcopy(through))
-    assert table.empty, table
+    table = resume_check(through, deepcopy(through), Batch([torch.ones(2, 2)]))
+    assert table.empty and table.attrs["next_step_equal"], table
     assert not is_same(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
     assert not is_same(torch.zeros(1), 0.0) and not is_same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    through = Snapshot(setup, weights, step=3)
-    batch = Batch([torch.ones(2, 2)])
-    assert resume_check(through, deepcopy(through), batch).attrs["next_step_equal"]
