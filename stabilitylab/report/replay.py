@@ -32,7 +32,7 @@ def replay_text(
     middle = median(row["share"] for row in rows) if rows else float("nan")
     words = {"heaviest": rows[:_HEAVIEST], "median_share": middle, "other_loss": None}
     words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
-    alone, whole = result.get("samples_loss"), result.get("loss")
+    alone, together = result.get("samples_loss"), result.get("loss")
     if (
         isinstance(alone, float)
         and isinstance(whole, float)
