@@ -92,14 +92,19 @@ def _is_complete(table: LineTable, slot: Slot) -> bool:
     return total is not None and bool((slot.value == total).all())
 
 
+def _may_count(slot: Slot, chosen: str | None) -> bool:
+    "Whether a number may be the step by its name: by the one that a user asked for, where there is one."
+    if chosen:
+        return slot.name.lower() == chosen.lower()
+    return not slot.name or slot.has_total or meaning(slot.name) == "step"
+
+
 def _step_slot(table: LineTable, epoch: Slot | None, chosen: str | None) -> Slot | None:
     "The number that counts steps in the lines of a table; None where none does."
-    values = [slot for slot in table.slots if slot.kind == "value"]
+    values = [slot for slot in table.slots if slot.kind == "value" and _may_count(slot, chosen)]
+    values = [slot for slot in values if _is_count(slot.value)]
     if chosen:
-        named = (slot for slot in values if slot.name.lower() == chosen.lower())
-        return next((slot for slot in named if _is_count(slot.value)), None)
-    may_count = [s for s in values if not s.name or s.has_total or meaning(s.name) == "step"]
-    values = [slot for slot in may_count if _is_count(slot.value)]
+        return next(iter(values), None)
     # `batch 3 | global step 120 | loss 2.5`: both count, and the name says which counts the run
     named = [s for s in values if meaning(s.name) == "step" and s.unit not in _TIME_UNITS]
     if named:
