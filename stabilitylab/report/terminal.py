@@ -153,7 +153,7 @@ _CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the s
 _SWAP = "Swap test of"
 _RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the first, told apart:"
 
-
+# %% ../../nbs/api/report/04_terminal.ipynb #e1ac5386
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
     "The most likely cause and what to do next."
     text = _wrapped(f"{_CAUSE} {likely.cause}", width, 2, 2)

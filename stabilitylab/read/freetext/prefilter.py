@@ -145,7 +145,7 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
 _GRAM = 4  # bytes that are looked for at once; every needle has as many
 _GRAM_MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio (Knuth): the upper 16 bits are a hash
 
-
+# %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #dbec9505
 def _find_all(buf: np.ndarray, needles: frozenset[bytes]) -> dict[bytes, np.ndarray]:
     "Every position of each of some words in bytes, (n,) int64; one look at each byte, however many they are."
     first = np.array([int.from_bytes(needle[:_GRAM], "little") for needle in needles], "<u4")
