@@ -147,8 +147,9 @@ def _refuse_what_does_not_add_up(
     pairs = zip(samples, losses, strict=True)
     together = float(sum(sample.weight * loss for sample, loss in pairs if sample.tokens != 0))
     has_statistics = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    is_compared = step_loss is not None and has_statistics
-    if is_compared and not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
+    if step_loss is None or not has_statistics:
+        return together
+    if not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
         raise InputError(
             "batch norm makes a sample's output depend on the others of its batch; with its running"
             f" statistics all together would have a loss of {together:.4g}; the step had {step_loss:.4g}"
