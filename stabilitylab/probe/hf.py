@@ -107,7 +107,7 @@ def _running_trainer() -> Any:
 
 _OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
 
-
+# %% ../../nbs/api/probe/08_hf.ipynb #0424c7d5
 class RecorderCallback(_StepCallback):
     "A callback that records the Trainer's run."
 

@@ -228,7 +228,7 @@ class WarningDetector:
         score, self.idle = self.idle / _IDLE_LIMIT, 0.0
         return [EarlyWarning(row.step, self.idle_since + 1, what, "", self.bits[what], 0.0, score)]
 
-
+# %% ../../nbs/api/probe/22_warning.ipynb #a8ed259a
 def _is_watched(name: str) -> bool:
     "Whether a scalar of this name is watched."
     return name in _SCALARS or any(part in name for part in _SCALAR_PARTS)

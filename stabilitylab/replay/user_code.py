@@ -63,7 +63,7 @@ def _left_open(function: Callable) -> str:
 
 _DIRECTORY = "WORKING_DIRECTORY"  # name in a setup's file of the folder in which the program ran
 
-
+# %% ../../nbs/api/replay/10_user_code.ipynb #dfebf8cc
 def _directory_of(file: str) -> str | None:
     "The folder in which a program ran, as the file of its setup says; None where it is not here."
     try:

@@ -180,7 +180,7 @@ def _started(command: Sequence, folder: Path) -> subprocess.Popen:
             start_new_session=True,  # so that one signal ends it with all that it started
         )
 
-
+# %% ../../nbs/api/run/05_job.ipynb #72d0d5c2
 class Job:
     "A command, or a function of a module, that runs beside this process."
 

@@ -63,7 +63,7 @@ def _step_source(function: types.FunctionType) -> Source | None:
     source = function_source(function)
     return source if source is not None and any(map(backward_call, source.body)) else None
 
-
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e6f1cf16
 def _arguments(call: ast.Call, function: types.FunctionType, owner: Any) -> dict[str, ast.expr]:
     "The arguments of a call by their names in the function, the object of a method among them."
     is_method = owner is not None and isinstance(call.func, ast.Attribute)

@@ -232,7 +232,7 @@ def setup_source(
     _refuse_what_is_no_python(text)
     return text
 
-
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #09e56084
 def _refuse_what_is_no_python(text: str) -> None:
     "Raises where a draft cannot be compiled."
     try:
