@@ -1,4 +1,4 @@
-"What a model keeps beside its tensors comes back with a snapshot, or is named as the reason; scripted parts too."
+"What a model keeps beside its tensors comes back with a snapshot or is named as the reason; scripted parts."
 
 import pytest
 import torch
@@ -101,6 +101,27 @@ def test_scripted_parts_are_left_out_by_name_and_the_rest_is_recorded(tmp_path):
     texts = " ".join(run["events"].event_text.values.tolist())
     assert "no activations of scripted: scripted modules take no Python hooks" in texts
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_state_dict_that_the_loop_put_in_place_is_not_what_a_snapshot_keeps(tmp_path):
+    def make():
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    model = make()
+    model.state_dict = lambda *args, **named: {"0.weight": model[0].weight}  # as loops do that save adapters
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(4):
+            loss = model(recorder.batch(torch.randn(4, 3))).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    setup = Setup(
+        make, lambda model, batch: model(batch).mean(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+    )
+    check = check_setup(tmp_path / "run", 3, setup, retrace(tmp_path / "run", 3, setup))
+    assert check.is_exact and check.fault == ""
 
 
 OLD_DRAFT = """

@@ -192,7 +192,8 @@ class BlackBox:
         if microbatch == 0 and is_due:
             self.last, self.want = step, False
             state = {
-                "model": storable_copy(dict(self.model.state_dict())),
+                # of the class: a loop may have put another `state_dict` in place, for the files that it saves
+                "model": storable_copy(dict(type(self.model).state_dict(self.model))),
                 "optimizer": [storable_copy(o.state_dict()) for o in self.optimizers],
                 "scaler": self.scaler.state_dict() if self.scaler else None,
                 "rng": rng,

@@ -200,7 +200,7 @@ def _memory(facts: StepFacts) -> str:
     for _ in range(2):
         model.load_state_dict(start.model, strict=False)
         set_rng_state(batch.rng[0] if batch.rng else start.rng or outside)
-        losses.append(float(facts.setup.loss(model, batch.parts[0])))
+        losses.append(facts.setup.loss(model, batch.parts[0]).detach().item())
         seen.append(plain_attributes(model))
     set_rng_state(outside)
     if distance(*losses) <= EQUAL:
