@@ -126,7 +126,7 @@ def _save_checked(item: dict, path: Path) -> tuple[int, str]:
         torch.save(item, file)
     return path.stat().st_size, file_checksum(path)
 
-# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
+# %% ../../nbs/api/probe/03_blackbox.ipynb #7c1c480e
 def plain_attributes(
     model: torch.nn.Module,  # any model
 ) -> dict[str, dict[str, Any]]:  # module -> attribute -> number, text or None
@@ -153,7 +153,7 @@ def changed_attributes(
     }
     return {name: values for name, values in rows.items() if values}
 
-
+# %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
 class BlackBox:
     "The files from which a step can be replayed, written in the background."
 

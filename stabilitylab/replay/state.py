@@ -175,7 +175,7 @@ def _refuse_other_names(missing: list[str], unknown: list[str]) -> None:
             " allowed: the same names"
         )
 
-# %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
+# %% ../../nbs/api/replay/00_state.ipynb #c97ecf1a
 def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
     "Give modules the plain attributes that they had; those of modules that are not here are left out."
     modules = dict(model.named_modules())
@@ -183,7 +183,7 @@ def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
         here = vars(modules[name]) if name in modules else {}
         here.update({key: value for key, value in values.items() if key in here})
 
-
+# %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
 def set_training(
     model: torch.nn.Module,  # any model
 ) -> None:

@@ -79,7 +79,7 @@ def _is_whole(call: ast.Call, scope: dict[str, Any], model: torch.nn.Module) -> 
         return bool(value) and {id(p) for p in value} == {id(p) for p in model.parameters()}
     return is_same_model(value, model)
 
-# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #b83c5425
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #5f496e9b
 def clips_nothing(
     source: Source,  # of the function that takes the optimizer's step
 ) -> bool:
@@ -91,7 +91,7 @@ def clips_nothing(
         return False
     return min(lines["zero_grad"]) < min(clips) and max(clips) < min(lines["backward"])
 
-
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #b83c5425
 def clip_code(
     source: Source,  # of the function that takes the optimizer's step
     scope: dict[str, Any],  # name -> value
