@@ -71,7 +71,7 @@ def test_a_raised_rate_is_undone_and_its_step_is_the_one_to_replay(tmp_path):
     slow = jump.with_(kind="throughput_drop", onset=20, evidence={})  # a machine that was busy before
     findings = Findings([slow, *findings], findings.attrs)
     assert brief(recording.run, findings).symptom_step == likely.step
-    assert replay_command(recording.run, findings, "run") == f"stabilitylab replay run --step {likely.step}"
+    assert replay_command(recording.run, findings, str(tmp_path)).endswith(f" --step {likely.step}")
     told = Tools([tmp_path]).diagnose(str(tmp_path))
     assert told["next"]["arguments"]["step"] == likely.step
 

@@ -173,7 +173,7 @@ def _around(run: xr.DataTree, step: int) -> dict:
 
 def _rounded(value: float) -> float:
     "A number with the digits that an answer has room for."
-    return float(f"{value:.5g}")
+    return float(f"{value:.6g}")
 
 
 def _changed(run: xr.DataTree, step: int) -> list[dict]:

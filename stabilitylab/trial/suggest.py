@@ -119,20 +119,15 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
     unmeasured = _RunEvidence(_FROM_THE_RUN if is_too_high else 1.0)
     lr, failure = curve(run, "lr"), _failure(findings)
+    jump = _jump_before(findings, None if failure is None else failure.onset)
+    if jump is not None:
+        return _undone(jump)
     if lr is None or not len(lr.value) or failure is None or failure.onset is None:
         return unmeasured
     at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
     if not at_failure > 0:
         return unmeasured
     default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
-    jump = _jump_before(findings, failure.onset)
-    if jump is not None and 1 / jump.evidence["factor"] < default:
-        before, after = jump.evidence["lr_before"], jump.evidence["lr_after"]
-        words = (
-            f"the learning rate jumped from {before:.3g} to {after:.3g} at step {jump.onset}: this undoes it"
-        )
-        factor = max(float(f"{1 / jump.evidence['factor']:.2g}"), 1e-4)
-        return _RunEvidence(_FROM_THE_RUN, words, {"factor": factor})
     factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
     where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
     words = f"the learning rate was {at_failure:.3g} {where}; its highest is {peak:.3g}"
@@ -141,10 +136,17 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
 
 
-def _jump_before(findings: Sequence[Finding], step: int) -> Finding | None:
-    "The jump to a rate that is new to the run, at or before a step."
-    jumps = (f for f in findings if f.kind == "lr_jump" and f.severity != "info")
-    return next((jump for jump in jumps if jump.onset is not None and jump.onset <= step), None)
+def _jump_before(findings: Sequence[Finding], step: int | None) -> Finding | None:
+    "The jump to a rate that is new to the run, not later than a step."
+    jumps = (f for f in findings if f.kind == "lr_jump" and f.severity != "info" and f.onset is not None)
+    return next((jump for jump in jumps if step is None or (jump.onset or 0) <= step), None)
+
+
+def _undone(jump: Finding) -> _RunEvidence:
+    "The factor that goes back to the rate before a jump."
+    before, after = jump.evidence["lr_before"], jump.evidence["lr_after"]
+    words = f"the learning rate jumped from {before:.3g} to {after:.3g} at step {jump.onset}: this undoes it"
+    return _RunEvidence(_FROM_THE_RUN, words, {"factor": max(float(f"{before / after:.2g}"), 1e-4)})
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #33e996b7
 _IN_THE_LOSS = ("divergence", "slow_rise", "loss_spike", "resume_spike", "lr_too_high")  # kinds of findings
