@@ -139,7 +139,8 @@ def _threshold(run: xr.DataTree) -> float | None:
     clipped = curve(run, "clipped_grad_norm")
     if named:
         return named[0]
-    return None if clipped is None else float(clipped.value.max())
+    has_norms = clipped is not None and len(clipped.value)
+    return float(clipped.value.max()) if clipped is not None and has_norms else None
 
 
 def clipped_share(

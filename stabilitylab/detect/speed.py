@@ -163,6 +163,14 @@ def _typical_by_part(values: np.ndarray) -> np.ndarray:
     return np.array([np.median(part) for part in np.array_split(values, _PARTS)])
 
 
+def _work_grows(run: xr.DataTree) -> bool:
+    "Whether a step has more tokens or samples at the end than at the beginning."
+    work = [curve(run, name) for name in ("tokens_per_step", "batch_size")]
+    # a series may be there without one finite value, and a part of a few has no median
+    long = [series.value for series in work if series is not None and len(series.value) >= _PARTS]
+    return any(_typical_by_part(value)[-1] > value[0] for value in long)
+
+
 def find_creeping_steps(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one; [] where steps became slow at once, or their work grew with their time
@@ -171,9 +179,7 @@ def find_creeping_steps(
     if times is None or len(times.value) < count_limit("least_trend") or find_throughput_drop(run):
         return []
     typical = _typical_by_part(times.value)
-    work = [curve(run, name) for name in ("tokens_per_step", "batch_size")]
-    grows = any(_typical_by_part(w.value)[-1] > w.value[0] for w in work if w is not None)
-    if grows or (np.diff(typical) <= 0).any() or typical[-1] < limit("slow_factor") * typical[0]:
+    if _work_grows(run) or (np.diff(typical) <= 0).any() or typical[-1] < limit("slow_factor") * typical[0]:
         return []
     evidence = as_logged(times, first=float(typical[0]), last=float(typical[-1]))
     evidence["creep_factor"] = float(typical[-1] / typical[0])

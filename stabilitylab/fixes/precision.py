@@ -266,7 +266,7 @@ class _FP32Accumulation(Hook):
                 total = self.sums.get(parameter)
                 self.sums[parameter] = gradient if total is None else total + gradient
 
-    def after_backward(self, training: Training) -> None:
+    def after_accumulation(self, training: Training) -> None:
         "The sums become the gradients, rounded once."
         for parameter, total in self.sums.items():
             parameter.grad = total.to(parameter.dtype)

@@ -43,6 +43,12 @@ class Hook:
     ) -> None:
         "Called after the backward pass of each micro-batch."
 
+    def after_accumulation(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
+        "Called after the last micro-batch, before any loss scaling is undone."
+
     def after_backward(
         self,
         training: "Training",  # the training in progress
@@ -282,6 +288,8 @@ class Training(_RestorableTraining):
         norm: float | None = None,  # of gradients that are already clipped; None: measured and clipped here
     ) -> Stepped:  # outcome of the step
         "Corrects, clips and applies the gradients, with all hooks, and counts the step."
+        # a hook that keeps the sums returns them first: an absent gradient is neither unscaled nor checked
+        self._call("after_accumulation")
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self._call("after_backward")

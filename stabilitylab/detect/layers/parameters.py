@@ -74,7 +74,8 @@ def find_update_rms_excess(
     order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
-        "ceiling": float(rms_ceiling(row + 1, betas[1])),
+        # by the step, not the row: a record may begin late or keep every tenth step
+        "ceiling": float(rms_ceiling(int(large.step.values[row]) + 1, betas[1])),
         "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
         "steps": steps[: count_limit("most_crossings")].tolist(),
     }
