@@ -122,6 +122,7 @@ def find_hardware_errors(
         return []
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
+    # backwards, so that of equal lines the first one stays
     lines = {
         (int(events.event_step.values[at]), str(text[at])): at for at in np.flatnonzero(kind == "xid")[::-1]
     }

@@ -79,7 +79,7 @@ SETTINGS = (
 
 
 def _is_next(before: np.ndarray, after: np.ndarray) -> bool:
-    "Whether the steps of a pass go on soon after those of the pass before."
+    "Whether the steps of a segment continue soon after those of the segment before."
     return len(before) > 1 and after[0] - before[-1] <= count_limit("gap_records") * np.median(
         np.diff(before)
     )
@@ -91,9 +91,11 @@ def _changed(before: xr.DataArray, after: xr.DataArray) -> tuple[float, float] |
     _, at_before, at_after = np.intersect1d(*steps, return_indices=True)
     if len(at_before):
         old, new = before.values[at_before[-1]], after.values[at_after[-1]]
+        # at one and the same step a schedule gives the same value
         allowed = limit("small_share")
     elif _is_next(*steps):
         old, new = before.values[-1], after.values[0]
+        # between two steps a schedule may have moved it a little
         allowed = limit("minor_share")
     else:
         return None
@@ -102,7 +104,7 @@ def _changed(before: xr.DataArray, after: xr.DataArray) -> tuple[float, float] |
 
 
 def _changed_settings(scalars: xr.Dataset, number: int) -> dict[str, tuple[float, float]]:
-    "The settings that are others in pass `number` than in the one before: name -> (old, new), by name."
+    "The settings of segment `number` that differ from the one before: name -> (old, new), by name."
     changed = {}
     for name in sorted(set(SETTINGS) & set(series_names(scalars))):
         data = series(scalars, name)
@@ -157,6 +159,7 @@ def _fresh_starts(
     half = int(np.argmax(value <= value[0] - drop / 2))
     records = int(np.clip(2 * half, few, count_limit("history") // 2))
     is_whole = (jumps >= records) & (jumps + records <= n)
+    # the first fall must be slow enough to be recognised, and a further one must fit into the log
     if half < few or not is_whole.any():
         return []  # a loss that falls at once, and a spike that comes back at once, look alike
     starts, first_fall = [0], value[:records]

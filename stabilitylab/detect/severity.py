@@ -62,6 +62,7 @@ class _LossContext:
     def is_running_mean(self) -> bool:
         "Whether it is called an average and moves like one: its peak does not tower over both neighbours."
         value = self.loss.value
+        # by its name alone it may be the average over one batch
         is_called_so = self.objective.is_average and is_smooth(value)
         if not is_called_so:
             return False

@@ -59,6 +59,7 @@ def find_hang(
         return []
     steps = np.maximum(after - before, 1) / max(1.0, float(np.median(after - before)))
     is_gap = (seconds / steps > limit("tenfold") * usual) & (seconds > limit("hang_seconds"))
+    # evaluations and checkpoints pause a run again and again; a hang has hardly any gap of its size
     longest = np.sort(seconds)
     findings = []
     for at in np.flatnonzero(is_gap & ~_is_restart(run, before, after)):
@@ -105,6 +106,7 @@ def find_slow_sisters(
     typical = {name: np.median(pace.value) for name, pace in paces.items()}
     slower: dict[str, tuple[float, str]] = {}
     for slow, fast in permutations(typical, 2):
+        # slow in its first records, too: a run that only became slow has a finding of its own
         factor = min(typical[slow], np.median(paces[slow].value[:n])) / max(typical[fast], 1e-12)
         is_alike = paces[slow].name == paces[fast].name  # a time is not set against a throughput
         is_worse = is_alike and factor > limit("threefold") and factor > slower.get(slow, (0.0, ""))[0]
@@ -138,6 +140,7 @@ def find_memory_growth(
         series = curve(run, name) if _MEMORY.search(name) else None
         if series is None or len(series.value) < count_limit("least_long"):
             continue
+        # the optimizer's state and other buffers are allocated early on
         later = slice(int(limit("minor_share") * len(series.value)), None)
         step, value = series.step[later], series.value[later]
         grows = rank_correlation(step, value) >= limit("climb_rank")

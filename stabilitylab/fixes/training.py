@@ -207,6 +207,7 @@ def _measured_loss(training: _TrainingParts, loss: torch.Tensor, part: Any) -> f
     plain = getattr(training.loss, "plain", None) if is_edited else None
     if plain is not None:
         return float(plain)
+    # a second forward pass draws dropout, and must not change what the next step draws
     rng = torch.get_rng_state()
     with torch.no_grad(), training.autocast_context():
         value = float(measure(training.model, part))
@@ -295,6 +296,7 @@ class Training(_RestorableTraining):
         self._call("after_backward")
         norm = _clip_gradients(self) if norm is None else norm
         self._call("before_update")
+        # not `scaler.step`: hooks may have edited or refused what was unscaled above
         if not self.skip:
             self.optimizer.step()
         if self.scaler is not None:

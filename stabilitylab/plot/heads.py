@@ -53,6 +53,7 @@ def thin_steps(
     if da.sizes["step"] <= columns:
         return da
     starts = np.linspace(0, da.sizes["step"], columns, endpoint=False).astype(int)
+    # `fmax`, as a NaN beside a number must not hide it
     return da.isel(step=starts).copy(data=np.fmax.reduceat(da.values, starts, axis=0))
 
 # %% ../../nbs/api/plot/43_heads.ipynb #9ff70c9d

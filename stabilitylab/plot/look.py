@@ -79,6 +79,7 @@ def x_values(
     "The quantity of the x-axis at each step; of a repeated step the value of its last segment."
     clock = _clock(scalars) if name == "time" else None
     values = scalars[name].values.astype(float) if clock is None else clock
+    # reversed: `unique` keeps the first of equal steps, and the last segment is the one that survived
     step, at = np.unique(scalars.step.values[::-1], return_index=True)
     values = values[::-1][at]
     is_finite = np.isfinite(values)
@@ -96,6 +97,7 @@ def _relabel(ax: Axes, scalars: xr.Dataset, name: str) -> None:
         return
     low, high = np.interp(ax.get_xlim(), step, values)
     ticks = [tick for tick in MaxNLocator(7).tick_values(low, high) if low <= tick <= high]
+    # `interp` needs values that rise; those that stand still name the step at which they were reached
     rising = np.r_[True, np.diff(values) > 0]
     tick_steps = np.interp(ticks, values[rising], step[rising])
     ax.set_xticks(tick_steps, [short_number(tick, 1e3) for tick in ticks])

@@ -85,6 +85,7 @@ def findings_svg(
     n_below: int = 3,  # panels below the loss
 ) -> str:  # an `<svg>` element; '' for a run without series
     "The figure of `plot_findings` as an element of an HTML page."
+    # without a salt the ids are random, and the same run would give another file each time
     with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab {width}"}):
         svg = _render(run, findings, width=width, n_below=n_below, bins=max(60, int(60 * width)))
     description = f"training loss over steps with {len(findings)} findings marked"

@@ -120,6 +120,7 @@ def lr_sensitivity(
     values = np.asarray(final, float)
     if not len(values):
         raise bad_input("final", "none", "a final loss for every rate of the grid")
+    # Wortsman et al. cap as well: how far a failed run went beyond its start says nothing
     capped = np.minimum(np.where(np.isfinite(values), values, first), first)
     return float(capped.mean() - capped.min())
 

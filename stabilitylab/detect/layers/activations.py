@@ -36,6 +36,7 @@ def first_crossings(
         ratio = values / early
         is_beyond_all = values >= beyond * early.max(initial=0)
         is_over = (ratio >= limit("explosion_factor")) & (early > 0) & is_beyond_all
+    # these rows have set the range
     is_over[:n] = False
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)

@@ -63,6 +63,7 @@ def _is_worse(score: Curve) -> int | None:
     best, n = int(np.argmax(means)), len(score.value)
     end = float(score.value[-max(few, int(limit("slight_share") * n)) :].mean())
     fall = float(means[best]) - end
+    # the best level and the last one are both means of so few records
     error = difference_noise(score.value) * np.sqrt(2 / few)
     is_clear = fall > max(limit("trend_sigma") * error, limit("level_share") * abs(float(means[best])))
     is_long_ago = n - best > limit("minor_share") * n
