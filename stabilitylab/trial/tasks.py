@@ -253,6 +253,7 @@ class _TaskJobs(_TaskSettings[Result]):
         self._folder.lock()
         folders = [self.folder_of(task) for task in part]
         busy = Counter(self._where[other] for other in self._jobs)
+        # the least busy device, counted anew: parts end in any order
         self._where[part] = min(self.devices, key=lambda device: busy[device])
         self._jobs[part] = begin_work(
             self._client,
@@ -291,6 +292,7 @@ class _TaskJobs(_TaskSettings[Result]):
 
     def _is_begun_again(self, part: TaskPart, state: JobState) -> bool:
         "Puts a part back in line whose process was killed from outside, fewer at a time; not for ever."
+        # an error of its own would only come again
         if not state.was_killed or self._again[part] >= _TRIES:
             return False
         self._again[part] += 1
