@@ -7,6 +7,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -15,6 +16,7 @@ from matplotlib.figure import Figure
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.plot.downsample import broken_points, keep_extremes, line_pieces
 from stabilitylab.plot.findings import panels_of, plot_findings
+from stabilitylab.plot.heads import extra_view_picture, extra_views
 from stabilitylab.plot.look import moving_mean, x_values
 from stabilitylab.plot.loss import _restart_steps, plot_loss, plot_series, short_number, wants_log
 from stabilitylab.plot.svg import findings_svg
@@ -241,3 +243,14 @@ def test_a_missing_time_does_not_move_the_clock():
     scalars = make_scalars({"loss": Samples(np.arange(20), np.ones(20), time=time)})
     step, minutes, words = x_values(scalars, "time")
     assert 7 not in step and words.startswith("minutes") and minutes.tolist() == step.tolist()
+
+
+def test_the_further_views_of_a_record_that_does_not_begin_at_step_0():
+    units = {"long_name": "made", "units": "1"}
+    streams = {"stream_first": 300.0, "stream_second": 3.0, "stream_third": 2.0, "stream_median": 0.1}
+    data = {n: (("step", "layer"), np.full((3, 2), value), units) for n, value in streams.items()}
+    data["sink_score"] = ("step", "layer", "head"), np.full((3, 2, 2), 0.5), units
+    coords = {"step": [100, 110, 120], "module": ("layer", ["a", "b"]), "role": ("layer", ["self", "self"])}
+    run = new_run(attention=xr.Dataset(data, coords))
+    assert [name for _, name in extra_views(run)] == ["massive"]
+    assert extra_view_picture(run, "massive", at=113.0).startswith(b"\x89PNG")

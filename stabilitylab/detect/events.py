@@ -133,6 +133,7 @@ def find_hardware_errors(
     )  # then they are part of its end
     messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
     for name in () if has_crash_report else ("error", "signal"):
+        # errors and signals come by the hundred once one rank is gone: the first stands for all
         of_kind = np.flatnonzero(kind == name)
         of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
         hard = [at for at in of_machine if not _repeats(text[at], messages)]

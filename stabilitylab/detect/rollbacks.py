@@ -104,6 +104,7 @@ def _interval(run: xr.DataTree, resumed: pd.Series) -> int | None:
     apart = np.diff(np.unique(saved))
     if len(apart):
         return int(np.median(apart))
+    # one or two steps always have a common divisor that says nothing
     common = int(np.gcd.reduce(np.unique(resumed))) if resumed.nunique() > 2 else 1  # saved from step 0 on
     return common if common > 1 else None
 

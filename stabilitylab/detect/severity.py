@@ -173,6 +173,7 @@ def _is_another_attempt(f: Finding, context: _LossContext) -> str:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):
         is_before = (loss.segment == segment) & (loss.step <= loss.step[own[0]])
+        # the earlier attempt at the step from which this one went on
         stood = loss.value[is_before][-1:]
         if len(stood) and stood[0] > middle:
             return "another attempt"

@@ -221,6 +221,7 @@ def find_attention_logit_growth(
         return []
     by_layer = data.attn_logit_max.max("head").values
     step = data.step.values
+    # rows without a visible key have -inf as their largest logit
     highest = np.maximum(np.nan_to_num(by_layer, nan=0.0, neginf=0.0).max(1), 0.0)
     top = Curve("attn_logit_max", step, highest, np.zeros(len(step), np.int32), None, 0, 0)
     level = limit("attn_logit_clip")

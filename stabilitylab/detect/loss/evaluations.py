@@ -47,6 +47,7 @@ def evaluation_scores(
     words = {name: set(name.lower().split("_")) for name in series_names(scalars)}
     names = [name for name, own in words.items() if own & _SCORES and not own & _NO_SCORE]
     series = [longest_run(curve(scalars, name)) for name in names]
+    # a score at every record is one of the training batches, not of an evaluation
     longest = limit("majority") * (0 if loss is None else len(loss.step))
     return [s for s in series if s is not None and limit("least_records") <= len(s.value) <= longest]
 
