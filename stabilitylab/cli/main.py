@@ -132,7 +132,7 @@ def main(
 
 _BUG_REPORT = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #25bb1892
 def _hint(error: Exception, command: argparse.ArgumentParser | None) -> str:
     "What to run or to look at next, for whoever reads errors by machine."
     from stabilitylab.names.errors import InputError, MissingExtra
@@ -166,7 +166,7 @@ def _hint_for_path(got: str) -> str:
 _PATHS = ("path", "paths", "run", "file")  # arguments that name what is opened
 _LONGEST_PATH = 1000  # characters; what is longer is no path
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #ff4c06a1
 def _as_typed(
     message: str, error: Exception, args: argparse.Namespace, command: argparse.ArgumentParser
 ) -> str:

@@ -89,7 +89,7 @@ class Finding:
             "remedies": [_short_remedy(remedy) for remedy in remedies],
         }
 
-
+# %% ../../nbs/api/detect/00_findings.ipynb #89a3ec3e
 def _short_remedy(remedy: dict) -> dict:
     "What the command's JSON says of a remedy."
     return {name: remedy[name] for name in ("name", "source", "reported")}

@@ -63,7 +63,7 @@ def _one_for_all(same: list[Finding]) -> Finding:
     also = {"others": len(names), "names": names[: count_limit("most_modules")]}
     return first.with_(severity=worst, evidence=first.evidence | also)
 
-
+# %% ../../nbs/api/detect/05_non_finite.ipynb #c435d498
 def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     "What one series holds besides numbers; None where there is nothing but numbers."
     is_zscore = name.endswith(("_z", "zscore"))  # a log's own z-scores are NaN until it has a history
@@ -199,7 +199,7 @@ def _rows_at_the_start(run: xr.DataTree) -> list[dict]:
     keys = ("row_param", "row", "row_value", "row_usual")
     return [dict(zip(keys, (m[1], int(m[2]), float(m[3]), float(m[4])), strict=True)) for m in matches]
 
-
+# %% ../../nbs/api/detect/05_non_finite.ipynb #33cb765b
 def _row_that_is_not_finite(run: xr.DataTree, param: str) -> dict:
     "The first such row of an embedding before the first step, as evidence; {} where it has none."
     rows = [row for row in _rows_at_the_start(run) if row["row_param"] == param]

@@ -49,7 +49,7 @@ def _without(batches: Callable, first: int, count: int) -> Callable:
         return batches.without(first, count)
     return _Batches(batches, _of_other_steps(lambda step: step + count * (step >= first)))
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #f6a2919b
 @define_fix(
     "skip_batches",
     "data",
@@ -153,7 +153,7 @@ def _item_count(part: Any) -> Any:
     batch = batch_alone(part)
     return batch.get(_ITEMS) if isinstance(batch, dict) else None
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #5e5338c6
 def _tokens_of(part: Any) -> torch.Tensor:
     "The tokens (samples, seq) of a micro-batch: a tensor, a pair, or a dict."
     part = batch_alone(part)

@@ -152,7 +152,7 @@ def _turned_back(matrix: torch.Tensor, state: dict) -> torch.Tensor:
     matrix = matrix if left is None else left @ matrix
     return matrix if right is None else matrix @ right.t()
 
-
+# %% ../../nbs/api/fixes/15_optimizers.ipynb #9182d2ec
 class _Soap(torch.optim.AdamW):
     "Adam in the eigenbasis of Shampoo's factors for matrices, AdamW for vectors."
 

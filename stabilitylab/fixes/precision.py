@@ -151,7 +151,7 @@ class GridRounding(Hook):
         self.random.set_state(state["random"])
         self.lost = [lost.clone() for lost in state["lost"]]
 
-
+# %% ../../nbs/api/fixes/21_precision.ipynb #c66ff67f
 def _trained(training: Training) -> list[torch.nn.Parameter]:
     "The weights that training changes."
     return [parameter for parameter in training.model.parameters() if parameter.requires_grad]

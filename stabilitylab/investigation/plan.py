@@ -149,7 +149,7 @@ def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, st
         unfit |= {row["name"]: why} if why else {}
     return unfit
 
-
+# %% ../../nbs/api/investigation/01_plan.ipynb #342ff0a6
 def _first_step(recording: Recording, onset: int | None, cause: MostLikely | None) -> int:
     "The step of the last snapshot before a failure; of bad data that before the very batch, if there is one."
     box = recording.box()

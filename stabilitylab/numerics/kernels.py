@@ -57,6 +57,7 @@ def _build(compiler: str, source: str, flags: tuple, library: Path) -> None:
     "Compile beside its place and move it there whole."
     # linked without libgomp, so that PyTorch's threads are used
     library.parent.mkdir(parents=True, exist_ok=True)
+    # beside its place: `os.replace` cannot cross file systems, and another process may build it as well
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         Path(folder, "k.c").write_text(source, encoding="utf-8")
         subprocess.run(

@@ -74,7 +74,7 @@ def _colour_norm(values: np.ndarray, is_shown: np.ndarray) -> LogNorm:
 
 _NAN_COLOUR = "#e6007e"  # magenta, which the scale has not, on either ground
 
-
+# %% ../../nbs/api/plot/20_layers.ipynb #19aedb5e
 def _count_text(values: np.ndarray, absent: str) -> str:  # values: of `_coded`; absent: what NaN means
     "How many values have no colour of the scale, and which they have instead."
     counts = {

@@ -113,7 +113,7 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
         ax.set_xlim(*x_range)
     return ax
 
-
+# %% ../../nbs/api/plot/07_runs.ipynb #97a983be
 def metrics_of(
     runs: Iterable[xr.DataTree],  # records
 ) -> list[str]:  # in the order of the runs

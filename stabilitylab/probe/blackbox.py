@@ -32,6 +32,8 @@ def rng_state() -> dict:
     version, words, gauss = random.getstate()
     generator: Any = np.random.get_state()  # noqa: NPY002 - the generator that loops draw from
     name, keys, pos, has, cached = generator
+    # Asking for CUDA's states starts CUDA, its memory included, in a program that only uses the CPU.
+    # Tensors in place of arrays: `torch.load(weights_only=True)` refuses those of NumPy.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -159,6 +161,7 @@ class BlackBox:
     ) -> None:
         "Keep one batch with the random state before it, and a snapshot where one is due."
         rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
+        # only before the first micro-batch: later, half a gradient would be part of the state
         is_due = self.want or self.last is None or step - self.last >= self.limits.every
         if microbatch == 0 and is_due:
             self.last, self.want = step, False
@@ -194,6 +197,7 @@ class BlackBox:
     def close(self) -> None:
         "Write what is waiting and stop."
         if self.thread.is_alive():
+            # the program is about to end, so there is no step to hold up
             self.patience = 60.0
             self._offer(None, None)
             self.thread.join(60)
@@ -206,6 +210,7 @@ class BlackBox:
             self.work.put((what, item), timeout=self.patience)
             self.patience = _PATIENCE
         except queue.Full:
+            # no patience until something fits again: a full queue would else hold up every step
             self.want, self.patience = True, 0.0
             self._warn_once(f"the disk does not keep up, a {what} was not written")
 
@@ -278,6 +283,8 @@ def pack_batches(
     for entry in loose:
         key = f"{entry['step']}-{entry['microbatch']}"
         packed[key] = read_entry(folder, entry)
+    # New file, then index, then the loose files: whenever this is killed, the index names files that are
+    # there. Replacing the file leaves the old one mapped by `packed` readable.
     _, checksum = _save_checked(packed, folder / _BATCH_FILE)
     names = [entry["file"] for entry in loose]
     for entry in loose:

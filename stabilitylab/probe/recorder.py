@@ -380,7 +380,7 @@ def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | 
         return None if divisor == 1 else divisor
     return to_host(scale.reshape(1) * divisor)
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
 def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
     "Seconds of the step that a rank spent by itself: until its batch was there, and its forward pass."
     forward_at, backward_at = recorder.modules.forward_at, recorder.modules.backward_at

@@ -213,6 +213,7 @@ def _norms(item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> di
     "Norms over all parameters."
     norms = {}
     if item["grads"]:
+        # the sums leave non-finite entries out, so their root would look like the norm of a healthy step
         is_finite = not grads[:, 4].any()
         norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
     if item["made"]:

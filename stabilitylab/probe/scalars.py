@@ -46,6 +46,7 @@ def _one_number(name: str, value: Any, guard: Guard) -> torch.Tensor | float | N
     if value.is_complex():
         value = value.abs()
     if value.numel() == 1:
+        # loops keep a running loss and overwrite it in place before the writer reads it
         return value.reshape(1).clone()
     guard.note(f"`{name}` has shape {tuple(value.shape)}, its mean is recorded", aloud=False)
     return value.double().mean().reshape(1) if value.numel() else None
@@ -103,6 +104,7 @@ class StepLoss:
             return
         value = loss.detach()
 
+        # d(step's loss)/d(this loss) is 1 over the accumulation, times the loss scale, whatever the loop does
         def add(grad: torch.Tensor) -> None:  # of the step's loss by this one
             "Adds what this loss weighs in the step."
             self.guard.attempt("the model's own loss", None, self._add, value * grad)
@@ -153,6 +155,7 @@ class LossScale:
     def read(self) -> None:
         "Take the scale as it is now."
         scale = getattr(self.scaler, "_scale", None)
+        # `GradScaler.update` writes the scale in place, before the loop closes the step
         self.value = scale.clone() if torch.is_tensor(scale) else None
 
     def find(self) -> bool:

@@ -117,7 +117,7 @@ def _tag_mlflow(opened: Any, event: TrackerEvent) -> None:
     client, run_id = opened
     client.set_tag(run_id, f"stabilitylab.{event.kind}.step_{event.step}", event.text[:500])
 
-
+# %% ../../nbs/api/probe/24_trackers.ipynb #eb38ed95
 def _open_trackio(record: Path, where: str | None, active: Any) -> Any:
     "A run of its own."
     import trackio
@@ -223,6 +223,7 @@ class _Reporter:
         except queue.Full:
             self.guard.note(f"{self.name} does not keep up: steps are left out there, training goes on")
             if item is None:
+                # without the end the thread would wait for ever; what it did not keep up with makes room
                 with self.work.mutex:
                     self.work.queue.clear()
                 self.work.put_nowait(None)

@@ -77,7 +77,7 @@ def _n_buckets(
     "How many records are kept if one of every `width` steps is."
     return 1 + int(np.count_nonzero(np.diff(step // width)))
 
-
+# %% ../../nbs/api/read/04_columns.ipynb #82cb31aa
 def _kept_records(
     step: np.ndarray,  # (n,) int64, of records in the order of the file
     order: np.ndarray,  # (n,) their offsets in the file
@@ -265,7 +265,7 @@ class LogColumns:
         left_out = self.left_out()
         return {"thinned": self.width, "left_out": left_out} if left_out else {}
 
-
+# %% ../../nbs/api/read/04_columns.ipynb #3d2ed921
 def _interval(step: np.ndarray) -> int:
     "The usual number of steps between two records, at least 1."
     return max(1, int(np.median(np.diff(step))))

@@ -169,7 +169,7 @@ def _rounded(facts: StepFacts) -> tuple[str, dict]:
         return "rounding", changed
     return "drift", changed | {"count": len(facts.way.steps)}
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #ec82e562
 def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     "(fault, what its words name, the step that shows it)."
     way = facts.way
@@ -206,7 +206,7 @@ def _draws(facts: StepFacts) -> bool:
     set_rng_state(outside)
     return losses[0] != losses[1]
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #e65614eb
 def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
     "What is known beside the numbers; sums of another kind of device may be added in another order."
     facts = facts_of(path, setup, way)

@@ -157,7 +157,7 @@ def _around(run: xr.DataTree, step: int) -> dict:
     rows = rows[rows.step.isin(wanted)].drop_duplicates("step", keep="last")
     return {"columns": ["step", *names], "rows": rows[["step", *names]].values.tolist()}
 
-
+# %% ../../nbs/api/report/13_brief.ipynb #21171980
 def _nearest(table: pd.DataFrame, step: int) -> int:
     "The row of a run with restarts whose step is nearest."
     return int(np.abs(table.step.values - step).argmin())

@@ -40,6 +40,7 @@ class BoxIndex:
         starts = {row["step"] for row in self.snapshots}
         replayable: list[int] = []
         for step in sorted({row["step"] for row in self.batches} - set(self.lost)):
+            # a missing batch breaks the chain up to the next snapshot: nothing after it has the right weights
             if step in starts or replayable[-1:] == [step - 1]:
                 replayable.append(step)
         return replayable

@@ -164,7 +164,7 @@ class _RecordedBatches:
             raise bad_input("count", count, f"1..{len(self.steps) - 1}", hint)
         return _RecordedBatches(self.start, self.setup, self.seed, dropped)
 
-
+# %% ../../nbs/api/trial/00_start.ipynb #fc311484
 def _recorded_changes(path: str, first: int) -> Callable | None:
     "(optimizer, step) sets what the run itself changed from a step on, such as its rate; None: nothing."
     rows = opened(path).box().settings

@@ -174,7 +174,7 @@ def _may_be_short(start: Start, devices: Sequence[str], room: int) -> bool:
     states = (file.stat().st_size for file in Path(start.path).rglob("*") if "snapshot" in file.as_posix())
     return room * max(states, default=0) > _SMALL * free_memory("cpu")
 
-
+# %% ../../nbs/api/trial/03_tasks.ipynb #d54e49f3
 class _TaskSettings(Generic[Result]):
     "Folder, arguments and state of the tasks of a trial or a sweep."
 

@@ -174,7 +174,7 @@ def _show_again(state: WorkbenchState, view_state: dict[str, Any]) -> None:
             with suppress(TraitError, InputError):
                 state.set_trait(name, tuple(value) if isinstance(value, list) else value)
 
-
+# %% ../../nbs/api/workbench/04_tabs.ipynb #884ccf24
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 

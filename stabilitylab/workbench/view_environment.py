@@ -23,7 +23,7 @@ from .parts import SortableTable, StateView, on
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #387bcb31
-_NOT_COMPARED = ("command", "git_commit", "flush_denormal")  # of a kernel: how it was started
+_NOT_COMPARED = ("command", "git_commit")  # of a kernel: how it was started
 _STARTS = ("restart", "environment", "segment", "resume")  # kinds of events that speak of a start
 
 

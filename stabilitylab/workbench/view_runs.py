@@ -140,7 +140,7 @@ def _shared_words(runs: dict[str, xr.DataTree]) -> list[str]:
         return [str(error)]
     return shared or ["Nothing is shared by several runs."]
 
-
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #b8777f82
 def _run_legend(
     names: list[str],  # of runs, as the workbench holds them: a run keeps its colour
     order: Sequence[str],  # the same names, those first that stand first
@@ -200,7 +200,7 @@ class _RunsControls:
         usual = {"hidden": (), "metric": "", "log": None, "smooth": 0, "along": "step"}
         return {name: value for name, value in chosen.items() if value != usual[name]}
 
-
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #fb29eca3
 class RunsView(StateView):
     "The table, the picture and what the runs share."
 

@@ -218,7 +218,8 @@ def audit_accumulation(
     _check_pieces(microbatches, step, ranks, reduce)
     share = len(microbatches) // ranks
     dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]
-    was_training = model.training
+    # of each module: a frozen part stays in evaluation mode while the rest trains
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         parts = sequence_gradients(model, dealt, token_loss)
@@ -230,7 +231,8 @@ def audit_accumulation(
         else:
             measured, returned = _measured(model, dealt, step, parts.keep, reduce)
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     _check_gradient(measured)
     return _verdict(parts, measured, returned, tolerance)
 

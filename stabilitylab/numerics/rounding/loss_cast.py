@@ -149,6 +149,7 @@ def _path(
         earlier = [
             (size, producer) for size, producer in producers if producer < index
         ]  # a tensor changed in place is later
+        # the loss comes along the largest input; masks, weights and counts are smaller
         index = max(earlier)[1] if earlier else None
     return path[::-1]
 

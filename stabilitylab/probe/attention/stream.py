@@ -69,6 +69,7 @@ def _logit_bound(
     "The longest query times the longest key, at the call's scale."
     if not call.q.numel() or not call.k.numel():
         return 0.0
+    # Cauchy-Schwarz, to know without a look at the products that none overflows
     longest = [x.detach().norm(dim=-1).max().double() for x in (call.q, call.k)]
     return float(longest[0] * longest[1]) * abs(call.factor)
 

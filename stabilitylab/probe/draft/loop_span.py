@@ -63,22 +63,22 @@ def _step_source(function: types.FunctionType) -> Source | None:
     source = function_source(function)
     return source if source is not None and any(map(backward_call, source.body)) else None
 
-
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e6f1cf16
 def _arguments(call: ast.Call, function: types.FunctionType, owner: Any) -> dict[str, ast.expr]:
     "The arguments of a call by their names in the function, the object of a method among them."
     is_method = owner is not None and isinstance(call.func, ast.Attribute)
     values = [call.func.value, *call.args] if is_method else call.args  # type: ignore[attr-defined]
     named = {word.arg: word.value for word in call.keywords if word.arg}
     names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
-    spread = [at for at, value in enumerate(values) if isinstance(value, ast.Starred)]
+    spread = [(at, value.value) for at, value in enumerate(values) if isinstance(value, ast.Starred)]
     if not spread:
         return dict(zip(names, values, strict=False)) | named
     # `f(a, *b, c)`: what is neither given before nor after it, nor by name, are the parts of `b`
-    first, after = spread[0], values[spread[0] + 1 :]
+    first, spread_value = spread[0]
+    after = values[first + 1 :]
     optional = names[len(names) - len(function.__defaults__ or ()) :] if function.__defaults__ else []
     free = [name for name in names if name not in named and name not in optional]
     last = len(free) - len(after)
-    spread_value = values[first].value
     parts = {
         name: ast.Subscript(copy.deepcopy(spread_value), ast.Constant(at), ast.Load())
         for at, name in enumerate(free[first:last])

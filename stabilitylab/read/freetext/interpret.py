@@ -115,8 +115,9 @@ def _candidate_series(counters: list[StepCounter], has_loss: bool) -> list[_Seri
                 continue
             for slot in filter(_may_be_series, table.slots):
                 key = "_".join(split_words(slot.name)), slot.kind, id(counter)
-                parts = series.setdefault(key, _Series(slot.name, slot, counter)).parts
-                parts.append((table, slot.value))
+                if key not in series:
+                    series[key] = _Series(slot.name, slot, counter)
+                series[key].parts.append((table, slot.value))
     return [candidate for candidate in series.values() if _is_usable(candidate)]
 
 
