@@ -114,6 +114,7 @@ def inside(
     "A file of the folder (or of its hub cache), or an error where the name leads out of it."
     named = PurePosixPath(name)
     is_below = not named.is_absolute() and ".." not in named.parts and "\0" not in name
+    # resolved, as a link inside of the folder may lead out of it
     path = (folder / name).resolve() if is_below else folder
     if not is_below or not any(path.is_relative_to(home) for home in _homes(folder)):
         raise InputError(

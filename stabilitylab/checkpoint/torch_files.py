@@ -60,6 +60,7 @@ def _is_contiguous(shape: tuple, stride: tuple) -> bool:
     expected = 1
     for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if length > 1 and step != expected:
+            # an empty tensor has no order that could be wrong
             return 0 in shape
         expected *= length
     return True
@@ -207,6 +208,7 @@ class _Archive:
         self.path, self.begin, self.size = path, begin, size
         with FileSlice(path, begin, size) as file:
             self.entries = self._entries(file)
+            # the one nearest to the root, as further down may be a file of the user's
             name = min((n for n in self.entries if n.split("/")[-1] == "data.pkl"), key=len, default=None)
             if name is None:
                 some = ", ".join(printable(n, 40) for n in list(self.entries)[:3]) or "nothing"

@@ -254,6 +254,7 @@ def _bf16_at_random(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     for i in range(0, x.size, _BLOCK):
         part = slice(i, i + _BLOCK)
         np.add(flat[part], rng.integers(0, 1 << 16, len(flat[part]), np.uint16), out=out[part])
+    # 0x7F7F is the largest bf16: what was added may have carried anything from it on to infinity
     out &= np.uint32(0xFFFF0000)
     return out.view(np.float32).reshape(x.shape), (flat & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
 

@@ -34,6 +34,7 @@ def compile_c(
     except RuntimeError:  # a user whom the machine does not know has no home, as in many containers
         return None
     processor = _processor()
+    # a compiler without OpenMP builds the same code for one thread
     for extra in tries:
         key = hashlib.sha256(repr((source, flags, extra, processor)).encode()).hexdigest()[:16]
         library = home / f"{name}-{key}.so"

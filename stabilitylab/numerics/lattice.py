@@ -67,6 +67,7 @@ def lattice(
     if series.ndim != 1:
         raise bad_input("values", f"shape {series.shape}", "one 1-D series")
     series = series[np.isfinite(series)]
+    # of distinct values, as a repeated one says nothing new; zero lies on every grid
     distinct, decimals = np.unique(abs(series[series != 0])), _decimals(series)
     chances = {fmt: _grid_chance(distinct, fmt, decimals) for fmt in ("bf16", "fp16")}
     are_counts = decimals == 0  # token counts and loss scales lie on such grids without having been rounded

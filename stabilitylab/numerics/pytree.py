@@ -32,6 +32,7 @@ def container_kind(
     value: object,  # part of a batch
 ) -> str:  # 'plain', 'mapping', 'sequence', 'dataclass' or 'namespace'; '' for a leaf
     "How a container is opened."
+    # a class that is a dataclass is no container, and neither is a tensor, although one can iterate over it
     if isinstance(value, type) or torch.is_tensor(value):
         return ""
     if type(value) in _PLAIN:

@@ -79,6 +79,7 @@ def batch_id(
     "A name for a batch that depends on its content alone."
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(batch):
+        # the bytes alone are the same for two int64 and four int32
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(_bits(tensor).numpy().tobytes())
     return digest.hexdigest()
@@ -150,6 +151,7 @@ class BlackBox:
         self.set_at: int | None = None  # step whose settings were taken
         self.want, self.patience = True, _PATIENCE  # whether a snapshot is due; seconds that the loop waits
         self.work: queue.Queue = queue.Queue(maxsize=8)
+        # a daemon: a disk that hangs must not keep the program from ending
         self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
         self.thread.start()
 
@@ -160,6 +162,7 @@ class BlackBox:
         microbatch: int,  # number within the step
     ) -> None:
         "Keep one batch with the random state before it, and a snapshot where one is due."
+        # copied here: the loop goes on and changes all of it while the thread writes
         rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
         # only before the first micro-batch: later, half a gradient would be part of the state
         is_due = self.want or self.last is None or step - self.last >= self.limits.every
@@ -233,6 +236,7 @@ class BlackBox:
         "Write one file and the index, then drop what is too old."
         is_snapshot, step = what == "snapshot", item["step"]
         name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
+        # in the thread, as a hash reads every byte; a snapshot keeps only the name of its batch
         item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
         if is_snapshot:
             item["checksums"] = checksums(item["model"])

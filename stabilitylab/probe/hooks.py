@@ -58,6 +58,7 @@ def _in_pipeline() -> tuple[bool, int]:
     "Whether a pipeline only learns shapes, on unwritten memory; by what it divides gradients later."
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return False, 1
+    # the schedule tells nobody what it runs: its frame is the only place that says so
     frame: Any = sys._getframe(1)
     infers_shapes = False
     while frame is not None:
@@ -191,6 +192,7 @@ class ModuleProbe(BackwardEnd):
             try:
                 self._look(row, args if takes_input else (), out)
             except Exception as error:
+                # half of what it fills would pass for the whole of its step
                 self.slots.forget(row)
                 guard.failed(OUTPUTS, name, error)
 

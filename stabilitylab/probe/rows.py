@@ -59,6 +59,7 @@ class _Columns:
         "The channels that stand out."
         for slots, maxima in tops:
             for slot, (top, median, at) in zip(slots, maxima.numpy(), strict=True):
+                # NumPy's division: a median of zero gives inf and no error
                 values = (median, np.float64(top) / median, at)
                 for name, value in zip(TOP_CHANNEL, values, strict=True):
                     self.put("sampled_activations", name, slot // 3, value)

@@ -35,6 +35,7 @@ def _one_number(name: str, value: Any, guard: Guard) -> torch.Tensor | float | N
     "A value as one number; the mean where it is several; None where it is none."
     if value is None:
         return None
+    # NumPy would read a number out of a text
     if isinstance(value, str | bytes | dict):
         raise TypeError(f"{type(value).__name__} is no number")
     if not torch.is_tensor(value):
@@ -154,6 +155,7 @@ class LossScale:
 
     def read(self) -> None:
         "Take the scale as it is now."
+        # not `get_scale`, which waits for the device
         scale = getattr(self.scaler, "_scale", None)
         # `GradScaler.update` writes the scale in place, before the loop closes the step
         self.value = scale.clone() if torch.is_tensor(scale) else None

@@ -94,6 +94,7 @@ def statistics(
             "absmax": np.where(none, np.nan, top),
             "rms": np.sqrt(square),
             "mean": mean,
+            # rounding may leave the variance of equal entries just below zero
             "std": np.sqrt(np.maximum(square - mean**2, 0)),
             "nonfinite_count": np.where(n > 0, bad, np.nan),
         }

@@ -61,6 +61,7 @@ def _open_wandb(record: Path, where: str | None, active: Any) -> Any:
     "A run of its own; offline where no key is known, as W&B would ask for one."
     import wandb
 
+    # beside the loop's own run: it must not catch the program's output, nor report the machine once more
     settings = wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
     is_online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
     return wandb.init(
@@ -85,6 +86,7 @@ def _open_mlflow(record: Path, where: str | None, active: Any) -> Any:
     import mlflow
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
+    # not `mlflow.start_run`, which would make this run the one that the loop logs to
     client = mlflow.MlflowClient(where)
     tags = {MLFLOW_RUN_NAME: record.name} | ({MLFLOW_PARENT_RUN_ID: active.info.run_id} if active else {})
     experiment = active.info.experiment_id if active else "0"

@@ -117,6 +117,7 @@ class Writer:
         self.broken = False
         # bounded: each item holds a step's sums, and a disk that hangs must not fill the memory
         self.work: queue.Queue = queue.Queue(maxsize=64)
+        # a daemon: a disk that hangs must not keep the program from ending
         self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
         self.thread.start()
 
@@ -220,6 +221,7 @@ class Writer:
             pending.write(self.store)
             self.enough = _ROWS
         except OSError as error:
+            # a full disk is asked again when it is time, or when as many steps wait as may be in memory
             self.enough = _WAITING
             self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
             pending.shorten(_WAITING)

@@ -35,6 +35,7 @@ def _deviations(
     spread = np.median(np.lib.stride_tricks.sliding_window_view(around, _N_AROUND), axis=1)
     spread = np.maximum(spread, max(1e-9 * float(np.abs(level).max()), 1e-300))
     block = np.minimum(np.arange(len(value)) // _BLOCK, n_whole - 1)
+    # on a steep slope the ends of a block lie nearer to the level of the next one than to its own
     nearest = np.full(len(value), np.inf)
     for shift in (-1, 0, 1):
         other = level[np.clip(block + shift, 0, n_whole - 1)]

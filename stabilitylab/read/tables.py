@@ -66,6 +66,7 @@ def step_name(
     usable: set | None = None,  # those that hold whole numbers in most rows; None: all
 ) -> str | None:  # the column that counts training steps; None where there is none
     "Which column counts the steps, the training step before a logger's own counter."
+    # reversed, so that of names that differ in case alone the first is taken
     plain = {str(n).strip().lower(): n for n in reversed(names) if usable is None or n in usable}
     return next((plain[s] for s in _STEP_NAMES if s in plain), None)
 

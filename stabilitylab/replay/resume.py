@@ -229,6 +229,7 @@ _AFTER_SWAP = {  # verdict of `swap_test` -> what to do
 def _is_apart(a: float, b: float, floor: float) -> bool:
     "Whether two results differ by more than harmless repeats do; two NaN do not."
     are_both_nan = pd.isna(a) and pd.isna(b)
+    # equality first: the difference of two infinities is NaN
     return not (a == b or abs(a - b) <= floor or are_both_nan)
 
 

@@ -145,6 +145,7 @@ def definitions(
             raise AttributeError(f"{file.name} defines no {attribute}") from None
 
     vars(module)["__getattr__"] = look
+    # before anything of it runs, as dataclasses look their module up by its name
     sys.modules[name] = module
     tree = ast.parse(file.read_text(encoding="utf-8"))
     defined = set(values or {})

@@ -101,6 +101,7 @@ def _parameters(path: str | Path | Recording, start: Snapshot) -> Check:
     model, _ = start.build()
     here = checksums({name: t.cpu() for name, t in model.state_dict().items()})
     of_here = checksums({"": torch.tensor([int(here[name], 16) for name in sorted(here)])})[""]
+    # the checksums of rank 0 may be those of its shards
     if saved is None or saved.keys() != here.keys() or opened(path).world_size > 1:
         return Check("parameters", start.step, None, of_here, "not recorded")
     of_saved = checksums({"": torch.tensor([int(saved[name], 16) for name in sorted(saved)])})[""]

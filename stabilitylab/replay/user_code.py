@@ -92,6 +92,7 @@ class _Theirs:
         try:
             with _within(self.directory):
                 return self.function(*args, **named)
+        # the first says itself what is wrong, the second is no fault of the code
         except (InputError, torch.OutOfMemoryError):
             raise
         except Exception as error:

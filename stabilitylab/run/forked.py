@@ -34,6 +34,7 @@ def _serve(
         with suppress(Exception):  # the child imports it again, and says what is wrong
             importlib.import_module(module)
     woken, wake = os.pipe()
+    # as `set_wakeup_fd` asks for: a handler that waits for a full pipe would never return
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

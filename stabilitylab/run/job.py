@@ -258,6 +258,7 @@ class Job:
             progress.seek(self._read)
             lines, line_end, _ = progress.read().rpartition(b"\n")
         if line_end:
+            # up to the last whole line: the child may be in the middle of the next one
             self._read += len(lines) + 1
             self.events += [json.loads(line) for line in lines.splitlines() if line.strip()]
 

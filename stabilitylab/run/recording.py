@@ -85,6 +85,7 @@ def _faults(folder: Path, rows: list[dict]) -> Iterator[tuple[dict, str]]:
         if name is None or "bytes" not in row:
             continue
         if name not in checked:
+            # of a packed file every batch knows its own bytes, but not those of the file
             checked[name] = file_fault(folder / name, row.get("crc32c"), None if is_packed else row["bytes"])
         if checked[name]:
             yield row, checked[name]

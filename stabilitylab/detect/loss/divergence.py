@@ -54,9 +54,10 @@ def is_likelihood(
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #6e2711b1
 def _is_on_its_way_back(tail: np.ndarray) -> bool:
-    "Whether the loss after its best ends among the lowest of what it was since."
-    end = tail[-records_in_share(len(tail), "slight_share") :]
-    return bool(np.median(end) < np.quantile(tail, limit("minor_share")))
+    "Whether the loss after its best ends among the lowest of what it was since, and more than half way down."
+    end = np.median(tail[-records_in_share(len(tail), "slight_share") :])
+    came_back = tail.max() - end > limit("majority") * (tail.max() - tail[0])
+    return bool(came_back and end < np.quantile(tail, limit("minor_share")))
 
 
 def validation_improved(

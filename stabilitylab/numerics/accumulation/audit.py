@@ -69,6 +69,7 @@ def sequence_gradients(
         if not keep:
             keep = _coordinates(named, max_numbers // max(1, len(sums) * len(ranks[rank]) * len(ranks)))
         for i, total in enumerate(sums):
+            # the sequences of a micro-batch share one graph, which goes with the last of them
             more = i + 1 < len(sums)
             gradient = torch.autograd.grad(total, params, retain_graph=more, allow_unused=True)
             grads.append(_picked(gradient, keep))
@@ -330,6 +331,7 @@ def _best(table: pd.DataFrame, tolerance: float) -> str:
     fits = table[table.residual < tolerance]
     if fits.empty:
         return "unknown"
+    # several fit where micro-batches have equal lengths: then the factor tells the mean that the loop meant
     candidates = fits[fits.residual <= max(2 * fits.residual.min(), 1e-6)]
     exact = candidates[(candidates.factor - 1).abs() < 1e-4]
     return str((exact if len(exact) else candidates).index[0])

@@ -200,6 +200,7 @@ def find_loss_cast(
     if not path:
         raise bad_input("loss", "a value that no operation made", "a loss computed from the model")
     steps = _step_table(path)
+    # the last operation off the grid counts: a sum of rounded values may leave it and come back
     off_grid = np.flatnonzero(steps.grid == "")
     first = int(off_grid[-1]) + 1 if len(off_grid) else 0
     stage, operation, fmt = _stage(steps, first), "", ""

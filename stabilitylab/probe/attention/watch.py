@@ -256,6 +256,7 @@ def _registry(watch: "AttentionWatch"):
             "Notes the call and makes it."
             before = watch.heard()
             out = function(module, query, key, value, *args, **kwargs)
+            # most of these functions end in SDPA or in eager products, which were seen on the way
             if watch.heard() == before:
                 try:
                     watch.take(registry_call(module, query, key, value, *args, **kwargs))

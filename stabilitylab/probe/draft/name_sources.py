@@ -136,6 +136,7 @@ def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None
         return None
     code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "draft", "eval")
     try:
+        # what is left in it are attributes, items and the methods above, none of which changes the data
         number = eval(code, {"__builtins__": {}}, {at.id: value})
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
@@ -347,6 +348,7 @@ def resolved_lines(
     done: set[str] = {"model", "batch", *inline.new_names}
     program_names = {*scope, *named_parts}
     while True:
+        # until nothing is open: a function that is written out brings names of its own
         names, later = free_names([*functions, *statements], program_names)
         pending = [name for name in names if name not in done]
         if not pending:
