@@ -50,14 +50,14 @@ class Brief:
         "As `stabilitylab diagnose --brief --json` prints it; long sentences are cut until it fits."
         for longest in (_LONGEST, *_SENTENCE):
             fields = plain(asdict(_cut(self, longest)))
-            if (
-                len(to_json(fields | {"remedies": []})) <= _LONGEST
-            ):  # remedies come only where they are asked for
+            # remedies come only where they are asked for, and are not counted
+            if len(to_json(fields | {"remedies": []})) <= _LONGEST:
                 return fields
         return fields  # the commands are never cut, however long their paths
 
     def text(self) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
+        # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
         for longest in _SENTENCE:
             text = "\n".join(_lines(self, longest))
             if len(text) <= _LONGEST:
@@ -182,7 +182,7 @@ def _changed(run: xr.DataTree, step: int) -> list[dict]:
     numbers = ("before", "after", "deviations")
     return [row | {name: _rounded(row[name]) for name in numbers} for row in rows]
 
-
+# %% ../../nbs/api/report/13_brief.ipynb #21171980
 def _nearest(table: pd.DataFrame, step: int) -> int:
     "The row of a run with restarts whose step is nearest."
     return int(np.abs(table.step.values - step).argmin())
