@@ -52,6 +52,7 @@ class Brief:
 
     def text(self) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
+        # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
         for longest in (200, 150, 120, 90, 70, 50, 30):
             text = "\n".join(_lines(self, longest))
             if len(text) <= _LONGEST:
