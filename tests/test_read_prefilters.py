@@ -9,7 +9,7 @@ import pytest
 from stabilitylab.read.freetext import named_numbers, prefilter
 from stabilitylab.read.freetext.steps import StepCounter, nearest_steps
 from stabilitylab.read.shapes import Piece
-from stabilitylab.read.text import EVENT_WORDS
+from stabilitylab.read.text import EVENT_WORDS, NUMBERED_EVENT_WORDS
 
 NUMBER = re.compile(  # as one reads it; the reader's own begins each alternative with one set of bytes
     rb"(?:(?<![\w.)\]])[-+])?(?<![\w.])"
@@ -40,11 +40,12 @@ def test_numbers_and_stamps():
 
 
 def test_every_word_of_an_event_is_found_where_it_stands():
-    needles = frozenset(word for words in EVENT_WORDS for word in words)
+    needles = frozenset(word for words in EVENT_WORDS + NUMBERED_EVENT_WORDS for word in words)
     for text in texts(1, 300, 400):
-        found = prefilter._find_all(np.frombuffer(text, np.uint8), needles)
+        piece = Piece(text)
+        found = prefilter._find_all(piece, needles)
         for needle in needles:
-            places = [match.start() for match in re.finditer(re.escape(needle), text)]
+            places = [match.start() for match in re.finditer(re.escape(needle), piece.buf.tobytes())]
             assert sorted(found[needle].tolist()) == places, (needle, text)
 
 

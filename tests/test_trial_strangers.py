@@ -184,9 +184,13 @@ def test_a_run_that_left_with_its_first_step_and_knows_nothing_has_failed():
 
 
 def test_a_state_behind_the_failure_is_said():
-    (told,) = _late_start(step=200, onset=150)
+    (told,) = _late_start(step=200, onset=150, is_in_data=False)
     assert "began at step 150" in told and "step 200" in told and "keep_snapshots" in told
-    assert not _late_start(step=100, onset=150) and not _late_start(step=100, onset=None)
+    assert not any(_late_start(step=100, onset=onset, is_in_data=False) for onset in (150, None))
+    # a bad batch does not spoil the state that it is given to
+    assert not _late_start(step=150, onset=150, is_in_data=True)
+    assert _late_start(step=150, onset=150, is_in_data=False)
+    assert _late_start(step=151, onset=150, is_in_data=True)
 
 
 def project(place, width):

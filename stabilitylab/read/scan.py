@@ -104,7 +104,7 @@ def _times(alike: SameLayout | SameShape, at: int) -> np.ndarray:
 
 def _time_of(hit: Hit, text: bytes) -> np.datetime64 | None:
     "The time stamp of one line; None where it has none or it is no date."
-    stamp = hit.time and TIME.match(text, hit.time[0])
+    stamp = TIME.match(text, hit.time[0]) if hit.time else None
     if not stamp:
         return None
     year, month, day, hour, minute, second = (part.decode() for part in stamp.groups())
@@ -131,7 +131,9 @@ def _valid(hit: Hit, text: bytes) -> Hit | None:
             return None
     fields = tuple(field for field in hit.fields if _is_number(text[field[1] : field[2]]))
     is_bare_step = hit.step is not None and not hit.fields  # the step of a bar, for the records after it
-    return hit._replace(fields=fields) if fields or hit.event or is_bare_step else None
+    if not (fields or hit.event or is_bare_step):
+        return None
+    return hit if len(fields) == len(hit.fields) else hit._replace(fields=fields)
 
 
 _DIGITS = b"0123456789"
@@ -145,9 +147,11 @@ def _n_digits(text: bytes) -> int:
 
 def _is_all_values(hits: list[Hit], text: bytes) -> bool:
     "Whether each digit of a line is part of a value, so that no name, stamp or step depends on it."
-    spans = [(start, end) for hit in hits for _, start, end in hit.fields]
-    is_plain = all(hit.event is None and hit.step is None for hit in hits)
-    return is_plain and sum(_n_digits(text[start:end]) for start, end in spans) == _n_digits(text) > 0
+    for hit in hits:
+        if hit.event is not None or hit.step is not None:
+            return False
+    values = b"".join([text[start:end] for hit in hits for _, start, end in hit.fields])
+    return _n_digits(values) == _n_digits(text) > 0
 
 # %% ../../nbs/api/read/05_scan.ipynb #5bbd15f5
 _LOSS = re.compile(rb"loss\W{1,4}[-+\d]")
@@ -161,16 +165,13 @@ class _LineParser:
         self.parse, self.n_unread = parse, 0
         self.hits_by_layout: dict[bytes, tuple[list[Hit], bool]] = {}
 
-    def _checked(self, text: bytes) -> tuple[list[Hit], bool]:
+    def _checked(self, text: bytes, layout: bytes) -> tuple[list[Hit], bool]:
         "The valid hits in a line and whether it has others; remembered where its digits are all values."
-        layout = text.translate(_AS_ZERO)
-        checked_hits = self.hits_by_layout.get(layout)
-        if checked_hits is None:
-            hits = self.parse(text)
-            valid = [checked for hit in hits if (checked := _valid(hit, text))]
-            checked_hits = valid, len(valid) < len(hits) or (not hits and bool(_LOSS.search(text)))
-            if len(self.hits_by_layout) < _MAX_LAYOUTS and _is_all_values(hits, text):
-                self.hits_by_layout[layout] = checked_hits
+        hits = self.parse(text)
+        valid = [checked for hit in hits if (checked := _valid(hit, text))]
+        checked_hits = valid, len(valid) < len(hits) or (not hits and bool(_LOSS.search(text)))
+        if len(self.hits_by_layout) < _MAX_LAYOUTS and _is_all_values(hits, text):
+            self.hits_by_layout[layout] = checked_hits
         return checked_hits
 
     def hits(
@@ -179,7 +180,8 @@ class _LineParser:
         count: int,  # lines like it, all of which are unread where it has no valid hit
     ) -> list[Hit]:
         "The valid hits in a line."
-        valid, is_unread = self._checked(text)
+        layout = text.translate(_AS_ZERO)
+        valid, is_unread = self.hits_by_layout.get(layout) or self._checked(text, layout)
         self.n_unread += count * is_unread
         return valid
 
@@ -216,27 +218,35 @@ def _read_singles(piece: Piece, lines: np.ndarray, parser: _LineParser) -> Itera
     for start, end, offset in zip(*(column.tolist() for column in positions), strict=True):
         text = data[start:end]
         for hit in parser.hits(text, 1):
-            begin = hit.fields[0][1] if hit.fields else 0
+            fields = hit.fields
+            begin = fields[0][1] if fields else 0
             step = None
             if hit.step is not None:
                 step = int(text[slice(*hit.step)].replace(b",", b"")) + hit.step_shift
-            values = [float(text[first:last].replace(b",", b"")) for _, first, last in hit.fields]
-            yield _Single(hit, offset + begin, step, _time_of(hit, text), values, text)
+            values = [float(text[first:last].replace(b",", b"")) for _, first, last in fields]
+            time = _time_of(hit, text) if hit.time else None
+            yield _Single(hit, offset + begin, step, time, values, text)
 
 # %% ../../nbs/api/read/05_scan.ipynb #6c44d546
-def _columns_of(singles: list[_Single]) -> Iterator[tuple[str, Part]]:
+def _columns_of(singles: list[_Single], steps: list[int]) -> Iterator[tuple[str, Part]]:
     "The values of lines of rare shapes; those of records with the same fields as one part of their columns."
-    groups: dict[tuple, list[_Single]] = {}
-    for single in singles:
-        groups.setdefault(tuple(name for name, _, _ in single.hit.fields), []).append(single)
+    groups: dict[tuple, list[int]] = {}
+    for number, single in enumerate(singles):
+        groups.setdefault(tuple([name for name, _, _ in single.hit.fields]), []).append(number)
+    numbers = [number for group in groups.values() for number in group]
+    # one array for all groups, of which each takes a part: many groups are of one line
+    order = np.array([singles[number].order for number in numbers], np.int64)
+    step = np.array([steps[number] for number in numbers], np.int64)
+    values = np.array([value for number in numbers for value in singles[number].values], float)
+    begin = first = 0
     for names, group in groups.items():
-        times = [single.time for single in group]
+        end, last = begin + len(group), first + len(group) * len(names)
+        times = [singles[number].time for number in group]
         time = np.array(times, "M8[s]") if any(times) else None
-        order = np.array([single.order for single in group])
-        step = np.array([single.step for single in group])
-        columns = zip(*(single.values for single in group), strict=True)
-        for name, values in zip(names, columns, strict=True):
-            yield name, Part(order, step, np.array(values), time)
+        own_order, own_step = order[begin:end], step[begin:end]
+        for column, name in enumerate(names):
+            yield name, Part(own_order, own_step, values[first + column : last : len(names)], time)
+        begin, first = end, last
 
 
 def _events(group: _Many, step: np.ndarray) -> Iterator[tuple[int, str, int, str, float | None]]:
@@ -343,13 +353,15 @@ class Scan:
             for (name, _, _), value in zip(group.hit.fields, group.values, strict=True):
                 self.columns.add(name, Part(group.order, step, value, group.time))
         before = steps.at(np.array([single.order for single in singles], dtype=np.int64)).tolist()
-        counted = []
-        for single, last_step in zip(singles, before, strict=True):
-            counted.append(single if single.step is not None else single._replace(step=last_step))
+        own_steps = [
+            last_step if single.step is None else single.step
+            for single, last_step in zip(singles, before, strict=True)
+        ]
+        for single, own_step in zip(singles, own_steps, strict=True):
             if single.hit.event:
                 text = single.text.decode("utf-8", "replace")
-                self.events.append((single.order, single.hit.event, int(counted[-1].step or 0), text, None))
-        for name, part in _columns_of(counted):
+                self.events.append((single.order, single.hit.event, int(own_step), text, None))
+        for name, part in _columns_of(singles, own_steps):
             self.columns.add(name, part)
         self.columns.shrink()
         if steps.last is not None:

@@ -116,8 +116,9 @@ _EVENTS = [
 ]
 
 
-# a line that has not all words of one of these reports no event
-EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, _ in _EVENTS)]))
+# a line that has not all words of one of these reports no event; of the second, not without a digit
+EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, shape in _EVENTS if not shape.groups)]))
+NUMBERED_EVENT_WORDS = tuple(dict.fromkeys(words for _, words, shape in _EVENTS if shape.groups))
 _MAY_REPORT = re.compile(b"|".join(dict.fromkeys(re.escape(words[0]) for _, words, _ in _EVENTS)))
 
 
@@ -279,7 +280,7 @@ def read_lines(
 
 _SHOWS_PROGRESS = 2**26  # bytes of a file from which on its reading takes long enough to be looked at
 
-
+# %% ../../nbs/api/read/06_text.ipynb #9e42999b
 def with_progress(
     path: Path,  # a long file
     parts: Iterator[tuple[int, Any, bool]],  # (offset, piece of it, whether it was cut)

@@ -71,6 +71,8 @@ def _label_counts(part: object) -> Iterator[list[int]]:
     "Entries of each sample that labels or a mask may leave in the loss, shifted by one position or not."
     for values in tensors_of(part):
         if values.ndim == 2 and not values.is_floating_point():
+            # labels leave out what is below 0, masks what is 0; causal models drop the first position of
+            # either
             for positions in (values, values[:, 1:]):
                 yield (positions >= 0).sum(1).tolist()
                 yield (positions > 0).sum(1).tolist()
@@ -147,8 +149,9 @@ def _refuse_what_does_not_add_up(
     pairs = zip(samples, losses, strict=True)
     together = float(sum(sample.weight * loss for sample, loss in pairs if sample.tokens != 0))
     has_statistics = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    is_compared = step_loss is not None and has_statistics
-    if is_compared and not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
+    if step_loss is None or not has_statistics:
+        return together
+    if not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
         raise InputError(
             "batch norm makes a sample's output depend on the others of its batch; with its running"
             f" statistics all together would have a loss of {together:.4g}; the step had {step_loss:.4g}"

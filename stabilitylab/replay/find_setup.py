@@ -81,6 +81,8 @@ def setup_of(
     "The setup of a run."
     if where is not None:
         return load_setup(where, path)
+    if not Path(path).exists():
+        raise bad_input("path", str(path), "the folder of a record", "nothing is there: check the spelling")
     if Path(path).is_file():
         fix = "record the next run with Recorder(model, optimizer, folder, snapshot_every=100)"
         raise bad_input(

@@ -30,11 +30,15 @@ def replay_text(
     "A replay as text for a terminal."
     rows = _finite_shares(result.get("samples", []))
     middle = median(row["share"] for row in rows) if rows else float("nan")
-    words = {"heaviest": rows[:_HEAVIEST], "median_share": middle}
+    words = {"heaviest": rows[:_HEAVIEST], "median_share": middle, "other_loss": None}
     words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
-    losses = [result.get(name) for name in ("samples_loss", "loss")]
-    is_other = all(isinstance(loss, float) for loss in losses) and not isclose(*losses, rel_tol=_SAME_LOSS)
-    words["other_loss"] = losses[0] if is_other else None
+    alone, together = result.get("samples_loss"), result.get("loss")
+    if (
+        isinstance(alone, float)
+        and isinstance(together, float)
+        and not isclose(alone, together, rel_tol=_SAME_LOSS)
+    ):
+        words["other_loss"] = alone
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
 

@@ -19,6 +19,7 @@ def before(
     np.ndarray
 ):  # (n,) float64; of the `window` records before each, NaN where there are fewer than `min_records`
     "A rolling statistic that leaves out the current point."
+    # shifted by one: a spike must not raise the level and the noise that it is measured by
     rolling = pd.Series(x).shift(1).rolling(window, min_periods=min_records)
     if statistic == "std":
         return rolling.std(ddof=0).to_numpy()

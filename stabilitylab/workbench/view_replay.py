@@ -253,6 +253,7 @@ class _ReplayWidgets(StateView):
             return
         result = state.result if state.phase == "done" else {"error": state.error}
         self._tell_cause(result)
+        # under the step that was replayed: the user may have chosen another one meanwhile
         replays: dict = self.shared.replays  # by step
         self.shared.replays = replays | {self._replayed: result}
         if self._replayed == self.look.step:
@@ -335,8 +336,9 @@ class ReplayView(_ReplayWidgets):
         if finding:
             return finding.onset
         likely = most_likely(self.shared.findings)
-        is_there = likely is not None and likely.step in self.look.steps
-        return likely.step if is_there else first_error(self.shared.findings, self.look.steps)
+        if likely is not None and likely.step in self.look.steps:
+            return likely.step
+        return first_error(self.shared.findings, self.look.steps)
 
     def _turn(self) -> None:
         "Shows the chosen step: what it is compared with, and what to expect of its replay."

@@ -58,27 +58,28 @@ def _function_of(call: ast.Call, scope: dict[str, Any]) -> tuple[types.FunctionT
 
 def _step_source(function: types.FunctionType) -> Source | None:
     "The statements of a function that takes the backward pass; None for any other."
+    # `Tensor.backward` is a function of Python that calls another `backward`: it is not the program's step
     if function.__module__.partition(".")[0] in ("torch", "stabilitylab"):
         return None
     source = function_source(function)
     return source if source is not None and any(map(backward_call, source.body)) else None
 
-
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e6f1cf16
 def _arguments(call: ast.Call, function: types.FunctionType, owner: Any) -> dict[str, ast.expr]:
     "The arguments of a call by their names in the function, the object of a method among them."
     is_method = owner is not None and isinstance(call.func, ast.Attribute)
     values = [call.func.value, *call.args] if is_method else call.args  # type: ignore[attr-defined]
     named = {word.arg: word.value for word in call.keywords if word.arg}
     names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
-    spread = [at for at, value in enumerate(values) if isinstance(value, ast.Starred)]
+    spread = [(at, value.value) for at, value in enumerate(values) if isinstance(value, ast.Starred)]
     if not spread:
         return dict(zip(names, values, strict=False)) | named
     # `f(a, *b, c)`: what is neither given before nor after it, nor by name, are the parts of `b`
-    first, after = spread[0], values[spread[0] + 1 :]
+    first, spread_value = spread[0]
+    after = values[first + 1 :]
     optional = names[len(names) - len(function.__defaults__ or ()) :] if function.__defaults__ else []
     free = [name for name in names if name not in named and name not in optional]
     last = len(free) - len(after)
-    spread_value = values[first].value
     parts = {
         name: ast.Subscript(copy.deepcopy(spread_value), ast.Constant(at), ast.Load())
         for at, name in enumerate(free[first:last])
@@ -144,6 +145,7 @@ def _is_plain_pass(statement: ast.stmt, scope: dict[str, Any]) -> bool:
 
 def _span(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[Any]) -> tuple[int, int]:
     "(first statement after the step of another optimizer, the step of one of these); (0, 0) without one."
+    # in a GAN the passes before the discriminator's step are no part of the generator's
     own, first = list(map(bare_optimizer, optimizers)), 0
     for at, statement in enumerate(statements):
         here = list(map(bare_optimizer, _stepped(statement, scope)))

@@ -12,8 +12,9 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -231,7 +232,7 @@ def setup_source(
     _refuse_what_is_no_python(text)
     return text
 
-
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #09e56084
 def _refuse_what_is_no_python(text: str) -> None:
     "Raises where a draft cannot be compiled."
     try:
@@ -280,6 +281,7 @@ def _loss_parts(
             comment += f"\n    # {kept_words(code.expressions)}"
         body = indent("\n".join(code.lines), "    ").lstrip()
         parameters = {"parameters": f"model, batch, {LOOP}"} if code.expressions else {}
+        # the lines of a loop divide by the number of micro-batches themselves
         return {"batch": comment, "loss": body, "reduction": "sum", **parameters}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
@@ -391,13 +393,13 @@ def record_source(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #6f20a7b7
-def _draft_or_note(recorder: Any, arguments: tuple) -> str:
+def _draft_or_note(recorder: Any, draft: Callable[..., str]) -> str:
     "A draft that is Python; without the loop's code, with the reason as a note, where that is none."
     try:
-        return setup_source(*arguments, (calling_frame(), recorder))
+        return draft(loop=(calling_frame(), recorder))
     except Exception as error:  # code that nobody here has read
         recorder.guard.note(f"the draft of the setup lacks the loop's code: {error}"[:200], aloud=False)
-    return setup_source(*arguments)
+    return draft()
 
 
 def write_setup(
@@ -407,9 +409,10 @@ def write_setup(
     "Write the draft into the record, unless a file of that name is there."
     path, box = Path(recorder.path) / FILE, recorder.box
     if box.folder.name == "blackbox" and not path.exists():
+        # of rank 0 alone, whose box is not in a folder of its own
         clip = getattr(recorder, "clip", None)
-        arguments = (box.model, box.optimizers, batch, str(recorder.path), clip)
-        text = _draft_or_note(recorder, arguments)
+        draft = partial(setup_source, box.model, box.optimizers, batch, str(recorder.path), clip)
+        text = _draft_or_note(recorder, draft)
         if CELLS_FILE in text:
             write_atomic(path.with_name(CELLS_FILE), notebook_cells())
         write_atomic(path, text)

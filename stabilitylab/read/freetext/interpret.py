@@ -12,7 +12,12 @@ from ...names.errors import bad_input
 from ...names.variables import SCALARS, canonical_name
 from ..base import LogData
 from .lines import LineTable, Slot
-from .roles import name_adversarial_losses, running_mean_starts, split_phases
+from stabilitylab.read.freetext.roles import (
+    name_adversarial_losses,
+    name_letter_loss,
+    running_mean_starts,
+    split_phases,
+)
 from .steps import StepCounter, count_steps, nearest_steps
 from stabilitylab.read.freetext.words import (
     is_evaluation,
@@ -115,8 +120,9 @@ def _candidate_series(counters: list[StepCounter], has_loss: bool) -> list[_Seri
                 continue
             for slot in filter(_may_be_series, table.slots):
                 key = "_".join(split_words(slot.name)), slot.kind, id(counter)
-                parts = series.setdefault(key, _Series(slot.name, slot, counter)).parts
-                parts.append((table, slot.value))
+                if key not in series:
+                    series[key] = _Series(slot.name, slot, counter)
+                series[key].parts.append((table, slot.value))
     return [candidate for candidate in series.values() if _is_usable(candidate)]
 
 
@@ -362,7 +368,7 @@ def interpret(
         table, n_dropped = _first_rank(table)
         data.skip("records of other ranks", n_dropped)
         first_rank.append(table)
-    named, adversarial = name_adversarial_losses(first_rank)
+    named, adversarial = name_adversarial_losses(name_letter_loss(first_rank))
     counters = count_steps(split_phases(named), step)
     candidates = _candidate_series(counters, _names_loss(named))
     if not any(_measures_training(series) or series.name in adversarial for series in candidates):

@@ -234,6 +234,8 @@ def _without_duplicates(table: LineTable) -> LineTable:
     rows = np.stack([slot.value for slot in table.slots])
     is_same = np.r_[False, ((rows[:, 1:] == rows[:, :-1]) | np.isnan(rows[:, 1:] + rows[:, :-1])).all(axis=0)]
     starts = np.flatnonzero(~is_same)
+    if len(starts) == len(is_same):
+        return table
     lengths = np.diff(np.r_[starts, len(is_same)])
     is_paired = (lengths % 2 == 0).mean() >= _EVEN_SHARE and (lengths == 2).mean() >= _PAIR_SHARE
     if not is_paired or len(starts) < _MIN_LINES:

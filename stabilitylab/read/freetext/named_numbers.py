@@ -208,10 +208,10 @@ def _name_by_following_counter(line: bytes, numbers: list[_NamedNumber]) -> list
     "The numbers, unnamed ones named by a counter word that follows them: `100/2826 batches`."
     named = []
     for number in numbers:
-        counter = None
         if not number.name and number.is_integer and number.kind == "value":
             counter = _COUNTER_AFTER.match(line, number.end)
-        named.append(number._replace(name=counter[1].decode().lower()) if counter else number)
+            number = number._replace(name=counter[1].decode().lower()) if counter else number
+        named.append(number)
     return named
 
 # %% ../../../nbs/api/read/freetext/01_named_numbers.ipynb #8d2853fe

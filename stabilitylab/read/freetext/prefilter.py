@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #d599fa18
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -142,29 +143,42 @@ def _named(piece: Piece, words: _Words) -> np.ndarray:
     return begin[is_metric | is_count | (is_unnamed & any_in(words.is_counter, before, before + 1))]
 
 
-_GRAM = 4  # bytes that are looked for at once; every needle has as many
-_GRAM_MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio (Knuth): the upper 16 bits are a hash
+# Of a word of four bytes or more, the first three or the three after the first stand at an even position:
+# only these are looked up, by the upper 16 bits of a product as their hash.
+_GRAM_BYTES = np.uint32(0xFFFFFF)
+_GRAM_MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio (Knuth)
 
 
-def _find_all(buf: np.ndarray, needles: frozenset[bytes]) -> dict[bytes, np.ndarray]:
-    "Every position of each of some words in bytes, (n,) int64; one look at each byte, however many they are."
-    first = np.array([int.from_bytes(needle[:_GRAM], "little") for needle in needles], "<u4")
-    is_first = np.zeros(2**16, bool)  # by hash
-    is_first[(first * _GRAM_MULTIPLIER).view("<u2")[1::2]] = True
-    text, positions = buf.tobytes(), []
-    for shift in range(_GRAM):  # a copy lies at even addresses, where four bytes are read as one integer
-        grams = np.frombuffer(text, "<u4", (len(buf) - shift) // _GRAM, shift).copy()
-        hashes = (grams * _GRAM_MULTIPLIER).view("<u2")[1::2]
-        positions.append(np.flatnonzero(is_first.take(hashes)) * _GRAM + shift)
-    occurrences: dict[bytes, list[int]] = {needle: [] for needle in needles}
-    by_gram: dict[bytes, list[bytes]] = {}
+def _hashes_of_grams(grams: np.ndarray) -> np.ndarray:
+    "A hash of the first three of four bytes, (n,) uint16, of (n,) uint32."
+    return ((grams & _GRAM_BYTES) * _GRAM_MULTIPLIER).view("<u2")[1::2]
+
+
+@cache
+def _is_gram(needles: frozenset[bytes]) -> np.ndarray:
+    "Which hashes three bytes of a needle have that may stand at an even position, (2**16,) bool."
+    grams = [int.from_bytes(needle[skip : skip + 3], "little") for needle in needles for skip in (0, 1)]
+    mask = np.zeros(2**16, bool)
+    mask[_hashes_of_grams(np.array(grams, "<u4"))] = True
+    return mask
+
+# %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #dbec9505
+def _find_all(piece: Piece, needles: frozenset[bytes]) -> dict[bytes, np.ndarray]:
+    "Every position of each of some words of four bytes or more in a piece, (n,) int64."
+    is_gram, text, even = _is_gram(needles), piece.buf.tobytes(), []
+    for shift in (0, 2):  # a copy lies at even addresses, where four bytes are read as one integer
+        grams = np.frombuffer(text, "<u4", (len(text) - shift) // 4, shift).copy()
+        even.append(np.flatnonzero(is_gram.take(_hashes_of_grams(grams))) * 4 + shift)
+    begins = np.concatenate(even)
+    begins = np.concatenate([begins, begins - 1])
+    begins = begins[(begins >= 0) & (begins < len(piece.words))]
+    first, occurrences = piece.words[begins], {}
     for needle in needles:
-        by_gram.setdefault(needle[:_GRAM], []).append(needle)
-    for position in np.concatenate(positions).tolist():
-        for needle in by_gram.get(text[position : position + _GRAM], ()):
-            if text.startswith(needle, position):
-                occurrences[needle].append(position)
-    return {needle: np.array(at, np.int64) for needle, at in occurrences.items()}
+        code = np.uint64(int.from_bytes(needle[:8], "little"))
+        at = begins[first & _MASKS[min(len(needle), 8)] == code]
+        is_long = len(needle) > 8
+        occurrences[needle] = at[[text.startswith(needle, i) for i in at.tolist()]] if is_long else at
+    return occurrences
 
 
 def _not_finite(buf: np.ndarray) -> np.ndarray:
@@ -184,6 +198,7 @@ def _select(piece: Piece, lines: np.ndarray) -> Piece:
 def candidate_lines(
     piece: Piece,  # whole lines
     needles: tuple[tuple[bytes, ...], ...] = (),  # words that make a line worth reading that has them all
+    numbered: tuple[tuple[bytes, ...], ...] = (),  # the same for a line that has a digit, too
 ) -> np.ndarray:  # (lines,) bool; False: the line holds no record, nor all words of one of the needles
     "Which lines may be a record or an event."
     has_number = (piece.n_runs > 0) | _lines_with(piece, _not_finite(piece.buf))
@@ -194,8 +209,10 @@ def candidate_lines(
         foreign = np.flatnonzero(part.buf >= _FIRST_NON_ASCII)  # words of other alphabets are not listed
         positions = np.concatenate([_decimals(part), _named(part, words), words.not_finite(), foreign])
         mask[has_number] = _lines_with(part, positions)
-    occurrences = _find_all(piece.buf, frozenset(chain(*needles)))
-    lines_with = {word: _lines_with(piece, positions) for word, positions in occurrences.items()}
-    for needle in needles:
-        mask |= np.logical_and.reduce([lines_with[word] for word in needle])
+    occurrences = _find_all(piece, frozenset(chain(*needles, *numbered)))
+    lines_with = {word: _lines_with(piece, at) for word, at in occurrences.items() if len(at)}
+    for needle in needles + numbered:
+        if all(word in lines_with for word in needle):
+            has_all = np.logical_and.reduce([lines_with[word] for word in needle])
+            mask |= has_all & (piece.n_runs > 0) if needle in numbered else has_all
     return mask

@@ -32,7 +32,7 @@ class StepCounter:
     @cached_property
     def n_steps(self) -> int:
         "Number of distinct steps."
-        return 0 if self.step is None else len(np.unique(self.step))
+        return 0 if self.step is None else 1 + int(np.count_nonzero(np.diff(np.sort(self.step))))
 
     @cached_property
     def bounded_order(self) -> np.ndarray:
@@ -92,11 +92,19 @@ def _is_complete(table: LineTable, slot: Slot) -> bool:
     return total is not None and bool((slot.value == total).all())
 
 
+def _may_count(slot: Slot, chosen: str | None) -> bool:
+    "Whether a number may be the step by its name: by the one that a user asked for, where there is one."
+    if chosen:
+        return slot.name.lower() == chosen.lower()
+    return not slot.name or slot.has_total or meaning(slot.name) == "step"
+
+
 def _step_slot(table: LineTable, epoch: Slot | None, chosen: str | None) -> Slot | None:
     "The number that counts steps in the lines of a table; None where none does."
-    values = [slot for slot in table.slots if slot.kind == "value" and _is_count(slot.value)]
+    values = [slot for slot in table.slots if slot.kind == "value" and _may_count(slot, chosen)]
+    values = [slot for slot in values if _is_count(slot.value)]
     if chosen:
-        return next((slot for slot in values if slot.name.lower() == chosen.lower()), None)
+        return next(iter(values), None)
     # `batch 3 | global step 120 | loss 2.5`: both count, and the name says which counts the run
     named = [s for s in values if meaning(s.name) == "step" and s.unit not in _TIME_UNITS]
     if named:
@@ -137,8 +145,9 @@ def _epochs_from_restarts(count: np.ndarray, total: np.ndarray | None) -> np.nda
     if not len(last) or (total is None and len(last) < 2):
         return None
     ends = count[last]
-    spacing = np.median(np.diff(count)[np.diff(count) > 0]) if (np.diff(count) > 0).any() else 1.0
-    size = np.median(total) if total is not None else np.median(ends)
+    rises = np.diff(count)[np.diff(count) > 0]
+    spacing = _median(rises) if len(rises) else 1.0
+    size = _median(ends if total is None else total)
     at_end = np.abs(ends - size) <= max(spacing, 0.02 * size)
     if at_end.mean() < 0.8:
         return None
@@ -216,7 +225,7 @@ def _epochs_above(
         return epoch
     return nearest_steps(order, headers).astype(float)
 
-
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #c248e002
 def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]

@@ -19,7 +19,7 @@ from ..freetext.named_numbers import named_numbers
 from ..freetext.prefilter import candidate_lines
 from ..freetext.rows import name_rows, read_printed_lists
 from ..freetext.words import meaning
-from ..text import EVENT_WORDS, is_message, place_events, read_lines
+from ..text import EVENT_WORDS, NUMBERED_EVENT_WORDS, is_message, place_events, read_lines
 
 # %% ../../../nbs/api/read/logs/generic.ipynb #90d85763
 def _records(line: bytes) -> list[Hit]:
@@ -34,7 +34,8 @@ def read_generic(
     loss: str | None = None,  # name of the series that is the training loss; None: detected
 ) -> LogData:  # series; records are numbered where the text has no steps
     "The series of a text of unknown form."
-    lines = read_lines(path, _records, partial(candidate_lines, needles=EVENT_WORDS))
+    candidates = partial(candidate_lines, needles=EVENT_WORDS, numbered=NUMBERED_EVENT_WORDS)
+    lines = read_lines(path, _records, candidates)
     data = interpret(name_rows(line_tables(lines.samples), Path(path)), step, loss)
     if "loss_is" not in data.attrs and not (step or loss):
         printed = read_printed_lists(path)

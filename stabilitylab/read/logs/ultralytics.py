@@ -17,7 +17,7 @@ from ..base import COLOUR, Format, Hit, LogData, register_formats
 from ..freetext.prefilter import candidate_lines
 from ..freetext.words import is_evaluation, meaning
 from .csv_formats import read_csv
-from ..text import EVENT_WORDS, pieces, read_lines
+from ..text import EVENT_WORDS, NUMBERED_EVENT_WORDS, pieces, read_lines
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/ultralytics.ipynb #9a385622
@@ -177,7 +177,8 @@ def _read_console(path: Path) -> LogData:
         steps, values, offsets = zip(*points, strict=True)
         order = np.array(offsets, np.int64)
         log.samples[name] = Samples(np.array(steps, np.int64), np.array(values, np.float64), order)
-    messages = read_lines(path, lambda line: [], partial(candidate_lines, needles=EVENT_WORDS))
+    candidates = partial(candidate_lines, needles=EVENT_WORDS, numbered=NUMBERED_EVENT_WORDS)
+    messages = read_lines(path, lambda line: [], candidates)
     log.events, log.n_lines = messages.events, messages.n_lines
     log.attrs |= {"step_is": "epoch", "lines_used": console.n_rows, "lines": log.n_lines}
     return log
