@@ -107,7 +107,9 @@ def main(
         sys.stdout.flush()
         return code
     except BrokenPipeError:
+        # Python flushes stdout once more at its end, and would complain about the closed pipe there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # as a shell has it for SIGPIPE, 128 + 13, and below for SIGINT, 128 + 2
         return 141
     except KeyboardInterrupt:
         return 130

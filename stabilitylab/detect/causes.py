@@ -104,6 +104,7 @@ def find_recorded_faults(
     facts = evidence(run)
     findings: list[Finding] = []
     for row in _FAULTS:
+        # a fault is a fact of the record: nothing is weighed for or against it
         own = {
             "need": row.get("fact", row["need"]),
             "at": row.get("dated", row["at"]),

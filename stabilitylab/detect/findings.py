@@ -43,6 +43,7 @@ class Finding:
             raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
         for name in ("onset", "end"):
             step = getattr(self, name)
+            # JSON has no numbers of numpy; a frozen dataclass is set past its own `__setattr__`
             object.__setattr__(self, name, None if step is None else int(step))
         if self.end is None:
             object.__setattr__(self, "end", self.onset)
@@ -170,6 +171,7 @@ class Findings(Sequence):
         for f in self:
             evidence = {f"evidence.{name}": value for name, value in f.evidence.items()}
             rows.append({name: getattr(f, name) for name in _COLUMNS} | evidence)
+        # pandas' own integers hold a missing step; numpy's would make floats of all steps
         return pd.DataFrame(rows).astype({"onset": "Int64", "end": "Int64"})
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     )
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #8d778788
-_COMPUTED_IN_ORDER = {  # (group, variable), last computed first -> what it is
+_COMPUTED_IN_ORDER = {  # (group, variable) -> what it is, whether the last module is computed first
     ("activations", "nonfinite_count"): ("The output", False),
     ("activations", "grad_nonfinite_count"): ("The gradient at the output", True),
     ("gradients", "nonfinite_count"): ("The gradient", True),

@@ -23,6 +23,7 @@ def swap_facts(
     step: int,  # that was tested
 ) -> RunFacts:  # {} where it blames neither side alone
     "What a verdict says for and against the causes of a jump."
+    # a verdict on both, or on neither, separates no two causes
     if verdict not in ("bad batch", "bad state"):
         return {}
     is_batch = verdict == "bad batch"

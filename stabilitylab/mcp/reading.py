@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
+from ..detect.likely_cause import most_likely
 from ..investigation.opening import open_recordings
 from .answers import answer
 from .paths import allowed_path
@@ -35,26 +36,32 @@ class Runs:
         for root in self.roots:
             if not root.is_dir():
                 raise bad_input("root", str(root), "a folder that is there")
-        self._runs: dict[tuple[Path, float], tuple[Recording, Findings]] = {}
+        self._runs: dict[Path, tuple[float, Recording, Findings]] = {}  # with the time of the last change
 
     def _open(self, run: str) -> tuple[Recording, Findings]:
         "A run with its findings; read again where it has changed."
         path = allowed_path(run, self.roots)
-        key = (path, path.stat().st_mtime)
-        if key not in self._runs:
+        changed = path.stat().st_mtime  # before it is read: what is appended meanwhile makes it new again
+        if path not in self._runs or self._runs[path][0] != changed:
             recordings = open_recordings(path)
             if len(recordings) > 1:
                 raise bad_input(
                     "run", run, "one run", f"it holds {', '.join(list(recordings)[:8])}; name one of them"
                 )
             [recording] = recordings.values()
-            self._runs[key] = recording, diagnose(recording)
-        return self._runs[key]
+            self._remember(path, changed, recording, diagnose(recording))
+        return self._runs[path][1:]
 
     def _keep(self, run: str, recording: Recording, findings: Findings) -> None:
         "Later answers about a run come from these findings."
         path = allowed_path(run, self.roots)
-        self._runs[path, path.stat().st_mtime] = recording, findings
+        self._remember(path, path.stat().st_mtime, recording, findings)
+
+    def _remember(self, path: Path, changed: float, recording: Recording, findings: Findings) -> None:
+        "Takes a run as the last one opened, in place of an earlier version of it."
+        # a log that grows is another one at every call: kept beside each other, none would ever be freed
+        self._runs.pop(path, None)
+        self._runs[path] = changed, recording, findings
 
     def _symptom(self, run: str) -> int | None:
         "The step at which the loss answered."
@@ -62,8 +69,11 @@ class Runs:
         return brief(recording.run, findings).symptom_step
 
     def _replayable(self, run: str, step: int | None = None) -> int | None:
-        "The recorded step nearest to one; None where nothing can be replayed."
-        steps = self._open(run)[0].steps
+        "The recorded step nearest to one, else to the cause or the symptom; None where there is none."
+        recording, findings = self._open(run)
+        steps, likely = recording.steps, most_likely(findings)
+        if step is None and likely is not None:
+            step = likely.step
         wanted = self._symptom(run) if step is None else step
         return min(steps, key=lambda s: abs(s - (wanted or 0)), default=None)
 

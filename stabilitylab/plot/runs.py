@@ -42,6 +42,7 @@ def plot_runs(
     for i, (name, da) in enumerate(curves.items()):
         if name in hidden:
             continue
+        # after eight runs the colours come again with another dash
         turn, shade = divmod(i, len(RUN_COLOURS))
         zorder = 3 - order.index(name) / len(order) if name in order else 2
         look: dict[str, Any] = {"color": RUN_COLOURS[shade], "linewidth": 1, "zorder": zorder}

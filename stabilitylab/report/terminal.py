@@ -156,6 +156,7 @@ _RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the firs
 # %% ../../nbs/api/report/04_terminal.ipynb #e1ac5386
 def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]:
     "The most likely cause and what to do next."
+    # painted after it is wrapped: a colour code takes no room on the line
     text = _wrapped(f"{_CAUSE} {likely.cause}", width, 2, 2)
     yield text.replace(_CAUSE, _paint(_CAUSE, "head", colour), 1)
     yield "  " + _paint(_NEXT, "head", colour)

@@ -146,6 +146,7 @@ def _run_legend(
     order: Sequence[str],  # the same names, those first that stand first
 ) -> list[dict]:  # name, label and colour, as the page shows them below the picture
     "What can be hidden by a click."
+    # by the order of opening, not of the table, which changes with every diagnosis
     shades = {name: RUN_COLOURS[index % len(RUN_COLOURS)] for index, name in enumerate(names)}
     return [{"name": name, "label": name, "colour": shades[name]} for name in order]
 
@@ -240,6 +241,7 @@ class RunsView(StateView):
             self.call.call = _runs_call(state, look)
         if self.is_due("diagnosis", state.runs):
             works = [partial(_diagnosed, name, run) for name, run in state.runs.items()]
+            # a list of its own: rows of an earlier set of runs that still come in must not mix with these
             beside(partial(self._take_row, state.runs, []), *works)
 
     def _take_row(self, runs: dict[str, xr.DataTree], rows: list[RunRow], row: RunRow) -> None:

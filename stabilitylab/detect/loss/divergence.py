@@ -75,7 +75,9 @@ def validation_improved(
 def _wander(value: np.ndarray) -> float:
     "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
     if len(value) < count_limit("least_long"):  # a median of a few differences is no estimate
+        # x0 - 2 x1 + x2 of white noise has 1 + 4 + 1 times the variance of a record
         return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
+    # noise with a memory shows only between records that lie far apart; eight spans at least make a median
     lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
     return max(difference_noise(value, lag) for lag in lags)
 
@@ -210,6 +212,7 @@ def _largest_rise(
     climb = level - lowest
     top = int(np.argmax(climb))
     low = float(lowest[top])
+    # of equal lowest blocks the last one: a flat bottom is no part of the climb
     first = int(np.flatnonzero(level[: top + 1] == low)[-1])
     # it lasts while more than half of the climb is still there
     up = level > low + climb[top] / 2
