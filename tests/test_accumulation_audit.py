@@ -148,10 +148,12 @@ def test_what_is_no_denominator_is_unknown():
 def test_audit_leaves_the_model_as_it_was():
     model, parts = Tiny().train(), [microbatch([5, 9], 10, 0), microbatch([4], 6, 1)]
     model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.mix.eval()  # a frozen part
     before = {n: p.clone() for n, p in model.named_parameters()}
     audit_accumulation(model, parts, token_loss, loop("microbatch_mean", 1, 2, parts))
     assert (
         model.training
+        and not model.mix.training
         and (model.head.weight.grad == 1).all()
         and model.mix.weight.grad is None
         and all(torch.equal(before[n], p) for n, p in model.named_parameters())

@@ -19,6 +19,7 @@ from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_quantized_loss
 from stabilitylab.detect.policy import policy_series
 from stabilitylab.detect.restarts import find_changed_settings
+from stabilitylab.detect.speed import find_creeping_steps
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -173,3 +174,11 @@ def test_a_slow_stretch_is_told_in_the_unit_that_was_logged(name):
 
 def test_a_learning_rate_that_is_nan_throughout_raises_nothing():
     assert not find_lr_jump(run_of(loss=noisy(3, 60), lr=np.full(60, np.nan)))
+
+
+@pytest.mark.parametrize("work", [np.full(400, np.nan), np.array([1.0, 2.0])])
+@pytest.mark.filterwarnings("error")
+def test_a_batch_size_without_enough_values_excuses_no_creeping_steps(work):
+    times = np.linspace(0.5, 1.2, 400) * np.exp(0.001 * noisy(0, 400, sd=1))
+    run = run_of(loss=noisy(3, 400), step_time=times, batch_size=work)
+    assert [f.kind for f in find_creeping_steps(run)] == ["throughput_drop"]

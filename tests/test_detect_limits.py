@@ -255,6 +255,14 @@ def update_rms(peak, entries=8192, crossings=1):
     return len(found[0].evidence["steps"]) if found else 0
 
 
+def test_the_ceiling_of_rms_is_that_of_the_step_not_of_the_row():
+    group = columns("param", ["w"], update_rms=np.full((50, 1), 3.0))
+    group = group.assign_coords(step=1000 + 10 * group.step)
+    run = run_of(attrs={"shapes": {"w": [8192]}, "betas": [0.9, 0.95]}, groups={"optimizer": group})
+    (finding,) = find_update_rms_excess(run)
+    assert finding.evidence["ceiling"] == pytest.approx(0.05**-0.5)
+
+
 def lead(steps, crossings=1, n=400):
     "A spike of the loss so many steps after the last of `crossings` of the limit of RMS_t."
     rms = np.ones((n, 1))

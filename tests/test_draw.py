@@ -59,6 +59,19 @@ ENDS = {  # the last line of a traceback -> (failure, a word of its first advice
     "ModuleNotFoundError: No module named 'flash_attn'": ("module missing", "flash_attn"),
     "FileNotFoundError: [Errno 2] No such file or directory: 'data/a.bin'": ("missing file", "data/a.bin"),
     "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.": ("loader worker", "shm"),
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. ": (
+        "loader stopped",
+        "scheduler",
+    ),
+    "RuntimeError: DataLoader worker (pid 7) exited unexpectedly with exit code 1.": (
+        "loader worker failed",
+        "num_workers=0",
+    ),
+    "ValueError: No valid checkpoint found in output directory (out)": ("no checkpoint to resume", "resume"),
+    "FileExistsError: Checkpoint directory /a/b already exists. Use --overwrite or --resume": (
+        "output exists",
+        "--overwrite",
+    ),
     "OSError: [Errno 122] Disk quota exceeded": ("disk quota", "quota"),
     "KeyError: 'input_ids'": ("key missing", "keys"),
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": (
@@ -114,3 +127,23 @@ def test_the_loss_of_a_policy_that_earns_more_is_no_alarm(tmp_path):
     (tmp_path / "a.csv").write_text("step,loss,ep_rew_mean,approx_kl\n" + "\n".join(rows) + "\n")
     (run,) = read_runs(tmp_path / "a.csv").values()
     assert not [f for f in diagnose(run) if f.severity != "info"]
+
+
+def test_the_last_launch_is_not_explained_by_the_one_before(tmp_path):
+    worker = "RuntimeError: DataLoader worker (pid 7) exited unexpectedly with exit code 1."
+    launch = "nohup: ignoring input\n"
+    text = launch + TRACE + worker + "\n" + launch + TRACE + "ValueError: no format to read the file\n"
+    top = most_likely(diagnose(run_of(tmp_path, "a.log", text)))
+    assert "ValueError" in top.cause and "worker" not in top.cause
+
+
+def test_a_loss_that_is_called_by_one_letter_is_the_loss(tmp_path):
+    lines = [f"[ep 0 step {20 * k} t={k}s] L={0.4 / (1 + k):.4f} PSNR={10 + k / 7:.2f}" for k in range(30)]
+    scalars = run_of(tmp_path, "a.log", "\n".join(lines) + "\n")["scalars"]
+    assert float(scalars.loss.max()) == 0.4 and scalars.loss.sizes["step"] == 30
+
+
+def test_a_statistic_that_is_not_defined_where_nothing_varies_is_a_note(tmp_path):
+    rows = [f"{k},{3 - k / 50:.3f},{'nan' if k % 3 else 0.5}" for k in range(60)]
+    findings = diagnose(run_of(tmp_path, "a.csv", "step,loss,explained_variance\n" + "\n".join(rows) + "\n"))
+    assert [f.severity for f in findings.of("non_finite")] == ["info"]

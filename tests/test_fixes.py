@@ -225,6 +225,24 @@ def test_a_ramp_keeps_the_function_at_first_and_ends_at_the_norm(name):
     torch.testing.assert_close(outputs(training), outputs(other))
 
 
+def test_gradients_summed_in_float32_are_unscaled_all_the_same(subtests):
+    def step_with(*names, scaler=None):
+        "A step of SGD, whose update is as large as its gradient."
+        training = training_for("grad_sum_fp32", steps=0)
+        training.model.eval()  # without dropout
+        training.optimizer, training.scaler = torch.optim.SGD(training.model.parameters(), lr=0.1), scaler
+        apply_all(training, [fix(name) for name in names])
+        return training.run_step(), training.model.state_dict()
+
+    plain, weights = step_with("grad_sum_fp32")
+    for case in (("loss_scaling", None), ("predivide", None), (None, torch.amp.GradScaler("cpu"))):
+        with subtests.test(case=case):
+            name, scaler = case
+            stepped, own = step_with("grad_sum_fp32", *([name] if name else []), scaler=scaler)
+            assert stepped.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
+            torch.testing.assert_close(own, weights)
+
+
 GUARDS = [
     "zclip",
     "adagc",

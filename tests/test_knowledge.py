@@ -12,6 +12,7 @@ from stabilitylab.cases.notes import is_found, run_call
 from stabilitylab.detect.likely_cause import _TABLE as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
 from stabilitylab.knowledge.choice import load_fits
+from stabilitylab.knowledge.crashes import explain_crash
 from stabilitylab.knowledge.phenomena import contradictions, load_rows, phenomena, search
 from stabilitylab.knowledge.remedies import remedies_for, remedies_table
 from stabilitylab.knowledge.sources import source_url
@@ -274,3 +275,13 @@ def test_every_remedy_that_can_be_run_has_a_fix_or_a_call():
     waiting = {row for item in ITEMS.values() if item["state"] == "missing" for row in item["rows"]}
     remedies = {row["id"] for row in ROWS["remedies"] if row["what"] == "remedy"}
     assert remedies <= linked | called | waiting
+
+
+@pytest.mark.parametrize(
+    "tried, is_fragmented", [("2.00GiB", True), ("4.00 GiB", False), ("1.2.3 GiB", False)]
+)
+def test_a_size_may_have_no_space_before_its_unit(tried, is_fragmented):
+    words = f"CUDA out of memory. Tried to allocate {tried}. 3.00GiB is reserved by PyTorch but unallocated."
+    crash = {"cause": "out of GPU memory", "name": "torch.OutOfMemoryError", "message": words}
+    told = explain_crash(crash | {"rank": 0, "step": 5, "outside": False})
+    assert any("3.00GiB" in step for step in told["next"]) == is_fragmented

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import threading
@@ -202,6 +203,15 @@ def test_what_changed_between_two_snapshots():
     told = Tools([SAMPLE.parent]).state_diff("lm_high_lr", 300, 350, top=3)
     assert len(told["rows"]) == 3 and told["rows"][0]["all_zero"] is False
     assert any("lr" in str(row[0]) for row in told["settings"])
+
+
+def test_of_a_growing_log_only_the_last_version_is_kept(tmp_path):
+    log, tools = tmp_path / "run.log", Tools([tmp_path])
+    for n in (20, 30, 40):
+        log.write_text("".join(f"step {i} loss {3 - i / 100}\n" for i in range(n)))
+        os.utime(log, (n, n))
+        assert len(tools._open("run.log")[0].run["scalars"].step) == n
+    assert len(tools._runs) == 1
 
 
 @pytest.mark.parametrize(

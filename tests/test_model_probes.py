@@ -14,7 +14,8 @@ from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.translation import TranslationModel
 from stabilitylab.probe.checks.forgetting import forgetting, longest_that_fits, repetition
-from stabilitylab.probe.checks.positions import padding_influence, shift_invariance
+from stabilitylab.probe.checks.invariants import check_training
+from stabilitylab.probe.checks.positions import padding_influence, position_reliance, shift_invariance
 from stabilitylab.probe.checks.vocabulary import check_vocabulary, sizes_to_take
 
 TOKENS = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -216,3 +217,27 @@ def test_a_step_in_place_does_not_count_the_parameters_twice():
         assert live.live == live.peak == sum(sizes)
         kept = model.weight * 2
         assert live.live == sum(sizes) + 4 * kept.numel()
+
+
+def test_a_check_of_training_leaves_statistics_and_frozen_parts_as_they_were():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).train()
+    model[0].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = torch.randn(8, 4)
+    check_training(model, torch.optim.AdamW(model.parameters()), batch, lambda m, b: m(b).square().mean())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model] == [False, True, True]
+
+
+def test_a_loss_that_fails_does_not_leave_a_model_without_positions():
+    class Positioned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = torch.nn.Embedding(4, 4)
+
+    model, losses = Positioned(), iter([1.0])
+    before = model.positions.weight.detach().clone()
+    with pytest.raises(StopIteration):
+        position_reliance(model, lambda: torch.tensor(next(losses)))
+    assert torch.equal(model.positions.weight, before)

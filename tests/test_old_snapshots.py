@@ -96,3 +96,8 @@ def test_a_record_of_a_slow_failure_replays_a_step_from_before_it(tmp_path):
     assert steps[0] == 0 and early and middle and steps[-1] == 79
     box = sorted(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "r").rglob("snapshot-*.pt"))
     assert box[0] == 0 and len(box) <= 5
+
+
+def test_a_box_that_may_pin_nothing_pins_nothing():
+    limits = BoxLimits(every=10, keep=1, old=1, max_pinned=0)
+    assert 200 not in _kept(limits, 60, pins={20})[-1]

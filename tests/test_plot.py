@@ -7,6 +7,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.plot.downsample import broken_points, keep_extremes, line_pieces
 from stabilitylab.plot.findings import panels_of, plot_findings
+from stabilitylab.plot.heads import extra_view_picture, extra_views
+from stabilitylab.plot.look import moving_mean, x_values
 from stabilitylab.plot.loss import _restart_steps, plot_loss, plot_series, short_number, wants_log
 from stabilitylab.plot.svg import findings_svg
 from stabilitylab.plot.theme import COLOURS, colour, theme
@@ -222,3 +225,32 @@ def test_an_arm_keeps_its_colour_while_another_has_not_begun():
     colours = {line.get_label(): line.get_color() for line in whole.lines}
     assert late.lines[-1].get_label() == "qk_norm" and late.lines[-1].get_color() == colours["qk_norm"]
     assert colours["unchanged"] != colours["qk_norm"] and len(late.lines) == 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([1.0, 2.5, -3.0, 1e20, np.nan, np.inf]), max_size=60), st.integers(1, 25))
+def test_a_moving_mean_is_the_mean_of_its_window_after_a_huge_value_too(values, window):
+    half, y = window // 2, np.array(values)
+    for i, smoothed in enumerate(moving_mean(y, window)):  # slow twin
+        inside = y[max(i - half, 0) : i + half + 1]
+        inside = inside[np.isfinite(inside)]
+        assert smoothed == pytest.approx(inside.mean(), rel=1e-9) if len(inside) else np.isnan(smoothed)
+
+
+def test_a_missing_time_does_not_move_the_clock():
+    time = np.datetime64("2026-01-01T00:00") + 60 * np.arange(20) * np.timedelta64(1, "s")
+    time = np.where(np.arange(20) == 7, np.datetime64("NaT"), time).astype("datetime64[ns]")
+    scalars = make_scalars({"loss": Samples(np.arange(20), np.ones(20), time=time)})
+    step, minutes, words = x_values(scalars, "time")
+    assert 7 not in step and words.startswith("minutes") and minutes.tolist() == step.tolist()
+
+
+def test_the_further_views_of_a_record_that_does_not_begin_at_step_0():
+    units = {"long_name": "made", "units": "1"}
+    streams = {"stream_first": 300.0, "stream_second": 3.0, "stream_third": 2.0, "stream_median": 0.1}
+    data = {n: (("step", "layer"), np.full((3, 2), value), units) for n, value in streams.items()}
+    data["sink_score"] = ("step", "layer", "head"), np.full((3, 2, 2), 0.5), units
+    coords = {"step": [100, 110, 120], "module": ("layer", ["a", "b"]), "role": ("layer", ["self", "self"])}
+    run = new_run(attention=xr.Dataset(data, coords))
+    assert [name for _, name in extra_views(run)] == ["massive"]
+    assert extra_view_picture(run, "massive", at=113.0).startswith(b"\x89PNG")

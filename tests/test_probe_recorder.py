@@ -2,10 +2,13 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -431,6 +434,77 @@ def test_first_bad_tensor(tmp_path, mode):
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters()) == (mode == "skip")
     if mode == "skip":
         assert run["scalars"].skipped.values.tolist() == [0, 0, 1, 0]
+
+
+def test_a_stop_does_not_wait_for_a_place_that_the_record_never_names(tmp_path):
+    "A forward pass without a backward pass, as a validation without `no_grad`, is left out of the record."
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer, errors = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def loop():
+        with Recorder(model, optimizer, tmp_path / "r", on_nonfinite="stop") as recorder:
+            model(torch.full((2, 4), float("nan")))
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            try:
+                recorder.step(loss)
+            except FloatingPointError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and errors == [
+        "step 0: a value is not finite, which the record does not hold"
+    ]
+
+
+def test_steps_that_are_left_out_while_a_part_is_written_are_told_in_the_next():
+    from stabilitylab.probe.writer import _Pending
+
+    pending, parts = _Pending(), []
+
+    class SlowStore:
+        def append(self, arrays, events):
+            parts.append([text for _, _, text, _ in events])
+            if len(parts) == 1:
+                pending.lost += [7, 8]  # as the training loop does meanwhile
+
+    pending.lost.append(3)
+    pending.write(SlowStore())
+    pending.write(SlowStore())
+    assert parts == [["1 steps from 3 to 3 were not recorded"], ["2 steps from 7 to 8 were not recorded"]]
+    assert pending.lost == []
+
+
+def test_a_start_that_is_killed_while_it_moves_the_older_record_loses_nothing(tmp_path, monkeypatch):
+    from stabilitylab.run.live import LiveStore
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        recorder.step(1.0)
+    parts = {part.name for part in (tmp_path / "r").iterdir() if part.name != "live"} - {".lock"}
+    rename, left = Path.rename, [0]
+
+    def killed(self, target):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("killed")
+        return rename(self, target)
+
+    for count in range(len(parts)):
+        folder = tmp_path / f"killed-{count}"
+        shutil.copytree(tmp_path / "r", folder)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+            left[0] = count
+            patch.setattr(Path, "rename", killed)
+            LiveStore(folder, {}, {})
+        LiveStore(folder, {}, {}).close(merge=False)
+        assert {part.name for part in (folder / "live" / "closed").iterdir()} == parts, count
 
 
 @pytest.mark.slow  # models of others

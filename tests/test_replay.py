@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from stabilitylab.cases.samples import sample
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.numerics.pytree import is_same
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import compare_precision
 from stabilitylab.replay.examine import _before_onset, controls, examine
 from stabilitylab.replay.find_setup import setup_of
-from stabilitylab.replay.resume import rerun_verdict
+from stabilitylab.replay.resume import rerun_verdict, resume_check
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay
 from stabilitylab.replay.swap import swap_test
@@ -408,3 +409,20 @@ def test_planted_causes_are_told_under_clipping():
     for kind, right in KINDS.items():
         assert told[kind][right] >= runs - 1, told
         assert told[kind][right] + told[kind]["cannot tell"] == runs, told
+
+
+def test_a_state_with_nan_is_the_same_after_save_and_load():
+    "`torch.equal` says that a NaN is not the NaN that it was; to the last bit it is."
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    setup = Setup(lambda: torch.nn.Linear(2, 1), lambda model, batch: model(batch).mean(), sgd)
+    weights = {"weight": torch.tensor([[float("nan"), 1.0]]), "bias": torch.zeros(1)}
+    moments = {0: {"momentum_buffer": torch.tensor([[float("nan"), 0.0]])}}
+    state = {"state": moments, "param_groups": sgd(setup.model()).state_dict()["param_groups"]}
+    through = Snapshot(setup, weights, state, step=3)
+    table = resume_check(through, deepcopy(through), Batch([torch.ones(2, 2)]))
+    assert table.empty and table.attrs["next_step_equal"], table
+    assert not is_same(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+    assert not is_same(torch.zeros(1), 0.0) and not is_same(torch.tensor([0.0]), torch.tensor([-0.0]))

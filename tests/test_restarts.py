@@ -385,3 +385,10 @@ def test_a_console_of_dicts_has_its_own_steps_and_its_rollback(tmp_path):
     (run,) = read_runs(tmp_path / "train.out").values()
     assert run["scalars"].step.values.tolist() == steps and "step" not in run["scalars"].data_vars
     assert [(finding.kind, finding.onset) for finding in diagnose(run)][:1] == [("restart", 210)]
+
+
+def test_clipped_norms_that_are_nan_throughout_are_no_threshold():
+    step = np.arange(50)
+    norms = {"grad_norm": np.ones(50), "clipped_grad_norm": np.full(50, np.nan)}
+    run = new_run(make_scalars({name: Samples(step, value) for name, value in norms.items()}))
+    assert clipped_share(run) is None

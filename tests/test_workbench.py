@@ -3,15 +3,18 @@
 import asyncio
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stabilitylab.detect.findings import Finding
+from stabilitylab.detect.likely_cause import MostLikely
 from stabilitylab.replay.examine import controls
 from stabilitylab.run.job import ThreadJob
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench import view_accumulation
+from stabilitylab.workbench import view_accumulation, view_overview
 from stabilitylab.workbench.state import WorkbenchState, open_state
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_accumulation import AccumulationView
@@ -224,3 +227,12 @@ def test_what_moved_first_is_shown_although_the_picture_stands_at_later_steps():
     overview.go_to_layers()
     assert state.finding.kind == "activation_explosion" and state.finding.onset == 218
     assert state.visible == "layers" and state.x_range == ()
+
+
+def test_show_why_leads_to_the_problem_where_the_reasons_are_of_the_layers_or_the_swap_test():
+    plateau = Finding("plateau", "warning", 10, explanation="It stayed.")
+    findings = [Finding("restart", "info", 99), plateau, Finding("loss_spike", "warning", 101)]
+    likely = MostLikely("The batch was out of range.", ("The swap test says so.",), ("Skip it",), step=100)
+    assert view_overview._finding_of(likely, findings) == 2
+    assert view_overview._finding_of(replace(likely, because=("It stayed.",)), findings) == 1
+    assert view_overview._finding_of(likely, findings[:1]) == -1

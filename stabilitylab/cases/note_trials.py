@@ -72,6 +72,7 @@ def swapped_positions(
 
     trained, other, fresh = model_with("learned"), model_with(positions), model_with(positions)
     _trained(trained, task.at, range(steps), 5e-3)
+    # the table of positions has no place in the other model; everything else goes over
     fitting = {name: w for name, w in trained.state_dict().items() if name in other.state_dict()}
     other.load_state_dict(other.state_dict() | fitting)
     with torch.no_grad():

@@ -137,6 +137,7 @@ def _matched_names(
     only_b = _by_plain_name(name for name in b if name not in a and name not in pairs)
     for plain, names in _by_plain_name(name for name in a if name not in b and name not in pairs).items():
         partners = only_b.get(plain, [])
+        # two modules may differ by a wrapper's word alone: then neither pair is certain
         if len(names) == 1 and len(partners) == 1:
             pairs[names[0]] = partners[0]
     return {name: pairs[name] for name in a if name in pairs}

@@ -88,6 +88,7 @@ def _checked_names(path: Path | RemoteFile, header: bytes, size: int) -> list[st
         with safe_open(str(path), "pt") as opened:
             return list(opened.keys())
     with tempfile.TemporaryDirectory() as folder:
+        # the library compares the header with the file's size: a hole of that size costs no bytes
         sparse = Path(folder) / "header.safetensors"
         with open(sparse, "wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -113,6 +114,7 @@ def inside(
     "A file of the folder (or of its hub cache), or an error where the name leads out of it."
     named = PurePosixPath(name)
     is_below = not named.is_absolute() and ".." not in named.parts and "\0" not in name
+    # resolved, as a link inside of the folder may lead out of it
     path = (folder / name).resolve() if is_below else folder
     if not is_below or not any(path.is_relative_to(home) for home in _homes(folder)):
         raise InputError(
@@ -127,6 +129,7 @@ def _homes(folder: Path) -> list[Path]:
     "Folders in which the files of a checkpoint may lie."
     here = folder.absolute()
     is_snapshot = here.parent.name == "snapshots" and (here.parent.parent / "blobs").is_dir()
+    # a snapshot of the hub cache is a folder of links into `blobs`
     cache = [(here.parent.parent / "blobs").resolve()] if is_snapshot else []
     return [folder.resolve(), *cache]
 

@@ -129,6 +129,7 @@ def _of_order(ckpt: Checkpoint, params: HeldParams, states: Mapping) -> tuple[di
     for candidates in ([part for part in parts if len(part) == count], parts, [full]):
         matches = [_by_order(params.groups, states, model) for model in candidates]
         matches = [(names, words) for names, words in matches if names]
+        # copies of a model, such as an average of its weights, give the same names: only others contradict
         if len({tuple(names.items()) for names, _ in matches}) > 1:
             return {}, "several parts of the checkpoint have the shapes of the state"
         if matches:

@@ -139,6 +139,7 @@ def _refer(machine: _Machine, persistent_id: tuple) -> object:
     if persistent_id[0] == "module":
         return persistent_id[1]
     described = storage(persistent_id)
+    # tensors of one storage name it each time: the first description stands for all
     return machine.storages.setdefault(described.key, described)
 
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #3da33496

@@ -226,6 +226,7 @@ def _array(data: object, kind: _Kind, shape: tuple, order: Literal["C", "F"] = "
     if dtype is None or not isinstance(data, bytes | bytearray):
         return UnreadableTensor("an array of other things than numbers")
     values = np.frombuffer(data, dtype).reshape(_sizes(shape), order=order)
+    # torch has tensors of the machine's own byte order alone
     return values.astype(values.dtype.newbyteorder("="))
 
 

@@ -74,6 +74,7 @@ class LazyTensor:
         count, row = math.prod(self.shape), math.prod(self.shape[1:])
         step = max(1, limit // self.dtype.itemsize)
         if 0 < row <= step:
+            # whole rows, so that statistics of rows need not join pieces
             step = step // row * row
         for first in range(0, count, step):
             yield self.flat(first, min(first + step, count))
@@ -109,6 +110,7 @@ class _Span:
             if isinstance(self.path, RemoteFile):
                 values[:] = self.path.read(begin, begin + len(values))
                 return out
+            # unbuffered: `readinto` fills the tensor's own memory, without a copy in between
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(begin)
                 _fill(file, values, self.path, self.name)

@@ -60,6 +60,7 @@ def _is_contiguous(shape: tuple, stride: tuple) -> bool:
     expected = 1
     for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if length > 1 and step != expected:
+            # an empty tensor has no order that could be wrong
             return 0 in shape
         expected *= length
     return True
@@ -71,6 +72,7 @@ def _strided(tensor: StoredTensor, path: Path, begin: int, size: int) -> Callabl
 
     def read(first: int, last: int) -> torch.Tensor:  # counted in rows
         "Rows `first` to `last - 1`, copied, so that the file can be closed."
+        # copy on write: `torch.frombuffer` warns of memory that cannot be written
         mapped = np.memmap(path, np.uint8, "c", begin, (size // itemsize * itemsize,))
         values = torch.frombuffer(mapped, dtype=torch.uint8).view(tensor.dtype)
         return values.as_strided(tensor.shape, tensor.stride, tensor.offset)[first:last].clone()
@@ -206,6 +208,7 @@ class _Archive:
         self.path, self.begin, self.size = path, begin, size
         with FileSlice(path, begin, size) as file:
             self.entries = self._entries(file)
+            # the one nearest to the root, as further down may be a file of the user's
             name = min((n for n in self.entries if n.split("/")[-1] == "data.pkl"), key=len, default=None)
             if name is None:
                 some = ", ".join(printable(n, 40) for n in list(self.entries)[:3]) or "nothing"
@@ -246,6 +249,7 @@ class _Archive:
         entry = self.entries.get(name)
         if entry is None:
             raise InputError(f"`{self.path}` lacks {printable(name)}, which its pickle names; copy it again")
+        # torch pads the extra field to align the values, by a length that the central directory does not tell
         # local file header (APPNOTE.TXT 4.3.7): 4 bytes signature, 22 that the central directory has too,
         # 2 bytes length of the name, 2 of the extra field; name and extra field follow, then the values
         file.seek(entry.header_offset)
@@ -314,6 +318,7 @@ def read_archive(
     "What a torch file since 1.6 holds."
     archive = _Archive(path, begin, path.stat().st_size - begin if size is None else size)
     described = archive.pickle
+    # every tensor holds the archive through `locate`: the described objects would stay as long as it does
     del archive.pickle
     return _contents(described, archive.locate, path)
 

@@ -151,7 +151,7 @@ def run_diagnose(
     with _without_dask():
         return _diagnose(args)
 
-
+# %% ../../nbs/api/cli/01_diagnose.ipynb #b045d367
 def _diagnose(args: argparse.Namespace) -> int:
     "What the command does; its exit code."
     from stabilitylab.detect.cross_run import compare_runs
@@ -186,7 +186,7 @@ def _swapped(run: "xr.DataTree", findings: "Findings", args: argparse.Namespace)
     with redirect_stdout(sys.stderr):  # a model that prints as it is built
         return with_swap_test(Recording(run.attrs.get("source", ""), run), findings, args.swap_seconds)
 
-
+# %% ../../nbs/api/cli/01_diagnose.ipynb #026c844a
 def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> None:
     "The page and the markdown file that were asked for."
     if args.html:
@@ -230,7 +230,7 @@ def _brief(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findin
         return to_json(briefs[0], indent=1)
     return briefs[0].text() if source is not None else briefs_text(briefs, shared)
 
-
+# %% ../../nbs/api/cli/01_diagnose.ipynb #c16619f8
 def _text(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findings") -> str:
     "All runs as a terminal shows them, what they share first."
     from stabilitylab.report.terminal import runs_text, terminal_width

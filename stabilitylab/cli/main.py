@@ -107,7 +107,9 @@ def main(
         sys.stdout.flush()
         return code
     except BrokenPipeError:
+        # Python flushes stdout once more at its end, and would complain about the closed pipe there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # as a shell has it for SIGPIPE, 128 + 13, and below for SIGINT, 128 + 2
         return 141
     except KeyboardInterrupt:
         return 130
@@ -130,7 +132,7 @@ def main(
 
 _BUG_REPORT = "a fault of this program, please report it (STABILITYLAB_TRACEBACK=1 shows where): {}: "
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #25bb1892
 def _hint(error: Exception, command: argparse.ArgumentParser | None) -> str:
     "What to run or to look at next, for whoever reads errors by machine."
     from stabilitylab.names.errors import InputError, MissingExtra
@@ -164,7 +166,7 @@ def _hint_for_path(got: str) -> str:
 _PATHS = ("path", "paths", "run", "file")  # arguments that name what is opened
 _LONGEST_PATH = 1000  # characters; what is longer is no path
 
-
+# %% ../../nbs/api/cli/00_main.ipynb #ff4c06a1
 def _as_typed(
     message: str, error: Exception, args: argparse.Namespace, command: argparse.ArgumentParser
 ) -> str:

@@ -49,7 +49,7 @@ def _of_row(row: dict) -> dict:
     needed = [key for key in row if not key.endswith("?")]
     return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
-
+# %% ../../nbs/api/cli/22_schema.ipynb #def5e985
 def schema(
     command: str = "",  # such as 'diagnose' or 'trial --plan'; '': of all commands, and of an error
 ) -> dict:  # JSON Schema 2020-12, with a `version`

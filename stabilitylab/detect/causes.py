@@ -14,8 +14,9 @@ from importlib.resources import files
 
 import xarray as xr
 
-from .evidence import RunFacts, evidence
+from .evidence import evidence
 from .findings import Finding
+from .record_steps import RunFacts
 
 # %% ../../nbs/api/detect/86_causes.ipynb #36b18c0c
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def find_recorded_faults(
     facts = evidence(run)
     findings: list[Finding] = []
     for row in _FAULTS:
+        # a fault is a fact of the record: nothing is weighed for or against it
         own = {
             "need": row.get("fact", row["need"]),
             "at": row.get("dated", row["at"]),

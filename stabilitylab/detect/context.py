@@ -37,6 +37,7 @@ def _settings(run: xr.DataTree) -> dict:
 
 def _stated_formats(settings: dict) -> list[str]:
     "The formats that the settings name, the commonest of the weights first; '' where one says nothing."
+    # by their number: norms or a head in float32 make no fp32 run of one in bf16
     dtype_counts = Counter(
         _DTYPES.get(str(dtype), "") for dtype in dict(settings.get("dtypes") or {}).values()
     )

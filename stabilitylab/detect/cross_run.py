@@ -38,6 +38,7 @@ def _chance_of(
     width: int = 1,  # records that count as the same place
 ) -> float:  # probability of at least `count` coincidences, in [0, 1]
     "The chance of so many spikes at the same places."
+    # Poisson: without a common cause the spikes of a run fall on any record alike, and are few
     mean = a * b * width / max(n, 1)
     if count <= 0:
         return 1.0
@@ -110,6 +111,7 @@ def _pair(a: _RunOutliers, b: _RunOutliers) -> _Common | None:
     common, at_a, at_b = _common_steps(a.curve.step, b.curve.step)
     if len(common) < count_limit("history") // 2:
         return None
+    # equal to the last digit: runs that differ in anything part within a few steps
     is_same = a.curve.value[at_a] == b.curve.value[at_b]
     parted = len(common) if is_same.all() else int(np.argmin(is_same))
     has_same_start = parted >= count_limit("least_records")
@@ -118,6 +120,7 @@ def _pair(a: _RunOutliers, b: _RunOutliers) -> _Common | None:
         outliers_by_run.outliers[np.isin(outliers_by_run.outliers, own)] for outliers_by_run in (a, b)
     )
     gap = int(np.median(np.diff(common)))
+    # a record before or after counts as the same place, so that chance has three records a spike
     hits = [int(step) for step in spikes_a if (np.abs(spikes_b - step) <= gap).any()]
     return _Common(
         names=(a.run, b.run),
@@ -170,6 +173,7 @@ def compare_runs(
 # %% ../../nbs/api/detect/31_cross_run.ipynb #f2cd0579
 def _shared_spikes(series: str, outliers_by_run: list[_RunOutliers], pairs: list[_Common]) -> list[Finding]:
     "The spikes at the same steps, where chance does not explain them; of many pairs some agree by chance."
+    # Bonferroni's correction: of the pairs of a hundred runs some agree by chance
     allowed = limit("shared_chance") / max(1, len(pairs))
     strong_pairs = [pair for pair in pairs if pair.p_value < allowed]
     spikes = {entry.run: len(entry.outliers) for entry in outliers_by_run}

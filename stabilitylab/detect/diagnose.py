@@ -95,6 +95,8 @@ DETECTORS = [
 ]
 
 
+# severity first, as what became a note explains no other finding; then spikes are named after their restart,
+# before those that are left are joined to a divergence
 _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
     "severity:lower_severity",
     "layers.massive_activations:massive_at_sinks",
@@ -189,6 +191,7 @@ def _detected(find: Callable, run: xr.DataTree) -> list[Finding]:
 
 def _related(relate: Callable, run: xr.DataTree, findings: list[Finding]) -> list[Finding]:
     "The findings after one relation; those that it changed carry the limits that it read, too."
+    # by identity: a finding with other limits is equal to what it was
     before = {id(f) for f in findings}
     with limits_read() as reads:
         related = relate(run, findings)

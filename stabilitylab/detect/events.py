@@ -122,6 +122,7 @@ def find_hardware_errors(
         return []
     kind, text = events.event_kind.values, events.event_text.values
     died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
+    # backwards, so that of equal lines the first one stays
     lines = {
         (int(events.event_step.values[at]), str(text[at])): at for at in np.flatnonzero(kind == "xid")[::-1]
     }
@@ -132,6 +133,7 @@ def find_hardware_errors(
     )  # then they are part of its end
     messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
     for name in () if has_crash_report else ("error", "signal"):
+        # errors and signals come by the hundred once one rank is gone: the first stands for all
         of_kind = np.flatnonzero(kind == name)
         of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]
         hard = [at for at in of_machine if not _repeats(text[at], messages)]

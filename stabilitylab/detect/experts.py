@@ -42,6 +42,7 @@ _EACH = re.compile(r"^(?P<before>.*?)experts?_?(?P<number>\d+)(?P<after>.*)$")
 _COUNTED = re.compile(r"token|load|share|frac|usage|util|count|percent")
 
 
+# every trainer has a measure of its own: as an evenness of at most 1 one rule judges them all
 def _evenness(values: np.ndarray, way: str) -> np.ndarray | None:
     "A series as a measure of at most 1; None where its values are no such thing."
     if values.min() < 0 or (way in ("itself", "rest") and values.max() > 1):
@@ -71,6 +72,8 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
         shares = tokens / tokens.sum(0)
         entropy = -np.where(shares > 0, shares * np.log(np.where(shares > 0, shares, 1)), 0).sum(0)
         busiest = experts[int(np.argmax(shares[:, -1]))]
+        # exp(entropy) is the number of experts that share the tokens evenly: 1 of this for all, 1/n for one
+        # alone
         diversities[layer] = busiest._replace(value=np.exp(entropy) / len(experts))
     return diversities
 

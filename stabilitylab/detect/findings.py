@@ -43,6 +43,7 @@ class Finding:
             raise bad_input("severity", self.severity, ", ".join(SEVERITIES))
         for name in ("onset", "end"):
             step = getattr(self, name)
+            # JSON has no numbers of numpy; a frozen dataclass is set past its own `__setattr__`
             object.__setattr__(self, name, None if step is None else int(step))
         if self.end is None:
             object.__setattr__(self, "end", self.onset)
@@ -88,7 +89,7 @@ class Finding:
             "remedies": [_short_remedy(remedy) for remedy in remedies],
         }
 
-
+# %% ../../nbs/api/detect/00_findings.ipynb #89a3ec3e
 def _short_remedy(remedy: dict) -> dict:
     "What the command's JSON says of a remedy."
     return {name: remedy[name] for name in ("name", "source", "reported")}
@@ -170,6 +171,7 @@ class Findings(Sequence):
         for f in self:
             evidence = {f"evidence.{name}": value for name, value in f.evidence.items()}
             rows.append({name: getattr(f, name) for name in _COLUMNS} | evidence)
+        # pandas' own integers hold a missing step; numpy's would make floats of all steps
         return pd.DataFrame(rows).astype({"onset": "Int64", "end": "Int64"})
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ def _jumps(
     after, before, start = rate[few:], rate[few - 1 : -1], rate[:-few]
     has_values = (start > 0) & np.isfinite(after)
     rises_at_once = after > factor * before
+    # a warm-up rises, too, but not out of a steady stretch
     was_steady = (before <= factor * start) & (start <= factor * before)
     return few + np.flatnonzero(has_values & rises_at_once & was_steady)
 

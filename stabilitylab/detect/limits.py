@@ -38,6 +38,7 @@ def _read_table() -> dict[str, Limit]:
 LIMITS = _read_table()  # name -> Limit; detectors read it through `limit`
 
 # %% ../../nbs/api/detect/01_limits.ipynb #e9725cff
+# context variables, not globals: diagnoses in other threads must not see these limits, nor add to the reads
 # name -> value in place of the table's, and the limits that were read since recording began
 _CHANGED: ContextVar[dict[str, float] | None] = ContextVar("changed", default=None)
 _READS: ContextVar[dict[str, float] | None] = ContextVar("reads", default=None)

@@ -42,6 +42,7 @@ def find_grad_norm_explosion(
     if norm is None or judged is None:
         return []
     high, level, log = judged
+    # a very steady norm leaves its noise with any small rise, so a factor is asked for, too
     is_explosion = log[high] - level[high] > np.log(limit("threefold"))
     jumps = high[is_explosion & (norm.value[high] > 0) & ~_grows(norm)[high]]
     ranges = stretches(jumps, count_limit("near_records"))
@@ -157,6 +158,7 @@ _CHUNK = 4096  # records that are looked at at once: a stretch may last for a mi
 def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, float]]:
     "(first, last, usual, slowest) of each stretch of slow steps, measured against the level before it."
     usual = before(value, count_limit("least_trend"), n)
+    # `before` leaves out the record itself: shifted by one it counts, too
     to_here = before(np.r_[value[1:], value[-1:]], n, n)  # median of the n records up to each
     ahead = np.r_[to_here[n - 1 :], np.full(n - 1, np.nan)]  # median of the n records from each on
     factor, slow_findings = limit("slow_factor"), []
@@ -169,11 +171,13 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
         lasting = np.flatnonzero(value[first : stop + n] > level)  # the median turns half a window early
         end = first + int(lasting[-1])
         if stop < len(value):
+            # the window reaches past the end: a lone slow record there is no part of the stretch
             in_a_row = lasting[np.r_[np.diff(lasting) <= 2, False]] if len(lasting) > 1 else lasting
             end = first + int(in_a_row[-1]) + 1 if len(in_a_row) else end
         slow_findings.append(
             (first + int(lasting[0]), min(end, len(value) - 1), level / factor, np.nanmax(ahead[first:stop]))
         )
+        # the medians of the next window still hold records of this stretch
         at = int(np.searchsorted(slow, stop + n))
     return slow_findings
 
@@ -219,6 +223,7 @@ def find_z_loss_collapse(
     level = before(z_loss.value, count_limit("history") // 2, count_limit("history") // 4)
     just_before = before(z_loss.value, count_limit("history") // 16, 1)
     is_low = z_loss.value < limit("majority") * level
+    # the z-loss of a healthy run falls as well, but slowly
     is_sudden = just_before > limit("near_share") * level
     findings = []
     for first, last in stretches(np.flatnonzero(is_low & is_sudden), count_limit("near_records")):
@@ -251,9 +256,11 @@ def find_length_bias(
     value, length = loss.value[at_loss], tokens.value[at_tokens]
     if len(step) < count_limit("least_trend") or np.ptp(length) < limit("level_share") * np.median(length):
         return []
+    # without the trend: lengths that are scheduled would follow a falling loss as well
     rest = value - before(value, count_limit("history") // 4)
     present = np.isfinite(rest)
     correlation = rank_correlation(length[present], rest[present])
+    # Fisher's transformation: its standard error is 1/sqrt(n - 3) whatever the correlation is
     z = abs(np.arctanh(np.clip(correlation, -0.999999, 0.999999))) * np.sqrt(max(present.sum() - 3, 1))
     is_strong = abs(correlation) >= limit("minor_share")
     is_significant = z >= limit("spike_sigma")
@@ -271,6 +278,7 @@ def find_length_bias(
 # %% ../../nbs/api/detect/13_metrics.ipynb #9fb58b21
 def _slope(series: Curve) -> float:
     "Change of a curve per step over its later half, between the means of its ends."
+    # the steep start says nothing of how long one value stays now
     half = len(series.value) // 2
     step, value = series.step[half:], series.value[half:]
     n = max(1, len(series.value) // 8)

@@ -63,6 +63,10 @@ def _one_for_all(same: list[Finding]) -> Finding:
     also = {"others": len(names), "names": names[: count_limit("most_modules")]}
     return first.with_(severity=worst, evidence=first.evidence | also)
 
+# %% ../../nbs/api/detect/05_non_finite.ipynb #c435d498
+# divide by a variance, or by a count of a class: NaN where the data of the step do not vary
+_UNDEFINED = re.compile(r"explained_var|corr|pearson|spearman|r2_|_r2$|^r2$|auc", re.I)
+
 
 def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     "What one series holds besides numbers; None where there is nothing but numbers."
@@ -78,7 +82,8 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     is_lost = is_loss and (stays or is_mostly_bad)
     # nothing was measured yet
     is_first_only = len(bad) == 1 and bad[0] == 0 and not is_loss and len(data) > 1
-    severity = "info" if is_first_only else "warning"
+    is_undefined = not is_loss and not np.isinf(data.values).any() and _UNDEFINED.search(name) is not None
+    severity = "info" if is_first_only or is_undefined else "warning"
     return Finding(
         "non_finite",
         "error" if is_lost else severity,
@@ -95,7 +100,7 @@ def _non_finite(name: str, data: xr.DataArray) -> Finding | None:
     )
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #8d778788
-_COMPUTED_IN_ORDER = {  # (group, variable), last computed first -> what it is
+_COMPUTED_IN_ORDER = {  # (group, variable) -> what it is, whether the last module is computed first
     ("activations", "nonfinite_count"): ("The output", False),
     ("activations", "grad_nonfinite_count"): ("The gradient at the output", True),
     ("gradients", "nonfinite_count"): ("The gradient", True),
@@ -199,7 +204,7 @@ def _rows_at_the_start(run: xr.DataTree) -> list[dict]:
     keys = ("row_param", "row", "row_value", "row_usual")
     return [dict(zip(keys, (m[1], int(m[2]), float(m[3]), float(m[4])), strict=True)) for m in matches]
 
-
+# %% ../../nbs/api/detect/05_non_finite.ipynb #33cb765b
 def _row_that_is_not_finite(run: xr.DataTree, param: str) -> dict:
     "The first such row of an embedding before the first step, as evidence; {} where it has none."
     rows = [row for row in _rows_at_the_start(run) if row["row_param"] == param]

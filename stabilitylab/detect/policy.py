@@ -116,8 +116,10 @@ def find_policy_entropy(
     "A policy whose entropy fell to a tenth of its start, or rose to three times, and stays there."
     series = policy_series(run)
     entropy = series.get("entropy")
+    # a logged `std` means continuous actions, whose entropy passes zero: shares of its start say nothing
     if entropy is None or any(re.search(r"(^|_)std$", str(n)) for n in scalars_of(run).data_vars):
         return []
+    # Stable-Baselines3 logs its negative, which it minimises
     value = -entropy.value if entropy.name.endswith("entropy_loss") and _first(entropy) < 0 else entropy.value
     start, smooth = float(np.median(value[: count_limit("few_records")])), _smoothed(value)
     if start <= limit("tiny_nats") or value.min() < 0:
@@ -172,6 +174,7 @@ def find_reward_collapse(
     reward = policy_series(run).get("reward")
     if reward is None or len(reward.value) < 2 * count_limit("short_records"):
         return []
+    # shifted by one, as `before` leaves out the record itself
     level = before(np.r_[reward.value, 0.0], count_limit("short_records"), count_limit("least_records"))[1:]
     best_at = int(np.nanargmax(level))
     start, best, last = _first(reward), float(level[best_at]), _level(reward)

@@ -38,6 +38,7 @@ class _Outlier:
 def _distances(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # (step, module, rank)
     "Log distance from the median rank, and whether it is out of line."
     with np.errstate(all="ignore"):
+        # ranks are compared by factors: their sizes differ from module to module by orders of magnitude
         logs = np.log(np.where(values < 0, np.nan, np.maximum(values, _TINY)))
         has_peers = np.isfinite(logs).sum(-1, keepdims=True) >= _FEWEST
         centre = np.nanmedian(logs, -1, keepdims=True) if logs.size else np.zeros((*logs.shape[:-1], 1))
@@ -67,6 +68,7 @@ def _outliers(values: np.ndarray, step: np.ndarray, is_backward: bool = False) -
     is_extreme = is_far & (np.abs(distance) > np.log(limit("tenfold")))
     for rank in np.flatnonzero(is_far.any((0, 1))):
         at = _lasting(np.asarray(is_far[:, :, rank].any(1)), count_limit("few_records"))
+        # a single batch of tenfold values is told, too, although it does not last
         at = at if len(at) else np.flatnonzero(is_extreme[:, :, rank].any(1))
         if not len(at):
             continue
@@ -134,6 +136,7 @@ def _stages(run: xr.DataTree, ranks: np.ndarray) -> list[np.ndarray]:
     if layers is None or "rms" not in layers:
         return [np.arange(len(ranks))]
     holds = layers["rms"].notnull().any("step").transpose("rank", "module")
+    # stages of a pipeline do different work: a rank is slow only beside those with the same modules
     stages: dict[bytes, list[int]] = {}
     for column, rank in enumerate(ranks):
         key = holds.sel(rank=rank).values.tobytes() if rank in holds["rank"] else b""

@@ -136,7 +136,7 @@ def drop_explained_rises(
     def is_explained(f: Finding) -> bool:  # f: a slow rise
         "Whether a sharper finding tells of the same steps."
         steps = (f.first, f.evidence.get("peak_step", f.first), f.last)
-        first, last = min(steps), max(steps)  # behind a restart the later record has the lower step
+        first, last = min(steps), max(steps)  # after a restart the later record has the lower step
         return any(first <= other.last and other.first <= last for other in sharper)
 
     return [f for f in findings if f.kind != "slow_rise" or not is_explained(f)]

@@ -34,6 +34,7 @@ def _rates(lr: Curve | None, attempt: Attempt, loss: Curve) -> tuple[float, floa
     after = np.flatnonzero((lr.segment == segment) & (lr.step >= at))
     if not len(before) or not len(after):
         return np.nan, np.nan
+    # of several attempts over that step the last one is what was given up
     first_again = before[lr.step[before] == lr.step[before].min()][-1]
     return float(lr.value[first_again]), float(lr.value[after[0]])
 
@@ -103,6 +104,7 @@ def _interval(run: xr.DataTree, resumed: pd.Series) -> int | None:
     apart = np.diff(np.unique(saved))
     if len(apart):
         return int(np.median(apart))
+    # one or two steps always have a common divisor that says nothing
     common = int(np.gcd.reduce(np.unique(resumed))) if resumed.nunique() > 2 else 1  # saved from step 0 on
     return common if common > 1 else None
 
@@ -143,6 +145,7 @@ _NO_MIXTURE = re.compile(
 def _dip(series: Curve, resumed: int, healed: int) -> tuple[float, float, float] | None:
     "(level before a resume, level in the bump, distance in noise deviations); None: too little is known."
     ahead = np.flatnonzero((series.step >= resumed) & (series.step <= healed))
+    # steps may come several times: only the last attempt over them counts
     ahead = ahead[series.segment[ahead] == series.segment[ahead[-1]]] if len(ahead) else ahead
     if not len(ahead):
         return None

@@ -42,6 +42,7 @@ def _changes(setting: Curve) -> list[int]:
     at = changed_records(setting.value).tolist()
     if setting.name == "lr":
         factor = {k: setting.value[k] / max(setting.value[k - 1], 1e-300) for k in at}
+        # a larger rise is an `lr_jump`, and a fall is what schedules do
         rises = [k for k in at if 1 < factor[k] <= limit("twofold")]
         return rises if len(at) <= limit("most_alike") else []
     return at if len(at) <= limit("most_alike") else []

@@ -62,6 +62,7 @@ class _LossContext:
     def is_running_mean(self) -> bool:
         "Whether it is called an average and moves like one: its peak does not tower over both neighbours."
         value = self.loss.value
+        # by its name alone it may be the average over one batch
         is_called_so = self.objective.is_average and is_smooth(value)
         if not is_called_so:
             return False
@@ -172,6 +173,7 @@ def _is_another_attempt(f: Finding, context: _LossContext) -> str:
         return ""
     for segment in np.unique(loss.segment[: own[0]]):
         is_before = (loss.segment == segment) & (loss.step <= loss.step[own[0]])
+        # the earlier attempt at the step from which this one went on
         stood = loss.value[is_before][-1:]
         if len(stood) and stood[0] > middle:
             return "another attempt"

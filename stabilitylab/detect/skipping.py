@@ -51,6 +51,7 @@ def _logistic(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for _ in range(25):
         p = 1 / (1 + np.exp(-np.clip(design @ beta, -30, 30)))
         hessian = (design * (p * (1 - p))[:, None]).T @ design + ridge
+        # a full Newton step overshoots where nearly all of the rates are 0
         beta = beta + np.clip(np.linalg.solve(hessian, design.T @ (y - p) - ridge @ beta), -2, 2)
     return beta, np.linalg.inv(hessian)
 
@@ -59,6 +60,7 @@ def _skipped(run: xr.DataTree) -> tuple[np.ndarray, np.ndarray] | None:
     "Steps of the records, and whether each was skipped; None where the log tells of no skip."
     counted, loss, events = curve(run, "skipped"), loss_curve(run), group_of(run, "events")
     if counted is not None and len(counted.value) > count_limit("least_trend"):
+        # some programs log how many were skipped so far, others a mark at each record
         is_total = counted.value.max() > 1 and (np.diff(counted.value) >= 0).all()
         return counted.step, np.diff(counted.value, prepend=0.0) > 0 if is_total else counted.value > 0
     if events is None or loss is None or len(loss.step) < count_limit("least_trend"):
@@ -76,6 +78,7 @@ def skip_rate(
         return None
     step, is_skipped = recorded[0].astype(float), recorded[1]
     share = (step - step.min()) / max(1.0, float(np.ptp(step)))
+    # a loss scaler searches its scale at the start, where it skips by design
     later = share >= limit("slight_share")
     x, y = share[later], is_skipped[later].astype(float)
     if y.sum() < count_limit("least_records") or y.all():
@@ -139,7 +142,8 @@ def _threshold(run: xr.DataTree) -> float | None:
     clipped = curve(run, "clipped_grad_norm")
     if named:
         return named[0]
-    return None if clipped is None else float(clipped.value.max())
+    has_norms = clipped is not None and len(clipped.value)
+    return float(clipped.value.max()) if clipped is not None and has_norms else None
 
 
 def clipped_share(

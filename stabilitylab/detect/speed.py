@@ -59,6 +59,7 @@ def find_hang(
         return []
     steps = np.maximum(after - before, 1) / max(1.0, float(np.median(after - before)))
     is_gap = (seconds / steps > limit("tenfold") * usual) & (seconds > limit("hang_seconds"))
+    # evaluations and checkpoints pause a run again and again; a hang has hardly any gap of its size
     longest = np.sort(seconds)
     findings = []
     for at in np.flatnonzero(is_gap & ~_is_restart(run, before, after)):
@@ -105,6 +106,7 @@ def find_slow_sisters(
     typical = {name: np.median(pace.value) for name, pace in paces.items()}
     slower: dict[str, tuple[float, str]] = {}
     for slow, fast in permutations(typical, 2):
+        # slow in its first records, too: a run that only became slow has a finding of its own
         factor = min(typical[slow], np.median(paces[slow].value[:n])) / max(typical[fast], 1e-12)
         is_alike = paces[slow].name == paces[fast].name  # a time is not set against a throughput
         is_worse = is_alike and factor > limit("threefold") and factor > slower.get(slow, (0.0, ""))[0]
@@ -138,6 +140,7 @@ def find_memory_growth(
         series = curve(run, name) if _MEMORY.search(name) else None
         if series is None or len(series.value) < count_limit("least_long"):
             continue
+        # the optimizer's state and other buffers are allocated early on
         later = slice(int(limit("minor_share") * len(series.value)), None)
         step, value = series.step[later], series.value[later]
         grows = rank_correlation(step, value) >= limit("climb_rank")
@@ -163,6 +166,14 @@ def _typical_by_part(values: np.ndarray) -> np.ndarray:
     return np.array([np.median(part) for part in np.array_split(values, _PARTS)])
 
 
+def _work_grows(run: xr.DataTree) -> bool:
+    "Whether a step has more tokens or samples at the end than at the beginning."
+    work = [curve(run, name) for name in ("tokens_per_step", "batch_size")]
+    # a series may be there without one finite value, and a part of a few has no median
+    long = [series.value for series in work if series is not None and len(series.value) >= _PARTS]
+    return any(_typical_by_part(value)[-1] > value[0] for value in long)
+
+
 def find_creeping_steps(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one; [] where steps became slow at once, or their work grew with their time
@@ -171,9 +182,7 @@ def find_creeping_steps(
     if times is None or len(times.value) < count_limit("least_trend") or find_throughput_drop(run):
         return []
     typical = _typical_by_part(times.value)
-    work = [curve(run, name) for name in ("tokens_per_step", "batch_size")]
-    grows = any(_typical_by_part(w.value)[-1] > w.value[0] for w in work if w is not None)
-    if grows or (np.diff(typical) <= 0).any() or typical[-1] < limit("slow_factor") * typical[0]:
+    if _work_grows(run) or (np.diff(typical) <= 0).any() or typical[-1] < limit("slow_factor") * typical[0]:
         return []
     evidence = as_logged(times, first=float(typical[0]), last=float(typical[-1]))
     evidence["creep_factor"] = float(typical[-1] / typical[0])

@@ -121,6 +121,7 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
         split = [p for p in group["params"] if id(p) in ids]
         if not split or all(group.get(k) == v for k, v in settings.items()):
             continue
+        # by id: `in` would compare tensors element by element
         rest = [p for p in group["params"] if id(p) not in ids]
         log.set_item(group, "params", rest, f"optimizer.group {i}")
         new = {k: v for k, v in group.items() if k != "params"} | settings | {"params": split}
@@ -130,6 +131,7 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
 
 def _remove_group(groups: list, group: dict) -> None:
     "Removes a parameter group by identity."
+    # `list.remove` would compare groups, and with them tensors
     groups[:] = [g for g in groups if g is not group]
 
 

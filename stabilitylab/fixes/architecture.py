@@ -242,11 +242,12 @@ def _is_post_norm(training: Training) -> bool:
             module.training = mode
     if not branch_outputs:
         return False
+    # the stream without its last branch: in a post-norm model that is the output of a norm
     streams = [x - branch_outputs[-1] for x in norm_inputs if x.shape == branch_outputs[-1].shape]
     outputs = [x for x in norm_outputs if x.shape == branch_outputs[-1].shape]
     return any(torch.allclose(x, output, rtol=1e-2, atol=1e-3) for x in streams for output in outputs)
 
-
+# %% ../../nbs/api/fixes/10_architecture.ipynb #a15aab5e
 @define_fix(
     "deepnorm",
     "init",

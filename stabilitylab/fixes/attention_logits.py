@@ -217,6 +217,7 @@ class _QKClipping(Hook):
 
     def _clip(self, layer: AttentionLayer, largest: torch.Tensor) -> None:
         "Scales the weights of one attention's heads; a logit that is not finite clips nothing."
+        # query heads that share a key are clipped together: the key can shrink but once
         group = largest.view(layer.n_kv, -1).amax(dim=1)
         is_large = torch.isfinite(group) & (group > self.limit)
         gamma = torch.where(is_large, self.limit / group, 1.0)
@@ -253,6 +254,7 @@ class _SpectralWeight(nn.Module):
 
     def __init__(self, weight: torch.Tensor, keep: bool):
         super().__init__()
+        # in float64: the start must not change the function beyond the rounding of the weights
         left, values, _ = torch.linalg.svd(weight.detach().double(), full_matrices=False)
         self.left: torch.Tensor
         self.register_buffer("left", left[:, 0].to(weight.dtype))

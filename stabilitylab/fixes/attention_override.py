@@ -90,6 +90,7 @@ class AttentionOverride(nn.Module):
     def _in_float32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict) -> torch.Tensor:
         "Logits, softmax and the mean of the values in float32, also under autocast."
         floats = {name: t.float() for name, t in options.items() if torch.is_tensor(t)}
+        # autocast would take the products back to 16 bits
         with torch.autocast(q.device.type, enabled=False):
             return attend(q.float(), k.float(), v.float(), **options | floats).to(v.dtype)
 
@@ -121,6 +122,7 @@ def _attend_arguments(
     return dict(q=query, k=key, v=value, bias=attn_mask, causal=is_causal, scale=scale, dropout=dropout_p)
 
 
+# a mode, not a patch of `F`: it holds for what runs inside one attention, and ends with it
 class _Intercept(TorchFunctionMode):
     "Sends calls of attention to an override; every call of PyTorch inside the attention passes here."
 

@@ -132,9 +132,11 @@ def _compute_gates(module: nn.Module, args: tuple, kwargs: dict) -> None:
     "Computes the gates from an attention's input, whatever its name."
     gate: Any = module.head_gate
     x = args[0] if args else kwargs["hidden_states"]
+    # twice: with weights of 0 every gate is 1, and the model is unchanged
     gate.gates = 2 * torch.sigmoid(x @ gate.weight.t())
 
 
+# an object, not a closure: in a deep copy of the model it holds the copied attention
 class _ApplyGates:
     "Applies the gates of an attention to the input of its output projection."
 

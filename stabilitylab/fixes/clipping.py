@@ -77,6 +77,7 @@ class _ZScoreClipping(Hook):
             return
         target = min(self.target(norm), self.maximum)
         if target < norm:
+            # 1e-6 as in PyTorch's own clipping
             _scale_gradients(with_gradients(training), target / (norm + 1e-6))
         self.update(min(norm, target))
 
@@ -199,6 +200,7 @@ class _UnitClipping(Hook):
             training.skip = True
             return
         head = output_layer(training.model)
+        # as in the paper, which leaves out the last layer
         excluded = {id(parameter) for parameter in head[1].parameters()} if head else set()
         transposed = {id(m.weight) for m in linear_layers(training.model).values() if is_transposed(m)}
         for parameter in with_gradients(training):
@@ -247,6 +249,8 @@ class _CoordinateClipping(Hook):
             if second is None:
                 continue
             limit = (self.threshold * second.float()).sqrt().to(parameter.grad.dtype)
+            # where no gradient ever came, as in rows of absent tokens, v is 0 and would take away the first
+            # one
             is_large = (parameter.grad.abs() > limit) & (second > 0)
             parameter.grad.copy_(torch.where(is_large, parameter.grad.sign() * limit, parameter.grad))
 

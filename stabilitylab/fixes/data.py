@@ -49,7 +49,7 @@ def _without(batches: Callable, first: int, count: int) -> Callable:
         return batches.without(first, count)
     return _Batches(batches, _of_other_steps(lambda step: step + count * (step >= first)))
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #f6a2919b
 @define_fix(
     "skip_batches",
     "data",
@@ -88,6 +88,7 @@ def _shuffle(
         "The step whose batch comes at `step`."
         if step < first:
             return step
+        # seeded by block: any step can be asked for, in any order, without the ones before
         number, offset = divmod(step - first, block)
         order = np.random.default_rng([seed, number]).permutation(block)
         return first + number * block + int(order[offset])
@@ -115,6 +116,7 @@ def _repeated_share(row: torch.Tensor, longest: int = 13, times: int = 32) -> fl
         same = np.concatenate([tokens[n:] == tokens[:-n], [False]])
         start = 0
         for end in np.flatnonzero(~same).tolist():
+            # k equal n-grams in a row agree with what stands n tokens later over n(k - 1) tokens
             if end - start >= n * (times - 1):
                 inside[start : end + n] = True
             start = end + 1
@@ -151,7 +153,7 @@ def _item_count(part: Any) -> Any:
     batch = batch_alone(part)
     return batch.get(_ITEMS) if isinstance(batch, dict) else None
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #5e5338c6
 def _tokens_of(part: Any) -> torch.Tensor:
     "The tokens (samples, seq) of a micro-batch: a tensor, a pair, or a dict."
     part = batch_alone(part)
@@ -236,6 +238,7 @@ def _drop_hard(
         rows = [_select_rows(part, torch.tensor([i])) for i in range(count)]
         measure = training.measure or training.loss
         loss = torch.tensor([float(measure(training.model, row)) for row in rows])
+        # one of the losses themselves, so that a share of the rows is above it
         limit = torch.quantile(torch.nan_to_num(loss, nan=math.inf), 1 - share, interpolation="lower")
         return torch.where(loss <= limit, 0.0, 1.0)
 

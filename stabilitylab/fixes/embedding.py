@@ -88,6 +88,7 @@ def _scaled_embedding(
     model = log.training.model
     output = output_layer(model)
     for name, table in embedding_tables(model).items():
+        # a tied table makes the logits as well, which would grow with it
         if output is not None and table.weight is output[1].weight:
             log.note(name, "unchanged", "tied to the output layer", "-")
             continue

@@ -33,6 +33,7 @@ def _width(model: nn.Module) -> int:
     tables = list(embedding_tables(model).values())
     if tables:
         return tables[0].embedding_dim
+    # without token vectors the commonest number of inputs stands for the width
     sizes = [_fan_in(m) for m in (linear_layers(model) or _convolutions(model)).values()]
     return max(set(sizes), key=sizes.count)
 

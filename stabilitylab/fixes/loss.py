@@ -64,6 +64,7 @@ class _EditedLoss:
         mode = _CrossEntropy(self.edit)
         with mode:
             value = self.loss(model, batch)
+        # with anything added to it, the loss without the edit is not known from this call
         is_only_cross_entropy = mode.calls == 1 and value is mode.result
         self._plain = mode.plain if is_only_cross_entropy else None
         if not mode.calls:
@@ -180,6 +181,7 @@ def _targets_of_loss(training: Training, part: Any) -> tuple[torch.Tensor, int]:
 
     modes = [(module, module.training) for module in training.model.modules()]
     training.model.eval()
+    # without dropout and without a trace: this pass only looks for the tensor of targets
     with torch.no_grad(), torch.random.fork_rng(devices=[]), training.autocast_context():
         _EditedLoss(training.loss, record)(training.model, part)
     for module, mode in modes:

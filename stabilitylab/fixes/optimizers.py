@@ -45,6 +45,7 @@ class Adafactor(torch.optim.Optimizer):
         state, grad = self.state[parameter], parameter.grad.float()
         state["step"] = state.get("step", 0) + 1
         beta2 = 1 - state["step"] ** -group["decay"]
+        # Adafactor's ε₁, for rows without a gradient
         update = grad / self._second_moment(state, grad.square() + 1e-30, beta2).sqrt()
         update = update / max(1.0, float(update.square().mean().sqrt()) / group["clip"])
         decayed = parameter.float() * (1 - group["lr"] * group["weight_decay"])
@@ -151,7 +152,7 @@ def _turned_back(matrix: torch.Tensor, state: dict) -> torch.Tensor:
     matrix = matrix if left is None else left @ matrix
     return matrix if right is None else matrix @ right.t()
 
-
+# %% ../../nbs/api/fixes/15_optimizers.ipynb #9182d2ec
 class _Soap(torch.optim.AdamW):
     "Adam in the eigenbasis of Shampoo's factors for matrices, AdamW for vectors."
 
@@ -169,6 +170,7 @@ class _Soap(torch.optim.AdamW):
         gradients = [parameter.grad for parameter, _ in matrices]
         for parameter, group in matrices:
             self._update(parameter, group)
+            # AdamW leaves alone what has no gradient; for hooks that look at it, it comes back below
             parameter.grad = None
         super().step()
         for (parameter, _), gradient in zip(matrices, gradients, strict=True):
@@ -204,6 +206,7 @@ class _Soap(torch.optim.AdamW):
         factor = state.setdefault(side, torch.zeros_like(square)).lerp_(square, 1 - group["betas"][1])
         basis = state[f"{side}_basis"]
         if basis is None:
+            # largest eigenvalue first, the order in which QR keeps the basis
             state[f"{side}_basis"] = torch.linalg.eigh(factor)[1].flip(1)
         elif int(state["step"]) % self.every == 0:
             state[f"{side}_basis"] = torch.linalg.qr(factor @ basis)[0]
@@ -260,6 +263,8 @@ def orthogonal(
     steps: int = 5,  # of Newton-Schulz
 ) -> torch.Tensor:  # same shape, singular values near 1, times sqrt(max(1, rows/columns))
     "The nearest matrix with equal singular values, approximately: Newton-Schulz with Muon's coefficients."
+    # the iteration needs singular values up to 1, and the Frobenius norm is no smaller than the largest of
+    # them
     x = matrix.float() / (matrix.float().norm() + 1e-7)
     x = x.t() if matrix.shape[0] > matrix.shape[1] else x
     for _ in range(steps):
@@ -293,6 +298,7 @@ class _MuonWithAdamW(torch.optim.AdamW):
             momentum.mul_(0.95).add_(parameter.grad)
             update = orthogonal(parameter.grad + 0.95 * momentum)
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+            # AdamW leaves alone what has no gradient; for hooks that look at it, it comes back below
             parameter.grad = None
         super().step()
         for (parameter, _), gradient in zip(matrices, gradients, strict=True):

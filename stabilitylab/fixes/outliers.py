@@ -226,6 +226,7 @@ class _UpdateNormClipping(_UpdateClipping):
         for parameter in self.before:
             self.scale_update(parameter, limit / norm if norm > limit else 1.0)
         if math.isfinite(norm):
+            # as it was shortened: one huge update must not raise the limit for those after it
             self.window.values.append(min(norm, limit))
         self.before = {}
 

@@ -151,7 +151,7 @@ class GridRounding(Hook):
         self.random.set_state(state["random"])
         self.lost = [lost.clone() for lost in state["lost"]]
 
-
+# %% ../../nbs/api/fixes/21_precision.ipynb #c66ff67f
 def _trained(training: Training) -> list[torch.nn.Parameter]:
     "The weights that training changes."
     return [parameter for parameter in training.model.parameters() if parameter.requires_grad]
@@ -209,6 +209,7 @@ class _LossScaler(Hook):
         "Unscales the gradients, or skips the step and halves the scale."
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         if all(bool(torch.isfinite(g).all()) for g in gradients):
+            # before unscaling: what may overflow is the scaled gradient
             high = sum(int((g.abs() > _NEAR_OVERFLOW).sum()) for g in gradients) if self.looks_ahead else 0
             is_near = high > _SHARE_NEAR * sum(g.numel() for g in gradients)
             for gradient in gradients:
@@ -266,7 +267,7 @@ class _FP32Accumulation(Hook):
                 total = self.sums.get(parameter)
                 self.sums[parameter] = gradient if total is None else total + gradient
 
-    def after_backward(self, training: Training) -> None:
+    def after_accumulation(self, training: Training) -> None:
         "The sums become the gradients, rounded once."
         for parameter, total in self.sums.items():
             parameter.grad = total.to(parameter.dtype)
@@ -314,6 +315,7 @@ def _tile_quantise(x: torch.Tensor, rows: int, fmt: str = "fp8_e4m3", tile: int 
     "A matrix (..., columns) rounded in tiles of `rows` times `tile`, each with its own scale."
     flat = x.detach().float().reshape(-1, x.shape[-1])
     out = torch.empty_like(flat)
+    # the largest numbers of E4M3 and E5M2
     maximum = 448.0 if fmt == "fp8_e4m3" else 57344.0
     # tiles of one row share a block of all rows, whose scales are a column
     height = rows if rows > 1 else flat.shape[0]
@@ -324,6 +326,7 @@ def _tile_quantise(x: torch.Tensor, rows: int, fmt: str = "fp8_e4m3", tile: int 
             scale = torch.clamp(largest / maximum, min=1e-30)
             out[i : i + height, j : j + tile] = quantise(block / scale, fmt) * scale
     rounded = out.reshape(x.shape).to(x.dtype)
+    # straight-through: rounding itself has no gradient
     return x + (rounded - x).detach()
 
 

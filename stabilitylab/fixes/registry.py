@@ -101,6 +101,7 @@ def define_fix(
 
     def register(change: _Change) -> _Change:
         "The same function, registered."
+        # by its name, not by identity: a cell of a notebook that runs again makes a new function
         if name in REGISTRY and REGISTRY[name].change.__name__ != change.__name__:
             raise bad_input("name", name, "a name that is not in the registry")
         about = About(name, change, acts_on, source, rows, slots, keeps_function, is_control, equation)

@@ -28,6 +28,7 @@ def _load(training: Training, state: dict, optimizer: dict) -> None:
 def _with_settings(old: dict, current: dict) -> dict:
     "Old moments with the current settings."
     pairs = zip(old["param_groups"], current["param_groups"], strict=True)
+    # only moments go back: a rate that a fix or a schedule has set since stays
     return old | {"param_groups": [now | {"params": then["params"]} for then, now in pairs]}
 
 

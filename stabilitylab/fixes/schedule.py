@@ -22,6 +22,7 @@ class _ScaledSchedule:
 
     def __init__(self, base: Callable | None, factor: Callable[[int], float], groups: list[dict]):
         self.base, self.factor = base, factor
+        # read once: without a schedule the factor would multiply what it set the step before
         self.rates = [group["lr"] for group in groups]
 
     def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -145,6 +146,7 @@ class _RateCuts(Hook):
             return
         self.factor *= self.cut
         self.cuts.append(training.step)
+        # anew after a cut: the mean over the last losses still holds the rise
         self.losses, self.lowest = [], math.inf
 
 

@@ -128,6 +128,7 @@ def _attention_at(name: str, module: nn.Module) -> AttentionLayer | None:
     width = outputs["q"] if "q" in roles else outputs["qkv"] // 3
     dim = width // n_head
     n_kv = outputs["k"] // dim if "k" in roles else n_head
+    # GPT-NeoX and BLOOM use this name and interleave q, k and v within each head; others stack the three
     by_head = "qkv" in roles and "query_key_value" in children
     return AttentionLayer(name, module, roles, n_head, n_kv, dim, by_head)
 
@@ -158,6 +159,7 @@ def norm_layers(
     model: nn.Module,  # any
 ) -> dict[str, nn.LayerNorm]:  # by name; other classes have the same attributes
     "Every LayerNorm and RMSNorm with a gain, whatever library it comes from."
+    # by the name of the class: every library has an RMSNorm of its own
     named = {name: m for name, m in model.named_modules() if "norm" in type(m).__name__.lower()}
     return {name: m for name, m in named.items() if getattr(getattr(m, "weight", None), "ndim", 0) == 1}
 
@@ -179,6 +181,7 @@ def residual_projections(
     "The matrices whose output is added to the residual stream."
     names = _MLP_OUT + _OUT_NAMES
     matrices = {n: m for n, m in model.named_modules() if _has_matrix(m) and not isinstance(m, nn.Embedding)}
+    # what stands at the top of a model is a head, whatever its name
     return {n: m for n, m in matrices.items() if "." in n and n.rpartition(".")[2].lower() in names}
 
 

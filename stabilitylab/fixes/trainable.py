@@ -73,6 +73,7 @@ class _LowRankUpdate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         "The update of the output, from the inputs of a matrix or the row indices of a table."
+        # a table is a matrix that takes one-hot rows
         down = F.linear(x, self.down) if x.is_floating_point() else F.embedding(x, self.down.t())
         return self.factor * F.linear(down, self.up)
 

@@ -43,6 +43,12 @@ class Hook:
     ) -> None:
         "Called after the backward pass of each micro-batch."
 
+    def after_accumulation(
+        self,
+        training: "Training",  # the training in progress
+    ) -> None:
+        "Called after the last micro-batch, before any loss scaling is undone."
+
     def after_backward(
         self,
         training: "Training",  # the training in progress
@@ -201,6 +207,7 @@ def _measured_loss(training: _TrainingParts, loss: torch.Tensor, part: Any) -> f
     plain = getattr(training.loss, "plain", None) if is_edited else None
     if plain is not None:
         return float(plain)
+    # a second forward pass draws dropout, and must not change what the next step draws
     rng = torch.get_rng_state()
     with torch.no_grad(), training.autocast_context():
         value = float(measure(training.model, part))
@@ -282,11 +289,14 @@ class Training(_RestorableTraining):
         norm: float | None = None,  # of gradients that are already clipped; None: measured and clipped here
     ) -> Stepped:  # outcome of the step
         "Corrects, clips and applies the gradients, with all hooks, and counts the step."
+        # a hook that keeps the sums returns them first: an absent gradient is neither unscaled nor checked
+        self._call("after_accumulation")
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self._call("after_backward")
         norm = _clip_gradients(self) if norm is None else norm
         self._call("before_update")
+        # not `scaler.step`: hooks may have edited or refused what was unscaled above
         if not self.skip:
             self.optimizer.step()
         if self.scaler is not None:

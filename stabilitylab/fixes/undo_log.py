@@ -78,6 +78,7 @@ class _ChangeLog:
         old = tensor.detach().clone()
         self.note(part, what, old, new)
         self.on_undo(lambda: tensor.data.copy_(old))
+        # in place: the optimizer and tied weights hold this very tensor
         tensor.data.copy_(new)
 
     def roll_back(self) -> None:

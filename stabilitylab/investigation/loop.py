@@ -54,6 +54,7 @@ class _RunningTrial:
         if plan.start is None:
             raise bad_input("plan", "one without a start", "a plan with a start", " ".join(plan.notes))
         self.cancel()
+        # the null arm belongs to every trial: without it nobody sees how large an effect chance makes
         arms = [*(arm for arm in plan.arms if not arm.is_null), null_arm(plan.steps)]
         self.trial = Trial(plan.start, arms, plan.steps, seeds, folder, device=device, client=client)
         self._minutes, self._has_folder = budget, folder is not None
@@ -212,6 +213,7 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
         if is_cancelled():
             work.cancel()
 
+    # no budget here: `poll` counts it, from the moment at which the arms begin
     run_to_end(work, None, progress, look)
     work.notes()  # raises where no arm could be trained
     return work

@@ -98,6 +98,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
         start, notes, length = small.start, small.words, small.steps
     if start is None:
         return Plan(None, [], length, notes, suggestions)
+    # what a user names is refused with an error; what was only suggested is left out with a note
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
@@ -105,6 +106,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     suggestions, refused = _that_fit(start, list(map(aim, suggestions)), device)
     unfit = _unsuited(findings, recording) | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
+    # a trial without a fix that fits still shows whether the failure comes again
     wanted = [suggestion.arm for suggestion in suggestions] or [arm_of("placebo")]
     return Plan(start, [arm for arm in wanted if arm.name not in unfit], length, notes, suggestions, unfit)
 
@@ -147,7 +149,7 @@ def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, st
         unfit |= {row["name"]: why} if why else {}
     return unfit
 
-
+# %% ../../nbs/api/investigation/01_plan.ipynb #342ff0a6
 def _first_step(recording: Recording, onset: int | None, cause: MostLikely | None) -> int:
     "The step of the last snapshot before a failure; of bad data that before the very batch, if there is one."
     box = recording.box()

@@ -8,8 +8,8 @@ __all__ = ['with_swap_test']
 # %% ../../nbs/api/investigation/05_swap.ipynb #acf561dd
 from typing import TYPE_CHECKING
 
-from ..detect.evidence import RunFacts
 from ..detect.findings import Findings
+from ..detect.record_steps import RunFacts
 from ..names.errors import InputError
 from ..run.recording import Recording
 
@@ -23,6 +23,7 @@ def swap_facts(
     step: int,  # that was tested
 ) -> RunFacts:  # {} where it blames neither side alone
     "What a verdict says for and against the causes of a jump."
+    # a verdict on both, or on neither, separates no two causes
     if verdict not in ("bad batch", "bad state"):
         return {}
     is_batch = verdict == "bad batch"

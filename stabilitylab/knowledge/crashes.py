@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..names.words import fill
 
 # %% ../../nbs/api/knowledge/05_crashes.ipynb #1da959db
-_SIZE = r"([\d.]+ ?[KMGT]i?B)"
+_SIZE = r"(\d+(?:\.\d+)? ?[KMGT]i?B)"
 _FACTS = {  # name -> pattern; the first group that matched is the fact
     "tried": rf"[Tt]ried to allocate {_SIZE}",
     "gpu": r"\bGPU (\d+)\b",
@@ -59,8 +59,8 @@ _UNITS = {"KiB": 1 / 2**20, "MiB": 1 / 2**10, "GiB": 1.0, "TiB": 2.0**10}
 
 def _gibibytes(size: str) -> float:
     "A size in GiB; 0 where the unit is another."
-    number, _, unit = size.partition(" ")
-    return float(number) * _UNITS.get(unit, 0.0)
+    number = size.rstrip("KMGTiB ")
+    return float(number) * _UNITS.get(size.removeprefix(number).strip(), 0.0)
 
 
 def _with_derived(facts: dict, crash: dict) -> dict:

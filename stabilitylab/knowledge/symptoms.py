@@ -114,6 +114,7 @@ def _stem(word: str) -> str:
 def _synonyms() -> tuple[tuple[str, str], ...]:
     "Synonyms, longest first, and the word that each becomes."
     pairs = ((synonym, word) for word, others in _table()["same"].items() for synonym in others.split("|"))
+    # a longer synonym may hold a shorter one
     return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair[0])))
 
 
@@ -149,6 +150,7 @@ def _likeness(words: frozenset[str], kind: str) -> float:
         return sum(map(_weight, some))
 
     together, *phrases = _index()[kind]
+    # Dice's coefficient with weights: neither a long phrase nor a long question has an advantage
     alike = max(2 * weight(words & phrase) / max(weight(words) + weight(phrase), 1e-9) for phrase in phrases)
     return alike + 0.5 * weight(words & together) / max(weight(words), 1e-9)
 

@@ -35,26 +35,32 @@ class Runs:
         for root in self.roots:
             if not root.is_dir():
                 raise bad_input("root", str(root), "a folder that is there")
-        self._runs: dict[tuple[Path, float], tuple[Recording, Findings]] = {}
+        self._runs: dict[Path, tuple[float, Recording, Findings]] = {}  # with the time of the last change
 
     def _open(self, run: str) -> tuple[Recording, Findings]:
         "A run with its findings; read again where it has changed."
         path = allowed_path(run, self.roots)
-        key = (path, path.stat().st_mtime)
-        if key not in self._runs:
+        changed = path.stat().st_mtime  # before it is read: what is appended meanwhile makes it new again
+        if path not in self._runs or self._runs[path][0] != changed:
             recordings = open_recordings(path)
             if len(recordings) > 1:
                 raise bad_input(
                     "run", run, "one run", f"it holds {', '.join(list(recordings)[:8])}; name one of them"
                 )
             [recording] = recordings.values()
-            self._runs[key] = recording, diagnose(recording)
-        return self._runs[key]
+            self._remember(path, changed, recording, diagnose(recording))
+        return self._runs[path][1:]
 
     def _keep(self, run: str, recording: Recording, findings: Findings) -> None:
         "Later answers about a run come from these findings."
         path = allowed_path(run, self.roots)
-        self._runs[path, path.stat().st_mtime] = recording, findings
+        self._remember(path, path.stat().st_mtime, recording, findings)
+
+    def _remember(self, path: Path, changed: float, recording: Recording, findings: Findings) -> None:
+        "Takes a run as the last one opened, in place of an earlier version of it."
+        # a log that grows is another one at every call: kept beside each other, none would ever be freed
+        self._runs.pop(path, None)
+        self._runs[path] = changed, recording, findings
 
     def _symptom(self, run: str) -> int | None:
         "The step at which the loss answered."

@@ -131,6 +131,7 @@ def _answering(method: Callable, lock: AbstractContextManager) -> Callable:
         text = json.dumps(answered, ensure_ascii=False)
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
 
+    # the SDK makes the schema of a tool of its name, its docstring and its signature
     call.__name__, call.__doc__ = method.__name__, method.__doc__
     described = _described(method)
     call.__signature__ = described  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ class _KnowledgeTools(Runs):
         report = only(page, ("kind", "title", "meaning", "looks", "causes", "do", "cannot"))
         if last is None:
             return answer(report, "explain", words=page["kind"])
-        return answer(report, "diagnose", run=str(last[0]), remedies=True)
+        return answer(report, "diagnose", run=str(last), remedies=True)
 
     def scan(self, checkpoint: str, select: str = "", top: int = 20) -> dict:
         "Statistics of the tensors of a checkpoint, those with a note or values that are not finite first."

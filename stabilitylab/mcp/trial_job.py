@@ -71,6 +71,7 @@ class TrialJob:
 
     def _hear(self, stage: str, share: float) -> None:
         "Keeps the progress, and the verdicts where more trainings are done."
+        # verdicts take a while: made here and for new seeds only, so that an answer reads what is there
         if self.work is not None and self.work.state.done > self._n_done:
             self._verdicts = self.work.to_dict()
             self._n_done = self.work.state.done

@@ -37,6 +37,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
     if not (inside or cap is not None or sink is not None or extra is not None or weights != "softmax"):
         if bias is not None and causal:
+            # PyTorch takes a mask or `is_causal`, not both
             bias, causal = bias + _causal_bias(q, k), False
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale)
     if weights != "softmax" and sink is not None:
@@ -57,6 +58,7 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     logits = attention_logits(q, k, bias, causal, scale, inside, cap)
     if extra is not None:
         logits, v = _with_extra(q, logits, v, extra, cap, scale)
+    # as the fused kernels do, which sum in float32 whatever they are given
     logits = logits if logits.dtype == torch.float64 else logits.float()
     shares = _softmax_with_sink(logits, sink) if weights == "softmax" else _OTHER_WEIGHTS[weights](logits)
     return F.dropout(shares.to(v.dtype), dropout) @ v
@@ -183,6 +185,7 @@ class Attention(_AttentionParts):
             self._heads(self.v_proj(source)),
         )
         q, k = self.q_norm(q), self.k_norm(k)
+        # between two sequences a distance of positions means nothing
         turned, back = "rope" in self.positions and memory is None, self.positions == "rope_qkv"
         if turned:
             q, k = rotate(q), rotate(k)

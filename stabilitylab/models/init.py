@@ -46,6 +46,7 @@ def init_weights(
         if isinstance(module, nn.Embedding):
             module.weight.normal_(std=1.0 if config.init == "mup" else init_std(config, config.d_model))
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
+            # the inputs of one output, of a convolution with its kernel
             std = init_std(config, module.weight[0].numel(), leaf in _WRITERS, leaf == "lm_head")
             if config.truncated:
                 nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)

@@ -121,6 +121,7 @@ def t5_buckets(
     ahead = (distance > 0).long() * half if both_ways else torch.zeros_like(distance)
     far = distance.abs() if both_ways else (-distance).clamp(min=0)
     exact = half // 2
+    # as T5 has it: wide buckets grow geometrically from `exact` to `furthest`
     scaled = torch.log(far.clamp(min=1).float() / exact) / math.log(furthest / exact) * (half - exact)
     logarithmic = (exact + scaled.long()).clamp(max=half - 1)
     return ahead + torch.where(far < exact, far, logarithmic)
@@ -135,6 +136,7 @@ def rotate(
     frequency = torch.exp(-math.log(1e4) * torch.arange(0, width, 2, device=x.device) / width)
     angle = torch.arange(seq, device=x.device)[:, None] * frequency
     cos, sin = angle.cos(), angle.sin() * (-1 if back else 1)
+    # in float32: in 16 bits the angles of late positions are not told apart
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

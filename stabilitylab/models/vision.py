@@ -81,6 +81,7 @@ def pretrained_parts(
 ) -> tuple[dict, dict]:  # state dicts of a `LanguageModel` and a `PictureEncoder`; do not change them
     "Weights of a language model of captions and of a picture encoder, trained shortly."
     task = picture_task(seed=seed + 1)
+    # cached, so that a second call draws nothing: the caller's random state must not tell the two apart
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         text, eyes = LanguageModel(part_config(d_model)), PictureEncoder(part_config(d_model))

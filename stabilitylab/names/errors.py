@@ -22,6 +22,7 @@ def printable(
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 # %% ../../nbs/api/names/00_errors.ipynb #43dc1f37
+# one slash is enough: pathlib makes `s3:/…` of an address
 _CREDENTIALS = re.compile(r"(?<=:/)(/?)[^/\s@'\"`]*@")
 _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]*:/[^\s?'\"`]+)\?[^\s'\"`]*")
 
@@ -100,6 +101,7 @@ def require(
     try:
         return import_module(module)
     except ImportError as e:
+        # a package that is there and lacks one of its own is another fault, with another remedy
         if (e.name or "").split(".")[0] != module.split(".")[0]:
             raise
         fix = f"install it with: pip install 'stabilitylab[{extra}]'"

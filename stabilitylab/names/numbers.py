@@ -26,6 +26,7 @@ def format_number(
         return {"nan": "NaN"}.get(str(value), str(value))
     if digits >= _ALL_DIGITS and value.is_integer() and abs(value) < 10**_ALL_DIGITS:
         return f"{int(value):,}"
+    # rounded before the unit is chosen: 999,999 is 1 million, not 1,000,000
     rounded = float(f"{value:.{digits}g}")
     size = abs(rounded)
     if size < 1000 or size >= _PLAIN_BELOW:

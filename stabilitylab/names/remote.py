@@ -72,6 +72,8 @@ def _answer(address: str, what: Callable[[Any, str], Any]) -> Any:
     except Exception as problem:
         why = f"the store answered with {type(problem).__name__}: check the address and the credentials"
         error = InputError(f"`{shown_address(address)}` cannot be read; {why}")
+    # outside of the handlers: a traceback would show the store's own error, signature included, as its
+    # context
     raise error
 
 # %% ../../nbs/api/names/09_remote.ipynb #6e440781

@@ -169,6 +169,7 @@ def canonical_name(
 ) -> str:  # our name, with `val_` in front for evaluation series; an unknown name in lower case with `_`
     "The one name that this package uses for a series that a log calls `name`."
     plain = _squash(name)
+    # llm.c: `trl` and `tel` are the losses of training and test
     if plain == "tel":
         return "val_loss"
     if not _EVAL.search(plain):

@@ -130,6 +130,8 @@ def _unit(x: Array, fmt: NumberFormat) -> Array:
     lib = _library(x)
     ints, mantissa, bias = (lib.int32, 23, 127) if x.dtype == lib.float32 else (lib.int64, 52, 1023)
     low, high = ((e + bias) << mantissa for e in (fmt.min_exponent, int(np.log2(fmt.max))))
+    # Exponent bits alone are the power of two below |x|, exactly, where log2 may land one off at a power;
+    # held at the smallest normal they give the spacing of the subnormals.
     bits = x.view(ints) & ((2 * bias + 1) << mantissa)
     return bits.clip(low, high).view(x.dtype) * fmt.eps
 
@@ -155,6 +157,8 @@ def _rounded_bits(x: Array, fmt: NumberFormat) -> Array:
     "Nearest numbers of a format with float32's exponent: the mantissa bits are rounded as integers."
     lib, drop = _library(x), 23 - fmt.mantissa_bits
     bits = x.view(lib.int32)
+    # Ties to even: add half a unit less one, and one more where the last kept bit is set. A carry leaves the
+    # mantissa for the exponent, at the top for infinity, which is what IEEE asks for.
     y = bits >> drop
     y &= 1
     y += (1 << (drop - 1)) - 1
@@ -166,6 +170,8 @@ def _rounded_bits(x: Array, fmt: NumberFormat) -> Array:
 
 def _rounded_sum(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     "Nearest numbers of `fmt` for float32: adding and taking off a number of the wanted spacing rounds."
+    # c = 1.5 * 2**23 * unit: float32 has the wanted spacing in its binade, so that x + c rounds, and c comes
+    # off exactly. 1.5 and not 1 keeps the sum with a negative x in the same binade.
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, int(np.log2(fmt.max))))
     bits = x.view(np.int32)
     c = bits & (255 << 23)
@@ -174,6 +180,7 @@ def _rounded_sum(x: np.ndarray, fmt: NumberFormat) -> np.ndarray:
     c = c.view(np.float32)
     y = x + c
     y -= c
+    # -0.0, and what rounds to it, loses its sign in the sum
     np.copysign(y, x, out=y)
     return y if y.max() <= fmt.max and y.min() >= -fmt.max else _overflowed(y, fmt)
 
@@ -232,6 +239,7 @@ def _grid_index(y: Array, fmt: NumberFormat) -> Array:
     lib = _library(y)
     y = y.to(lib.float64) if _is_tensor(y) else y.astype(np.float64)
     low, high = fmt.min_exponent + 1023, int(np.log2(fmt.max)) + 1023
+    # subnormals share the binade of the smallest normal: their steps simply count up from zero
     binade = ((y.view(lib.int64) >> 52) & 2047).clip(low, high) - low
     good = abs(y) <= fmt.max
     steps = abs(lib.where(good, y, 0.0)) / _unit(y, fmt)
@@ -246,6 +254,7 @@ def _bf16_at_random(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray
     for i in range(0, x.size, _BLOCK):
         part = slice(i, i + _BLOCK)
         np.add(flat[part], rng.integers(0, 1 << 16, len(flat[part]), np.uint16), out=out[part])
+    # 0x7F7F is the largest bf16: what was added may have carried anything from it on to infinity
     out &= np.uint32(0xFFFF0000)
     return out.view(np.float32).reshape(x.shape), (flat & np.uint32(0x7FFFFFFF)) >= np.uint32(0x7F7F0000)
 
@@ -254,6 +263,7 @@ def _array_and_bits(x: Array, rng: Any) -> tuple[np.ndarray, np.random.Generator
     "A tensor or array on the CPU as an array, and where its random bits come from."
     if not _is_tensor(x):
         return x, rng or np.random.default_rng(0)
+    # seeded from torch's generator, so that `torch.manual_seed` decides here as well
     seed = int(_library(x).randint(2**62, (), generator=rng))
     return x.detach().numpy(), np.random.Generator(np.random.SFC64(seed))
 
@@ -312,6 +322,7 @@ def exponent_histogram(
         return lib.bincount((x.detach().float().view(lib.int32).reshape(-1) >> 23) & 255, minlength=256)
     with np.errstate(over="ignore", under="ignore"):
         top = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
+    # the sign is left in and its half folded over at the end: one pass over the values instead of two
     counts = np.zeros(512, np.int64)
     for i in range(0, len(top), _BLOCK):
         counts += np.bincount(top[i : i + _BLOCK] >> 23, minlength=512)

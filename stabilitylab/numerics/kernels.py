@@ -34,6 +34,7 @@ def compile_c(
     except RuntimeError:  # a user whom the machine does not know has no home, as in many containers
         return None
     processor = _processor()
+    # a compiler without OpenMP builds the same code for one thread
     for extra in tries:
         key = hashlib.sha256(repr((source, flags, extra, processor)).encode()).hexdigest()[:16]
         library = home / f"{name}-{key}.so"
@@ -57,6 +58,7 @@ def _build(compiler: str, source: str, flags: tuple, library: Path) -> None:
     "Compile beside its place and move it there whole."
     # linked without libgomp, so that PyTorch's threads are used
     library.parent.mkdir(parents=True, exist_ok=True)
+    # beside its place: `os.replace` cannot cross file systems, and another process may build it as well
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         Path(folder, "k.c").write_text(source, encoding="utf-8")
         subprocess.run(

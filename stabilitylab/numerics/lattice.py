@@ -51,6 +51,7 @@ def _grid_chance(
     "Chance that all values lie on the grid of a format as printed."
     rounded = quantise(values, fmt)
     tick = 0.0 if decimals is None else 10.0**-decimals
+    # printing moves a value by half a tick at most; the rest is for the decimals' own binary rounding
     is_off = abs(values - rounded) > tick * 0.501 + 1e-12 * abs(values)
     if is_off.any():
         return 1.0
@@ -66,6 +67,7 @@ def lattice(
     if series.ndim != 1:
         raise bad_input("values", f"shape {series.shape}", "one 1-D series")
     series = series[np.isfinite(series)]
+    # of distinct values, as a repeated one says nothing new; zero lies on every grid
     distinct, decimals = np.unique(abs(series[series != 0])), _decimals(series)
     chances = {fmt: _grid_chance(distinct, fmt, decimals) for fmt in ("bf16", "fp16")}
     are_counts = decimals == 0  # token counts and loss scales lie on such grids without having been rounded
@@ -113,6 +115,8 @@ def debias(
     windows = series[index]
     unit = spacing(windows, fmt).max(1, initial=0.0) if fmt else np.zeros(len(windows))
     variance = windows.var(1, ddof=1) if window > 1 else np.full(len(windows), np.nan)
+    # Rounding adds unit²/12 (Sheppard). Its bias is a sawtooth in the mean, of which noise of variance s²
+    # leaves exp(-2 pi² s²/unit²) of the first harmonic, whose height is unit/pi; the others are far smaller.
     true_variance = np.maximum(np.nan_to_num(variance) - unit**2 / 12, 0)
     tick = np.where(unit > 0, unit, 1.0)  # without a grid there is nothing to shift by
     dithered = unit / np.pi * np.exp(-2 * np.pi**2 * true_variance / tick**2)

@@ -32,6 +32,7 @@ def container_kind(
     value: object,  # part of a batch
 ) -> str:  # 'plain', 'mapping', 'sequence', 'dataclass' or 'namespace'; '' for a leaf
     "How a container is opened."
+    # a class that is a dataclass is no container, and neither is a tensor, although one can iterate over it
     if isinstance(value, type) or torch.is_tensor(value):
         return ""
     if type(value) in _PLAIN:
@@ -75,6 +76,7 @@ def container_of(
     if kind == "namespace" or (kind == "mapping" and is_dataclass(cls)):
         return cls(**parts)
     if kind == "mapping" and issubclass(cls, defaultdict):
+        # its factory is a function, which no file of weights holds
         return cls(None, parts)
     if kind == "sequence" and hasattr(cls, "_make"):
         return cls._make(parts)
@@ -141,11 +143,19 @@ def is_same(
     return left.keys() == right.keys() and all(_equal(leaf, right[path]) for path, leaf in left.items())
 
 
-def _equal(a: object, b: object) -> bool:
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    "The bytes of a tensor in one row."
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _equal(a: Any, b: Any) -> bool:
     "Whether two leaves are equal."
-    if torch.is_tensor(a) or torch.is_tensor(b):
-        return torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b)
-    return a == b
+    are_tensors = torch.is_tensor(a), torch.is_tensor(b)
+    if not all(are_tensors):
+        return not any(are_tensors) and a == b
+    # by their bytes: `torch.equal` says that a NaN is not the NaN that it was
+    is_alike = a.dtype == b.dtype and a.shape == b.shape
+    return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #b0d3ae3d
 _PLAIN_LEAVES = (int, float, str, bool, type(None))  # that a file of weights holds as they are
@@ -185,6 +195,7 @@ def _rows(value: object, path: list) -> Iterator[_Row]:
         return
     parts = parts_of(value)
     items = parts.items() if isinstance(parts, dict) else enumerate(parts)
+    # inner places first: they are put back while what holds them is still plain and takes them by key
     for key, part in items:
         yield from _rows(part, [*path, key])
     if kind != "plain":

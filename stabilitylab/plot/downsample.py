@@ -24,6 +24,7 @@ def keep_extremes(
         raise bad_input("bins", bins, "1 or more")
     if len(x) <= 4 * bins:
         return np.arange(len(x))
+    # parts of equal width on the axis, not of equally many points: a log may be dense in places
     edges = x[0] + (x[-1] - x[0]) / bins * np.arange(1, bins)  # x is sorted: edges are searched in x
     start = np.unique(np.r_[0, np.searchsorted(x, edges)])
     size = np.diff(np.r_[start, len(x)])

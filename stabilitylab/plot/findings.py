@@ -42,6 +42,7 @@ def _mark_findings(
     flags: bool = True,  # numbers above the axes
 ) -> Axes:  # the axes
     "Findings as bands and numbered flags, in the colour of their severity."
+    # fixed from here on: bands and flags would widen the axes
     low, high = ax.set_xlim(ax.get_xlim())
     placed: dict[int, float] = {}  # number of a finding -> where its flag stands, as a fraction of the width
     bands: set[tuple] = set()

@@ -6,16 +6,13 @@
 __all__ = ['head_names', 'thin_steps', 'head_map', 'extra_views', 'extra_view_picture', 'head_picture', 'weights_picture']
 
 # %% ../../nbs/api/plot/43_heads.ipynb #86ed17a6
-from importlib import import_module
-from importlib.util import find_spec
-
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..detect.layers.attention import attention_of
-from ..detect.layers.massive_activations import typical_magnitude
+from ..detect.layers.massive_activations import stream_profile, typical_magnitude
 from ..names.errors import bad_input
 from stabilitylab.plot.attention import (
     linear_below,
@@ -53,6 +50,7 @@ def thin_steps(
     if da.sizes["step"] <= columns:
         return da
     starts = np.linspace(0, da.sizes["step"], columns, endpoint=False).astype(int)
+    # `fmax`, as a NaN beside a number must not hide it
     return da.isel(step=starts).copy(data=np.fmax.reduceat(da.values, starts, axis=0))
 
 # %% ../../nbs/api/plot/43_heads.ipynb #9ff70c9d
@@ -118,8 +116,10 @@ def _massive_profile(
     xr.Dataset | None
 ):  # largest (layer, rank), median (layer,), coords module; None where it was not sampled
     "The largest and the typical magnitude of every block at the nearest step that has them."
-    streams = find_spec("stabilitylab.detect.layers.massive_activations")
-    profile = import_module(streams.name).stream_profile(run, step) if streams else None
+    attention, profile = attention_of(run), None
+    if attention is not None:
+        steps = attention.step.values
+        profile = stream_profile(run, int(steps[np.argmin(np.abs(steps - step))]))
     return _sampled_profile(run, step) if profile is None else profile
 
 

@@ -50,6 +50,7 @@ def _largest_in_pixels(
     if count <= columns:
         return values
     starts = np.linspace(0, count, columns, endpoint=False).astype(int)
+    # -1 lies below every magnitude, so that the least of a stretch tells
     has_nan = np.fmin.reduceat(values, starts, axis=1) == _NAN
     return np.where(has_nan, _NAN, np.fmax.reduceat(values, starts, axis=1))
 
@@ -73,7 +74,7 @@ def _colour_norm(values: np.ndarray, is_shown: np.ndarray) -> LogNorm:
 
 _NAN_COLOUR = "#e6007e"  # magenta, which the scale has not, on either ground
 
-
+# %% ../../nbs/api/plot/20_layers.ipynb #19aedb5e
 def _count_text(values: np.ndarray, absent: str) -> str:  # values: of `_coded`; absent: what NaN means
     "How many values have no colour of the scale, and which they have instead."
     counts = {
@@ -180,6 +181,7 @@ class LayerMap:
 
     def _magnitudes(self, da: xr.DataArray, n_nonfinite: xr.DataArray | None) -> xr.DataArray:
         "Magnitudes of `_coded`, dims (row, step). Cached: transposing a long record takes long."
+        # by identity: to compare the values would take as long as to transpose them
         if self._table is None or self._source is not da.values:
             row = next(dim for dim in da.dims if dim != "step")
             transposed = da.transpose(row, "step")
@@ -266,6 +268,7 @@ def _with_scale(image: AxesImage, beside: AxesImage, values: np.ndarray) -> dict
 
 def _palette(image: AxesImage, beside: AxesImage) -> bytes:
     "(260, 3) uint8: 256 colours of the scale, then those of infinite, zero, NaN and absent values."
+    # the colours themselves, not the name of a map: the page knows nothing of matplotlib
     colours = image.cmap(np.arange(256), bytes=True)[:, :3]
     infinite = np.multiply(image.cmap.get_over()[:3], 255)
     others = beside.cmap(np.arange(3), bytes=True)[:, :3]

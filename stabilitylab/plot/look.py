@@ -27,12 +27,21 @@ def moving_mean(
     half = max(int(window), 1) // 2
     values = np.asarray(values, float)
     is_finite = np.isfinite(values)
-    total = np.r_[0.0, np.cumsum(np.where(is_finite, values, 0.0))]
-    count = np.r_[0, np.cumsum(is_finite)]
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    number = count[high] - count[low]
-    return np.where(number > 0, (total[high] - total[low]) / np.maximum(number, 1), np.nan)
+    total, number = _window_sums(np.where(is_finite, values, 0.0), half), _window_sums(is_finite, half)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def _window_sums(values: np.ndarray, half: int) -> np.ndarray:
+    "Sums of each value and of `half` on both sides."
+    # a difference of two cumulative sums would be 0 everywhere after one value of 1e20: here the sums
+    # begin anew with every block of one window, and a window is the end of a block and the start of the next
+    width = 2 * half + 1
+    blocks = np.pad(values, (half, half + -(len(values) + 2 * half) % width)).reshape(-1, width)
+    to_here = np.cumsum(blocks, axis=1).ravel()
+    from_here = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
+    first = np.arange(len(values))  # of each window
+    ends = to_here[first + width - 1]
+    return np.where(first % width == 0, ends, from_here[first] + ends)
 
 # %% ../../nbs/api/plot/08_look.ipynb #8b352175
 _X_SERIES = ("tokens", "epoch")  # series that can be the x-axis
@@ -45,7 +54,8 @@ def _clock(scalars: xr.Dataset) -> np.ndarray | None:
         return None
     values = scalars["time"].values
     if values.dtype.kind == "M":
-        values = values.astype("datetime64[ms]").astype(float) / 1e3
+        # a plain cast makes -9e18 of a missing time; a quotient makes NaN
+        values = (values - np.datetime64(0, "s")) / np.timedelta64(1, "s")
     values = values.astype(float)
     return values - np.nanmin(values) if np.isfinite(values).any() else None
 
@@ -69,6 +79,7 @@ def x_values(
     "The quantity of the x-axis at each step; of a repeated step the value of its last segment."
     clock = _clock(scalars) if name == "time" else None
     values = scalars[name].values.astype(float) if clock is None else clock
+    # reversed: `unique` keeps the first of equal steps, and the last segment is the one that survived
     step, at = np.unique(scalars.step.values[::-1], return_index=True)
     values = values[::-1][at]
     is_finite = np.isfinite(values)
@@ -86,6 +97,7 @@ def _relabel(ax: Axes, scalars: xr.Dataset, name: str) -> None:
         return
     low, high = np.interp(ax.get_xlim(), step, values)
     ticks = [tick for tick in MaxNLocator(7).tick_values(low, high) if low <= tick <= high]
+    # `interp` needs values that rise; those that stand still name the step at which they were reached
     rising = np.r_[True, np.diff(values) > 0]
     tick_steps = np.interp(ticks, values[rising], step[rising])
     ax.set_xticks(tick_steps, [short_number(tick, 1e3) for tick in ticks])

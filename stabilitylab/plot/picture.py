@@ -38,6 +38,7 @@ def in_range(
     step = scalars.step.values
     first, last = x_range
     keep: slice | np.ndarray
+    # a slice is a view; with restarts the steps are not sorted, and a search would miss some
     if (step[1:] >= step[:-1]).all():
         keep = slice(np.searchsorted(step, first), np.searchsorted(step, last, "right"))
     else:

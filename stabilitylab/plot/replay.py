@@ -39,6 +39,7 @@ def plot_swap(
     "States against batches: a column is a bad batch, a row a bad state, one cell the combination."
     ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
     values = table[name].values
+    # NaN has no colour, and the number itself stands in the cell
     positive = np.where(values > 0, values, np.nan)
     finite = positive[np.isfinite(positive)]
     norm = LogNorm(finite.min(), max(finite.max(), finite.min() * 1.5)) if finite.size else None

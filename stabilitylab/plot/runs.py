@@ -42,6 +42,7 @@ def plot_runs(
     for i, (name, da) in enumerate(curves.items()):
         if name in hidden:
             continue
+        # after eight runs the colours come again with another dash
         turn, shade = divmod(i, len(RUN_COLOURS))
         zorder = 3 - order.index(name) / len(order) if name in order else 2
         look: dict[str, Any] = {"color": RUN_COLOURS[shade], "linewidth": 1, "zorder": zorder}
@@ -112,7 +113,7 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
         ax.set_xlim(*x_range)
     return ax
 
-
+# %% ../../nbs/api/plot/07_runs.ipynb #97a983be
 def metrics_of(
     runs: Iterable[xr.DataTree],  # records
 ) -> list[str]:  # in the order of the runs

@@ -100,6 +100,7 @@ def _ticks(ax: Axes, axis: Axis) -> list[list]:
     values = [float(value) for value in axis.get_majorticklocs() if low <= value <= high]
     labels = axis.get_major_formatter().format_ticks(values)
     side = 0 if axis is ax.xaxis else 1
+    # from a corner of the view: 0 has no place on a logarithmic axis
     corner = np.tile([ax.get_xlim()[0], ax.get_ylim()[0]], (len(values), 1)).astype(float)
     corner[:, side] = values
     shares = _shares(ax, ax.transData.transform(corner))[:, side] if values else ()

@@ -37,6 +37,7 @@ def inline_svg(
     "An SVG file as an inline element: no header, no ids that could clash, colours and fonts of the page."
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
+    # clip paths, markers and hatches are referred to by their ids; nothing refers to the others
     svg = re.sub(r' id="(?!p|m|h)[^"]*"', "", svg)
     svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda colour: _VARIABLE.get(colour[0], colour[0]), svg)
     svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # hundredths of a point are enough
@@ -85,6 +86,7 @@ def findings_svg(
     n_below: int = 3,  # panels below the loss
 ) -> str:  # an `<svg>` element; '' for a run without series
     "The figure of `plot_findings` as an element of an HTML page."
+    # a salt of its own: two figures on one page must not share their ids
     with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab {width}"}):
         svg = _render(run, findings, width=width, n_below=n_below, bins=max(60, int(60 * width)))
     description = f"training loss over steps with {len(findings)} findings marked"

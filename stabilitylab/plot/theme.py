@@ -86,6 +86,7 @@ def theme(
         "legend.fontsize": size - 1,
         "lines.linewidth": 1.1,
         "svg.fonttype": "none",
+        # without a salt ids are random, and the same figure would be another file each time
         "svg.hashsalt": "stabilitylab",
         "figure.constrained_layout.use": True,
         "path.simplify_threshold": 1.0,

@@ -41,6 +41,7 @@ _COLOURS = ("lr", "loss", "val_loss", "grad_norm", "loss_scale", "z_loss", "othe
 
 def _mean(curves: Sequence[SeedCurve]) -> tuple[np.ndarray, np.ndarray]:
     "Steps that every seed has, and the mean over the seeds there."
+    # seeds of a running trial are not equally far: a mean over those that are would jump where one ends
     shared = functools.reduce(np.intersect1d, (curve.step for curve in curves))
     values = [curve.loss[np.isin(curve.step, shared)] for curve in curves]
     return shared, np.mean(values, axis=0)

@@ -32,6 +32,8 @@ def rng_state() -> dict:
     version, words, gauss = random.getstate()
     generator: Any = np.random.get_state()  # noqa: NPY002 - the generator that loops draw from
     name, keys, pos, has, cached = generator
+    # Asking for CUDA's states starts CUDA, its memory included, in a program that only uses the CPU.
+    # Tensors in place of arrays: `torch.load(weights_only=True)` refuses those of NumPy.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -77,6 +79,7 @@ def batch_id(
     "A name for a batch that depends on its content alone."
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(batch):
+        # the bytes alone are the same for two int64 and four int32
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(_bits(tensor).numpy().tobytes())
     return digest.hexdigest()
@@ -148,6 +151,7 @@ class BlackBox:
         self.set_at: int | None = None  # step whose settings were taken
         self.want, self.patience = True, _PATIENCE  # whether a snapshot is due; seconds that the loop waits
         self.work: queue.Queue = queue.Queue(maxsize=8)
+        # a daemon: a disk that hangs must not keep the program from ending
         self.thread = threading.Thread(target=self._write_all, daemon=True, name="stabilitylab-blackbox")
         self.thread.start()
 
@@ -158,7 +162,9 @@ class BlackBox:
         microbatch: int,  # number within the step
     ) -> None:
         "Keep one batch with the random state before it, and a snapshot where one is due."
+        # copied here: the loop goes on and changes all of it while the thread writes
         rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
+        # only before the first micro-batch: later, half a gradient would be part of the state
         is_due = self.want or self.last is None or step - self.last >= self.limits.every
         if microbatch == 0 and is_due:
             self.last, self.want = step, False
@@ -194,6 +200,7 @@ class BlackBox:
     def close(self) -> None:
         "Write what is waiting and stop."
         if self.thread.is_alive():
+            # the program is about to end, so there is no step to hold up
             self.patience = 60.0
             self._offer(None, None)
             self.thread.join(60)
@@ -206,6 +213,7 @@ class BlackBox:
             self.work.put((what, item), timeout=self.patience)
             self.patience = _PATIENCE
         except queue.Full:
+            # no patience until something fits again: a full queue would else hold up every step
             self.want, self.patience = True, 0.0
             self._warn_once(f"the disk does not keep up, a {what} was not written")
 
@@ -228,6 +236,7 @@ class BlackBox:
         "Write one file and the index, then drop what is too old."
         is_snapshot, step = what == "snapshot", item["step"]
         name = f"snapshot-{step}.pt" if is_snapshot else f"batch-{step}-{item['microbatch']}.pt"
+        # in the thread, as a hash reads every byte; a snapshot keeps only the name of its batch
         item["batch_id"] = batch_id(batch_alone(item.pop("of") if is_snapshot else item["batch"]))
         if is_snapshot:
             item["checksums"] = checksums(item["model"])
@@ -278,6 +287,8 @@ def pack_batches(
     for entry in loose:
         key = f"{entry['step']}-{entry['microbatch']}"
         packed[key] = read_entry(folder, entry)
+    # New file, then index, then the loose files: whenever this is killed, the index names files that are
+    # there. Replacing the file leaves the old one mapped by `packed` readable.
     _, checksum = _save_checked(packed, folder / _BATCH_FILE)
     names = [entry["file"] for entry in loose]
     for entry in loose:

@@ -35,6 +35,8 @@ def _limits() -> tuple[list[int], list[int]]:
     "Bits of the smallest float32 that overflows, and of the largest that underflows, in each of `RANGES`."
     over, under = [], []
     for f in (NUMBER_FORMATS[name] for name in RANGES):
+        # Half a unit above the largest number is a tie, and ties go to the even one: up to infinity, but down
+        # to 448 in e4m3, whose largest mantissa (110) is even.
         edge = np.float32(f.max + 2.0 ** (int(np.log2(f.max)) - f.mantissa_bits - 1))
         over.append(int(edge.view(np.int32)) + int(np.isfinite(quantise(np.array([edge]), f)[0])))
         under.append(int(np.float32(f.min_subnormal / 2).view(np.int32)))
@@ -74,6 +76,7 @@ def _detail_torch(x: torch.Tensor) -> torch.Tensor:
         out[0] += p.numel()
         out[1] += p.numel() - ok.sum()
         out[2] += torch.where(ok, p, 0).sum(dtype=torch.float64)
+    # Powers around the mean, hence two passes: raw ones cancel where the mean is far from zero.
     out[2] /= (out[0] - out[1]).clamp_min(1)
     for p in parts:
         out[3:] += _detail_part(p.float(), out[2])

@@ -78,7 +78,6 @@ def environment() -> dict:  # flat dict of JSON values
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "flush_denormal": None,
         "command": mask_secrets(sys.argv),
         "world_size": os.environ.get("WORLD_SIZE"),
     }

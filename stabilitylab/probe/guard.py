@@ -154,6 +154,7 @@ class Watch:
         module: torch.nn.Module,  # the module it belongs to
         function: Callable,  # called as `function(module, …)` with what the hook is given
     ):
+        # without it Dynamo would trace the hook, and read from a graph what has no numbers yet
         if not hasattr(function, "__self__"):  # a method says so itself
             vars(function)["_torchdynamo_disable"] = (
                 True  # runs between two graphs, with the tensors that are there
@@ -170,6 +171,7 @@ class Watch:
         if torch.compiler.is_compiling():
             if _is_whole_graph():
                 return
+        # a copied module brings its hooks along: those of the original must not count it
         elif self.owner() is not module or tracing_state() is not None:
             return
         elif transform_stack() is not None:
@@ -180,6 +182,7 @@ class Watch:
     def __deepcopy__(self, memo: dict) -> Callable:
         return _nothing
 
+    # a function of the standard library: a model that is pickled whole loads without this package
     def __reduce__(self) -> tuple:
         return partial, (sys.audit, "stabilitylab.no_hook")
 

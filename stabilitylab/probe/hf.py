@@ -39,6 +39,7 @@ class _StepCallback(_Base):
 
     def _batch(self, model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         "Each micro-batch, before the model sees it."
+        # neither in evaluation, nor where gradient checkpointing runs the model once more
         if self.recorder is not None and torch.is_grad_enabled() and graph_task() == -1:
             self.recorder.batch(kwargs or args)
 
@@ -60,6 +61,7 @@ class _StepCallback(_Base):
         @functools.wraps(backward)
         def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.is_tensor(loss):
+                # accelerate divides by the accumulation inside its own `backward`
                 self.losses.append(loss.detach() / count)
             return backward(loss, *args, **kwargs)
 
@@ -86,6 +88,7 @@ class _StepCallback(_Base):
         if self.before is not None:
             self.before.remove()
         if self.trainer is not None:
+            # they only hid the methods of the classes
             vars(self.trainer).pop("compute_loss", None)
             vars(self.trainer.accelerator).pop("backward", None)
         recorder.__exit__(None, None, None)
@@ -104,7 +107,7 @@ def _running_trainer() -> Any:
 
 _OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # path -> the callback that records there
 
-
+# %% ../../nbs/api/probe/08_hf.ipynb #0424c7d5
 class RecorderCallback(_StepCallback):
     "A callback that records the Trainer's run."
 

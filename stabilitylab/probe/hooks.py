@@ -58,6 +58,7 @@ def _in_pipeline() -> tuple[bool, int]:
     "Whether a pipeline only learns shapes, on unwritten memory; by what it divides gradients later."
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return False, 1
+    # the schedule tells nobody what it runs: its frame is the only place that says so
     frame: Any = sys._getframe(1)
     infers_shapes = False
     while frame is not None:
@@ -95,6 +96,8 @@ class BackwardEnd:
     def _end_backward(self) -> None:
         "After every other callback (DDP's reduction, FSDP's reshard) of the same backward pass."
 
+        # The engine runs callbacks in the order of their queue, and takes those that a callback adds: this
+        # one is added when DDP's and FSDP's already stand in it, and so comes after them.
         def last() -> None:
             "Ends the backward pass."
             self.task = None
@@ -189,6 +192,7 @@ class ModuleProbe(BackwardEnd):
             try:
                 self._look(row, args if takes_input else (), out)
             except Exception as error:
+                # half of what it fills would pass for the whole of its step
                 self.slots.forget(row)
                 guard.failed(OUTPUTS, name, error)
 
@@ -200,6 +204,8 @@ class ModuleProbe(BackwardEnd):
         is_shape = tensor is None or tensor.is_meta or type(tensor).__name__ == "FakeTensor"
         if tensor is None or is_shape or self.is_shape_run:
             return  # only shapes pass through the model
+        # Under reentrant checkpointing the first pass runs without a graph, and only the tensors computed
+        # again get a gradient; their values were read the first time.
         is_again = graph_task() != -1  # an activation that is computed again for the backward pass
         if not is_again:
             if not (self.inside or torch.is_grad_enabled()):
@@ -232,6 +238,7 @@ class ModuleProbe(BackwardEnd):
 
     def _watch_grad(self, row: int, tensor: torch.Tensor) -> None:
         "One hook on the gradient of an output, for every module that returns it."
+        # an in-place activation returns its own input: same id, other version, another gradient
         hit = self.hooked.get(id(tensor))
         if hit is not None and hit[0]() is tensor and hit[1] == version_of(tensor):
             hit[2].append(row)
@@ -277,6 +284,7 @@ class ModuleProbe(BackwardEnd):
         if self.is_shape_run:
             self.is_shape_run = False
             return
+        # the number is bound here: a backward pass may come after further forward passes, as in GANs
         number, self.inside, self.slots.forward = self.slots.forward, False, 0
         for tensor in measurable(out):
             if tensor.requires_grad:
@@ -284,6 +292,7 @@ class ModuleProbe(BackwardEnd):
 
     def take(self) -> tuple[dict, dict, list]:
         "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
+        # a backward pass that raised never runs its callbacks: without this no later pass would ask for one
         self.hooked, self.task = {}, None
         self.forward_at = self.backward_at = None
         return self.slots.take()

@@ -20,6 +20,7 @@ from .recorder import Recorder
 def _base() -> Any:
     "Lightning's class of callbacks, of the package that the program uses; `object` where there is none."
     packages = ("lightning.pytorch", "pytorch_lightning")
+    # the two packages have classes of their own: wanted is that of the one which the program uses
     for name in sorted(packages, key=lambda name: name not in sys.modules):
         with suppress(ImportError):
             return importlib.import_module(name).Callback
@@ -98,6 +99,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         loss = outputs.get("loss") if hasattr(outputs, "get") else outputs
         if torch.is_tensor(loss):
             self.losses.append(loss.detach() / trainer.accumulate_grad_batches)
+        # under accumulation most batches take no step
         if trainer.global_step > self.last_step:
             losses, self.losses, self.last_step = self.losses, [], trainer.global_step
             self.recorder.step(sum(losses[1:], losses[0]) if losses else None)

@@ -34,6 +34,8 @@ def _copies(parameter: nn.Parameter, world: int) -> int:
     distributed: Any = parameter
     mesh = distributed.device_mesh
     replicas = [mesh.size(i) for i, placed in enumerate(distributed.placements) if placed.is_replicate()]
+    # counted as if every rank of the run held it; a pipeline's stages are told apart by who writes, in
+    # `run.parts`
     return world // mesh.size() * int(np.prod(replicas))
 
 
@@ -90,6 +92,7 @@ class _Numbered:
         self.model, self.optimizers, self.guard = model, optimizers, guard
         self.names, self.params = list(named), list(named.values())
         self.kinds, self.layers = [kinds[n][0] for n in self.names], [kinds[n][1] for n in self.names]
+        # ids stay good as long as `params` holds the parameters: a freed one would give its id to another
         self.at = {id(p): i for i, p in enumerate(self.params)}
         self.n_recorded = len(self.params)  # those that came later count in norms only
         optimized = self._optimized()
@@ -135,6 +138,8 @@ class _Gradients:
 
     def __init__(self, numbered: _Numbered):
         self.numbered, self.guard = numbered, numbered.guard
+        # A GAN's generator loss leaves gradients in the discriminator after its step: they belong to no step
+        # unless the discriminator steps once more before the loop closes this one.
         # by parameter number; later: of gradients that came after their parameter's step
         self.rows: dict[int, torch.Tensor] = {}
         self.later: dict[int, torch.Tensor] = {}
@@ -297,6 +302,7 @@ class ParamProbe:
             self.guard.attempt("the loss scale", None, self.before_step)
         self.gradients.use(optimizer)
         if self.with_updates:
+            # a closure (LBFGS) runs the backward pass inside the step: there is no gradient to go by yet
             has_closure = any(map(callable, arguments))
             self.guard.attempt(UPDATES, None, self._keep_groups, optimizer, has_closure)
 
@@ -318,6 +324,7 @@ class ParamProbe:
         if not self.stepped:
             self.lr = _lr_of(optimizer)
         self.stepped.add(k)
+        # a hook ran after all: what `take` switched to after a silent step is no longer needed
         self.loose = self.unhooked
         for inner in self.inner[k]:
             if inner.state and inner.state is not self.optimizers[k].state:

@@ -235,6 +235,7 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     recorder.attention = AttentionRecording(model, options.attention_every, guard)
     recorder.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, options.kinds, guard)
     recorder._sample()
+    # weak: `atexit` would else keep model and optimizer alive to the end of the program
     recorder.at_exit = partial(_finish_at_exit, weakref.ref(recorder))
     atexit.register(recorder.at_exit)
 
@@ -313,6 +314,7 @@ def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -
     recorder.is_open, guard = False, recorder.guard
     if recorder.at_exit is not None:
         atexit.unregister(recorder.at_exit)
+    # each by itself: a hook that cannot be taken off must not cost the record its end
     for close in (partial(_unhook, recorder), None if recorder.box is None else recorder.box.close):
         try:
             if close is not None:
@@ -333,6 +335,7 @@ def _close(recorder: Recorder, kind: type | None, error: BaseException | None) -
 def _finish_at_exit(recorder: weakref.ref) -> None:
     "Write what a recorder still holds when the program ends without closing it."
     left = recorder()
+    # a forked child inherits the handler, but the record is its parent's
     if left is not None and left.pid == os.getpid():
         error = getattr(sys, "last_value", None)
         left.__exit__(None if error is None else type(error), error, None)
@@ -345,6 +348,7 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
     details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
     grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
+    # after an overflow a GradScaler does not call `step` at all: gradients without a step are a skipped one
     is_withheld = recorder.skips is not None and recorder.skips.take()
     heads, attention_scalars = recorder.attention.take()
     is_skipped = is_withheld or (bool(grads) and not stepped)
@@ -380,7 +384,7 @@ def _gradient_scale(scale: torch.Tensor | None, divisor: int) -> torch.Tensor | 
         return None if divisor == 1 else divisor
     return to_host(scale.reshape(1) * divisor)
 
-
+# %% ../../nbs/api/probe/06_recorder.ipynb #c5d42e3a
 def _own_times(recorder: Recorder, elapsed: float) -> dict[str, float]:
     "Seconds of the step that a rank spent by itself: until its batch was there, and its forward pass."
     forward_at, backward_at = recorder.modules.forward_at, recorder.modules.backward_at
@@ -413,6 +417,7 @@ def _step_scalars(
     elif values.get("loss") is None:
         guard.note("no loss: none was given to `step`, and the model returns none", aloud=False)
     scalars = clean_scalars(values, guard) | {"step_time": elapsed}
+    # as the step used it: a scheduler may have set that of the next step by now
     rates = [params.lr] if params.lr is not None else []
     rates += [groups[0]["lr"] for groups in map(groups_of, params.optimizers) if groups]
     if recorder.optimizers:

@@ -152,6 +152,7 @@ class RetainedFiles:
         "Put a file on the list, and drop what is too much."
         rows = self.index[what]
         rows[:] = [row for row in rows if row["file"] != entry["file"]] + [entry]
+        # which batches are needed changes with the snapshots alone
         total = _total_bytes(self.index["snapshots"] + self.index["batches"])
         if what == "snapshots" or total > self.limits.max_bytes:
             self._drop()
@@ -165,6 +166,7 @@ class RetainedFiles:
         groups = [list(map(_stored_group, groups)) for groups in item["optimizers"]]
         rows = self.index["settings"]
         if not rows or rows[-1]["optimizers"] != groups or rows[-1]["step"] > item["step"]:
+            # a run that went back to a checkpoint takes these steps once more: what it had set then is void
             rows[:] = [row for row in rows if row["step"] < item["step"]]
             rows.append({"step": item["step"], "optimizers": groups})
             self.is_behind = True  # until the next batch is written
@@ -183,7 +185,7 @@ class RetainedFiles:
     def _drop(self) -> None:
         "Delete what is beyond the limits."
         shots, batches, limits = self.index["snapshots"], self.index["batches"], self.limits
-        pinned = sorted((shot for shot in shots if shot["pinned"]), key=lambda shot: shot["step"])
+        pinned = sorted((shot for shot in shots if shot["pinned"]), key=lambda shot: -shot["step"])
         free = [shot for shot in shots if not shot["pinned"]]
         # the newest are those written last: a run that went back writes earlier steps again
         earlier, newest = free[: -limits.keep], free[-limits.keep :]
@@ -191,7 +193,7 @@ class RetainedFiles:
         earlier.sort(key=lambda shot: shot["step"])
         steps = thinned([shot["step"] for shot in earlier], limits.old, now)
         old = [shot for shot in earlier if shot["step"] in steps]
-        retained = _Retained(limits.every, old, newest, pinned[-limits.max_pinned :])
+        retained = _Retained(limits.every, old, newest, pinned[: limits.max_pinned][::-1])
         rows = [batch for batch in batches if retained.needs(batch)]
         while len(retained.shots) > 1 and _total_bytes(retained.shots + rows) > limits.max_bytes:
             retained.drop_one(now)
@@ -200,6 +202,7 @@ class RetainedFiles:
         left = [shot for shot in shots if id(shot) in stays]
         gone = {row["file"] for row in shots + batches} - {row["file"] for row in left + rows}
         settings = _needed_settings(self.index["settings"], retained)
+        # The index first: a kill in between leaves a file that nothing names, not a name without its file.
         self.index = {"snapshots": left, "batches": rows, "settings": settings}
         self.write()
         for name in gone:

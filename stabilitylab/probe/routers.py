@@ -72,6 +72,7 @@ class RouterProbe:
 
         def hook(module: nn.Module, args: tuple, out: Any) -> None:
             "Looks at a pass with gradients, once."
+            # activations that are computed again for the backward pass would count their tokens twice
             if torch.is_grad_enabled() and graph_task() == -1:
                 self.guard.attempt("routers", label, self._count, module, label, n_experts, per_token, out)
 

@@ -59,6 +59,7 @@ class _Columns:
         "The channels that stand out."
         for slots, maxima in tops:
             for slot, (top, median, at) in zip(slots, maxima.numpy(), strict=True):
+                # NumPy's division: a median of zero gives inf and no error
                 values = (median, np.float64(top) / median, at)
                 for name, value in zip(TOP_CHANNEL, values, strict=True):
                     self.put("sampled_activations", name, slot // 3, value)
@@ -213,6 +214,7 @@ def _norms(item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> di
     "Norms over all parameters."
     norms = {}
     if item["grads"]:
+        # the sums leave non-finite entries out, so their root would look like the norm of a healthy step
         is_finite = not grads[:, 4].any()
         norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
     if item["made"]:

@@ -35,6 +35,7 @@ def _one_number(name: str, value: Any, guard: Guard) -> torch.Tensor | float | N
     "A value as one number; the mean where it is several; None where it is none."
     if value is None:
         return None
+    # NumPy would read a number out of a text
     if isinstance(value, str | bytes | dict):
         raise TypeError(f"{type(value).__name__} is no number")
     if not torch.is_tensor(value):
@@ -46,6 +47,7 @@ def _one_number(name: str, value: Any, guard: Guard) -> torch.Tensor | float | N
     if value.is_complex():
         value = value.abs()
     if value.numel() == 1:
+        # loops keep a running loss and overwrite it in place before the writer reads it
         return value.reshape(1).clone()
     guard.note(f"`{name}` has shape {tuple(value.shape)}, its mean is recorded", aloud=False)
     return value.double().mean().reshape(1) if value.numel() else None
@@ -103,6 +105,7 @@ class StepLoss:
             return
         value = loss.detach()
 
+        # d(step's loss)/d(this loss) is 1 over the accumulation, times the loss scale, whatever the loop does
         def add(grad: torch.Tensor) -> None:  # of the step's loss by this one
             "Adds what this loss weighs in the step."
             self.guard.attempt("the model's own loss", None, self._add, value * grad)
@@ -152,7 +155,9 @@ class LossScale:
 
     def read(self) -> None:
         "Take the scale as it is now."
+        # not `get_scale`, which waits for the device
         scale = getattr(self.scaler, "_scale", None)
+        # `GradScaler.update` writes the scale in place, before the loop closes the step
         self.value = scale.clone() if torch.is_tensor(scale) else None
 
     def find(self) -> bool:

@@ -274,6 +274,7 @@ def writes_parameters(
     if params.copies is not None or rank.world == 1:
         return True
     board = torch.distributed.distributed_c10d._get_default_store()
+    # one further on: `open_store`, which comes next, counts this recorder
     key = f"stabilitylab/parameters/{_started[0] + 1}"
     if rank.number:  # rank 0 asks before all others
         board.wait([key], _PATIENCE)
@@ -305,6 +306,7 @@ def open_store(
     try:
         store = LiveStore(path, tables, attrs, 0, rank.world)
     except Exception:
+        # the other ranks would else wait the whole minute for a record that does not come
         board.set(key, "-1")
         raise
     board.set(key, str(store.segment))

@@ -46,6 +46,8 @@ class SkippedSteps:
         if self.holder is None and has_bad(self.params.gradients.rows.values()):
             params = [p for group in groups_of(optimizer) for p in group["params"] if p.grad is not None]
             self.withheld = [(p, p.grad) for p in params]
+            # A step of zeros would still decay weights and moments; torch's optimizers leave a parameter
+            # alone, its step count included, where the gradient is None.
             self.holder, self.was_skipped = optimizer, True
             for p in params:
                 p.grad = None

@@ -125,6 +125,7 @@ class SlotRows:
             keys = [self._read(numbers)]
             self._remember(tensor, keys)
         self._use(slots, keys, tensor.dtype, is_first=numbers is not None)
+        # inputs are outputs of another module, or the batch: their details would be the same once more
         if self.sampling and slots[0] % 3 != 1:
             self._detail(slots[0], keys[0], readable(tensor) if numbers is None else numbers, axis)
 

@@ -70,6 +70,7 @@ def _add_torch(x: torch.Tensor, out: torch.Tensor) -> None:
         low, high = torch.aminmax(y)
         out[:3] += torch.stack(
             [
+                # `new_tensor` copies from the host, for which a GPU waits; `new_full` fills on the device
                 out.new_tensor(x.numel()) if x.device.type == "cpu" else out.new_full((), x.numel()),
                 y.sum(dtype=torch.float64),
                 torch.linalg.vector_norm(y, dtype=torch.float64).square(),
@@ -93,6 +94,7 @@ def statistics(
             "absmax": np.where(none, np.nan, top),
             "rms": np.sqrt(square),
             "mean": mean,
+            # rounding may leave the variance of equal entries just below zero
             "std": np.sqrt(np.maximum(square - mean**2, 0)),
             "nonfinite_count": np.where(n > 0, bad, np.nan),
         }
@@ -237,6 +239,7 @@ class SumRows:
         got = {}
         for device, pool in self.pools.items():
             chunks = pool["chunks"]
+            # a copy: the next step fills the chunks while the writer still reads this one
             rows = torch.cat(chunks) if len(chunks) > 1 else chunks[0].clone()
             got[device], pool["used"] = rows[: pool["used"]], 0
             for chunk in chunks:
@@ -251,6 +254,7 @@ def to_host(
     if tensor.device.type == "cpu":
         return tensor
     is_cuda = tensor.device.type == "cuda"
+    # only a copy into pinned memory runs beside the host; into pageable memory CUDA waits for it
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
     return host.copy_(tensor, non_blocking=is_cuda)  # others have no event that says when it is there
 

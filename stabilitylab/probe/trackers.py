@@ -61,6 +61,7 @@ def _open_wandb(record: Path, where: str | None, active: Any) -> Any:
     "A run of its own; offline where no key is known, as W&B would ask for one."
     import wandb
 
+    # beside the loop's own run: it must not catch the program's output, nor report the machine once more
     settings = wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
     is_online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
     return wandb.init(
@@ -85,6 +86,7 @@ def _open_mlflow(record: Path, where: str | None, active: Any) -> Any:
     import mlflow
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
+    # not `mlflow.start_run`, which would make this run the one that the loop logs to
     client = mlflow.MlflowClient(where)
     tags = {MLFLOW_RUN_NAME: record.name} | ({MLFLOW_PARENT_RUN_ID: active.info.run_id} if active else {})
     experiment = active.info.experiment_id if active else "0"
@@ -117,7 +119,7 @@ def _tag_mlflow(opened: Any, event: TrackerEvent) -> None:
     client, run_id = opened
     client.set_tag(run_id, f"stabilitylab.{event.kind}.step_{event.step}", event.text[:500])
 
-
+# %% ../../nbs/api/probe/24_trackers.ipynb #eb38ed95
 def _open_trackio(record: Path, where: str | None, active: Any) -> Any:
     "A run of its own."
     import trackio
@@ -223,6 +225,7 @@ class _Reporter:
         except queue.Full:
             self.guard.note(f"{self.name} does not keep up: steps are left out there, training goes on")
             if item is None:
+                # without the end the thread would wait for ever; what it did not keep up with makes room
                 with self.work.mutex:
                     self.work.queue.clear()
                 self.work.put_nowait(None)

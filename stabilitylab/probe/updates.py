@@ -48,6 +48,7 @@ def adam_update(
 ) -> torch.Tensor:  # float32
     "What an Adam step took off the weight that it left, decay included."
     second = local(state["max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq"]).float()
+    # AdamW leaves w = (1 - lr*decay)*w0 - u, so that w0 - w = u + lr*decay/(1 - lr*decay) * (w + u)
     m_factor, v_factor, shrink = rule.factors(weight.device)
     update = rule.lr * (local(state["exp_avg"]).float() * m_factor) / ((second * v_factor).sqrt() + rule.eps)
     return update + shrink * (weight.float() + update) if rule.decay else update
@@ -112,6 +113,8 @@ class StepUpdates:
         state: dict,  # of the optimizer for this parameter
     ) -> None:
         "The sums of a weight and of how far it moved, into the columns of its row."
+        # columns, as `_PARAM_SUMS`: 0 n, 4 to 6 the weight's squares, largest and non-finite, 7 the state's
+        # non-finite, 8 the update's squares; those of the gradient follow from an Adam state only
         nothing = torch.full((12,), float("nan"), dtype=torch.float64, device=weight.device)
         out = self.rows.setdefault(i, nothing)
         for column, t in ((4, readable(weight)), (8, _changed(old, weight))):

@@ -61,7 +61,9 @@ class PageTest:
         raised = np.maximum(0.0, self.sum + error / sd - _ALLOWANCE)
         self.sum = np.where(is_seen & (self.count >= self.start), raised, self.sum)
         self.zero_step = np.where(self.sum == 0, step, self.zero_step)
+        # cut, so that the rise that is looked for does not become the level it is compared with
         cut = np.clip(error, -_ROBUST * sd, _ROBUST * sd)
+        # a plain mean of the first values: at a constant gain the very first would weigh most for long
         gain = np.maximum(_GAIN, 1 / (self.count + 1))
         self.level = np.where(is_seen, np.where(is_first, y, forecast + gain * cut), self.level)
         self.slope = self.slope + _SLOPE_GAIN * cut
@@ -164,12 +166,14 @@ class WarningDetector:
     def _series(self, row: StepRow) -> list[EarlyWarning]:
         "The series that are above their limit, the largest of each statistic."
         columns = self._columns(row)
+        # the more series, the sooner one of them passes a fixed limit by chance
         n_series = sum(test.sum.size for test in self.tests.values())
         warnings = []
         for key, (values, names) in columns.items():
             test = self.tests.get(key)
             if test is None or test.sum.size != len(values):  # such as heads of a layer that ran now and then
                 test = self.tests[key] = PageTest(len(values))
+            # before the update, which moves the level towards the value that alarms
             usual = test.level.copy()
             sums = test.update(values, row.step)
             limits = np.full(sums.size, _limit(n_series))
@@ -224,7 +228,7 @@ class WarningDetector:
         score, self.idle = self.idle / _IDLE_LIMIT, 0.0
         return [EarlyWarning(row.step, self.idle_since + 1, what, "", self.bits[what], 0.0, score)]
 
-
+# %% ../../nbs/api/probe/22_warning.ipynb #a8ed259a
 def _is_watched(name: str) -> bool:
     "Whether a scalar of this name is watched."
     return name in _SCALARS or any(part in name for part in _SCALAR_PARTS)

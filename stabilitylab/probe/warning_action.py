@@ -34,6 +34,7 @@ class RateCut:
         self.scheduled: list[tuple[dict, Any]] = []  # groups with the rates that their schedule gave them
         hooked = [k for k in range(len(params.optimizers)) if k not in params.unhooked]
         stepping = [o for k in hooked for o in (params.optimizers[k], *params.inner[k])]
+        # hooks run in the order of registration: `ParamProbe`'s come first and still see the cut rate
         self.handles = [o.register_step_post_hook(self._give_back) for o in stepping]
 
     def take(self) -> None:
@@ -41,6 +42,7 @@ class RateCut:
         if self.factor == 1 or self.scheduled:
             return
         for group in [group for o in self.params.optimizers for group in groups_of(o) if "lr" in group]:
+            # given back after the step: chainable schedules multiply the group's rate and would keep the cut
             self.scheduled.append((group, group["lr"]))
             group["lr"] = group["lr"] * self.factor
 
@@ -77,6 +79,7 @@ class WarningAction:
         matrices = np.array([p.ndim > 1 for p in recorded], bool)
         coarse = np.array([p.dtype in (torch.bfloat16, torch.float16) for p in recorded], bool)
         self.detector = WarningDetector(names, matrices, coarse)
+        # filled by the writer's thread, emptied by the loop: `append` and `popleft` need no lock
         self.waiting: deque[EarlyWarning] = deque()  # told by the writer's thread, not yet acted upon
         self.skips_next = False
         self.cut = RateCut(params)
@@ -145,9 +148,12 @@ def raise_bad(
     recorder: Any,  # a `Recorder`
 ) -> None:
     "Stop the run and say where it broke, as the caller asked."
-    writer = recorder.writer
-    while writer.bad is None and writer.thread.is_alive() and not writer.broken:
+    writer, step = recorder.writer, recorder.n - 1
+    while writer.bad is None and writer.is_busy:
         time.sleep(0.01)
-    bad = writer.bad or {}
-    location = f"{bad.get('tensor')} of {bad.get('module')} {bad.get('dtype')}"
-    raise FloatingPointError(f"step {recorder.n - 1}: first non-finite value is the {location}")
+    bad = writer.bad
+    # a step that the disk was too slow for, or a forward pass without a backward pass, names no place
+    if bad is None:
+        raise FloatingPointError(f"step {step}: a value is not finite, which the record does not hold")
+    location = f"{bad['tensor']} of {bad['module']} {bad['dtype']}"
+    raise FloatingPointError(f"step {step}: first non-finite value is the {location}")

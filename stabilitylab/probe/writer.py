@@ -74,12 +74,14 @@ class _Pending:
         "Write what waits as one part."
         arrays = (_scalar_arrays(self.rows) | _table_arrays(self.rows)) if self.rows else {}
         arrays |= _sampled_arrays([row for row in self.rows if row.sampled])
-        events = self.events
-        if self.lost:
-            text = f"{len(self.lost)} steps from {min(self.lost)} to {max(self.lost)} were not recorded"
-            events = [*events, ("note", min(self.lost), text, time.time())]
+        events, lost = self.events, list(self.lost)
+        if lost:
+            text = f"{len(lost)} steps from {min(lost)} to {max(lost)} were not recorded"
+            events = [*events, ("note", min(lost), text, time.time())]
         store.append(arrays | joined_rows([row.heads for row in self.rows if row.heads]), events)
-        self.rows, self.events, self.lost = [], [], []
+        self.rows, self.events = [], []
+        # while a slow disk is written to, the loop adds the steps that it could not hand over
+        del self.lost[: len(lost)]
 
     def shorten(self, size: int) -> None:  # in steps
         "Leave out the oldest steps."
@@ -113,7 +115,9 @@ class Writer:
         self.enough = _ROWS  # steps that make a part
         self.patience = _PATIENCE  # seconds that the training loop waits for a slow disk
         self.broken = False
+        # bounded: each item holds a step's sums, and a disk that hangs must not fill the memory
         self.work: queue.Queue = queue.Queue(maxsize=64)
+        # a daemon: a disk that hangs must not keep the program from ending
         self.thread = threading.Thread(target=self._run, daemon=True, name="stabilitylab-writer")
         self.thread.start()
 
@@ -133,6 +137,11 @@ class Writer:
             if isinstance(item, dict):
                 self.pending.lost.append(item["step"])
             self.guard.note("the disk does not keep up: steps are left out, training goes on")
+
+    @property
+    def is_busy(self) -> bool:
+        "Whether something that was handed over is still to be looked at."
+        return self.thread.is_alive() and not self.broken and self.work.unfinished_tasks > 0
 
     def close(self) -> None:
         "Write what is waiting and stop."
@@ -155,8 +164,11 @@ class Writer:
                 self._take(item)
                 self._flush_if_due(item is None)
             except Exception as error:
+                # the thread goes on taking: the end, which `close` puts, must still find it
                 self.broken = True
                 self.guard.failed(RECORDING, None, error)
+            if item != ():
+                self.work.task_done()
 
     def _beat(self) -> None:
         "A sign of life while the loop waits, as for another rank."
@@ -203,12 +215,13 @@ class Writer:
         "Write when there is enough or it is time; what the disk refuses is kept and tried again."
         pending, is_late = self.pending, time.monotonic() - self.flushed > self.seconds
         is_due = is_end or len(pending.rows) >= self.enough or is_late
-        if not is_due or not (pending.rows or pending.events):
+        if not is_due or not (pending.rows or pending.events or pending.lost):
             return
         try:
             pending.write(self.store)
             self.enough = _ROWS
         except OSError as error:
+            # a full disk is asked again when it is time, or when as many steps wait as may be in memory
             self.enough = _WAITING
             self.guard.note(f"nothing can be written, which is tried again while training goes on: {error}")
             pending.shorten(_WAITING)

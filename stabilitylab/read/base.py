@@ -146,6 +146,7 @@ def encoding_of(
     "How the letters of a text are written, where they are not single bytes."
     if head[:2] in _MARKS:
         return _MARKS[head[:2]]
+    # every second byte of Latin text in UTF-16 is zero, of any other text none
     even, odd = head[:4096:2], head[1:4096:2]
     if len(odd) > 32 and odd.count(0) > 0.9 * len(odd) and even.count(0) < 0.1 * len(even):
         return "utf-16-le"
@@ -180,6 +181,7 @@ def head_of(
         size = f.seek(0, 2)
         if size <= first:
             return as_text(head)
+        # at an even byte: a letter of UTF-16 has two
         f.seek(max(first, size - last) // 2 * 2)
         tail = f.read()
     encoding = encoding_of(head)

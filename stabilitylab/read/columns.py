@@ -35,6 +35,7 @@ def _deviations(
     spread = np.median(np.lib.stride_tricks.sliding_window_view(around, _N_AROUND), axis=1)
     spread = np.maximum(spread, max(1e-9 * float(np.abs(level).max()), 1e-300))
     block = np.minimum(np.arange(len(value)) // _BLOCK, n_whole - 1)
+    # on a steep slope the ends of a block lie nearer to the level of the next one than to its own
     nearest = np.full(len(value), np.inf)
     for shift in (-1, 0, 1):
         other = level[np.clip(block + shift, 0, n_whole - 1)]
@@ -77,7 +78,7 @@ def _n_buckets(
     "How many records are kept if one of every `width` steps is."
     return 1 + int(np.count_nonzero(np.diff(step // width)))
 
-
+# %% ../../nbs/api/read/04_columns.ipynb #82cb31aa
 def _kept_records(
     step: np.ndarray,  # (n,) int64, of records in the order of the file
     order: np.ndarray,  # (n,) their offsets in the file
@@ -265,7 +266,7 @@ class LogColumns:
         left_out = self.left_out()
         return {"thinned": self.width, "left_out": left_out} if left_out else {}
 
-
+# %% ../../nbs/api/read/04_columns.ipynb #3d2ed921
 def _interval(step: np.ndarray) -> int:
     "The usual number of steps between two records, at least 1."
     return max(1, int(np.median(np.diff(step))))

@@ -135,6 +135,7 @@ def scaled(
     np.ndarray, np.ndarray
 ]:  # float64 values, and where they may be off by a bit, so that `float` must say
     "Each mantissa times its power of ten."
+    # up to these bounds both factors are exact in float64: the one operation rounds once, as `float` does
     is_hard = (np.abs(power) > 22) | (mantissa >= 2**53)
     factor = _POWERS[np.minimum(np.abs(power), 22)]
     if np.ndim(power) == 0:

@@ -116,6 +116,7 @@ class Follower:
             return LogData()
         new = LogData()
         is_cut = self._reader is not None and state.st_size < self._reader.at
+        # a log that was rotated may have outgrown the old one: its size alone does not tell
         if is_cut or self._file_id not in (None, state.st_ino):
             self._reader, self._parts = None, {}
             text = "the log was cut or replaced; it is read again from its start"

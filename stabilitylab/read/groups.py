@@ -133,7 +133,7 @@ def _loss_steps(log: LogData) -> np.ndarray | None:
     loss = next((series for name, series in named if name == "loss"), None)
     return None if loss is None or len(loss.step) < _MIN_RECORDS else np.asarray(loss.step)
 
-
+# %% ../../nbs/api/read/21_groups.ipynb #52a0bf17
 def _follows(earlier: np.ndarray, later: np.ndarray) -> bool:
     "Whether steps begin inside those of an earlier log, or right after them."
     # in units of the log's own interval, since a log may count batches, thousands of steps or tokens

@@ -37,6 +37,7 @@ class Piece:
         self.buf = np.frombuffer(b"\n" * _PAD + data + b"\n" * _PAD, np.uint8)
         # word k is the eight bytes from byte k on, so neighbours overlap in seven bytes
         self.words = np.ndarray(len(self.buf) - 8, "<u8", self.buf, strides=(1,))
+        # the padding behind the text ends a last line that has no end of its own
         ends = np.flatnonzero(self.buf[_PAD:] == 10) + _PAD
         if b"\r" in data:
             ends = np.sort(np.concatenate([ends, np.flatnonzero(self.buf == 13)]))
@@ -196,6 +197,7 @@ class SameLayout(_Alike):
         def integers(a: int, b: int) -> np.ndarray:
             return fixed_integers(self.piece.words, self._base, start + b, b - a)
 
+        # 10**19 leaves int64; runs so long are read one by one anyway
         mantissa, power = np.zeros(len(self.lines), np.int64), np.array(-parts.n_decimals)
         for number, (a, b) in enumerate(parts.runs):
             mantissa = mantissa * 10 ** min(b - a, 18) + integers(a, b) if number else integers(a, b)

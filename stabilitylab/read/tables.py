@@ -66,6 +66,7 @@ def step_name(
     usable: set | None = None,  # those that hold whole numbers in most rows; None: all
 ) -> str | None:  # the column that counts training steps; None where there is none
     "Which column counts the steps, the training step before a logger's own counter."
+    # reversed, so that of names that differ in case alone the first is taken
     plain = {str(n).strip().lower(): n for n in reversed(names) if usable is None or n in usable}
     return next((plain[s] for s in _STEP_NAMES if s in plain), None)
 
@@ -118,7 +119,7 @@ def _counter(column: _Column | None, n: int) -> tuple[np.ndarray, np.ndarray]:
 _MIN_RUN_SHARE = 0.5  # of the rows that count on, where a count starts over with each run; ours
 _MAX_SHARE_BACK = 0.05  # share of the rows in which a count may go back; ours: a restart every twenty rows
 
-
+# %% ../../nbs/api/read/02_tables.ipynb #32482182
 def _rises(value: np.ndarray, is_logged: np.ndarray) -> bool:
     "Whether a column counts up: it changes, and never goes back but for a restart or two."
     numbers = value[is_logged]
@@ -242,7 +243,7 @@ def _rows_by_phase(is_counted: np.ndarray, phase: np.ndarray | None) -> Iterator
         if len(rows):
             yield str(prefix), rows
 
-
+# %% ../../nbs/api/read/02_tables.ipynb #b975962e
 @dataclass
 class _Rows:
     "Rows of a table with what counts them."
@@ -276,7 +277,7 @@ class _Rows:
                 step, order, seconds = counted[key]
                 yield f"{prefix}{name}", Samples(step, value[rows], order, seconds)
 
-
+# %% ../../nbs/api/read/02_tables.ipynb #6a7f1978
 def _rows_of(columns: Mapping, step: str | None) -> _Rows:
     "The rows of a table; `step`: the column that counts them, '' where their number does, None: found."
     numbers = {}

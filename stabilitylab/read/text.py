@@ -280,7 +280,7 @@ def read_lines(
 
 _SHOWS_PROGRESS = 2**26  # bytes of a file from which on its reading takes long enough to be looked at
 
-
+# %% ../../nbs/api/read/06_text.ipynb #9e42999b
 def with_progress(
     path: Path,  # a long file
     parts: Iterator[tuple[int, Any, bool]],  # (offset, piece of it, whether it was cut)

@@ -98,6 +98,7 @@ def smallest(
         if alone is not None:
             required, parts = alone, 2
             continue
+        # of two chunks each is the rest of the other, and was just tried alone
         rests = (_without(required, chunk) for chunk in chunks) if len(chunks) > 2 else ()
         rest = next((rest for rest in rests if holds(rest)), None)
         if rest is not None:

@@ -71,6 +71,8 @@ def _label_counts(part: object) -> Iterator[list[int]]:
     "Entries of each sample that labels or a mask may leave in the loss, shifted by one position or not."
     for values in tensors_of(part):
         if values.ndim == 2 and not values.is_floating_point():
+            # labels leave out what is below 0, masks what is 0; causal models drop the first position of
+            # either
             for positions in (values, values[:, 1:]):
                 yield (positions >= 0).sum(1).tolist()
                 yield (positions > 0).sum(1).tolist()

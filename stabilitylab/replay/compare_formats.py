@@ -272,6 +272,7 @@ def compare_precision(
     "How far every module of a step is from float64, in each precision."
     check_precisions(precisions)
     device = device or snapshot.setup.device
+    # the fused attention kernels have no float64
     exact = _outputs(snapshot, batch, _EXACT, device, "math")
     arms = [(name, kernel) for name in precisions for kernel in attention]
     rows = [_run_row(snapshot, batch, exact, arm, device, factor) for arm in arms]

@@ -289,7 +289,7 @@ def examine(  # noqa: PLR0913 - one call answers several questions, each switche
     with faults_in_one_line():
         return _examined(recording, step, setup, say, (swap, samples, precisions, modules, states, batches))
 
-
+# %% ../../nbs/api/replay/08_examine.ipynb #d0e5fd22
 def _examined(
     path: Recording, step: int, setup: Setup, say: Callable[[str], None], requested: tuple
 ) -> Examination:

@@ -42,6 +42,7 @@ _DROPOUT_NAMES = {F.dropout: "p", F.scaled_dot_product_attention: "dropout_p"}
 
 def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
     "The arguments of a call by their names."
+    # a function of C++, of which `inspect` knows no signature
     is_builtin = function is F.scaled_dot_product_attention
     names = _ATTENTION_NAMES if is_builtin else tuple(inspect.signature(function).parameters)
     return dict(zip(names, args, strict=False)) | kwargs
@@ -78,6 +79,7 @@ class Alternative:
 @contextmanager
 def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     "Within it every autocast is one to a type; None: there is none."
+    # the class itself is patched, as a loss may have imported it under any name
     original = torch.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:

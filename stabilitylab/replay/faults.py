@@ -373,9 +373,11 @@ def _clip_that_fits(step: Retraced, facts: StepFacts) -> float | str | None:
         return nearest
     low, high = 1e-5 * norm, norm
     for _ in range(_BISECTIONS):
+        # halved in the logarithm: the limit may lie anywhere in five decades
         middle = (low * high) ** 0.5
         is_low = _update_with(middle, step, facts) < wanted
         low, high = (middle, high) if is_low else (low, middle)
+    # loops use round numbers, so that the fewest digits which fit are the likeliest
     roundest = dict.fromkeys(float(f"{high:.{digits}g}") for digits in (1, 2, 3, 4))
     fitting = (clip for clip in roundest if distance(_update_with(clip, step, facts), wanted) <= EQUAL)
     return next(fitting, None)

@@ -154,7 +154,7 @@ def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torc
 
 @contextmanager
 def _ready(model: nn.Module) -> Iterator[None]:
-    "Dropout off and no gradients; mode, gradients, buffers and random states are put back at the end."
+    "Dropout off and no gradients; mode, gradients and random states are put back at the end."
     modes, rng = [(m, m.training) for m in model.modules()], rng_state()
     gradients = [(p, p.grad) for p in model.parameters()]
     model.eval()

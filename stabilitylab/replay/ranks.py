@@ -80,6 +80,7 @@ def is_sharded(
 
 def _join_values(values: list) -> object:
     "One entry of an optimizer's state from all ranks: tensors with rows are put together."
+    # the count of steps has no rows and is the same on every rank
     is_split = torch.is_tensor(values[0]) and values[0].ndim > 0
     return torch.cat(values) if is_split else values[0]
 

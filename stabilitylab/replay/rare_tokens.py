@@ -33,6 +33,7 @@ def frequency_bands(
     text = torch.zeros(len(values), dtype=torch.float64).index_add(0, group, counts.double())
     commoner = text.flip(0).cumsum(0).flip(0) - text
     before = (commoner / counts.sum())[group].where(counts > 0, torch.tensor(1.0, dtype=torch.float64))
+    # the sums may end a last bit below an edge that they reach exactly
     return torch.bucketize(before, torch.tensor(_EDGES, dtype=torch.float64) - 1e-12, right=True)
 
 # %% ../../nbs/api/replay/06_rare_tokens.ipynb #fb8d0094

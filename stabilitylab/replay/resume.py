@@ -87,7 +87,7 @@ def _weight_differences(a: Snapshot, b: Snapshot) -> list[Difference]:
             differences.append(Difference(name, "tensor", "missing"))
         elif t.shape != other.shape:
             differences.append(Difference(name, f"shape {tuple(t.shape)}", f"shape {tuple(other.shape)}"))
-        elif not torch.equal(t, other):
+        elif not is_same(t, other):
             distance = (t.double() - other.double()).abs().max()
             differences.append(Difference(name, "tensor", f"{distance:.3g} apart"))
     return differences
@@ -140,7 +140,7 @@ def _tie_differences(saved: Snapshot) -> list[Difference]:
     differences = []
     for names in names_of.values():
         values = [saved.model[name] for name in names if name in saved.model]
-        if any(not torch.equal(values[0], value) for value in values[1:]):
+        if any(not is_same(values[0], value) for value in values[1:]):
             differences.append(Difference(" = ".join(names), "tied", "drifted apart"))
     return differences
 
@@ -160,7 +160,7 @@ def _decay_differences(saved: Snapshot) -> list[Difference]:
 def _next_step_differences(a: Snapshot, b: Snapshot, batch: Batch) -> list[Difference]:
     "Whether both take the same next step, bit for bit."
     left, right = (replay(snapshot, batch, record=False) for snapshot in (a, b))
-    is_equal = left.loss == right.loss and is_same(left.weights, right.weights)
+    is_equal = not _is_apart(left.loss, right.loss, floor=0.0) and is_same(left.weights, right.weights)
     return [] if is_equal else [Difference("next step", left.loss, right.loss)]
 
 # %% ../../nbs/api/replay/07_resume.ipynb #a87ce1db
@@ -229,6 +229,7 @@ _AFTER_SWAP = {  # verdict of `swap_test` -> what to do
 def _is_apart(a: float, b: float, floor: float) -> bool:
     "Whether two results differ by more than harmless repeats do; two NaN do not."
     are_both_nan = pd.isna(a) and pd.isna(b)
+    # equality first: the difference of two infinities is NaN
     return not (a == b or abs(a - b) <= floor or are_both_nan)
 
 

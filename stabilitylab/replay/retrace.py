@@ -154,6 +154,7 @@ def retrace(
     while walk.step <= step:
         at = walk.step
         heard(at - first, step + 1 - first)
+        # copied before the step changes it; at the first step it is the saved one
         before = walk.snapshot() if at == step and at > first else start
         try:
             numbers, params = meter.take()
@@ -190,6 +191,7 @@ def _moved(weights: dict) -> dict:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         unit = torch.finfo(tensor.dtype).eps
+        # a unit of bf16 is 65,536 of float32: moved everywhere, it would tell of rounding that never happens
         share = max(min(1.0, torch.finfo(torch.float32).eps / unit), 1 / tensor.numel())
         draw = torch.rand(tensor.shape, generator=dice)
         sign = (draw < share / 2).double() - ((draw >= share / 2) & (draw < share)).double()

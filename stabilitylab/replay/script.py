@@ -87,6 +87,7 @@ def _is_quiet(statement: ast.stmt) -> bool:
 # %% ../../nbs/api/replay/09_script.ipynb #8883c771
 def _look_up(names: _Names, statement: ast.stmt) -> None:
     "Compute what the body of a class reads: it would not look for waiting names itself."
+    # CPython asks a subclass of dict for the globals of functions, but not for those that a class body reads
     if isinstance(statement, ast.ClassDef):
         bodies = [part for part in statement.body if not isinstance(part, _DEFINED)]
         for node in [n for part in bodies for n in ast.walk(part)]:
@@ -144,6 +145,7 @@ def definitions(
             raise AttributeError(f"{file.name} defines no {attribute}") from None
 
     vars(module)["__getattr__"] = look
+    # before anything of it runs, as dataclasses look their module up by its name
     sys.modules[name] = module
     tree = ast.parse(file.read_text(encoding="utf-8"))
     defined = set(values or {})
@@ -167,11 +169,11 @@ def would_train(
 ) -> bool:
     "Whether importing a module begins a recorded training."
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        tree = ast.parse(text)
     except (OSError, SyntaxError, UnicodeDecodeError):
         return False
     loops = [node for node in tree.body if not _is_quiet(node) and "__main__" not in ast.unparse(node)]
-    text = Path(path).read_text(encoding="utf-8")
     is_recorded = any(name in text for name in _MAKERS)
     return is_recorded and any(isinstance(node, ast.Call) for each in loops for node in ast.walk(each))
 

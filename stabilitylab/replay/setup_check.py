@@ -101,6 +101,7 @@ def _parameters(path: str | Path | Recording, start: Snapshot) -> Check:
     model, _ = start.build()
     here = checksums({name: t.cpu() for name, t in model.state_dict().items()})
     of_here = checksums({"": torch.tensor([int(here[name], 16) for name in sorted(here)])})[""]
+    # the checksums of rank 0 may be those of its shards
     if saved is None or saved.keys() != here.keys() or opened(path).world_size > 1:
         return Check("parameters", start.step, None, of_here, "not recorded")
     of_saved = checksums({"": torch.tensor([int(saved[name], 16) for name in sorted(saved)])})[""]
@@ -169,7 +170,7 @@ def _rounded(facts: StepFacts) -> tuple[str, dict]:
         return "rounding", changed
     return "drift", changed | {"count": len(facts.way.steps)}
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #ec82e562
 def _judged(facts: StepFacts, parameters: Check) -> tuple[str, dict, int]:
     "(fault, what its words name, the step that shows it)."
     way = facts.way
@@ -206,7 +207,7 @@ def _draws(facts: StepFacts) -> bool:
     set_rng_state(outside)
     return losses[0] != losses[1]
 
-
+# %% ../../nbs/api/replay/14_setup_check.ipynb #e65614eb
 def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFacts:
     "What is known beside the numbers; sums of another kind of device may be added in another order."
     facts = facts_of(path, setup, way)

@@ -226,6 +226,7 @@ def load_snapshots(
             raise _refuse_step(recording, step)
     starts = {step: recording.start_before(step) for step in steps}
     for first in sorted(set(starts.values())):
+        # one walk from each snapshot, however many of the steps lie on it
         wanted = sorted(step for step in starts if starts[step] == first)
         snapshots |= _states_from(recording, saved_snapshot(recording, first, setup), wanted)
     return [snapshots[step] for step in steps]

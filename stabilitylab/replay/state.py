@@ -212,6 +212,8 @@ class Snapshot:
         set_rng_state(outside)
         if not isinstance(model, torch.nn.Module):
             raise bad_input("setup.model", f"a function that returns a {type(model).__name__}", "a model")
+        # before torch would say it: `strict=False` still raises, with every tensor of the model in one
+        # message
         _refuse_other_shapes(model, self.model)
         loaded = model.load_state_dict(self.model, strict=False)
         _refuse_other_names(loaded.missing_keys, loaded.unexpected_keys)

@@ -45,6 +45,7 @@ def _forward(
     if i < len(batch.rng):
         set_rng_state(batch.rng[i])
     device = next(model.parameters()).device
+    # a closure, as LBFGS calls it, may run more often than the step has micro-batches
     part = map_tensors(lambda t: t.to(device), batch.parts[min(i, len(batch.parts) - 1)])
     if recorder is not None:
         recorder.batch(part)
@@ -105,6 +106,8 @@ def _update(
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
+    # in this order, as clipping changes the gradient; after unscaling, as the record is without the loss
+    # scale
     norms = _grad_norm(model), _clip(setup, model)
     for optimizer in optimizers:
         optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -236,6 +239,7 @@ def _take_recorded_step(
         with Recorder(model, optimizer or [], path, every_n=int(sampled), merge=False) as recorder:
             numbers = _take_step(snapshot, model, optimizer, batch, recorder, autocast)
         run = open_run(path).load()
+    # a Recorder counts from its own first step
     scalars = run["scalars"].to_dataset().assign_coords(step=[snapshot.step])
     run["scalars"] = xr.DataTree(scalars)
     return numbers, run
@@ -268,6 +272,7 @@ def replay(
         set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
     pairs = zip(model.parameters(), before, strict=True)
+    # from a NaN there is no distance
     change = norm_of((p.detach() - old)[old.isfinite()] for p, old in pairs)
     weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
     norms = numbers.grad_norm, change

@@ -50,6 +50,8 @@ def trainer_like(
         if isinstance(part, torch.nn.Module):
             part.to(device)
     args_like = types.SimpleNamespace(**(args or {}), device=device)
+    # Making a real trainer would start accelerate, read its data and write folders; only what a loss reads
+    # is needed.
     own = {"model": model, "model_wrapped": model, "accelerator": _Alone(device), "args": args_like}
     return stand_in(cls, **(own | attributes))
 

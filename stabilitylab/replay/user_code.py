@@ -63,7 +63,7 @@ def _left_open(function: Callable) -> str:
 
 _DIRECTORY = "WORKING_DIRECTORY"  # name in a setup's file of the folder in which the program ran
 
-
+# %% ../../nbs/api/replay/10_user_code.ipynb #dfebf8cc
 def _directory_of(file: str) -> str | None:
     "The folder in which a program ran, as the file of its setup says; None where it is not here."
     try:
@@ -92,6 +92,7 @@ class _Theirs:
         try:
             with _within(self.directory):
                 return self.function(*args, **named)
+        # the first says itself what is wrong, the second is no fault of the code
         except (InputError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -167,6 +168,7 @@ def _from_file(file: Path) -> ModuleType:
     "The module in a file, which may import what stands beside it."
     _forget()
     folder, path, before = str(file.parent), Counter(sys.path), list(sys.modules)
+    # a setup that is called like a library, such as `datasets.py`, must not take its place
     name = file.stem if file.stem not in sys.modules else f"{file.stem}_of_setup"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -52,6 +52,7 @@ class Brief:
 
     def text(self) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
+        # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
         for longest in (200, 150, 120, 90, 70, 50, 30):
             text = "\n".join(_lines(self, longest))
             if len(text) <= _LONGEST:
@@ -156,7 +157,7 @@ def _around(run: xr.DataTree, step: int) -> dict:
     rows = rows[rows.step.isin(wanted)].drop_duplicates("step", keep="last")
     return {"columns": ["step", *names], "rows": rows[["step", *names]].values.tolist()}
 
-
+# %% ../../nbs/api/report/13_brief.ipynb #21171980
 def _nearest(table: pd.DataFrame, step: int) -> int:
     "The row of a run with restarts whose step is nearest."
     return int(np.abs(table.step.values - step).argmin())

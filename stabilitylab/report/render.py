@@ -50,6 +50,7 @@ def _environment() -> Environment:
     "Markup is escaped; a value that a template misses is an error, not an empty place."
     environment = Environment(
         loader=PackageLoader("stabilitylab.report", "templates"),
+        # Jinja's own rule goes by `.html` at the end of a name
         autoescape=lambda name: not str(name).endswith(".txt.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,

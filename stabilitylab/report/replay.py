@@ -35,8 +35,8 @@ def replay_text(
     alone, together = result.get("samples_loss"), result.get("loss")
     if (
         isinstance(alone, float)
-        and isinstance(whole, float)
-        and not isclose(alone, whole, rel_tol=_SAME_LOSS)
+        and isinstance(together, float)
+        and not isclose(alone, together, rel_tol=_SAME_LOSS)
     ):
         words["other_loss"] = alone
     where = device_words(result.get("device", {}))

@@ -55,6 +55,7 @@ def with_history(
     lineage, begun = np.zeros(0, np.int64), 0
     for attempt in attempts(series):
         if attempt.resumed:
+            # what was taken after the state that this attempt went on from is no part of its past
             lineage = lineage[(lineage < begun) | (series.step[lineage] < series.step[attempt.first])]
         else:
             begun = attempt.first  # another epoch or run: its steps mean others than those before

@@ -71,6 +71,7 @@ def file_checksum(
     crc, piece = 0, bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
+            # the library takes `bytes` alone, so that each piece is copied once
             crc = google_crc32c.extend(crc, bytes(memoryview(piece)[:count]))
     return f"{crc:08x}"
 

@@ -160,6 +160,8 @@ class _Sorter:
         chunks = [k for k in (*self.files, *self.faults) if k.startswith(f"{group}/{name}/")]
         data = [k for k in chunks if k.split("/")[-1] not in _METADATA]
         is_only = all(k in self.faults for k in data)
+        # Zarr fills a missing chunk with the fill value: only where that is NaN does nothing pass for a
+        # number
         if layout is None or not layout["is_nan"] or is_only:
             self.lose(group, name, why)
         else:
@@ -176,7 +178,7 @@ class _Sorter:
         remaining = {
             key: data
             for key, data in self.files.items()
-            if key.split("/")[0] not in groups and not key.startswith(gone or ("\0",))
+            if key.split("/")[0] not in groups and not key.startswith(gone)
         }
         for group in self.attrs:
             for name, data in _EMPTY_GROUP.items():

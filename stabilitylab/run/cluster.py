@@ -92,7 +92,7 @@ _WORKER_ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREAD
 
 _SCHEDULER = {"dashboard_address": ":0"}  # any free port: several clusters may run on one machine
 
-
+# %% ../../nbs/api/run/19_cluster.ipynb #8dae3cb1
 def _slurm_cluster(words: str) -> tuple[Any, int]:
     "A cluster of Slurm before any job is submitted, and how many jobs it shall have."
     jobqueue = require("dask_jobqueue", "slurm")
@@ -155,7 +155,9 @@ def map_on(
 
     groups = _groups(items, _GROUPS * n_workers(client), sizes)
     submitted = [
-        client.submit(_results, function, group, more, pure=False, retries=_TRIES) for group in groups
+        # not pure: Dask would take equal arguments for one call, and give back what a file held before
+        client.submit(_results, function, group, more, pure=False, retries=_TRIES)
+        for group in groups
     ]
     try:
         for group, future in zip(groups, submitted, strict=True):  # noqa: B007 - the group that failed
@@ -171,7 +173,7 @@ def map_on(
     finally:
         client.cancel(submitted)
 
-
+# %% ../../nbs/api/run/19_cluster.ipynb #984a38cd
 def _groups(items: Sequence[Item], n_groups: int, sizes: Sequence[float] | None) -> list[list[Item]]:
     "The items in their order, in groups of about the same work; none is empty."
     work = np.cumsum(np.ones(len(items)) if sizes is None else np.asarray(sizes, float) + 1)

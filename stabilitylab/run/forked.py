@@ -34,6 +34,7 @@ def _serve(
         with suppress(Exception):  # the child imports it again, and says what is wrong
             importlib.import_module(module)
     woken, wake = os.pipe()
+    # as `set_wakeup_fd` asks for: a handler that waits for a full pipe would never return
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a signal without a handler wakes nobody
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -61,7 +62,7 @@ def _is_needed(inputs: list[int], last_used: float) -> bool:
     "Whether a request may still come."
     return 0 in inputs and time.monotonic() - last_used < _IDLE
 
-
+# %% ../../nbs/api/run/18_forked.ipynb #ee46ff22
 def _reap(children: dict[int, Path]) -> None:
     "Writes the exit codes of children that have ended into their folders."
     for child, folder in list(children.items()):
@@ -140,7 +141,7 @@ class _Forker:
 _forker: _Forker | None = None  # the last one: its environment is the one that is in use
 _LOCK = threading.Lock()
 
-
+# %% ../../nbs/api/run/18_forked.ipynb #59fe7c30
 def _forker_for(entry: str, modules: tuple[str, ...], folder: Path, environment: dict[str, str]) -> _Forker:
     "The process that forks a child for this request."
     global _forker
@@ -161,7 +162,7 @@ def _close() -> None:
     if _forker is not None and _forker.key[0] == os.getpid():
         _forker.close()
 
-
+# %% ../../nbs/api/run/18_forked.ipynb #b78e6f31
 class ForkedProcess:
     "A process that was forked from one which has imported what it needs."
 

@@ -180,7 +180,7 @@ def _started(command: Sequence, folder: Path) -> subprocess.Popen:
             start_new_session=True,  # so that one signal ends it with all that it started
         )
 
-
+# %% ../../nbs/api/run/05_job.ipynb #72d0d5c2
 class Job:
     "A command, or a function of a module, that runs beside this process."
 
@@ -215,11 +215,7 @@ class Job:
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
             raise bad_input("function", function, "'package.module:function'")
-        code = (
-            "import sys; from stabilitylab.run.job import _run_function; sys.exit(_run_function(sys.argv[1]))"
-        )
-        request = {"function": function, "arguments": arguments}
-        return cls([sys.executable, "-c", code, "{folder}"], request=request)
+        return cls(CALL, request={"function": function, "arguments": arguments})
 
     @classmethod
     def forked(
@@ -262,6 +258,7 @@ class Job:
             progress.seek(self._read)
             lines, line_end, _ = progress.read().rpartition(b"\n")
         if line_end:
+            # up to the last whole line: the child may be in the middle of the next one
             self._read += len(lines) + 1
             self.events += [json.loads(line) for line in lines.splitlines() if line.strip()]
 

@@ -57,7 +57,8 @@ def _unclose(path: Path) -> None:
         return
     closed = path / "live" / "closed"
     closed.mkdir(exist_ok=True)
-    for part in record_parts(path):
+    # groups before the mark that brought us here: killed in between, the next start moves the rest
+    for part in sorted(record_parts(path), key=lambda part: part.name in RECORD_MARKS):
         part.rename(closed / part.name)
 
 # %% ../../nbs/api/run/03_live.ipynb #58db9c78
@@ -136,6 +137,7 @@ class LiveStore:
         try:
             write_atomic(self.live / f"done-{self.tag}", b"")
             done = [(self.live / f"done-{self.segment}-{rank}").exists() for rank in range(self.world)]
+            # two ranks that end together both see all others done: `_merge` takes a lock
             if merge and all(done):
                 self._merge()
         finally:
@@ -161,6 +163,7 @@ def _close_live(
     shutil.rmtree(closing, ignore_errors=True)
     save_run(read_live(path), closing)
     for p in closing.iterdir():
+        # The parts stay until all groups stand: a start that is killed here is read from them.
         old = path / p.name
         if old.is_dir():
             shutil.rmtree(old)

@@ -55,6 +55,7 @@ def lost_ranks(
     signs = {rank: _last_sign(live, tags[rank], arrays) for rank, arrays in shards.items()}
     is_closed = {rank: (live / f"done-{tag}").exists() for rank, tag in tags.items()}
     lost = sorted((r for r in shards if not is_closed[r] and np.isfinite(signs[r])), key=signs.__getitem__)
+    # all silent at the same moment is a job that was ended, not a rank that was lost
     if not lost or not (any(is_closed.values()) or _is_silent_first(signs, lost)):
         return []
     return [_crash_of(lost, signs, shards)]

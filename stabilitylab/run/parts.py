@@ -130,7 +130,7 @@ def _joint_group(shards: dict[int, Shard], group: str, dim: str, segment: int) -
         tables["rank_activations"] = join_stages(beside, dim)
     return tables
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #6113c1b3
 def _joint_tables(shards: dict[int, Shard], segment: int) -> dict[str, xr.Dataset]:
     "The groups of all ranks, combined, and what each rank saw."
     dims = {g: t["dim"] for s in shards.values() for g, t in s.settings["tables"].items()}
@@ -157,7 +157,7 @@ def _joint_attrs(shards: dict[int, Shard]) -> dict:
             attrs["trainable"] = list(dict.fromkeys([*attrs["trainable"], *of_rank.get("trainable", ())]))
     return attrs
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #ae96fcb8
 def _read_segment(live: Path, segment: int, number: int) -> Segment:
     "One start of the program; `number` is what the record calls it."
     names = [*live.glob(f"segment-{segment}-*.json"), *live.glob(f"part-{segment}-*-*.npz")]
@@ -272,6 +272,7 @@ def read_live(
     segments = [_read_segment(live, number, base + number) for number in numbers]
     for segment in segments:
         skipped = dict(attrs.get("skipped") or {}) | {damage.words: 1 for damage in segment.damages}
+        # a run that was started again did not die of it
         earlier = [crash | {"died": False} for crash in attrs.get("crashes", ())]
         crashes = [*earlier, *segment.attrs.get("crashes", ())]
         attrs |= segment.attrs | ({"skipped": skipped} if skipped else {})

@@ -59,11 +59,13 @@ def _combined(
     if plain in _LARGEST:
         return _largest(value)
     if plain in _ADDED:
+        # each of the ranks that hold the same part counted the same entries
         return _sum(value) / copies
     if plain in _NORMS or plain in _ROOTS:
         squares = value * value
         return np.sqrt(_sum(squares) / copies if plain in _NORMS else _mean(squares, weight))
     if plain == "std":
+        # not the mean of the variances: the ranks' means differ as well
         mean = of[prefix + "mean"]
         return np.sqrt(np.maximum(_mean(value * value + mean * mean, weight) - _mean(mean, weight) ** 2, 0))
     if plain == "top_channel":

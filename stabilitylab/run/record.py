@@ -177,6 +177,7 @@ def pack_run(
             # a fixed date, the earliest that a ZIP can hold
             info = zipfile.ZipInfo(file.relative_to(path).as_posix(), date_time=(1980, 1, 1, 0, 0, 0))
             packed.writestr(info, file.read_bytes())
+    # whole before anything goes: with both there, the packed file is the record
     beside.rename(path / RECORD_FILE)
     for part in parts:
         if part.is_dir():

@@ -40,6 +40,7 @@ class BoxIndex:
         starts = {row["step"] for row in self.snapshots}
         replayable: list[int] = []
         for step in sorted({row["step"] for row in self.batches} - set(self.lost)):
+            # a missing batch breaks the chain up to the next snapshot: nothing after it has the right weights
             if step in starts or replayable[-1:] == [step - 1]:
                 replayable.append(step)
         return replayable
@@ -84,6 +85,7 @@ def _faults(folder: Path, rows: list[dict]) -> Iterator[tuple[dict, str]]:
         if name is None or "bytes" not in row:
             continue
         if name not in checked:
+            # of a packed file every batch knows its own bytes, but not those of the file
             checked[name] = file_fault(folder / name, row.get("crc32c"), None if is_packed else row["bytes"])
         if checked[name]:
             yield row, checked[name]

@@ -46,6 +46,7 @@ def before(
     "A rolling statistic that leaves out the current point."
     if statistic == "median":
         return _rolling_median(x, window, min_records)
+    # shifted by one: a spike must not raise the level and the noise that it is measured by
     rolling = pd.Series(x).shift(1).rolling(window, min_periods=min_records)
     if statistic == "std":
         return rolling.std(ddof=0).to_numpy()

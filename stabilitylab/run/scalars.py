@@ -84,6 +84,7 @@ def _late_records(step: np.ndarray) -> np.ndarray:
     "Indices of single records that come one record too late and fill the gap that they left."
     if len(step) < 4:
         return np.zeros(0, np.int64)
+    # two writers of one log may swap neighbouring lines, which is no restart
     gap = np.median(np.abs(np.diff(step)))
     d = np.diff(step)
     is_swapped = (d[:-2] == 2 * gap) & (d[1:-1] == -gap) & (d[2:] == 2 * gap)
@@ -95,6 +96,7 @@ def find_restarts(
 ) -> np.ndarray:  # (r,) the `order` of the first record of each later segment, ascending
     "Where the step counter of any series goes back; two records in the other order are no restart."
     falls: list[tuple[int, int]] = []  # `order` of the record after a fall of the step, and of that before
+    # the series of a table share their steps: a thousand columns are looked at once
     distinct = {(id(logged.step), id(logged.order)): logged for logged in samples.values()}
     for logged in distinct.values():
         order = order_of(logged)
@@ -102,6 +104,7 @@ def find_restarts(
         falls += zip(order[at].tolist(), order[at - 1].tolist(), strict=True)
     restarts: list[int] = []
     for after, before in sorted(falls):
+        # series that fall between the same two records fall at one restart
         if not restarts or before >= restarts[-1]:
             restarts.append(after)
     return np.array(restarts, dtype=np.int64)

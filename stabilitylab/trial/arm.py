@@ -250,6 +250,7 @@ class ArmTraining:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.training = Start(**start).build(seed, device)
         self.first = self.training.step
+        # before the state is loaded, which holds the tensors and hooks that fixes add
         apply_all(self.training, [fix(row["name"], **row.get("parameters", {})) for row in Arm(**arm).fixes])
         if (self.folder / "state.pt").is_file():
             saved = torch.load(self.folder / "state.pt", weights_only=True, map_location=self.training.device)
@@ -311,6 +312,7 @@ def run_arm(
     if steps < 1:
         raise bad_input("steps", steps, "1 or more")
     torch.set_flush_denormal(True)  # a saturated softmax makes denormal numbers, which are slow
+    # arms train side by side, and several threads each would only wait for one another
     torch.set_num_threads(1)
     run = ArmTraining(start, arm, seed, steps, folder, chosen_devices(device)[0])
     while not run.ended:

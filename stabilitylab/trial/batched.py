@@ -184,6 +184,7 @@ class _StackedModels:
 
         # PyTorch's fused attention of the CPU cannot be mapped; its plain one can
         with self.trainings[0].autocast_context(), sdpa_kernel(SDPBackend.MATH):
+            # every arm draws a dropout mask of its own, but not the one that it would draw alone
             mapped = vmap(arm_loss, in_dims=(0, self._buffer_axis, _axes(batch)), randomness="different")
             return mapped(self._weights, self._buffers, batch)
 
@@ -276,6 +277,7 @@ def _groups(arms: list[ArmTraining]) -> tuple[list[list[ArmTraining]], dict[str,
 
 def _why_not_mapped(bundle: BatchedTraining) -> str:
     "Why a loss cannot be mapped over arms; '' where it can. Random states stay as they were."
+    # whether `vmap` can map a loss is known only by trying; without gradients that costs one forward pass
     state = torch.get_rng_state()
     try:
         with torch.no_grad():

@@ -18,6 +18,7 @@ from ..names.errors import InputError
 from ..run.job import Job, JobState
 
 # %% ../../nbs/api/trial/06_cluster.ipynb #2d01c3bf
+# Dask runs the tasks of a worker in threads, but seeds and the number of threads are of the whole process
 _ONE_AT_A_TIME = threading.Lock()
 _TRIES = 3  # times a task is given to a worker again when it raises; a worker that dies is Dask's own affair
 
@@ -53,6 +54,7 @@ class ClusterJob:
     ):
         self.proof, self.share = proof, share
         self._last: JobState | None = None
+        # never from Dask's cache: what counts are the files that the function writes
         self.future = client.submit(
             _call_on_worker, function, arguments, pure=False, retries=_TRIES, key=_key(function, arguments)
         )

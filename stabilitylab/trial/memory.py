@@ -41,6 +41,7 @@ class MemoryNeed:
 # %% ../../nbs/api/trial/02_memory.ipynb #5737c790
 def _size(tensors: list[torch.Tensor]) -> int:
     "Bytes of tensors, each storage once."
+    # views share a storage, and tied weights are one tensor under two names
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

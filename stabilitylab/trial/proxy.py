@@ -131,6 +131,7 @@ def proxy(
     if not symptoms:
         return result
     own_rate = run_recipe.recipe.lr
+    # small models fail at higher rates than large ones, so the ladder only goes up
     rates = {own_rate * times: times for times in _RUNGS if own_rate * times <= _MAX_RATE or times == 1}
     table = sweep(run_recipe.recipe.start, {"lr": list(rates)}, steps, seeds, progress=progress).table()
     rungs = tuple(_rung(table[table.lr == lr], lr, times) for lr, times in rates.items())

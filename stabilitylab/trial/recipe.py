@@ -92,6 +92,7 @@ def _schedule(recipe: Recipe) -> Callable:
     def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:  # step: that comes, from 0
         "Sets the rate of a step."
         for group in optimizer.param_groups:
+            # one step in: a warm-up from 0 would waste the first step
             group["lr"] = recipe.lr * _rate_at(recipe.schedule, (step + 1) / recipe.steps)
 
     return schedule

@@ -192,6 +192,7 @@ def _norms(settings: Mapping) -> dict:
     fields: dict = {}
     if "rms" in str(settings.get("normalization", "")).lower() or "rms_norm" in settings:
         fields["norm"] = "rms"
+    # a written null or none, which is not the same as no such setting
     elif settings.get("normalization", "") is None:
         fields["norm"] = "none"
     if _flag(settings, "qk_norm"):
@@ -206,6 +207,7 @@ def _size(settings: Mapping) -> dict:
     if isinstance(depth, float) and depth >= 1:
         fields["n_layer"] = int(np.clip(round(math.sqrt(depth)), 2, 6))
     if isinstance(std, float) and isinstance(width, float) and std > 0 and width > 0:
+        # std·√width sets the size of a layer's output: the same at the proxy's width of 64
         fields["init_std"] = round(std * math.sqrt(width / 64), 5)
     return fields
 

@@ -39,6 +39,7 @@ def _batch_index(
     if seed == 0 and epoch == 0:
         order = list(range(count))
     else:
+        # a prime above any number of epochs keeps the orders of two seeds apart
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         order = torch.randperm(count, generator=generator).tolist()
     return [index for index in order if index not in dropped][offset]
@@ -128,6 +129,7 @@ def _recorded_steps(
 ) -> list[int]:  # steps without a gap whose batches were kept
     "The steps from `step` on whose batches a black box holds."
     recorded = set(opened(path).box().steps)
+    # only up to the first gap: batches after it would follow ones that nobody has
     steps: list[int] = []
     while step + len(steps) in recorded:
         steps.append(step + len(steps))
@@ -162,7 +164,7 @@ class _RecordedBatches:
             raise bad_input("count", count, f"1..{len(self.steps) - 1}", hint)
         return _RecordedBatches(self.start, self.setup, self.seed, dropped)
 
-
+# %% ../../nbs/api/trial/00_start.ipynb #fc311484
 def _recorded_changes(path: str, first: int) -> Callable | None:
     "(optimizer, step) sets what the run itself changed from a step on, such as its rate; None: nothing."
     rows = opened(path).box().settings

@@ -125,6 +125,7 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     if not at_failure > 0:
         return unmeasured
     default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
+    # the factor multiplies the whole schedule, and the run may have failed below its peak
     factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
     where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
     words = f"the learning rate was {at_failure:.3g} {where}; its highest is {peak:.3g}"
@@ -277,8 +278,10 @@ def suggest(
     for name, tally in _tallies(findings).items():
         if name in cures or unsuited(name, dict(fix(name).parameters), run, cause):
             continue
+        # teams, not rows: who reported a remedy for three kinds of findings is still one witness
         good, bad = _n_teams(tally.worked), _n_teams(tally.failed)
         evidence = _evidence_of(name, findings, run)
+        # Laplace's rule of succession: a single report is no certainty
         share = (good + 1) / (good + bad + 2)
         reasons = [
             f"answers {', '.join(dict.fromkeys(tally.kinds))}",

@@ -120,6 +120,7 @@ def lr_sensitivity(
     values = np.asarray(final, float)
     if not len(values):
         raise bad_input("final", "none", "a final loss for every rate of the grid")
+    # Wortsman et al. cap as well: how far a failed run went beyond its start says nothing
     capped = np.minimum(np.where(np.isfinite(values), values, first), first)
     return float(capped.mean() - capped.min())
 
@@ -215,6 +216,7 @@ class _SweepPoints(TaskQueue["SweepResult"]):
 
     def _parts(self, tasks: Sequence[ArmTask]) -> list[TaskPart]:
         "As many parts as there is room for, each of tasks with similar shapes."
+        # arms of one shape train as one model, so they belong into one process
         by_shape = sorted(tasks, key=lambda task: (_shape_key(task), task.index, task.seed))
         n_parts = min(self._room, len(tasks))
         ends = [len(tasks) * part // n_parts for part in range(n_parts + 1)] if n_parts else []

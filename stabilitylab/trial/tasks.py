@@ -128,8 +128,10 @@ class _WorkFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.store(request)
             return
+        # taken to ask only whether another process trains here; it is held from the first task on
         self.lock()
         self.unlock()
+        # both as JSON, in which tuples are lists
         if json.loads(self._request.read_text(encoding="utf-8")) != json.loads(to_json(request)):
             raise bad_input("folder", str(self.path), f"an empty folder, or that of the same {self._kind}")
 
@@ -154,6 +156,7 @@ def _part_name(part: TaskPart) -> str:
 def _steps_written(folder: Path) -> int:
     "How many steps an arm has logged; 0 where it has not begun."
     file = folder / "metrics.jsonl"
+    # lines, not parsed rows: this is asked ten times a second
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #7a621077
@@ -167,10 +170,11 @@ def _may_be_short(start: Start, devices: Sequence[str], room: int) -> bool:
         return True
     if not start.path:
         return False
+    # a snapshot holds weights and moments, so its size bounds what an arm takes without building one
     states = (file.stat().st_size for file in Path(start.path).rglob("*") if "snapshot" in file.as_posix())
     return room * max(states, default=0) > _SMALL * free_memory("cpu")
 
-
+# %% ../../nbs/api/trial/03_tasks.ipynb #d54e49f3
 class _TaskSettings(Generic[Result]):
     "Folder, arguments and state of the tasks of a trial or a sweep."
 
@@ -249,6 +253,7 @@ class _TaskJobs(_TaskSettings[Result]):
         self._folder.lock()
         folders = [self.folder_of(task) for task in part]
         busy = Counter(self._where[other] for other in self._jobs)
+        # the least busy device, counted anew: parts end in any order
         self._where[part] = min(self.devices, key=lambda device: busy[device])
         self._jobs[part] = begin_work(
             self._client,
@@ -287,6 +292,7 @@ class _TaskJobs(_TaskSettings[Result]):
 
     def _is_begun_again(self, part: TaskPart, state: JobState) -> bool:
         "Puts a part back in line whose process was killed from outside, fewer at a time; not for ever."
+        # an error of its own would only come again
         if not state.was_killed or self._again[part] >= _TRIES:
             return False
         self._again[part] += 1

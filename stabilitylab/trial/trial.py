@@ -124,6 +124,7 @@ class Trial(_TrialArms):
         "Adds an arm, while the others train or after they have ended."
         *others, new = with_unique_names([*self.arms, self._scaled(arm_of(arm))])
         _ = verdicts_of([*others, new], [])  # a name that is there already is refused
+        # not `others`: the arms before keep the names by which their curves are read
         self.arms = [*self.arms, new]
         self._stopped = False
         self._folder.store(self._request())

@@ -55,6 +55,7 @@ def _products(changes: np.ndarray, trend: np.ndarray | float) -> np.ndarray:
     "Sums of products of neighbouring changes and of their squares, without the trend and without outliers."
     clean = changes - trend
     limit = 3 * _spread(clean)
+    # one spike would decide both sums
     clean = np.clip(clean, -limit, limit)
     return np.array([np.sum(clean[1:] * clean[:-1]), np.sum(clean**2)])
 
@@ -72,6 +73,8 @@ def _noise_before_failure(loss: np.ndarray, level: np.ndarray) -> float:
 
 def _level_noise(loss: np.ndarray, level: np.ndarray, window: int, correlation: float) -> float:
     "Standard deviation of the median of so many values in a row."
+    # noise of AR(1) with correlation r: a change between neighbours has 2(1 - r) times the variance of a
+    # value, a mean of n values (ratio - overlap)/n of it, and a median π/2 times that of a mean
     deviation = _noise_before_failure(loss, level) / (1 - correlation) ** 0.5
     ratio = (1 + correlation) / (1 - correlation)
     overlap = 2 * correlation * (1 - correlation**window) / (window * (1 - correlation) ** 2)
@@ -103,6 +106,8 @@ def loss_correlation(
         count += len(changes)
     if not sums[:, 1].all():
         return 0.0
+    # neighbouring changes of AR(1) noise correlate by -(1 - r)/2; of two ways to take off the trend the lower
+    # counts, as a trend that is left looks like correlation
     estimate = float(min(1 + 2 * sums[:, 0] / sums[:, 1])) + _MARGIN / count**0.5
     return float(np.clip(estimate, 0, _MAX_CORRELATION))
 
@@ -172,6 +177,7 @@ def paired_interval(
         resamples = np.array(list(itertools.product(range(len(d)), repeat=len(d))))
     else:
         resamples = np.random.default_rng(0).integers(len(d), size=(_RESAMPLES, len(d)))
+    # Bonferroni's correction: the intervals of all arms hold together
     share = _ALPHA / n_arms
     low, high = np.quantile(d[resamples].mean(1), [share, 1 - share])
     reach = stats.t.ppf(1 - share, len(d) - 1) * stats.sem(d)
@@ -245,6 +251,7 @@ def more_seeds(
     d = np.asarray(differences, float)
     if len(d) < 2 or rescued == len(d):
         return max(3 - len(d), 1)
+    # what has to be told apart is the effect and the least one that is worth an action
     gap = max(abs(abs(d.mean()) - _MIN_EFFECT * abs(level)), 1e-3 * abs(level), 1e-12)
     total = int(np.ceil((2.2 * d.std(ddof=1) / gap) ** 2)) + 1
     return int(np.clip(total - len(d), 1, 100))
@@ -259,6 +266,7 @@ def detectable_gain(
     d = np.asarray(differences, float)
     if len(d) < 2:
         return float("inf")
+    # the bound of the interval, and what 80 % power adds to it
     reach = stats.t.ppf(1 - _ALPHA / n_arms, len(d) - 1) + stats.t.ppf(0.8, len(d) - 1)
     return float(reach * stats.sem(d) + _MIN_EFFECT * abs(level))
 
@@ -449,6 +457,7 @@ def verdicts_of(
     )
     verdicts = []
     for arm in arms:
+        # paired by seed: only those that both have done
         seeds = sorted(set(base) & set(by_arm[arm.name]))
         verdicts.append(_verdict_of(arm, [by_arm[arm.name][seed] for seed in seeds], basis))
     base_verdict = replace(verdicts[0], verdict="unchanged", decided_by="", effect=0.0, interval=(0.0, 0.0))

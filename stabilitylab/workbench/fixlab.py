@@ -132,6 +132,7 @@ class FixLab(StepChoice):
     @property
     def result(self) -> TrialResult | None:  # None before a seed of the run unchanged is done
         "What the finished seeds say."
+        # verdicts compare with the run unchanged: before its first seed there is nothing to compare with
         result = None if self.work is None else self.work.result
         return result if result is not None and result.arms[0].seeds else None
 

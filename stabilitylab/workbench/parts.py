@@ -96,6 +96,7 @@ def refill(
             if isinstance(chooser, widgets.SelectMultiple):
                 chooser.value = ()  # a page that still has the old choice cannot show fewer options
             chooser.options = options
+        # set even where it is the same: exchanged options reset it to the first one
         chooser.value = value
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #2ade5445

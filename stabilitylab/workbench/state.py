@@ -160,6 +160,7 @@ class WorkbenchState(_Drawn):
 
     def _show_findings(self, run: xr.DataTree, findings: Findings) -> None:
         "Shows the findings of a run; they are dropped where another run is shown by now."
+        # the thread may end after the user has gone on to another run, or the run has grown
         if run is not self.run:
             return
         if self.selected >= len(findings):
@@ -349,6 +350,7 @@ def _drawn_from(state: WorkbenchState) -> tuple:
     if curve is not None and state.series:
         names = names or panels_of(run, state.findings)
         scalars = run["scalars"].to_dataset()
+        # `reindex` refuses steps that come twice; the later record is the one that survived a restart
         last = curve.isel(step=~pd.Index(curve.step.values).duplicated(keep="last"))
         values = last.reindex(step=scalars.step.values).values.astype(float)
         scalars = scalars.assign({str(curve.name): ("step", values, curve.attrs)})

@@ -136,6 +136,7 @@ class _Tabs:
     def _turn(self, name: str) -> None:
         "A view asks for another one."
         if name in self._names:
+            # a view may be asked for before its tab is there; `_add` turns to it then
             self.tabs.selected_index = self._names.index(name)
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #0c555b7a
@@ -173,7 +174,7 @@ def _show_again(state: WorkbenchState, view_state: dict[str, Any]) -> None:
             with suppress(TraitError, InputError):
                 state.set_trait(name, tuple(value) if isinstance(value, list) else value)
 
-
+# %% ../../nbs/api/workbench/04_tabs.ipynb #884ccf24
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 
@@ -260,6 +261,8 @@ class Workbench:
         "Looks at the log again and again."
         while True:
             if self.state is not None and isinstance(self._follower, FolderFollower):
+                # a folder of many runs takes long to look through; the traits are set in the kernel's own
+                # thread
                 self.state.grow(await asyncio.to_thread(self._follower.poll))
             else:
                 self.poll()

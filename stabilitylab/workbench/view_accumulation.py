@@ -257,6 +257,7 @@ class AccumulationView(StateView):
     def _take_gradients(self, measured: tuple[np.ndarray, SequenceGradients]) -> None:
         "Takes the gradients; dropped where the lengths have changed meanwhile."
         tokens, gradients = measured
+        # the slider may have moved while the thread measured
         if np.array_equal(tokens, self.look.tokens):
             self.look.gradients = gradients
 

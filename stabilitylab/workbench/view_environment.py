@@ -13,7 +13,6 @@ from importlib.resources import files
 
 import xarray as xr
 
-from ..detect.restarts import find_environment_change
 from ..probe.environment import environment, environment_change
 from ..replay.faults import changed_place, recorded_changes
 from ..report.render import render
@@ -24,7 +23,7 @@ from .parts import SortableTable, StateView, on
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #387bcb31
-_NOT_COMPARED = ("command", "git_commit", "flush_denormal")  # of a kernel: how it was started
+_NOT_COMPARED = ("command", "git_commit")  # of a kernel: how it was started
 _STARTS = ("restart", "environment", "segment", "resume")  # kinds of events that speak of a start
 
 
@@ -44,16 +43,11 @@ def _start_rows(
 ) -> list[tuple[str, str, str]]:  # (step, what, words of the record), in their order
     "Every start of a run that the record tells of, and what changed there."
     events = group_of(run, "events")
-    rows = []
-    if events is not None:
-        columns = (events.event_step.values, events.event_kind.values, events.event_text.values)
-        every = [(int(step), str(kind), str(text)) for step, kind, text in zip(*columns, strict=True)]
-        rows = [row for row in every if row[1] in _STARTS]
-    if not rows:
-        rows = [
-            (change.onset or -1, change.kind, change.explanation) for change in find_environment_change(run)
-        ]
-    return [(f"{step:,}" if step >= 0 else "", kind, text) for step, kind, text in rows]
+    if events is None:
+        return []
+    columns = (events.event_step.values, events.event_kind.values, events.event_text.values)
+    rows = [(int(step), str(kind), str(text)) for step, kind, text in zip(*columns, strict=True)]
+    return [(f"{step:,}" if step >= 0 else "", kind, text) for step, kind, text in rows if kind in _STARTS]
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #6fa2a8c8
 _KERNEL = "ipykernel_launcher"  # what starts the kernel of a notebook

@@ -284,6 +284,7 @@ class FixLabView(StateView):
 
     def _take_proxy(self, state: JobState) -> None:
         "Takes over what the proxy is, and whether the symptom shows in it."
+        # its child process may end after the user chose another start
         if self.controls["origin"].value != _PROXY:
             return
         if state.ended:

@@ -262,6 +262,7 @@ class LayersView(_LayersWidgets):
         usual = ("activations", "absmax") if ("activations", "absmax") in tables else tables[0]
         self.look.statistic = self.look.statistic if self.look.statistic in tables else usual
         refill(self.what, statistics, self.look.statistic)
+        # ipywidgets then chooses the first option: the kind chosen in another run filters nothing here
         self.kind.options = [("all", ""), *((kind, kind) for kind in _module_kinds(run))]
         first = _first_findings(self.shared.findings)
         refill(self.first, first or [("no finding names a module", None)], None)

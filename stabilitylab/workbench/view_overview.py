@@ -13,7 +13,8 @@ import ipywidgets as widgets
 import numpy as np
 import traitlets
 
-from ..detect.likely_cause import most_likely
+from ..detect.findings import Finding
+from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
 from ..names.findings import FINDING_KINDS
 from ..plot.findings import panels_of
@@ -110,9 +111,20 @@ def _likely_cause(
     likely = most_likely(state.findings)
     if likely is None:
         return "", -1
-    reasons = [finding.explanation for finding in state.findings]
-    index = next((reasons.index(reason) for reason in likely.because if reason in reasons), -1)
-    return render("view_likely", likely=likely), index
+    return render("view_likely", likely=likely), _finding_of(likely, list(state.findings))
+
+
+def _finding_of(likely: MostLikely, findings: list[Finding]) -> int:
+    "The index of the finding that is a reason of the cause, else of the problem nearest to it; -1: none."
+    reasons = [finding.explanation for finding in findings]
+    named = [reasons.index(reason) for reason in likely.because if reason in reasons]
+    if named:
+        return named[0]
+    steps = {i: f.onset for i, f in enumerate(findings) if f.severity != "info" and f.onset is not None}
+    at = (
+        0 if likely.step is None else likely.step
+    )  # reasons from the layers and the swap test name no finding
+    return min(steps, key=lambda i: abs(steps[i] - at), default=-1)
 
 
 def _swap_test(

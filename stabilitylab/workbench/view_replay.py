@@ -253,6 +253,7 @@ class _ReplayWidgets(StateView):
             return
         result = state.result if state.phase == "done" else {"error": state.error}
         self._tell_cause(result)
+        # under the step that was replayed: the user may have chosen another one meanwhile
         replays: dict = self.shared.replays  # by step
         self.shared.replays = replays | {self._replayed: result}
         if self._replayed == self.look.step:

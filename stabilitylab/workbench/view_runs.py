@@ -140,12 +140,13 @@ def _shared_words(runs: dict[str, xr.DataTree]) -> list[str]:
         return [str(error)]
     return shared or ["Nothing is shared by several runs."]
 
-
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #b8777f82
 def _run_legend(
     names: list[str],  # of runs, as the workbench holds them: a run keeps its colour
     order: Sequence[str],  # the same names, those first that stand first
 ) -> list[dict]:  # name, label and colour, as the page shows them below the picture
     "What can be hidden by a click."
+    # by the order of opening, not of the table, which changes with every diagnosis
     shades = {name: RUN_COLOURS[index % len(RUN_COLOURS)] for index, name in enumerate(names)}
     return [{"name": name, "label": name, "colour": shades[name]} for name in order]
 
@@ -199,7 +200,7 @@ class _RunsControls:
         usual = {"hidden": (), "metric": "", "log": None, "smooth": 0, "along": "step"}
         return {name: value for name, value in chosen.items() if value != usual[name]}
 
-
+# %% ../../nbs/api/workbench/09_view_runs.ipynb #fb29eca3
 class RunsView(StateView):
     "The table, the picture and what the runs share."
 
@@ -240,6 +241,7 @@ class RunsView(StateView):
             self.call.call = _runs_call(state, look)
         if self.is_due("diagnosis", state.runs):
             works = [partial(_diagnosed, name, run) for name, run in state.runs.items()]
+            # a list of its own: rows of an earlier set of runs that still come in must not mix with these
             beside(partial(self._take_row, state.runs, []), *works)
 
     def _take_row(self, runs: dict[str, xr.DataTree], rows: list[RunRow], row: RunRow) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import time
 import warnings
@@ -46,20 +47,33 @@ def record(name: str, folder: Path, seed: int = 0) -> Path:
     "The record of a row, made where it is not there."
     path = Path(folder) / f"{name.replace(' ', '_')}_{seed}"
     if not path.exists():
-        train(ROWS[name].recipe, seed, path=path)
+        try:
+            train(ROWS[name].recipe, seed, path=path)
+        except RuntimeError:  # as of a processor without the kernel; half a record is none
+            shutil.rmtree(path, ignore_errors=True)
+            raise
     return path
 
 
 def score(name: str, folder: Path, seed: int = 0, swap: bool = False) -> dict:
-    "What the product says of a row, where asked with its swap test: its cause and its first three fixes."
+    "What the product says of a row, where asked with its swap test; `failed` where it can't be trained here."
+    _quiet()
+    try:
+        path = record(name, folder, seed)
+    except RuntimeError as error:
+        return {"failed": str(error).split(". ")[0]}
+    return _answer(name, path, swap)
+
+
+def _answer(name: str, path: Path, swap: bool) -> dict:
+    "The cause that is named for a record, its first three fixes, and whether both are right."
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.likely_cause import most_likely
     from stabilitylab.investigation.opening import open_recordings
     from stabilitylab.investigation.swap import with_swap_test
     from stabilitylab.trial.suggest import suggest
 
-    _quiet()
-    recording = next(iter(open_recordings(str(record(name, folder, seed))).values()))
+    recording = next(iter(open_recordings(str(path)).values()))
     findings = diagnose(recording)
     began = time.monotonic()
     findings = with_swap_test(recording, findings) if swap else findings
@@ -162,6 +176,9 @@ def main() -> int:
         work = partial(score, folder=Path(args.folder or temporary), seed=args.seed, swap=args.swap)
         scores = {}
         for name, row in _each(names, work, args.workers):
+            if "failed" in row:
+                print(f"not trained here: {name}: {row['failed']}", flush=True)
+                continue
             scores[name] = row
             if args.side in (None, split()[name]):
                 mark = "ok  " if row["cause_first"] else "MISS"

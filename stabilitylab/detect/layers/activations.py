@@ -34,8 +34,10 @@ def first_crossings(
     early = finite.max(axis=0)
     with np.errstate(all="ignore"):
         ratio = values / early
+        # gradients of a module that hardly had any grow tenfold without meaning anything
         is_beyond_all = values >= beyond * early.max(initial=0)
         is_over = (ratio >= limit("explosion_factor")) & (early > 0) & is_beyond_all
+    # these rows have set the range
     is_over[:n] = False
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)

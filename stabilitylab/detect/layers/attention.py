@@ -67,6 +67,7 @@ def growth_to(
     if not stays:
         return None
     onset, start = int(stays[0]), float(np.median(value[:width]))
+    # from its last record at a tenth of the level: the flat start before is no growth
     tenth = np.flatnonzero(value[: onset + 1] <= value[onset] / 10)
     begin = int(tenth[-1]) if len(tenth) else 0
     doublings = np.log2(value[onset] / max(value[begin], 1e-30)) if onset > begin else 0.0
@@ -220,6 +221,7 @@ def find_attention_logit_growth(
         return []
     by_layer = data.attn_logit_max.max("head").values
     step = data.step.values
+    # rows without a visible key have -inf as their largest logit
     highest = np.maximum(np.nan_to_num(by_layer, nan=0.0, neginf=0.0).max(1), 0.0)
     top = Curve("attn_logit_max", step, highest, np.zeros(len(step), np.int32), None, 0, 0)
     level = limit("attn_logit_clip")
@@ -275,6 +277,7 @@ def sink_excess(
 ) -> xr.DataArray:  # dims (step, layer, head); 0 at what uniform attention gives, 1 where all weight is there
     "How far a head's best-fed position is above what attention that knows nothing would give it."
     room = 1 - data.sink_uniform
+    # a row of one or two keys has most of its weight on one of them whatever the head does
     short = data.sink_uniform > limit("majority")
     excess = ((data.sink_score - data.sink_uniform) / room.where(room > 0)).where(~short)
     return excess.assign_attrs(long_name="sink score above uniform attention", units="1")

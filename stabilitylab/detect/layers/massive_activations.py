@@ -101,6 +101,7 @@ def typical_magnitude(
     xr.DataArray
 ):  # (…) the middle of the binade that holds the median of the entries that are not zero, or NaN
     "The median magnitude, to a factor of the square root of two."
+    # outside of these stand zeros and what is not finite
     live = exponents.sel(exponent=slice(-126, 127)).fillna(0)
     up_to = live.cumsum("exponent")
     total = up_to.isel(exponent=-1)

@@ -74,7 +74,9 @@ def find_update_rms_excess(
     order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
-        "ceiling": float(rms_ceiling(row + 1, betas[1])),
+        # by the step, not the row: a record may begin late or keep every tenth step
+        "ceiling": float(rms_ceiling(int(large.step.values[row]) + 1, betas[1])),
+        # that a crossing falls into the records before a spike anyway, were crossings independent
         "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
         "steps": steps[: count_limit("most_crossings")].tolist(),
     }
@@ -165,6 +167,7 @@ def find_wide_init(
         shape = shapes.get(str(name), [])
         if len(shape) != 2 or not str(kind).startswith(("attn.", "mlp.")):
             continue
+        # the narrow side is the model's width, of both matrices of an MLP
         H, std = min(shape), float(norm) / np.sqrt(np.prod(shape))
         ratio = std / np.sqrt(2 / (5 * H))
         if ratio >= limit("twofold"):

@@ -93,6 +93,7 @@ def find_component_spikes(
     if not losses:
         return []
     main = losses[0]
+    # any spike of the main loss counts, not only a clear one: what it shows at all needs no finding of a part
     in_main = main.step[[spike.first for spike in spike_events(main)]]
     tolerance = count_limit("near_records") * step_interval(main)
     for series in losses[1:]:

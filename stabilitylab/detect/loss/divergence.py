@@ -54,9 +54,10 @@ def is_likelihood(
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #6e2711b1
 def _is_on_its_way_back(tail: np.ndarray) -> bool:
-    "Whether the loss after its best ends among the lowest of what it was since."
-    end = tail[-records_in_share(len(tail), "slight_share") :]
-    return bool(np.median(end) < np.quantile(tail, limit("minor_share")))
+    "Whether the loss after its best ends among the lowest of what it was since, and more than half way down."
+    end = np.median(tail[-records_in_share(len(tail), "slight_share") :])
+    came_back = tail.max() - end > limit("majority") * (tail.max() - tail[0])
+    return bool(came_back and end < np.quantile(tail, limit("minor_share")))
 
 
 def validation_improved(
@@ -74,7 +75,9 @@ def validation_improved(
 def _wander(value: np.ndarray) -> float:
     "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
     if len(value) < count_limit("least_long"):  # a median of a few differences is no estimate
+        # x0 - 2 x1 + x2 of white noise has 1 + 4 + 1 times the variance of a record
         return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
+    # noise with a memory shows only between records that lie far apart; eight spans at least make a median
     lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
     return max(difference_noise(value, lag) for lag in lags)
 
@@ -209,6 +212,7 @@ def _largest_rise(
     climb = level - lowest
     top = int(np.argmax(climb))
     low = float(lowest[top])
+    # of equal lowest blocks the last one: a flat bottom is no part of the climb
     first = int(np.flatnonzero(level[: top + 1] == low)[-1])
     # it lasts while more than half of the climb is still there
     up = level > low + climb[top] / 2

@@ -47,6 +47,7 @@ def evaluation_scores(
     words = {name: set(name.lower().split("_")) for name in series_names(scalars)}
     names = [name for name, own in words.items() if own & _SCORES and not own & _NO_SCORE]
     series = [longest_run(curve(scalars, name)) for name in names]
+    # a score at every record is one of the training batches, not of an evaluation
     longest = limit("majority") * (0 if loss is None else len(loss.step))
     return [s for s in series if s is not None and limit("least_records") <= len(s.value) <= longest]
 
@@ -63,6 +64,7 @@ def _is_worse(score: Curve) -> int | None:
     best, n = int(np.argmax(means)), len(score.value)
     end = float(score.value[-max(few, int(limit("slight_share") * n)) :].mean())
     fall = float(means[best]) - end
+    # the best level and the last one are both means of so few records
     error = difference_noise(score.value) * np.sqrt(2 / few)
     is_clear = fall > max(limit("trend_sigma") * error, limit("level_share") * abs(float(means[best])))
     is_long_ago = n - best > limit("minor_share") * n

@@ -76,6 +76,7 @@ def share_of_turns(
 ) -> float:  # 2/3 for white noise, 1/2 for a running mean of it; NaN for fewer than 3 values that differ
     "The share of records that are higher or lower than both of their neighbours."
     changes = np.sign(np.diff(value))
+    # a printed loss stands still for records on end, which is no turn
     changes = changes[changes != 0]
     return float((changes[1:] != changes[:-1]).mean()) if len(changes) > 1 else float("nan")
 
@@ -101,6 +102,7 @@ def epochs_of(
         return loss.step // int(counted[1].replace(",", ""))
     if "epoch" not in scalars.data_vars or "segment" not in scalars.coords:
         return None
+    # by segment and step: after a restart a step alone is not unique, and the epoch may be logged at others
     keys = pd.MultiIndex.from_arrays([scalars.segment.values, scalars.step.values])
     epoch = pd.Series(np.floor(scalars.epoch.values), index=keys).ffill().bfill()
     epoch = epoch[~epoch.index.duplicated(keep="last")]

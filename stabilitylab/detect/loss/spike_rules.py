@@ -40,6 +40,7 @@ def _sigma(k: float, window: int, min_records: int, unbiased: bool) -> Callable[
         mean, sd = before(x, window, min_records, "mean"), before(x, window, min_records, "std")
         n = np.minimum(np.arange(len(x)), window)
         if unbiased:
+            # `before` divides by n; `torch.std`, which SkipStep takes, by n - 1
             sd = sd * np.sqrt(n / np.maximum(n - 1, 1))
         with np.errstate(invalid="ignore"):
             return x > mean + k * sd
@@ -76,6 +77,7 @@ def _kill_loss_spike(x: np.ndarray) -> np.ndarray:
     "Five records in a row above twice the mean of the 100 before."
     with np.errstate(invalid="ignore"):
         high = x > 2 * before(x, 100, 100, "mean")
+    # cut at the end, not centred: a rule that may stop a run sees no later record
     in_a_row = np.convolve(high, np.ones(5, int))[: len(x)]
     return high & (in_a_row >= 5)
 
@@ -201,6 +203,7 @@ class OnlineRule:
             return False
         is_high = not np.isfinite(value)
         if not is_high:
+            # rules compare a record with those before it, so the new one may stand among them
             self.values.append(float(value))
             is_high = bool(RULES[self.rule].flags(np.array(self.values))[-1])
         is_silent = self.fired is not None and step - self.fired <= self.gap

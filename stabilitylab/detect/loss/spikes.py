@@ -52,6 +52,7 @@ def out_of_range(
         is_high = value > level + sigma * noise
     is_early = np.isnan(level) | np.isnan(noise)
     if is_early.any() and len(value) > 2:
+        # a falling start has no level yet: only what towers over everything before it is out of range
         lowest, highest = np.fmin.accumulate(value), np.maximum.accumulate(value)
         lowest_before = np.r_[value[0], lowest[:-1]]
         highest_before = np.r_[value[0], highest[:-1]]
@@ -71,6 +72,7 @@ def _attempts_out_of_range(series: Curve) -> tuple[np.ndarray, np.ndarray, np.nd
         # an attempt is compared with the path that led to it, not with what a rollback gave up
         if len(lead) < count_limit("history") // 4:  # too few are in the log: those printed before count
             lead = np.arange(attempt.first)
+        # as much as the windows reach, not the whole lineage again for each of many attempts
         lead = lead[-count_limit("look_windows") * count_limit("history") :]
         own = slice(attempt.first, attempt.stop)
         flagged, own_level, own_noise = out_of_range(np.r_[series.value[lead], series.value[own]])
@@ -313,6 +315,7 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
         return 0.0
     _, level, noise = _attempts_out_of_range(series)
     z = (series.value - level) / np.where(noise > 0, noise, np.inf)
+    # how far a tail reaches is measured on this log: losses of few examples differ widely
     # only records that tower over both neighbours are lone; the most reported of them are left to be events
     beside = np.maximum(np.r_[0.0, z[:-1]], np.r_[z[1:], 0.0])
     alone = np.where(z > limit("twofold") * beside, z, 0.0)
@@ -320,7 +323,7 @@ def _tail_height(series: Curve, spikes: list[Spike]) -> float:
 
 
 def _is_early_low(spike: Spike, series: Curve) -> bool:
-    "Whether a spike is a record or two, back at once, below where its pass began less than a history before."
+    "Whether a spike is a record or two, back at once, early in a segment and below where that began."
     is_short = spike.recovery == "fast" and spike.records <= count_limit("outlier_records")
     is_early = spike.first < count_limit("history") and series.segment[spike.first] == series.segment[0]
     began = float(np.median(series.value[: count_limit("few_records")]))

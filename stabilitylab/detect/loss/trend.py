@@ -34,6 +34,7 @@ def find_not_learning(
     coarse = smooth(series.value, max(count_limit("few_records"), int(limit("slight_share") * n)))
     drop = float(max(shape.loss[0], coarse[0]) - coarse.min())
     moved = float(np.median(series.value[: records_in_share(n, "smooth_share")]) - coarse.min())
+    # a smoothed record has the noise of a mean over its window
     by_noise = limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
     is_high = float(shape.loss[0]) > limit("hardly_loss") and series.name == "loss"
     min_share = limit("hardly_share") if is_high else limit("small_share")
@@ -303,6 +304,7 @@ def _edge(series: Curve, at: int, window: int, rise: float) -> int | None:
     "The record at which a rise happens within a few, or in one; None where noise hides how it happens."
     value, noise = series.value[at - window : at + window], smoothed_shape(series).noise
     difference = np.sqrt(2) * noise  # the standard deviation of the difference of two records
+    # as many records on either side as the difference of two medians needs to stand out of the noise
     needed = (limit("spike_sigma") * _MEDIAN_ERROR * difference / (limit("abrupt_share") * rise)) ** 2
     few = int(min(max(count_limit("near_records"), np.ceil(needed)), window))
     level = smooth(value, few)

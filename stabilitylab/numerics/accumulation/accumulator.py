@@ -82,6 +82,7 @@ class TokenMeanAccumulator:
                 "a scalar, the loss summed over tokens",
                 'take the loss with reduction="sum"',
             )
+        # a loss summed over thousands of tokens would leave fp16 behind in the backward pass
         scaled = loss_sum / _UNIT
         (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         device = loss_sum.device

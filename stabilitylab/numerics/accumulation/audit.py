@@ -69,6 +69,7 @@ def sequence_gradients(
         if not keep:
             keep = _coordinates(named, max_numbers // max(1, len(sums) * len(ranks[rank]) * len(ranks)))
         for i, total in enumerate(sums):
+            # the sequences of a micro-batch share one graph, which goes with the last of them
             more = i + 1 < len(sums)
             gradient = torch.autograd.grad(total, params, retain_graph=more, allow_unused=True)
             grads.append(_picked(gradient, keep))
@@ -218,7 +219,8 @@ def audit_accumulation(
     _check_pieces(microbatches, step, ranks, reduce)
     share = len(microbatches) // ranks
     dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]
-    was_training = model.training
+    # of each module: a frozen part stays in evaluation mode while the rest trains
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         parts = sequence_gradients(model, dealt, token_loss)
@@ -230,7 +232,8 @@ def audit_accumulation(
         else:
             measured, returned = _measured(model, dealt, step, parts.keep, reduce)
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     _check_gradient(measured)
     return _verdict(parts, measured, returned, tolerance)
 
@@ -328,6 +331,7 @@ def _best(table: pd.DataFrame, tolerance: float) -> str:
     fits = table[table.residual < tolerance]
     if fits.empty:
         return "unknown"
+    # several fit where micro-batches have equal lengths: then the factor tells the mean that the loop meant
     candidates = fits[fits.residual <= max(2 * fits.residual.min(), 1e-6)]
     exact = candidates[(candidates.factor - 1).abs() < 1e-4]
     return str((exact if len(exact) else candidates).index[0])

@@ -67,6 +67,7 @@ class _Calls(TorchFunctionMode):
         self.hooks: list = []
         for name, module in model.named_modules():
             self.hooks.append(module.register_forward_pre_hook(self._enter(name)))
+            # also where a forward pass raises, or the module would count as running from then on
             self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, name: str) -> Callable:

@@ -149,6 +149,7 @@ def _path(
         earlier = [
             (size, producer) for size, producer in producers if producer < index
         ]  # a tensor changed in place is later
+        # the loss comes along the largest input; masks, weights and counts are smaller
         index = max(earlier)[1] if earlier else None
     return path[::-1]
 
@@ -199,6 +200,7 @@ def find_loss_cast(
     if not path:
         raise bad_input("loss", "a value that no operation made", "a loss computed from the model")
     steps = _step_table(path)
+    # the last operation off the grid counts: a sum of rounded values may leave it and come back
     off_grid = np.flatnonzero(steps.grid == "")
     first = int(off_grid[-1]) + 1 if len(off_grid) else 0
     stage, operation, fmt = _stage(steps, first), "", ""

@@ -90,7 +90,7 @@ class _Largest:
     def _after(self, name: str) -> Callable:
         "A forward hook that looks at the outputs of one module."
 
-        def look(module: torch.nn.Module, args: tuple, out: object) -> None:  # behind a forward
+        def look(module: torch.nn.Module, args: tuple, out: object) -> None:  # after its forward pass
             "Notes the size of the outputs, and of their gradients when they come."
             outputs = out if isinstance(out, (tuple, list)) else [out]
             floats = [t for t in outputs if isinstance(t, torch.Tensor) and t.is_floating_point()]

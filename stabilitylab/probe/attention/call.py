@@ -187,6 +187,7 @@ def products(
     k = call.k[block.batch, block.heads, block.keys].to(dtype)
     b, h, n, d = q.shape
     kv, m = k.shape[1:3]
+    # all query heads of one key head go into one product, so that no key is repeated in memory
     q = (q * call.factor).reshape(b * kv, h // kv * n, d)
     out = torch.empty(b, h, n, m, dtype=dtype, device=q.device) if out is None else out
     torch.bmm(q, k.reshape(b * kv, m, d).transpose(1, 2), out=out.view(b * kv, h // kv * n, m))
@@ -214,5 +215,6 @@ def biased_logits(
         s = call.score_mod(s, *block_indices(call, block))
     for mask in call.masks:
         if mask.dtype != torch.bool:
+            # some masks hold the least number of their format, which a negative logit would take to -inf
             s = s + _part(mask, call, block).to(raw.dtype).clamp(min=_HIDDEN)
     return s

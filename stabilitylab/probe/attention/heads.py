@@ -77,6 +77,8 @@ def _documents_of(
     if call.role != "self" or n_query != n_key or n_key < 2:
         return torch.zeros(b, n_key, dtype=torch.long, device=call.q.device)
     number = torch.arange(n_key, device=call.q.device)
+    # the first key that this query or a later one sees, the last one that an earlier query saw: where neither
+    # crosses a position, a document starts
     later = sums.first.flip(1).cummin(1).values.flip(1)
     before = torch.cat([torch.full_like(sums.last[:, :1], -1), sums.last.cummax(1).values[:, :-1]], 1)
     starts = (later >= number) & (before < number)
@@ -286,6 +288,7 @@ def stream_peak(
     sequence, position = divmod(int(at[0]), x.shape[1])
     best = channel.gather(1, by_place.argmax(1, keepdim=True))[:, 0]
     number = int(channel[sequence, position])
+    # an even sample: the median of a whole stream would cost more than all else here
     step = max(1, -(-size.numel() // _SAMPLED))
     median = float(size.flatten()[::step].float().median())
     share = float((best == number).float().mean())

@@ -107,6 +107,7 @@ def flex_call(
     *rest: object,  # options of the kernel
 ) -> AttentionCall:  # the same attention, described
     "What a call of flex_attention computes."
+    # both names are those that torch puts in place of no function
     changes = score_mod is not None and getattr(score_mod, "__name__", "") != "_identity"
     mask_mod = block_mask[-1] if block_mask and callable(block_mask[-1]) else None
     if getattr(mask_mod, "__name__", "") == "noop_mask":
@@ -170,6 +171,7 @@ def mha_call(
         padding = padding[None] if padding.ndim == 1 else padding
         masks.append(_mha_mask(padding[:, None, None], (n_batch, heads), added))
     present = tuple(mask for mask in masks if mask is not None)
+    # beside a mask it is a hint of torch's: the mask holds the order as well, and is what counts
     causal = bool(a["is_causal"]) and a["attn_mask"] is None
     role = "self" if a["query"] is a["key"] else "cross"
     return AttentionCall(q, k, v, None, causal, masks=present, role=role, source="nn.MultiheadAttention")
@@ -209,6 +211,7 @@ def registry_call(
         value.detach(),
         scaling,
         causal,
+        # Hugging Face counts the query itself
         window=(window - 1 if window else None, None),
         offset=key.shape[2] - query.shape[2] if causal else 0,
         masks=masks,

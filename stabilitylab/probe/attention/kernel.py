@@ -80,6 +80,7 @@ class TileSums:
         addresses["had"], strides = addresses.pop("visible_to"), [0, 0, 0]
         if mask is not None:
             mask = mask if mask.stride(-1) == 1 or mask.shape[-1] == 1 else mask.contiguous()
+            # a stride of 0 reads the one entry of a dim again for every head or row
             strides = [mask.stride(axis) * (mask.shape[axis] > 1) for axis in range(3)]
         tile = Tile(
             s=s.data_ptr(),

@@ -242,6 +242,7 @@ class _AttentionReport:
 
     def _take(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         step, self.step = self.step, None
+        # still armed at the end of its step: the hook was never reached
         if self.probe.armed is not None:
             self.probe.armed = None
             self.guard.note("attention missing: the model's forward pass was not seen (one compiled graph?)")

@@ -69,6 +69,7 @@ def _logit_bound(
     "The longest query times the longest key, at the call's scale."
     if not call.q.numel() or not call.k.numel():
         return 0.0
+    # Cauchy-Schwarz, to know without a look at the products that none overflows
     longest = [x.detach().norm(dim=-1).max().double() for x in (call.q, call.k)]
     return float(longest[0] * longest[1]) * abs(call.factor)
 
@@ -244,6 +245,8 @@ class _Pass:
         self.sums.peak[at], self.sums.total[at], self.sums.spread[at] = peak, total, s.mul_(e).sum(-1)
         share = 1 / total
         if self.call.sinks is not None:
+            # a sink is one more term of the softmax: total / (total + exp(sink - peak)) of the weight is left
+            # for keys
             sinks = self.call.sinks[at[1]].to(share)[None, :, None]
             share *= torch.sigmoid(peak + total.log() - sinks)
         if not self.clean:
@@ -299,6 +302,7 @@ def row_entropy(
     sums: Sums,  # what the pass left
 ) -> torch.Tensor:  # (batch, head, query) nats; NaN where a row is broken
     "Entropy of the weights of every query over its keys."
+    # H = log sum(e) - sum(e * (s - peak)) / sum(e), which needs no weights; rounding may leave it below 0
     return (sums.total.log() - sums.spread / sums.total).clamp(min=0)
 
 
@@ -324,6 +328,7 @@ def attention_sums(
         return (
             attention_sums(call, torch.float64, size) if dtype == torch.float32 and _is_sharp(sums) else sums
         )
+    # far enough from LOWEST (1e30) that a key is hidden by adding it, and from where float32 overflows
     clean = bound < 1e20 and call.score_mod is None and call.scores is None
     clean = clean and all(
         m.dtype == torch.bool or not m.numel() or float(m.amax()) < 1e20 for m in call.masks

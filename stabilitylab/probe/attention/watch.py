@@ -46,6 +46,8 @@ def call_model(
 @contextmanager
 def _without_cast_cache() -> Iterator[None]:
     "Autocast neither uses nor keeps casts inside."
+    # A cast of a weight that is cached under no_grad has no graph: the loop's next forward pass in the same
+    # autocast would use it, and the weight would get no gradient.
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -254,6 +256,7 @@ def _registry(watch: "AttentionWatch"):
             "Notes the call and makes it."
             before = watch.heard()
             out = function(module, query, key, value, *args, **kwargs)
+            # most of these functions end in SDPA or in eager products, which were seen on the way
             if watch.heard() == before:
                 try:
                     watch.take(registry_call(module, query, key, value, *args, **kwargs))
@@ -263,6 +266,7 @@ def _registry(watch: "AttentionWatch"):
 
         return watched
 
+    # assignments go into a mapping that hides the one all models share; that one is never touched
     local = getattr(registry, "_local_mapping", registry)
     old, saved = dict(registry.items()), dict(local)
     try:

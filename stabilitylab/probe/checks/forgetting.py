@@ -87,6 +87,8 @@ def forgetting(
         with _undone(model, optimizer):
             norm = _gradient_norm(model, each, loss)
             norms.append(norm)
+            # all steps get the length of the huge one after its clip: only their directions are left to
+            # compare
             size = min(norms[0], clip)  # of every step that is compared
             for p in model.parameters():
                 if p.grad is not None:
@@ -159,6 +161,8 @@ class _LiveBytes(TorchDispatchMode):
             if key not in self.storages:
                 self.storages.add(key)
                 self.live += storage.nbytes()
+                # the address is given out again once the storage is gone, and would then pass for one that is
+                # counted
                 weakref.finalize(storage, self._free, key, storage.nbytes())
         self.peak = max(self.peak, self.live)
         return out

@@ -47,6 +47,7 @@ def _groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def _twins(model: torch.nn.Module) -> dict[str, str]:
     "Pairs of parameters that hold the same numbers but are two tensors, so that they will drift apart."
+    # constant ones, such as zeros, are equal by their initialisation
     varied = [(n, p) for n, p in model.named_parameters() if p.ndim > 1 and p.std(correction=0) > 0]
     return {
         a: f"equal to {b}, not tied"
@@ -86,6 +87,7 @@ def _decay(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     parameters, fresh = _fresh_copy(model, optimizer)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     for p in parameters.values():
+        # without a gradient AdamW would pass the parameter over; with one of zeros only the decay moves it
         p.grad = torch.zeros_like(p)
     fresh.step()
     wanted: dict[int, float] = {}
@@ -141,19 +143,25 @@ def _described(faults: dict[str, str]) -> str:
 
 @contextmanager
 def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    "Gradients, mode and random states are put back at the end."
-    gradients, training, rng = {n: p.grad for n, p in model.named_parameters()}, model.training, rng_state()
+    "Gradients, buffers, modes and random states are put back at the end."
+    gradients, rng = {n: p.grad for n, p in model.named_parameters()}, rng_state()
+    # of each module: a frozen part stays in evaluation mode while the rest trains
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         for name, p in model.named_parameters():
             p.grad = gradients[name]
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
+        for buffer, value in buffers:
+            buffer.copy_(value)
         set_rng_state(rng)
 
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #2f0f46eb
 def check_training(
-    model: torch.nn.Module,  # as the loop will train it; its weights and gradients are left as they were
+    model: torch.nn.Module,  # as the loop will train it; it is left as it was
     optimizer: torch.optim.Optimizer,  # its optimizer
     batch: object,  # a batch of the loop
     loss: Callable,  # called as (model, batch) -> scalar loss

@@ -153,9 +153,11 @@ def position_reliance(
     base, rises = float(loss()), {}
     for module, parameters in tables.items():
         originals = [parameter.clone() for parameter in parameters]
-        for parameter in parameters:
-            parameter.zero_()
-        rises[module] = float(loss()) - base
-        for parameter, values in zip(parameters, originals, strict=True):
-            parameter.copy_(values)
+        try:
+            for parameter in parameters:
+                parameter.zero_()
+            rises[module] = float(loss()) - base
+        finally:
+            for parameter, values in zip(parameters, originals, strict=True):
+                parameter.copy_(values)
     return pd.Series(rises, name="rise")

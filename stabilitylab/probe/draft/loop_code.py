@@ -81,6 +81,8 @@ def _mark_effects(span: LoopSpan, model: torch.nn.Module) -> set[str]:
         is_run = any(is_same_model(value_at(call.func, span.scope), model) for call in calls)
         if not prepared[at] and not (is_asked and is_run):
             continue
+        # a call that is made for its effect sets no name, and `relevant` would drop it: it gets one to be
+        # asked for
         mark = ast.Name(f"{_RAN}_{at}", ast.Store())
         if isinstance(statement, ast.Expr):
             span.statements[at] = ast.copy_location(ast.Assign([mark], statement.value), statement)

@@ -207,6 +207,7 @@ def _called_with(cls: type, frame: types.FrameType) -> dict[str, Any]:
                 is_expression = isinstance(node, ast.expr)  # what `*args` takes is a tuple of them
                 argument = _argument(node, source.scope) if is_expression else None
                 if argument is not None:
+                    # the innermost function comes first, and what it gives is kept
                     values.setdefault(name, argument)
     return values
 
@@ -221,6 +222,7 @@ def known_arguments(
     scope = {**frame.f_globals, **frame.f_locals}
     objects = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
     namespaces = list({id(v): v for v in objects if isinstance(v, argparse.Namespace)}.values())
+    # of several, nothing says whose settings the model was given
     if len(namespaces) == 1:
         settings = vars(namespaces[0])
         namespace_arguments = {name: namespaces[0] for name in names if name in _SETTINGS}

@@ -49,6 +49,7 @@ def source_of(
         return Source(tree.body, scope, line)
     for node in ast.walk(tree):
         if isinstance(node, _FUNCTIONS) and node.name == code.co_name:
+            # a code object begins at its first decorator, a node of `ast` at its `def`
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             if code.co_firstlineno in (first, node.lineno):
                 return Source(node.body, scope, line)
@@ -121,12 +122,14 @@ def relevant(
             for item in statement.items:
                 needed |= _names(item.context_expr, ast.Load)
         elif isinstance(statement, ast.AugAssign):
+            # it reads what it sets, so that what set it before is needed as well
             needed |= _names(statement, ast.Load) | _names(statement, ast.Store)
         else:
             is_plain = isinstance(statement, ast.Assign) and all(
                 isinstance(target, (ast.Name, ast.Tuple, ast.List)) for target in statement.targets
             )
             if is_plain:
+                # the whole name is set here, which ends the search for it; an item or an attribute would not
                 needed -= _names(statement, ast.Store) - _names(statement, ast.Load)
             needed |= _names(statement, ast.Load)
         used.insert(0, statement)
@@ -205,6 +208,7 @@ def value_at(
         return scope.get(node.id)
     if isinstance(node, ast.Attribute):
         holder = value_at(node.value, scope)
+        # not `getattr`, which runs properties: to look must not change what the loop does
         attributes = getattr(holder, "__dict__", {})
         if node.attr in attributes:
             return attributes[node.attr]

@@ -58,12 +58,13 @@ def _function_of(call: ast.Call, scope: dict[str, Any]) -> tuple[types.FunctionT
 
 def _step_source(function: types.FunctionType) -> Source | None:
     "The statements of a function that takes the backward pass; None for any other."
+    # `Tensor.backward` is a function of Python that calls another `backward`: it is not the program's step
     if function.__module__.partition(".")[0] in ("torch", "stabilitylab"):
         return None
     source = function_source(function)
     return source if source is not None and any(map(backward_call, source.body)) else None
 
-
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #e6f1cf16
 def _arguments(call: ast.Call, function: types.FunctionType, owner: Any) -> dict[str, ast.expr]:
     "The arguments of a call by their names in the function, the object of a method among them."
     is_method = owner is not None and isinstance(call.func, ast.Attribute)
@@ -144,6 +145,7 @@ def _is_plain_pass(statement: ast.stmt, scope: dict[str, Any]) -> bool:
 
 def _span(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[Any]) -> tuple[int, int]:
     "(first statement after the step of another optimizer, the step of one of these); (0, 0) without one."
+    # in a GAN the passes before the discriminator's step are no part of the generator's
     own, first = list(map(bare_optimizer, optimizers)), 0
     for at, statement in enumerate(statements):
         here = list(map(bare_optimizer, _stepped(statement, scope)))

@@ -117,7 +117,7 @@ def _framework_autocast(call: ast.Call, scope: dict[str, Any]) -> str | None:
 
 _NUMBERS = ("size", "max", "min", "item", "numel", "dim")  # methods of data that change nothing
 
-
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #d801675b
 def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None:
     "A number that an expression reads from a tensor or an array; None for any other expression."
     at: ast.expr = node
@@ -136,13 +136,14 @@ def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None
         return None
     code = compile(ast.fix_missing_locations(ast.Expression(copy.deepcopy(node))), "draft", "eval")
     try:
+        # what is left in it are attributes, items and the methods above, none of which changes the data
         number = eval(code, {"__builtins__": {}}, {at.id: value})
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return None
     number = number.item() if isinstance(number, np.generic) else number
     return number if isinstance(number, (int, float)) else None
 
-
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
 class _Inline(ast.NodeTransformer):
     "Puts the model, the batch and constants in place of the names of a loop."
 
@@ -236,7 +237,7 @@ class _Inline(ast.NodeTransformer):
         self.new_names[name] = source
         return ast.Name(name, ast.Load())
 
-
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
 def _has_graph(value: Any) -> bool:
     "Whether a value holds results of a forward pass, a gradient still to be taken through them."
     is_data = isinstance(value, (torch.Tensor, list, tuple, dict))
@@ -347,6 +348,7 @@ def resolved_lines(
     done: set[str] = {"model", "batch", *inline.new_names}
     program_names = {*scope, *named_parts}
     while True:
+        # until nothing is open: a function that is written out brings names of its own
         names, later = free_names([*functions, *statements], program_names)
         pending = [name for name in names if name not in done]
         if not pending:

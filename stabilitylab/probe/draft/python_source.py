@@ -116,6 +116,7 @@ class Draft(_Imports):
         is_plain = value.layout == torch.strided and not value.requires_grad and not value.is_complex()
         if not is_plain or value.numel() > _MAX_ENTRIES:
             return None
+        # `repr` writes inf and nan, which are no names of Python
         values = repr(value.tolist()).replace("inf", "float('inf')").replace("nan", "float('nan')")
         return f"torch.tensor({values}, dtype={value.dtype})"
 
@@ -304,6 +305,7 @@ def _names_of(params: list, names: dict[int, str]) -> list[str]:
 def _own_settings(draft: Draft, group: dict, defaults: dict) -> dict[str, str]:
     "What a group has that its optimizer has not, as source; learning rates come from the black box."
     differs = {k: v for k, v in group.items() if k not in defaults or not _is_same(v, defaults[k])}
+    # schedulers write `initial_lr` into the groups
     left_out = {"params", "param_names", "initial_lr"} | ({"lr"} & set(defaults))
     sources = {key: draft.literal(value) for key, value in differs.items() if key not in left_out}
     return {key: source for key, source in sources.items() if source is not None}

@@ -232,7 +232,7 @@ def setup_source(
     _refuse_what_is_no_python(text)
     return text
 
-
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #09e56084
 def _refuse_what_is_no_python(text: str) -> None:
     "Raises where a draft cannot be compiled."
     try:
@@ -281,6 +281,7 @@ def _loss_parts(
             comment += f"\n    # {kept_words(code.expressions)}"
         body = indent("\n".join(code.lines), "    ").lstrip()
         parameters = {"parameters": f"model, batch, {LOOP}"} if code.expressions else {}
+        # the lines of a loop divide by the number of micro-batches themselves
         return {"batch": comment, "loss": body, "reduction": "sum", **parameters}
     if hasattr(model, "training_step"):  # Lightning
         training_step: Any = model.training_step
@@ -406,6 +407,7 @@ def write_setup(
     "Write the draft into the record, unless a file of that name is there."
     path, box = Path(recorder.path) / FILE, recorder.box
     if box.folder.name == "blackbox" and not path.exists():
+        # of rank 0 alone, whose box is not in a folder of its own
         clip = getattr(recorder, "clip", None)
         draft = partial(setup_source, box.model, box.optimizers, batch, str(recorder.path), clip)
         text = _draft_or_note(recorder, draft)

@@ -33,6 +33,7 @@ class Evidence:
     position: int = 0  # where it stands in the text, in bytes
     has_traceback: bool = False  # a traceback stands above it
     where: str = ""  # innermost line of the program in the traceback, such as `train.py:58 in forward`
+    end: int = 0  # where its traceback ends, in bytes; 0: it has none
 
 
 CAUSES = {  # cause -> whether it came from outside: nobody has to fix the run, only to start it again
@@ -330,7 +331,7 @@ def evidence_in(
 ) -> list[Evidence]:  # in the order of the text
     "All evidence of a crash in a text."
     tracebacks = list(_tracebacks(data))
-    evidence = [traceback for traceback, _, is_end in tracebacks if is_end]
+    evidence = [replace(traceback, end=end) for traceback, end, is_end in tracebacks if is_end]
     starts = np.array([traceback.position for traceback, _, _ in tracebacks], dtype=np.int64)
     lines = {line for word in _NEEDLES for line in _line_begins(data, word, begin)}
     for position in sorted(lines):

@@ -121,10 +121,10 @@ _DETAIL_BYTES = 4096  # before the first line of a crash, and after its last, th
 _MAX_DETAILS = 3
 
 
-def _detail(data: bytes | mmap.mmap, evidence: list[Evidence], root: Evidence) -> str:
-    "Lines beside the root cause that say more of it, each once."
+def _detail(data: bytes | mmap.mmap, evidence: list[Evidence], root: Evidence, after: int) -> str:
+    "Lines beside the root cause, later than the attempt before it, that say more of it, each once."
     end = min(max(evidence[-1].position, root.position) + _DETAIL_BYTES, root.position + TRACEBACK_BYTES)
-    matches = _DETAIL.finditer(data[max(0, root.position - _DETAIL_BYTES) : end])
+    matches = _DETAIL.finditer(data[max(after, root.position - _DETAIL_BYTES) : end])
     lines = dict.fromkeys(match[0].decode("utf-8", "replace").strip() for match in matches)
     return "\n".join(list(lines)[:_MAX_DETAILS])
 
@@ -150,7 +150,7 @@ def _late_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> tuple[int,
     return tuple(missing) if 0 < len(missing) <= min(_MOST_LATE, len(waited)) else ()
 
 
-def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence]) -> Crash | None:
+def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence], after: int = 0) -> Crash | None:
     "The crash that the evidence of one incident adds up to; None where there is no evidence."
     root = _root_cause(evidence)
     if root is None:
@@ -171,7 +171,7 @@ def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence]) -> Crash | No
         outside=CAUSES[root.cause],
         then=_consequences(evidence, root),
         where=root.where,
-        detail=_detail(data, evidence, root),
+        detail=_detail(data, evidence, root, after),
         late=_late_ranks(data, evidence) if root.cause == "communication failed" else (),
     )
 
@@ -294,12 +294,13 @@ def _incidents(log: _Log) -> list[Crash]:
     first = next(iter(groups.values()), [])
     log = replace(log, first_failure=first[0].position if first else 0)
     for before, evidence in groups.items():
-        attempts = _attempts(log, evidence)
+        attempts, after = _attempts(log, evidence), 0
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             is_end = is_last and (before == n or log.was_flushed_after(attempt[-1].position, before))
             is_message = before < n and all(item.name == "NVRM: Xid" for item in attempt)
-            crash = None if is_message else _crash_from(log.data, attempt)  # the driver's, not the process's
+            crash = None if is_message else _crash_from(log.data, attempt, after)  # the driver's
+            after = max(max(item.position, item.end) for item in attempt)
             if crash is not None and (is_end or any(item.has_traceback for item in attempt)):
                 count = n if is_end else before
                 step = int(log.step[count - 1]) if count else None

@@ -12,7 +12,12 @@ from ...names.errors import bad_input
 from ...names.variables import SCALARS, canonical_name
 from ..base import LogData
 from .lines import LineTable, Slot
-from .roles import name_adversarial_losses, running_mean_starts, split_phases
+from stabilitylab.read.freetext.roles import (
+    name_adversarial_losses,
+    name_letter_loss,
+    running_mean_starts,
+    split_phases,
+)
 from .steps import StepCounter, count_steps, nearest_steps
 from stabilitylab.read.freetext.words import (
     is_evaluation,
@@ -363,7 +368,7 @@ def interpret(
         table, n_dropped = _first_rank(table)
         data.skip("records of other ranks", n_dropped)
         first_rank.append(table)
-    named, adversarial = name_adversarial_losses(first_rank)
+    named, adversarial = name_adversarial_losses(name_letter_loss(first_rank))
     counters = count_steps(split_phases(named), step)
     candidates = _candidate_series(counters, _names_loss(named))
     if not any(_measures_training(series) or series.name in adversarial for series in candidates):

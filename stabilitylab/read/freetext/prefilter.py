@@ -162,7 +162,7 @@ def _is_gram(needles: frozenset[bytes]) -> np.ndarray:
     mask[_hashes_of_grams(np.array(grams, "<u4"))] = True
     return mask
 
-
+# %% ../../../nbs/api/read/freetext/07_prefilter.ipynb #dbec9505
 def _find_all(piece: Piece, needles: frozenset[bytes]) -> dict[bytes, np.ndarray]:
     "Every position of each of some words of four bytes or more in a piece, (n,) int64."
     is_gram, text, even = _is_gram(needles), piece.buf.tobytes(), []

@@ -118,6 +118,24 @@ def name_adversarial_losses(
         renamed.append(replace(table, slots=slots))
     return renamed, frozenset(losses - _NO_LOSSES)
 
+
+def name_letter_loss(
+    tables: list[LineTable],  # of a log
+) -> list[LineTable]:  # `L` is named `loss` where no line names a loss, as in `L=0.35 PSNR=12.1`
+    "The tables of a log whose loss is called by one letter."
+    if any(meaning(slot.name) == "loss" for table in tables for slot in table.slots):
+        return tables
+    letters = [slot for table in tables for slot in table.slots if slot.name == "L"]
+    if not letters or not all(map(_is_decimal, letters)):
+        return tables
+    return [_with_loss_named(table) for table in tables]
+
+
+def _with_loss_named(table: LineTable) -> LineTable:
+    "The table with its `L` named `loss`."
+    slots = [replace(slot, name="loss") if slot.name == "L" else slot for slot in table.slots]
+    return replace(table, slots=slots)
+
 # %% ../../../nbs/api/read/freetext/05_roles.ipynb #1ff09439
 # ours, from 400 simulated curves each of white noise and of its mean: so no plain one is taken for a mean,
 # and of means over 100 records nine in ten are recognised, over 20 four in ten, over 8 one in twenty

@@ -225,7 +225,7 @@ def _epochs_above(
         return epoch
     return nearest_steps(order, headers).astype(float)
 
-
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #c248e002
 def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]

@@ -252,7 +252,7 @@ def _json_runs(path: Path) -> dict[str, LogData]:
     runs = {name: records_log(records) for name, records in parts.items()}
     return {name: log for name, log in runs.items() if _longest(log) > 1}
 
-
+# %% ../../../nbs/api/read/logs/json_formats.ipynb #ccc9a41c
 def _longest(log: LogData) -> int:
     "The values of the longest series."
     return max((len(samples.step) for samples in log.samples.values()), default=0)

@@ -47,6 +47,7 @@ def _repeats(data: bytes | mmap.mmap, at: int, last: np.ndarray) -> np.ndarray:
         return nothing
     for start, expected in zip(offset, length, strict=True):
         # the headers at this position of the pattern, one a stride: up to which do they say the same length?
+        # a view with a stride looks at one header of every period without a copy of the file
         lengths = np.ndarray(many, "<u8", data, int(at + start), (stride,))
         wrong = np.flatnonzero(lengths != expected)
         many = int(wrong[0]) if len(wrong) else many
@@ -72,6 +73,7 @@ def _next_record(data: bytes | mmap.mmap, at: int) -> int:
     first = at + 1  # always further on, so that a search ends
     at = data.find(b"\0\0\0\0", first)  # a length below 4 GB: its upper half
     while 0 <= at <= len(data) - 8:
+        # a short length has zeros in its lower half as well: it begins up to four bytes before those
         for begin in range(max(at - 4, first), at + 1):
             if _has_length_checksum(data, begin):
                 return begin
