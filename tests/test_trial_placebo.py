@@ -144,3 +144,19 @@ def test_one_wild_seed_does_not_hide_a_rescue():
     told = verdicts_of(ARMS, curves, start_loss=4.85)[1]
     assert told.verdict == "helps" and told.decided_by == "failures" and told.rescued == 3
     assert told.effect > -2.5  # 29 counts as 4.85, the loss before training
+
+
+def test_controls_that_repeat_the_run_do_not_widen_the_intervals_of_the_others():
+    "A placebo, another order and an arm that never acted: one arm is judged, as if it stood alone."
+    rng = np.random.default_rng(3)
+    loss = 2.5 + 0.05 * rng.standard_normal((5, 3, 100))
+    loss[1] -= 0.2
+    loss[2] = loss[0]  # the placebo trains on the batches of the run
+    loss[3] = loss[0]  # a clip that is never reached
+    fixes = [Arm(({"name": "lower_lr"},)), Arm(({"name": "placebo"},)), Arm(({"name": "clip_norm"},))]
+    alone = judged([Arm(), fixes[0]], loss[:2])
+    together = judged([Arm(), *fixes, null_arm(100)], loss)
+    assert [arm.n_arms for arm in together] == [1] * 5 and not together[3].acted
+    assert together[1].interval == pytest.approx(alone[1].interval, abs=1e-4)
+    loss[3, 0, -1] += 1e-3  # one loss of one seed differs: it has acted, and is judged
+    assert judged([Arm(), *fixes, null_arm(100)], loss)[1].n_arms == 2

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.findings import Findings
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.investigation.opening import open_recordings
+from stabilitylab.names.encode import to_json
+from stabilitylab.report.brief import brief
 from tests.zoo.pack import PACKED, RECORDS
 from tests.zoo.rows import ROWS
 
@@ -30,6 +33,8 @@ def answer(name: str, folder: Path) -> dict:
         findings = diagnose(recording)
     likely = most_likely(findings)
     facts = findings.attrs.get("evidence", {})
+    short = brief(recording.run, findings, name)
+    assert len(short.text()) <= 1500 and len(to_json(short)) <= 1500, name
     cause = likely.to_dict() if likely else {}
     return {
         "cause": cause.get("id", ""),
@@ -46,6 +51,29 @@ def test_the_cause_of_a_recorded_run_and_the_facts_it_rests_on(name, tmp_path):
     told = answer(name, tmp_path)
     assert told["cause"] == ROWS[name].cause
     assert told == json.loads(TABLE.read_text(encoding="utf-8"))[name]
+
+
+def test_a_raised_rate_is_undone_and_its_step_is_the_one_to_replay(tmp_path):
+    "The rate rose sixty-fold at once: the fix goes back to the rate before, and `next` looks at that step."
+    from stabilitylab.mcp.tools import Tools
+    from stabilitylab.report.content import replay_command
+    from stabilitylab.trial.suggest import suggest
+
+    answer("lstm raised", tmp_path)
+    (recording,) = open_recordings(str(tmp_path)).values()
+    findings = diagnose(recording)
+    jump = next(f for f in findings if f.kind == "lr_jump")
+    first = suggest(findings, recording.run)[0]
+    after = first.parameters["factor"] * jump.evidence["lr_after"]
+    assert first.name == "lower_lr" and abs(after / jump.evidence["lr_before"] - 1) < 0.05
+    likely = most_likely(findings)
+    assert likely.step == jump.onset
+    slow = jump.with_(kind="throughput_drop", onset=20, evidence={})  # a machine that was busy before
+    findings = Findings([slow, *findings], findings.attrs)
+    assert brief(recording.run, findings).symptom_step == likely.step
+    assert replay_command(recording.run, findings, str(tmp_path)).endswith(f" --step {likely.step}")
+    told = Tools([tmp_path]).diagnose(str(tmp_path))
+    assert told["next"]["arguments"]["step"] == likely.step
 
 
 def write() -> None:

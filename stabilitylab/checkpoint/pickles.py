@@ -59,6 +59,8 @@ class _Machine:
         "The arguments of a builder; refused where builders were given far more than the file can hold."
         if not isinstance(values, tuple):
             raise ValueError("arguments that are no tuple")
+        # a few bytes can push one large value again and again from the memo, and have a builder copy it each
+        # time
         self.room -= sum(len(value) for value in values if isinstance(value, _SIZED))
         if self.room < 0:
             raise ValueError("it builds more than it holds")

@@ -227,7 +227,7 @@ def _brief(args: argparse.Namespace, runs: dict, findings: dict, shared: "Findin
     if args.json and source is None:
         return to_json({"runs": briefs, "shared": shared.to_dicts()}, indent=1)
     if args.json:
-        return to_json(briefs[0], indent=1)
+        return to_json(briefs[0])
     return briefs[0].text() if source is not None else briefs_text(briefs, shared)
 
 # %% ../../nbs/api/cli/01_diagnose.ipynb #c16619f8

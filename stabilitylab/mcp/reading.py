@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
+from ..detect.likely_cause import most_likely
 from ..investigation.opening import open_recordings
 from .answers import answer
 from .paths import allowed_path
@@ -68,8 +69,11 @@ class Runs:
         return brief(recording.run, findings).symptom_step
 
     def _replayable(self, run: str, step: int | None = None) -> int | None:
-        "The recorded step nearest to one; None where nothing can be replayed."
-        steps = self._open(run)[0].steps
+        "The recorded step nearest to one, else to the cause or the symptom; None where there is none."
+        recording, findings = self._open(run)
+        steps, likely = recording.steps, most_likely(findings)
+        if step is None and likely is not None:
+            step = likely.step
         wanted = self._symptom(run) if step is None else step
         return min(steps, key=lambda s: abs(s - (wanted or 0)), default=None)
 

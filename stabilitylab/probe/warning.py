@@ -187,6 +187,7 @@ class WarningDetector:
                 since, value, level = int(test.zero_step[at]) + 1, float(values[at]), float(np.exp(usual[at]))
                 warning = EarlyWarning(row.step, since, what, name, value, level, float(scores[at]))
                 warnings.append(warning)
+                # all of them, as one cause raises many series: the others would tell of the same event
                 test.sum[:] = 0.0
         return warnings
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
-from .base import Format, LogData
+from .base import Format, LogData, head_of
 from .crash.incidents import add_crash_after_rows, add_crashes
+from .documents import is_document, mark_document
 from .logs.generic import read_generic
 from .logs.kernel import add_xids
 from .recognise import recognise
@@ -150,6 +151,21 @@ def _general(path: Path, data: LogData, format: Format, options: ReadOptions) ->
 
 
 def _runs_in(path: Path, format: Format, options: ReadOptions) -> dict[str, LogData]:
+    "What a file holds, by the name of the run; '' where it holds one. Documents are marked or refused."
+    is_text = format.parse is not None or format.name == "generic"
+    head = head_of(path) if is_text and options == DEFAULT_OPTIONS else b""
+    if not is_document(head):
+        return _pieces_of(path, format, options)
+    try:
+        runs = _pieces_of(path, format, options)
+    except InputError:
+        runs = {"": LogData()}
+    for data in runs.values():
+        mark_document(path.name, head, data)
+    return runs
+
+
+def _pieces_of(path: Path, format: Format, options: ReadOptions) -> dict[str, LogData]:
     "What a file holds, by the name of the run; '' where it holds one."
     if format.name == "generic":
         return {"": read_generic(path, options.step, options.loss)}

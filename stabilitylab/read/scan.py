@@ -357,10 +357,10 @@ class Scan:
             last_step if single.step is None else single.step
             for single, last_step in zip(singles, before, strict=True)
         ]
-        for single, step in zip(singles, own_steps, strict=True):
+        for single, own_step in zip(singles, own_steps, strict=True):
             if single.hit.event:
                 text = single.text.decode("utf-8", "replace")
-                self.events.append((single.order, single.hit.event, int(step), text, None))
+                self.events.append((single.order, single.hit.event, int(own_step), text, None))
         for name, part in _columns_of(singles, own_steps):
             self.columns.add(name, part)
         self.columns.shrink()

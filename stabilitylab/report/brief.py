@@ -7,7 +7,7 @@ __all__ = ['Brief', 'brief', 'briefs_text']
 
 # %% ../../nbs/api/report/13_brief.ipynb #48c22174
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import MostLikely, most_likely
-from ..names.encode import plain
+from ..names.encode import plain, to_json
 from .content import Facts, count_text, facts, replay_command, steps_text
 from .words import clean, number
 from ..run.curves import loss_name, scalars_of
@@ -27,7 +27,7 @@ from ..run.scalars import series_names
 # %% ../../nbs/api/report/13_brief.ipynb #3c3ab2c5
 @dataclass(frozen=True)
 class Brief:
-    "What happened to one run, in few words; `text()` is at most 1,500 characters."
+    "What happened to one run, in few words; as text or as JSON at most 1,500 characters."
 
     source: str  # file or folder
     run: str  # format, records, steps, first and last loss
@@ -47,13 +47,18 @@ class Brief:
     remedies: list[dict]  # of the first finding, where they were asked for: name, source, reported
 
     def to_dict(self) -> dict:
-        "As `stabilitylab diagnose --brief --json` prints it."
-        return plain(asdict(self))
+        "As `stabilitylab diagnose --brief --json` prints it; long sentences are cut until it fits."
+        for longest in (_LONGEST, *_SENTENCE):
+            fields = plain(asdict(_cut(self, longest)))
+            # remedies come only where they are asked for, and are not counted
+            if len(to_json(fields | {"remedies": []})) <= _LONGEST:
+                return fields
+        return fields  # the commands are never cut, however long their paths
 
     def text(self) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
         # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
-        for longest in (200, 150, 120, 90, 70, 50, 30):
+        for longest in _SENTENCE:
             text = "\n".join(_lines(self, longest))
             if len(text) <= _LONGEST:
                 return text
@@ -61,6 +66,7 @@ class Brief:
 
 
 _LONGEST = 1500  # characters
+_SENTENCE = (200, 150, 120, 90, 70, 50, 30)  # characters of the longest sentence, tried in this order
 
 # %% ../../nbs/api/report/13_brief.ipynb #cac144f5
 _NO_CAUSE = MostLikely("", (), ())
@@ -93,7 +99,8 @@ def brief(
     head, likely = facts(run, source), most_likely(findings)
     serious = [f for f in findings if f.severity != "info"]
     onsets = [f.onset for f in serious if f.onset is not None]
-    symptom, cause = _symptom(serious, onsets), likely or _NO_CAUSE
+    cause = likely or _NO_CAUSE
+    symptom = _symptom(serious, onsets, cause.step)
     rival = dict(cause.rivals[0]) if cause.rivals else None
     first = serious[:1] if remedies else []
     return Brief(
@@ -107,7 +114,7 @@ def brief(
         symptom_step=symptom,
         rival=rival and {"cause": rival["cause"], "against": list(rival["against"])},
         around={} if symptom is None else _around(run, symptom),
-        changed=[] if symptom is None else changes_at(run, symptom).head(3).to_dict("records"),
+        changed=[] if symptom is None else _changed(run, symptom),
         ruled_out=_ruled_out(run, findings, cause),
         findings=[_finding_line(f) for f in findings[:3]],
         next=_next(run, findings, source),
@@ -119,12 +126,13 @@ def brief(
 _SYMPTOMS = ("loss_spike", "divergence", "non_finite", "resume_spike", "slow_rise", "level_shift", "plateau")
 
 
-def _symptom(serious: list[Finding], onsets: list[int]) -> int | None:
-    "The step at which the loss answered."
+def _symptom(serious: list[Finding], onsets: list[int], cause: int | None) -> int | None:
+    "The step at which the loss answered; where nothing says so, the first sign that is not before the cause."
     named = [f.evidence.get("symptom_step") or f.evidence.get("loss_event") for f in serious]
     of_loss = [f.onset for f in serious if f.kind in _SYMPTOMS and f.onset is not None]
     steps = [int(step) for step in named if step is not None] + of_loss
-    return min(steps or onsets, default=None)
+    after_cause = [onset for onset in onsets if cause is None or onset >= cause]
+    return min(steps or after_cause or onsets, default=None)
 
 
 def _run_line(head: Facts) -> str:
@@ -133,7 +141,8 @@ def _run_line(head: Facts) -> str:
         return f"{head.format}, no series"
     span = f"{head.n_steps:,} records, steps {head.first_step:,}–{head.last_step:,}"
     loss = f", {clean(head.loss, 24)} {number(head.first)} → {number(head.last)}" if head.loss else ""
-    return f"{head.format}, {span}{loss}"
+    quoted = ", quoted in a document: an excerpt" if head.document_lines else ""
+    return f"{head.format}, {span}{loss}{quoted}"
 
 
 def _around(run: xr.DataTree, step: int) -> dict:
@@ -155,7 +164,23 @@ def _around(run: xr.DataTree, step: int) -> dict:
     wanted = [steps[at + far] for far in _AROUND if 0 <= at + far < len(steps)]
     rows = series_between(run, names, int(min(wanted)), int(max(wanted))) if wanted else table[:0]
     rows = rows[rows.step.isin(wanted)].drop_duplicates("step", keep="last")
-    return {"columns": ["step", *names], "rows": rows[["step", *names]].values.tolist()}
+    values = [[_rounded(value) for value in row] for row in rows[names].values]
+    return {
+        "columns": ["step", *names],
+        "rows": [[int(at), *row] for at, row in zip(rows.step, values, strict=True)],
+    }
+
+
+def _rounded(value: float) -> float:
+    "A number with the digits that an answer has room for."
+    return float(f"{value:.6g}")
+
+
+def _changed(run: xr.DataTree, step: int) -> list[dict]:
+    "The three series that left their own range the farthest."
+    rows = changes_at(run, step).head(3).to_dict("records")
+    numbers = ("before", "after", "deviations")
+    return [row | {name: _rounded(row[name]) for name in numbers} for row in rows]
 
 # %% ../../nbs/api/report/13_brief.ipynb #21171980
 def _nearest(table: pd.DataFrame, step: int) -> int:
@@ -228,6 +253,29 @@ def _lines(brief: Brief, longest: int) -> list[str]:
         lines.append(f"cannot be seen: {clean('; '.join(brief.missing), longest)}")
     lines += [clean(f"tried ({r['reported']}): {r['name']}, {r['source']}", longest) for r in brief.remedies]
     return lines
+
+
+def _cut(brief: Brief, longest: int) -> Brief:
+    "The same with no sentence longer than that."
+    rival = brief.rival and {
+        "cause": clean(brief.rival["cause"], longest // 2),
+        "against": _first(brief.rival["against"], longest // 2),
+    }
+    return replace(
+        brief,
+        cause=clean(brief.cause, longest),
+        rival=rival,
+        ruled_out=_first(brief.ruled_out, longest),
+        findings=[clean(line, longest * 3 // 4) for line in brief.findings],
+        missing=_first(brief.missing, longest),
+    )
+
+
+def _first(sentences: list[str], longest: int) -> list[str]:
+    "The first sentences of a list, up to that many characters in all; the first is cut where it is longer."
+    lengths = np.cumsum([len(sentence) for sentence in sentences])
+    kept = [s for s, total in zip(sentences, lengths, strict=True) if total <= longest]
+    return kept or [clean(sentence, longest) for sentence in sentences[:1]]
 
 
 def _table_lines(around: dict) -> list[str]:

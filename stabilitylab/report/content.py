@@ -46,6 +46,7 @@ class Facts:
     # what the general reader took for `step` and `loss`, `lines_used` of `lines`; empty for a known format
     reading: dict = field(default_factory=dict)
     thinned: int = 0  # steps of which one record was kept, of a log too long for memory; 0: all were
+    document_lines: int = 0  # of the document that quotes these records; 0: the file is a log
 
 # %% ../../nbs/api/report/01_content.ipynb #295c3f4d
 def facts(
@@ -80,6 +81,7 @@ def facts(
         events=run["events"].sizes.get("event", 0) if "events" in run.children else 0,
         reading=_reading(scalars.attrs),
         thinned=int(scalars.attrs.get("thinned", 0)),
+        document_lines=int(scalars.attrs.get("document_lines", 0)),
     )
 
 
@@ -122,6 +124,8 @@ def _facts_line(head: Facts) -> str:
         parts.append(f"{head.segments} segments")
     if head.thinned:
         parts.append(f"thinned to a record every {head.thinned:,} steps and what stands out")
+    if head.document_lines:
+        parts.append(f"quoted in a document of {head.document_lines:,} lines: an excerpt, not the whole log")
     if head.reading:
         parts.append(_reading_text(head.reading))
     return " · ".join(parts)
@@ -282,6 +286,16 @@ def _suspect(findings: Findings) -> Finding | None:
     return min(events or dated, key=lambda f: f.onset or 0, default=None)
 
 
+def _suspect_step(
+    findings: Findings,  # what was found in a run
+) -> int | None:  # None where nothing has a step
+    "The step that a replay should look at: that of the likely cause, else that of the gravest finding."
+    likely, suspect = most_likely(findings), _suspect(findings)
+    if likely is not None and likely.step is not None:
+        return likely.step
+    return None if suspect is None else suspect.onset
+
+
 def replay_command(
     run: xr.DataTree,  # a record
     findings: Findings,  # what was found in it
@@ -289,13 +303,11 @@ def replay_command(
     setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> str:  # '' where there is no black box, or nothing to replay
     "The command that replays the suspect step."
-    folder, suspect = source or str(run.attrs.get("source", "")), _suspect(findings)
-    if not folder or suspect is None or suspect.onset is None:
+    folder, wanted = source or str(run.attrs.get("source", "")), _suspect_step(findings)
+    steps = _recorded_steps(folder) if folder and wanted is not None else []
+    if wanted is None or not steps:
         return ""
-    onset, steps = suspect.onset, _recorded_steps(folder)
-    if not steps:
-        return ""
-    step = min(steps, key=lambda candidate: (abs(candidate - onset), candidate))
+    step = min(steps, key=lambda candidate: (abs(candidate - wanted), candidate))
     option = f" --setup {shlex.quote(setup)}" if setup else ""
     return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}"
 

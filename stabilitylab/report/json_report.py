@@ -39,6 +39,7 @@ def run_json(
         }
         | ({"reading": head.reading} if head.reading else {})
         | ({"thinned": head.thinned} if head.thinned else {})
+        | ({"document_lines": head.document_lines} if head.document_lines else {})
         | ({"replay": command} if command else {})
     )
 

@@ -48,6 +48,11 @@ class Arm:
         return self.label == ANOTHER_ORDER
 
     @property
+    def is_placebo(self) -> bool:  # it has the batches of the run unchanged, too
+        "Whether its fixes change nothing."
+        return bool(self.fixes) and all(row["name"] == "placebo" for row in self.fixes)
+
+    @property
     def parameters(self) -> dict:
         "The parameters of its fixes; of several, under their names."
         if len(self.fixes) == 1:

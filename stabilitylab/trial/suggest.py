@@ -115,10 +115,13 @@ class _RunEvidence:
 
 
 def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
-    "How far to lower the rate: at most half of that at which the run failed, wherever its schedule goes."
+    "How far to lower the rate: at most half of that at which the run failed, and to that before a jump."
     is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
     unmeasured = _RunEvidence(_FROM_THE_RUN if is_too_high else 1.0)
     lr, failure = curve(run, "lr"), _failure(findings)
+    jump = _jump_before(findings, None if failure is None else failure.onset)
+    if jump is not None:
+        return _undone(jump)
     if lr is None or not len(lr.value) or failure is None or failure.onset is None:
         return unmeasured
     at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
@@ -132,6 +135,19 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     ends_at_peak = lr.value[-1] > 0.99 * peak
     weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
+
+
+def _jump_before(findings: Sequence[Finding], step: int | None) -> Finding | None:
+    "The jump to a rate that is new to the run, not later than a step."
+    jumps = (f for f in findings if f.kind == "lr_jump" and f.severity != "info" and f.onset is not None)
+    return next((jump for jump in jumps if step is None or (jump.onset or 0) <= step), None)
+
+
+def _undone(jump: Finding) -> _RunEvidence:
+    "The factor that goes back to the rate before a jump."
+    before, after = jump.evidence["lr_before"], jump.evidence["lr_after"]
+    words = f"the learning rate jumped from {before:.3g} to {after:.3g} at step {jump.onset}: this undoes it"
+    return _RunEvidence(_FROM_THE_RUN, words, {"factor": max(float(f"{before / after:.2g}"), 1e-4)})
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #33e996b7
 _IN_THE_LOSS = ("divergence", "slow_rise", "loss_spike", "resume_spike", "lr_too_high")  # kinds of findings

@@ -292,7 +292,8 @@ class ArmVerdict:
     decided_by: str = ""
     chance: float = 1.0  # largest, of its failures over all arms if no fix did anything
     detectable: float = float("inf")  # gain that would be said to help in four of five such trials, nats
-    n_arms: int = 1  # that are judged together; the run unchanged and another order are not
+    # that are judged together: not the run unchanged, another order, placebos, and arms that did not act
+    n_arms: int = 1
     capped: int = 0  # seeds on which both final losses are above the loss before training, and capped there
     acted: bool = True  # whether any loss of it differs from that of the run unchanged
 
@@ -429,6 +430,17 @@ def _verdict_of(
     )
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #762ec67e
+def _n_judged(arms: Sequence[Arm], by_arm: dict[str, dict[int, ArmCurve]]) -> int:
+    "How many arms may be said to help or to harm: those whose curves are not the run unchanged once more."
+    base, n = by_arm[arms[0].name], 0
+    for arm in arms[1:]:
+        own = by_arm[arm.name]
+        both = sorted(own.keys() & base.keys())
+        is_repeat = bool(both) and _is_unchanged([own[s] for s in both], [base[s] for s in both])
+        n += not (arm.is_null or arm.is_placebo or is_repeat)
+    return max(n, 1)
+
+
 def verdicts_of(
     arms: Sequence[Arm],  # the first is the run unchanged
     curves: Sequence[ArmCurve],  # of all arms and seeds, in any order
@@ -453,7 +465,7 @@ def verdicts_of(
         unchanged=outcomes[arms[0].name],
         outcomes=outcomes,
         ceiling=_ceiling(curves, start_loss),
-        n_arms=max(sum(not arm.is_null for arm in arms[1:]), 1),
+        n_arms=_n_judged(arms, by_arm),
     )
     verdicts = []
     for arm in arms:

@@ -30,6 +30,7 @@ class Window:
         label = np.zeros(len(self.tokens), int)
         for key in keys:
             part = getattr(self, key)
+            # one number for each pair of keys, as `bincount` takes it
             label = label * (int(part.max()) + 1) + part
         counted = (self.tokens, np.ones(len(label)), self.positions)
         return tuple(np.bincount(label, values)[label] for values in counted)

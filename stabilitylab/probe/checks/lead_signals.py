@@ -33,6 +33,7 @@ def gradient_curvature(
     slope = sum((g * d).sum() for (_, g), d in zip(pairs, direction, strict=True))
     if not torch.is_tensor(slope) or not slope.detach():
         raise bad_input("loss", "no gradient", "a loss that depends on trainable parameters")
+    # a Hessian-vector product: the derivative of gradient times a direction that is held fixed
     bends = torch.autograd.grad(slope, [p for p, _ in pairs], allow_unused=True)
     products = [(h * d).sum() for h, d in zip(bends, direction, strict=True) if h is not None]
     curvature = float(torch.stack(products).sum() / slope.detach()) if products else 0.0

@@ -53,6 +53,7 @@ def weight_faults(
     kinds = {name: kind for name, (kind, _) in module_kinds(model).items()}
     faults: list[tuple] = []
     for param, weight in model.named_parameters():
+        # a sharded or quantised weight has no entries of its own that could be looked at here
         is_plain = type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_meta
         if not is_plain or not weight.is_floating_point() or not weight.numel():
             continue

@@ -33,6 +33,7 @@ def _log_records(
     "The records of a file in LevelDB's log format, as far as they are whole."
     at, part, out, good, wrong = _HEADER, b"", [], _HEADER, 0
     second = at + _HEADER + int.from_bytes(data[at + 4 : at + 6], "little")
+    # by two records, as the first may be the damaged one
     has_checksums = _has_checksum(data, at) or _has_checksum(data, second)
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK
