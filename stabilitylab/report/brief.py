@@ -164,11 +164,8 @@ def _around(run: xr.DataTree, step: int) -> dict:
     wanted = [steps[at + far] for far in _AROUND if 0 <= at + far < len(steps)]
     rows = series_between(run, names, int(min(wanted)), int(max(wanted))) if wanted else table[:0]
     rows = rows[rows.step.isin(wanted)].drop_duplicates("step", keep="last")
-    values = [[_rounded(value) for value in row] for row in rows[names].values]
-    return {
-        "columns": ["step", *names],
-        "rows": [[int(at), *row] for at, row in zip(rows.step, values, strict=True)],
-    }
+    lines = zip(rows.step, rows[names].values, strict=True)
+    return {"columns": ["step", *names], "rows": [[int(at), *map(_rounded, values)] for at, values in lines]}
 
 
 def _rounded(value: float) -> float:
@@ -180,7 +177,9 @@ def _changed(run: xr.DataTree, step: int) -> list[dict]:
     "The three series that left their own range the farthest."
     rows = changes_at(run, step).head(3).to_dict("records")
     numbers = ("before", "after", "deviations")
-    return [row | {name: _rounded(row[name]) for name in numbers} for row in rows]
+    for row in rows:
+        row |= {name: _rounded(row[name]) for name in numbers}
+    return rows
 
 # %% ../../nbs/api/report/13_brief.ipynb #21171980
 def _nearest(table: pd.DataFrame, step: int) -> int:
@@ -274,8 +273,8 @@ def _cut(brief: Brief, longest: int) -> Brief:
 def _first(sentences: list[str], longest: int) -> list[str]:
     "The first sentences of a list, up to that many characters in all; the first is cut where it is longer."
     lengths = np.cumsum([len(sentence) for sentence in sentences])
-    kept = [s for s, total in zip(sentences, lengths, strict=True) if total <= longest]
-    return kept or [clean(sentence, longest) for sentence in sentences[:1]]
+    fitting = [s for s, total in zip(sentences, lengths, strict=True) if total <= longest]
+    return fitting or [clean(sentence, longest) for sentence in sentences[:1]]
 
 
 def _table_lines(around: dict) -> list[str]:
