@@ -1,4 +1,4 @@
-"Every tool of the server with wrong, missing and extra arguments: JSON with an error and a hint, no traceback."
+"Every tool with wrong, missing and unknown arguments: JSON with an error and a hint, no traceback."
 
 import asyncio
 import json

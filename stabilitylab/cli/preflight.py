@@ -17,7 +17,7 @@ def add_preflight(
         "preflight",
         help="check the setup around the model: NCCL, Slurm, checkpoints, restarts",
         description="Check the log, the environment and the folder of a run against what teams advise. Each"
-        " row has what was checked, the result, and the advice with its source. Nothing is started or changed.",
+        " row has what was checked, the result, and the advice with its source. It changes nothing.",
         epilog="exit code: 0 checked; 1 --strict and a row needs attention; 2 nothing to check",
     )
     p.add_argument("path", metavar="PATH", nargs="?", default=".", help="a log or a folder; default: here")
