@@ -1127,3 +1127,42 @@ if __name__ == "__main__":
             train(*recorder.batch(data()), recorder)
 """
 )
+
+PROGRAMS["a counter that chooses the masks, a state that begins as None, clipping before the gradient"] = (
+    HEAD
+    + """
+class Masked(nn.Module):
+    def __init__(self, n_masks):
+        super().__init__()
+        self.n_masks, self.seed = n_masks, 0
+        self.cell, self.out = nn.RNN(4, 6, batch_first=True), nn.Linear(6, 2)
+        self.register_buffer("mask", torch.ones(6))
+
+    def update_masks(self):
+        rng = torch.Generator().manual_seed(self.seed)
+        self.seed = (self.seed + 1) % self.n_masks
+        self.mask.copy_((torch.rand(6, generator=rng) > 0.4).float())
+
+    def forward(self, x, state):
+        out, state = self.cell(x, state)
+        return self.out(out[:, -1] * self.mask), state
+
+
+torch.manual_seed(0)
+model, criterion = Masked(5), nn.MSELoss()
+optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+state = None
+with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+    for number in range(8):
+        x, y = recorder.batch((torch.randn(5, 3, 4), torch.randn(5, 2)))
+        optimizer.zero_grad()
+        model.update_masks()
+        predictions, state = model(x, state)
+        state = state.detach()
+        loss = criterion(predictions, y)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+)

@@ -174,7 +174,7 @@ FAULTS = {
         {"clip": None},
         "clipping",
     ),
-    "clip that was not there": ({}, {"clip": 0.1}, "clipping"),
+    "clip that was not there": ({}, {"clip": 0.1}, "no clipping"),
     "clip by value missing": ({"value": 0.01}, {"value": None}, "clipping"),
     "clip by norm instead of value": ({"value": 0.01}, {"value": None, "clip": 0.5}, "clipping"),
     "clip by value instead of norm": ({"clip": 0.1}, {"value": 0.01}, "clipping"),

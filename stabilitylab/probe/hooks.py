@@ -41,9 +41,9 @@ def _check_hookable(
                 "a model before torch.compile",
                 "hooks that are added after compilation never fire: make the Recorder first, then compile",
             )
-        if isinstance(module, torch.jit.ScriptModule):
-            got, why = f"{where} is a TorchScript module", "scripted modules run no Python hooks"
-            raise bad_input("model", got, "an eager model", why)
+    if isinstance(model, torch.jit.ScriptModule):
+        got, why = "the model is a TorchScript module", "scripted modules take no Python hooks"
+        raise bad_input("model", got, "an eager model", why)
 
 
 def _is_eager() -> bool:
@@ -157,7 +157,14 @@ class ModuleProbe(BackwardEnd):
 
     def _hook_modules(self, model: nn.Module, select: str | None, kinds: dict) -> None:
         "A row and a hook for every module that is wanted."
+        scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+        if scripted:
+            outermost = [name for name in scripted if name.rpartition(".")[0] not in scripted]
+            text = "no activations of {}: scripted modules take no Python hooks"
+            self.guard.note(text.format(", ".join(outermost)))
         for name, module in model.named_modules():
+            if name in scripted:
+                continue
             is_silent = not name or isinstance(module, _SILENT) or "parametrizations" in name.split(".")
             if is_silent or (select and not re.search(select, name)):
                 continue

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/api/probe/00_kinds.ipynb #7d63abad
 import re
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ def weight_shape(
     "The shape of a module's weight, without calling what may stand behind the attribute."
     # a parametrization such as spectral_norm moves on each time `module.weight` is read
     own: Any = module
+    if isinstance(module, torch.jit.ScriptModule):  # its tables are none of Python's
+        own = dict(module.named_parameters(recurse=False))
+        return own["weight"].shape if "weight" in own else None
     if "parametrizations" in module._modules and "weight" in own.parametrizations:
         parts = own.parametrizations["weight"]
         weight = getattr(parts, "original", None)
@@ -83,11 +87,17 @@ class _Location:
         return bool(_IS_CROSS.search(self.name))
 
 
+def _module_at(name: str, model: nn.Module) -> nn.Module:
+    "A module by its name; scripted ones have no `get_submodule`."
+    return reduce(getattr, filter(None, name.split(".")), model)
+
+
 def _location_of(name: str, model: nn.Module) -> _Location:
     "Where a module stands in its model."
-    owner = model.get_submodule(name.rpartition(".")[0])
-    is_ssm = "mamba" in type(owner).__name__.lower() or {"dt_proj", "x_proj"} <= set(owner._modules)
-    return _Location(name, is_ssm, "experts" in owner._modules)
+    owner = _module_at(name.rpartition(".")[0], model)
+    children = {child for child, _ in owner.named_children()}
+    is_ssm = "mamba" in type(owner).__name__.lower() or {"dt_proj", "x_proj"} <= children
+    return _Location(name, is_ssm, "experts" in children)
 
 
 def _role(leaf: str, table: dict[str, str]) -> str | None:
@@ -132,7 +142,7 @@ def _linear_kind(location: _Location) -> str:
 # %% ../../nbs/api/probe/00_kinds.ipynb #8645fc3b
 def _class_kind(location: _Location, module: nn.Module) -> str | None:
     "Kind of a module that its class gives away."
-    name, has_weight = type(module).__name__, "weight" in module._parameters
+    name, has_weight = type(module).__name__, "weight" in dict(module.named_parameters(recurse=False))
     if isinstance(module, nn.Embedding) or ("Embedding" in name and has_weight):
         return "pos_embed" if _IS_POS.search(location.leaf + name) else "embed"
     if "norm" in name.lower():
@@ -153,7 +163,8 @@ def _container_kind(location: _Location, module: nn.Module) -> str:
     if "mamba" in type(module).__name__.lower() and not location.leaf.isdigit():
         return "ssm"
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    return "block" if location.leaf.isdigit() and len(module._modules) and not is_list else "other"
+    has_children = any(True for _ in module.children())
+    return "block" if location.leaf.isdigit() and has_children and not is_list else "other"
 
 
 def _kind_of(location: _Location, module: nn.Module) -> str:
@@ -175,8 +186,8 @@ def _layer_of(name: str, model: nn.Module) -> int:
         stack = ".".join(parts[:at])
         # `layer4.1` is a block of one of several stacks; places in a `Sequential` count activations too
         is_one_of_many = stack[-1:].isdigit() and not parts[at - 1].isdigit()
-        is_block = bool(model.get_submodule(f"{stack}.{part}".lstrip("."))._modules)
-        is_listed = isinstance(model.get_submodule(stack), nn.ModuleList)
+        is_block = any(True for _ in _module_at(f"{stack}.{part}".lstrip("."), model).children())
+        is_listed = isinstance(_module_at(stack, model), nn.ModuleList)
         if (is_block or is_listed) and not is_one_of_many:
             return int(part)
     return -1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..numerics.pytree import batch_alone, map_batch
+from ..probe.blackbox import changed_attributes, plain_attributes, rng_state, set_rng_state
 from ..probe.environment import environment, environment_change
 from ..probe.params import groups_of
 from ..probe.settings import as_list
@@ -67,6 +68,9 @@ FAULTS = {
     "batch key": "`setup.loss` does not read {names} of the batch",
     "model": "the first loss is another one although the weights are those of the record: does `setup.model`"
     " have the run's arguments (heads, dropout, epsilon, number format), and `setup.loss` the run's loss?",
+    "memory": "the first loss is another one although the weights are those of the record: a second call of"
+    " `setup.loss` on the same weights, batch and random numbers gives another loss, as it changes {names},"
+    " which no snapshot keeps",
     "outside": "all agrees before step {before}: something changed the weights, or the batch, outside of"
     " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again)",
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
@@ -92,6 +96,8 @@ FAULTS = {
     " it",
     "rate": "every update is {ratio} the recorded one: another learning rate, or a scaled update",
     "clipping": "the update is that of a gradient clipped at {clip}; `setup.clip` is {given}",
+    "no clipping": "the update is that of a gradient that was not clipped; `setup.clip` is {given}: does the"
+    " loop clip before `backward`, or on another condition?",
     "settings": "{name} differs where everything before it agrees, and nothing that was tried explains it:"
     " compare the optimizer's settings, its groups and clipping, and look for what else changes weights",
 }
@@ -186,6 +192,24 @@ def _unread_keys(facts: StepFacts) -> list[str]:
     return [str(key) for key in batch if key not in watched.read]
 
 
+def _memory(facts: StepFacts) -> str:
+    "What a call of the loss leaves for the next one beside weights and buffers; '' where nothing is left."
+    start, batch = facts.way.start, facts.first
+    outside, (model, _) = rng_state(), start.build()
+    seen, losses = [plain_attributes(model)], []
+    for _ in range(2):
+        model.load_state_dict(start.model, strict=False)
+        set_rng_state(batch.rng[0] if batch.rng else start.rng or outside)
+        losses.append(facts.setup.loss(model, batch.parts[0]).detach().item())
+        seen.append(plain_attributes(model))
+    set_rng_state(outside)
+    if distance(*losses) <= EQUAL:
+        return ""
+    changed = changed_attributes(seen[0], seen[1])
+    names = [f"{name}.{key}" if name else key for name, values in changed.items() for key in values]
+    return f"{_some(names)} of the model" if names else "something outside the state dict of the model"
+
+
 def _is_multiple(step: Retraced, name: str, count: int) -> bool:
     "Whether the replay is `count` times, or a `count`th, of what was recorded."
     ratio = step.replayed[name] / step.recorded[name] if step.recorded[name] else 0.0
@@ -229,6 +253,8 @@ def _loss_fault(step: Retraced, is_first: bool, facts: StepFacts) -> tuple[str, 
         return "reduction", {"ratio": _times(step, "loss"), **of}
     if cheap := explanation(facts.path, facts.way.start, step.recorded):
         return cheap
+    if kept := _memory(facts):
+        return "memory", {"names": kept}
     unread = _unread_keys(facts)
     return ("batch key", {"names": _some(unread)}) if unread else ("model", {})
 
@@ -319,6 +345,8 @@ def _settings_fault(step: Retraced, facts: StepFacts) -> tuple[str, dict]:
     clip = _clip_that_fits(step, facts)
     if clip is not None:
         of_setup = "another function" if callable(facts.setup.clip) else facts.setup.clip or "none"
+        if clip == "none":
+            return "no clipping", {"given": of_setup}
         return "clipping", {"clip": clip, "given": of_setup}
     if _is_uniform(step, "update_norm", facts):
         return "rate", {"ratio": _times(step, "update_norm")}
@@ -364,9 +392,9 @@ def _clip_that_fits(step: Retraced, facts: StepFacts) -> float | str | None:
     if step.step - facts.way.start.step > _CLIP_SEARCH_STEPS:
         return None
     norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
-    candidates: dict[float | str, Any] = {clip: clip for clip in _CLIPS if clip < norm}
+    candidates: dict[float | str, Any] = {"none": None}  # first: a limit that nothing passes does the same
+    candidates |= {clip: clip for clip in _CLIPS if clip < norm}
     candidates |= {f"{value} by value": _by_value(value) for value in _VALUE_CLIPS}
-    candidates["none"] = None
     apart = {name: distance(_update_with(clip, step, facts), wanted) for name, clip in candidates.items()}
     nearest = min(apart, key=lambda clip: apart[clip])  # under Adam all of them are near
     if apart[nearest] <= EQUAL:

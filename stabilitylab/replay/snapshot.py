@@ -16,7 +16,13 @@ import torch
 
 from ..names.errors import InputError, bad_input
 from ..numerics.pytree import map_tensors, restore_batch
-from ..probe.blackbox import batch_id, rng_state, set_rng_state
+from stabilitylab.probe.blackbox import (
+    batch_id,
+    changed_attributes,
+    plain_attributes,
+    rng_state,
+    set_rng_state,
+)
 from ..probe.settings import as_list
 from stabilitylab.replay.ranks import (
     files_at,
@@ -159,6 +165,7 @@ def saved_snapshot(
         step=step,
         name=f"state {step}",
         threads=attrs.get("environment", {}).get("threads"),
+        attributes=saved.get("attributes", {}),
     )
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #2d7d141a
@@ -173,6 +180,7 @@ class Walk:
         self.path, self.start, self.step = opened(path), start, start.step
         self.model, self.optimizer = start.build()
         self.scaler, self.rng = start.grad_scaler(), start.rng
+        self.attributes = plain_attributes(self.model)
 
     def take(
         self,
@@ -210,7 +218,14 @@ class Walk:
             rng=self.rng,
             step=self.step,
             name=f"state {self.step}",
+            attributes=self._attributes(),
         )
+
+    def _attributes(self) -> dict:
+        "Plain attributes that differ from those of a model as the setup makes it, as far as that is known."
+        changed = changed_attributes(self.attributes, plain_attributes(self.model))
+        saved = self.start.attributes
+        return {name: saved.get(name, {}) | changed.get(name, {}) for name in saved | changed}
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #3f711311
 def load_snapshots(

@@ -175,6 +175,14 @@ def _refuse_other_names(missing: list[str], unknown: list[str]) -> None:
             " allowed: the same names"
         )
 
+# %% ../../nbs/api/replay/00_state.ipynb #c97ecf1a
+def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
+    "Give modules the plain attributes that they had; those of modules that are not here are left out."
+    modules = dict(model.named_modules())
+    for name, values in attributes.items():
+        here = vars(modules[name]) if name in modules else {}
+        here.update({key: value for key, value in values.items() if key in here})
+
 # %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
 def set_training(
     model: torch.nn.Module,  # any model
@@ -200,6 +208,8 @@ class Snapshot:
     name: str = ""  # for tables
     # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
     threads: int | None = None
+    # module -> attribute -> value: plain attributes that training had changed, such as a counter
+    attributes: dict = field(default_factory=dict)
 
     def build(
         self,
@@ -217,6 +227,7 @@ class Snapshot:
         _refuse_other_shapes(model, self.model)
         loaded = model.load_state_dict(self.model, strict=False)
         _refuse_other_names(loaded.missing_keys, loaded.unexpected_keys)
+        _set_attributes(model, self.attributes)
         set_training(model.to(device=device or self.setup.device, dtype=dtype))
         if self.setup.optimizer is None:
             return model, None

@@ -81,6 +81,12 @@ def _within(directory: str | None) -> AbstractContextManager:
     return nullcontext() if directory is None else chdir(directory)
 
 
+def _takes_loop_from_batch(trace: TracebackType | None) -> bool:
+    "Whether the user's innermost line takes the values of the loop from the batch, as early drafts did."
+    line = _place_of(trace)
+    return 'batch["loop"]' in line or "batch['loop']" in line
+
+
 class _Theirs:
     "A function of the user, run where the program ran; what it raises is marked as theirs."
 
@@ -105,6 +111,11 @@ class _Theirs:
     def _hint(self, error: Exception, args: tuple) -> str:
         "What a batch holds, for a key that it does not have."
         batch: Any = args[1] if self.part == "loss" and len(args) > 1 else None
+        if batch is not None and _takes_loop_from_batch(error.__traceback__):
+            return (
+                "; the draft is of an earlier version: write `def loss(model, batch, loop):`, which is given"
+                " the values of the loop by themselves, and delete this line"
+            )
         if not isinstance(error, (KeyError, AttributeError, TypeError)) or not hasattr(batch, "keys"):
             return ""
         return f"; the recorded batch has {', '.join(map(str, batch.keys()))}"

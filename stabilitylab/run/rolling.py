@@ -6,10 +6,35 @@
 __all__ = ['MAD_TO_SD', 'before', 'level_and_noise', 'difference_noise', 'smooth', 'lasts_from', 'recent_median']
 
 # %% ../../nbs/api/run/09_rolling.ipynb #8bba38e8
+from functools import lru_cache
+
 import numpy as np
 import pandas as pd
 
 # %% ../../nbs/api/run/09_rolling.ipynb #7b6a43b1
+_KEPT, _KEPT_BYTES = 16, 2**20  # medians that are kept, and the longest series of which they are; ours
+
+
+def _rolling_median(x: np.ndarray, window: int, min_records: int, center: bool = False) -> np.ndarray:
+    "The median around or before each point; kept, as detectors ask a dozen times for that of one loss."
+    x = np.asarray(x, np.float64)
+    if x.nbytes > _KEPT_BYTES:
+        return _computed_median(x, window, min_records, center)
+    return _kept_median(x.tobytes(), window, min_records, center).copy()
+
+
+@lru_cache(_KEPT)
+def _kept_median(content: bytes, window: int, min_records: int, center: bool) -> np.ndarray:
+    "The median of a series that is given by its bytes."
+    return _computed_median(np.frombuffer(content), window, min_records, center)
+
+
+def _computed_median(x: np.ndarray, window: int, min_records: int, center: bool) -> np.ndarray:
+    "The median of pandas."
+    moved = pd.Series(x) if center else pd.Series(x).shift(1)
+    return moved.rolling(window, center=center, min_periods=min_records).median().to_numpy()
+
+
 def before(
     x: np.ndarray,  # (n,) float64, finite
     window: int,  # records before the point, > 0
@@ -19,6 +44,8 @@ def before(
     np.ndarray
 ):  # (n,) float64; of the `window` records before each, NaN where there are fewer than `min_records`
     "A rolling statistic that leaves out the current point."
+    if statistic == "median":
+        return _rolling_median(x, window, min_records)
     # shifted by one: a spike must not raise the level and the noise that it is measured by
     rolling = pd.Series(x).shift(1).rolling(window, min_periods=min_records)
     if statistic == "std":
@@ -59,7 +86,7 @@ def smooth(
     window: int,  # records in the centred window; made odd
 ) -> np.ndarray:  # (n,) float64
     "Centred rolling median; the window is cut at the ends."
-    return pd.Series(x).rolling(window | 1, center=True, min_periods=max(1, window // 4)).median().to_numpy()
+    return _rolling_median(x, window | 1, max(1, window // 4), center=True)
 
 # %% ../../nbs/api/run/09_rolling.ipynb #bfe65d9b
 def lasts_from(

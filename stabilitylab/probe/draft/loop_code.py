@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .loop_setup import clip_code
+from .loop_setup import clip_code, clips_nothing
 from .loop_source import relevant, root_name, settled, stored_names, value_at
 from .loop_span import LoopSpan, loop_span
 from .loop_values import LoopValues
@@ -136,6 +136,7 @@ class LoopCode:
 
     lines: list[str]  # the body of `loss(model, batch)`, or `loss(model, batch, loop)` with `expressions`
     clip: str | None = None  # for `Setup.clip`; None: the loop does not clip, as far as its lines show
+    clips_nothing: bool = False  # whether the loop clips where there is no gradient yet
     missing: list[str] = field(default_factory=list)  # what has no source
     expressions: dict[str, str] = field(default_factory=dict)  # of values that are kept: by their names
 
@@ -169,4 +170,5 @@ def loop_code(
     )
     expressions = keeper.values.expressions
     lines[:0] = getattr(value_source, "makers", [])
-    return LoopCode(lines, clip_code(span.source, span.scope, model, value_source), missing, expressions)
+    clip = clip_code(span.source, span.scope, model, value_source)
+    return LoopCode(lines, clip, clips_nothing(span.source), missing, expressions)

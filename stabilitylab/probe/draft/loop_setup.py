@@ -79,6 +79,18 @@ def _is_whole(call: ast.Call, scope: dict[str, Any], model: torch.nn.Module) -> 
         return bool(value) and {id(p) for p in value} == {id(p) for p in model.parameters()}
     return is_same_model(value, model)
 
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #5f496e9b
+def clips_nothing(
+    source: Source,  # of the function that takes the optimizer's step
+) -> bool:
+    "Whether gradients are set to zero, then clipped, and only then computed: the clipping has no effect."
+    calls = [n for statement in source.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    lines = {name: [n.lineno for n in calls if _called_name(n) == name] for name in ("zero_grad", "backward")}
+    clips = [n.lineno for n in calls if _called_name(n) in _CLIPPING]
+    if not (clips and lines["zero_grad"] and lines["backward"]):
+        return False
+    return min(lines["zero_grad"]) < min(clips) and max(clips) < min(lines["backward"])
+
 # %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #b83c5425
 def clip_code(
     source: Source,  # of the function that takes the optimizer's step
@@ -88,7 +100,7 @@ def clip_code(
 ) -> str | None:  # for `Setup.clip`: a number, or a function of the model
     "How a function clips gradients."
     call = _clip_call(source.body)
-    if call is None:
+    if call is None or clips_nothing(source):
         return None
     words = {word.arg: word.value for word in call.keywords if word.arg}
     limit = _limit(call, words, scope)

@@ -36,7 +36,7 @@ def can_keep(
 ) -> bool:
     "Whether a value can be kept with a batch."
     plain = _plain_value(value)
-    if value is None or isinstance(value, str) or lost_parts(batch_form(plain)):
+    if isinstance(value, str) or lost_parts(batch_form(plain)):
         return False
     return sum(t.numel() * t.element_size() for t in tensors_of(plain)) <= _LARGEST
 

@@ -311,6 +311,8 @@ def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, st
         return {"clip": clip if isinstance(clip, str) else repr(clip), "clip_words": "largest gradient norm"}
     if code is not None and code.clip is not None:
         return {"clip": code.clip, "clip_words": "as the loop clips"}
+    if code is not None and code.clips_nothing:
+        return {"clip": "None", "clip_words": "the loop clips before `backward`, where there is no gradient"}
     if code is not None:
         return {"clip": "None", "clip_words": "no line of the loop clips"}
     return {"clip": "None", "clip_words": "TODO: the largest gradient norm, where the loop clips"}
