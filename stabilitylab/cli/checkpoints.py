@@ -45,7 +45,7 @@ def add_checkpoints(
     )
     p.add_argument("a", metavar="A", help="the earlier checkpoint")
     p.add_argument("b", metavar="B", help="the later one")
-    p.add_argument("--all", action="store_true", help="also the tensors of the optimizer")
+    p.add_argument("--all", action="store_true", help="include the tensors of the optimizer")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_diff)
 

@@ -27,9 +27,7 @@ def add_cluster(
         metavar="WHERE",
         help="local:N for N processes of this machine, or slurm:jobs=8,cores=4,memory=16GB,walltime=02:00:00",
     )
-    p.add_argument(
-        "--dry-run", action="store_true", help="print the script of a job of Slurm, submit nothing"
-    )
+    p.add_argument("--dry-run", action="store_true", help="print the Slurm job script without submitting it")
     p.set_defaults(func=_run_cluster)
 
 

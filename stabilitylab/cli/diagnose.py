@@ -26,9 +26,9 @@ def add_diagnose(
     "Adds `stabilitylab diagnose`."
     p = commands.add_parser(
         "diagnose",
-        help="say what happened in a log, a run folder or a record",
-        description="Say what happened in a run: findings with their evidence, and what teams who met the "
-        "same tried. Several paths: also what the runs share.",
+        help="diagnose a log, a run folder or a record",
+        description="Diagnose a training run: findings with their evidence, and what other teams tried. "
+        "Several paths: also what the runs share.",
         epilog="exit code: 0 the run could be read; 1 --fail-on found something; 2 nothing could be read",
     )
     p.add_argument("paths", metavar="PATH", nargs="+", help="log file, folder with logs, or saved record")
@@ -37,39 +37,37 @@ def add_diagnose(
         "--brief", action="store_true", help="at most 1,500 characters: cause, steps, what was ruled out"
     )
     p.add_argument("--html", metavar="FILE", help="write a self-contained report page")
-    p.add_argument("--markdown", metavar="FILE", help="write the findings as markdown")
+    p.add_argument("--markdown", metavar="FILE", help="write the findings as Markdown")
     p.add_argument(
         "--format",
         metavar="F",
         help="read as this format instead of recognising it (see: stabilitylab formats)",
     )
-    p.add_argument("--step", metavar="NAME", help="the series that counts the steps, instead of finding it")
-    p.add_argument(
-        "--loss", metavar="NAME", help="the series that is the training loss, instead of finding it"
-    )
+    p.add_argument("--step", metavar="NAME", help="name of the series that counts steps (default: detected)")
+    p.add_argument("--loss", metavar="NAME", help="name of the training loss (default: detected)")
     p.add_argument(
         "--all-remedies",
         action="store_true",
-        help="tell all that teams reported of each finding, not only the three that fit the run best",
+        help="list every reported remedy for each finding, not only the three that fit this run best",
     )
     p.add_argument(
         "--swap",
         action="store_true",
-        help="where the run has a black box, replay the step at which its loss jumped and say whether batch"
-        " or state made it; this runs the Python file that builds the run's model: not for a stranger's run",
+        help="replay the step at which the loss jumped to tell a bad batch from a bad state; needs a black"
+        " box, and runs the Python file that builds the model: only for runs you trust",
     )
     p.add_argument(
         "--swap-seconds",
         metavar="S",
         type=float,
         default=30.0,
-        help="the swap test is left out where it should take longer (30)",
+        help="skip the swap test if it would take longer than this (default 30)",
     )
     p.add_argument(
         "--fail-on",
         metavar="LEVEL",
         choices=("info", "warning", "error"),
-        help="exit with 1 if a finding of this level or above exists: info, warning or error",
+        help="exit with 1 on a finding of this severity or higher: info, warning or error",
     )
     p.add_argument(
         "--scheduler",

@@ -15,7 +15,7 @@ def add_mcp(
     "Adds `stabilitylab mcp`."
     p = commands.add_parser(
         "mcp",
-        help="a server of the Model Context Protocol for a coding agent",
+        help="serve the tools to a coding agent (Model Context Protocol)",
         description="Serve diagnose, series, replay, trials and more as tools of the Model Context Protocol,"
         " over standard input and output. Only paths below the given folders are opened; replay and trials"
         " run the code of a run.",
@@ -26,9 +26,9 @@ def add_mcp(
         metavar="DIR",
         action="append",
         default=[],
-        help="folder that may be read; may be repeated (default: the current one)",
+        help="folder the server may read; repeatable (default: the current one)",
     )
-    p.add_argument("--list", action="store_true", help="list the tools, and end")
+    p.add_argument("--list", action="store_true", help="list the tools and exit")
     p.set_defaults(func=run_mcp)
 
 

@@ -15,7 +15,7 @@ def add_precision(
     "Adds `stabilitylab precision`."
     p = commands.add_parser(
         "precision",
-        help="what do 16 bits take from a recorded step?",
+        help="measure what 16-bit formats lose in a recorded step",
         description="Replay a step of a recorded run and say where its loss would be rounded, how many "
         "weight updates bf16 weights would lose, whether attention products fit fp16, and what Adam makes "
         "of its epsilon.",
@@ -23,7 +23,7 @@ def add_precision(
         "exit code: 0 told; 2 it cannot be replayed",
     )
     p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
-    p.add_argument("--step", type=int, metavar="N", help="optimizer step (that of the worst finding)")
+    p.add_argument("--step", type=int, metavar="N", help="optimizer step (default: of the worst finding)")
     p.add_argument(
         "--setup",
         metavar="FILE.py:FUNCTION",
@@ -33,7 +33,7 @@ def add_precision(
         "--format",
         choices=("bf16", "fp16"),
         default="bf16",
-        help="format of weights, updates and optimizer state that is asked about (default bf16)",
+        help="format to test for weights, updates and optimizer state (default bf16)",
     )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     p.set_defaults(func=_run_precision)

@@ -15,14 +15,14 @@ def add_preflight(
     "Adds `stabilitylab preflight`."
     p = commands.add_parser(
         "preflight",
-        help="a checklist of the run around the model: NCCL, Slurm, checkpoints, restarts",
-        description="Look at log, environment and folder of a run for what teams advise: a row each with "
-        "what was looked at, what was found, and the advice with its source. Nothing is started or changed.",
-        epilog="exit code: 0 it could look; 1 --strict and a row asks for attention; 2 nothing is there",
+        help="check the setup around the model: NCCL, Slurm, checkpoints, restarts",
+        description="Check the log, the environment and the folder of a run against what teams advise. Each"
+        " row has what was checked, the result, and the advice with its source. It changes nothing.",
+        epilog="exit code: 0 checked; 1 --strict and a row needs attention; 2 nothing to check",
     )
     p.add_argument("path", metavar="PATH", nargs="?", default=".", help="a log or a folder; default: here")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    p.add_argument("--strict", action="store_true", help="exit with 1 where a row asks for attention")
+    p.add_argument("--strict", action="store_true", help="exit with 1 if a row needs attention")
     p.set_defaults(func=_run_preflight)
 
 

@@ -19,15 +19,17 @@ def add_replay(
     "Adds `stabilitylab replay`."
     parser = commands.add_parser(
         "replay",
-        help="run a recorded step again: is it the batch, the state or the precision?",
-        description="Run a step of a recorded run again, swap its state and its batch with earlier ones,"
-        " and say which sample weighs most.",
+        help="replay a recorded step: is it the batch, the state or the precision?",
+        description="Replay a recorded step, swap its state and its batch with earlier ones, and name the"
+        " sample that weighs most.",
         epilog="The record needs a black box: Recorder(..., snapshot_every=100)."
         " The replay is compared with the record first; where it is not the recorded step, that is said, and"
         " nothing else. exit code: 0 replayed; 2 it cannot be replayed",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a record with a black box")
-    parser.add_argument("--step", type=int, metavar="N", help="optimizer step (that of the worst finding)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="optimizer step (default: of the worst finding)"
+    )
     parser.add_argument(
         "--setup",
         metavar="FILE.py[:FUNCTION]",
@@ -40,7 +42,7 @@ def add_replay(
         default=[],
         metavar="P",
         help="also run it in fp32, bf16, bf16_autocast, fp16, fp16_autocast, fp8_e4m3 or fp8_e5m2;"
-        " may be repeated",
+        " repeatable",
     )
     parser.add_argument(
         "--device",
@@ -48,8 +50,8 @@ def add_replay(
         help="where to run: cpu, cuda, cuda:1, mps, … (auto: the kind of device that the run had, else the"
         " GPU, else the CPU)",
     )
-    parser.add_argument("--no-swap", action="store_true", help="leave the swap test out")
-    parser.add_argument("--no-samples", action="store_true", help="leave the samples out")
+    parser.add_argument("--no-swap", action="store_true", help="skip the swap test")
+    parser.add_argument("--no-samples", action="store_true", help="skip the losses of the samples")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(func=_run_replay)
 

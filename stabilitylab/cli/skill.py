@@ -18,7 +18,7 @@ def add_skill(
         "skill",
         help="write instructions for a coding agent",
         description="Write an Agent Skill: which command when, how to read the JSON, how to verify a fix.",
-        epilog="exit code: 0 written; 2 something else is there, or it cannot be written",
+        epilog="exit code: 0 written; 2 the target holds other files or cannot be written",
     )
     p.add_argument("--to", metavar="DIR", help="folder of skills, such as .claude/skills; without it: print")
     p.set_defaults(func=run_skill)

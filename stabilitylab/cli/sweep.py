@@ -20,7 +20,7 @@ def add_sweep(
     "Adds `stabilitylab sweep`."
     parser = commands.add_parser(
         "sweep",
-        help="train fixes at several learning rates: does one widen the range that trains?",
+        help="train fixes at several learning rates: does one widen the usable range?",
         description="Train a recorded run again from a snapshot before its failure, unchanged and with every"
         " --fix, at several learning rates. For a log without snapshots a small model is trained by the run's"
         " recipe.",
@@ -36,26 +36,26 @@ def add_sweep(
         action="append",
         default=[],
         metavar="NAME",
-        help="a fix, such as qk_norm, or qk_norm+z_loss; may be repeated; the run unchanged is always there",
+        help="a fix, such as qk_norm, or qk_norm+z_loss; repeatable; the unchanged run is always included",
     )
     parser.add_argument(
         "--axis",
         action="append",
         default=[],
         metavar="FIX.PARAMETER=X,X,…",
-        help="one axis more, such as adam_beta2.beta2=0.9,0.95; may be repeated",
+        help="a further axis, such as adam_beta2.beta2=0.9,0.95; repeatable",
     )
     parser.add_argument("--step", type=int, metavar="N", help="start here instead of before the failure")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="orders of batches (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every point (100; of a proxy 200)")
     parser.add_argument(
-        "--budget", type=float, metavar="MINUTES", help="stop after this long, with what is done"
+        "--budget", type=float, metavar="MINUTES", help="stop after this long and report what has finished"
     )
     parser.add_argument("--setup", metavar="FILE.py:FUNCTION", help="code that returns a stabilitylab.Setup")
     parser.add_argument(
-        "--folder", metavar="DIR", help="keep the points here; the same call goes on from there"
+        "--folder", metavar="DIR", help="keep the results here; the same command resumes from them"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes at a time (the processors)")
+    parser.add_argument("--workers", type=int, metavar="N", help="parallel processes (default: one a core)")
     parser.add_argument(
         "--scheduler", metavar="WHERE", help="train on Dask workers: an address, local:N, slurm:SETTINGS"
     )
@@ -65,9 +65,7 @@ def add_sweep(
         help="where to train: cpu, cuda, cuda:1, mps, … (auto: every GPU, else the CPU)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--plan", action="store_true", help="print where it would start and its points, train nothing"
-    )
+    parser.add_argument("--plan", action="store_true", help="print the start and the points without training")
     parser.set_defaults(func=_run_sweep)
 
 # %% ../../nbs/api/cli/18_sweep.ipynb #9ca37b4b

@@ -20,7 +20,7 @@ def add_trial(
     "Adds `stabilitylab trial`."
     parser = commands.add_parser(
         "trial",
-        help="train fixes from the failing state and say which helps",
+        help="test fixes from the state before the failure",
         description="Train a recorded run again from a snapshot before its failure: as it was and with fixes."
         " Without --fix, the three that fit its findings best and one control. For a log without snapshots a"
         " small model is trained by the run's recipe; fixes are tried there if it fails in the same way.",
@@ -35,13 +35,13 @@ def add_trial(
         action="append",
         default=[],
         metavar="NAME",
-        help="a fix, such as qk_norm, lower_lr:factor=0.3 or qk_norm+z_loss; may be repeated",
+        help="a fix, such as qk_norm, lower_lr:factor=0.3 or qk_norm+z_loss; repeatable",
     )
     parser.add_argument("--step", type=int, metavar="N", help="start here instead of before the failure")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="orders of batches (3)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every arm (100; of a proxy 200)")
     parser.add_argument(
-        "--budget", type=float, metavar="MINUTES", help="stop after this long, with what is done"
+        "--budget", type=float, metavar="MINUTES", help="stop after this long and report what has finished"
     )
     parser.add_argument("--setup", metavar="FILE.py:FUNCTION", help="code that returns a stabilitylab.Setup")
     parser.add_argument(

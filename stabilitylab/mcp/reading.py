@@ -171,6 +171,8 @@ class ReadingTools(_CurveTools):
         from stabilitylab.replay.contents import batch_rows
 
         recording, _ = self._open(run)
+        if not steps:
+            raise bad_input("steps", steps, f"recorded steps, {_span(recording.steps)}")
         report = {"rows": batch_rows(recording, steps).to_dict("records"), "recorded": _span(recording.steps)}
         return answer(report, "replay", run=run, step=self._replayable(run, steps[0]), what="samples")
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 from .tools import Tools
-from ..names.errors import InputError, MissingExtra, require
+from ..names.errors import InputError, MissingExtra, bad_input, require
 from ..report.json_report import run_json
 
 # %% ../../nbs/api/mcp/05_server.ipynb #eb8268f1
@@ -71,11 +71,22 @@ def make_server(
     "The tools and resources as a server of the Model Context Protocol."
     require("mcp", "agent")
     from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
     from mcp.types import ToolAnnotations
 
     from stabilitylab import __version__
 
-    server = MCPServer("stabilitylab", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    class Server(MCPServer):
+        "A server whose refusals of arguments are JSON, as its answers are."
+
+        async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+            try:
+                _check_names(getattr(tools, name) if name in TOOLS else None, name, arguments)
+                return await super().call_tool(name, arguments, context)
+            except (InputError, ToolError) as error:
+                return _refused(error)
+
+    server = Server("stabilitylab", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
     lock = threading.Lock()  # one answer at a time: a replay seeds the generators of the process
     for name in TOOLS:
         method = getattr(tools, name)
@@ -102,6 +113,28 @@ def make_server(
     return server
 
 # %% ../../nbs/api/mcp/05_server.ipynb #660c1b95
+def _check_names(method: Callable | None, name: str, arguments: dict[str, Any]) -> None:
+    "Raises for a tool or an argument that is not there, and for an argument that is missing."
+    if method is None:
+        raise bad_input("tool", name, TOOLS)
+    parameters = inspect.signature(method).parameters
+    for argument in arguments:
+        if argument not in parameters:
+            raise bad_input("argument", argument, list(parameters))
+    for argument, parameter in parameters.items():
+        if parameter.default is parameter.empty and argument not in arguments:
+            raise bad_input(argument, None, _MEANING[argument], f"{name} needs it")
+
+
+def _refused(error: Exception) -> Any:
+    "A refusal as JSON with a hint; of a wrong type, what the SDK says in one line."
+    from mcp.types import CallToolResult, TextContent
+
+    answered = {"error": " ".join(str(error).partition("For further information")[0].split())}
+    text = json.dumps(answered | {"hint": _hint(error)}, ensure_ascii=False)
+    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)
+
+
 def _described(method: Callable) -> inspect.Signature:
     "The signature of a tool with the meaning of each argument."
     from pydantic import Field

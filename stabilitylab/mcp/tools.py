@@ -14,6 +14,7 @@ from .paths import allowed_path
 from .reading import ReadingTools, Runs
 from .trial_job import TrialJob
 from ..names.errors import InputError, bad_input
+from ..trial.arm import arm_of
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #2892c541
 class _KnowledgeTools(Runs):
@@ -148,6 +149,11 @@ class Tools(_ReplayTools):
         "Trains a run on from before its failure, unchanged and with fixes, in the background; poll its job."
         recording, findings = self._open(run)
         where = self._setup(setup)
+        for words in fixes or ():
+            arm_of(words)  # raises here, not in the background
+        for name, number in (("seeds", seeds), ("steps", steps), ("budget", budget)):
+            if number is not None and number <= 0:
+                raise bad_input(name, number, "more than 0")
         settings = {"seeds": seeds, "steps": steps, "budget": budget, "setup": where}
         job = TrialJob(run, recording, findings, fixes or (), **settings)
         job.again = {key: value for key, value in (("steps", steps), ("setup", setup)) if value}
