@@ -134,11 +134,13 @@ def plain_attributes(
     model: torch.nn.Module,  # any model
 ) -> dict[str, dict[str, Any]]:  # module -> attribute -> number, text or None
     "What the modules of a model keep beside their tensors, such as a counter."
+    return {name: _plain_values(module) for name, module in model.named_modules()}
+
+
+def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    "The numbers, texts and None among a module's attributes, whether it trains left out."
     kinds = (bool, int, float, str, type(None))
-    return {
-        name: {key: v for key, v in vars(module).items() if type(v) in kinds and key != "training"}
-        for name, module in model.named_modules()
-    }
+    return {key: v for key, v in vars(module).items() if type(v) in kinds and key != "training"}
 
 
 def changed_attributes(
@@ -146,15 +148,13 @@ def changed_attributes(
     now: dict[str, dict[str, Any]],  # of the same model, later
 ) -> dict[str, dict[str, Any]]:  # module -> attribute -> value now; {} where none is another one
     "Those attributes that changed."
-    rows = {
-        name: {
-            key: value
-            for key, value in values.items()
-            if key in before.get(name, {}) and before[name][key] != value
-        }
-        for name, values in now.items()
-    }
-    return {name: values for name, values in rows.items() if values}
+    rows = {}
+    for name, values in now.items():
+        was = before.get(name, {})
+        changed = {key: value for key, value in values.items() if key in was and was[key] != value}
+        if changed:
+            rows[name] = changed
+    return rows
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #f8bc5f3b
 class BlackBox:

@@ -157,11 +157,7 @@ class ModuleProbe(BackwardEnd):
 
     def _hook_modules(self, model: nn.Module, select: str | None, kinds: dict) -> None:
         "A row and a hook for every module that is wanted."
-        scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-        if scripted:
-            outermost = [name for name in scripted if name.rpartition(".")[0] not in scripted]
-            text = "no activations of {}: scripted modules take no Python hooks"
-            self.guard.note(text.format(", ".join(outermost)))
+        scripted = self._scripted(model)
         for name, module in model.named_modules():
             if name in scripted:
                 continue
@@ -178,6 +174,15 @@ class ModuleProbe(BackwardEnd):
             self._hook(model, self._row(type(model).__name__.lower(), "other", -1))
         if not self.names:
             raise bad_input("select", select, "a pattern that matches a module")
+
+    def _scripted(self, model: nn.Module) -> list[str]:
+        "The modules that take no Python hooks; what is lost by that is noted."
+        names = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+        outermost = [name for name in names if name.rpartition(".")[0] not in names]
+        if names:
+            words = "no activations of {}: scripted modules take no Python hooks"
+            self.guard.note(words.format(", ".join(outermost)))
+        return names
 
     def _row(self, name: str, kind: str, layer: int) -> int:
         "A new module row; its number."

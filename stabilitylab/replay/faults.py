@@ -196,16 +196,16 @@ def _memory(facts: StepFacts) -> str:
     "What a call of the loss leaves for the next one beside weights and buffers; '' where nothing is left."
     start, batch = facts.way.start, facts.first
     outside, (model, _) = rng_state(), start.build()
-    seen, losses = [plain_attributes(model)], []
+    attributes, losses = [plain_attributes(model)], []
     for _ in range(2):
         model.load_state_dict(start.model, strict=False)
         set_rng_state(batch.rng[0] if batch.rng else start.rng or outside)
         losses.append(facts.setup.loss(model, batch.parts[0]).detach().item())
-        seen.append(plain_attributes(model))
+        attributes.append(plain_attributes(model))
     set_rng_state(outside)
     if distance(*losses) <= EQUAL:
         return ""
-    changed = changed_attributes(seen[0], seen[1])
+    changed = changed_attributes(attributes[0], attributes[1])
     names = [f"{name}.{key}" if name else key for name, values in changed.items() for key in values]
     return f"{_some(names)} of the model" if names else "something outside the state dict of the model"
 
@@ -253,8 +253,8 @@ def _loss_fault(step: Retraced, is_first: bool, facts: StepFacts) -> tuple[str, 
         return "reduction", {"ratio": _times(step, "loss"), **of}
     if cheap := explanation(facts.path, facts.way.start, step.recorded):
         return cheap
-    if kept := _memory(facts):
-        return "memory", {"names": kept}
+    if names := _memory(facts):
+        return "memory", {"names": names}
     unread = _unread_keys(facts)
     return ("batch key", {"names": _some(unread)}) if unread else ("model", {})
 

@@ -12,18 +12,18 @@ import numpy as np
 import pandas as pd
 
 # %% ../../nbs/api/run/09_rolling.ipynb #7b6a43b1
-_KEPT, _KEPT_BYTES = 16, 2**20  # medians that are kept, and the longest series of which they are; ours
+_MOST_MEDIANS, _MOST_BYTES = 16, 2**20  # in memory, and of the longest series among them; ours
 
 
 def _rolling_median(x: np.ndarray, window: int, min_records: int, center: bool = False) -> np.ndarray:
     "The median around or before each point; kept, as detectors ask a dozen times for that of one loss."
     x = np.asarray(x, np.float64)
-    if x.nbytes > _KEPT_BYTES:
+    if x.nbytes > _MOST_BYTES:
         return _computed_median(x, window, min_records, center)
     return _kept_median(x.tobytes(), window, min_records, center).copy()
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MOST_MEDIANS)
 def _kept_median(content: bytes, window: int, min_records: int, center: bool) -> np.ndarray:
     "The median of a series that is given by its bytes."
     return _computed_median(np.frombuffer(content), window, min_records, center)

@@ -85,11 +85,12 @@ def clips_nothing(
 ) -> bool:
     "Whether gradients are set to zero, then clipped, and only then computed: the clipping has no effect."
     calls = [n for statement in source.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    lines = {name: [n.lineno for n in calls if _called_name(n) == name] for name in ("zero_grad", "backward")}
+    zeroes = [n.lineno for n in calls if _called_name(n) == "zero_grad"]
+    backwards = [n.lineno for n in calls if _called_name(n) == "backward"]
     clips = [n.lineno for n in calls if _called_name(n) in _CLIPPING]
-    if not (clips and lines["zero_grad"] and lines["backward"]):
+    if not (clips and zeroes and backwards):
         return False
-    return min(lines["zero_grad"]) < min(clips) and max(clips) < min(lines["backward"])
+    return min(zeroes) < min(clips) and max(clips) < min(backwards)
 
 # %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #b83c5425
 def clip_code(
