@@ -180,7 +180,7 @@ def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
     "Give modules the plain attributes that they had; those of modules that are not here are left out."
     modules = dict(model.named_modules())
     for name, values in attributes.items():
-        here: dict[str, Any] = vars(modules[name]) if name in modules else {}
+        here = modules[name].__dict__ if name in modules else {}
         here.update({key: value for key, value in values.items() if key in here})
 
 # %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
