@@ -53,7 +53,8 @@ def test_an_excerpt_in_a_document_is_read_and_says_what_it_is(tmp_path):
     answer = json.loads(command("diagnose", path, "--json").stdout)
     assert answer["n_steps"] == 8 and answer["document_lines"] == len(path.read_text().splitlines())
     for options in ([], ["--brief"]):
-        assert "quoted in a document" in command("diagnose", path, *options).stdout
+        words = command("diagnose", path, *options).stdout.split()  # a long path breaks lines anywhere
+        assert "quoted in a document" in " ".join(words)
 
 
 def test_a_log_that_prints_markdown_among_its_steps_is_a_log(tmp_path):

@@ -17,7 +17,7 @@ def add_explain(
     "Adds `stabilitylab explain`."
     p = commands.add_parser(
         "explain",
-        help="explain a finding: what it means, what causes it, what to do",
+        help="explain a finding: meaning, causes, what to do",
         description="Explain a finding kind, or a symptom in your own words; without words, list them.",
         epilog="exit code: 0 explained; 2 no such symptom",
     )

@@ -139,8 +139,9 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
 
 def _jump_before(findings: Sequence[Finding], step: int | None) -> Finding | None:
     "The jump to a rate that is new to the run, not later than a step."
-    jumps = (f for f in findings if f.kind == "lr_jump" and f.severity != "info" and f.onset is not None)
-    return next((jump for jump in jumps if step is None or (jump.onset or 0) <= step), None)
+    jumps = [f for f in findings if f.kind == "lr_jump" and f.severity != "info" and f.onset is not None]
+    rated = (jump for jump in jumps if "lr_before" in jump.evidence)
+    return next((jump for jump in rated if step is None or (jump.onset or 0) <= step), None)
 
 
 def _undone(jump: Finding) -> _RunEvidence:
