@@ -143,7 +143,7 @@ def test_a_check_shows_how_far_it_is_and_can_be_cancelled(monkeypatch):
         panel.cancel()
         await panel.work._task
 
-    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    asyncio.run(asyncio.wait_for(cancelled(), 300))
     ((share, words, shown),) = seen
     assert 0 < share < 1 and "of 38" in words and shown == "visible"
     assert "cancelled" in panel.says.value and not panel.check.disabled and panel.stop.disabled

@@ -50,7 +50,7 @@ def served(command, folder, port, **environment):
             command, cwd=folder, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        for _ in range(600):
+        for _ in range(1200):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/version", timeout=5).read()
                 break
