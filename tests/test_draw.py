@@ -4,6 +4,7 @@ import pytest
 
 from stabilitylab import diagnose, read_runs
 from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.non_finite import _UNDEFINED
 from tests import draw
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 9, in main\n    run()\n'
@@ -147,3 +148,22 @@ def test_a_statistic_that_is_not_defined_where_nothing_varies_is_a_note(tmp_path
     rows = [f"{k},{3 - k / 50:.3f},{'nan' if k % 3 else 0.5}" for k in range(60)]
     findings = diagnose(run_of(tmp_path, "a.csv", "step,loss,explained_variance\n" + "\n".join(rows) + "\n"))
     assert [f.severity for f in findings.of("non_finite")] == ["info"]
+
+
+@pytest.mark.parametrize(
+    "name, is_undefined",
+    [
+        ("train/explained_variance", True),
+        ("val_AUC", True),
+        ("roc_auc_0", True),
+        ("pearsonr", True),
+        ("eval_r2", True),
+        ("n_correct", False),
+        ("corrected_norm", False),
+        ("sauce", False),
+        ("r2d2", False),
+        ("grad_norm", False),
+    ],
+)
+def test_statistics_that_may_be_undefined_are_known_by_whole_words(name, is_undefined):
+    assert (_UNDEFINED.search(name) is not None) == is_undefined

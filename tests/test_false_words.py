@@ -14,7 +14,7 @@ import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.samples import sample
 from stabilitylab.detect.causes import ranked_causes
-from stabilitylab.detect.evidence import evidence
+from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.likely_cause import most_likely

@@ -79,7 +79,10 @@ def test_the_pages_show_commands():
 @pytest.mark.slow
 @pytest.mark.parametrize("line", HERE)
 def test_a_command_of_a_page_works_as_it_is_written(places, line):
-    line = re.sub(r"--step \d+", "--step 352", line)  # one that the sample has
+    if re.search(
+        r" (RUN|run) ", line
+    ):  # runs of those pages, for which the sample stands: a step that it has
+        line = re.sub(r"--step \d+", "--step 352", line)
     done = command(*line.split())
     assert done.returncode in (0, 1), done.stderr  # 1: something was found
     assert "fault of this program" not in done.stdout + done.stderr and done.stdout.strip()

@@ -456,7 +456,7 @@ def test_a_stop_does_not_wait_for_a_place_that_the_record_never_names(tmp_path):
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and errors == [
-        "step 0: a value is not finite, which the record does not hold"
+        "step 0: a value is not finite, but the record does not say where"
     ]
 
 

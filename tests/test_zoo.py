@@ -8,10 +8,10 @@ import pytest
 from stabilitylab.cli.main import main
 from stabilitylab.detect.causes import TABLE, ranked_causes
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.detect.evidence import evidence
+from stabilitylab.detect.facts.evidence import evidence
+from stabilitylab.detect.facts.record_steps import loss_event
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
-from stabilitylab.detect.record_steps import loss_event
 from stabilitylab.fixes.registry import fixes
 from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.run.record import new_run

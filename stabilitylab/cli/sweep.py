@@ -55,7 +55,7 @@ def add_sweep(
     parser.add_argument(
         "--folder", metavar="DIR", help="keep the results here; the same command resumes from them"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="parallel processes (default: one a core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="parallel processes (default: one per core)")
     parser.add_argument(
         "--scheduler", metavar="WHERE", help="train on Dask workers: an address, local:N, slurm:SETTINGS"
     )

@@ -14,9 +14,9 @@ from importlib.resources import files
 
 import xarray as xr
 
-from .evidence import evidence
+from .facts.evidence import evidence
+from .facts.record_steps import RunFacts
 from .findings import Finding
-from .record_steps import RunFacts
 
 # %% ../../nbs/api/detect/86_causes.ipynb #36b18c0c
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from importlib import import_module
 import xarray as xr
 
 from .context import at_step, loss_span, run_context
-from .evidence import evidence
+from .facts.evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
 from .phrase import about, explain

@@ -65,7 +65,11 @@ def _one_for_all(same: list[Finding]) -> Finding:
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #c435d498
 # divide by a variance, or by a count of a class: NaN where the data of the step do not vary
-_UNDEFINED = re.compile(r"explained_var|corr|pearson|spearman|r2_|_r2$|^r2$|auc", re.I)
+_UNDEFINED = re.compile(
+    r"explained_?var|(?<![a-z])(corr(elation)?s?|pearson[a-z]*|spearman[a-z]*|r2"
+    r"|(pr_?|roc_?)?auc|auroc)(?![a-z\d])",
+    re.I,
+)
 
 
 def _non_finite(name: str, data: xr.DataArray) -> Finding | None:

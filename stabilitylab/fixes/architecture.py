@@ -26,6 +26,7 @@ from stabilitylab.fixes.submodules import (
 from .training import Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
+from ..numerics.modes import restored_modes
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #e834f52b
 class _DynamicTanh(nn.Module):
@@ -230,16 +231,14 @@ def _is_post_norm(training: Training) -> bool:
 
     handles = [norm.register_forward_hook(on_norm) for norm in norm_layers(model).values()]
     handles += [branch.register_forward_hook(on_branch) for branch in residual_projections(model).values()]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), training.autocast_context():
-            training.loss(model, training.batches(training.step)[0])
+        with restored_modes(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()
+            with training.autocast_context():
+                training.loss(model, training.batches(training.step)[0])
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes:
-            module.training = mode
     if not branch_outputs:
         return False
     # the stream without its last branch: in a post-norm model that is the output of a norm

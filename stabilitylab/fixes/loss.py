@@ -17,6 +17,7 @@ from .registry import Range, define_fix
 from .training import Hook, Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
+from ..numerics.modes import restored_modes
 from ..numerics.pytree import batch_alone, tensors_of
 
 # %% ../../nbs/api/fixes/18_loss.ipynb #7108358d
@@ -179,13 +180,11 @@ def _targets_of_loss(training: Training, part: Any) -> tuple[torch.Tensor, int]:
         compared.append((targets.detach().flatten(), settings.get("ignore_index", -100)))
         return F.cross_entropy(logits, targets, **settings)
 
-    modes = [(module, module.training) for module in training.model.modules()]
-    training.model.eval()
     # without dropout and without a trace: this pass only looks for the tensor of targets
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), training.autocast_context():
-        _EditedLoss(training.loss, record)(training.model, part)
-    for module, mode in modes:
-        module.training = mode
+    with restored_modes(training.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        training.model.eval()
+        with training.autocast_context():
+            _EditedLoss(training.loss, record)(training.model, part)
     return compared[-1]
 
 

@@ -8,8 +8,8 @@ __all__ = ['with_swap_test']
 # %% ../../nbs/api/investigation/05_swap.ipynb #acf561dd
 from typing import TYPE_CHECKING
 
+from ..detect.facts.record_steps import RunFacts
 from ..detect.findings import Findings
-from ..detect.record_steps import RunFacts
 from ..names.errors import InputError
 from ..run.recording import Recording
 

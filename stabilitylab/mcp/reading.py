@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from ..detect.likely_cause import most_likely
 from ..investigation.opening import open_recordings
 from .answers import answer
 from .paths import allowed_path
 from ..names.errors import bad_input
 from ..report.brief import brief
+from ..report.content import step_to_replay
 from ..report.json_report import run_json
 from ..run.curves import loss_name, scalars_of
 from ..run.excerpt import series_between, tensor_rows
@@ -69,13 +69,10 @@ class Runs:
         return brief(recording.run, findings).symptom_step
 
     def _replayable(self, run: str, step: int | None = None) -> int | None:
-        "The recorded step nearest to one, else to the cause or the symptom; None where there is none."
+        "The recorded step nearest to one, else to that of the cause; None where none can be replayed."
         recording, findings = self._open(run)
-        steps, likely = recording.steps, most_likely(findings)
-        if step is None and likely is not None:
-            step = likely.step
-        wanted = self._symptom(run) if step is None else step
-        return min(steps, key=lambda s: abs(s - (wanted or 0)), default=None)
+        wanted = step_to_replay(findings) if step is None else step
+        return min(recording.steps, key=lambda s: abs(s - (wanted or 0)), default=None)
 
     def _relative(self, run: str) -> str:
         "The path of a run below the folder that it lies in."

@@ -185,7 +185,7 @@ class RetainedFiles:
     def _drop(self) -> None:
         "Delete what is beyond the limits."
         shots, batches, limits = self.index["snapshots"], self.index["batches"], self.limits
-        pinned = sorted((shot for shot in shots if shot["pinned"]), key=lambda shot: -shot["step"])
+        pinned = sorted((shot for shot in shots if shot["pinned"]), key=lambda shot: shot["step"])
         free = [shot for shot in shots if not shot["pinned"]]
         # the newest are those written last: a run that went back writes earlier steps again
         earlier, newest = free[: -limits.keep], free[-limits.keep :]
@@ -193,7 +193,7 @@ class RetainedFiles:
         earlier.sort(key=lambda shot: shot["step"])
         steps = thinned([shot["step"] for shot in earlier], limits.old, now)
         old = [shot for shot in earlier if shot["step"] in steps]
-        retained = _Retained(limits.every, old, newest, pinned[: limits.max_pinned][::-1])
+        retained = _Retained(limits.every, old, newest, pinned[max(0, len(pinned) - limits.max_pinned) :])
         rows = [batch for batch in batches if retained.needs(batch)]
         while len(retained.shots) > 1 and _total_bytes(retained.shots + rows) > limits.max_bytes:
             retained.drop_one(now)

@@ -154,6 +154,6 @@ def raise_bad(
     bad = writer.bad
     # a step that the disk was too slow for, or a forward pass without a backward pass, names no place
     if bad is None:
-        raise FloatingPointError(f"step {step}: a value is not finite, which the record does not hold")
+        raise FloatingPointError(f"step {step}: a value is not finite, but the record does not say where")
     location = f"{bad['tensor']} of {bad['module']} {bad['dtype']}"
     raise FloatingPointError(f"step {step}: first non-finite value is the {location}")

@@ -153,7 +153,6 @@ def _kept_outputs(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         def hook(_module: nn.Module, _args: tuple, out: object) -> None:  # a forward hook
             "Keeps the first output."
             if torch.is_tensor(out):
-                # be
                 outputs.setdefault(name, out.detach().double())
 
         return hook

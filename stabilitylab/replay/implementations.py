@@ -23,6 +23,7 @@ from torch import nn
 from ..checkpoint.diff import unwrapped_name
 from ..names.encode import plain
 from ..names.errors import bad_input
+from ..numerics.modes import restored_modes
 from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.hooks import first_tensor
@@ -155,18 +156,16 @@ def _jittered(roundoff: Callable, generator: torch.Generator, key: _Key, x: torc
 @contextmanager
 def _ready(model: nn.Module) -> Iterator[None]:
     "Dropout off and no gradients; mode, gradients and random states are put back at the end."
-    modes, rng = [(m, m.training) for m in model.modules()], rng_state()
-    gradients = [(p, p.grad) for p in model.parameters()]
-    model.eval()
-    for p in model.parameters():
-        p.grad = None
+    rng, gradients = rng_state(), [(p, p.grad) for p in model.parameters()]
     try:
-        yield
+        with restored_modes(model):
+            model.eval()
+            for p in model.parameters():
+                p.grad = None
+            yield
     finally:
         for p, gradient in gradients:
             p.grad = gradient
-        for module, mode in modes:
-            module.training = mode
         set_rng_state(rng)
 
 # %% ../../nbs/api/replay/16_implementations.ipynb #3dc835e1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEVERITY_WORDS', 'Numbered', 'Facts', 'facts', 'evidence_items', 'remedies_by_verdict', 'remedy_text', 'steps_text',
-           'severity_counts', 'by_severity', 'count_text', 'in_full_and_listed']
+           'severity_counts', 'by_severity', 'count_text', 'in_full_and_listed', 'step_to_replay']
 
 # %% ../../nbs/api/report/01_content.ipynb #acc81d88
 import json
@@ -285,17 +285,17 @@ def _suspect(findings: Findings) -> Finding | None:
     events = [f for f in dated if f.kind in _EVENTS]
     return min(events or dated, key=lambda f: f.onset or 0, default=None)
 
-
-def _suspect_step(
+# %% ../../nbs/api/report/01_content.ipynb #7a10c0de
+def step_to_replay(
     findings: Findings,  # what was found in a run
 ) -> int | None:  # None where nothing has a step
-    "The step that a replay should look at: that of the likely cause, else that of the gravest finding."
+    "The step that a replay should look at: that of the likely cause, else that of the first loss event."
     likely, suspect = most_likely(findings), _suspect(findings)
     if likely is not None and likely.step is not None:
         return likely.step
     return None if suspect is None else suspect.onset
 
-
+# %% ../../nbs/api/report/01_content.ipynb #7a10c0df
 def replay_command(
     run: xr.DataTree,  # a record
     findings: Findings,  # what was found in it
@@ -303,7 +303,7 @@ def replay_command(
     setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> str:  # '' where there is no black box, or nothing to replay
     "The command that replays the suspect step."
-    folder, wanted = source or str(run.attrs.get("source", "")), _suspect_step(findings)
+    folder, wanted = source or str(run.attrs.get("source", "")), step_to_replay(findings)
     steps = _recorded_steps(folder) if folder and wanted is not None else []
     if wanted is None or not steps:
         return ""

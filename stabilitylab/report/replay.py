@@ -32,13 +32,9 @@ def replay_text(
     middle = median(row["share"] for row in rows) if rows else float("nan")
     words = {"heaviest": rows[:_HEAVIEST], "median_share": middle, "other_loss": None}
     words["n_against"] = sum(row["share"] < 0 for row in rows)  # their shares make up for those above 100 %
-    alone, together = result.get("samples_loss"), result.get("loss")
-    if (
-        isinstance(alone, float)
-        and isinstance(together, float)
-        and not isclose(alone, together, rel_tol=_SAME_LOSS)
-    ):
-        words["other_loss"] = alone
+    losses = [loss for loss in map(result.get, ("samples_loss", "loss")) if isinstance(loss, float)]
+    if len(losses) == 2 and not isclose(*losses, rel_tol=_SAME_LOSS):
+        words["other_loss"] = losses[0]
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
 

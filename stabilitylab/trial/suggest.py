@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import xarray as xr
 
 from ..detect.diagnose import as_run
-from ..detect.evidence import evidence
+from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.layers.attention import growth_to
 from ..detect.learning_rate import rate_at

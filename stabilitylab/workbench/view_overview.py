@@ -121,10 +121,8 @@ def _finding_of(likely: MostLikely, findings: list[Finding]) -> int:
     if named:
         return named[0]
     steps = {i: f.onset for i, f in enumerate(findings) if f.severity != "info" and f.onset is not None}
-    at = (
-        0 if likely.step is None else likely.step
-    )  # reasons from the layers and the swap test name no finding
-    return min(steps, key=lambda i: abs(steps[i] - at), default=-1)
+    # reasons from the layers and from the swap test are no finding's
+    return min(steps, key=lambda i: abs(steps[i] - (likely.step or 0)), default=-1)
 
 
 def _swap_test(

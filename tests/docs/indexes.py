@@ -143,6 +143,7 @@ GROUPS = (  # what a person wants to do -> rooms of the package, with what stand
             "detect": "Detectors",
             "detect/loss": "Detectors of the loss",
             "detect/layers": "Detectors of the layers",
+            "detect/facts": "What a record says for and against a cause",
             "knowledge": "What teams reported",
             "report": "Reports",
             "investigation": "The whole loop in one call",

@@ -17,6 +17,7 @@ import torch
 from ...names.errors import bad_input
 from ...names.words import say
 from .weights import DENOMINATORS, Window, factor_names, token_weights
+from ..modes import restored_modes
 
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #4dcefd52
 class SequenceGradients(NamedTuple):
@@ -219,10 +220,8 @@ def audit_accumulation(
     _check_pieces(microbatches, step, ranks, reduce)
     share = len(microbatches) // ranks
     dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]
-    # of each module: a frozen part stays in evaluation mode while the rest trains
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with restored_modes(model):
+        model.eval()
         parts = sequence_gradients(model, dealt, token_loss)
         if parts.window.tokens.sum() == 0:
             fix = "look at the mask that `token_loss` returns"
@@ -231,9 +230,6 @@ def audit_accumulation(
             measured, returned = token_weights(parts.window, step) @ parts.each, float("nan")
         else:
             measured, returned = _measured(model, dealt, step, parts.keep, reduce)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     _check_gradient(measured)
     return _verdict(parts, measured, returned, tolerance)
 

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 from ...names.errors import bad_input
+from ...numerics.modes import restored_modes
 from ..blackbox import rng_state, set_rng_state
 
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #17143613
@@ -145,16 +146,13 @@ def _described(faults: dict[str, str]) -> str:
 def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
     "Gradients, buffers, modes and random states are put back at the end."
     gradients, rng = {n: p.grad for n, p in model.named_parameters()}, rng_state()
-    # of each module: a frozen part stays in evaluation mode while the rest trains
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        yield
+        with restored_modes(model):
+            yield
     finally:
         for name, p in model.named_parameters():
             p.grad = gradients[name]
-        for module, mode in modes:
-            module.training = mode
         for buffer, value in buffers:
             buffer.copy_(value)
         set_rng_state(rng)
