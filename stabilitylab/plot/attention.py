@@ -241,6 +241,9 @@ def plot_weights(
     return ax
 
 # %% ../../nbs/api/plot/40_attention.ipynb #312bc09d
+_RANKS = ("largest", "second largest", "third largest")
+
+
 def plot_massive(
     largest: xr.DataArray,  # the largest magnitudes of each layer; dims (layer, rank), largest first
     median: xr.DataArray,  # the median magnitude of each layer; dims (layer,)
@@ -252,12 +255,17 @@ def plot_massive(
     "The largest magnitudes of the residual stream by depth, its median, and the threshold of a massive one."
     ax, x = _axes(ax), np.arange(largest.sizes["layer"])
     for rank in range(largest.sizes["rank"]):
-        options: dict[str, Any] = {"marker": "o", "ms": 3, "label": f"number {rank + 1}"}
+        options: dict[str, Any] = {
+            "marker": "o",
+            "ms": 3,
+            "label": _RANKS[rank] if rank < len(_RANKS) else f"rank {rank + 1}",
+        }
         ax.plot(x, largest.isel(rank=rank), **(options | line_kw))
     ax.plot(x, median, "--", color=colour("faint", ax), label="median")
     level = np.maximum(100.0, ratio * median.values)
     ax.plot(x, level, ":", color=colour("warning", ax), label="massive (Sun et al.)")
     ax.set(yscale="log", xlabel="layer", ylabel=_axis_label(largest))
     _integer_ticks(ax.xaxis)
-    ax.legend()
+    # above the axes: the threshold runs along their top where nothing is massive
+    ax.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
