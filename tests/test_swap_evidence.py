@@ -9,7 +9,7 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
-from stabilitylab.detect import evidence
+from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.likely_cause import most_likely
