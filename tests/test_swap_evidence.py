@@ -9,9 +9,9 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cli.main import main
-from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.investigation.swap import swap_facts
 from stabilitylab.mcp.tools import Tools
