@@ -8,11 +8,13 @@ import os
 import pickle
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.diff import diff_checkpoints
@@ -198,6 +200,44 @@ def test_a_hub_cache_opens_and_other_links_do_not(tmp_path):
     (repo / "refs" / "main").write_text("../..")
     with pytest.raises(InputError, match="no folder inside"):
         open_checkpoint(repo)
+
+
+def forged_dcp(folder, corners):
+    "A distributed checkpoint of a tensor (4, 4) whose list gives the offset and the shape of each piece anew."
+    pieces = {f"piece{i}": torch.full(size, float(i + 1)) for i, (_, size) in enumerate(corners)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(pieces, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    whole, stored = metadata.state_dict_metadata["piece0"], {}
+    chunks = []
+    for i, (offset, size) in enumerate(corners):
+        where = metadata.storage_data[dcp.metadata.MetadataIndex(f"piece{i}", (0,) * len(size), 0)]
+        stored[dcp.metadata.MetadataIndex("w", torch.Size(offset), i)] = where
+        chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+    table = {"w": dataclasses.replace(whole, size=torch.Size((4, 4)), chunks=chunks)}
+    forged = dataclasses.replace(metadata, state_dict_metadata=table, storage_data=stored)
+    (folder / ".metadata").write_bytes(pickle.dumps(forged))
+    return open_checkpoint(folder)["w"]
+
+
+def test_pieces_of_a_tensor_hold_every_value_once(tmp_path):
+    quarters = [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]
+    whole = forged_dcp(tmp_path / "whole", quarters).load()
+    assert whole.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    # as many values as the tensor has, but its last row, or its last column, is in none of the pieces
+    twice = {
+        "rows": [((0, 0), (2, 4)), ((1, 0), (2, 4))],
+        "columns": [((0, 0), (4, 2)), ((0, 1), (4, 2))],
+        "three": [((0, 0), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (1, 4))],
+    }
+    for name, corners in twice.items():
+        with pytest.raises(InputError, match="parts of w overlap"):
+            forged_dcp(tmp_path / name, corners).load()
+    with pytest.raises(InputError, match="lies outside"):
+        forged_dcp(tmp_path / "outside", [((0, 0), (2, 4)), ((3, 0), (2, 4))]).load()
+    with pytest.raises(InputError, match="not whole"):
+        forged_dcp(tmp_path / "missing", quarters[:3]).load()
 
 
 def test_files_of_ranks(tmp_path):

@@ -229,6 +229,7 @@ def test_workers_that_are_kept_serve_the_next_commands(folder, capsys):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kept:
         address = kept.stdout.readline().strip()
         assert as_client(address) is as_client(address)  # connected once
+        assert n_workers(as_client(address)) == 1
         assert main(["diagnose", str(folder), "--scheduler", address, "--fail-on", "error"]) == 1
         as_client(address).close()
         assert as_client(address).status == "running"  # a closed one is not handed out

@@ -81,7 +81,10 @@ def make_cluster(
         raise bad_input("client", words, WHERE)
     with dask_config.set({"distributed.nanny.pre-spawn-environ": _WORKER_ENVIRONMENT}):
         return LocalCluster(
-            int(settings or 0) or None, threads_per_worker=1, dashboard_address=":0", silence_logs="ERROR"
+            n_workers=int(settings or 0) or None,
+            threads_per_worker=1,
+            dashboard_address=":0",
+            silence_logs="ERROR",
         )
 
 
