@@ -203,7 +203,7 @@ def test_a_hub_cache_opens_and_other_links_do_not(tmp_path):
 
 
 def forged_dcp(folder, corners):
-    "A distributed checkpoint of a tensor (4, 4) whose list gives the offset and the shape of each piece anew."
+    "A distributed checkpoint of a tensor (4, 4) whose list gives each piece this offset and shape."
     pieces = {f"piece{i}": torch.full(size, float(i + 1)) for i, (_, size) in enumerate(corners)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
