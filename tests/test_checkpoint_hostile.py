@@ -202,6 +202,26 @@ def test_a_hub_cache_opens_and_other_links_do_not(tmp_path):
         open_checkpoint(repo)
 
 
+def test_a_file_larger_than_the_memory_opens_and_is_never_called_damaged(tmp_path):
+    resource, path = pytest.importorskip("resource"), tmp_path / "model.safetensors"
+    n = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    header = json.dumps({"w": {"dtype": "F32", "shape": [n], "data_offsets": [0, 4 * n]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * n)  # a hole
+    assert open_checkpoint(path)["w"].shape == (n,)
+    pages, before = (
+        int(Path("/proc/self/statm").read_text().split()[0]),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
+        with pytest.raises(InputError, match=r"cannot be mapped; allow its .* bytes"):
+            open_checkpoint(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def forged_dcp(folder, corners):
     "A distributed checkpoint of a tensor (4, 4) whose list gives each piece this offset and shape."
     pieces = {f"piece{i}": torch.full(size, float(i + 1)) for i, (_, size) in enumerate(corners)}

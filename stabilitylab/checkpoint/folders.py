@@ -68,6 +68,8 @@ def read_safetensors(
         return {name: _described(name, header[name], path, 8 + size) for name in names}
     except InputError:
         raise
+    except MemoryError as e:  # the library maps the whole file
+        raise InputError(f"`{path}` cannot be mapped; allow its {available:,} bytes (`ulimit -v`)") from e
     except Exception as e:  # the library raises classes of its own for every kind of damage
         raise InputError(
             f"`{path}` is a damaged safetensors file: {printable(e)}; download or copy it again"
@@ -86,7 +88,8 @@ def _bytes(path: Path | RemoteFile, begin: int, end: int) -> bytes:
 def _checked_names(path: Path | RemoteFile, header: bytes, size: int) -> list[str]:
     "The names of the tensors, checked by the safetensors library; of a file elsewhere on its header alone."
     if isinstance(path, Path):
-        with safe_open(str(path), "pt") as opened:
+        # not "pt": that maps the file as writable, which the system refuses where it exceeds the memory
+        with safe_open(str(path), "np") as opened:
             return list(opened.keys())
     with tempfile.TemporaryDirectory() as folder:
         # the library compares the header with the file's size: a hole of that size costs no bytes
