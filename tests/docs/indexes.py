@@ -204,7 +204,8 @@ def index_page(name, title, text, body, fields):
 
 def report_table(lines):
     "What teams tried, as a table: the match of several lines of REPORT."
-    rows = (f"| {outcome} | {fix} | {source} |" for outcome, fix, source in re.findall(REPORT, lines[0]))
+    reports = re.findall(REPORT, lines[0])
+    rows = (f"| {outcome.replace(' ', '&nbsp;')} | {fix} | {source} |" for outcome, fix, source in reports)
     return "\n".join(["| reported | what | who |", "|---|---|---|", *rows, ""])
 
 
