@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
@@ -463,3 +464,39 @@ def test_two_ranks_do_what_one_does(tmp_path):
         run_on(training, 3)
         for mine, theirs in zip(training.model.parameters(), got[name], strict=True):
             torch.testing.assert_close(mine.detach(), torch.from_numpy(theirs), rtol=1e-3, atol=1e-4)
+
+
+class _Encoder(torch.nn.Module):
+    "PyTorch's layer, whose attention drops by a float of its own, and a gate that is no activation."
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 16)
+        self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, activation=torch.nn.GELU())
+        self.gate, self.thin, self.head = torch.nn.Sigmoid(), torch.nn.Dropout1d(0.2), torch.nn.Linear(16, 16)
+
+    def forward(self, tokens):
+        x = self.layer(self.embed(tokens))
+        return self.head(self.thin(x * self.gate(x)))
+
+
+def _foreign_training():
+    torch.manual_seed(0)
+    model, tokens = _Encoder(), torch.randint(16, (4, 6))
+    loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
+    return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
+
+
+def test_no_dropout_reaches_what_attention_drops_by_itself():
+    training = _foreign_training()
+    fix("dropout").apply(training)
+    losses = {float(training.loss(training.model, training.batches(0)[0]).detach()) for _ in range(3)}
+    assert len(losses) == 1 and training.model.layer.self_attn.dropout == training.model.thin.p == 0
+
+
+def test_another_activation_leaves_attention_and_gates_alone():
+    training = _foreign_training()
+    fix("activation").apply(training)
+    model = training.model
+    assert type(model.layer.activation) is torch.nn.ReLU and type(model.gate) is torch.nn.Sigmoid
+    assert type(model.layer.self_attn) is torch.nn.MultiheadAttention

@@ -119,10 +119,12 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
     groups = log.training.optimizer.param_groups
     for i, group in enumerate(list(groups)):
         split = [p for p in group["params"] if id(p) in ids]
-        if not split or all(group.get(k) == v for k, v in settings.items()):
-            continue
         # by id: `in` would compare tensors element by element
         rest = [p for p in group["params"] if id(p) not in ids]
+        # without settings a group of their own is all that is asked for
+        has_settings = all(group.get(k) == v for k, v in settings.items()) and (bool(settings) or not rest)
+        if not split or has_settings:
+            continue
         log.set_item(group, "params", rest, f"optimizer.group {i}")
         new = {k: v for k, v in group.items() if k != "params"} | settings | {"params": split}
         groups.append(new)
