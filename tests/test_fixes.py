@@ -500,3 +500,40 @@ def test_another_activation_leaves_attention_and_gates_alone():
     model = training.model
     assert type(model.layer.activation) is torch.nn.ReLU and type(model.gate) is torch.nn.Sigmoid
     assert type(model.layer.self_attn) is torch.nn.MultiheadAttention
+
+
+class _Recurrent(torch.nn.Module):
+    "A recurrent layer, PyTorch's attention, and a number with a common name far from the table."
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = torch.nn.Embedding(16, 16), torch.nn.LSTM(16, 16, batch_first=True)
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = torch.nn.Linear(16, 16)
+        self.head.factor, self.embed_scale = 0.5, 4.0
+
+    def forward(self, tokens):
+        x = self.lstm(self.embed(tokens) * self.embed_scale)[0]
+        return self.head(self.attention(x, x, x)[0])
+
+
+def _recurrent_training():
+    torch.manual_seed(0)
+    model, tokens = _Recurrent(), torch.randint(16, (4, 6))
+    loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
+    return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
+
+
+@pytest.mark.parametrize("rule, std", [("normal", 0.02), ("fan_in", 0.25)])
+def test_redraw_reaches_every_matrix_of_pytorchs_own_layers(rule, std):
+    training = _recurrent_training()
+    fix("redraw", rule=rule, divide=False).apply(training)
+    drawn = {name: float(p.detach().std()) for name, p in training.model.named_parameters() if p.ndim > 1}
+    assert all(0.8 * std < value < 1.2 * std for value in drawn.values()), drawn
+    assert all(not p.any() for name, p in training.model.named_parameters() if "bias" in name)
+
+
+def test_only_the_factor_of_an_embedding_is_removed():
+    training = _recurrent_training()
+    fix("no_embedding_scale").apply(training)
+    assert (training.model.embed_scale, training.model.head.factor) == (1.0, 0.5)
