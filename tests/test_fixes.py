@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
+from stabilitylab.fixes.submodules import embedding_tables, output_layer
 from stabilitylab.fixes.training import Training
 from stabilitylab.knowledge.phenomena import load_rows
 from stabilitylab.models.config import ModelConfig
@@ -537,3 +538,38 @@ def test_only_the_factor_of_an_embedding_is_removed():
     training = _recurrent_training()
     fix("no_embedding_scale").apply(training)
     assert (training.model.embed_scale, training.model.head.factor) == (1.0, 0.5)
+
+
+def test_a_head_is_not_taken_from_a_block_nor_positions_from_a_name():
+    block = lambda: torch.nn.ModuleDict({"output": torch.nn.Linear(8, 8)})  # noqa: E731
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block(), block()])})
+    model["composer"], model["pos_embed"] = torch.nn.Embedding(9, 8), torch.nn.Embedding(5, 8)
+    assert output_layer(model) is None
+    model["head"] = torch.nn.Linear(8, 9)
+    assert output_layer(model)[0] == "head"
+    assert (list(embedding_tables(model)), list(embedding_tables(model, True))) == (
+        ["composer"],
+        ["pos_embed"],
+    )
+
+
+def test_groups_that_are_split_keep_their_rate():
+    training = _recurrent_training()
+    table, rest = training.model.embed.weight, [p for p in training.model.parameters()][1:]
+    groups = [{"params": rest, "lr": 0.1}, {"params": [table, training.model.head.weight], "lr": 0.02}]
+    groups[0]["params"] = [p for p in rest if p is not training.model.head.weight]
+    training.optimizer = torch.optim.AdamW(groups)
+    fix("lower_lr", factor=0.5).apply(training)
+    fix("no_decay_on_small").apply(training)
+    training.run_step()
+    rates = {id(p): group["lr"] for group in training.optimizer.param_groups for p in group["params"]}
+    assert rates[id(table)] == rates[id(training.model.head.weight)] == pytest.approx(0.01)
+    assert rates[id(training.model.lstm.weight_ih_l0)] == pytest.approx(0.05)
+
+
+def test_muon_leaves_tables_of_positions_to_adamw():
+    training = training_for("muon")
+    fix("muon").apply(training)
+    matrices = {id(p) for g in training.optimizer.param_groups if g["muon"] for p in g["params"]}
+    tables = embedding_tables(training.model, True)
+    assert tables and not matrices & {id(table.weight) for table in tables.values()}

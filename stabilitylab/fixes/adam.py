@@ -126,7 +126,9 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
         if not split or has_settings:
             continue
         log.set_item(group, "params", rest, f"optimizer.group {i}")
-        new = {k: v for k, v in group.items() if k != "params"} | settings | {"params": split}
+        # a schedule that holds the rates of all groups finds that of the first one here
+        from_group = {"split_from": group.get("split_from", i)}
+        new = {k: v for k, v in group.items() if k != "params"} | settings | from_group | {"params": split}
         groups.append(new)
         log.on_undo(lambda new=new: _remove_group(groups, new))
 
