@@ -315,6 +315,11 @@ class Mutants:
                 print(result, mutant.place, mutant.change, sep=" | ", flush=True)
         rows.sort(key=lambda row: order[row["place"], row["mutant"]])
         killed = sum(row["outcome"] == "killed" for row in rows)
+        if not rows:
+            print(
+                f"no mutant was tried: to see which test reaches what took all of the {self.minutes:g} minutes"
+            )
+            return True
         print(f"{killed} of {len(rows)} killed: {killed / len(rows):.0%}")
         if not self.only:
             store(rows)
