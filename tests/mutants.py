@@ -316,9 +316,7 @@ class Mutants:
         rows.sort(key=lambda row: order[row["place"], row["mutant"]])
         killed = sum(row["outcome"] == "killed" for row in rows)
         if not rows:
-            print(
-                f"no mutant was tried: to see which test reaches what took all of the {self.minutes:g} minutes"
-            )
+            print(f"no mutant was tried in {self.minutes:g} minutes: finding the tests of each line took all")
             return True
         print(f"{killed} of {len(rows)} killed: {killed / len(rows):.0%}")
         if not self.only:
