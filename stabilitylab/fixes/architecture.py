@@ -328,13 +328,14 @@ def _activation(
 
 def _activation_names(model: nn.Module) -> list[str]:
     "Activation modules, PyTorch's and those of transformers and timm, which have an `activations` module."
-    # those with weights are more than an activation, and PyTorch keeps attention and gates beside its own
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _ACTIVATIONS)
-        or (type(module).__module__.endswith(".activations") and not any(True for _ in module.parameters()))
-    ]
+    return [name for name, module in model.named_modules() if _is_activation(module)]
+
+
+def _is_activation(module: nn.Module) -> bool:
+    "Whether a module is one by its class, or by the module of its class and without weights."
+    # what has weights is more than an activation, and PyTorch keeps attention and gates beside its own
+    is_named = type(module).__module__.endswith(".activations")
+    return isinstance(module, _ACTIVATIONS) or (is_named and not list(module.parameters()))
 
 
 @define_fix(
