@@ -8,11 +8,13 @@ import os
 import pickle
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.diff import diff_checkpoints
@@ -198,6 +200,64 @@ def test_a_hub_cache_opens_and_other_links_do_not(tmp_path):
     (repo / "refs" / "main").write_text("../..")
     with pytest.raises(InputError, match="no folder inside"):
         open_checkpoint(repo)
+
+
+def test_a_file_larger_than_the_memory_opens_and_is_never_called_damaged(tmp_path):
+    resource, path = pytest.importorskip("resource"), tmp_path / "model.safetensors"
+    n = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    header = json.dumps({"w": {"dtype": "F32", "shape": [n], "data_offsets": [0, 4 * n]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * n)  # a hole
+    assert open_checkpoint(path)["w"].shape == (n,)
+    pages, before = (
+        int(Path("/proc/self/statm").read_text().split()[0]),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, before[1]))
+        with pytest.raises(InputError, match=r"cannot be mapped; allow its .* bytes"):
+            open_checkpoint(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def forged_dcp(folder, corners):
+    "A distributed checkpoint of a tensor (4, 4) whose list gives each piece this offset and shape."
+    pieces = {f"piece{i}": torch.full(size, float(i + 1)) for i, (_, size) in enumerate(corners)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(pieces, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    whole, stored = metadata.state_dict_metadata["piece0"], {}
+    chunks = []
+    for i, (offset, size) in enumerate(corners):
+        where = metadata.storage_data[dcp.metadata.MetadataIndex(f"piece{i}", (0,) * len(size), 0)]
+        stored[dcp.metadata.MetadataIndex("w", torch.Size(offset), i)] = where
+        chunks.append(dcp.metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+    table = {"w": dataclasses.replace(whole, size=torch.Size((4, 4)), chunks=chunks)}
+    forged = dataclasses.replace(metadata, state_dict_metadata=table, storage_data=stored)
+    (folder / ".metadata").write_bytes(pickle.dumps(forged))
+    return open_checkpoint(folder)["w"]
+
+
+def test_pieces_of_a_tensor_hold_every_value_once(tmp_path):
+    quarters = [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]
+    whole = forged_dcp(tmp_path / "whole", quarters).load()
+    assert whole.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    # as many values as the tensor has, but its last row, or its last column, is in none of the pieces
+    twice = {
+        "rows": [((0, 0), (2, 4)), ((1, 0), (2, 4))],
+        "columns": [((0, 0), (4, 2)), ((0, 1), (4, 2))],
+        "three": [((0, 0), (1, 4)), ((1, 0), (2, 4)), ((2, 0), (1, 4))],
+    }
+    for name, corners in twice.items():
+        with pytest.raises(InputError, match="parts of w overlap"):
+            forged_dcp(tmp_path / name, corners).load()
+    with pytest.raises(InputError, match="lies outside"):
+        forged_dcp(tmp_path / "outside", [((0, 0), (2, 4)), ((3, 0), (2, 4))]).load()
+    with pytest.raises(InputError, match="not whole"):
+        forged_dcp(tmp_path / "missing", quarters[:3]).load()
 
 
 def test_files_of_ranks(tmp_path):

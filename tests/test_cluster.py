@@ -22,6 +22,7 @@ from stabilitylab.trial.recipe import Recipe
 from stabilitylab.trial.sweep import Sweep
 
 distributed = pytest.importorskip("distributed", reason="SKIPPED: distributed is absent")
+PATIENCE = 600  # seconds for a new worker: some of a processor alone, minutes of a busy machine
 WORDS = "slurm:jobs=8,cores=4,memory=16GB,walltime=02:00:00,queue=gpu,directive=--gres=gpu:1"
 
 
@@ -105,7 +106,7 @@ def test_every_job_is_submitted_with_that_script(monkeypatch, tmp_path):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with make_cluster(WORDS.replace("jobs=8", "jobs=3")) as cluster, distributed.Client(cluster) as client:
-        end, jobs = time.monotonic() + 60, tmp_path / "jobs"
+        end, jobs = time.monotonic() + PATIENCE, tmp_path / "jobs"
         while time.monotonic() < end and not (jobs.is_file() and jobs.read_text().count("x") == 3):
             time.sleep(0.05)
         assert jobs.read_text().count("x") == 3 and n_workers(client) == 12  # none has begun, all are counted
@@ -185,7 +186,7 @@ def refuses(number, folder):
 @pytest.mark.slow  # starts workers
 def test_a_worker_that_dies_or_is_slow_changes_nothing(client, tmp_path):
     assert list(map_on(client, ends_its_worker_once, range(40), str(tmp_path))) == [n**2 for n in range(40)]
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=PATIENCE)
     client.run(ends_every_worker, 0)  # both have imported this module
     answers = list(map_on(client, is_slow_in_one, range(32), str(tmp_path)))
     assert [number for number, _ in answers] == list(range(32))
@@ -200,7 +201,7 @@ def test_what_kills_every_worker_is_named_and_bad_input_is_not_tried_again(clien
     monkeypatch.setattr(scheduler, "allowed_failures", 0)  # each costs the start of a worker
     with pytest.raises(InputError, match="every worker that began ends_every_worker"):
         list(map_on(client, ends_every_worker, [1]))
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=PATIENCE)
     with pytest.raises(InputError, match="number 5 is refused"):
         list(map_on(client, refuses, [5], str(tmp_path)))
     assert (tmp_path / "calls").read_text() == "x"
@@ -229,12 +230,13 @@ def test_workers_that_are_kept_serve_the_next_commands(folder, capsys):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kept:
         address = kept.stdout.readline().strip()
         assert as_client(address) is as_client(address)  # connected once
+        assert n_workers(as_client(address)) == 1
         assert main(["diagnose", str(folder), "--scheduler", address, "--fail-on", "error"]) == 1
         as_client(address).close()
         assert as_client(address).status == "running"  # a closed one is not handed out
         as_client(address).close()
         kept.send_signal(signal.SIGINT)
-        assert kept.wait(60) == 0
+        assert kept.wait(PATIENCE) == 0
     assert "run-3" in capsys.readouterr().out
 
 

@@ -257,7 +257,7 @@ def test_a_recorded_scaler_is_used_in_a_trial(tmp_path):
 def cluster():
     "Two workers of their own processes."
     distributed = pytest.importorskip("distributed", reason="SKIPPED: distributed is absent")
-    made = distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None)
+    made = distributed.LocalCluster(n_workers=2, processes=True, threads_per_worker=1, dashboard_address=None)
     with made, distributed.Client(made) as client:
         yield client
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -67,6 +68,8 @@ def read_safetensors(
         return {name: _described(name, header[name], path, 8 + size) for name in names}
     except InputError:
         raise
+    except MemoryError as e:  # the library maps the whole file
+        raise InputError(f"`{path}` cannot be mapped; allow its {available:,} bytes (`ulimit -v`)") from e
     except Exception as e:  # the library raises classes of its own for every kind of damage
         raise InputError(
             f"`{path}` is a damaged safetensors file: {printable(e)}; download or copy it again"
@@ -85,7 +88,8 @@ def _bytes(path: Path | RemoteFile, begin: int, end: int) -> bytes:
 def _checked_names(path: Path | RemoteFile, header: bytes, size: int) -> list[str]:
     "The names of the tensors, checked by the safetensors library; of a file elsewhere on its header alone."
     if isinstance(path, Path):
-        with safe_open(str(path), "pt") as opened:
+        # not "pt": that maps the file as writable, which the system refuses where it exceeds the memory
+        with safe_open(str(path), "np") as opened:
             return list(opened.keys())
     with tempfile.TemporaryDirectory() as folder:
         # the library compares the header with the file's size: a hole of that size costs no bytes
@@ -207,7 +211,7 @@ def _tensor(folder: Path, name: str, about: dict, stored: list, opened: dict) ->
     "One tensor of the metadata, put together when it is read."
     shape, dtype = tuple(about["size"]), _dtype(about["properties"])
     origin = (0,) * len(shape)
-    if dtype is None or not all(type(length) is int and 0 <= length < 2**62 for length in shape):
+    if dtype is None or not _are_lengths(shape):
         raise ValueError(f"{printable(name)} has no shape or type")
     chunks = [chunk.attributes() for chunk in about["chunks"]]
     sizes = {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in chunks}
@@ -217,12 +221,20 @@ def _tensor(folder: Path, name: str, about: dict, stored: list, opened: dict) ->
             raise InputError(
                 f"`{folder}`: {printable(name)} is stored packed or encrypted; torch itself can open it"
             )
-        size = sizes.get(offset or origin)
+        offset = offset or origin
+        size = sizes.get(offset)
         if size is not None:
+            if not (_are_lengths(offset + size) and len(offset) == len(size) == len(shape)):
+                raise ValueError(f"a part of {printable(name)} lies outside of it")
             span = where["relative_path"], where["offset"], where["length"]
-            pieces.append(_Piece(offset or origin, size, *span))
+            pieces.append(_Piece(offset, size, *span))
     reader = _Assembler(folder, name, shape, dtype, pieces, opened)
     return LazyTensor(name, shape, dtype, reader.rows)
+
+
+def _are_lengths(numbers: tuple) -> bool:
+    "Whether these are counts that fit into an offset of a file."
+    return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
 def _dtype(properties: StubObject) -> torch.dtype | None:
@@ -243,53 +255,55 @@ class _Assembler:
     ):
         self.folder, self.name, self.shape, self.dtype = folder, name, shape, dtype
         self.pieces = pieces
+        self.checked = False  # whether the pieces are known to lie apart
         self.opened: dict[_Piece, LazyTensor] = opened  # of all tensors of the checkpoint
 
-    def rows(
-        self,
-        first: int,  # of the rows, from 0
-        last: int,  # after the last row
-    ) -> torch.Tensor:
+    def rows(self, first: int, last: int) -> torch.Tensor:
         "Rows first..last-1."
-        wanted, stored = (
-            (last - first) * math.prod(self.shape[1:]),
-            sum(math.prod(p.size) for p in self.pieces),
-        )
+        wanted = (last - first) * math.prod(self.shape[1:])
+        stored = sum(math.prod(piece.size) for piece in self.pieces)
         if wanted > stored:  # before memory is reserved
             raise self.incomplete(stored, wanted)
         if not self.shape:
             return self.open(self.pieces[0]).load().reshape(1)
+        # values are counted below: of pieces that overlap, one would stand for values that no piece holds
+        self.checked = self.checked or self.refuse_overlap()
         out, filled = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype), 0
         for piece in self.pieces:
             begin, end = max(first, piece.offset[0]), min(last, piece.offset[0] + piece.size[0])
             if begin < end:
-                where = (slice(begin - first, end - first), *_box(piece))
                 values = self.part(piece, begin, end)
-                if out[where].shape != values.shape:
-                    raise InputError(f"`{self.folder}`: a part of {printable(self.name)} lies outside of it")
-                out[where] = values
+                out[(slice(begin - first, end - first), *_box(piece))] = values
                 filled += values.numel()
         if filled < out.numel():
             raise self.incomplete(filled, out.numel())
         return out
 
-    def incomplete(
-        self,
-        count: int,  # values in the shards
-        wanted: int,  # values asked for
-    ) -> InputError:
-        "The error where shards do not hold all values."
+    def refuse_overlap(self) -> bool:
+        "Raises where a piece lies outside of the tensor, or two pieces hold the same value; else True."
+        name, shape = printable(self.name), np.array(self.shape)
+        begins = np.array([piece.offset for piece in self.pieces], np.int64)
+        ends = begins + np.array([piece.size for piece in self.pieces], np.int64)
+        if (ends > shape).any():
+            raise InputError(f"`{self.folder}`: a part of {name} lies outside of it")
+        order = np.lexsort(begins.T[::-1])
+        begins, ends = begins[order], ends[order]
+        for i in range(len(order) - 1):
+            # in this order only those that begin before piece i ends can hold its rows
+            last = np.searchsorted(begins[:, 0], ends[i, 0])
+            low = np.maximum(begins[i], begins[i + 1 : last])
+            if (low < np.minimum(ends[i], ends[i + 1 : last])).all(axis=1).any():
+                raise InputError(f"`{self.folder}`: parts of {name} overlap; its list is damaged or forged")
+        return True
+
+    def incomplete(self, count: int, wanted: int) -> InputError:
+        "The error where shards hold `count` of the `wanted` values."
         name = printable(self.name)
         return InputError(
             f"`{self.folder}`: {name} is not whole: {count} of {wanted} values are in the shards"
         )
 
-    def part(
-        self,
-        piece: _Piece,  # that overlaps the rows
-        begin: int,  # first row wanted
-        end: int,  # after the last
-    ) -> torch.Tensor:
+    def part(self, piece: _Piece, begin: int, end: int) -> torch.Tensor:
         "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
         tensor, row = self.open(piece), math.prod(piece.size[1:])
         low, high = begin - piece.offset[0], end - piece.offset[0]
@@ -298,10 +312,7 @@ class _Assembler:
         )
         return values.reshape(high - low, *piece.size[1:])
 
-    def open(
-        self,
-        piece: _Piece,  # of this tensor
-    ) -> LazyTensor:
+    def open(self, piece: _Piece) -> LazyTensor:
         "One piece, not read yet."
         if piece not in self.opened:
             path = inside(self.folder, piece.file)

@@ -106,11 +106,21 @@ class RemoteFile:
         "A range of its bytes, and nothing else of the file."
         if end <= begin:
             return b""
-        data = _answer(self.address, lambda store, path: store.cat_file(path, start=begin, end=end))
+        data = _answer(self.address, partial(_range, begin=begin, end=end))
         if len(data) != end - begin:
             why = f"of bytes {begin:,} to {end:,} {len(data):,} came: it is cut, or the store has no ranges"
             raise InputError(f"`{self}` cannot be read in parts; {why}; copy it and open the copy")
         return data
+
+
+def _range(store: Any, path: str, begin: int, end: int) -> bytes:
+    "A range of the bytes of a file, without what a store would read ahead (hf:// 5 MB)."
+    from fsspec import AbstractFileSystem
+
+    # such a store opens the file, with a cache; those that answer asynchronously ask for the range itself
+    is_opened = not store.async_impl and type(store).cat_file is AbstractFileSystem.cat_file
+    cache = {"cache_type": "none"} if is_opened else {}
+    return store.cat_file(path, start=begin, end=end, **cache)
 
 # %% ../../nbs/api/names/09_remote.ipynb #b2d44c42
 def fetched(

@@ -37,7 +37,6 @@ from stabilitylab.read.groups import (
 )
 from .recognise import formats, recognise
 from .tracker_folders import TrackerFolder, tracker_folder_of, tracker_folders
-from .tracker_servers import server_runs, trackio_database
 from ..run.cluster import as_client, map_on
 from ..run.record import RECORD_MARKS, is_run, new_run, open_run
 from ..run.scalars import make_scalars, series_names
@@ -230,6 +229,8 @@ def _read_remote(
     address: str, format: str | None, step: str | None, loss: str | None
 ) -> dict[str, xr.DataTree]:
     "Every run at an address; it stands in the record without password and signature."
+    from stabilitylab.read.tracker_servers import server_runs  # urllib's client: not for files
+
     served = server_runs(address, ReadOptions(format, step, loss))
     if served is not None:
         return {name: _run_of([file], source) for name, (file, source) in served.items()}
@@ -254,6 +255,8 @@ def read_runs(
     if is_remote(path):
         return _read_remote(str(path), format, step, loss)
     if str(path).startswith("trackio:"):
+        from stabilitylab.read.tracker_servers import trackio_database
+
         path = trackio_database(str(path))
     path, options = Path(path), ReadOptions(format, step, loss)
     if not path.exists():

@@ -81,7 +81,10 @@ def make_cluster(
         raise bad_input("client", words, WHERE)
     with dask_config.set({"distributed.nanny.pre-spawn-environ": _WORKER_ENVIRONMENT}):
         return LocalCluster(
-            int(settings or 0) or None, threads_per_worker=1, dashboard_address=":0", silence_logs="ERROR"
+            n_workers=int(settings or 0) or None,
+            threads_per_worker=1,
+            dashboard_address=":0",
+            silence_logs="ERROR",
         )
 
 
@@ -151,14 +154,16 @@ def map_on(
     if client is None:
         yield from (function(item, *more) for item in items)
         return
+    from dask import config as dask_config
     from distributed.scheduler import KilledWorker
 
     groups = _groups(items, _GROUPS * n_workers(client), sizes)
-    submitted = [
-        # not pure: Dask would take equal arguments for one call, and give back what a file held before
-        client.submit(_results, function, group, more, pure=False, retries=_TRIES)
-        for group in groups
-    ]
+    with dask_config.set({"distributed.admin.large-graph-warning-threshold": "1 GB"}):  # runs are sent whole
+        submitted = [
+            # not pure: Dask would take equal arguments for one call, and give back what a file held before
+            client.submit(_results, function, group, more, pure=False, retries=_TRIES)
+            for group in groups
+        ]
     try:
         for group, future in zip(groups, submitted, strict=True):  # noqa: B007 - the group that failed
             for result in future.result():

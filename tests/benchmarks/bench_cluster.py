@@ -1,4 +1,4 @@
-"""A folder of runs diagnosed by one process and by one and two warm workers, and a trial of short arms.
+"""A folder of runs diagnosed by one and by two warm workers, and a trial of short arms.
 
 Goal: two workers at least 1.7 times as fast as one on work of a minute."""
 
@@ -36,19 +36,44 @@ def diagnosed(folder, client=None):
     return dict(zip(runs, map_on(client, diagnose, list(runs.values())), strict=True))
 
 
-def seconds_with(folder, n_workers):
-    """Seconds of the second of two diagnoses of a folder on new workers: the first one imports.
+def seconds_with(client, folder):
+    "Seconds of a diagnosis of a folder: by the clock, of the processor of this process, and of each worker."
+    before, here, begin = client.run(time.process_time), time.process_time(), time.perf_counter()
+    diagnosed(folder, client)
+    clock, here = time.perf_counter() - begin, time.process_time() - here
+    after = client.run(time.process_time)
+    return clock, here, [after[worker] - before[worker] for worker in before]
 
-    By the clock, and of the processor: of this process, and of the busiest worker. On processors that do
-    nothing else the clock shows at least the larger of both, and their sum where nothing overlaps."""
-    with make_cluster(f"local:{n_workers}") as cluster, Client(cluster) as client:
-        list(map_on(client, abs, range(8 * n_workers)))
-        diagnosed(folder / "few", client)
-        before, here, begin = client.run(time.process_time), time.process_time(), time.perf_counter()
-        diagnosed(folder / "many", client)
-        clock, here = time.perf_counter() - begin, time.process_time() - here
-        after = client.run(time.process_time)
-        return clock, here, max(after[worker] - before[worker] for worker in before)
+
+def print_ratios(folder, few, n_rounds):
+    """One and two workers in turn, after a folder from which both import what they need.
+
+    On processors that do nothing else the clock shows the larger of this process and the busiest worker, and
+    their sum where nothing overlaps; on others the division of the work says what two workers are worth."""
+    with (
+        make_cluster("local:1") as single,
+        make_cluster("local:2") as double,
+        Client(single) as one,
+        Client(double) as two,
+    ):
+        for client, n_workers in ((one, 1), (two, 2)):
+            client.wait_for_workers(n_workers)
+            assert len(client.ncores()) == n_workers
+            diagnosed(few, client)
+        for _ in range(n_rounds):
+            (clock_one, here_one, (alone,)), (clock_two, here_two, both) = (
+                seconds_with(client, folder) for client in (one, two)
+            )
+            print(
+                f"clock {clock_one:.1f} and {clock_two:.1f} s: {clock_one / clock_two:.2f} times as fast;",
+                end=" ",
+            )
+            print(f"processor, here {here_one:.1f} and {here_two:.1f} s, one worker {alone:.1f} s,", end=" ")
+            print(
+                f"two {both[0]:.1f} and {both[1]:.1f} s: the busier one {alone / max(both):.2f} times less,",
+                end=" ",
+            )
+            print(f"{sum(both) / max(both):.2f} of their own sum; load {os.getloadavg()[0]:.0f}", flush=True)
 
 
 def trial_seconds():
@@ -64,25 +89,15 @@ def main(argv=()):
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--runs", type=int, default=60)
     arguments.add_argument("--steps", type=int, default=100_000)
+    arguments.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part, n_runs in (("few", 4), ("many", options.runs)):
             (folder / part).mkdir()
             write_runs(folder / part, n_runs, options.steps)
-        begin = time.perf_counter()
-        diagnosed(folder / "many")
-        here = time.perf_counter() - begin
-        (one, here_one, busiest_one), (two, here_two, busiest_two) = (
-            seconds_with(folder, n_workers) for n_workers in (1, 2)
-        )
-    load = os.getloadavg()[0]
-    print(f"{options.runs} runs of {options.steps:,} steps, load {load:.1f}: this process {here:.1f} s,")
-    print(f"one worker {one:.1f} s, two {two:.1f} s: {one / two:.2f} and {here / two:.2f} times as fast")
-    alone, workers = (here_one + busiest_one) / (here_two + busiest_two), busiest_one / busiest_two
-    print(f"processor, one and two workers: here {here_one:.1f} and {here_two:.1f} s, ", end="")
-    print(f"busiest worker {busiest_one:.1f} and {busiest_two:.1f} s: {workers:.2f} times as fast,")
-    print(f"{alone:.2f} with this process if nothing overlaps")
+        print(f"{options.runs} runs of {options.steps:,} steps, one and two workers in turn")
+        print_ratios(folder / "many", folder / "few", options.rounds)
     print(f"four arms, two seeds, 30 steps: {trial_seconds():.1f} s")
 
 

@@ -136,7 +136,8 @@ SUBJECTS: dict[str, tuple[Callable[[Path, float], str], Callable[[Path], str], f
 def child(name: str, folder: Path) -> None:
     "Opens a subject; prints what came, what it cost and the largest resident memory."
     limit = int(0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # what needs more ends here, and no other program
+    # what needs more ends here, and no other program; files that are mapped do not count
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     begin, processor = time.perf_counter(), time.process_time()
     words = SUBJECTS[name][1](folder)
     clock, spent = time.perf_counter() - begin, time.process_time() - processor

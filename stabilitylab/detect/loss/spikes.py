@@ -38,6 +38,14 @@ def _early_noise(value: np.ndarray, lowest: np.ndarray) -> np.ndarray:
     return np.fmax(limit("noise_floor") * np.abs(lowest), few)
 
 
+def _with_early_noise(noise: np.ndarray, value: np.ndarray, lowest: np.ndarray) -> np.ndarray:
+    "The noise of every record, of those without history by `_early_noise`; they stand at the beginning."
+    unknown = np.isnan(noise)
+    early = slice(int(np.flatnonzero(unknown).max(initial=-1)) + 1)
+    noise[early] = np.where(unknown[early], _early_noise(value[early], lowest[early]), noise[early])
+    return noise
+
+
 def out_of_range(
     value: np.ndarray,  # (n,) float64, finite
     sigma: float | None = None,  # how many noise deviations; None: `spike_sigma`
@@ -58,7 +66,7 @@ def out_of_range(
         highest_before = np.r_[value[0], highest[:-1]]
         is_high |= is_early & (value > limit("twofold") * highest_before) & (value > 0)
         level = np.where(np.isnan(level), lowest_before, level)
-        noise = np.where(np.isnan(noise), _early_noise(value, lowest), noise)
+        noise = _with_early_noise(noise, value, lowest)
     return np.flatnonzero(is_high), level, noise
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #98a43368
