@@ -17,6 +17,7 @@ from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow
+from stabilitylab.detect.layers.parameters import find_no_gradient, find_param_grad_explosion
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.phrase import explain
@@ -567,3 +568,54 @@ def setup(path):
     (tmp_path / "own.py").write_text(source.replace(str(there), str(tmp_path / "gone")))
     with pytest.raises(InputError, match="No such file"):  # the folder is gone: paths begin where one is
         load_setup(str(tmp_path / "own.py"), "run")
+
+
+def test_a_bias_that_the_loss_cancels_is_no_part_that_does_not_train():
+    "The last bias of a Wasserstein critic: the run was told to look for a detach or an unused branch."
+    params = ["critic.4.weight", "critic.4.bias", "unused.weight", "unused.bias"]
+
+    def run(norms):
+        data = xr.Dataset(
+            {
+                "grad_norm": (("step", "param"), np.tile(norms, (20, 1)).astype(float)),
+                "nonfinite_count": (("step", "param"), np.zeros((20, 4))),
+            },
+            coords={"step": np.arange(20), "param": params},
+        )
+        tree = run_of(np.linspace(3, 2, 20))
+        tree["gradients"] = xr.DataTree(data)
+        tree.attrs["trainable"] = params
+        return tree
+
+    (finding,) = find_no_gradient(run([1, 0, 1, 1]))
+    assert (finding.severity, finding.modules) == ("info", ("critic.4.bias",))
+    words = explain(finding)
+    assert "1 bias gets no gradient while the weights beside get one" in words
+    assert most_likely(Findings([finding])) is None
+    lost, cancelled = find_no_gradient(run([1, 0, 0, 0]))
+    assert (lost.severity, lost.modules) == ("warning", ("unused.weight", "unused.bias"))
+    assert cancelled.modules == ("critic.4.bias",)
+
+
+def test_rounding_noise_of_a_gradient_does_not_explode():
+    "A bias that softmax cancels: its gradient of 1e-10 beside others of 1 was told to explode."
+    steps = np.arange(30)
+    grown = np.where(steps < 20, 1.0, 50.0)
+    for scale, is_reported in ((1e-9, False), (1e-2, True)):
+        norms = np.stack([np.ones(30), scale * grown], 1)
+        data = xr.Dataset(
+            {"grad_norm": (("step", "param"), norms)},
+            coords={"step": steps, "param": ["w", "b"], "kind": ("param", ["other", "other"])},
+        )
+        tree = run_of(np.linspace(3, 2, 30))
+        tree["gradients"] = xr.DataTree(data)
+        assert bool(find_param_grad_explosion(tree)) is is_reported
+
+
+def test_a_single_high_record_is_not_laid_on_its_batch():
+    "A recurrent network: by the swap test neither batch nor state was bad alone, `bad batches` was told."
+    loss = 2 + 0.01 * np.random.default_rng(0).standard_normal(200)
+    loss[120] = 2.2
+    (spike,) = [f for f in diagnose(run_of(loss)) if f.kind == "loss_spike"]
+    assert "more often from one batch than from an unstable state" in spike.explanation
+    assert "bad batches" not in spike.explanation

@@ -1,11 +1,13 @@
 "What 16 bits take from a step, against slow twins; attention inputs of others' models; the command's errors."
 
 import json
+import runpy
 
 import numpy as np
 import pytest
 import torch
 
+from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
 from stabilitylab.numerics.accumulation.audit import audit_accumulation, sequence_gradients
 from stabilitylab.numerics.accumulation.denominators import compare_denominators, microbatch_window
@@ -15,6 +17,7 @@ from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.rounded_step import step_precision
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
+from stabilitylab.report.step import step_text
 from tests.command import command
 
 
@@ -134,3 +137,93 @@ def test_weights_that_are_bf16_themselves_lose_what_their_update_was_before_roun
             recorder.step(loss)
     told = step_precision(tmp_path / "run", 1)
     assert told.updates.lost["weight"] > 0.9
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from stabilitylab.replay.state import Setup
+
+
+class Attention(nn.Module):
+    def __init__(self, makes_float32=False):
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(8, 8) for _ in range(3))
+        self.makes_float32 = makes_float32
+
+    def forward(self, x):
+        weights = (self.q(x) @ self.k(x).mT / 8**0.5).softmax(-1)
+        noise = torch.zeros(8, 8) if self.makes_float32 else 0 * self.q.weight
+        return self.out(weights @ x @ noise.cos())
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def setup():
+    return Setup(Attention, loss, adam)
+
+
+def setup_of_float32():
+    return Setup(lambda: Attention(makes_float32=True), loss, adam)
+"""
+
+
+def test_float_inputs_and_a_gradient_that_is_zero_but_for_rounding(tmp_path):
+    "Float inputs met 16-bit weights as a fault of this program; eps was to be lowered for the bias of a key."
+    (tmp_path / "program.py").write_text(PROGRAM)
+    names = runpy.run_path(str(tmp_path / "program.py"))
+    torch.manual_seed(0)
+    model = names["Attention"]()
+    optimizer, run = names["adam"](model), tmp_path / "run"
+    with Recorder(model, optimizer, run, snapshot_every=2) as recorder:
+        for _ in range(4):
+            loss = names["loss"](model, recorder.batch(torch.randn(3, 5, 8)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    precision = step_precision(run, 3, f"{tmp_path / 'program.py'}:setup")
+    assert set(precision.casts) == {"as recorded", "with weights in bf16"} and not precision.left_out
+    bias, weight = precision.eps["k.bias"], precision.eps["k.weight"]
+    assert bias.ratio < 10 and bias.regime == "no gradient" and "leave eps" in bias.advice
+    epsilon = step_text(precision.to_dict()).partition("epsilon")[2].partition("\n")[0]
+    assert weight.regime == "no effect" and "k.bias" not in epsilon
+    # where the loss itself makes float32 tensors there is a reason, and the rest of the answer
+    precision = step_precision(run, 3, f"{tmp_path / 'program.py'}:setup_of_float32")
+    assert set(precision.casts) == {"as recorded"} and len(precision.updates)
+    words = step_text(precision.to_dict())
+    assert "with weights in bf16: left out: it cannot run so: " in words and "same dtype" in words
+
+
+def test_attention_of_encoder_layers_is_that_of_training(tmp_path):
+    "PyTorch's own encoder hides the call from a mode, and in evaluation takes a path of its own."
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    inputs = attention_inputs(model, lambda: model(torch.randn(3, 5, 8)))
+    assert [name for name, _, _ in inputs] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert all(q.shape == k.shape == (3, 2, 5, 4) for _, q, k in inputs)
+    attention = model.layers[0].self_attn
+    x = torch.randn(3, 5, 8)
+    ((_, q, k), *_) = attention_inputs(model, lambda: model(x))
+    projected = torch.nn.functional.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    for part, got in zip(projected.chunk(3, -1), (q, k), strict=False):
+        assert torch.allclose(part.view(3, 5, 2, 4).transpose(1, 2), got, atol=1e-6)
+
+
+def test_attention_of_another_model_is_not_counted():
+    "The reference model of a preference loss: its calls stood there under no name."
+    model, reference = (torch.nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+    x = torch.randn(3, 5, 8)
+
+    def loss():
+        large = 1e3 * x
+        return sum(m(v, v, v, need_weights=False)[0].sum() for m, v in ((model, x), (reference, large)))
+
+    inputs = attention_inputs(model, loss)
+    assert len(inputs) == 1 and inputs[0][1].abs().max() < 100

@@ -13,7 +13,7 @@ from stabilitylab.cases.samples import sample
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
 from stabilitylab.names.errors import InputError
-from stabilitylab.report.trial import trial_words
+from stabilitylab.report.trial import trial_text, trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial, TrialResult
@@ -257,3 +257,54 @@ def test_words_of_a_command_line_make_arms():
         from stabilitylab.fixes.registry import apply_all, fix
 
         apply_all(START.build(0), [fix("lower_lr"), fix("raise_lr")])
+
+
+def told_of_finals(by_arm, start_loss=None):
+    "The words of a trial whose arms end at these losses, one a seed; arms and seeds without noise."
+    nulls = {"unchanged": Arm(), "another order": null_arm(20)}
+    arms = [nulls.get(name) or Arm(({"name": name},)) for name in by_arm]
+    curves = [
+        made(arm.name, seed, np.r_[start_loss or 9.0, np.full(20, final)])
+        for arm, finals in zip(arms, by_arm.values(), strict=True)
+        for seed, final in enumerate(finals)
+    ]
+    verdicts = verdicts_of(arms, curves, start_loss)
+    result = TrialResult(Start(function="a:b"), 20, verdicts, curves, True)
+    return trial_words(result), trial_text(result), verdicts
+
+
+def test_an_effect_that_may_exceed_a_hundredth_is_not_called_smaller():
+    "Of a stranger's trial: +1.2 % (+0.3 to +2.1) was told as an effect of less than 1 %."
+    words, _, (_, arm) = told_of_finals({"unchanged": [5.6, 5.75], "lower_lr": [5.664, 5.822]})
+    assert 0 < arm.interval[0] < 0.01 * 5.675 < arm.interval[1] and arm.decided_by == "raised"
+    assert "less than 1 %" not in words.replace("more or less than 1 %", "")
+    assert "lower_lr does not lower the final loss: it is 0.068 higher" in words
+    words, _, (_, arm) = told_of_finals({"unchanged": [5.6, 5.75], "lower_lr": [5.61, 5.7601]})
+    assert arm.decided_by == "small" and "has an effect of less than 1 %" in words
+
+
+def test_seeds_beyond_what_is_counted_are_more_than_a_hundred():
+    "Of a stranger's trial: about 2,000 seeds were needed and `100 more` was told."
+    words, _, (_, arm) = told_of_finals({"unchanged": [0.5, 0.6], "lower_lr": [0.521, 0.5702]})
+    assert arm.more_seeds == 100 and "more than 100 more seeds would probably decide" in words
+    words, _, (_, arm) = told_of_finals({"unchanged": [3.0, 3.5], "lower_lr": [2.0, 3.0]})
+    # with 4 seeds the half width, 3.18 of t times 0.354/√4, is less than 0.75 less 1 % of the loss
+    assert arm.more_seeds == 2 and "; 2 more seeds would probably decide" in words
+
+
+def test_chance_that_is_capped_is_not_called_zero():
+    "Of a stranger's trial: losses above the first one are capped, and `+0: so much is chance` was told."
+    finals = {"unchanged": [4.2, 4.3], "lower_lr": [4.25, 4.35], "another order": [4.22, 4.28]}
+    words, text, verdicts = told_of_finals(finals, start_loss=4.1)
+    assert [arm.capped for arm in verdicts[1:]] == [2, 2] and "so much is chance" not in words
+    assert "capped there, so this trial does not tell what is chance" in words
+    assert text.count("(capped)") == 2 and "+0.000" not in text
+
+
+def test_seeds_that_are_one_run_are_told():
+    "Of a stranger's program with a single batch: its two equal seeds were told as chance of +0."
+    words, _, _ = told_of_finals(
+        {"unchanged": [2.3, 2.3], "lower_lr": [2.4, 2.4], "another order": [2.3, 2.3]}
+    )
+    assert "so that all seeds are one run and the intervals do not tell what is chance" in words
+    assert "so much is chance" not in words and "never acted" not in words

@@ -8,7 +8,9 @@ __all__ = ['Term', 'define', 'glossary']
 # %% ../../nbs/api/names/08_glossary.ipynb #e4d8c277
 import difflib
 import json
+import re
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -24,6 +26,7 @@ class Term:
     unit: str  # '' where it has none
     source: str  # paper, standard or project that the word is taken from; '' for everyday words
     instead_of: tuple[str, ...]  # words that it replaces
+    spelled: tuple[str, ...] = ()  # how sentences write it; () where a sentence needs no explanation
 
     def to_dict(self) -> dict:
         "The term as a dict."
@@ -31,7 +34,10 @@ class Term:
 
 
 _TABLE = json.loads(files("stabilitylab.names").joinpath("glossary.json").read_text(encoding="utf-8"))
-_TERMS = {row["term"]: Term(**row | {"instead_of": tuple(row["instead_of"])}) for row in _TABLE["terms"]}
+_LISTS = ("instead_of", "spelled")  # fields of a row that are lists
+_TERMS = {
+    row["term"]: Term(**row | {key: tuple(row.get(key, ())) for key in _LISTS}) for row in _TABLE["terms"]
+}
 
 # %% ../../nbs/api/names/08_glossary.ipynb #7a085c03
 def define(
@@ -50,6 +56,28 @@ def glossary() -> Any:  # a DataFrame, one row a term, in alphabetical order; co
     import pandas as pd
 
     return pd.DataFrame([entry.to_dict() for entry in _TERMS.values()]).set_index("term")
+
+# %% ../../nbs/api/names/08_glossary.ipynb #4b30f0e2
+@cache
+def _spellings() -> tuple[re.Pattern, dict[str, Term]]:
+    "What matches the terms in a sentence, and the term of each spelling."
+    by_spelling = {form.lower(): entry for entry in _TERMS.values() for form in entry.spelled}
+    # the longest first: an attention logit is no logit
+    forms = "|".join(re.escape(form) for form in sorted(by_spelling, key=len, reverse=True))
+    # no part of a path, an option or the name of a module
+    return re.compile(rf"(?<![\w./-])({forms})s?(?![\w/-]|[.=]\w)", re.IGNORECASE), by_spelling
+
+
+def terms_in(
+    text: str,  # of a finding, a trial or a replay
+) -> list[tuple[int, int, Term]]:  # begin and end in the text, and the term; each term once
+    "Where the terms of a sentence stand first."
+    pattern, by_spelling = _spellings()
+    first: dict[str, tuple[int, int, Term]] = {}
+    for match in pattern.finditer(text):
+        entry = by_spelling[match[1].lower()]
+        first.setdefault(entry.term, (match.start(), match.end(), entry))
+    return list(first.values())
 
 # %% ../../nbs/api/names/08_glossary.ipynb #6ac36d43
 BANNED_IDENTIFIERS: dict[str, str] = _TABLE["identifiers"]  # name that says nothing -> what to say instead

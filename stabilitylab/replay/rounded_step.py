@@ -6,21 +6,24 @@
 __all__ = ['StepPrecision', 'step_precision']
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #eb8f7395
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from ..names.errors import InputError, bad_input
+from ..names.words import say
+from ..numerics.pytree import map_tensors
 from ..numerics.rounding.attention_range import attention_inputs, scale_overflows
 from ..numerics.rounding.loss_cast import LossCast, find_loss_cast
 from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
+from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .find_setup import setup_of
 from .snapshot import load_batch, load_snapshot
-from .state import Snapshot
-from .step import Replayed, replay
+from .state import Batch, Snapshot
+from .step import Replayed, norm_of, replay
 from ..run.job import report_progress
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
@@ -39,6 +42,7 @@ class StepPrecision:
     eps: dict[str, EpsRegime]  # param -> what epsilon does to it; {} for an optimizer without one
     # a row a module, columns as `scale_overflows`; None where no scaled_dot_product_attention was called
     attention: pd.DataFrame | None
+    left_out: dict[str, str] = field(default_factory=dict)  # key of `casts` that is not there -> why
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The answers as plain data, tables as lists of rows."
@@ -50,6 +54,7 @@ class StepPrecision:
             "updates": _rows(self.updates),
             "eps": [{"param": name, **regime._asdict()} for name, regime in self.eps.items()],
             "attention": _rows(self.attention),
+            "left_out": self.left_out,
         }
 
 
@@ -58,16 +63,26 @@ def _rows(table: pd.DataFrame | None) -> list[dict] | None:
     return None if table is None else table.reset_index().to_dict("records")
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
+def _in_format(part: object, dtype: torch.dtype) -> object:
+    "A micro-batch whose floating values have the type of the weights."
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, part)
+
+
 def _casts(
     snapshot: Snapshot,  # the state before the step
     model: torch.nn.Module,  # built from it, as the run was
     part: object,  # one micro-batch
     fmt: str,  # 'bf16' or 'fp16'
-) -> dict[str, LossCast]:  # words -> cast
+) -> tuple[dict[str, LossCast], dict[str, str]]:  # words -> cast, and words -> why there is none
     "Where the loss is rounded as the run was, and with weights in 16 bits."
-    narrow = snapshot.build(dtype=_DTYPES[fmt])[0]
-    models = {"as recorded": model, f"with weights in {fmt}": narrow}
-    return {words: find_loss_cast(m.eval(), part, snapshot.setup.loss) for words, m in models.items()}
+    casts = {"as recorded": find_loss_cast(model.eval(), part, snapshot.setup.loss)}
+    dtype, words = _DTYPES[fmt], f"with weights in {fmt}"
+    narrow = snapshot.build(dtype=dtype)[0].eval()
+    try:
+        casts[words] = find_loss_cast(narrow, _in_format(part, dtype), snapshot.setup.loss)
+    except RuntimeError as error:  # a loss that makes float32 tensors itself, a kernel without the format
+        return casts, {words: f"it cannot run so: {str(error).splitlines()[0][:200]}"}
+    return casts, {}
 
 
 def _exact_update(
@@ -95,6 +110,53 @@ def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float
     groups = [group for group in every if group.get("eps") is not None]
     return {id(param): group["eps"] for group in groups for param in group["params"]}
 
+
+def _without_gradient(
+    snapshot: Snapshot,  # the state before the step
+    batch: Batch,  # of the step
+    gradients: dict[str, torch.Tensor],  # of all parameters
+    names: list[str],  # of those to judge
+) -> list[str]:  # names of parameters
+    "Parameters whose gradient is rounding noise around zero: in float64 it is less than a tenth as large."
+    precise = replace(batch, parts=[_in_format(part, torch.float64) for part in batch.parts])
+    try:
+        exact = replay(snapshot, precise, record=False, dtype=torch.float64).gradients
+    except RuntimeError:  # a loss that makes float32 tensors itself: noise is what is lost beside the whole
+        noise = torch.finfo(torch.float32).eps * norm_of(gradients.values())
+        return [name for name in names if norm_of([gradients[name]]) <= noise]
+    return [name for name in names if norm_of([exact[name]]) <= norm_of([gradients[name]]) / 10]
+
+
+def _regimes(
+    snapshot: Snapshot,  # the state before the step
+    batch: Batch,  # of the step
+    gradients: dict[str, torch.Tensor],  # of its parameters
+    eps: dict[str, float],  # of those that have one
+) -> dict[str, EpsRegime]:  # parameter -> what epsilon does to it
+    "What epsilon does to each gradient that is one."
+    regimes = {name: adam_eps(gradients[name], eps[name]) for name in eps}
+    small = [name for name, row in regimes.items() if row.regime == "dominates"]
+    for name in _without_gradient(snapshot, batch, gradients, small) if small else ():
+        regimes[name] = regimes[name]._replace(regime="no gradient", advice=say("epsilon no gradient"))
+    return regimes
+
+
+def _attention(
+    snapshot: Snapshot,  # the state before the step
+    batch: Batch,  # of the step
+) -> pd.DataFrame | None:  # a row a module; None where no attention is called
+    "Whether the products of queries and keys fit fp16, in the step as it was trained."
+    # in training mode: in evaluation PyTorch's encoder layers take a path of their own
+    model, outside = snapshot.build()[0], rng_state()
+    if batch.rng:
+        set_rng_state(batch.rng[0])
+    try:
+        return scale_overflows(attention_inputs(model, lambda: snapshot.setup.loss(model, batch.parts[0])))
+    except InputError:  # a model that calls no attention
+        return None
+    finally:
+        set_rng_state(outside)
+
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #9849222d
 def step_precision(
     run: str | Path,  # folder of a record with a black box
@@ -117,14 +179,8 @@ def step_precision(
     if optimizer is not None:
         updates = lost_updates(*_exact_update(snapshot, after, params), fmt)
     eps = _epsilons(optimizer)
-    regimes = {
-        name: adam_eps(after.gradients[name], eps[id(param)])
-        for name, param in params.items()
-        if id(param) in eps
-    }
-    casts = _casts(snapshot, model, part, fmt)
-    try:
-        attention = scale_overflows(attention_inputs(model, lambda: setup.loss(model, part)))
-    except InputError:  # a model that calls no attention
-        attention = None
-    return StepPrecision(str(run), step, fmt, casts, updates, regimes, attention)
+    own_eps = {name: eps[id(param)] for name, param in params.items() if id(param) in eps}
+    regimes = _regimes(snapshot, batch, after.gradients, own_eps)
+    casts, left_out = _casts(snapshot, model, part, fmt)
+    attention = _attention(snapshot, batch)
+    return StepPrecision(str(run), step, fmt, casts, updates, regimes, attention, left_out)

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from ..knowledge.sources import source_url
 from ..names.errors import bad_input
+from ..names.glossary import terms_in
 from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text
 from .words import clean, number, spaced
 
@@ -45,6 +46,17 @@ def _markdown(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
 
 
+def _explained(text: object) -> Markup:
+    "Text as HTML in which a term of the glossary has its definition under the pointer."
+    line, html, end = str(text), Markup(), 0
+    for begin, after, entry in terms_in(line):
+        html += line[end:begin] + Markup('<abbr title="{}">{}</abbr>').format(
+            entry.definition, line[begin:after]
+        )
+        end = after
+    return html + line[end:]
+
+
 @cache
 def _environment() -> Environment:
     "Markup is escaped; a value that a template misses is an error, not an empty place."
@@ -58,6 +70,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {"clean": clean, "number": number, "spaced": spaced, "commas": "{:,}".format}
     environment.filters |= {
+        "explained": _explained,
         "md": _markdown,
         "steps": steps_text,
         "evidence": evidence_items,

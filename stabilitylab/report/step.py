@@ -63,11 +63,16 @@ def _ratio(row: Mapping) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
+def _smallest_first(row: Mapping) -> tuple[bool, float]:
+    "A key to sort parameters by: the smallest ratio first, those without a gradient last."
+    return row["regime"] == "no gradient", _ratio(row)
+
+
 def step_text(
     result: Mapping,  # the JSON of `stabilitylab precision`
 ) -> str:  # lines
     "What rounding to 16 bits costs a step, for a terminal."
-    smallest = min(result["eps"], key=_ratio, default=None)
+    smallest = min(result["eps"], key=_smallest_first, default=None)
     return render("step", most_lost=_most_lost(result, 5), smallest_ratio=smallest, **result)
 
 # %% ../../nbs/api/report/07_step.ipynb #67651aa5
@@ -106,11 +111,17 @@ def step_html(
         title = f"Updates that {result['format']} weights lose"
         tables.append(_filled_table(_most_lost(result, limit), _UPDATES, title))
     if result["eps"]:
-        rows = sorted(result["eps"], key=_ratio)[: limit // 2]
+        rows = sorted(result["eps"], key=_smallest_first)[: limit // 2]
         tables.append(_filled_table(rows, _EPS, "Adam's epsilon"))
     if result["attention"]:
         tables.append(_filled_table(result["attention"][:limit], _ATTENTION, "Scaling inside QKᵀ"))
-    return render("view_step", casts=result["casts"], tables=tables, no_attention=result["attention"] is None)
+    return render(
+        "view_step",
+        casts=result["casts"],
+        left_out=result["left_out"],
+        tables=tables,
+        no_attention=result["attention"] is None,
+    )
 
 # %% ../../nbs/api/report/07_step.ipynb #278849e0
 def lattice_html(

@@ -20,7 +20,7 @@ from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
 from ..trial.suggest import Suggestion
 from ..trial.trial import TrialResult
-from ..trial.verdict import ArmVerdict
+from ..trial.verdict import MOST_SEEDS, ArmVerdict
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _INTERVAL = "({low} to {high})"
@@ -33,7 +33,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
         "can't tell yet",
         "",
     ): "{name}: can't tell yet (so far {effect}, {low} to {high}; a gain of {detectable} would show"
-    " in four of five such trials); {more} more seeds would probably decide",
+    " in four of five such trials); {more} would probably decide",
     # where failures decided, whatever the final losses of failed runs are
     ("helps", "failures"): "{name} helps: it prevents the failure on {rescued} of {n} seeds"
     " (p <= 1/{odds} if the fix did nothing{corrected}); the final loss changes by {effect} {interval}",
@@ -53,12 +53,21 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " lower {interval} over {n} seeds",
     ("can't tell yet", "small"): "{name} has an effect of less than 1 %: the final loss changes by {effect}"
     " {interval} over {n} seeds",
+    (
+        "can't tell yet",
+        "raised",
+    ): "{name} does not lower the final loss: it is {loss} higher {interval} over {n}"
+    " seeds, which may be more or less than 1 %",
     ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
     " the initial loss and are capped there",
     "null": "{name} of the same batches, nothing else changed: the final loss changes by {effect} on"
     " average ({seeds}): so much is chance",
+    "null idle": "{name} of the same batches: every loss is that of the run unchanged, so that all seeds are"
+    " one run and the intervals do not tell what is chance",
+    "null capped": "{name} of the same batches, nothing else changed: on all {n} seeds both final losses are"
+    " above the initial loss and are capped there, so this trial does not tell what is chance",
     "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
-    "one seed": "{name}: can't tell from one seed ({effect}); {more} more would probably decide",
+    "one seed": "{name}: can't tell from one seed ({effect}); {more} would probably decide",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss, are capped there and cannot be compared",
     "idle": "; it never acted: every loss is that of the run unchanged",
@@ -68,17 +77,38 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
 }
 
 
+def _is_capped(arm: ArmVerdict) -> bool:
+    "Whether no seed of it can be compared, as both final losses are above the initial one."
+    return bool(arm.seeds) and arm.capped == len(arm.seeds)
+
+
+def _null_key(arm: ArmVerdict) -> str:
+    "The key of the sentence on the run in another order."
+    if not arm.acted:
+        return "null idle"
+    return "null capped" if _is_capped(arm) else "null"
+
+
 def _template(arm: ArmVerdict) -> str:
     "The sentence that fits a verdict."
     if arm.fix == ANOTHER_ORDER:
-        return _SENTENCES["null"]
+        return _SENTENCES[_null_key(arm)]
     if not math.isfinite(arm.interval[0]):
         return _SENTENCES["one seed"]
-    if arm.decided_by == "failures" and arm.capped == len(arm.seeds):
+    if arm.decided_by == "failures" and _is_capped(arm):
         return _SENTENCES["all capped"]
     return _SENTENCES[arm.verdict, arm.decided_by]
 
 # %% ../../nbs/api/report/11_trial.ipynb #a9845272
+def _seeds_needed(
+    more: int,  # further seeds; `MOST_SEEDS` stands for any larger number, too
+) -> str:
+    "A number of further seeds in words."
+    return (
+        f"more than {more} more seeds" if more >= MOST_SEEDS else format_count(more, "more seed|more seeds")
+    )
+
+
 def _arm_sentence(
     arm: ArmVerdict,  # one arm
     base: ArmVerdict,  # the run unchanged
@@ -98,7 +128,7 @@ def _arm_sentence(
         interval=_INTERVAL.format(low=low, high=high),
         n=n,
         seeds=format_count(n, "seed|seeds"),
-        more=arm.more_seeds,
+        more=_seeds_needed(arm.more_seeds),
         rescued=arm.rescued,
         broken=arm.broken,
         odds=math.floor(1 / arm.chance + 1e-6),
@@ -106,7 +136,8 @@ def _arm_sentence(
         detectable=number(arm.detectable),
         share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
-    sentence += "" if arm.acted else _SENTENCES["idle"]
+    is_idle = not arm.acted and arm.fix != ANOTHER_ORDER
+    sentence += _SENTENCES["idle"] if is_idle else ""
     if arm.diverged or base.diverged:
         sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
     if arm.postponed:
@@ -141,7 +172,12 @@ def trial_words(
 _HEADS = ("arm", "verdict", "final loss", "effect [95 %]", "diverged", "step time")
 
 
-_DECIDED = {"lessened": "lessens", "small": "below 1 %", "capped": "cannot be compared"}
+_DECIDED = {
+    "lessened": "lessens",
+    "small": "below 1 %",
+    "raised": "higher loss",
+    "capped": "cannot be compared",
+}
 
 
 def _cells(arm: ArmVerdict) -> tuple[str, ...]:
@@ -150,7 +186,11 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     time = arm.side_effects.get("step_time_ratio", float("nan"))
     low, high = arm.interval
     interval = f"[{low:+.3f}, {high:+.3f}]" if math.isfinite(high - low) else "(one seed)"
-    effect = "" if arm.verdict == "unchanged" else f"{arm.effect:+.3f} {interval}"
+    effect = f"{arm.effect:+.3f} {interval}"
+    if arm.verdict == "unchanged":
+        effect = ""
+    elif _is_capped(arm):
+        effect = "(capped)"
     return (
         arm.fix,
         "chance" if arm.fix == ANOTHER_ORDER else _DECIDED.get(arm.decided_by, arm.verdict),

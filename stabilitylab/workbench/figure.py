@@ -34,7 +34,7 @@ class PictureWidget(anywidget.AnyWidget):
         sync=True
     )
     marks = traitlets.List(
-        traitlets.Dict(), help="flags above the first panel: x in data, index of the finding"
+        traitlets.Dict(), help="flags above the first panel: x, index of the finding, findings that share it"
     ).tag(sync=True)
     alt = traitlets.Unicode("", help="what the picture shows, for people who cannot see it").tag(sync=True)
     # x and y in data, finding: index of the flag that was clicked, or -1

@@ -185,11 +185,22 @@ function render({ model, el }) {
       const dot = make('i', '', dots);
       dot.style.left = x * 100 + '%'; dot.style.top = y * 100 + '%'; dot.style.background = colour;
     }
+    open(fx);
+  };
+  // the findings of the flag under the pointer, those that share it and have no room on it among them
+  const name = (index, fx) => {
+    const mark = (model.get('marks') || []).find(m => m.index === index);
+    readout.replaceChildren();
+    for (const words of mark.findings || []) make('div', '', readout).textContent = words;
+    dots.replaceChildren();
+    open(fx);
+  };
+  const open = (fx) => {
     readout.style.display = 'block';
     const right = fx > 0.6;
     readout.style.left = right ? 'auto' : 'calc(' + fx * 100 + '% + 12px)';
     readout.style.right = right ? 'calc(' + (1 - fx) * 100 + '% + 12px)' : 'auto';
-    readout.style.top = Math.max(0, first.top) * 100 + 2 + '%';
+    readout.style.top = Math.max(0, panels[0].top) * 100 + 2 + '%';
   };
   // a drag on the first panel that goes up or down rather than along the steps
   const isUpright = (from, to) => {
@@ -207,8 +218,9 @@ function render({ model, el }) {
   box.addEventListener('pointermove', e => {
     const [fx, fy] = place(e);
     hair.style.display = 'block'; hair.style.left = fx * 100 + '%';
-    box.style.cursor = flagAt(fx, fy) >= 0 ? 'pointer' : '';
-    if (!start) return read(fx, fy);
+    const flag = flagAt(fx, fy);
+    box.style.cursor = flag >= 0 ? 'pointer' : '';
+    if (!start) return flag >= 0 ? name(flag, fx) : read(fx, fy);
     hide();
     const upright = isUpright(start, [fx, fy]), along = upright ? fy - start[1] : fx - start[0];
     band.style.display = !pan && Math.abs(along) > 0.005 ? 'block' : 'none';

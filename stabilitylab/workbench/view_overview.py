@@ -13,11 +13,11 @@ import ipywidgets as widgets
 import numpy as np
 import traitlets
 
-from ..detect.findings import Finding
+from ..detect.findings import Finding, Findings
 from ..detect.likely_cause import MostLikely, most_likely
 from ..fixes.registry import fix, fixes
 from ..names.findings import FINDING_KINDS
-from ..plot.findings import panels_of
+from ..plot.findings import flags_of, panels_of
 from ..plot.look import x_axes
 from ..plot.picture import in_range
 from ..plot.svg import page_svg
@@ -143,6 +143,19 @@ def _first_in_a_module(state: WorkbenchState) -> int:
     return min(named, default=(False, 0, -1))[2]
 
 # %% ../../nbs/api/workbench/03_view_overview.ipynb #0282cb81
+def _marks(
+    findings: Findings,  # of the run
+    panels: list[dict],  # the first of the picture; [] before there is one
+) -> list[dict]:  # x, a step; index of the finding; findings that share its flag, in words
+    "The findings whose flags stand above the picture."
+    marks = []
+    for numbers in flags_of(findings, panels[0]["x0"], panels[0]["x1"]) if panels else []:
+        sharing = {number: findings[number - 1] for number in numbers}
+        words = [f"{number} {spaced(f.kind)}, {steps_text(f)}" for number, f in sharing.items()]
+        marks += [{"x": f.onset, "index": number - 1, "findings": words} for number, f in sharing.items()]
+    return marks
+
+
 _MOST_ROWS = 50_000  # of a table that a page hands over
 
 
@@ -378,11 +391,10 @@ class Overview(_OverviewWidgets):
         "Draws the picture."
         state, picture = self.shared, self.picture
         self.files.value = ""
-        flags = enumerate(state.findings)
-        picture.marks = [{"x": f.onset, "index": index} for index, f in flags if f.onset is not None]
         picture.legend, picture.hidden = _legend(state), list(state.hidden)
         self.is_new("module", self._module())
         picture.show(*scene_shown(state))
+        picture.marks = _marks(state.findings, picture.panels[:1])
         self.call.call = _overview_call(state) if state.series else ""
 
     def _module(self) -> str:

@@ -39,9 +39,9 @@ def main():
                 ("absmax", plain),
                 ("scan", lambda p: scan_checkpoint(p, progress=False)),
             ):
-                begin = time.perf_counter()
+                begin = time.process_time()
                 f(path)
-                times.setdefault(name, []).append(time.perf_counter() - begin)
+                times.setdefault(name, []).append(time.process_time() - begin)
         speed = {k: size / statistics.median(v) for k, v in times.items()}
         print(
             f"{size:.2f} GB float32, one thread, medians of 5: "

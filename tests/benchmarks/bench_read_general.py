@@ -118,9 +118,9 @@ def main():
             size, times, found = path.stat().st_size / 1e6, {plain: [], ours: []}, {}
             for _ in range(3):
                 for reader, taken in times.items():
-                    begin = time.perf_counter()
+                    begin = time.process_time()
                     found[reader] = reader(path)
-                    taken.append(time.perf_counter() - begin)
+                    taken.append(time.process_time() - begin)
             speed = {reader: size / statistics.median(taken) for reader, taken in times.items()}
             row = f"{name:10} {size:5.0f} {found[plain]:9} {found[ours]:8}"
             print(f"{row} {speed[plain]:10.0f} {speed[ours]:10.1f}", flush=True)

@@ -35,7 +35,9 @@ def find_param_grad_explosion(
         or gradients.sizes["step"] < count_limit("least_records")
     ):
         return []
-    at, ratio = first_crossings(gradients.grad_norm.values)
+    # below it a gradient is the rounding noise of the others, as that of a key's bias
+    rounding = float(np.finfo(np.float32).eps)
+    at, ratio = first_crossings(gradients.grad_norm.values, beyond=rounding)
     order = crossing_order(at, ratio)
     if not len(order):
         return []
@@ -114,7 +116,7 @@ def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #fe94f850
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # at most two: biases of which the loss does not depend are a note
     "Trainable parameters that got no gradient in the whole run."
     gradients, trainable = group_of(run, "gradients"), run.attrs.get("trainable")
     if gradients is None or not trainable or not gradients.sizes["step"]:
@@ -126,10 +128,20 @@ def find_no_gradient(
     has_nonfinite = (nonfinite.fillna(0) != 0).any("step").values
     is_trainable = np.isin(gradients.param.values.astype(str), [str(name) for name in trainable])
     dead = gradients.param.values[is_trainable & ~has_gradient & ~has_nonfinite].astype(str).tolist()
-    if not dead:
-        return []
-    onset, evidence = gradients.step.values[0], {"n": len(dead)}
-    return [Finding("no_gradient", "warning", onset, modules=tuple(dead), evidence=evidence)]
+    trains = set(gradients.param.values[has_gradient].astype(str).tolist())
+    cancels = [name for name in dead if _weight_beside(name) in trains]
+    lost = [name for name in dead if name not in cancels]
+    onset, findings = gradients.step.values[0], []
+    for names, severity, count in ((lost, "warning", "n"), (cancels, "info", "cancels")):
+        evidence = {count: len(names)}
+        findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
+    return [finding for finding in findings if finding.modules]
+
+
+def _weight_beside(name: str) -> str:
+    "The weight of the module of a bias; '' for another parameter."
+    module, _, last = name.rpartition(".")
+    return f"{module}.weight".lstrip(".") if last == "bias" else ""
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #c12c0669
 def _has_odd_side(shape: list[int]) -> bool:

@@ -7,11 +7,13 @@ __all__ = ['ScaleOverflow', 'attention_scale_overflow', 'attention_inputs', 'sca
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #5ac125c8
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as _F
 from torch.overrides import TorchFunctionMode
 
 from ...names.errors import bad_input
@@ -57,6 +59,9 @@ def attention_scale_overflow(
     )
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #407efee0
+_attend = _F.scaled_dot_product_attention
+
+
 class _Calls(TorchFunctionMode):
     "Keeps query and key of every attention call and the module it was made in."
 
@@ -87,11 +92,20 @@ class _Calls(TorchFunctionMode):
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            query = args[0] if args else kwargs["query"]
-            key = args[1] if len(args) > 1 else kwargs["key"]
-            self.calls.append((self.inside[-1] if self.inside else "", query.detach(), key.detach()))
+        if func is _F.multi_head_attention_forward:
+            # PyTorch hands a mode the whole function and hides what it calls inside
+            with patch.object(_F, "scaled_dot_product_attention", self._keep):
+                return func(*args, **kwargs)
+        if func is _F.scaled_dot_product_attention:
+            return self._keep(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _keep(
+        self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:  # as `scaled_dot_product_attention`
+        "One call, its query and key kept."
+        self.calls.append((self.inside[-1] if self.inside else "", query.detach(), key.detach()))
+        return _attend(query, key, *args, **kwargs)
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #d5d236e6
 def attention_inputs(

@@ -70,8 +70,9 @@ def own_loss(
     ]
     if len(losses) == 1:
         return losses[0]
+    number = "no value" if not losses else f"{len(losses)} values"
     raise InputError(
-        f"the model returns a {type(out).__name__} with {len(losses)} numbers that may be its loss;"
+        f"the model returns a {type(out).__name__} with {number} that may be its loss;"
         " allowed: one; write in `loss` of the setup what the training loop does, such as"
         " F.cross_entropy(model(batch['x']), batch['y'])"
     )
