@@ -156,7 +156,7 @@ def test_more_series_raise_the_limit():
         WarningDetector({"module": [], "param": [str(i) for i in range(100_000)]}),
     )
     noise = np.exp(0.1 * np.random.default_rng(0).normal(size=(40, 1)))
-    noise[30:] *= 26
+    noise[30:] *= 56
     for detector, width, is_told in ((few, 1, True), (many, 100_000, False)):
         told = []
         for step in range(31):
@@ -187,3 +187,43 @@ def test_attention_logits_of_each_head_are_watched(tmp_path):
             _wait(rec)
         watched = rec.watch.detector.tests["attention/attn_logit_max"]
     assert watched.sum.size == 4 and watched.count.min() >= 10 and told[0].step == 10
+
+
+def _told_of_losses(losses):
+    detector = WarningDetector({"module": [], "param": []})
+    rows = (
+        StepRow(i, 0.0, {}, {"loss": v, "update_norm": 1.0}, {}, None, None) for i, v in enumerate(losses)
+    )
+    return [(w.step, w.statistic) for w in map(detector.see, rows) if w]
+
+
+def test_a_jump_of_a_loss_whose_logarithm_is_noisy_is_told_in_its_step():
+    "A loss that varies by half from step to step: a value of eight spreads is far outside of all."
+    losses = 0.05 * np.exp(0.45 * np.random.default_rng(0).normal(size=80))
+    assert _told_of_losses(losses) == []
+    losses[60] = losses[:60].mean() + 8 * losses[:60].std()
+    assert _told_of_losses(losses)[0] == (60, "loss")
+
+
+def test_a_loss_without_noise_is_no_jump_until_it_moves_by_more_than_a_rounding():
+    losses = np.full(80, 2.0)
+    losses[60] += 0.01
+    assert _told_of_losses(losses) == []
+    losses[60] += 0.2
+    assert _told_of_losses(losses) == [(60, "loss")]
+    assert _told_of_losses(np.r_[np.zeros(40), 1e-3]) == [(40, "loss")]
+
+
+def test_within_an_event_only_what_is_much_stronger_is_told_again():
+    "An update that rose at step 40 is one event with a loss that follows; one of the tenfold is news."
+    noise = np.exp(0.05 * np.random.default_rng(0).normal(size=60))
+    steps = {}
+    for factor in (1.0, 30.0):
+        detector, steps[factor] = WarningDetector({"module": [], "param": ["a"]}), []
+        for i, value in enumerate(noise):
+            update, loss = value * (8 if i >= 40 else 1), 2 * value * (factor if i == 45 else 1)
+            row = StepRow(i, 0.0, {}, {"loss": loss, "update_norm": update}, {}, None, None)
+            warning = detector.see(row)
+            steps[factor] += [(i, warning.statistic)] if warning else []
+    assert steps[1.0] == [(40, "update norm")]
+    assert steps[30.0] == [(40, "update norm"), (45, "loss")]

@@ -10,10 +10,13 @@ from torch.nn import functional as F
 
 from stabilitylab.cases.lm_high_lr import CONFIG, replay_setup
 from stabilitylab.cases.samples import sample
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.blackbox import pack_batches
 from stabilitylab.read.runs import read_runs
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
+from stabilitylab.report.content import replay_command
 from stabilitylab.run.record import open_run, pack_run, unpack_run
 
 
@@ -140,3 +143,9 @@ def test_steps_of_the_sample_replay_to_the_bits_of_a_twin(step):
     assert all(torch.equal(p.grad, weights[name].grad) for name, p in model.named_parameters())
     recorded = open_run(sample())["scalars"].to_dataset().loss.sel(step=step)
     assert again.item() == pytest.approx(float(recorded), rel=1e-5)
+
+
+def test_a_replay_without_a_step_looks_at_the_step_of_the_command_that_diagnose_names():
+    path = sample("lm_high_lr")
+    run = open_run(path)
+    assert f"--step {suspect_step(path)}" in replay_command(run, diagnose(run), str(path))

@@ -86,3 +86,19 @@ def write() -> None:
 
 if __name__ == "__main__":
     write()
+
+
+def test_a_weight_that_nothing_updated_and_a_rate_beyond_adam_need_no_finding_of_the_loss():
+    "A flipped bit may change no loss, and a rate of 0.4 may still learn: the record itself shows both."
+    from stabilitylab.detect.causes import ranked_causes
+
+    def alone(**facts):
+        return [c.id for c in ranked_causes({k: (v, 100) for k, v in facts.items()}) if c.is_alone]
+
+    assert alone(weight_moved=850.0, weight_moved_steps=1.0) == ["bit_flip"]
+    assert alone(weight_moved=0.5, weight_moved_steps=1.0) == []  # as of a reset of a layer
+    assert alone(weight_moved=850.0, weight_moved_steps=20.0) == []  # a writer that belongs to the loop
+    high = {"rate": 0.4, "early_update": 0.43, "rate_excess": 20.0}
+    assert alone(**high) == ["rate_too_high"]
+    assert alone(**high | {"early_update": 0.02}) == []  # as of an embedding that learns fast
+    assert alone(**high | {"rate": 0.003}) == []  # as of matrices that began at zero

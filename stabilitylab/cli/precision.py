@@ -23,9 +23,7 @@ def add_precision(
         "exit code: 0 told; 2 it cannot be replayed",
     )
     p.add_argument("run", metavar="RUN", help="folder of a record with a black box")
-    p.add_argument(
-        "--step", type=int, metavar="N", help="optimizer step (default: that of the worst finding)"
-    )
+    p.add_argument("--step", type=int, metavar="N", help="optimizer step (default: that of the likely cause)")
     p.add_argument(
         "--setup",
         metavar="FILE.py:FUNCTION",

@@ -28,7 +28,7 @@ def add_replay(
     )
     parser.add_argument("run", metavar="RUN", help="folder of a record with a black box")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="optimizer step (default: that of the worst finding)"
+        "--step", type=int, metavar="N", help="optimizer step (default: that of the likely cause)"
     )
     parser.add_argument(
         "--setup",

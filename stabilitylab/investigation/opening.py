@@ -12,6 +12,7 @@ from typing import Any
 from ..detect.diagnose import diagnose
 from ..names.errors import bad_input
 from ..read.runs import read_runs
+from ..report.content import step_to_replay
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/investigation/00_opening.ipynb #bfc94b23
@@ -30,7 +31,7 @@ def open_recordings(
 def suspect_step(
     path: str | Path,  # folder of a record with a black box
 ) -> int:  # a step of `replayable_steps`
-    "The onset of the gravest finding that can be replayed; where there is none, the last step that can."
+    "The step that `diagnose` points to, or the nearest that can be replayed; the last where it names none."
     recording = opened(path)
     steps = recording.box().steps
     if not steps:
@@ -38,5 +39,5 @@ def suspect_step(
     if not recording.run.attrs.get("optimizer", True):  # a replay takes no step from a snapshot
         snapshot_steps = {row["step"] for row in recording.box().snapshots}
         steps = [step for step in steps if step in snapshot_steps] or steps
-    onsets = [finding.onset for finding in diagnose(recording) if finding.severity == "error"]
-    return next((onset for onset in onsets if onset in steps), steps[-1])
+    wanted = step_to_replay(diagnose(recording))
+    return steps[-1] if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))

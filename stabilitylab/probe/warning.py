@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/api/probe/22_warning.ipynb #8c5dcff2
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,11 @@ from stabilitylab.probe.rows import StepRow
 # Our convention, chosen on the healthy runs of one half of the zoo: see tests/benchmarks/RESULTS.md
 _GAIN, _SLOPE_GAIN, _SCALE_GAIN = 0.2, 0.05, 0.1  # share of an error that level, slope and variance take
 _ALLOWANCE = 1.0  # Page's reference value k, in standard deviations
-_LIMIT = 25.0  # of the sum of one series among `_SERIES`: one alarm in 1,000 early steps there
-_LOSS_LIMIT = 6.0  # of the loss, a single series that is to be told at once
+_LIMIT = 30.0  # of the sum of one series among `_SERIES`: the largest there was 25
+_SINGLES = ("loss", "update_norm")  # a series of the whole model each, told at once
+_SINGLE_LIMIT = 5.6  # of their sums: twice the largest there
+_JUMP, _WINDOW, _LEAST = 5.7, 50, 30  # standard deviations of a loss: twice the most there; values before it
+_LEAST_SD = 0.01  # of the loss, as a share of it
 _SERIES = 100  # series of a typical run of the zoo; more of them raise the limit
 _FLOOR, _FIRST_SD = (
     0.1,
@@ -93,6 +97,7 @@ _IDLE_SHARES = {  # the median over parameters, the last one that was taken
     "sampled_updates/lost_frac": "updates that rounding to bf16 swallows",
 }
 _SILENT = 20  # steps without a sum above its limit after which a warning is a new one
+_STRONGER = 2.0  # times the largest score of an event: such a warning is told although it begins no event
 
 
 @dataclass(frozen=True)
@@ -129,19 +134,23 @@ class WarningDetector:
         self.idle, self.idle_since = 0.0, -1
         self.bits: dict[str, float] = {}  # the last shares that tell an idle step
         self.above: int | None = None  # last step with a sum above its limit
+        self.largest = 0.0  # score since the event began
         self.scalars: list[str] = []
+        self.losses: deque[float] = deque(maxlen=_WINDOW)
 
     def see(
         self,
         row: StepRow,  # a step as the writer has it
     ) -> EarlyWarning | None:  # None where all is usual, or the event has been told
-        "What this step adds; a warning where an event begins."
-        warnings = [*self._series(row), *self._update_size(row), *self._idle(row)]
+        "What this step adds; a warning where an event begins or grows much stronger."
+        warnings = [*self._series(row), *self._loss_jump(row), *self._update_size(row), *self._idle(row)]
         best = max(warnings, key=lambda w: w.score, default=None)
-        is_new = best is not None and (self.above is None or row.step - self.above > _SILENT)
-        if best is not None:
-            self.above = row.step
-        return best if is_new else None
+        if best is None:
+            return None
+        is_event = self.above is None or row.step - self.above > _SILENT
+        is_stronger = not is_event and best.score > _STRONGER * self.largest
+        self.above, self.largest = row.step, max(best.score, 0.0 if is_event else self.largest)
+        return best if is_event or is_stronger else None
 
     def _columns(self, row: StepRow) -> dict[str, tuple[np.ndarray, list[str]]]:
         "What is watched of a step: the values, and whose they are."
@@ -178,7 +187,7 @@ class WarningDetector:
             sums = test.update(values, row.step)
             limits = np.full(sums.size, _limit(n_series))
             if key == "scalars":
-                limits[[name == "loss" for name in names]] = _LOSS_LIMIT
+                limits[[name in _SINGLES for name in names]] = _SINGLE_LIMIT
             scores = sums / limits
             at = int(scores.argmax()) if scores.size else 0
             if scores.size and scores[at] > 1:
@@ -190,6 +199,21 @@ class WarningDetector:
                 # all of them, as one cause raises many series: the others would tell of the same event
                 test.sum[:] = 0.0
         return warnings
+
+    def _loss_jump(self, row: StepRow) -> list[EarlyWarning]:
+        "A loss far above the last ones: near zero its logarithm is so noisy that Page's sum comes late."
+        loss, before = row.scalars.get("loss", np.nan), np.array(self.losses)
+        if not np.isfinite(loss):
+            return []
+        self.losses.append(loss)
+        if before.size < _LEAST:
+            return []
+        usual = float(before.mean())
+        limit = _JUMP * max(float(before.std(ddof=1)), _LEAST_SD * abs(usual))
+        if loss - usual <= limit:
+            return []
+        score = (loss - usual) / limit if limit else np.inf
+        return [EarlyWarning(row.step, row.step, "loss", "", float(loss), usual, score)]
 
     def _update_size(self, row: StepRow) -> list[EarlyWarning]:
         "The median update-to-weight ratio of the matrices against its typical size."
