@@ -105,7 +105,8 @@ FIELDS = {  # section -> heading on its index -> the pages below it
             "case_studies remedies table_of_fixes results_reproduced open_experiments notes_item_by_item"
         ),
         "How findings are made": (
-            "spike_rules limits what_a_replay_checks what_the_recorder_survives promises"
+            "spike_rules limits how_often_a_verdict_is_wrong what_a_replay_checks "
+            "what_the_recorder_survives promises"
         ),
         "The project": "glossary how_it_is_built",
     },
