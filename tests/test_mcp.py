@@ -20,6 +20,7 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.trial.arm import arm_of, null_arm
 from tests.command import command
 from tests.notebooks import ROOT
+from tests.zoo.__main__ import record
 
 mcp = pytest.importorskip("mcp", reason="the extra stabilitylab[agent] is not installed: no MCP SDK")
 SAMPLE = sample("lm_high_lr")
@@ -81,7 +82,7 @@ def test_tools_and_resources_over_stdio(tmp_path):
         return first
 
     first = over_stdio(tmp_path, talk)
-    assert len(first["text"]) <= 1500 and first["symptom_step"] == 337
+    assert len(json.dumps(first, ensure_ascii=False)) <= 1500 and first["symptom_step"] == 337
 
 
 @pytest.mark.slow
@@ -116,6 +117,30 @@ def test_an_agent_comes_from_a_failed_run_to_a_verified_fix(tmp_path):
 
     state, fix = over_stdio(tmp_path, talk)
     assert state == "done" and fix["verdict"] == "helps" and fix["interval"][1] < 0
+
+
+FAILING = {"vit raised": "lower_lr", "mlp wide": "redraw", "mlp labels": "skip_batches"}  # row -> what helps
+
+
+@pytest.mark.slow  # records a run, and trains about twenty arms
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", FAILING)
+def test_next_alone_leads_to_a_verified_fix(name, tmp_path):
+    "An agent that only ever makes the call that the last answer names."
+    path = record(name, tmp_path)
+
+    async def talk(client):
+        told, calls, until = await called(client, "diagnose", run=path.name), [], time.monotonic() + 1200
+        assert len(json.dumps(told, ensure_ascii=False)) <= 1500
+        while "trial" not in told and time.monotonic() < until:
+            calls.append(told["next"]["tool"])
+            told = await follow(client, told)
+        return told, calls
+
+    told, calls = over_stdio(tmp_path, talk)
+    assert calls[:2] == ["replay", "trial_start"] and calls[-1] == "diagnose"
+    assert FAILING[name] in {fix["fix"] for fix in told["trial"]["helps"]}, told["trial"]
+    assert told["next"]["tool"] == "explain" and len(json.dumps(told, ensure_ascii=False)) <= 1500
 
 
 @pytest.mark.slow

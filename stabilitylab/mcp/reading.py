@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #314b3598
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ..investigation.opening import open_recordings
 from .answers import answer
 from .paths import allowed_path
 from ..names.errors import bad_input
-from ..report.brief import brief
+from ..report.brief import Brief
+from ..report.brief import brief as brief_of
 from ..report.content import step_to_replay
 from ..report.json_report import run_json
 from ..run.curves import loss_name, scalars_of
@@ -37,6 +39,7 @@ class Runs:
             if not root.is_dir():
                 raise bad_input("root", str(root), "a folder that is there")
         self._runs: dict[Path, tuple[float, Recording, Findings]] = {}  # with the time of the last change
+        self._tried: dict[Path, dict] = {}  # what the last trial of a run says
 
     def _open(self, run: str) -> tuple[Recording, Findings]:
         "A run with its findings; read again where it has changed."
@@ -66,7 +69,7 @@ class Runs:
     def _symptom(self, run: str) -> int | None:
         "The step at which the loss answered."
         recording, findings = self._open(run)
-        return brief(recording.run, findings).symptom_step
+        return brief_of(recording.run, findings).symptom_step
 
     def _replayable(self, run: str, step: int | None = None) -> int | None:
         "The recorded step nearest to one, else to that of the cause; None where none can be replayed."
@@ -81,10 +84,21 @@ class Runs:
         return path.relative_to(root).as_posix()
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #7fd3ca08
-def _brief(recording: Recording, findings: Findings, run: str, remedies: bool) -> dict:
-    "The brief answer as text, beside the steps that a caller goes on with."
-    short = brief(recording.run, findings, run, remedies)
-    return {"text": short.text(), "first_sign": short.first_sign, "symptom_step": short.symptom_step}
+_LONGEST_BRIEF = 1500  # characters of a brief answer, all of its JSON
+
+
+def _with_brief(report: dict, short: Brief) -> dict:
+    "An answer with the brief text in front, in the room that the rest of its JSON leaves."
+    steps = {"first_sign": short.first_sign, "symptom_step": short.symptom_step}
+    text, room = short.text(), _LONGEST_BRIEF
+    while True:
+        answered = {"text": text} | steps | report
+        excess = len(json.dumps(answered, ensure_ascii=False)) - _LONGEST_BRIEF
+        room = min(room, len(text)) - excess
+        shorter = short.text(room) if excess > 0 else text
+        if len(shorter) >= len(text):  # it fits, or the commands alone are longer
+            return answered
+        text = shorter
 
 
 class _CurveTools(Runs):
@@ -93,23 +107,26 @@ class _CurveTools(Runs):
     def diagnose(self, run: str, brief: bool = True, remedies: bool = False) -> dict:
         "What happened to a run, when, and why: cause, rival, steps, the series around it, findings."
         recording, findings = self._open(run)
-        report = (
-            _brief(recording, findings, run, remedies)
-            if brief
-            else run_json(recording.run, findings, run, remedies)
-        )
+        report = {} if brief else run_json(recording.run, findings, run, remedies)
         report["resources"] = [
             f"stabilitylab://{kind}/{self._relative(run)}" for kind in ("findings", "figure")
         ]
+        report |= self._tried.get(allowed_path(run, self.roots), {})
+        tool, arguments = self._after_diagnose(run, recording, findings)
+        answered = answer(report, tool, **arguments)
+        return _with_brief(answered, brief_of(recording.run, findings, run, remedies)) if brief else answered
+
+    def _after_diagnose(self, run: str, recording: Recording, findings: Findings) -> tuple[str, dict]:
+        "The call after `diagnose`: a replay where one is possible and no trial has answered yet."
         step = self._replayable(run)
         serious = [f for f in findings if f.severity != "info"]
-        if serious and step is not None:
+        if serious and step is not None and allowed_path(run, self.roots) not in self._tried:
             what = "swap" if step > min(recording.steps) else "samples"  # a swap needs steps before it
-            return answer(report, "replay", run=run, step=step, what=what)
+            return "replay", {"run": run, "step": step, "what": what}
         if serious:
-            return answer(report, "explain", words=serious[0].kind)
+            return "explain", {"words": serious[0].kind}
         has_series = bool(series_names(scalars_of(recording.run)))
-        return answer(report, "series", run=run) if has_series else answer(report, "explain", words="crash")
+        return ("series", {"run": run}) if has_series else ("explain", {"words": "crash"})
 
     def series(
         self,

@@ -181,7 +181,10 @@ class Tools(_ReplayTools):
         undecided = trial.undecided()
         if report["state"] == "done" and undecided:
             return answer(report, "trial_start", run=trial.run, fixes=undecided, seeds=6, **trial.again)
-        return answer(report, "diagnose", run=trial.run, remedies=True)
+        if report["state"] == "done":
+            self._tried[allowed_path(trial.run, self.roots)] = {"trial": {"job": job, **trial.outcome()}}
+        helped = bool(trial.outcome()["helps"])
+        return answer(report, "diagnose", run=trial.run, **({} if helped else {"remedies": True}))
 
     def trial_cancel(
         self,

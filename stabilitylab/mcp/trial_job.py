@@ -110,6 +110,15 @@ class TrialJob:
         wanted = {arm["fix"] for arm in arms if arm["verdict"] == "can't tell yet" and arm["more_seeds"]}
         return [long_name(arm) for arm in self.work.plan.arms if arm.name in wanted and not arm.is_null]
 
+    def outcome(self) -> dict:  # helps: [{fix, parameters, interval}]; does_not: names
+        "Which fixes helped, and which did not."
+        fixes = [] if self.work is None else self.work.plan.arms
+        names = {arm.name for arm in fixes if not (arm.is_null or arm.is_placebo)}
+        arms = [arm for arm in self._verdicts.get("arms", ()) if arm["fix"] in names]
+        helps = [only(arm, ("fix", "parameters", "interval")) for arm in arms if arm["verdict"] == "helps"]
+        refuted = [arm["fix"] for arm in arms if arm["verdict"] in ("does not help", "harms")]
+        return {"helps": helps, "does_not": refuted}
+
     def to_dict(self) -> dict:
         "Its state, and the verdicts so far."
         state = self.state  # first: what an ended trial left is all there

@@ -55,12 +55,15 @@ class Brief:
                 return fields
         return fields  # the commands are never cut, however long their paths
 
-    def text(self) -> str:  # lines
+    def text(
+        self,
+        room: int = 1500,  # characters at most
+    ) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
         # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
         for longest in _SENTENCE:
             text = "\n".join(_lines(self, longest))
-            if len(text) <= _LONGEST:
+            if len(text) <= room:
                 return text
         return text  # the commands are never cut, however long their paths
 

@@ -21,7 +21,8 @@ PAGE = """
 <script type="module">
 const script = new Blob([%(script)s], { type: 'text/javascript' });
 const bytes = (text) => new DataView(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer);
-const state = { marks: [{ x: 400, index: 3 }], alt: 'loss', cursor: null, png: bytes(%(png)s) };
+const findings = ['4 loss spike, step 400', '5 divergence, steps 402 to 500'];
+const state = { marks: [{ x: 400, index: 3, findings }], alt: 'loss', cursor: null, png: bytes(%(png)s) };
 state.panels = %(panels)s.map(p => ({ ...p, series: p.series.map(s => ({ ...s, xy: bytes(s.xy) })) }));
 const heard = {};
 window.renew = () => heard['change:panels']();
@@ -110,6 +111,16 @@ def test_a_click_is_a_step_and_a_flag_its_finding(page, panels):
     assert abs(last_sent(page, "clicked")["x"] - 250) < 1 and last_sent(page, "clicked")["finding"] == -1
     page.mouse.click(*at(page, panel, 400, -0.02))
     assert last_sent(page, "clicked")["finding"] == 3
+
+
+def test_a_flag_names_the_findings_that_share_it(page, panels):
+    page.mouse.move(*at(page, panels[1][0], 400, -0.02))
+    assert page.inner_text(".stl-readout").split("\n") == [
+        "4 loss spike, step 400",
+        "5 divergence, steps 402 to 500",
+    ]
+    page.mouse.move(*at(page, panels[1][0], 250))
+    assert page.inner_text(".stl-readout").startswith("step ")
 
 
 def test_the_selected_step_has_a_line(page, panels):

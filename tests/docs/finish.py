@@ -1,4 +1,4 @@
-"""What is mended in pages after Sphinx: tables of pandas, and maps of colours for the dark theme."""
+"""What is mended in pages after Sphinx: tables of pandas, maps of colours in the dark theme, the side bar."""
 
 import os
 import re
@@ -15,6 +15,24 @@ NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?\s*%?|nan|inf|-inf|NaN|<NA>|Non
 CODE = re.compile(r"`([^`]+)`")
 IMAGE = re.compile(r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")')
 CELL = re.compile(r"(<td[^>]*>)(" + "|".join(FINDING_KINDS) + r")(?=</td>)")
+FIELD = re.compile(  # of the side bar: a caption and the pages below it
+    r'<p[^>]*class="caption"[^>]*>\s*<span class="caption-text">([^<]*)</span>\s*</p>\s*'
+    r'<ul class="([^"]*)\bnav bd-sidenav">(.*?)</ul>',
+    re.S,
+)
+MOST_OPEN = 30  # pages of a section whose fields all stand open
+
+
+def folded(text: str) -> str:
+    "A page whose side bar shows the fields of a long section closed, but for the one of the page."
+    n_pages = sum(field[3].count("<li") for field in FIELD.finditer(text))
+
+    def one_field(field: re.Match) -> str:
+        is_open = n_pages <= MOST_OPEN or "current" in field[2]
+        opening = f"<details{' open' if is_open else ''}><summary>{field[1]}</summary>"
+        return f'{opening}<ul class="{field[2]}nav bd-sidenav">{field[3]}</ul></details>'
+
+    return FIELD.sub(one_field, text)
 
 
 def is_coloured(file: Path) -> bool:
@@ -59,9 +77,9 @@ def tidy(html: str) -> str:
 
 
 def finished(text: str, up: str, coloured: set[str]) -> str:
-    "A page with its tables tidied, its findings linked to their symptoms, its maps of colours marked."
+    "A page with side bar folded, tables tidied, findings linked to their symptoms, maps of colours marked."
     text = TABLE.sub(lambda table: tidy(table[0]), text)
-    text = CELL.sub(rf'\1<a href="{up}symptoms/\2.html">\2</a>', text)
+    text = CELL.sub(rf'\1<a href="{up}symptoms/\2.html">\2</a>', folded(text))
     return IMAGE.sub(lambda image: image[0] + ("data-coloured " if image[1] in coloured else ""), text)
 
 

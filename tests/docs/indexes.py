@@ -105,7 +105,8 @@ FIELDS = {  # section -> heading on its index -> the pages below it
             "case_studies remedies table_of_fixes results_reproduced open_experiments notes_item_by_item"
         ),
         "How findings are made": (
-            "spike_rules limits what_a_replay_checks what_the_recorder_survives promises"
+            "spike_rules limits how_often_a_verdict_is_wrong what_a_replay_checks "
+            "what_the_recorder_survives promises"
         ),
         "The project": "glossary how_it_is_built",
     },
@@ -193,10 +194,12 @@ GROUPS = (  # what a person wants to do -> rooms of the package, with what stand
 ROOMS = {room: title for _, _, rooms in GROUPS for room, title in rooms.items()}
 
 
-def index_page(name, title, text, body, pages):
-    "Writes an index in MyST, with a table of contents that only the navigation shows."
-    toc = "\n".join(pages)
-    source = f"# {title}\n\n{text}\n\n{body}\n\n```{{toctree}}\n:hidden:\n\n{toc}\n```\n"
+def index_page(name, title, text, body, fields):
+    "Writes an index in MyST; the navigation alone shows its tables of contents, caption -> pages."
+    source = f"# {title}\n\n{text}\n\n{body}\n\n"
+    for caption, pages in fields.items():
+        options = ":hidden:" + (f"\n:caption: {caption}" if caption else "")
+        source += "```{toctree}\n" + "\n".join([options, "", *pages]) + "\n```\n\n"
     (SOURCE / f"{name}.md").write_text(source, encoding="utf-8")
 
 
@@ -237,7 +240,7 @@ def write_symptoms():
 
 
 def in_fields(entries, section):
-    "The entries of a section in the order of its fields, and the cards of each below its heading."
+    "The names of the pages of each field of a section, and their cards below its heading."
     by_name = {entry.name.rpartition("/")[2]: entry for entry in entries}
     fields = {title: names.split() for title, names in FIELDS[section].items()}
     listed = {name for names in fields.values() for name in names}
@@ -248,7 +251,7 @@ def in_fields(entries, section):
     if more := [name for name in by_name if name not in listed]:
         fields["More"] = more
     body = (f"## {title}\n\n{cards([by_name[n] for n in names], section)}" for title, names in fields.items())
-    return [by_name[name] for names in fields.values() for name in names], "\n\n".join(body)
+    return fields, "\n\n".join(body)
 
 
 def write_search():
@@ -306,12 +309,12 @@ def write_library(entries):
             below = [r.removeprefix(room + "/") + "/index" for r in present if r.startswith(room + "/")]
             names = [e.name.rpartition("/")[2] for e in inside] + below
             line = f"{title}: the room `stabilitylab.{room.replace('/', '.')}`."
-            index_page(f"api/{room}/index", group[room], line, cards(inside, f"api/{room}"), names)
+            index_page(f"api/{room}/index", group[room], line, cards(inside, f"api/{room}"), {"": names})
         names = {n for n in public if getattr(stabilitylab, n).__module__.split(".")[1] in group}
         links = " · ".join(f"[{group[room]}]({room}/index.md)" for room in present)
         body += [f"## {title}", text, calls_table(names, pages), f"All pages: {links}"] if present else []
         rooms += [f"{room}/index" for room in present if "/" not in room]
-    index_page("api/index", *SECTIONS["api"], "\n\n".join(part for part in body if part), rooms)
+    index_page("api/index", *SECTIONS["api"], "\n\n".join(part for part in body if part), {"": rooms})
 
 
 def figure(link, file, alt):
@@ -359,10 +362,10 @@ def write_indexes(entries, only=()):
         if name == "api" and (SOURCE / "api").is_dir():
             write_library(entries)
         elif inside:
-            is_whole = name in FIELDS and not only
-            inside, body = in_fields(inside, name) if is_whole else (inside, cards(inside, name))
-            pages = [e.name.partition("/")[2] for e in inside]
-            index_page(f"{name}/index", title, text, body, pages)
+            fields, body = {"": [e.name.partition("/")[2] for e in inside]}, cards(inside, name)
+            if name in FIELDS and not only:
+                fields, body = in_fields(inside, name)
+            index_page(f"{name}/index", title, text, body, fields)
         else:
             continue
         sections.append(f"{name}/index")
