@@ -315,6 +315,9 @@ class Mutants:
                 print(result, mutant.place, mutant.change, sep=" | ", flush=True)
         rows.sort(key=lambda row: order[row["place"], row["mutant"]])
         killed = sum(row["outcome"] == "killed" for row in rows)
+        if not rows:
+            print(f"no mutant was tried in {self.minutes:g} minutes: finding the tests of each line took all")
+            return True
         print(f"{killed} of {len(rows)} killed: {killed / len(rows):.0%}")
         if not self.only:
             store(rows)

@@ -21,7 +21,7 @@ fast() {
 }
 slow() {
   part pages-slow  $bin/python tests/pages.py slow
-  part pytest-slow $bin/python -m pytest -q -n 2 --dist loadfile -m slow --ignore=tests/browser tests
+  part pytest-slow $bin/python -m pytest -q -n 2 --dist loadfile --durations=25 --durations-min=10 -m slow --ignore=tests/browser tests
   part browser     $bin/python -m pytest -q -m slow tests/browser
   part docs        $bin/python tests/docs/build.py
   part search      $bin/python tests/docs/search.py

@@ -169,3 +169,10 @@ def test_a_message_that_could_not_be_logged_ends_nothing():
     trace += "    msg = msg % self.args\nTypeError: not all arguments converted\n"
     assert not evidence_in(f"10it [00:07]--- Logging error ---\n{trace}Call stack:\n".encode())
     assert evidence_in(trace.encode())
+
+
+def test_a_traceback_with_names_in_chinese_is_told_once():
+    frame = '  File "/训练/模型训练主程序.py", line 3, in 主函数\n    主函数()\n'
+    text = f"step 1\nTraceback (most recent call last):\n{frame}ValueError: 错误错误错误 in CUDA\nbye\n"
+    (evidence,) = evidence_in(text.encode())
+    assert evidence.where == "模型训练主程序.py:3 in 主函数" and evidence.has_traceback

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
+from stabilitylab.fixes.submodules import embedding_tables, output_layer
 from stabilitylab.fixes.training import Training
 from stabilitylab.knowledge.phenomena import load_rows
 from stabilitylab.models.config import ModelConfig
@@ -463,3 +465,111 @@ def test_two_ranks_do_what_one_does(tmp_path):
         run_on(training, 3)
         for mine, theirs in zip(training.model.parameters(), got[name], strict=True):
             torch.testing.assert_close(mine.detach(), torch.from_numpy(theirs), rtol=1e-3, atol=1e-4)
+
+
+class _Encoder(torch.nn.Module):
+    "PyTorch's layer, whose attention drops by a float of its own, and a gate that is no activation."
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 16)
+        self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, activation=torch.nn.GELU())
+        self.gate, self.thin, self.head = torch.nn.Sigmoid(), torch.nn.Dropout1d(0.2), torch.nn.Linear(16, 16)
+
+    def forward(self, tokens):
+        x = self.layer(self.embed(tokens))
+        return self.head(self.thin(x * self.gate(x)))
+
+
+def _foreign_training():
+    torch.manual_seed(0)
+    model, tokens = _Encoder(), torch.randint(16, (4, 6))
+    loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
+    return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
+
+
+def test_no_dropout_reaches_what_attention_drops_by_itself():
+    training = _foreign_training()
+    fix("dropout").apply(training)
+    losses = {float(training.loss(training.model, training.batches(0)[0]).detach()) for _ in range(3)}
+    assert len(losses) == 1 and training.model.layer.self_attn.dropout == training.model.thin.p == 0
+
+
+def test_another_activation_leaves_attention_and_gates_alone():
+    training = _foreign_training()
+    fix("activation").apply(training)
+    model = training.model
+    assert type(model.layer.activation) is torch.nn.ReLU and type(model.gate) is torch.nn.Sigmoid
+    assert type(model.layer.self_attn) is torch.nn.MultiheadAttention
+
+
+class _Recurrent(torch.nn.Module):
+    "A recurrent layer, PyTorch's attention, and a number with a common name far from the table."
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = torch.nn.Embedding(16, 16), torch.nn.LSTM(16, 16, batch_first=True)
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = torch.nn.Linear(16, 16)
+        self.head.factor, self.embed_scale = 0.5, 4.0
+
+    def forward(self, tokens):
+        x = self.lstm(self.embed(tokens) * self.embed_scale)[0]
+        return self.head(self.attention(x, x, x)[0])
+
+
+def _recurrent_training():
+    torch.manual_seed(0)
+    model, tokens = _Recurrent(), torch.randint(16, (4, 6))
+    loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
+    return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
+
+
+@pytest.mark.parametrize("rule, std", [("normal", 0.02), ("fan_in", 0.25)])
+def test_redraw_reaches_every_matrix_of_pytorchs_own_layers(rule, std):
+    training = _recurrent_training()
+    fix("redraw", rule=rule, divide=False).apply(training)
+    drawn = {name: float(p.detach().std()) for name, p in training.model.named_parameters() if p.ndim > 1}
+    assert all(0.8 * std < value < 1.2 * std for value in drawn.values()), drawn
+    assert all(not p.any() for name, p in training.model.named_parameters() if "bias" in name)
+
+
+def test_only_the_factor_of_an_embedding_is_removed():
+    training = _recurrent_training()
+    fix("no_embedding_scale").apply(training)
+    assert (training.model.embed_scale, training.model.head.factor) == (1.0, 0.5)
+
+
+def test_a_head_is_not_taken_from_a_block_nor_positions_from_a_name():
+    block = lambda: torch.nn.ModuleDict({"output": torch.nn.Linear(8, 8)})  # noqa: E731
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block(), block()])})
+    model["composer"], model["pos_embed"] = torch.nn.Embedding(9, 8), torch.nn.Embedding(5, 8)
+    assert output_layer(model) is None
+    model["head"] = torch.nn.Linear(8, 9)
+    assert output_layer(model)[0] == "head"
+    assert (list(embedding_tables(model)), list(embedding_tables(model, True))) == (
+        ["composer"],
+        ["pos_embed"],
+    )
+
+
+def test_groups_that_are_split_keep_their_rate():
+    training = _recurrent_training()
+    table, rest = training.model.embed.weight, [p for p in training.model.parameters()][1:]
+    groups = [{"params": rest, "lr": 0.1}, {"params": [table, training.model.head.weight], "lr": 0.02}]
+    groups[0]["params"] = [p for p in rest if p is not training.model.head.weight]
+    training.optimizer = torch.optim.AdamW(groups)
+    fix("lower_lr", factor=0.5).apply(training)
+    fix("no_decay_on_small").apply(training)
+    training.run_step()
+    rates = {id(p): group["lr"] for group in training.optimizer.param_groups for p in group["params"]}
+    assert rates[id(table)] == rates[id(training.model.head.weight)] == pytest.approx(0.01)
+    assert rates[id(training.model.lstm.weight_ih_l0)] == pytest.approx(0.05)
+
+
+def test_muon_leaves_tables_of_positions_to_adamw():
+    training = training_for("muon")
+    fix("muon").apply(training)
+    matrices = {id(p) for g in training.optimizer.param_groups if g["muon"] for p in g["params"]}
+    tables = embedding_tables(training.model, True)
+    assert tables and not matrices & {id(table.weight) for table in tables.values()}

@@ -632,3 +632,24 @@ def stepping_model():
     return Training(
         model, torch.optim.SGD(model.parameters(), lr=0.1), model_loss, lambda step: [task.at(step)]
     )
+
+
+def test_adamc_decays_all_but_the_output_layer_by_the_rate_over_its_highest():
+    "Without gradients AdamW only decays: w·(1 - lr·λ·lr/lr_max), and the plain 1 - lr·λ for the head."
+    model = LanguageModel(ModelConfig(vocab=16, d_model=16, n_layer=1, n_head=2, seq=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    loss = lambda model, batch: sum(p.sum() for p in model.parameters()) * 0  # noqa: E731
+    training = Training(model, optimizer, loss, lambda step: [None])
+    head, inner = model.get_parameter("lm_head.weight"), model.get_parameter("blocks.0.fc1.weight")
+    fix("adamc").apply(training)
+    expected = {head: head.detach().double(), inner: inner.detach().double()}
+    for rate in (0.1, 0.02):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        training.run_step()
+        expected = {
+            head: expected[head] * (1 - rate * 0.5),
+            inner: expected[inner] * (1 - rate * 0.5 * rate / 0.1),
+        }
+    for parameter, value in expected.items():
+        torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-5, atol=1e-8)

@@ -22,6 +22,7 @@ from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
 CONFIG = ModelConfig.plain(d_model=32, n_layer=2, seq=16)
+NAN = float("nan")
 TOKENS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -1135,3 +1136,19 @@ def test_a_compiled_model_compiles_no_hook(tmp_path):
     assert not torch._dynamo.utils.counters["recompile_limit"]
     assert open_run(tmp_path / "r")["activations"].rms.notnull().all()
     torch._dynamo.reset()
+
+
+def test_norms_of_weights_that_are_no_numbers_are_none(tmp_path):
+    "The sums leave NaN out: a model lost at step 3 would show norms of 0."
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(6):
+            loss = model(torch.ones(2, 4)).square().mean() * (NAN if step == 3 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    scalars = open_run(tmp_path / "run")["scalars"]
+    for name in ("weight_norm", "update_norm"):
+        assert np.isfinite(scalars[name].values).tolist() == [True] * 3 + [False] * 3

@@ -13,8 +13,10 @@ from stabilitylab.cases.samples import sample
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.fixes.training import Training
 from stabilitylab.names.errors import InputError
+from stabilitylab.read.runs import read_runs
 from stabilitylab.report.trial import trial_text, trial_words
-from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm, scaled_to
+from stabilitylab.trial.settings import recipe_of
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial, TrialResult
 from stabilitylab.trial.verdict import detectable_gain, failure_bound, judge, paired_interval, verdicts_of
@@ -257,6 +259,22 @@ def test_words_of_a_command_line_make_arms():
         from stabilitylab.fixes.registry import apply_all, fix
 
         apply_all(START.build(0), [fix("lower_lr"), fix("raise_lr")])
+
+
+@pytest.mark.parametrize(
+    "name, parameter, value", [("skip_sigma", "least", 8), ("update_filter", "window", 16)]
+)
+def test_what_a_fix_waits_for_comes_within_a_trial(name, parameter, value):
+    arm, words = scaled_to(arm_of(name), 40)
+    assert arm.fixes[0]["parameters"][parameter] == value and f"{parameter}={value}" in words[0]
+
+
+@pytest.mark.parametrize("precision, taken", [("16-mixed", "fp16"), ("16", "fp16"), ("bf16-mixed", "bf16")])
+def test_the_precision_of_lightning_is_understood(tmp_path, precision, taken):
+    log = tmp_path / "train.log"
+    log.write_text("".join(f"step {i}: loss {3 - i / 100:.4f}\n" for i in range(60)))
+    run = next(iter(read_runs(log).values()))
+    assert recipe_of(run, {"precision": precision}).recipe.precision == taken
 
 
 def told_of_finals(by_arm, start_loss=None):

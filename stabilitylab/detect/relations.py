@@ -40,6 +40,8 @@ def _restart_before(f: Finding, resumes: list[int], interval: int) -> int | None
     if f.kind != "loss_spike" or "only_in" in f.evidence:
         return None
     within = {"fast": "few_records", "none": "outlier_records"}.get(f.evidence.get("recovery", ""))
+    # a spike that comes back is a restart's if it begins within a few records; a loss that stays high is one
+    # only right after it: later, the training itself is the likelier reason
     reach = count_limit(within) * interval if within else -1
     return next((step for step in resumes if 0 <= f.first - step <= reach), None)
 
@@ -50,6 +52,7 @@ def resume_spikes(
 ) -> list[Finding]:  # with spikes that begin right after a restart called `resume_spike`
     "Spikes right after a restart; what never came back from one is no divergence besides."
     interval, resumes, loss = _interval(run), _resumes(run, findings), loss_curve(run)
+    # a run whose first records already follow a restart has no earlier level to be compared with
     start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
     related, lost = [], []
     for f in findings:
@@ -60,11 +63,13 @@ def resume_spikes(
         if restart is None or (begins_anew and f.evidence.get("recovery") != "fast"):
             related.append(f)
             continue
+        # one high record right after a load is gone with the next, and needs nobody
         is_one_record = f.last == f.first and f.first - restart < interval
         severity = "info" if is_one_record or begins_anew else f.severity
         related.append(
             f.with_(kind="resume_spike", severity=severity, evidence=f.evidence | {"resumed_at": restart})
         )
+        # the same loss would otherwise be told twice: as a spike without an end and as a divergence
         lost += [restart] if f.evidence.get("recovery") == "none" else []
     return [f for f in related if f.kind != "divergence" or not lost or f.first < min(lost)]
 
@@ -77,6 +82,7 @@ def _first_spike(findings: list[Finding], divergence: Finding) -> Finding | None
         if f.kind == "loss_spike"
         and "only_in" not in f.evidence
         and f.evidence.get("recovery") in ("none", "partial")
+        # a spike that ended earlier is another event, however near it lies
         and f.last >= divergence.last
         and "rolled_back_to" not in f.evidence
     ]
@@ -93,6 +99,7 @@ def _begun_with(divergence: Finding, spike: Finding | None) -> Finding:
     if spike is None:
         return divergence
     extra = {"began_with_spike_at": spike.onset, "peak": spike.evidence["peak"]}
+    # the lead is measured on the spike; the divergence has no sharp onset of its own
     if "grad_norm_lead_steps" in spike.evidence:
         extra["grad_norm_lead_steps"] = spike.evidence["grad_norm_lead_steps"]
     onset = min(divergence.first, spike.first)
@@ -106,6 +113,7 @@ def join_spikes_to_divergence(
     "A divergence keeps the onset of the spike it began with; a run that diverged is not said to stand still."
     if not any(_lasts(f) for f in findings):
         return findings
+    # a loss that stays high after a divergence is level, but not because the run does not learn
     moving = [f for f in findings if f.kind not in ("not_learning", "plateau") or "only_in" in f.evidence]
     return [_begun_with(f, _first_spike(moving, f)) if _lasts(f) else f for f in moving]
 
@@ -116,6 +124,7 @@ def drop_explained_not_learning(
 ) -> list[Finding]:  # without a loss that does not learn where another finding says why
     "A loss stands still for another reason: a handful of distinct values, or a resume that lost it."
     coarse = [f for f in findings if f.kind == "quantized_loss" and not f.modules]
+    # rounding hides progress only where few values are left; hundreds of them would still show it
     is_coarse = any(f.evidence["distinct"] < limit("short_records") for f in coarse)
     is_lost = any(f.kind == "resume_spike" and f.severity == "error" for f in findings)
     if not (is_coarse or is_lost):
@@ -131,6 +140,7 @@ def drop_explained_rises(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # without slow rises that are a spike, a divergence or a shift
     "A slow rise is told only where nothing sharper explains it."
+    # a note explains nothing: it marks what a reader may pass over
     sharper = [f for f in findings if f.kind in _RISES and f.severity != "info"]
 
     def is_explained(f: Finding) -> bool:  # f: a slow rise
@@ -153,6 +163,7 @@ _GROWING = ("grad_norm_explosion", "activation_explosion")
 def _led_by_growth(f: Finding, events: list[int], tolerance: int) -> Finding:
     "A sustained growth with its lead on the first loss event that began while it lasted, or soon after."
     soon = max(tolerance, limit("minor_share") * (f.last - f.first))
+    # growth goes on over hundreds of steps, so its own length, not a fixed window, says what is soon
     later = [event for event in events if f.first <= event <= f.last + soon]
     if not later:
         return f
@@ -175,6 +186,7 @@ def grad_norm_and_loss(
         if "doubling_steps" in f.evidence:
             return _led_by_growth(f, [*events, *lost], reach)
         for step in f.evidence.get("steps", []):
+            # clipping lets a loss react one record before the norm is printed: hence one interval of lag
             for event in events:
                 if -interval <= event - step <= reach:
                     order = {"lead_steps": event - step} if event >= step else {"lag_steps": step - event}
@@ -194,6 +206,7 @@ def z_loss_and_loss(
 
     def ordered(f: Finding) -> Finding:  # f: a fall of the z-loss
         "The finding with its distance to the nearest loss event."
+        # either may come first: a z-loss that falls before the loss rises is a cause, after it a consequence
         lead = min((event - f.first for event in events), key=abs, default=None)
         if lead is None or abs(lead) > tolerance:
             return f
@@ -213,6 +226,7 @@ def high_learning_rate(
         return findings
     n, highest = len(lr.value), lr.value.max()
     back = max(count_limit("few_records"), int(limit("smooth_share") * n))
+    # a constant rate is always at its highest, which says nothing
     has_peak = highest > (1 + limit("hardly_share")) * lr.value.min()
     lost = [f for f in findings if _is_event(f, "divergence", "loss_spike") and f.severity == "error"]
     for f in sorted(lost, key=lambda f: f.first):
@@ -239,6 +253,7 @@ def hardware_and_spikes(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # with hardware errors that say which spike they are near
     "A hardware message near a loss event is worth a rerun of that step."
+    # drivers report late and with clocks of their own, so a wide window
     reach = count_limit("long_records") * _interval(run)
     events = [f for f in findings if _is_event(f, "loss_spike", "divergence", "non_finite")]
 
@@ -280,6 +295,7 @@ def _led(f: Finding, step: int, event: int) -> Finding:
 
 def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
     "A sign that comes and goes: the crossing shortly before the loss counts, where that is no chance."
+    # RMS_t crosses its limit in healthy runs, too: a lead counts only where chance would rarely give it
     if f.evidence["chance"] > limit("rms_chance"):
         return f
     for event in events:
@@ -303,6 +319,7 @@ def layer_leads(
             return f
         if f.kind == "update_rms_excess":
             return _led_shortly(f, events, reach)
+        # once grown, these stay: whatever event of the loss comes next was led
         later = [event for event in events if event >= f.first]
         return _led(f, f.first, later[0]) if later else f
 
@@ -324,6 +341,7 @@ def warnings_before(
 
     def warned(f: Finding) -> Finding:  # f: as found
         "The finding with the warning before it."
+        # a warning at the step of the event itself counts: it was given before the loss was known
         before = [row for row in rows if f.onset is not None and row[0] <= f.onset]
         if not before or f.modules or not _is_event(f, *_LOSS_EVENTS):
             return f
@@ -366,6 +384,7 @@ def first_changes(
     events = []
     if "scalars" in run.children:
         events = loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)])
+    # a loss event before any module changed is another event, and no module led it
     earliest = table.step.min() if len(table) else -np.inf
     table.attrs["loss_onset"] = next((event for event in events if event >= earliest), None)
     return table

@@ -119,12 +119,16 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
     groups = log.training.optimizer.param_groups
     for i, group in enumerate(list(groups)):
         split = [p for p in group["params"] if id(p) in ids]
-        if not split or all(group.get(k) == v for k, v in settings.items()):
-            continue
         # by id: `in` would compare tensors element by element
         rest = [p for p in group["params"] if id(p) not in ids]
+        # without settings a group of their own is all that is asked for
+        has_settings = all(group.get(k) == v for k, v in settings.items()) and (bool(settings) or not rest)
+        if not split or has_settings:
+            continue
         log.set_item(group, "params", rest, f"optimizer.group {i}")
-        new = {k: v for k, v in group.items() if k != "params"} | settings | {"params": split}
+        # a schedule that holds the rates of all groups finds that of the first one here
+        from_group = {"split_from": group.get("split_from", i)}
+        new = {k: v for k, v in group.items() if k != "params"} | settings | from_group | {"params": split}
         groups.append(new)
         log.on_undo(lambda new=new: _remove_group(groups, new))
 

@@ -26,7 +26,7 @@ from stabilitylab.fixes.submodules import (
 from .training import Training
 from .undo_log import UndoLog
 from ..names.errors import bad_input
-from ..numerics.modes import restored_modes
+from ..numerics.modes import dropout_shares, restored_modes
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #e834f52b
 class _DynamicTanh(nn.Module):
@@ -108,6 +108,7 @@ def attach_output_norm(
     kind: str,  # 'ln' or 'rms'
 ) -> None:
     "Attaches a norm to the output of a module."
+    # a child of the module: `state_dict`, `.to` and a copy of the model then take it along
     norm = nn.LayerNorm(width) if kind == "ln" else nn.RMSNorm(width, eps=1e-5)
     log.set_child(module, "output_norm", norm, name)
     log.add_handle(module.register_forward_hook(_apply_output_norm))
@@ -146,6 +147,7 @@ def _normformer(log: UndoLog) -> None:
     model = log.training.model
     for name, module in residual_projections(model).items():
         inputs, outputs = matrix_sizes(module)
+        # two of NormFormer's three changes: its learned factor for each head is not made
         if "attn" in name or "attention" in name:
             attach_output_norm(log, name, module, outputs, "ln")
         else:
@@ -209,6 +211,7 @@ def _norm_scaling(log: UndoLog) -> None:
         if block is None:  # the last norm belongs to no block
             continue
         root = math.sqrt(block + 1)
+        # a hook, not the gain: weight decay and Adam would undo a gain that was scaled once
         log.note(name, "output", "N(x)", f"N(x)/{root:.3g}")
         log.add_handle(module.register_forward_hook(partial(_divide_output, by=root)))
 
@@ -260,6 +263,7 @@ def _deepnorm(log: UndoLog) -> None:
     "DeepNorm in a post-norm model: a stronger stream, and branches that start small; for a fresh start."
     model = log.training.model
     attention, residual = attention_layers(model), residual_projections(model)
+    # β must reach values and spare queries and keys, which one joint matrix does not allow
     if any("qkv" in layer.roles for layer in attention) or not _is_post_norm(log.training):
         allowed = (
             "a post-norm model: a norm after the sum of stream and branch, values in a matrix of their own"
@@ -273,6 +277,7 @@ def _deepnorm(log: UndoLog) -> None:
             log.set_values(module.weight, module.weight.detach() * beta, name, f"times {beta:.3g}")
     for name, module in residual.items():
         log.note(name, "output", "f(x)", f"f(x)/{alpha:.3g}")
+        # a norm follows the sum, so dividing the branch by α is the same as multiplying the stream
         log.add_handle(module.register_forward_hook(partial(_divide_output, by=alpha)))
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #35c64437
@@ -290,6 +295,7 @@ def _no_bias(log: UndoLog) -> None:
     kinds = (nn.Linear, nn.LayerNorm)
     for name, module in log.training.model.named_modules():
         bias = module._parameters.get("bias")
+        # `nn.MultiheadAttention` reads the bias of its inner layer by itself, and fails without one
         is_inner = type(module).__name__ == "NonDynamicallyQuantizableLinear"
         if bias is None or not isinstance(module, kinds) or is_inner:
             continue
@@ -299,7 +305,7 @@ def _no_bias(log: UndoLog) -> None:
         log.drop_parameters(frozenset([id(bias)]))
 
 # %% ../../nbs/api/fixes/10_architecture.ipynb #b665b23a
-_ACTIVATIONS = (nn.GELU, nn.ReLU, nn.LeakyReLU, nn.SiLU)
+_ACTIVATIONS = (nn.GELU, nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.ELU, nn.Mish, nn.Tanh)
 
 
 @define_fix(
@@ -321,12 +327,15 @@ def _activation(
 
 
 def _activation_names(model: nn.Module) -> list[str]:
-    "Activation modules, PyTorch's and Hugging Face's."
-    return [
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, _ACTIVATIONS) or "activation" in type(m).__module__
-    ]
+    "Activation modules, PyTorch's and those of transformers and timm, which have an `activations` module."
+    return [name for name, module in model.named_modules() if _is_activation(module)]
+
+
+def _is_activation(module: nn.Module) -> bool:
+    "Whether a module is one by its class, or by the module of its class and without weights."
+    # what has weights is more than an activation, and PyTorch keeps attention and gates beside its own
+    is_named = type(module).__module__.endswith(".activations")
+    return isinstance(module, _ACTIVATIONS) or (is_named and not list(module.parameters()))
 
 
 @define_fix(
@@ -366,5 +375,6 @@ def _dropout(
 ) -> None:
     "No dropout."
     for name, module in log.training.model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p != share:
-            log.set(module, "p", share, name)
+        for attribute, old in dropout_shares(module).items():
+            if old != share:
+                log.set(module, attribute, share, name)

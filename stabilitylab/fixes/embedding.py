@@ -123,6 +123,9 @@ def _embedding_norm(log: UndoLog) -> None:
 def _no_embedding_scale(log: UndoLog) -> None:
     "Remove the factor of the embeddings."
     for name, module in log.training.model.named_modules():
+        # `factor` is a common name: only beside a table is it the embedding's
+        if not any(isinstance(part, nn.Embedding) for part in (module, *module.children())):
+            continue
         for attribute in ("factor", "embed_scale", "scalar_embed_scale"):
             value = getattr(module, attribute, None)
             if isinstance(value, float) and value != 1.0:

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/api/fixes/13_init.ipynb #8c3d0d64
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,6 +22,14 @@ def _convolutions(model: nn.Module) -> dict[str, nn.Module]:
     "Every convolution that is not transposed, by name."
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
+def _packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    "The matrices and biases of PyTorch's recurrent and attention layers, which are modules without `weight`."
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            # an output projection is a linear layer within
+            yield from ((f"{name}.{leaf}", p) for leaf, p in module.named_parameters(recurse=False))
 
 
 def _fan_in(module: Any) -> int:
@@ -92,6 +101,11 @@ def _redraw(
         _draw(log, name, module.weight, deviation)
         if getattr(module, "bias", None) is not None:
             log.set_values(module.bias, torch.zeros_like(module.bias), name, "bias")
+    for name, parameter in _packed_parameters(model):
+        if parameter.ndim == 2:
+            _draw(log, name, parameter, _std(rule, width, parameter.shape[1], std) * factor)
+        elif parameter.ndim == 1:
+            log.set_values(parameter, torch.zeros_like(parameter), name, "bias")
 
 # %% ../../nbs/api/fixes/13_init.ipynb #150b5139
 @define_fix(

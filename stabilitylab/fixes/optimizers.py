@@ -320,7 +320,8 @@ def _muon(
     "Muon on the matrices inside the model, AdamW on everything else."
     model = log.training.model
     output = output_layer(model)
-    outside = [*embedding_tables(model).values(), *([] if output is None else [output[1]])]
+    tables = [*embedding_tables(model).values(), *embedding_tables(model, positions=True).values()]
+    outside = [*tables, *([] if output is None else [output[1]])]
     ids = {id(module.weight) for module in outside}
     optimizer = _MuonWithAdamW(_groups(log, 1.0, ("eps", "betas")), rate, ids)
     log.set(log.training, "optimizer", optimizer, "training")

@@ -52,6 +52,7 @@ class _StepSkipping(Hook):
         "Decides by loss and gradient norm."
         norm = grad_norm(training.model.parameters())
         is_finite = math.isfinite(norm) and math.isfinite(training.last_loss)
+        # only finite values reach `is_outlier`: one NaN in a window would make its limit NaN for good
         if not is_finite or self.is_outlier(training.last_loss, norm):
             training.skip = True
             self.skipped.append(training.step)
@@ -101,6 +102,7 @@ class _SkipOutliers(_StepSkipping):
         "Whether one of the two is too large for the values before it; both join their windows."
         values = {"loss": loss, "norm": norm}
         is_large = any(values[name] > window.limit(self.sigma) for name, window in self.windows.items())
+        # an outlier joins, too, as in OLMo-core: a new level is accepted before long
         for name, window in self.windows.items():
             window.values.append(values[name])
         return is_large
@@ -151,6 +153,7 @@ def update_rms(
     if parameter.grad is None:
         raise bad_input("parameter", "no gradient", "a parameter after a backward pass")
     grad = parameter.grad.float()
+    # with its bias corrected: in the first steps the raw second moment is far too small
     second = state["exp_avg_sq"].float() / (1 - group["betas"][1] ** float(state["step"]))
     return float((grad.square() / second.clamp(min=max(group["eps"] ** 2, 1e-38))).mean().sqrt())
 
@@ -220,6 +223,7 @@ class _UpdateNormClipping(_UpdateClipping):
         "Clips the norm of the whole update, which then joins the window."
         if training.skip:
             return
+        # measured on the weights, so that it holds for every optimizer, weight decay included
         norms = [(p.detach() - old).float().norm() for p, old in self.before.items()]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
         limit = self.window.limit(self.sigma)

@@ -26,11 +26,12 @@ class _ScaledSchedule:
         self.rates = [group["lr"] for group in groups]
 
     def __call__(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        "Sets the rates of a step; groups that are added later get the first group's."
+        "Sets the rates of a step; groups added later get that of the group they came from, else the first's."
         if self.base is not None:
             self.base(optimizer, step)
         for i, group in enumerate(optimizer.param_groups):
-            rate = self.rates[i] if i < len(self.rates) else self.rates[0]
+            index = group.get("split_from", i)
+            rate = self.rates[index] if index < len(self.rates) else self.rates[0]
             group["lr"] = (rate if self.base is None else group["lr"]) * self.factor(step)
 
 

@@ -60,7 +60,8 @@ _LEAVES = {  # role -> names of the module that makes it
 _MLP_OUT = ["fc2", "down_proj", "c_proj", "dense_4h_to_h", "lin2", "linear2", "w2", "fc_out", "wo"]
 _HEADS = ["lm_head", "embed_out", "head", "output", "output_projection", "unembed", "proj_out"]
 _COUNTS = ("n_head", "num_heads", "num_attention_heads", "n_heads", "nhead")
-_POSITION = re.compile(r"pos|wpe|relative", re.IGNORECASE)
+_REPEATED = re.compile(r"(^|\.)\d+\.")  # within a list of blocks
+_POSITION = re.compile(r"(?<![a-z])pos|Pos|(?i:wpe|relative)")  # not the letters within `composer`
 
 # %% ../../nbs/api/fixes/03_submodules.ipynb #411314cc
 @dataclass(frozen=True)
@@ -189,8 +190,13 @@ def output_layer(
     model: nn.Module,  # any
 ) -> tuple[str, nn.Linear] | None:  # name and module; None where no name matches
     "The matrix that makes the output logits."
-    matrices = ((n, m) for n, m in model.named_modules() if _has_matrix(m))
-    return next(((n, m) for n, m in matrices if n.rpartition(".")[2].lower() in _HEADS), None)
+    matrices = [(n, m) for n, m in model.named_modules() if _has_matrix(m)]
+    heads = [(n, m) for n, m in matrices if n.rpartition(".")[2].lower() in _HEADS]
+    # blocks have layers called `output`, too: a head stands outside of what is repeated
+    outside = [(n, m) for n, m in heads if not _REPEATED.search(n)]
+    if outside:
+        return min(outside, key=lambda head: head[0].count("."))
+    return heads[0] if len(heads) == 1 else None
 
 
 def linear_layers(

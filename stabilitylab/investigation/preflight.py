@@ -124,6 +124,7 @@ def _checkpoint_interval(at: Surroundings) -> _Verdict:
     if loss is None or loss.time is None or len(loss.step) < 2:
         return f"every {interval:,} steps; the log has no clock", _UNKNOWN
     seconds = np.diff(loss.time) / np.timedelta64(1, "s") / np.maximum(np.diff(loss.step), 1)
+    # the median: pauses for evaluation and restarts are not the pace of the training
     hours = interval * float(np.nanmedian(seconds)) / 3600
     return f"every {interval:,} steps, {hours:.1f} hours", _OK if hours <= 1.5 * _HOURS else _ATTENTION
 
@@ -139,6 +140,7 @@ def _last_is_whole(at: Surroundings) -> _Verdict:
     if len(at.checkpoints) < 2:
         return "fewer than two checkpoints", _UNKNOWN
     (_, before), (step, last) = at.checkpoints[-2:]
+    # a checkpoint that was cut while it was written is shorter; two whole ones differ by a few bytes
     smaller = _size(last) < limit("near_share") * _size(before)
     words = f"step {step}: {_size(last):,} bytes, the one before {_size(before):,}"
     return words, _ATTENTION if smaller else _OK
@@ -152,6 +154,7 @@ def _state_parts(at: Surroundings) -> _Verdict:
         return "no checkpoint that is a folder", _UNKNOWN
     step, last = at.checkpoints[-1]
     names = " ".join(path.name.lower() for path in last.rglob("*") if path.is_file())
+    # DeepSpeed and DCP keep optimizer, schedule and random states in files that do not say so
     if any(mark in names for mark in (".metadata", "mp_rank", "distcp")):
         return f"step {step}: several parts in one file", _UNKNOWN
     missing = [part for part, pattern in _PARTS.items() if not re.search(pattern, names)]
@@ -163,6 +166,7 @@ def _room(at: Surroundings) -> _Verdict:
     free = shutil.disk_usage(at.folder).free
     if not at.checkpoints:
         return f"{free / 2**30:.0f} GiB free, no checkpoint to compare", _UNKNOWN
+    # two: the next one is written whole before the oldest goes
     need = 2 * _size(at.checkpoints[-1][1])
     return (
         f"{free / 2**30:.0f} GiB free, two more take {need / 2**30:.1f}",
@@ -177,6 +181,7 @@ def _of_log(kind: str, words: str, needs: str, where: Callable = bool) -> Callab
         matches = [f for f in at.findings.of(kind) if where(f)]
         if matches:
             return matches[0].explanation, _ATTENTION
+        # without a single restart in the log, no bump after one is no good news
         could_be_seen = at.run is not None and (not needs or len(at.findings.of(needs)) > 0)
         return (f"no {words}", _OK) if could_be_seen else ("nothing to see it in", _UNKNOWN)
 
@@ -218,6 +223,7 @@ def _nccl_debug(at: Surroundings) -> _Verdict:
 
 # %% ../../nbs/api/investigation/03_preflight.ipynb #21d86887
 def _nccl_gives_up(at: Surroundings) -> _Verdict:
+    # PyTorch renamed the variable in 2.2; older releases read the second name
     value = at.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", at.environ.get("NCCL_ASYNC_ERROR_HANDLING"))
     if value is None:
         return "not set: on, as PyTorch has it", _OK
@@ -229,6 +235,7 @@ _LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "CUDA_L
 
 def _left_over(at: Surroundings) -> _Verdict:
     here = [name for name in _LEFT_OVER if at.environ.get(name, "0") not in ("", "0")]
+    # only values that switch something on; `NCCL_IB_DISABLE=0` is the default written out
     there = [name for name in _LEFT_OVER if re.search(rf"\b{name}=[1-9]", at.scripts)]
     names = sorted({*here, *there})
     return (", ".join(names), _ATTENTION) if names else ("none of them", _OK)
@@ -249,6 +256,7 @@ def _own_environment(at: Surroundings) -> _Verdict:
     prefix = at.environ.get("VIRTUAL_ENV") or at.environ.get("CONDA_PREFIX")
     if not prefix or not Path(prefix).is_dir() or not hasattr(os, "getuid"):
         return "no environment is active", _UNKNOWN
+    # an environment of somebody else changes when they upgrade it, in the middle of a run
     is_own = Path(prefix).stat().st_uid == os.getuid()
     return ("it is yours", _OK) if is_own else ("it belongs to another user", _ATTENTION)
 

@@ -218,8 +218,10 @@ def _norms(item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> di
         is_finite = not grads[:, 4].any()
         norms["grad_norm"] = float(np.sqrt(grads[:, 2].sum()) / scale) if is_finite else float("nan")
     if item["made"]:
-        norms["weight_norm"] = float(np.sqrt(np.nansum(steps[:, 4])))
-        norms["update_norm"] = float(np.sqrt(np.nansum(steps[:, 8])))
+        # a weight that is no number was moved by an update that is none, or moves by none
+        is_finite = not np.nan_to_num(steps[:, 6]).any()
+        for name, column in (("weight_norm", 4), ("update_norm", 8)):
+            norms[name] = float(np.sqrt(np.nansum(steps[:, column]))) if is_finite else float("nan")
     return norms
 
 

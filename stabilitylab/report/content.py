@@ -62,6 +62,7 @@ def facts(
     if names:
         head = series(scalars, loss or names[0])
         n_steps, first_step, last_step = _steps(head)
+        # a thinned log still says how many records it held
         n_steps += head.attrs.get("left_out", [0])[0]
         first, last, lowest = _values(head)
     has_segments = "segment" in scalars.coords and scalars.sizes["step"] > 0
@@ -100,6 +101,7 @@ def _reading(attrs: dict) -> dict:
 def _steps(head: xr.DataArray) -> tuple[int, int | None, int | None]:
     "How many records a series has, its first and its last step."
     step = head.step.values
+    # after a restart the last record may have a lower step than others: `last` is where the run ended
     return (len(step), int(step.min()), int(step[-1])) if len(step) else (0, None, None)
 
 
@@ -231,6 +233,7 @@ def _verdict_line(head: Facts, findings: Findings) -> str:
         return count_text(findings)
     if not head.series and not head.events:
         return "nothing to diagnose: no series and no events in it"
+    # a log that was read but not understood must not look like a healthy one
     if not head.loss and head.series:
         example = f"--loss {head.series[0]}"
         return f"nothing found; no series was taken for the training loss: name it, as with {example}"
@@ -257,10 +260,9 @@ def in_full_and_listed(
             in_full.append((i, finding))
         else:
             rest.setdefault(key, []).append((i, finding))
+    # a list of one finding would be longer than the finding
     singles = [key for key, rows in rest.items() if len(rows) == 1]
-    in_full += [
-        row for key in singles for row in rest.pop(key)
-    ]  # a list of one finding is longer than the finding
+    in_full += [row for key in singles for row in rest.pop(key)]
     return sorted(in_full, key=itemgetter(0)), rest
 
 # %% ../../nbs/api/report/01_content.ipynb #243139ca
@@ -272,6 +274,7 @@ def _recorded_steps(source: str) -> list[int]:
     file = Path(source) / "blackbox" / "index.json"
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
+        # a replay starts from a snapshot and needs a batch: a step before the first snapshot has no state
         starts = [int(snapshot["step"]) for snapshot in index["snapshots"]]
         batches = {int(batch["step"]) for batch in index["batches"]}
     except (OSError, ValueError, KeyError, TypeError):
@@ -282,6 +285,7 @@ def _recorded_steps(source: str) -> list[int]:
 def _suspect(findings: Findings) -> Finding | None:
     "The first loss event, else the first finding of any kind above a note that has a step."
     dated = [f for f in findings if f.severity != "info" and f.onset is not None]
+    # replaying is for the loss; a finding of another kind is second best, and a note no reason at all
     events = [f for f in dated if f.kind in _EVENTS]
     return min(events or dated, key=lambda f: f.onset or 0, default=None)
 
@@ -307,6 +311,7 @@ def replay_command(
     steps = _recorded_steps(folder) if folder and wanted is not None else []
     if wanted is None or not steps:
         return ""
+    # of two at the same distance the earlier: the state before the event shows more than the one after
     step = min(steps, key=lambda candidate: (abs(candidate - wanted), candidate))
     option = f" --setup {shlex.quote(setup)}" if setup else ""
     return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}"

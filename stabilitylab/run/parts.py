@@ -56,13 +56,22 @@ def _mean_loss(shards: list[Shard]) -> np.ndarray:
     return np.where(np.isnan(total), own, total / len(losses))
 
 
-def _whole_norm(table: xr.Dataset, name: str, step: np.ndarray) -> np.ndarray:
-    "The norm over all parameters at each step; NaN where a gradient is not finite."
+_COUNTED = {
+    "grad_norm": "gradients",
+    "weight_norm": "weights",
+    "update_norm": "weights",
+}  # what is not finite
+
+
+def _whole_norm(tables: dict, group: str, name: str, step: np.ndarray) -> np.ndarray:
+    "The norm over all parameters at each step; NaN where a gradient, or a weight after it, is not finite."
+    table, counted = tables[group], tables.get(_COUNTED[name])
     # each rank has the norm of its shards only: squares add up
     total = np.sqrt(np.nansum(table[name].values.astype(float) ** 2, 1))
-    if name == "grad_norm":
+    if counted is not None and "nonfinite_count" in counted:
+        is_bad = counted.nonfinite_count.fillna(0).sum("param").values > 0
         # the squares of what is finite would tell a calm norm
-        total[table.nonfinite_count.fillna(0).sum("param").values > 0] = np.nan
+        total[np.isin(table.step.values, counted.step.values[is_bad])] = np.nan
     return _at(step, table.step.values, total)
 
 # %% ../../nbs/api/run/06_parts.ipynb #34e1ab5a
@@ -80,7 +89,7 @@ def _joint_scalars(shards: list[Shard], tables: dict) -> dict:
         joint.setdefault("scalars/has:loss", np.isfinite(joint["scalars/loss"]))
     for name, group in (("grad_norm", "gradients"), ("weight_norm", "weights"), ("update_norm", "updates")):
         if f"scalars/{name}" in joint and group in tables:
-            joint[f"scalars/{name}"] = _whole_norm(tables[group], name, joint["scalars/step"])
+            joint[f"scalars/{name}"] = _whole_norm(tables, group, name, joint["scalars/step"])
     return joint
 
 

@@ -127,6 +127,8 @@ _SHARES = {  # (fix, parameter in steps) -> share of a trial that it may take: o
     ("curriculum", "steps"): 0.5,
     ("adagc", "warmup"): 0.2,
     ("zclip", "warmup"): 0.2,
+    ("skip_sigma", "least"): 0.2,
+    ("update_filter", "window"): 0.4,
     ("spam", "interval"): 0.4,
     ("spam", "warmup"): 0.1,
     ("stable_spam", "interval"): 0.4,

@@ -165,7 +165,9 @@ def _flag(settings: Mapping, name: str) -> bool:
 def _precision(settings: Mapping, run: xr.DataTree) -> str | None:
     "Of the forward pass; None where nothing is known."
     words = str(settings.get("dtype", "")).lower()
-    if _flag(settings, "fp16") or "float16" in words.replace("bfloat16", "") or "fp16" in words:
+    # Lightning writes `16-mixed`, and before that 16
+    is_half = words.startswith("16") or "fp16" in words or "float16" in words.replace("bfloat16", "")
+    if _flag(settings, "fp16") or is_half:
         return "fp16"
     if _flag(settings, "bf16") or "bf" in words:
         return "bf16"

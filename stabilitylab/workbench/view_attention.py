@@ -56,6 +56,7 @@ def _value_words(data: xr.Dataset, look: HeadLook) -> str:
         return _say("click")
     layer, head = divmod(look.row, data.sizes["head"])
     da = data[look.statistic].isel(layer=layer, head=head)
+    # a click falls between two records; the words name the step that is told, not the one clicked
     at = int(np.argmin(np.abs(da.step.values - look.step)))
     name, value = head_names(data)[look.row], float(da.values[at])
     return _say("value", statistic=look.statistic, name=name, step=da.step.values[at], value=value)
@@ -86,6 +87,7 @@ def _head_job(state: WorkbenchState, look: HeadLook) -> Job:
         raise bad_input("head", "none", "a head of a run with a black box", "click one in the map")
     layer, head = divmod(look.row, data.sizes["head"])
     step, path = _replayed_step(look, steps), str(state.run.attrs["source"])
+    # only plain values: the job runs in another process and is written out as JSON
     where = {"path": path, "step": step, "layer": layer, "head": head, "setup": look.setup.strip() or None}
     return Job.of("stabilitylab.workbench.heads:recorded_head", **where)
 
@@ -171,10 +173,12 @@ class AttentionView(_AttentionWidgets):
         "Offers what the run has."
         look, run = self.look, self.shared.run
         statistics, aspects = head_statistics(run), extra_views(run)
+        # heads of another run have the same numbers but not the same meaning
         if self.is_new("run", self.shared.name):  # a run that grew keeps its head
             self.work.cancel()
             look.row, look.weights = -1, {}
         names = [name for _, name in aspects]
+        # without a statistic a head cannot be clicked, so the further picture is all there is to show
         usual = "" if statistics or not names else names[0]
         look.aspect = look.aspect if look.aspect in names else usual
         refill(self.aspect, [("nothing", ""), *aspects], look.aspect)
@@ -216,6 +220,7 @@ class AttentionView(_AttentionWidgets):
         if data is None:
             return
         last = data.sizes["layer"] * data.sizes["head"] - 1
+        # one picture for a click, not one for each of the three traits
         with self.look.hold_trait_notifications():
             self.look.step, self.look.weights = float(click["x"]), {}
             self.look.row = int(np.clip(click["y"] or 0, 0, last))
@@ -225,6 +230,7 @@ class AttentionView(_AttentionWidgets):
         data, finding = attention_of(self.shared.run), self.shared.finding
         if data is None or finding is None or "module" not in data.coords:
             return
+        # a finding names modules, the map has a row a head: the first head stands for its layer
         rows = [i for i, name in enumerate(data.module.values) if str(name) in finding.modules]
         if rows:
             self.look.step = float(finding.onset or 0)

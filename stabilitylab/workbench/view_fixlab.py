@@ -111,12 +111,14 @@ def _plan_html(lab: FixLab, arms: list[Arm]) -> str:
 
 def _verdict_html(result: TrialResult) -> str:
     "The verdicts on the arms that have finished a seed."
+    # an arm without a finished seed has no verdict, not even "can't tell"
     finished = replace(result, arms=[arm for arm in result.arms if arm.seeds])
     return render("view_trial", trial=replace(trial_sheet(finished), figure=Markup("")))
 
 
 def _start_of(plan: dict) -> Start:
     "The state of a proxy, from the JSON of `proxy_plan`."
+    # a plan that was stored by a later version may have more in it
     names = {field.name for field in fields(Start)}
     return Start(**{name: value for name, value in plan["start"].items() if name in names})
 
@@ -248,6 +250,7 @@ class FixLabView(StateView):
     def enter(self) -> None:
         "Shows the run of the state, once the view is seen; the runs of its own arms leave it as it is."
         shared, lab = self.shared, self.lab
+        # looking at the record of an arm must not throw away the trial that made it
         if shared.name in lab.opened or not self.is_due("run", shared.name, len(shared.findings)):
             return
         lab.open(shared.recording, shared.findings)
@@ -259,6 +262,7 @@ class FixLabView(StateView):
         refill(self.controls["origin"], origins, origins[0])
         self.set_origin(origins[0])
         self.offers.say("Looking for fixes …")
+        # in a thread, as the page must not wait for it
         beside(self._take_offers, partial(choices, list(lab.findings), shared.run))
 
     def _take_offers(self, offered: list[Choice]) -> None:
@@ -293,6 +297,7 @@ class FixLabView(StateView):
         self.texts["proxied"].value = _say("proxy", plan.get("words", []), state=state)
         if plan.get("start"):
             self.lab.origin = _start_of(plan)
+            # a small proxy fails later or earlier than the run: the plan says how long it has to train
             self.lab.length = int(plan.get("steps", self.lab.length))
             self.work.go.disabled = False
         self.say_call()
@@ -363,6 +368,7 @@ class FixLabView(StateView):
             self.lines[arm.name].take(arm)
         self.more.disabled = not rows
         self.draw()
+        # verdicts are rendered only when a seed has ended; curves are drawn many times between
         if self.is_new("verdict", id(self.lab.work), now.done, now.failed):
             self.judge()
 

@@ -101,6 +101,7 @@ class LayersState(HasTraits):
         "The rows that are shown."
         group, drawn = self.statistic
         da = _table(run, group, name or drawn)
+        # plain text, no pattern: dots in the names of modules would match any character
         is_shown = np.array([self.find.lower() in name.lower() for name in _row_names(da)], dtype=np.bool_)
         if self.kind and "kind" in da.coords:
             is_shown = is_shown & (da["kind"].values == self.kind)
@@ -114,6 +115,7 @@ class LayersState(HasTraits):
         "How many entries of each tensor were not finite, of the rows that are shown."
         group, drawn = self.statistic
         tables, part = run[group].data_vars, drawn.partition("_")[0]
+        # a count of its own statistic, else the one of the group
         counts = [name for name in (f"{part}_nonfinite_count", "nonfinite_count") if name in tables]
         return self.of(run, counts[0]) if counts and drawn not in counts else None
 
@@ -189,6 +191,7 @@ def _ring_at(rings: list[tuple], x: float, y: int, width: float, height: int) ->
     close = [
         (abs(step - x), number - 1)
         for step, at, number in rings
+        # a ring covers several rows where many are shown, and at least half of one where few are
         if abs(step - x) <= _RINGS * width and abs(at - y) <= max(0.5, _RINGS * height)
     ]
     return min(close)[1] if close else None

@@ -117,6 +117,7 @@ def _likely_cause(
 def _finding_of(likely: MostLikely, findings: list[Finding]) -> int:
     "The index of the finding that is a reason of the cause, else of the problem nearest to it; -1: none."
     reasons = [finding.explanation for finding in findings]
+    # the cause carries sentences, not findings, since some reasons come from layers or a swap test
     named = [reasons.index(reason) for reason in likely.because if reason in reasons]
     if named:
         return named[0]
@@ -130,6 +131,7 @@ def _swap_test(
 ) -> tuple[int, str] | None:  # its step, and words for a button; None where there is nothing to ask
     "The swap test that would tell the cause, with the seconds that it should take."
     likely, facts = most_likely(state.findings), state.findings.attrs.get("evidence", {})
+    # an estimate alone is no offer: the step must be one that the black box can start from
     if likely is None or not likely.test or facts["swap_seconds"][1] not in state.recording.steps:
         return None
     seconds, step = facts["swap_seconds"]
@@ -139,6 +141,7 @@ def _swap_test(
 def _first_in_a_module(state: WorkbenchState) -> int:
     "The index of the earliest problem that names a module; -1 where none does."
     findings = enumerate(state.findings)
+    # False sorts before True, so a note leads only where nothing else names a module
     named = [(f.severity == "info", f.onset, i) for i, f in findings if f.modules and f.onset is not None]
     return min(named, default=(False, 0, -1))[2]
 
@@ -183,6 +186,7 @@ def _export_html(
     state: WorkbenchState,  # with a run
 ) -> str:  # HTML: links that save a file
     "The picture as PNG and SVG, and its data as CSV."
+    # what is hidden by the legend is saved all the same: the legend changes the look, not the data
     names, part = _drawn_series(state), in_range(state.run, tuple(state.x_range) or None)
     files, notes = [("picture.png", "image/png", picture_of(state, sharp=2)[0])], []
     if names:
@@ -199,6 +203,7 @@ def _export_html(
 def _legend(state: WorkbenchState) -> list[dict]:  # name, label and colour
     "What can be hidden below the picture: the drawn series, where there is more than one."
     names = _drawn_series(state)
+    # validation is drawn into the panel of the loss, so its entry stands beside it
     if "val_loss" in state.series and names[:1] == ["loss"]:
         names = [names[0], "val_loss", *(name for name in names[1:] if name != "val_loss")]
     shades = [COLOURS.get(name, COLOURS["other"])[state.dark] for name in names]
@@ -270,6 +275,7 @@ class SeriesControls:
         chosen: tuple[str, ...],  # names of series
     ) -> None:
         "Draws what was chosen, in the usual order."
+        # the widget gives its choice in the order of its list; the panels keep the one of the reports
         usual = panels_of(self.state.run, self.state.findings, 99)
         order = [name for name in usual if name in chosen]
         self.state.drawn = tuple(dict.fromkeys([*order, *chosen]))
@@ -309,6 +315,7 @@ class _OverviewWidgets(StateView):
 
     def go_to_layers(self) -> None:
         "The module of the selected finding, or the one that changed first."
+        # a finding of the loss names no module: go to the one that changed first instead
         if self.shared.finding is not None and not self.shared.finding.modules:
             reveal(self.shared, _first_in_a_module(self.shared))
         self.shared.visible = "layers"
@@ -346,7 +353,9 @@ class _OverviewWidgets(StateView):
         state, drawn = self.shared, _drawn_series(self.shared)
         series = state.findings[index].series
         if series in state.series and series not in drawn:
+            # four panels at most, the first among them: a flat picture is hard to click at
             state.drawn = (drawn[0], series, *drawn[1:3])
+        # the range before the selection, which `mark` compares with it
         state.x_range = around(state, index)
         state.selected = index
 
@@ -424,6 +433,7 @@ class Overview(_OverviewWidgets):
     def mark(self) -> None:
         "Marks the selected finding while its steps are shown; after a zoom it can be chosen again."
         index = self.shared.selected
+        # a row that stays marked would not report a second click on it
         is_seen = index >= 0 and tuple(self.shared.x_range) == around(self.shared, index)
         self.listing.value = _listing_html(self.shared, index if is_seen else -1)
 
@@ -439,6 +449,7 @@ class Overview(_OverviewWidgets):
 
     def _index(self, number: str) -> int:
         "The index of the finding whose row was clicked; -1 where there is none."
+        # the page sends text: it is compared with what was offered, never converted
         names = [str(i) for i in range(1, len(self.shared.findings) + 1)]
         return names.index(number) if number in names else -1
 

@@ -50,6 +50,7 @@ def _grid_html(
     finite = finite[np.isfinite(finite)]
     if len(finite) < 2:
         return lattice_html(None, name)
+    # the whole series decides: in a stretch of few records any values lie on some grid
     grid = lattice(finite) if grid is None else grid
     return lattice_html(grid.to_dict(), name, records_to_move(finite, grid.spacing))
 
@@ -115,6 +116,7 @@ def _shown_records(
     "The records that the picture shows."
     step, values = da.step.values, da.values.astype(float)
     if not x_range:
+        # the end of a run, where the loss moves least, is where rounding hides most
         return step[-limit:], values[-limit:]
     keep = (step >= x_range[0]) & (step <= x_range[1])
     return step[keep], values[keep]
@@ -125,6 +127,7 @@ def _grid_picture(
 ) -> bytes:
     "The records on the lines of their grid, with their expected value."
     finite = values[np.isfinite(values)]
+    # the spacing doubles with each power of two; the last value has the one that matters now
     tick = float(spacing(finite[-1:], grid.fmt)[0]) if grid.fmt else float("nan")
     expected = debias(values, window, grid.fmt)
 
@@ -215,6 +218,7 @@ class PrecisionView(StateView):
         self.notice.value = "" if look.steps else heading_html("", _NO_BOX)
         set_visible(self.body, bool(look.steps))
         if look.steps:
+            # a sample needs no file: the command finds its model by name
             files = setup_files(recording.path)
             look.setup = files[0].where if files and files[0].kind != "sample" else ""
         self.draw()
@@ -222,6 +226,7 @@ class PrecisionView(StateView):
     def _arguments(self) -> list:
         "What the child process is asked."
         look, setup, path = self.look, self.look.setup.strip(), str(self.shared.recording)
+        # cleared before the child starts: an old table beside a new step would be believed
         self.tables.value = self.step_call.call = ""
         self._call = f"step_precision({path!r}, {look.step}, {setup or None!r}, {look.fmt!r})"
         arguments = ["precision", path, "--step", look.step, "--format", look.fmt, "--json"]
@@ -230,6 +235,7 @@ class PrecisionView(StateView):
     def draw(self) -> None:
         "Draws what is seen and has changed."
         look, shared = self.look, self.shared
+        # both pictures depend on the theme, but only one of them on the range that is shown
         if self.is_due("grid", shared.recording, shared.dark, shared.x_range, look.name, look.window):
             self._draw_grid()
         if self.is_due("room", shared.dark, look.growth, look.result):
@@ -245,11 +251,13 @@ class PrecisionView(StateView):
             grid = lattice(da.values)  # of the whole series, which a zoom does not change
             self.words.value = _grid_html(da.values, name, grid)
             step, values = _shown_records(da, self.shared.x_range)
+            # a window longer than the series would leave nothing of its trend
             window, span = min(self.look.window, max(len(values) // 2, 1)), (0.0, 0.0)
             is_drawable = bool(np.isfinite(values).any())
             if is_drawable:
                 png = _grid_picture(step, values, grid, window, name, self.shared.dark)
                 span = step[0].item(), step[-1].item()
+            # a call that draws nothing but NaN would fail where it is pasted
             call = grid_call(self.shared, name, window, span, grid.fmt) if is_drawable else ""
             self.grid_call.call = call
         show_sharp(self.picture, png)

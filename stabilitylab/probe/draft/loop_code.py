@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...numerics.modes import dropout_shares
 from .loop_setup import clip_code, clips_nothing
 from .loop_source import relevant, root_name, settled, stored_names, value_at
 from .loop_span import LoopSpan, loop_span
@@ -58,7 +59,7 @@ _RAN = "ran"  # set by a line that runs a model from which the loss is read afte
 
 def _is_drawing(model: torch.nn.Module) -> bool:
     "Whether a forward pass draws random numbers, so that a later one depends on it."
-    return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    return any(share > 0 for module in model.modules() for share in dropout_shares(module).values())
 
 
 def _own_method(statement: ast.stmt, span: LoopSpan, model: torch.nn.Module) -> bool:

@@ -96,6 +96,7 @@ def _untangled(name: str, message: str) -> tuple[str, str]:
     if first is None or not name.endswith(("Error", "Exception", "Interrupt", "Exit")):
         return name, message
     message = message.lstrip(": ")
+    # both ranks' messages, if whole, are the two halves, but for the colons between
     half = len(message) // 2
     is_twice = len(message) > 1 and message[:half].strip(": ") == message[-half:].strip(": ")
     return first["one"], message[:half].rstrip(": ") if is_twice else message
@@ -110,10 +111,12 @@ def _exception_evidence(
     text, message = f"{name}: {message}", message.strip()[:_MESSAGE_LENGTH]
     if _BY_HAND.search(name):
         return Evidence("stopped by hand", SIGNAL, name, message)
+    # torchrun raises SignalException for the signal that it got itself, which is the cause of the rest
     signal = _GOT_SIGNAL.search(text) if "SignalException" in name else None
     if signal and int(signal[1]) in _SIGNALS:
         cause, signal_name = _SIGNALS[int(signal[1])]
         return Evidence(cause, SIGNAL, signal_name, message)
+    # the order of the table decides which of several causes is named
     for pattern in _ANY_LINE:
         if pattern.shape.search(text):
             return Evidence(pattern.cause, pattern.weight, name, message)
@@ -153,6 +156,7 @@ def _exit_evidence(line: str) -> Evidence | None:
     if match is None or int(match[1]) == 0:
         return None
     code = int(match[1])
+    # a code below 128 that is no signal says only that another process failed
     signal = -code if code < 0 else code - 128  # launchers report -9, shells 137
     cause, name = _SIGNALS.get(signal, ("child failed", "exit"))
     weight = ECHO if cause == "child failed" else SIGNAL
@@ -181,6 +185,7 @@ def _line_evidence(
 ) -> Evidence | None:  # None where the line does not report the end of a process
     "Evidence of a line outside a traceback."
     text = line.strip()
+    # scripts are printed into logs, and their lines name every exception that they handle
     if _SOURCE_TEXT.match(text):
         return None
     exception = _EXCEPTION_ALONE.match(text)
@@ -212,6 +217,7 @@ def _last_line(lines: list[str], prefix: str) -> tuple[int, re.Match] | None:
     "Index and match of the exception that ends the traceback in `lines`; None where it was cut."
     was_indented = False
     for index, line in enumerate(lines[:_MAX_LINES]):
+        # lines of other ranks may stand between those of this traceback
         text = _without_prefix(line, prefix)
         if text is None or not text.strip():
             continue
@@ -219,6 +225,7 @@ def _last_line(lines: list[str], prefix: str) -> tuple[int, re.Match] | None:
             was_indented = True
             continue
         exception = _EXCEPTION.match(text.rstrip())
+        # after an indented frame any name is the exception; elsewhere only one that ends as exceptions do
         if exception and (was_indented or _ENDING.search(exception["name"])):
             return index, exception
         was_indented = False
@@ -235,15 +242,17 @@ def _innermost_frame(lines: list[str]) -> str:
     own = [frame for frame in frames if not _LIBRARY.search(frame["path"])]
     if not frames:
         return ""
+    # the reader can change their own code, not the library's, so the innermost line of theirs is named
     frame = (own or frames)[-1]
     file = frame["path"].replace("\\", "/").rpartition("/")[2]
     return f"{file}:{frame['line']} in {frame['function']}"
 
 
-def _parse_traceback(text: str, position: int) -> tuple[Evidence, int] | None:
-    "Evidence of the traceback that `text` begins with, and its length; None where it was cut."
-    lines = text.splitlines(keepends=True)
-    clean = [_COLOUR.sub("", line).rstrip("\r\n") for line in lines]
+def _parse_traceback(data: bytes, position: int) -> tuple[Evidence, int] | None:
+    "Evidence of the traceback that `data` begins with, and its length in bytes; None where it was cut."
+    # split as bytes: a name in Chinese has fewer characters than bytes, and positions are bytes
+    lines = data.splitlines(keepends=True)
+    clean = [_COLOUR.sub("", line.decode("utf-8", "replace")).rstrip("\r\n") for line in lines]
     prefix = clean[0][: clean[0].find(_HEAD)]
     is_on_every_line = len(clean) > 1 and clean[1].startswith(prefix)
     last = _last_line(clean[1:], prefix if is_on_every_line else "")
@@ -254,6 +263,7 @@ def _parse_traceback(text: str, position: int) -> tuple[Evidence, int] | None:
     evidence = _exception_evidence(exception["name"], message)
     frame = _innermost_frame(clean[: index + 1])
     evidence = replace(evidence, rank=_rank_in(prefix), position=position, has_traceback=True, where=frame)
+    # torch and transformers put the sentence that matters on the line below an empty first one
     if exception["message"] is not None and (not message or message.endswith(":")):
         following = (_PREFIX.sub("", line).strip() for line in clean[index + 2 : index + 6])
         rest = next((line for line in following if line), "")
@@ -279,6 +289,7 @@ def _find_all(data: bytes | mmap.mmap, word: bytes, begin: int = 0) -> Iterator[
     "Every position of a word; of a map one block at a time stays in memory, as a log may be larger."
     for start in range(begin, len(data), _BLOCK):
         end = min(start + _BLOCK, len(data))
+        # the search reaches over the end of a block, or a word across it would be missed
         position = data.find(word, start, end + len(word) - 1)
         while position >= 0:
             yield position
@@ -289,6 +300,7 @@ def _find_all(data: bytes | mmap.mmap, word: bytes, begin: int = 0) -> Iterator[
 
 def _line_begin(data: bytes | mmap.mmap, position: int, low: int = 0) -> int:
     "Where the line begins that holds a position; 0 where it begins before `low`."
+    # progress bars end their lines with a carriage return alone
     newline = data.rfind(b"\n", low, position)
     return max(newline, data.rfind(b"\r", max(newline, low), position)) + 1
 
@@ -319,8 +331,9 @@ def _tracebacks(data: bytes | mmap.mmap) -> Iterator[tuple[Evidence, int, bool]]
         half = _MAX_TRACEBACKS // 2
         positions = positions[:half] + positions[-half:]
     for begin in dict.fromkeys(_line_begin(data, position) for position in positions):
+        # Python prints these tracebacks and continues: they are read past, not taken as a crash
         goes_on = _GOES_ON.search(_line_at(data, _line_begin(data, max(0, begin - 1))))
-        parsed = _parse_traceback(data[begin : begin + TRACEBACK_BYTES].decode("utf-8", "replace"), begin)
+        parsed = _parse_traceback(data[begin : begin + TRACEBACK_BYTES], begin)
         if parsed:
             yield parsed[0], begin + parsed[1], not goes_on
 
@@ -333,6 +346,7 @@ def evidence_in(
     tracebacks = list(_tracebacks(data))
     evidence = [replace(traceback, end=end) for traceback, end, is_end in tracebacks if is_end]
     starts = np.array([traceback.position for traceback, _, _ in tracebacks], dtype=np.int64)
+    # a set: a line with several of the words is parsed once
     lines = {line for word in _NEEDLES for line in _line_begins(data, word, begin)}
     for position in sorted(lines):
         before = int(np.searchsorted(starts, position, side="right")) - 1

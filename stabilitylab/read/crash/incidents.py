@@ -67,8 +67,10 @@ def _root_cause(evidence: list[Evidence]) -> Evidence | None:
     if not explaining:
         return evidence[0] if evidence else None
     first = explaining[0]
+    # a signal only says how a process ended; who sent it, and why, stands in a later line, if anywhere
     if first.weight != SIGNAL:
         return first
+    # Slurm says CANCELLED of every job that it ends: the line with the reason is preferred
     verdicts = [item for item in explaining if item.weight == VERDICT]
     verdicts.sort(key=lambda item: item.cause == "cancelled")  # `DUE TO TIME LIMIT` says more
     by_hand = [item for item in explaining if item.cause == "stopped by hand"]
@@ -79,6 +81,7 @@ def _consequences(evidence: list[Evidence], root: Evidence) -> tuple[str, ...]:
     "What came after the root cause, the first of each name; of many those of most weight."
     first_by_name: dict[str, Evidence] = {}
     for item in evidence:
+        # what every further rank prints is the same failure again
         if item.position > root.position and item.weight > ECHO and item.name != root.name:
             first_by_name.setdefault(item.name, item)
     by_weight = sorted(first_by_name.values(), key=lambda item: -item.weight)
@@ -103,6 +106,7 @@ def _failed_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> set[int]
 
 def _time_at(data: bytes | mmap.mmap, position: int) -> str | None:
     "The time stamp of the line at a position, else the last one before it."
+    # tracebacks carry no time of their own: the last line of the log before them has the nearest one
     line_end = position + len(re.split(rb"[\r\n]", data[position : position + 512], maxsplit=1)[0])
     stamps = list(TIME.finditer(data[max(0, position - _TIME_WINDOW) : line_end]))
     if not stamps:
@@ -123,6 +127,7 @@ _MAX_DETAILS = 3
 
 def _detail(data: bytes | mmap.mmap, evidence: list[Evidence], root: Evidence, after: int) -> str:
     "Lines beside the root cause, later than the attempt before it, that say more of it, each once."
+    # the second bound keeps a launch that died hours later from lending its details
     end = min(max(evidence[-1].position, root.position) + _DETAIL_BYTES, root.position + TRACEBACK_BYTES)
     matches = _DETAIL.finditer(data[max(after, root.position - _DETAIL_BYTES) : end])
     lines = dict.fromkeys(match[0].decode("utf-8", "replace").strip() for match in matches)
@@ -142,11 +147,14 @@ def _late_ranks(data: bytes | mmap.mmap, evidence: list[Evidence]) -> tuple[int,
     enqueued: dict[int, int] = {}
     for match in _LAST_WORK.finditer(data, begin, end):
         enqueued.setdefault(int(match[1]), int(match[2]))
+    # a rank that enqueued fewer operations is behind the others; equal counts tell nothing
     if len(set(enqueued.values())) > 1:
         fewest = min(enqueued.values())
         return tuple(sorted(rank for rank, last in enqueued.items() if last == fewest))
     waited = {int(match[1]) for match in _WAITED.finditer(data, begin, end)}
+    # every rank that waits is told by its watchdog: the one that never speaks is the one waited for
     missing = sorted(set(range(max(waited, default=0))) - waited)
+    # a log of one node lacks the other nodes' ranks: many missing ones are not late but elsewhere
     return tuple(missing) if 0 < len(missing) <= min(_MOST_LATE, len(waited)) else ()
 
 
@@ -157,6 +165,7 @@ def _crash_from(data: bytes | mmap.mmap, evidence: list[Evidence], after: int = 
         return None
     rank, time = root.rank, _time_at(data, root.position)
     launcher = _LAUNCHER_SUMMARY.search(data, root.position, evidence[-1].position + 4096)
+    # torchrun's summary is written last and by another process: it fills gaps, but overrules nothing
     if launcher and rank is None:
         rank = int(launcher[2])
     if launcher and time is None:
@@ -217,9 +226,11 @@ class _Log:
 
     def was_flushed_after(self, position: int, before: int) -> bool:
         "Whether the records after a position, `before` records from the start, were buffered at the crash."
+        # output to a file is buffered while tracebacks are not, so the last records may stand below the crash
         first_after = int(self.order[before])
         if len(self.data) - first_after > _BUFFER or _FINISHED.search(self.data[-2048:]):
             return False
+        # buffered records go on with the step where they stopped; a restarted run counts from a lower one
         if before:
             return bool(self.step[before] >= self.step[before - 1])
         return first_after - position < _ADJACENT
@@ -227,6 +238,7 @@ class _Log:
     def evidence_by_record(self) -> dict[int, list[Evidence]]:
         "The evidence, by the number of records before it; once the run has ended all belongs to its end."
         n = len(self.order)
+        # single lines count only near the end: within a run, words such as `killed` are prose
         begin = max(0, int(self.order[-1]) - _BUFFER) if n else 0
         groups: dict[int, list[Evidence]] = {}
         for item in evidence_in(self.data, begin):
@@ -264,6 +276,7 @@ def _starts_again(log: _Log, begin: int, end: int) -> bool:
     between = data[begin : min(end, begin + _LAUNCH_BYTES)] + data[late:end]
     if _LAUNCH.search(between):
         return True
+    # digits as zeros: times and process numbers differ from launch to launch
     head = data[: min(4096, log.first_failure)].translate(_AS_ZERO).splitlines()
     first = list(dict.fromkeys(line for line in head if len(line.strip()) >= _MIN_HEAD_LINE))[:_HEAD_LINES]
     later = set(between.translate(_AS_ZERO).splitlines())
@@ -272,6 +285,7 @@ def _starts_again(log: _Log, begin: int, end: int) -> bool:
 
 def _went_on(data: bytes | mmap.mmap, item: Evidence, following: Evidence) -> bool:
     "Whether a run went on after a failure until somebody stopped it."
+    # a run that is stopped by hand long after an error had survived it: two incidents, not cause and effect
     between = data[item.position : min(following.position, item.position + TRACEBACK_BYTES * 4)]
     return following.weight == VERDICT and CAUSES[following.cause] and between.count(b"\n") >= _MIN_WENT_ON
 
@@ -282,6 +296,7 @@ def _is_new_attempt(log: _Log, item: Evidence, following: Evidence) -> bool:
         return True
     if min(item.weight, following.weight) > ECHO and _starts_again(log, item.position, following.position):
         return True
+    # a program that could not be imported never ran, so another traceback is of another attempt
     is_other = following.has_traceback and following.name not in _AT_START
     is_chained = _CHAINED.search(log.data, item.position, following.position)
     return item.has_traceback and item.name in _AT_START and is_other and not is_chained
@@ -298,9 +313,11 @@ def _incidents(log: _Log) -> list[Crash]:
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             is_end = is_last and (before == n or log.was_flushed_after(attempt[-1].position, before))
+            # a message of the driver between records ended nothing: `hardware_error` tells of it
             is_message = before < n and all(item.name == "NVRM: Xid" for item in attempt)
             crash = None if is_message else _crash_from(log.data, attempt, after)  # the driver's
             after = max(max(item.position, item.end) for item in attempt)
+            # between records only a traceback is evidence enough; a lone line there was survived
             if crash is not None and (is_end or any(item.has_traceback for item in attempt)):
                 count = n if is_end else before
                 step = int(log.step[count - 1]) if count else None
@@ -317,6 +334,7 @@ def _crashes_in(
         if not file.seek(0, 2):
             return []
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            # PowerShell redirects in UTF-16, where none of the words would be found
             is_wide = text[:2] in (b"\xff\xfe", b"\xfe\xff")
             crashes = _incidents(
                 _Log.of(text[:].decode("utf-16", "replace").encode() if is_wide else text, data)
@@ -356,11 +374,13 @@ def add_crash_after_rows(
         first = file.readline(2**16)
         is_json = first.lstrip(b"\xef\xbb\xbf \t")[:1] == b"{"
         n_commas = None if is_json else first.count(b",")
+        # one JSON document over many lines has no rows after which another line could stand
         is_document = is_json and first.rstrip()[-1:] != b"}"
         if is_document or n_commas == 0:
             return
         file.seek(max(len(first), file.seek(0, 2) - _END_BYTES))
         lines = file.read().splitlines()
+    # what stands before the last row is not the end of the run
     rows = [index for index, line in enumerate(lines) if line.strip() and _is_row(line, n_commas)]
     crash = crash_in_text(b"\n".join(lines[max(rows, default=-1) + 1 :]))
     if crash is None:
