@@ -263,7 +263,7 @@ def more_seeds(
     # what has to be told apart is the effect and the least one that is worth an action
     gap = max(abs(abs(d.mean()) - _MIN_EFFECT * abs(level)), 1e-3 * abs(level), 1e-12)
     more = np.arange(1, MOST_SEEDS)
-    n = len(d) + more
+    n: np.ndarray = len(d) + more
     reach = stats.t.ppf(1 - _ALPHA / n_arms, n - 1) * d.std(ddof=1) / np.sqrt(n)
     return int(more[reach < gap].min(initial=MOST_SEEDS))
 
