@@ -427,7 +427,7 @@ def test_only_the_place_in_a_stack_of_blocks_is_a_layer():
     for layer in (-1, 1):
         fields = {"what": "The output", "kind": "conv", "ratio": 10.3, "n": 1, "layer": layer}
         told.append(explain(Finding("activation_explosion", "error", 7, modules=("a",), evidence=fields)))
-    assert "a (conv) passed" in told[0] and "a (conv, layer 1) passed" in told[1]
+    assert "a (conv) reached" in told[0] and "a (conv, layer 1) reached" in told[1]
 
 
 def test_a_second_optimizer_is_no_flipped_bit(tmp_path):

@@ -35,9 +35,14 @@ class Term:
 
 _TABLE = json.loads(files("stabilitylab.names").joinpath("glossary.json").read_text(encoding="utf-8"))
 _LISTS = ("instead_of", "spelled")  # fields of a row that are lists
-_TERMS = {
-    row["term"]: Term(**row | {key: tuple(row.get(key, ())) for key in _LISTS}) for row in _TABLE["terms"]
-}
+
+
+def _term(row: dict) -> Term:
+    "A row of the table."
+    return Term(**row | {key: tuple(row.get(key, ())) for key in _LISTS})
+
+
+_TERMS = {row["term"]: _term(row) for row in _TABLE["terms"]}
 
 # %% ../../nbs/api/names/08_glossary.ipynb #7a085c03
 def define(

@@ -20,8 +20,8 @@ _ALLOWANCE = 1.0  # Page's reference value k, in standard deviations
 _LIMIT = 30.0  # of the sum of one series among `_SERIES`: the largest there was 25
 _SINGLES = ("loss", "update_norm")  # a series of the whole model each, told at once
 _SINGLE_LIMIT = 5.6  # of their sums: twice the largest there
-_JUMP, _WINDOW, _LEAST = 5.7, 50, 30  # standard deviations of a loss: twice the most there; values before it
-_LEAST_SD = 0.01  # of the loss, as a share of it
+_JUMP, _WINDOW, _MIN_BEFORE = 5.7, 50, 30  # deviations of a loss, twice the most there; values before it
+_MIN_SD = 0.01  # of the loss, as a share of it
 _SERIES = 100  # series of a typical run of the zoo; more of them raise the limit
 _FLOOR, _FIRST_SD = (
     0.1,
@@ -206,10 +206,10 @@ class WarningDetector:
         if not np.isfinite(loss):
             return []
         self.losses.append(loss)
-        if before.size < _LEAST:
+        if before.size < _MIN_BEFORE:
             return []
         usual = float(before.mean())
-        limit = _JUMP * max(float(before.std(ddof=1)), _LEAST_SD * abs(usual))
+        limit = _JUMP * max(float(before.std(ddof=1)), _MIN_SD * abs(usual))
         if loss - usual <= limit:
             return []
         score = (loss - usual) / limit if limit else np.inf

@@ -235,7 +235,7 @@ def _lines(brief: Brief, longest: int) -> list[str]:
     lines = [f"{clean(Path(brief.source).name, 60)}: {brief.run}; {brief.counts}"]
     if brief.cause:
         sure = f" (confidence {brief.confidence})" if brief.confidence else " (confidence not rated)"
-        lines.append(f"cause{sure}: {clean(brief.cause, longest)}")
+        lines.append(f"cause{sure}: {clean(brief.cause, 2 * longest)}")  # what matters most is cut last
     steps = {"cause": brief.cause_step, "first sign": brief.first_sign, "symptom": brief.symptom_step}
     if dated := [f"{name} {step:,}" for name, step in steps.items() if step is not None]:
         lines.append(f"steps: {', '.join(dated)}")
@@ -265,7 +265,7 @@ def _cut(brief: Brief, longest: int) -> Brief:
     }
     return replace(
         brief,
-        cause=clean(brief.cause, longest),
+        cause=clean(brief.cause, 2 * longest),
         rival=rival,
         ruled_out=_first(brief.ruled_out, longest),
         findings=[clean(line, longest * 3 // 4) for line in brief.findings],

@@ -103,8 +103,9 @@ class _Calls(TorchFunctionMode):
     def _keep(
         self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:  # as `scaled_dot_product_attention`
-        "One call, its query and key kept."
-        self.calls.append((self.inside[-1] if self.inside else "", query.detach(), key.detach()))
+        "One call, its query and key kept where the model itself makes it."
+        if self.inside:  # else it is of another model, such as the reference of a preference loss
+            self.calls.append((self.inside[-1], query.detach(), key.detach()))
         return _attend(query, key, *args, **kwargs)
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #d5d236e6
