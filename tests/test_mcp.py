@@ -119,7 +119,7 @@ def test_an_agent_comes_from_a_failed_run_to_a_verified_fix(tmp_path):
     assert state == "done" and fix["verdict"] == "helps" and fix["interval"][1] < 0
 
 
-FAILING = {"vit raised": "lower_lr", "mlp wide": "redraw"}  # row -> what helps, far from the edge of a verdict
+FAILING = {"vit raised": "lower_lr", "mlp wide": "redraw"}  # row -> what clearly helps
 
 
 @pytest.mark.slow  # records a run, and trains about twenty arms
