@@ -481,22 +481,23 @@ class _Encoder(torch.nn.Module):
         return self.head(self.thin(x * self.gate(x)))
 
 
-def _foreign_training():
+def _training_of(make):
+    "A training of a model of tokens that predicts its own input."
     torch.manual_seed(0)
-    model, tokens = _Encoder(), torch.randint(16, (4, 6))
+    model, tokens = make(), torch.randint(16, (4, 6))
     loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
     return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
 
 
 def test_no_dropout_reaches_what_attention_drops_by_itself():
-    training = _foreign_training()
+    training = _training_of(_Encoder)
     fix("dropout").apply(training)
     losses = {float(training.loss(training.model, training.batches(0)[0]).detach()) for _ in range(3)}
     assert len(losses) == 1 and training.model.layer.self_attn.dropout == training.model.thin.p == 0
 
 
 def test_another_activation_leaves_attention_and_gates_alone():
-    training = _foreign_training()
+    training = _training_of(_Encoder)
     fix("activation").apply(training)
     model = training.model
     assert type(model.layer.activation) is torch.nn.ReLU and type(model.gate) is torch.nn.Sigmoid
@@ -518,16 +519,9 @@ class _Recurrent(torch.nn.Module):
         return self.head(self.attention(x, x, x)[0])
 
 
-def _recurrent_training():
-    torch.manual_seed(0)
-    model, tokens = _Recurrent(), torch.randint(16, (4, 6))
-    loss = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
-    return Training(model, torch.optim.AdamW(model.parameters()), loss, lambda step: [tokens])
-
-
 @pytest.mark.parametrize("rule, std", [("normal", 0.02), ("fan_in", 0.25)])
 def test_redraw_reaches_every_matrix_of_pytorchs_own_layers(rule, std):
-    training = _recurrent_training()
+    training = _training_of(_Recurrent)
     fix("redraw", rule=rule, divide=False).apply(training)
     drawn = {name: float(p.detach().std()) for name, p in training.model.named_parameters() if p.ndim > 1}
     assert all(0.8 * std < value < 1.2 * std for value in drawn.values()), drawn
@@ -535,7 +529,7 @@ def test_redraw_reaches_every_matrix_of_pytorchs_own_layers(rule, std):
 
 
 def test_only_the_factor_of_an_embedding_is_removed():
-    training = _recurrent_training()
+    training = _training_of(_Recurrent)
     fix("no_embedding_scale").apply(training)
     assert (training.model.embed_scale, training.model.head.factor) == (1.0, 0.5)
 
@@ -554,7 +548,7 @@ def test_a_head_is_not_taken_from_a_block_nor_positions_from_a_name():
 
 
 def test_groups_that_are_split_keep_their_rate():
-    training = _recurrent_training()
+    training = _training_of(_Recurrent)
     table, rest = training.model.embed.weight, [p for p in training.model.parameters()][1:]
     groups = [{"params": rest, "lr": 0.1}, {"params": [table, training.model.head.weight], "lr": 0.02}]
     groups[0]["params"] = [p for p in rest if p is not training.model.head.weight]

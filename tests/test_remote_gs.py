@@ -5,15 +5,13 @@ import socket
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.cli.main import main
 from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.runs import read_log, read_runs
-from tests.scale import long_lines
+from stabilitylab.read.runs import read_runs
+from tests.stores import put_checkpoint, read_logs
 
 emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
 # read when gcsfs is imported: with it, the kind of a bucket is asked for by gRPC, which no emulator answers
@@ -52,21 +50,12 @@ def unused_port():
 
 def test_a_log_and_a_folder(bucket, capsys):
     store, _ = bucket
-    for name in ("a/train.log", "b/train.log"):
-        store.pipe(f"bucket/runs/{name}", long_lines.text("").encode())
-    store.pipe("bucket/runs/a/model.safetensors", b"0" * 1000)
-    assert len(read_runs("gs://bucket/runs")) == 2
-    loss = read_log("gs://bucket/runs/a/train.log").loss
-    assert loss.sizes["step"] == 24 and float(loss[0]) == 3.0
-    assert main(["diagnose", "gs://bucket/runs/a/train.log"]) == 0
-    assert "gs://bucket/runs/a/train.log" in capsys.readouterr().out
+    read_logs(lambda path, data: store.pipe(f"bucket/{path}", data), "gs://bucket", capsys)
 
 
 def test_a_checkpoint_is_read_in_parts(bucket, tmp_path):
     store, ranges = bucket
-    tensors = {f"layers.{i}.weight": torch.full((100, 100), float(i)) for i in range(20)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    store.pipe("bucket/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    tensors = put_checkpoint(lambda path, data: store.pipe(f"bucket/{path}", data), tmp_path)
     ckpt = open_checkpoint("gs://bucket/model.safetensors")
     ranges.clear()
     assert torch.equal(ckpt["layers.7.weight"].load(), tensors["layers.7.weight"])

@@ -8,15 +8,14 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.cli.main import main
 from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.runs import read_log, read_runs
+from stabilitylab.read.runs import read_runs
 from tests.scale import long_lines
+from tests.stores import put_checkpoint, read_logs
 
 hub = pytest.importorskip("huggingface_hub", reason="the extra `remote` is not installed")
 constants = pytest.importorskip("huggingface_hub.constants")  # not an attribute of the package
@@ -116,23 +115,14 @@ def server(monkeypatch):
 
 
 def test_a_log_and_a_folder_of_runs(server, capsys):
-    for name in ("runs/a/train.log", "runs/b/train.log"):
-        server.files[name] = long_lines.text("").encode()
-    server.files["runs/a/model.safetensors"] = b"0" * 100_000
-    assert len(read_runs("hf://team/run/runs")) == 2
+    printed = read_logs(server.files.__setitem__, "hf://team/run", capsys, weights=100_000)
     assert server.sent < 20_000  # weights beside a log are not fetched
-    loss = read_log("hf://team/run/runs/a/train.log").loss
-    assert loss.sizes["step"] == 24 and float(loss[0]) == 3.0
-    assert main(["diagnose", "hf://team/run/runs/a/train.log"]) == 0
-    out = capsys.readouterr()
-    assert "hf://team/run/runs/a/train.log" in out.out and TOKEN not in out.out + out.err
+    assert TOKEN not in printed
     assert f"Bearer {TOKEN}" in server.tokens  # it was sent, and is in no message
 
 
 def test_a_checkpoint_is_read_in_parts(server, tmp_path):
-    tensors = {f"layers.{i}.weight": torch.full((100, 100), float(i)) for i in range(20)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    server.files["model.safetensors"] = (tmp_path / "model.safetensors").read_bytes()
+    tensors = put_checkpoint(server.files.__setitem__, tmp_path)
     ckpt = open_checkpoint("hf://team/run/model.safetensors")
     assert torch.equal(ckpt["layers.7.weight"].load(), tensors["layers.7.weight"])
     assert server.sent < 0.1 * len(server.files["model.safetensors"])

@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import scan_checkpoint
-from stabilitylab.cli.main import main
 from stabilitylab.names import remote
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.runs import read_log, read_runs
+from stabilitylab.read.runs import read_runs
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
 from tests.scale import long_lines
+from tests.stores import read_logs
 
 moto = pytest.importorskip(
     "moto.server", reason="needs moto[server,s3], whose boto3 wants python-dateutil below 3"
@@ -57,15 +57,8 @@ def bucket(monkeypatch):
 
 def test_a_log_and_a_folder(bucket, capsys):
     store, _ = bucket
-    for name in ("a/train.log", "b/train.log"):
-        store.pipe(f"bucket/runs/{name}", long_lines.text("").encode())
-    store.pipe("bucket/runs/a/model.safetensors", b"0" * 1000)
-    assert len(read_runs("s3://bucket/runs")) == 2
-    loss = read_log("s3://bucket/runs/a/train.log").loss
-    assert loss.sizes["step"] == 24 and float(loss[0]) == 3.0
-    assert main(["diagnose", "s3://bucket/runs/a/train.log"]) == 0
-    out = capsys.readouterr()
-    assert "s3://bucket/runs/a/train.log" in out.out and KEY not in out.out + out.err
+    printed = read_logs(lambda path, data: store.pipe(f"bucket/{path}", data), "s3://bucket", capsys)
+    assert KEY not in printed
 
 
 def test_weights_beside_a_log_are_not_fetched(bucket):

@@ -65,4 +65,7 @@ def test_runs_and_layers_offer_calls_that_run(tmp_path):
     assert list(table.module.values) == list(shown.module.values) and 0 < table.sizes["module"] < 40
     assert table.step.values.min() >= 100 and table.step.values.max() <= 200
     assert len(plt.gcf().axes) == 2, "no colour bar"
+    view.look.rows = (2, 5)  # brushed
+    table = ran(view.call.call)["table"]
+    assert list(table.module.values) == list(shown.module.values[2:5])
     plt.close("all")

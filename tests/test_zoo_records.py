@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.findings import Findings
 from stabilitylab.detect.likely_cause import most_likely
@@ -76,21 +77,8 @@ def test_a_raised_rate_is_undone_and_its_step_is_the_one_to_replay(tmp_path):
     assert told["next"]["arguments"]["step"] == likely.step
 
 
-def write() -> None:
-    answers = {}
-    for name in PACKED:
-        with tempfile.TemporaryDirectory() as folder:
-            answers[name] = answer(name, Path(folder))
-    TABLE.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write()
-
-
 def test_a_weight_that_nothing_updated_and_a_rate_beyond_adam_need_no_finding_of_the_loss():
     "A flipped bit may change no loss, and a rate of 0.4 may still learn: the record itself shows both."
-    from stabilitylab.detect.causes import ranked_causes
 
     def alone(**facts):
         return [c.id for c in ranked_causes({k: (v, 100) for k, v in facts.items()}) if c.is_alone]
@@ -102,3 +90,15 @@ def test_a_weight_that_nothing_updated_and_a_rate_beyond_adam_need_no_finding_of
     assert alone(**high) == ["rate_too_high"]
     assert alone(**high | {"early_update": 0.02}) == []  # as of an embedding that learns fast
     assert alone(**high | {"rate": 0.003}) == []  # as of matrices that began at zero
+
+
+def write() -> None:
+    answers = {}
+    for name in PACKED:
+        with tempfile.TemporaryDirectory() as folder:
+            answers[name] = answer(name, Path(folder))
+    TABLE.write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -122,8 +122,8 @@ def _split_group(log: UndoLog, ids: frozenset[int], settings: dict) -> None:
         # by id: `in` would compare tensors element by element
         rest = [p for p in group["params"] if id(p) not in ids]
         # without settings a group of their own is all that is asked for
-        has_settings = all(group.get(k) == v for k, v in settings.items()) and (bool(settings) or not rest)
-        if not split or has_settings:
+        is_so = all(group.get(k) == v for k, v in settings.items()) if settings else not rest
+        if not split or is_so:
             continue
         log.set_item(group, "params", rest, f"optimizer.group {i}")
         # a schedule that holds the rates of all groups finds that of the first one here

@@ -13,7 +13,7 @@ from ..detect.diagnose import diagnose
 from ..names.errors import bad_input
 from ..read.runs import read_runs
 from ..report.content import step_to_replay
-from ..run.recording import Recording, opened
+from ..run.recording import Recording, nearest_step, opened
 
 # %% ../../nbs/api/investigation/00_opening.ipynb #bfc94b23
 def open_recordings(
@@ -40,4 +40,5 @@ def suspect_step(
         snapshot_steps = {row["step"] for row in recording.box().snapshots}
         steps = [step for step in steps if step in snapshot_steps] or steps
     wanted = step_to_replay(diagnose(recording))
-    return steps[-1] if wanted is None else min(steps, key=lambda step: (abs(step - wanted), step))
+    step = None if wanted is None else nearest_step(steps, wanted)
+    return steps[-1] if step is None else step

@@ -15,14 +15,15 @@ from ..detect.findings import Findings
 from ..investigation.opening import open_recordings
 from .answers import answer
 from .paths import allowed_path
+from .trial_job import TrialJob
 from ..names.errors import bad_input
-from ..report.brief import Brief
+from ..report.brief import MOST_CHARACTERS, Brief
 from ..report.brief import brief as brief_of
 from ..report.content import step_to_replay
 from ..report.json_report import run_json
 from ..run.curves import loss_name, scalars_of
 from ..run.excerpt import series_between, tensor_rows
-from ..run.recording import Recording
+from ..run.recording import Recording, nearest_step
 from ..run.scalars import series_names
 from ..run.summary import summary
 
@@ -39,7 +40,7 @@ class Runs:
             if not root.is_dir():
                 raise bad_input("root", str(root), "a folder that is there")
         self._runs: dict[Path, tuple[float, Recording, Findings]] = {}  # with the time of the last change
-        self._tried: dict[Path, dict] = {}  # what the last trial of a run says
+        self._jobs: dict[str, TrialJob] = {}  # trials that were started here, by the name of each
 
     def _open(self, run: str) -> tuple[Recording, Findings]:
         "A run with its findings; read again where it has changed."
@@ -66,6 +67,14 @@ class Runs:
         self._runs.pop(path, None)
         self._runs[path] = changed, recording, findings
 
+    def _outcome(self, run: str) -> dict:
+        "What the last trial of a run that decided says; {} before one has."
+        path = allowed_path(run, self.roots)
+        for name, job in reversed(self._jobs.items()):
+            if job.has_decided and allowed_path(job.run, self.roots) == path:
+                return {"trial": {"job": name} | job.outcome()}
+        return {}
+
     def _symptom(self, run: str) -> int | None:
         "The step at which the loss answered."
         recording, findings = self._open(run)
@@ -75,7 +84,7 @@ class Runs:
         "The recorded step nearest to one, else to that of the cause; None where none can be replayed."
         recording, findings = self._open(run)
         wanted = step_to_replay(findings) if step is None else step
-        return min(recording.steps, key=lambda s: abs(s - (wanted or 0)), default=None)
+        return nearest_step(recording.steps, wanted or 0)
 
     def _relative(self, run: str) -> str:
         "The path of a run below the folder that it lies in."
@@ -84,18 +93,15 @@ class Runs:
         return path.relative_to(root).as_posix()
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #7fd3ca08
-_LONGEST_BRIEF = 1500  # characters of a brief answer, all of its JSON
-
-
 def _with_brief(report: dict, short: Brief) -> dict:
     "An answer with the brief text in front, in the room that the rest of its JSON leaves."
     steps = {"first_sign": short.first_sign, "symptom_step": short.symptom_step}
-    text, room = short.text(), _LONGEST_BRIEF
+    text = short.text()
     while True:
         answered = {"text": text} | steps | report
-        excess = len(json.dumps(answered, ensure_ascii=False)) - _LONGEST_BRIEF
-        room = min(room, len(text)) - excess
-        shorter = short.text(room) if excess > 0 else text
+        excess = len(json.dumps(answered, ensure_ascii=False)) - MOST_CHARACTERS
+        # escapes count, too, so that a text cut by the excess may have to be cut again
+        shorter = short.text(len(text) - excess) if excess > 0 else text
         if len(shorter) >= len(text):  # it fits, or the commands alone are longer
             return answered
         text = shorter
@@ -111,16 +117,19 @@ class _CurveTools(Runs):
         report["resources"] = [
             f"stabilitylab://{kind}/{self._relative(run)}" for kind in ("findings", "figure")
         ]
-        report |= self._tried.get(allowed_path(run, self.roots), {})
-        tool, arguments = self._after_diagnose(run, recording, findings)
+        outcome = self._outcome(run)
+        report |= outcome
+        tool, arguments = self._after_diagnose(run, recording, findings, has_trial=bool(outcome))
         answered = answer(report, tool, **arguments)
         return _with_brief(answered, brief_of(recording.run, findings, run, remedies)) if brief else answered
 
-    def _after_diagnose(self, run: str, recording: Recording, findings: Findings) -> tuple[str, dict]:
+    def _after_diagnose(
+        self, run: str, recording: Recording, findings: Findings, has_trial: bool
+    ) -> tuple[str, dict]:
         "The call after `diagnose`: a replay where one is possible and no trial has answered yet."
         step = self._replayable(run)
         serious = [f for f in findings if f.severity != "info"]
-        if serious and step is not None and allowed_path(run, self.roots) not in self._tried:
+        if serious and step is not None and not has_trial:
             what = "swap" if step > min(recording.steps) else "samples"  # a swap needs steps before it
             return "replay", {"run": run, "step": step, "what": what}
         if serious:

@@ -6,9 +6,6 @@
 __all__ = ['Tools']
 
 # %% ../../nbs/api/mcp/04_tools.ipynb #b6b73c5f
-from collections.abc import Sequence
-from pathlib import Path
-
 from .answers import answer, only
 from .paths import allowed_path
 from .reading import ReadingTools, Runs
@@ -130,13 +127,6 @@ _LONGEST_WAIT = 50.0  # seconds: clients give up after a minute
 class Tools(_ReplayTools):
     "The tools over the runs below some folders; each returns plain data that ends with `next`."
 
-    def __init__(
-        self,
-        roots: Sequence[str | Path] = (".",),  # folders that may be read
-    ):
-        super().__init__(roots)
-        self._jobs: dict[str, TrialJob] = {}
-
     def trial_start(
         self,
         run: str,  # a record with a black box, or a log
@@ -181,10 +171,8 @@ class Tools(_ReplayTools):
         undecided = trial.undecided()
         if report["state"] == "done" and undecided:
             return answer(report, "trial_start", run=trial.run, fixes=undecided, seeds=6, **trial.again)
-        if report["state"] == "done":
-            self._tried[allowed_path(trial.run, self.roots)] = {"trial": {"job": job, **trial.outcome()}}
-        helped = bool(trial.outcome()["helps"])
-        return answer(report, "diagnose", run=trial.run, **({} if helped else {"remedies": True}))
+        wanted = {} if trial.outcome()["helps"] else {"remedies": True}
+        return answer(report, "diagnose", run=trial.run, **wanted)
 
     def trial_cancel(
         self,

@@ -110,6 +110,11 @@ class TrialJob:
         wanted = {arm["fix"] for arm in arms if arm["verdict"] == "can't tell yet" and arm["more_seeds"]}
         return [long_name(arm) for arm in self.work.plan.arms if arm.name in wanted and not arm.is_null]
 
+    @property
+    def has_decided(self) -> bool:
+        "Whether it ended by itself, and more seeds would change nothing."
+        return self.state == "done" and not self.undecided()
+
     def outcome(self) -> dict:  # helps: [{fix, parameters, interval}]; does_not: names
         "Which fixes helped, and which did not."
         fixes = [] if self.work is None else self.work.plan.arms

@@ -229,7 +229,7 @@ def _read_remote(
     address: str, format: str | None, step: str | None, loss: str | None
 ) -> dict[str, xr.DataTree]:
     "Every run at an address; it stands in the record without password and signature."
-    from stabilitylab.read.tracker_servers import server_runs  # urllib's client: not for files
+    from stabilitylab.read.tracker_servers import server_runs  # late: a file needs no HTTP client
 
     served = server_runs(address, ReadOptions(format, step, loss))
     if served is not None:

@@ -23,6 +23,7 @@ from ..detect.likely_cause import MostLikely, most_likely
 from ..names.findings import REPORTED, SEVERITIES
 from .words import clean, number, spaced
 from ..run.curves import loss_name
+from ..run.recording import nearest_step
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/report/01_content.ipynb #77715581
@@ -308,11 +309,10 @@ def replay_command(
 ) -> str:  # '' where there is no black box, or nothing to replay
     "The command that replays the suspect step."
     folder, wanted = source or str(run.attrs.get("source", "")), step_to_replay(findings)
-    steps = _recorded_steps(folder) if folder and wanted is not None else []
-    if wanted is None or not steps:
-        return ""
     # of two at the same distance the earlier: the state before the event shows more than the one after
-    step = min(steps, key=lambda candidate: (abs(candidate - wanted), candidate))
+    step = None if wanted is None or not folder else nearest_step(_recorded_steps(folder), wanted)
+    if step is None:
+        return ""
     option = f" --setup {shlex.quote(setup)}" if setup else ""
     return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}"
 

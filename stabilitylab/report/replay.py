@@ -16,6 +16,7 @@ from .words import device_words
 # %% ../../nbs/api/report/10_replay.ipynb #c4edc1fa
 _HEAVIEST = 3  # samples that a line names
 _SAME_LOSS = 0.01  # by which two losses may differ and are called one: our convention
+_SPACING = 2.0**-23  # of float32 beside 1: IEEE 754
 
 
 def _finite_shares(samples: list[dict]) -> list[dict]:
@@ -35,6 +36,8 @@ def replay_text(
     losses = [loss for loss in map(result.get, ("samples_loss", "loss")) if isinstance(loss, float)]
     if len(losses) == 2 and not isclose(*losses, rel_tol=_SAME_LOSS):
         words["other_loss"] = losses[0]
+    both = [loss for loss in map(result.get, ("recorded_loss", "loss")) if isinstance(loss, float)]
+    words["is_rounding"] = len(both) == 2 and isclose(*both, rel_tol=_SPACING)
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
 

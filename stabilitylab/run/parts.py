@@ -56,16 +56,17 @@ def _mean_loss(shards: list[Shard]) -> np.ndarray:
     return np.where(np.isnan(total), own, total / len(losses))
 
 
-_COUNTED = {
-    "grad_norm": "gradients",
-    "weight_norm": "weights",
-    "update_norm": "weights",
-}  # what is not finite
+_GROUPS = {  # norm over all parameters -> group of each one's, group that counts what is not finite
+    "grad_norm": ("gradients", "gradients"),
+    "weight_norm": ("weights", "weights"),
+    "update_norm": ("updates", "weights"),
+}
 
 
-def _whole_norm(tables: dict, group: str, name: str, step: np.ndarray) -> np.ndarray:
+def _whole_norm(tables: dict, name: str, step: np.ndarray) -> np.ndarray:
     "The norm over all parameters at each step; NaN where a gradient, or a weight after it, is not finite."
-    table, counted = tables[group], tables.get(_COUNTED[name])
+    group, counting = _GROUPS[name]
+    table, counted = tables[group], tables.get(counting)
     # each rank has the norm of its shards only: squares add up
     total = np.sqrt(np.nansum(table[name].values.astype(float) ** 2, 1))
     if counted is not None and "nonfinite_count" in counted:
@@ -87,9 +88,9 @@ def _joint_scalars(shards: list[Shard], tables: dict) -> dict:
     if any("scalars/loss" in shard.arrays for shard in shards):  # in a pipeline the last stage alone
         joint["scalars/loss"] = _mean_loss(shards)
         joint.setdefault("scalars/has:loss", np.isfinite(joint["scalars/loss"]))
-    for name, group in (("grad_norm", "gradients"), ("weight_norm", "weights"), ("update_norm", "updates")):
+    for name, (group, _) in _GROUPS.items():
         if f"scalars/{name}" in joint and group in tables:
-            joint[f"scalars/{name}"] = _whole_norm(tables, group, name, joint["scalars/step"])
+            joint[f"scalars/{name}"] = _whole_norm(tables, name, joint["scalars/step"])
     return joint
 
 

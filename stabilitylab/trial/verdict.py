@@ -277,11 +277,7 @@ def _shift_for_power(
     df: int,  # degrees of freedom, >= 1
 ) -> float:  # standard errors
     "The true mean whose t statistic passes a bound in four of five trials."
-    shares = (np.arange(1000) + 0.5) / 1000
-    spread = np.sqrt(stats.chi2.ppf(shares, df) / df)  # measured over true
-    return float(
-        optimize.brentq(lambda mean: stats.norm.sf(bound * spread - mean).mean() - _POWER, 0, 10 * bound)
-    )
+    return float(optimize.brentq(lambda mean: stats.nct.sf(bound, df, mean) - _POWER, 0, 10 * bound))
 
 
 def detectable_gain(

@@ -18,6 +18,7 @@ import traitlets
 from traitlets import HasTraits
 
 from ..detect.findings import Findings
+from ..run.recording import nearest_step
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #24368c3f
@@ -144,7 +145,8 @@ class StepChoice(HasTraits):
 
     @traitlets.validate("step")
     def _nearest(self, proposal: dict) -> int:
-        return min(self.steps, key=lambda step: abs(step - proposal["value"]), default=proposal["value"])
+        step = nearest_step(self.steps, proposal["value"])
+        return proposal["value"] if step is None else step
 
     def choose(
         self,

@@ -26,6 +26,7 @@ from stabilitylab.plot.heads import (
 )
 from ..report.render import render
 from ..run.job import Job, JobState
+from ..run.recording import nearest_step
 from .call import CallLine, run_lines
 from .figure import PictureWidget, picture_box, show_sharp
 from .heads import head_statistics
@@ -92,9 +93,9 @@ def _head_job(state: WorkbenchState, look: HeadLook) -> Job:
     return Job.of("stabilitylab.workbench.heads:recorded_head", **where)
 
 
-def _replayed_step(look: HeadLook, steps: list[int]) -> int:
-    "The step nearest to the clicked one that can be replayed."
-    return min(steps, key=lambda step: abs(step - look.step))
+def _replayed_step(look: HeadLook, steps: list[int]) -> int | None:
+    "The step nearest to the clicked one that can be replayed; None where none can."
+    return nearest_step(steps, look.step)
 
 # %% ../../nbs/api/workbench/16_view_attention.ipynb #6c8f316a
 class _AttentionWidgets(StateView):

@@ -147,6 +147,8 @@ def _layers_call(
         lines.append(f"table = table.isel({rows}=[{is_named}])")
     if look.kind:
         lines.append(f'table = table.isel({rows}=table["kind"].values == {look.kind!r})')
+    if look.rows:  # of those that name and kind leave
+        lines.append(f"table = table.isel({rows}=slice{look.rows})")
     if state.x_range:
         first, last = state.x_range
         is_shown = f"(table.step.values >= {first:g}) & (table.step.values <= {last:g})"

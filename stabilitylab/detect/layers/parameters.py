@@ -116,7 +116,7 @@ def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #fe94f850
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most two: biases of which the loss does not depend are a note
+) -> list[Finding]:  # at most two: biases on which the loss does not depend are a note
     "Trainable parameters that got no gradient in the whole run."
     gradients, trainable = group_of(run, "gradients"), run.attrs.get("trainable")
     if gradients is None or not trainable or not gradients.sizes["step"]:

@@ -315,7 +315,7 @@ def _incidents(log: _Log) -> list[Crash]:
             is_end = is_last and (before == n or log.was_flushed_after(attempt[-1].position, before))
             # a message of the driver between records ended nothing: `hardware_error` tells of it
             is_message = before < n and all(item.name == "NVRM: Xid" for item in attempt)
-            crash = None if is_message else _crash_from(log.data, attempt, after)  # the driver's
+            crash = None if is_message else _crash_from(log.data, attempt, after)
             after = max(max(item.position, item.end) for item in attempt)
             # between records only a traceback is evidence enough; a lone line there was survived
             if crash is not None and (is_end or any(item.has_traceback for item in attempt)):
