@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dask import config as dask_config
 
 from stabilitylab.checkpoint.scan import scan_checkpoint
 from stabilitylab.cli.main import main
@@ -205,6 +206,19 @@ def test_what_kills_every_worker_is_named_and_bad_input_is_not_tried_again(clien
     with pytest.raises(InputError, match="number 5 is refused"):
         list(map_on(client, refuses, [5], str(tmp_path)))
     assert (tmp_path / "calls").read_text() == "x"
+
+
+@pytest.mark.slow  # starts workers
+def test_a_worker_that_takes_long_to_begin_anew_is_not_given_up(tmp_path):
+    begins = f"import pathlib, time; mark = pathlib.Path({str(tmp_path / 'first')!r})"
+    begins += "; time.sleep(3 * mark.exists()); mark.touch()"
+    dask_config.set({"distributed.deploy.lost-worker-timeout": "1s"})  # Dask's own is 15 s
+    with (
+        dask_config.set({"distributed.worker.preload": [begins]}),
+        make_cluster("local:1") as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        assert list(map_on(client, ends_its_worker_once, [7], str(tmp_path))) == [49]
 
 
 @pytest.mark.slow  # trains on workers

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from .loss import DRAWN, log_axis
 from .picture import drawn_series, figure_png, new_figure, panel_of
@@ -70,6 +71,7 @@ def plot_trial(
         if first_nonfinite:
             top = np.full(len(first_nonfinite), 1.0)
             ax.plot(first_nonfinite, top, "x", color=shade, transform=ax.get_xaxis_transform(), clip_on=False)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # a short trial has no half steps
     ax.set_xlabel("step")
     ax.set_ylabel("loss [nats]")
     if curves:
