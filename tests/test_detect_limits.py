@@ -183,6 +183,13 @@ def explosion(ratio):
     return words(find_activation_explosion(run), "severity")
 
 
+def test_logits_that_grow_by_learning_do_not_explode():
+    logits = 0.16 * np.exp2((np.arange(60) - 20) / 4).clip(1, 40)
+    for scale, onsets in ((1, []), (2, [34])):
+        run = run_of(groups={"activations": columns("module", ["out"], absmax=scale * logits[:, None])})
+        assert [f.onset for f in find_activation_explosion(run)] == onsets
+
+
 def leak(start):
     loss = np.r_[start, 0.5, np.full(98, 0.001)]
     return bool(find_leak(run_of(loss=loss)))

@@ -356,9 +356,9 @@ def warnings_before(
 _COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
 
 
-def _rows(activations: xr.Dataset, name: str, what: str, beyond: float) -> list[tuple]:
+def _rows(activations: xr.Dataset, name: str, what: str, **bounds: float) -> list[tuple]:
     "One row a module that left its early range in one direction."
-    at, ratio = first_crossings(activations[name].values, beyond)
+    at, ratio = first_crossings(activations[name].values, **bounds)
     modules, kinds, layers = (activations[label].values for label in ("module", "kind", "layer"))
     steps = activations.step.values
     return [
@@ -376,9 +376,9 @@ def first_changes(
     activations, rows = group_of(run, "activations"), []
     if activations is not None and activations.sizes["step"] >= count_limit("least_records"):
         if "absmax" in activations:
-            rows += _rows(activations, "absmax", "output", 0.0)
+            rows += _rows(activations, "absmax", "output", least=limit("explosion_factor"))
         if "grad_absmax" in activations:
-            rows += _rows(activations, "grad_absmax", "gradient", limit("threefold"))
+            rows += _rows(activations, "grad_absmax", "gradient", beyond=limit("threefold"))
     table = pd.DataFrame(rows, columns=_COLUMNS)
     table = table.sort_values(["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True)
     events = []

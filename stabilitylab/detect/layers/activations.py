@@ -21,6 +21,7 @@ from ...run.curves import curve, group_of
 def first_crossings(
     values: np.ndarray,  # (step, module) largest magnitude or norm, >= 0; NaN where there is none
     beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
+    least: float = 0.0,  # columns that never reach this value do not cross
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # row of each module's first crossing, -1: none; ratio to its early largest there
@@ -39,6 +40,7 @@ def first_crossings(
         is_over = (ratio >= limit("explosion_factor")) & (early > 0) & is_beyond_all
     # these rows have set the range
     is_over[:n] = False
+    is_over &= (values >= least).any(axis=0)
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)
 
@@ -67,19 +69,20 @@ def find_activation_explosion(
     activations = group_of(run, "activations")
     if activations is None or activations.sizes["step"] < count_limit("least_records"):
         return []
+    # an output that starts near zero grows to order one by learning
     findings = [
-        _explosion(activations, "absmax", "The output", 0.0),
-        _explosion(activations, "grad_absmax", "The gradient at the output", limit("threefold")),
+        _explosion(activations, "absmax", "The output", least=limit("explosion_factor")),
+        _explosion(activations, "grad_absmax", "The gradient at the output", beyond=limit("threefold")),
     ]
     exploded = [pair for pair in findings if pair is not None]
     return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
 
 
-def _explosion(activations: xr.Dataset, name: str, what: str, beyond: float) -> tuple[int, Finding] | None:
+def _explosion(activations: xr.Dataset, name: str, what: str, **bounds: float) -> tuple[int, Finding] | None:
     "The row at which modules exploded in one direction, and which; None where none did."
     if name not in activations:
         return None
-    at, ratio = first_crossings(activations[name].values, beyond)
+    at, ratio = first_crossings(activations[name].values, **bounds)
     order = crossing_order(at, ratio)
     if not len(order):
         return None
