@@ -9,6 +9,7 @@ import pytest
 
 from stabilitylab.detect.diagnose import finish
 from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
@@ -133,6 +134,23 @@ def test_skipped_lines_are_counted_in_every_report(tmp_path):
         encoding="utf-8"
     )
     assert "1,234 × cut last line" in run_markdown(run, Findings())
+
+
+def test_a_run_that_ends_in_nan_says_so_in_its_first_line():
+    loss = np.r_[np.linspace(4, 2, 40), np.full(20, np.nan)]
+    run = new_run(scalars=make_scalars({"loss": Samples(np.arange(60), loss)}))
+    text = run_text(run, Findings())
+    assert "loss 4 → NaN (last finite 2, lowest 2)" in text
+    well = new_run(scalars=make_scalars({"loss": Samples(np.arange(40), loss[:40])}))
+    assert "loss 4 → 2 (lowest 2)" in run_text(well, Findings())
+
+
+def test_a_log_is_not_told_to_replay_before_it_is_recorded():
+    log = Findings([Finding("non_finite", "error", 5, 9, evidence={"stays": True}, series="loss")])
+    recorded = Findings(log)
+    recorded.attrs["evidence"] = {}
+    first, second = (most_likely(findings).next for findings in (log, recorded))
+    assert first[0].startswith("Resume") and "Recorder" in first[0] and first[1:] == second
 
 
 def test_every_kind_can_be_told():

@@ -76,6 +76,14 @@ def test_a_page_is_whole_and_needs_no_table():
         assert all((ROOT / "nbs" / page).is_file() for page in one.see), kind
 
 
+def test_a_page_begins_with_what_can_be_run_and_has_a_figure():
+    for kind in FINDING_KINDS:
+        first = symptom(kind).markdown.partition("## What to do\n\n1. ")[2].partition("\n")[0]
+        assert re.match("Run `stabilitylab (diagnose|audit-accumulation) ", first), kind
+    pictures = {file.stem for file in (ROOT / "nbs/images/symptoms").glob("*.png")}
+    assert set(FINDING_KINDS) - pictures == {"output_collapse"}  # a question to a model, in no curve
+
+
 def test_words_of_nothing_name_the_nearest():
     with pytest.raises(InputError, match=r"symptoms\(\) lists all"):
         symptom("the printer is out of paper")

@@ -8,6 +8,7 @@ __all__ = ['MostLikely', 'most_likely']
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6d62772e
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 
@@ -50,6 +51,7 @@ _ABSENT = {  # what a log lacks -> what it would tell
     "updates": "the updates and values of each batch, as a Recorder keeps them: data, state or rate",
 }
 _REPLAY = "Replay the suspect step from the checkpoint before it, in the precision of the run and in fp32"
+_RESUME = "Resume from the last checkpoint with a Recorder (three lines): a log holds no step to replay"
 _RECORD = "Record the next run: activations and gradients show which layer moves first"
 
 
@@ -66,6 +68,15 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
         test=_swap_command(findings),
         swap=findings.attrs.get("swap", {}),
     )
+
+
+def _possible(actions: list[str], is_recorded: bool) -> Iterator[str]:
+    "What to do next; a log holds no step to replay, so such a step has to be recorded before."
+    needs_record = [action for action in actions if action.startswith("Replay ")]
+    for action in actions:
+        if not is_recorded and action in needs_record[:1]:
+            yield _RESUME
+        yield action
 
 
 def _fits(finding: Finding, where: dict) -> bool:
@@ -172,7 +183,8 @@ def most_likely(
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
             reasons = tuple(f.explanation for f in chosen[:_REASONS])
-            return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, tuple(row["next"]))
+            actions = tuple(_possible(row["next"], is_recorded="evidence" in findings.attrs))
+            return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, actions)
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
     return _open(findings, candidates)

@@ -8,7 +8,7 @@ __all__ = ['NUMBER', 'TIME', 'COLOUR', 'Parser', 'LogData', 'time_span', 'Hit', 
 
 # %% ../../nbs/api/read/00_base.ipynb #5d386b95
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -187,3 +187,50 @@ def head_of(
     encoding = encoding_of(head)
     tail = tail.decode(encoding, "ignore").encode() if encoding else tail
     return as_text(head + b"\n" + tail) if not encoding else as_text(head) + b"\n" + tail
+
+# %% ../../nbs/api/read/00_base.ipynb #88080161
+# PowerShell puts the first line of a program's error stream into a record, and wraps this and all others
+_LINES_BELOW = 500  # characters after a record, in which more of its stream shows how wide the console is
+_ERROR_RECORD = re.compile(r"^    \+ CategoryInfo.*?(?=^[ \t]*\r?$|\Z)", re.M | re.S)
+_DECORATED = re.compile(
+    r"^\S[^\n]*? : (?P<words>[^\r\n]*)\r?\nAt [^\r\n]*char:\d+\s*?\n(?:\+ [^\n]*\n)+"
+    r"    \+ CategoryInfo[^\n]*\n(?:    \+ [^\n]*\n)?(?:[ ]?\r?\n)?",
+    re.M,
+)
+
+
+def _goes_on(line: str, following: str, width: int) -> bool:
+    "Whether a line was broken: it is full, or ends in a blank after which the next word had no room."
+    if len(line) > width or not following.strip() or following.startswith(("At line:", "+ ", "    + ")):
+        return False
+    word = "" if following[0].isspace() else following.split(maxsplit=1)[0]
+    is_full = len(line) == width and bool(word)  # within a word
+    return is_full or (line.endswith(" ") and len(line) + len(word) + 1 > width)
+
+
+def _whole_lines(text: str, width: int) -> Iterator[str]:
+    "The lines of a wrapped text; one that was joined ends in blanks, so that what follows keeps its place."
+    body, n_blanks, end, above = "", 0, "", ""
+    for part in re.split(r"(?<=\n)", text):
+        line = part.rstrip("\r\n")
+        if _goes_on(above, line, width):
+            body, n_blanks = body + line, n_blanks + len(end)
+        else:
+            yield body + " " * n_blanks + end
+            body, n_blanks = line, 0
+        above, end = line, part[len(line) :]
+    yield body + " " * n_blanks + end
+
+
+def unwrapped(
+    text: str,  # what a console showed
+) -> str:  # of the same length; a text without an error record of PowerShell is left as it is
+    "A text with the lines that a program wrote, where PowerShell wrapped them into an error record."
+    record = _ERROR_RECORD.search(text)
+    if record is None:
+        return text
+    below = text[record.end() : record.end() + _LINES_BELOW].splitlines()
+    broken = [line for line in below if line.endswith(" ")]
+    width = max(map(len, [*record[0].splitlines(), *broken]))
+    joined = "".join(_whole_lines(text, width))
+    return _DECORATED.sub(lambda m: m["words"].ljust(len(m[0]) - 1) + "\n", joined)

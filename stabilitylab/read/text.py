@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .base import COLOUR, NUMBER, Format, Hit, LogData, Parser, encoding_of, time_span
+from stabilitylab.read.base import (
+    COLOUR,
+    NUMBER,
+    Format,
+    Hit,
+    LogData,
+    Parser,
+    encoding_of,
+    time_span,
+    unwrapped,
+)
 from .scan import Scan
 from .shapes import Piece
 from ..run.job import report_progress
@@ -227,7 +237,7 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
         decoder = getincrementaldecoder(encoding)("ignore") if encoding else None
         while block := file.read(size):
             if decoder:
-                yield decoder.decode(block).lstrip("\ufeff").encode()
+                yield unwrapped(decoder.decode(block).lstrip("\ufeff")).encode()
             else:
                 yield block.replace(b"\0", b"") if b"\0" in block else block
 

@@ -18,7 +18,7 @@ from ..detect.findings import Finding, Findings
 from ..detect.layers.parameters import not_shown
 from ..detect.likely_cause import MostLikely, most_likely
 from ..names.encode import plain, to_json
-from .content import Facts, count_text, facts, replay_command, steps_text
+from .content import Facts, change_text, count_text, facts, replay_command, steps_text
 from .words import clean, number
 from ..run.curves import loss_name, scalars_of
 from ..run.excerpt import changes_at, series_between
@@ -145,7 +145,7 @@ def _run_line(head: Facts) -> str:
     if head.first_step is None:
         return f"{head.format}, no series"
     span = f"{head.n_steps:,} records, steps {head.first_step:,}–{head.last_step:,}"
-    loss = f", {clean(head.loss, 24)} {number(head.first)} → {number(head.last)}" if head.loss else ""
+    loss = f", {clean(head.loss, 24)} {change_text(head)}" if head.loss else ""
     quoted = ", quoted in a document: an excerpt" if head.document_lines else ""
     return f"{head.format}, {span}{loss}{quoted}"
 

@@ -48,6 +48,7 @@ class Facts:
     reading: dict = field(default_factory=dict)
     thinned: int = 0  # steps of which one record was kept, of a log too long for memory; 0: all were
     document_lines: int = 0  # of the document that quotes these records; 0: the file is a log
+    final: float | None = None  # its last value where that is NaN or infinite
 
 # %% ../../nbs/api/report/01_content.ipynb #295c3f4d
 def facts(
@@ -59,13 +60,14 @@ def facts(
     names = series_names(scalars)
     loss = loss_name(run) if names else None
     n_steps, first_step, last_step = 0, None, None
-    first, last, lowest = None, None, None
+    first, last, lowest, final = None, None, None, None
     if names:
         head = series(scalars, loss or names[0])
         n_steps, first_step, last_step = _steps(head)
         # a thinned log still says how many records it held
         n_steps += head.attrs.get("left_out", [0])[0]
         first, last, lowest = _values(head)
+        final = float(head[-1]) if head.size and not np.isfinite(head[-1]) else None
     has_segments = "segment" in scalars.coords and scalars.sizes["step"] > 0
     return Facts(
         source=clean(source or run.attrs.get("source", "")),
@@ -84,6 +86,7 @@ def facts(
         reading=_reading(scalars.attrs),
         thinned=int(scalars.attrs.get("thinned", 0)),
         document_lines=int(scalars.attrs.get("document_lines", 0)),
+        final=final,
     )
 
 
@@ -121,8 +124,7 @@ def _facts_line(head: Facts) -> str:
         parts[1] = f"{head.n_steps:,} records, steps {head.first_step:,}–{head.last_step:,}"
     if head.first is not None:
         name = clean(head.loss or head.series[0], 40)
-        change = f"{number(head.first)} → {number(head.last)}"
-        parts.append(f"{name} {change} (lowest {number(head.lowest)})")
+        parts.append(f"{name} {change_text(head, with_lowest=True)}")
     if head.segments > 1:
         parts.append(f"{head.segments} segments")
     if head.thinned:
@@ -139,6 +141,18 @@ def _reading_text(reading: dict) -> str:
     loss = clean(reading["loss"], 40) or "nothing"
     lines = f"{reading['lines_used']:,} of {reading['lines']:,} lines"
     return f"taken as step: {clean(reading['step'], 80)}; as loss: {loss}; from {lines}"
+
+
+def change_text(
+    head: Facts,  # of a run with a loss
+    with_lowest: bool = False,  # with its lowest finite value
+) -> str:  # such as '4 → 2', or '4 → NaN (last finite 2)'
+    "From which value to which a loss went."
+    is_lost = head.final is not None and head.last is not None
+    notes = [f"last finite {number(head.last)}"] if is_lost else []
+    notes += [f"lowest {number(head.lowest)}"] if with_lowest else []
+    last = head.last if head.final is None else head.final
+    return f"{number(head.first)} → {number(last)}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _skipped_line(head: Facts) -> str:

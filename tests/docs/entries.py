@@ -4,6 +4,7 @@ import ast
 import base64
 import hashlib
 import html
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE, HTML, SITE = ROOT / "_build" / "site", ROOT / "_build" / "html", ROOT / "_docs"
@@ -20,6 +22,7 @@ NAME, BASE, WORKERS = "stabilitylab", "/stabilitylab/", 2
 WORDS = re.compile(r"```\{(?:index|toctree)\}.*?```\n*", re.S)  # directives that are no text
 EXTERNAL = Path(__file__).with_name("links.txt")  # addresses that were looked at, one a line
 LINES, COLUMNS = 7, 46  # of an output that stands for a picture on a card
+CARD = 0.6  # height of a picture on a card over its width
 WIDEST = 8_000  # characters of one output in a Markdown twin
 
 
@@ -33,6 +36,7 @@ class Entry:
     picture: str = ""  # file in `_images`, '' where the page draws nothing
     excerpt: str = ""  # first lines of its first output
     text: str = ""  # the whole page as Markdown
+    is_tall: bool = False  # whether a card shows the upper part of its picture
     plots: list[tuple[str, str, str]] = field(default_factory=list)  # (function, call, file in `_images`)
 
 
@@ -81,6 +85,12 @@ def image_of(output: dict) -> str:
     return f"{hashlib.sha256(base64.b64decode(png)).hexdigest()}.png" if png else ""
 
 
+def is_tall(png: bytes) -> bool:
+    "Whether a picture is higher than the place for it on a card."
+    width, height = Image.open(io.BytesIO(png)).size
+    return height > CARD * width
+
+
 def text_of(output: dict) -> str:
     "An output as text: Markdown where there is any."
     data = output.get("data", {})
@@ -119,7 +129,9 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
         for output in cell.outputs:
             image, text = image_of(output), text_of(output).rstrip()
             if image:
-                entry.picture = entry.picture or image
+                if not entry.picture:
+                    entry.picture = image
+                    entry.is_tall = is_tall(base64.b64decode("".join(output["data"]["image/png"])))
                 entry.plots += [(*call, image) for call in plot_calls(cell.source)]
                 parts.append("(a figure)")
             elif "text/markdown" in output.get("data", {}):
@@ -145,7 +157,8 @@ def card(entry: Entry, folder: str) -> str:
     rows = [line[:COLUMNS] for line in entry.excerpt.splitlines() if line.strip()][:LINES]
     seen = f'<pre aria-hidden="true">{html.escape(chr(10).join(rows))}</pre>' if rows else ""
     if entry.picture:
-        seen = f'<img src="{up}_images/{entry.picture}" alt="" loading="lazy">'
+        part = ' class="upper"' if entry.is_tall else ""
+        seen = f'<img src="{up}_images/{entry.picture}"{part} alt="" loading="lazy">'
     line = f"<span>{plain(entry.description)}</span>"
     return f'<a class="card-link" href="{link}.html">{seen}<b>{plain(entry.title)}</b>{line}</a>'
 

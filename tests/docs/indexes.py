@@ -15,8 +15,10 @@ from tests.docs.entries import (
     anchor,
     cards,
     first_plots,
+    is_tall,
     public_pages,
 )
+from tests.docs.figures import caption as caption_of
 
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "symptoms": (
@@ -52,10 +54,11 @@ FIGURE = """
 ```{{figure}} ../images/symptoms/{kind}.png
 :alt: {title}
 
-A run made to fail in this way, as `diagnose` marks it.
+{caption}
 ```
 """
 # a line of what teams tried
+INSTALL = "[install](../index.ipynb#install)"
 REPORT = r"- (worked|unclear|did not work): (.*) \(([^()]*(?:\([^()]*\)[^()]*)*)\)\n?"
 FIELDS = {  # section -> heading on its index -> the pages below it
     "symptoms": {
@@ -222,10 +225,13 @@ def write_symptoms():
         picture = ROOT / "nbs" / "images" / "symptoms" / f"{kind}.png"
         title, rest = one.markdown.split("\n", 1)
         head, rest = rest.split("\n\n## ", 1)
-        drawn = FIGURE.format(kind=kind, title=one.title) if picture.is_file() else ""
+        drawn = (
+            FIGURE.format(kind=kind, title=one.title, caption=caption_of(kind)) if picture.is_file() else ""
+        )
         rest = re.sub(rf"(?:^{REPORT})+", report_table, rest, flags=re.M)
         other = "|".join(name for name in symptoms().index if name != kind)
         rest = re.sub(rf"`({other})`", r"[`\1`](\1.md)", rest)
+        rest = rest.replace("diagnose path/to/run` ", f"diagnose path/to/run` ({INSTALL}) ", 1)
         also = f"\nPeople also write: {'; '.join(one.aliases)}.\n"
         pages = [f"- [{page_title(ROOT / 'nbs' / page)}](../{page})" for page in one.see]
         below = "\n## Read on\n\n" + "\n".join(pages) + "\n" if pages else ""
@@ -236,6 +242,7 @@ def write_symptoms():
             f"symptoms/{kind}", one.title, line, f"{kind}.png" if drawn else "", "\n".join(one.aliases)
         )
         entries.append(entry)
+        entry.is_tall = bool(drawn) and is_tall(picture.read_bytes())
         entry.text = WORDS.sub("", text)
     return entries
 

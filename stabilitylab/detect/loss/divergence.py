@@ -229,6 +229,7 @@ def _largest_rise(
     # two estimates of a block's noise, from its neighbours and from its records; each fails where the other
     # holds
     alone = apart * np.sqrt(np.pi / 2 / width)  # of a median of independent records
+    # the climb itself is in the differences of the levels: they count for less than their noise, see Limits
     noise = np.sqrt(2) * max(difference_noise(level) / np.sqrt(2), alone, 1e-12)
     edges = skipped + width * np.array([first, top, last + 1])
     z = float(climb[top] / noise)

@@ -233,7 +233,7 @@ def _last_line(lines: list[str], prefix: str) -> tuple[int, re.Match] | None:
 
 # %% ../../../nbs/api/read/crash/00_evidence.ipynb #5b3914fa
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_LIBRARY = re.compile(r"(?:site|dist)-packages|/lib/python\d|<frozen |<string>")
+_LIBRARY = re.compile(r"(?:site|dist)-packages|/lib/python\d|Python\d+\\Lib\\|<frozen |<string>")
 
 
 def _innermost_frame(lines: list[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ...names.variables import canonical_name
-from ..base import TIME, LogData
+from ..base import TIME, LogData, unwrapped
 from stabilitylab.read.crash.evidence import (
     CAUSES,
     ECHO,
@@ -336,9 +336,10 @@ def _crashes_in(
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             # PowerShell redirects in UTF-16, where none of the words would be found
             is_wide = text[:2] in (b"\xff\xfe", b"\xfe\xff")
-            crashes = _incidents(
-                _Log.of(text[:].decode("utf-16", "replace").encode() if is_wide else text, data)
-            )
+            is_wrapped = is_wide or text.find(b"    + CategoryInfo") >= 0
+            encoding = "utf-16" if is_wide else "utf-8"
+            log_text = unwrapped(text[:].decode(encoding, "replace")).encode() if is_wrapped else text
+            crashes = _incidents(_Log.of(log_text, data))
     attempts = [crash for crash in crashes if not crash.died]
     combined = [replace(attempts[0], attempts=len(attempts))] if attempts else []
     return combined + [crash for crash in crashes if crash.died]

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #f143c535
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,6 +38,16 @@ class StepCounter:
     def bounded_order(self) -> np.ndarray:
         "The positions of the lines between two at an infinite distance, (n + 2,) float64."
         return np.r_[-np.inf, self.order, np.inf]
+
+    def select(
+        self,
+        mask: np.ndarray,  # (n,) bool
+    ) -> "StepCounter":  # the lines where `mask` holds
+        "Some of the lines with their steps."
+        tables = [t.select(mask[np.searchsorted(self.order, t.order)]) for t in self.tables]
+        step, epoch = (None if part is None else part[mask] for part in (self.step, self.epoch))
+        some = [table for table in tables if len(table.order)]
+        return replace(self, tables=some, step=step, order=self.order[mask], epoch=epoch)
 
     def steps_of(
         self,
@@ -123,6 +133,34 @@ def _epoch_slot(table: LineTable) -> Slot | None:
     named = (slot for slot in table.slots if slot.kind == "value" and meaning(slot.name) == "epoch")
     return next((slot for slot in named if np.isfinite(slot.value).all()), None)
 
+
+def _two_bars(table: LineTable) -> tuple[Slot, Slot] | None:
+    "The two counts without a name of lines such as `003/200: 50%|###  | 2/4 [`; None for all others."
+    bars = [slot for slot in table.slots if slot.kind == "value" and slot.has_total and not slot.name]
+    return (bars[0], bars[1]) if len(bars) == 2 and (bars[0].value >= 1).all() else None
+
+
+def _outer_total(table: LineTable) -> float | None:
+    "`N` of the first of two bars where it moves only as the second starts over; None where it does not."
+    bars = _two_bars(table)
+    total = None if bars is None else table.totals(bars[0])
+    if bars is None or total is None or (total != total[0]).any():
+        return None
+    outer, inner = np.diff(bars[0].value), np.diff(bars[1].value)
+    has_moved = outer != 0
+    goes_on = (outer == 1) | (
+        has_moved & (bars[0].value[1:] == 1)
+    )  # to the next, or to the first of a new run
+    is_outer = has_moved.any() and goes_on[has_moved].all() and (inner[has_moved] <= 0).all()
+    return float(total[0]) if is_outer else None
+
+
+def _outer_bar(table: LineTable, totals: set[float | None]) -> Slot | None:
+    "The first of two bars, where bars of that many epochs are in the log."
+    bars = _two_bars(table)
+    total = None if bars is None else table.totals(bars[0])
+    return bars[0] if bars is not None and total is not None and set(total) <= totals else None
+
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #b97ee09d
 def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
     "Steps of the run from the count within an epoch."
@@ -181,6 +219,50 @@ def steps_from_count(
     step, formula = _with_epochs(count, np.floor(epochs), total)
     return step, f"{label}: {formula}"
 
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #152d8b4f
+# ours: the change to the next epoch against those of late records (means of few records: 10 and more), and
+# the epochs that it is judged by
+_MEAN_JUMP, _MIN_MEANS = 4.0, 10
+
+
+def _ends_of_means(
+    tables: list[LineTable], count: np.ndarray, total: np.ndarray | None, by_position: np.ndarray
+) -> np.ndarray | None:
+    "Which lines end an epoch, where each shows the mean since it began and epochs outnumber their lines."
+    if total is None:
+        return None
+    ends = (count == total) & np.r_[count[1:] < count[:-1], True]
+    n_ends = np.count_nonzero(ends)
+    if n_ends < _MIN_MEANS or len(count) > n_ends**2:
+        return None
+    loss = _concatenated([_loss_values(table) for table in tables], by_position)
+    is_mean = all(map(_is_keras, tables)) or (loss is not None and _begins_anew(loss, ends))
+    return ends if is_mean else None
+
+
+def _loss_values(table: LineTable) -> np.ndarray | None:
+    "The values of the first loss of some lines; None where they name none."
+    return next((slot.value for slot in table.metrics if meaning(slot.name) == "loss"), None)
+
+
+def _is_keras(table: LineTable) -> bool:
+    "Whether lines are Keras's, with means since the epoch began: `2/9 [==>..] - 3s 1s/step - loss:`."
+    first, words = table.slots[0], {slot.name for slot in table.slots} | {slot.unit for slot in table.slots}
+    is_bar = first.position == 0 and first.has_total and not first.name
+    return is_bar and bool({"ETA", "s/step", "ms/step", "us/step"} & words)
+
+
+def _begins_anew(value: np.ndarray, ends: np.ndarray) -> bool:
+    "Whether a series moves less and less in an epoch and then jumps, as a mean that begins anew does."
+    epochs = np.split(value, np.flatnonzero(ends) + 1)
+    changes = [np.abs(np.diff(part)) for part in epochs if len(part) > 3]
+    jumps = [abs(b[0] - a[-1]) for a, b in itertools.pairwise(epochs) if len(a) > 3 and len(b)]
+    if not jumps:
+        return False
+    early = np.median([part[: len(part) // 2].mean() for part in changes])
+    late = np.median([part[len(part) // 2 :].mean() for part in changes])
+    return bool(np.median(jumps) >= _MEAN_JUMP * late and early > late)
+
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #2c790717
 def _concatenated(parts: list[np.ndarray | None], by_position: np.ndarray) -> np.ndarray | None:
     "Values of several tables in the order of the file; None where one of the tables has none."
@@ -226,6 +308,14 @@ def _epochs_above(
     return nearest_steps(order, headers).astype(float)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #c248e002
+def _without_partial_means(
+    counter: StepCounter, count: np.ndarray, total: np.ndarray | None, by_position: np.ndarray
+) -> StepCounter:
+    "The lines of a counter; those that end an epoch where the others show the mean since it began."
+    ends = _ends_of_means(counter.tables, count, total, by_position)
+    return counter if ends is None else counter.select(ends)
+
+
 def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]
@@ -243,7 +333,8 @@ def _counted(members: list[_Member], headers: StepCounter | None = None) -> Step
         name = counted[0][1].name
         epoch = _epochs_above(order, epoch, total, headers)
         step, description = steps_from_count(count, epoch, total, name)
-        return StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
+        counter = StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
+        return _without_partial_means(counter, count, total, by_position)
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
     if epoch is not None and _is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
@@ -256,8 +347,10 @@ def count_steps(
 ) -> list[StepCounter]:  # the tables grouped by their count
     "The steps that the lines of a log carry themselves."
     groups: dict[tuple, list[_Member]] = {}
+    tables = list(tables)
+    totals = {_outer_total(table) for table in tables} - {None}
     for table in tables:
-        epoch = _epoch_slot(table)
+        epoch = _epoch_slot(table) or _outer_bar(table, totals)
         step = _step_slot(table, epoch, chosen)
         groups.setdefault(_key(table, step, epoch), []).append((table, step, epoch))
     counters = {key: _counted_alone(members) or _counted(members) for key, members in groups.items()}

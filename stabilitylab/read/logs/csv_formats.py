@@ -9,11 +9,28 @@ __all__ = ['read_csv']
 import re
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 from ..base import Format, LogData, register_formats, runs_as_one
+from ..freetext.words import is_evaluation, meaning
 from ..table_files import csv_shape, is_long, read_table, table_pieces
 from ..tables import long_table_log, step_name, table_log
 
 # %% ../../../nbs/api/read/logs/csv_formats.ipynb #e9afb3a2
+_LEAST_CELLS = 3  # of a row that is a history; ours: two numbers may be a step and a value
+
+
+def _single_row(table: pd.DataFrame, path: Path) -> dict[str, np.ndarray]:
+    "The cells of a file of one row without names as one series, named after the file; empty for all others."
+    has_names = not str(table.columns[0]).startswith("column ")
+    cells = pd.to_numeric(table.iloc[0], errors="coerce").dropna() if len(table) == 1 else pd.Series([])
+    if has_names or len(cells) < _LEAST_CELLS:
+        return {}
+    loss = "val_loss" if is_evaluation(path.stem) else "loss"
+    return {loss if meaning(path.stem) == "loss" else path.stem: cells.to_numpy(float)}
+
+
 def read_csv(
     path: Path,  # CSV or TSV
     step: str | None = None,  # name of the step column; None: found
@@ -23,7 +40,8 @@ def read_csv(
     log = long_table_log(table_pieces(path, lost), step) if is_long(path) else None
     if log is None:
         table, n_dropped = read_table(path)
-        log = table_log({column: table[column] for column in table}, step)
+        history = _single_row(table, path)
+        log = table_log(history or {column: table[column] for column in table}, step)
         log.skip("lines with too many cells", n_dropped)
     else:
         log.skipped |= lost.skipped

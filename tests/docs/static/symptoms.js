@@ -51,6 +51,16 @@
     const heading = document.createElement("h2");
     heading.textContent = "Symptoms";
     place.prepend(heading, list);
+    // a page stands once: Sphinx lists it again for each of its phrases and headings
+    const pageOf = (link) => link.getAttribute("href").replace(/[?#].*/, "");
+    const once = () => {
+      const listed = new Set();
+      for (const link of place.querySelectorAll("li > a")) {
+        link.parentElement.hidden = listed.has(pageOf(link));
+        listed.add(pageOf(link));
+      }
+    };
+    new MutationObserver(once).observe(place, { childList: true, subtree: true });
   };
   document.addEventListener("DOMContentLoaded", show);
 })();
