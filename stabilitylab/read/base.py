@@ -232,5 +232,5 @@ def unwrapped(
     below = text[record.end() : record.end() + _LINES_BELOW].splitlines()
     broken = [line for line in below if line.endswith(" ")]
     width = max(map(len, [*record[0].splitlines(), *broken]))
-    whole = "".join(_whole_lines(text, width))
-    return _DECORATED.sub(lambda m: m["words"].ljust(len(m[0]) - 1) + "\n", whole)
+    joined = "".join(_whole_lines(text, width))
+    return _DECORATED.sub(lambda m: m["words"].ljust(len(m[0]) - 1) + "\n", joined)

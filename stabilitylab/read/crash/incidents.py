@@ -338,8 +338,8 @@ def _crashes_in(
             is_wide = text[:2] in (b"\xff\xfe", b"\xfe\xff")
             is_wrapped = is_wide or text.find(b"    + CategoryInfo") >= 0
             encoding = "utf-16" if is_wide else "utf-8"
-            whole = unwrapped(text[:].decode(encoding, "replace")).encode() if is_wrapped else text
-            crashes = _incidents(_Log.of(whole, data))
+            log_text = unwrapped(text[:].decode(encoding, "replace")).encode() if is_wrapped else text
+            crashes = _incidents(_Log.of(log_text, data))
     attempts = [crash for crash in crashes if not crash.died]
     combined = [replace(attempts[0], attempts=len(attempts))] if attempts else []
     return combined + [crash for crash in crashes if crash.died]

@@ -147,9 +147,11 @@ def _outer_total(table: LineTable) -> float | None:
     if bars is None or total is None or (total != total[0]).any():
         return None
     outer, inner = np.diff(bars[0].value), np.diff(bars[1].value)
-    moves = outer != 0
-    goes_on = (outer == 1) | (moves & (bars[0].value[1:] == 1))  # to the next, or to the first of a new run
-    is_outer = moves.any() and goes_on[moves].all() and (inner[moves] <= 0).all()
+    has_moved = outer != 0
+    goes_on = (outer == 1) | (
+        has_moved & (bars[0].value[1:] == 1)
+    )  # to the next, or to the first of a new run
+    is_outer = has_moved.any() and goes_on[has_moved].all() and (inner[has_moved] <= 0).all()
     return float(total[0]) if is_outer else None
 
 
@@ -233,10 +235,14 @@ def _ends_of_means(
     n_ends = np.count_nonzero(ends)
     if n_ends < _MIN_MEANS or len(count) > n_ends**2:
         return None
-    losses = [next((s.value for s in t.metrics if meaning(s.name) == "loss"), None) for t in tables]
-    loss = _concatenated(losses, by_position)
+    loss = _concatenated([_loss_values(table) for table in tables], by_position)
     is_mean = all(map(_is_keras, tables)) or (loss is not None and _begins_anew(loss, ends))
     return ends if is_mean else None
+
+
+def _loss_values(table: LineTable) -> np.ndarray | None:
+    "The values of the first loss of some lines; None where they name none."
+    return next((slot.value for slot in table.metrics if meaning(slot.name) == "loss"), None)
 
 
 def _is_keras(table: LineTable) -> bool:
@@ -302,6 +308,14 @@ def _epochs_above(
     return nearest_steps(order, headers).astype(float)
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #c248e002
+def _without_partial_means(
+    counter: StepCounter, count: np.ndarray, total: np.ndarray | None, by_position: np.ndarray
+) -> StepCounter:
+    "The lines of a counter; those that end an epoch where the others show the mean since it began."
+    ends = _ends_of_means(counter.tables, count, total, by_position)
+    return counter if ends is None else counter.select(ends)
+
+
 def _counted(members: list[_Member], headers: StepCounter | None = None) -> StepCounter:
     "One group of tables (table, slot of its step, slot of its epoch) with the steps of its lines."
     tables = [table for table, _, _ in members]
@@ -320,8 +334,7 @@ def _counted(members: list[_Member], headers: StepCounter | None = None) -> Step
         epoch = _epochs_above(order, epoch, total, headers)
         step, description = steps_from_count(count, epoch, total, name)
         counter = StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
-        ends = _ends_of_means(tables, count, total, by_position)
-        return counter if ends is None else counter.select(ends)
+        return _without_partial_means(counter, count, total, by_position)
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
     if epoch is not None and _is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
