@@ -137,10 +137,13 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
             elif "text/markdown" in output.get("data", {}):
                 parts.append(text)
             elif text.strip():
-                entry.excerpt = entry.excerpt or text
+                if entry.excerpt.count("\n") < 2:  # one line would leave a card empty
+                    entry.excerpt = text
                 parts.append(f"```text\n{text[:WIDEST]}\n```")
     entry.text = "\n\n".join(parts) + "\n"
-    entry.excerpt = entry.excerpt or "\n".join(re.findall(r"^## (.*)", entry.text, re.M))
+    headings = [heading for heading in re.findall(r"^##+ (.*)", entry.text, re.M) if heading != "Limits"]
+    if entry.excerpt.count("\n") < 2 and len(headings) > 1:
+        entry.excerpt = "\n".join(headings)
     return entry
 
 

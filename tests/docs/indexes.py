@@ -316,7 +316,7 @@ def write_library(entries):
             inside = [e for e in entries if e.name.rpartition("/")[0] == f"api/{room}"]
             below = [r.removeprefix(room + "/") + "/index" for r in present if r.startswith(room + "/")]
             names = [e.name.rpartition("/")[2] for e in inside] + below
-            line = f"{title}: the room `stabilitylab.{room.replace('/', '.')}`."
+            line = f"{title}: the package `stabilitylab.{room.replace('/', '.')}`."
             index_page(f"api/{room}/index", group[room], line, cards(inside, f"api/{room}"), {"": names})
         names = {n for n in public if getattr(stabilitylab, n).__module__.split(".")[1] in group}
         links = " · ".join(f"[{group[room]}]({room}/index.md)" for room in present)

@@ -6,7 +6,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 
-HEAD = ["| | type | default | |", "|---|---|---|---|"]
+HEAD = ("", "type", "default", "")
 
 
 def comments_of(source: str) -> dict[int, str]:
@@ -26,10 +26,17 @@ def cell(text: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", text.strip())
 
 
-def row(name: str, kind: ast.expr | None, default: ast.expr | None, said: str) -> str:
+def row(name: str, kind: ast.expr | None, default: ast.expr | None, said: str) -> tuple[str, ...]:
     "One line of the table of parameters."
     shown = (f"`{cell(ast.unparse(part))}`" if part else "" for part in (kind, default))
-    return f"| {' | '.join((name, *shown, cell(said)))} |"
+    return (name, *shown, cell(said))
+
+
+def table_of(rows: list[tuple[str, ...]]) -> str:
+    "The table of parameters, without the column of defaults where nothing has one."
+    kept = [i for i, name in enumerate(HEAD) if name != "default" or any(cells[i] for cells in rows)]
+    lines = [HEAD, ("---",) * len(HEAD), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(cells[i] for i in kept)} |" for cells in lines)
 
 
 def parameters(node: ast.FunctionDef) -> Iterator[tuple[str, ast.arg, ast.expr | None]]:
@@ -48,7 +55,7 @@ def parameters(node: ast.FunctionDef) -> Iterator[tuple[str, ast.arg, ast.expr |
         yield f"**{a.kwarg.arg}", a.kwarg, None
 
 
-def of_function(node: ast.FunctionDef, comments: dict[int, str]) -> tuple[list[str], list[str]]:
+def of_function(node: ast.FunctionDef, comments: dict[int, str]) -> tuple[list[str], list[tuple[str, ...]]]:
     "Names of the parameters, and the rows of the table."
     names, rows = [], []
     for name, parameter, default in parameters(node):
@@ -60,7 +67,7 @@ def of_function(node: ast.FunctionDef, comments: dict[int, str]) -> tuple[list[s
     return names, rows
 
 
-def of_class(node: ast.ClassDef, comments: dict[int, str]) -> tuple[list[str], list[str]]:
+def of_class(node: ast.ClassDef, comments: dict[int, str]) -> tuple[list[str], list[tuple[str, ...]]]:
     "The same of a class: of its `__init__`, else of its fields."
     inits = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     if inits:
@@ -94,7 +101,7 @@ def described(source: str) -> str:
             continue
         names, rows = of_class(node, comments) if is_class else of_function(node, comments)
         call = f"{node.name}({', '.join(names)})" if names or not is_class else node.name
-        table = "\n".join([*HEAD, *rows]) if rows else ""
+        table = table_of(rows)
         listed = "\n".join(methods(node)) if is_class else ""
         said = re.sub(r"\n\s*", "\n", ast.get_docstring(node) or "")
         parts += [f"### {node.name}", f"```python\n{call}\n```", said, table, listed]
