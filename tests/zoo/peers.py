@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 
@@ -21,21 +22,18 @@ def runmedic(path):
     return [f.check for f in told if f.severity != "info"]
 
 
-def trainscope(path):
-    "Detectors that fired on the loss, each with the step of its first alarm."
+def trainscope(path, name):
+    "The first step at which a detector fired on the loss."
     from trainscope.core.detectors import make_detector
 
     with open(path) as file:
         rows = [(row["step"], float(row["loss"])) for row in csv.DictReader(file)]
-    fired = []
-    for name in ("changepoint", "z_score", "percentile"):
-        detector = make_detector({"name": name})
-        alarms = [step for step, loss in rows if math.isfinite(loss) and detector.update(loss) is not None]
-        fired += [f"{name}@{alarms[0]}"] if alarms else []
-    return fired
+    detector = make_detector({"name": name})
+    return [step for step, loss in rows if math.isfinite(loss) and detector.update(loss) is not None][:1]
 
 
-PEERS = {"runmedic": runmedic, "trainscope": trainscope}
+DETECTORS = ("changepoint", "z_score", "percentile")  # of trainscope; the first is its default
+PEERS = {"runmedic": runmedic} | {f"trainscope {name}": partial(trainscope, name=name) for name in DETECTORS}
 
 
 def write_log(record, path):
