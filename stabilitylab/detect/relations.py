@@ -376,7 +376,7 @@ def first_changes(
     activations, rows = group_of(run, "activations"), []
     if activations is not None and activations.sizes["step"] >= count_limit("least_records"):
         if "absmax" in activations:
-            rows += _rows(activations, "absmax", "output", least=limit("explosion_factor"))
+            rows += _rows(activations, "absmax", "output", min_peak=limit("explosion_factor"))
         if "grad_absmax" in activations:
             rows += _rows(activations, "grad_absmax", "gradient", beyond=limit("threefold"))
     table = pd.DataFrame(rows, columns=_COLUMNS)

@@ -4,6 +4,7 @@ import statistics
 import struct
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +60,25 @@ def main(n=200_000):
         def ours():
             return sum(len(s.step) for s in read_events(path).samples.values())
 
-        times = {theirs: [], ours: []}
+        def tbparse():
+            from tbparse import SummaryReader
+
+            return len(SummaryReader(str(path)).scalars)
+
+        times = {theirs: [], ours: []} | ({tbparse: []} if find_spec("tbparse") else {})
         for _ in range(3):
             for f in times:
                 begin = time.process_time()
                 got = f()
                 times[f].append(time.process_time() - begin)
                 assert got == n, (f.__name__, got)
-    a, b = (statistics.median(times[f]) for f in (theirs, ours))
+    a, b, *others = (statistics.median(t) for t in times.values())
     print(
         f"EventAccumulator {n / a:,.0f} scalars/s, ours {n / b:,.0f} scalars/s, ratio {a / b:.1f} "
         f"(goal 20; medians of 3, interleaved, {n:,} scalars)"
+        + "".join(f"; tbparse {n / c:,.0f} scalars/s, ratio {c / b:.1f}" for c in others)
     )
+
+
+if __name__ == "__main__":
+    main()

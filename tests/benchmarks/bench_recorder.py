@@ -7,8 +7,11 @@ import argparse
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack, contextmanager
 
 import torch
+
+from tests.benchmarks.bench_guest import hugging_face, trainscope, wandb_watch
 
 WARNED = "normal, warnings"  # with `on_warning="note"`
 GOALS = {
@@ -17,6 +20,28 @@ GOALS = {
     WARNED: 1.05,
     "full": None,
 }  # full: what one step with the costly statistics costs
+
+
+@contextmanager
+def torchlens(model, optimizer):
+    "Looks at the forward pass of each step once more; ask for it alone, as it replaces functions of torch."
+    import torchlens as lens
+
+    last, alone = [], lens.options.CaptureOptions(unwrap_when_done=True)
+    handle = model.register_forward_pre_hook(lambda _, inputs: last.append(inputs))
+    try:
+        yield lambda loss: lens.trace(model, list(last.pop()), capture=alone)
+    finally:
+        handle.remove()
+
+
+NAIVE = "naive hook"
+PEERS = {  # at every step; the library depends on none of them
+    "HF DebugUnderflowOverflow": hugging_face,
+    "wandb.watch": wandb_watch,
+    "trainscope": trainscope,
+    "torchlens": torchlens,
+}
 
 
 def naive_hooks(model, out):
@@ -29,15 +54,6 @@ def naive_hooks(model, out):
     return [m.register_forward_hook(hook) for m in model.modules()]
 
 
-def debug_underflow_overflow(model):
-    "HF's tool, where transformers is installed; None elsewhere."
-    try:
-        from transformers.debug_utils import DebugUnderflowOverflow
-    except ImportError:
-        return None
-    return DebugUnderflowOverflow(model, max_frames_to_save=3)
-
-
 class Arm:
     "One model with its optimizer and, maybe, something that watches it."
 
@@ -47,7 +63,7 @@ class Arm:
         torch.manual_seed(0)
         self.model = LanguageModel(config).to(device)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.rec, self.keep = None, []
+        self.rec, self.keep, self.peer, self.close = None, [], ExitStack(), None
         if watch in GOALS:
             from stabilitylab.probe.recorder import Recorder
 
@@ -57,10 +73,10 @@ class Arm:
             if self.rec.off:
                 self.rec = None
                 raise SystemExit("the record could not be opened")
-        elif watch == "naive hook":
+        elif watch == NAIVE:
             naive_hooks(self.model, self.keep)
-        elif watch == "HF DebugUnderflowOverflow" and debug_underflow_overflow(self.model) is None:
-            raise ImportError
+        elif watch in PEERS:
+            self.close = self.peer.enter_context(PEERS[watch](self.model, self.opt))
 
     def step(self, tokens):
         loss = self.model(tokens, tokens)
@@ -70,6 +86,8 @@ class Arm:
         self.opt.zero_grad()
         if self.rec:
             self.rec.step(loss)
+        if self.close:
+            self.close(loss)
         self.keep.clear()
 
 
@@ -97,7 +115,7 @@ def main(argv=()):
     a.add_argument("--layers", type=int, default=6)
     a.add_argument("--batch", type=int, default=8)
     a.add_argument("--seq", type=int, default=256)
-    a.add_argument("--peers", type=int, default=1)
+    a.add_argument("--peers", nargs="*", choices=(NAIVE, *PEERS), default=[NAIVE, *list(PEERS)[:-1]])
     a.add_argument("--vocab", type=int, default=128)
     a.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     a.add_argument("--arms", nargs="*", default=["light", "normal", WARNED, "full"])
@@ -111,7 +129,7 @@ def main(argv=()):
     )
     tokens = torch.randint(0, o.vocab, (o.batch, o.seq), device=o.device)
     arms = {"without": Arm(config, o.device, None)}
-    for w in o.arms + ["naive hook", "HF DebugUnderflowOverflow"] * o.peers:
+    for w in o.arms + o.peers:
         try:
             arms[w] = Arm(config, o.device, w)
         except ImportError:
@@ -152,6 +170,7 @@ def main(argv=()):
             f" = {100 * least / usual:.1f} % of a step"
         )
     for arm in arms.values():
+        arm.peer.close()
         if arm.rec:
             arm.rec.__exit__(None, None, None)
 

@@ -111,7 +111,7 @@ FIELDS = {  # section -> heading on its index -> the pages below it
             "spike_rules limits how_often_a_verdict_is_wrong what_a_replay_checks "
             "what_the_recorder_survives promises"
         ),
-        "The project": "glossary how_it_is_built",
+        "The project": "glossary beside_other_tools how_it_is_built",
     },
 }
 COMMON = (  # what people type most -> its symptom; on the home page

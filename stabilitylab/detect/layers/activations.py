@@ -21,7 +21,7 @@ from ...run.curves import curve, group_of
 def first_crossings(
     values: np.ndarray,  # (step, module) largest magnitude or norm, >= 0; NaN where there is none
     beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
-    least: float = 0.0,  # columns that never reach this value do not cross
+    min_peak: float = 0.0,  # columns that never reach this value do not cross
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # row of each module's first crossing, -1: none; ratio to its early largest there
@@ -40,7 +40,7 @@ def first_crossings(
         is_over = (ratio >= limit("explosion_factor")) & (early > 0) & is_beyond_all
     # these rows have set the range
     is_over[:n] = False
-    is_over &= (values >= least).any(axis=0)
+    is_over &= (values >= min_peak).any(axis=0)
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)
 
@@ -71,7 +71,7 @@ def find_activation_explosion(
         return []
     # an output that starts near zero grows to order one by learning
     findings = [
-        _explosion(activations, "absmax", "The output", least=limit("explosion_factor")),
+        _explosion(activations, "absmax", "The output", min_peak=limit("explosion_factor")),
         _explosion(activations, "grad_absmax", "The gradient at the output", beyond=limit("threefold")),
     ]
     exploded = [pair for pair in findings if pair is not None]
