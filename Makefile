@@ -53,7 +53,7 @@ calibrate: $(READY)
 	$(BIN)/python -m tests.calibrate $(if $(REAL),--real)
 
 zoo: $(READY)
-	$(BIN)/python -m tests.zoo
+	$(BIN)/python -m tests.zoo $(if $(PEERS),--peers $(PEERS))
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --sample $(or $(N),200)

@@ -183,6 +183,7 @@ def test_a_table_of_one_row_without_names_is_a_history(tmp_path):
         ("losses.csv", "," + ",".join(map(str, loss)), "loss"),
         ("train_loss.csv", "\t".join(map(str, loss)) + "\n", "loss"),
         ("val_losses.csv", ",".join(map(str, loss)), "val_loss"),
+        ("train_loss.csv", ",0\n" + "\n".join(f"{i},{v}" for i, v in enumerate(loss)), "loss"),  # of pandas
     ):
         (tmp_path / name).write_text(row)
         data = read_log(tmp_path / name)

@@ -1,6 +1,7 @@
 "The cause of recorded runs whose cause is known, and the cures that follow; the whole zoo is `make zoo`."
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.fixes.registry import fixes
 from stabilitylab.names.findings import FINDING_KINDS
-from stabilitylab.run.record import new_run
+from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.arm import arm_of
 from stabilitylab.trial.suggest import suggest
 from tests.zoo.__main__ import record, score, stored, summary
+from tests.zoo.peers import ask, peer_summary, write_log
 from tests.zoo.rows import BLIND, ROWS, split
 
 JUMP = {
@@ -163,6 +165,36 @@ QUICK = (
     "diffusion",
     "conv flip",
 )
+
+
+LOADER = (
+    "import csv\nload = lambda path: [list(csv.DictReader(open(path)))]\n"  # of a peer made up for the test
+)
+
+
+def test_the_peers_are_asked_in_a_python_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "runmedic").mkdir()
+    (tmp_path / "runmedic" / "__init__.py").write_text("from runmedic import loaders, roles\n")
+    (tmp_path / "runmedic" / "loaders.py").write_text(LOADER)
+    (tmp_path / "runmedic" / "roles.py").write_text("detect = lambda run, chosen: {}\n")
+    (tmp_path / "runmedic" / "checks.py").write_text(  # warns where the loss ends high, and notes each run
+        "from types import SimpleNamespace as F\n"
+        "def run_checks(run, roles):\n"
+        "    found = [F(check='note', severity='info')]\n"
+        "    ends_high = float(run[-1]['loss']) > 3\n"
+        "    return found + [F(check='high', severity='critical')] * ends_high\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    causes = {"bad": "rate_too_high", "unseen": "bit_flip", "well": ""}
+    for name, last in (("bad", 9.0), ("unseen", 2.0), ("well", 1.0)):
+        scalars = {"loss": Samples(np.arange(4), np.array([4, 3, 2, last]))}
+        save_run(new_run(make_scalars(scalars)), tmp_path / name)
+        write_log(tmp_path / name, tmp_path / f"{name}.csv")
+    answers = ask(sys.executable, [tmp_path / f"{name}.csv" for name in causes])
+    assert answers["runmedic"] == {"bad": ["high"], "unseen": [], "well": []}
+    first, *others = peer_summary(answers, causes)
+    assert first == "runmedic: warned of 1/2 failing, quiet on 1/1 healthy"
+    assert [line.startswith("trainscope ") and "not importable" in line for line in others] == [True] * 3
 
 
 @pytest.mark.slow

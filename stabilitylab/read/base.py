@@ -193,7 +193,7 @@ def head_of(
 _LINES_BELOW = 500  # characters after a record, in which more of its stream shows how wide the console is
 _ERROR_RECORD = re.compile(r"^    \+ CategoryInfo.*?(?=^[ \t]*\r?$|\Z)", re.M | re.S)
 _DECORATED = re.compile(
-    r"^\S[^\n]*? : (?P<words>[^\r\n]*)\r?\nAt [^\r\n]*char:\d+\s*?\n(?:\+ [^\n]*\n)+"
+    r"^\S[^\n]{0,200}? : (?P<words>[^\r\n]{0,4000})\r?\nAt [^\r\n]*char:\d+\s*?\n(?:\+ [^\n]*\n)+"
     r"    \+ CategoryInfo[^\n]*\n(?:    \+ [^\n]*\n)?(?:[ ]?\r?\n)?",
     re.M,
 )
@@ -210,16 +210,18 @@ def _goes_on(line: str, following: str, width: int) -> bool:
 
 def _whole_lines(text: str, width: int) -> Iterator[str]:
     "The lines of a wrapped text; one that was joined ends in blanks, so that what follows keeps its place."
-    body, n_blanks, end, above = "", 0, "", ""
+    parts: list[str] = []
+    n_blanks, end, above = 0, "", ""
     for part in re.split(r"(?<=\n)", text):
         line = part.rstrip("\r\n")
         if _goes_on(above, line, width):
-            body, n_blanks = body + line, n_blanks + len(end)
+            n_blanks += len(end)
         else:
-            yield body + " " * n_blanks + end
-            body, n_blanks = line, 0
+            yield "".join([*parts, " " * n_blanks, end])
+            parts, n_blanks = [], 0
+        parts.append(line)
         above, end = line, part[len(line) :]
-    yield body + " " * n_blanks + end
+    yield "".join([*parts, " " * n_blanks, end])
 
 
 def unwrapped(

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from math import log, sqrt
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from tests.zoo.peers import ask, peer_summary, write_log
 from tests.zoo.rows import ROWS, split
 from tests.zoo.train import harm, train, with_cure
 
@@ -151,6 +152,18 @@ def summary(scores: dict[str, dict]) -> dict[str, str]:
     return lines
 
 
+def _ask_peers(python: str | None, names: list[str], record_of: Callable[[str], Path]) -> dict:
+    "Peer -> name of a row -> what it told of its log, with a line a peer printed; nothing without a Python."
+    if not python:
+        return {}
+    with TemporaryDirectory() as folder:
+        logs = [write_log(record_of(name), Path(folder) / f"{name}.csv") for name in names]
+        answers = ask(python, logs)
+    for line in peer_summary(answers, {name: ROWS[name].cause for name in names}):
+        print(line)
+    return {"peers": answers}
+
+
 def main() -> int:
     "Score the zoo, or confirm its cures."
     parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__)
@@ -163,6 +176,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the runs; the rules were set on 0")
     parser.add_argument("--swap", action="store_true", help="with the swap test where it is cheap")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="also ask runmedic and trainscope, which it imports"
+    )
     parser.add_argument("--out", default="zoo_scores.json", help="where the table of scores is written")
     args = parser.parse_args()
     names = args.names or list(ROWS)
@@ -186,7 +202,9 @@ def main() -> int:
                     f"{mark} {name:18} {row['cause']:22} said: {row['said'][:60]:60} {row['fixes']}",
                     flush=True,
                 )
-    Path(args.out).write_text(json.dumps(scores, indent=1) + "\n")
+        made = partial(record, folder=work.keywords["folder"], seed=args.seed)
+        answers = _ask_peers(args.peers, list(scores), made)
+    Path(args.out).write_text(json.dumps(scores | answers, indent=1) + "\n")
     for side, line in summary(scores).items():
         print(f"{side}: {line}")
     return 0

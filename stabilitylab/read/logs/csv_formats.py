@@ -21,14 +21,19 @@ from ..tables import long_table_log, step_name, table_log
 _LEAST_CELLS = 3  # of a row that is a history; ours: two numbers may be a step and a value
 
 
-def _single_row(table: pd.DataFrame, path: Path) -> dict[str, np.ndarray]:
-    "The cells of a file of one row without names as one series, named after the file; empty for all others."
-    has_names = not str(table.columns[0]).startswith("column ")
-    cells = pd.to_numeric(table.iloc[0], errors="coerce").dropna() if len(table) == 1 else pd.Series([])
-    if has_names or len(cells) < _LEAST_CELLS:
+def _unnamed_history(table: pd.DataFrame, path: Path) -> dict[str, np.ndarray]:
+    "A history without names, named after its file: one row, or a count and a loss; empty for all others."
+    if not str(table.columns[0]).startswith("column "):
         return {}
     loss = "val_loss" if is_evaluation(path.stem) else "loss"
-    return {loss if meaning(path.stem) == "loss" else path.stem: cells.to_numpy(float)}
+    name = loss if meaning(path.stem) == "loss" else path.stem
+    cells = table.apply(pd.to_numeric, errors="coerce")
+    if len(table) == 1:
+        row = cells.iloc[0].dropna().to_numpy(float)
+        return {name: row} if len(row) >= _LEAST_CELLS else {}
+    rows = cells.dropna().to_numpy(float)  # pandas writes `,0` above a series
+    counts = cells.shape[1] == 2 and len(rows) >= _LEAST_CELLS and bool((np.diff(rows[:, 0]) == 1).all())
+    return {"step": rows[:, 0], name: rows[:, 1]} if counts and name == loss else {}
 
 
 def read_csv(
@@ -40,7 +45,7 @@ def read_csv(
     log = long_table_log(table_pieces(path, lost), step) if is_long(path) else None
     if log is None:
         table, n_dropped = read_table(path)
-        history = _single_row(table, path)
+        history = _unnamed_history(table, path)
         log = table_log(history or {column: table[column] for column in table}, step)
         log.skip("lines with too many cells", n_dropped)
     else:
