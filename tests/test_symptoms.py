@@ -6,6 +6,7 @@ import re
 import pytest
 
 from stabilitylab.cli.main import make_parser
+from stabilitylab.fixes.registry import fixes
 from stabilitylab.knowledge.remedies import remedies_for
 from stabilitylab.knowledge.symptoms import symptom, symptoms
 from stabilitylab.names.errors import InputError
@@ -68,11 +69,12 @@ def test_a_page_is_whole_and_needs_no_table():
     for kind in FINDING_KINDS:
         one = symptom(kind)
         text = one.markdown
-        assert one.looks and one.causes and 2 <= len(one.do) <= 4 and one.cannot, kind
+        assert one.looks and one.causes and 2 <= len(one.do) <= 4 and one.test and one.cannot, kind
         assert all(row["cause"] and row["tell"] for row in one.causes), kind
         assert "|" not in text and text.count("\n## ") >= 4, kind
         assert all(row["name"] in text for row in remedies_for(kind, 3)), kind
         assert set(re.findall(r"`stabilitylab ([\w-]+)", text)) <= commands, kind
+        assert set(re.findall(r"--fix (\w+)", text)) <= set(fixes().name), kind
         assert all((ROOT / "nbs" / page).is_file() for page in one.see), kind
 
 

@@ -36,6 +36,7 @@ class Symptom:
     looks: str  # what one sees, and what the detector asks for
     causes: tuple[dict, ...]  # each a `cause`, and in `tell` what separates it from the others
     do: tuple[str, ...]  # what to do, the cheapest first
+    test: str  # how to test a fix, and what must come out
     cannot: str  # what the finding cannot tell
     see: tuple[str, ...] = ()  # pages of the site, as paths below its root
 
@@ -74,6 +75,7 @@ def _page(symptom: Symptom) -> Iterator[str]:
     yield from (f"- **{row['cause'].rstrip('.')}.** {row['tell']}" for row in symptom.causes)
     yield from ("", "## What to do", "")
     yield from (f"{i}. {words}" for i, words in enumerate((*_diagnose_step(symptom.kind), *symptom.do), 1))
+    yield from ("", "## How to test a fix", "", symptom.test)
     tried = remedies_for(symptom.kind, _MOST_REMEDIES)
     if tried:
         yield from ("", "## What teams tried", "")
