@@ -212,13 +212,20 @@ def test_what_kills_every_worker_is_named_and_bad_input_is_not_tried_again(clien
 def test_a_worker_that_takes_long_to_begin_anew_is_not_given_up(tmp_path):
     begins = f"import pathlib, time; mark = pathlib.Path({str(tmp_path / 'first')!r})"
     begins += "; time.sleep(3 * mark.exists()); mark.touch()"
-    dask_config.set({"distributed.deploy.lost-worker-timeout": "1s"})  # Dask's own is 15 s
+    dask_config.update_defaults({"distributed": {"deploy": {"lost-worker-timeout": "1s"}}})  # of Dask 15 s
     with (
         dask_config.set({"distributed.worker.preload": [begins]}),
         make_cluster("local:1") as cluster,
         distributed.Client(cluster) as client,
     ):
         assert list(map_on(client, ends_its_worker_once, [7], str(tmp_path))) == [49]
+
+
+def test_how_long_a_lost_worker_is_waited_for_may_be_set():
+    with dask_config.set({"distributed.deploy.lost-worker-timeout": "1h"}):
+        with pytest.raises(InputError):
+            make_cluster("slurm:jobs=0,cores=2,memory=1GB")
+        assert dask_config.get("distributed.deploy.lost-worker-timeout") == "1h"
 
 
 @pytest.mark.slow  # trains on workers

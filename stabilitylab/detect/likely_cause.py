@@ -8,7 +8,6 @@ __all__ = ['MostLikely', 'most_likely']
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #6d62772e
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 
@@ -70,13 +69,10 @@ def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
     )
 
 
-def _possible(actions: list[str], is_recorded: bool) -> Iterator[str]:
+def _possible(actions: list[str], is_recorded: bool) -> tuple[str, ...]:
     "What to do next; a log holds no step to replay, so such a step has to be recorded before."
-    needs_record = [action for action in actions if action.startswith("Replay ")]
-    for action in actions:
-        if not is_recorded and action in needs_record[:1]:
-            yield _RESUME
-        yield action
+    at = next((i for i, action in enumerate(actions) if action.startswith("Replay ")), None)
+    return tuple(actions) if is_recorded or at is None else (*actions[:at], _RESUME, *actions[at:])
 
 
 def _fits(finding: Finding, where: dict) -> bool:
@@ -183,7 +179,7 @@ def most_likely(
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):
             reasons = tuple(f.explanation for f in chosen[:_REASONS])
-            actions = tuple(_possible(row["next"], is_recorded="evidence" in findings.attrs))
+            actions = _possible(row["next"], is_recorded="evidence" in findings.attrs)
             return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, actions)
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None

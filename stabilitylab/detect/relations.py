@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from .findings import Finding
-from .layers.activations import first_crossings
+from .layers.activations import activation_crossings
 from .learning_rate import rate_at
 from .limits import count_limit, limit
 from .loss.divergence import find_divergence
@@ -356,9 +356,8 @@ def warnings_before(
 _COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
 
 
-def _rows(activations: xr.Dataset, name: str, what: str, **bounds: float) -> list[tuple]:
+def _rows(activations: xr.Dataset, what: str, at: np.ndarray, ratio: np.ndarray) -> list[tuple]:
     "One row a module that left its early range in one direction."
-    at, ratio = first_crossings(activations[name].values, **bounds)
     modules, kinds, layers = (activations[label].values for label in ("module", "kind", "layer"))
     steps = activations.step.values
     return [
@@ -373,12 +372,9 @@ def first_changes(
     pd.DataFrame
 ):  # module, kind, layer, what ('output', 'gradient'), step, ratio; attrs['loss_onset']: step or None
     "Every module that left its early range, in that order; the ratio is to its early largest value."
-    activations, rows = group_of(run, "activations"), []
-    if activations is not None and activations.sizes["step"] >= count_limit("least_records"):
-        if "absmax" in activations:
-            rows += _rows(activations, "absmax", "output", min_peak=limit("explosion_factor"))
-        if "grad_absmax" in activations:
-            rows += _rows(activations, "grad_absmax", "gradient", beyond=limit("threefold"))
+    rows: list[tuple] = []
+    for activations, name, at, ratio in activation_crossings(run):
+        rows += _rows(activations, "output" if name == "absmax" else "gradient", at, ratio)
     table = pd.DataFrame(rows, columns=_COLUMNS)
     table = table.sort_values(["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True)
     events = []

@@ -39,6 +39,8 @@ class Symptom:
     test: str  # how to test a fix, and what must come out
     cannot: str  # what the finding cannot tell
     see: tuple[str, ...] = ()  # pages of the site, as paths below its root
+    # the command that says whether it happened to a run
+    first: str = "Run `stabilitylab diagnose path/to/run` on your log or record to see whether this is it."
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it, with what teams tried."
@@ -59,14 +61,6 @@ def _source(name: str) -> str:
     return f"[{name}]({url})" if url else name
 
 
-def _diagnose_step(kind: str) -> Iterator[str]:
-    "The command that says whether it happened to a run; an audit of a loop is a step of its page already."
-    if kind == "data_driven_spike":
-        yield "Run `stabilitylab diagnose path/to/runs`, a folder with both: it names the shared steps."
-    elif kind != "accumulation_bias":
-        yield "Run `stabilitylab diagnose path/to/run` on your log or record to see whether this is it."
-
-
 def _page(symptom: Symptom) -> Iterator[str]:
     "The lines of a page."
     yield from (f"# {symptom.title}", "", f"`{symptom.kind}`: {FINDING_KINDS[symptom.kind]}.", "")
@@ -74,7 +68,7 @@ def _page(symptom: Symptom) -> Iterator[str]:
     yield from ("## Causes, and how to tell them apart", "")
     yield from (f"- **{row['cause'].rstrip('.')}.** {row['tell']}" for row in symptom.causes)
     yield from ("", "## What to do", "")
-    yield from (f"{i}. {words}" for i, words in enumerate((*_diagnose_step(symptom.kind), *symptom.do), 1))
+    yield from (f"{i}. {words}" for i, words in enumerate((symptom.first, *symptom.do), 1))
     yield from ("", "## How to test a fix", "", symptom.test)
     tried = remedies_for(symptom.kind, _MOST_REMEDIES)
     if tried:

@@ -72,7 +72,7 @@ def make_cluster(
     from dask import config as dask_config
     from distributed import LocalCluster
 
-    dask_config.set(_LOST_WORKERS)  # for good: Dask reads it when a worker is lost
+    dask_config.update_defaults(_LOST_WORKERS)  # for good: Dask reads it when a worker is lost
     kind, _, settings = words.partition(":")
     if kind == "slurm":
         cluster, n_jobs = _slurm_cluster(words)
@@ -96,7 +96,7 @@ _WORKER_ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREAD
 
 # a worker that dies begins anew; Dask gives it up for good after this time, by default 15 s: a busy machine
 # needs as long to start one, and a cluster whose workers are all given up waits for ever
-_LOST_WORKERS = {"distributed.deploy.lost-worker-timeout": "10 minutes"}
+_LOST_WORKERS = {"distributed": {"deploy": {"lost-worker-timeout": "10 minutes"}}}
 _SCHEDULER = {"dashboard_address": ":0"}  # any free port: several clusters may run on one machine
 
 # %% ../../nbs/api/run/19_cluster.ipynb #8dae3cb1

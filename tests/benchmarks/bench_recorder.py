@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tests.benchmarks.bench_guest import hugging_face, trainscope, wandb_watch
+from tests.benchmarks.bench_guest import PEERS as WATCHERS
 
 WARNED = "normal, warnings"  # with `on_warning="note"`
 GOALS = {
@@ -36,12 +36,8 @@ def torchlens(model, optimizer):
 
 
 NAIVE = "naive hook"
-PEERS = {  # at every step; the library depends on none of them
-    "HF DebugUnderflowOverflow": hugging_face,
-    "wandb.watch": wandb_watch,
-    "trainscope": trainscope,
-    "torchlens": torchlens,
-}
+BESIDE = [NAIVE, *(name for name in WATCHERS if name != "stabilitylab")]
+PEERS = WATCHERS | {"torchlens": torchlens}  # at every step; the library depends on none of them
 
 
 def naive_hooks(model, out):
@@ -115,7 +111,7 @@ def main(argv=()):
     a.add_argument("--layers", type=int, default=6)
     a.add_argument("--batch", type=int, default=8)
     a.add_argument("--seq", type=int, default=256)
-    a.add_argument("--peers", nargs="*", choices=(NAIVE, *PEERS), default=[NAIVE, *list(PEERS)[:-1]])
+    a.add_argument("--peers", nargs="*", choices=(NAIVE, *PEERS), default=BESIDE)
     a.add_argument("--vocab", type=int, default=128)
     a.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     a.add_argument("--arms", nargs="*", default=["light", "normal", WARNED, "full"])

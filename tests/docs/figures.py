@@ -26,15 +26,16 @@ from tests.notebooks import small_picture
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER, RECORDS = ROOT / "nbs" / "images" / "symptoms", ROOT / "tests" / "zoo" / "records"
+SAMPLE = "lm_high_lr"
 SEEDS = 3  # of a case, until `diagnose` finds what it was made for
 _RATE = "A small language model whose learning rate grew tenfold every 150 steps"
 TRAINED = {  # kind -> a run that we trained, or the sample; what was done to it
     "loss_spike": ("rnn labels", "A recurrent network with one batch of wrong labels"),
-    "divergence": ("lm_high_lr", _RATE),
+    "divergence": (SAMPLE, _RATE),
     "grad_norm_explosion": ("rnn unclipped", "A recurrent network with wide recurrent weights, not clipped"),
     "lr_jump": ("lstm raised", "An LSTM whose learning rate was raised at once"),
-    "lr_too_high": ("lm_high_lr", _RATE),
-    "attention_logit_growth": ("lm_high_lr", _RATE),
+    "lr_too_high": (SAMPLE, _RATE),
+    "attention_logit_growth": (SAMPLE, _RATE),
     "activation_explosion": ("conv flip", "A convolutional network in which one bit of a weight was flipped"),
     "not_learning": ("conv dead", "A convolutional network with a bias that closes its units"),
     "expert_collapse": ("moe cold", "A mixture of experts without warm-up"),
@@ -84,11 +85,12 @@ def drawn(page: str, number: int) -> bytes:
 def trained(name: str, kind: str) -> tuple[xr.DataTree, list]:
     "A run that we trained, and its findings of a kind."
     with tempfile.TemporaryDirectory() as folder:
-        path = sample(name) if name == "lm_high_lr" else Path(folder)
-        if name != "lm_high_lr":
+        if name == SAMPLE:
+            folder = sample(name)
+        else:
             with tarfile.open(RECORDS / f"{name.replace(' ', '_')}.tar.xz") as archive:
                 archive.extractall(folder, filter="data")
-        (recording,) = open_recordings(str(path)).values()
+        (recording,) = open_recordings(str(folder)).values()
         run = recording.run.load()
         return run, [f for f in diagnose(recording) if f.kind == kind]
 

@@ -6,6 +6,8 @@
 __all__ = ['ignored_layers', 'collapsed_output']
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #e6d388ea
+from collections.abc import Iterator
+
 import numpy as np
 import xarray as xr
 
@@ -66,26 +68,37 @@ def find_activation_explosion(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one, with the module that moved first
     "Activations, forward or backward, that grew far beyond their early range."
-    activations = group_of(run, "activations")
-    if activations is None or activations.sizes["step"] < count_limit("least_records"):
-        return []
-    # an output that starts near zero grows to order one by learning
-    findings = [
-        _explosion(activations, "absmax", "The output", min_peak=limit("explosion_factor")),
-        _explosion(activations, "grad_absmax", "The gradient at the output", beyond=limit("threefold")),
+    exploded = [
+        _explosion(activations, name, at, ratio, order)
+        for activations, name, at, ratio in activation_crossings(run)
+        if len(order := crossing_order(at, ratio))
     ]
-    exploded = [pair for pair in findings if pair is not None]
     return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
 
 
-def _explosion(activations: xr.Dataset, name: str, what: str, **bounds: float) -> tuple[int, Finding] | None:
-    "The row at which modules exploded in one direction, and which; None where none did."
-    if name not in activations:
-        return None
-    at, ratio = first_crossings(activations[name].values, **bounds)
-    order = crossing_order(at, ratio)
-    if not len(order):
-        return None
+_DIRECTIONS = {"absmax": "The output", "grad_absmax": "The gradient at the output"}
+
+
+def activation_crossings(
+    run: xr.DataTree,  # a record
+) -> Iterator[tuple[xr.Dataset, str, np.ndarray, np.ndarray]]:  # activations, variable, its `first_crossings`
+    "Where modules leave their early range, forward and backward; nothing of a record that is too short."
+    activations = group_of(run, "activations")
+    if activations is None or activations.sizes["step"] < count_limit("least_records"):
+        return
+    bounds = {
+        "absmax": {"min_peak": limit("explosion_factor")},  # from near zero to order one is learning
+        "grad_absmax": {"beyond": limit("threefold")},
+    }
+    for name in bounds:
+        if name in activations:
+            yield activations, name, *first_crossings(activations[name].values, **bounds[name])
+
+
+def _explosion(
+    activations: xr.Dataset, name: str, at: np.ndarray, ratio: np.ndarray, order: np.ndarray
+) -> tuple[int, Finding]:
+    "The row at which modules exploded in one direction, and which."
     first = order[0]
     growth = growth_evidence(activations.step.values, activations[name].values[:, first])
     finding = Finding(
@@ -94,7 +107,7 @@ def _explosion(activations: xr.Dataset, name: str, what: str, **bounds: float) -
         onset=activations.step.values[at[first]],
         modules=first_names(activations.module, order),
         evidence={
-            "what": what,
+            "what": _DIRECTIONS[name],
             "kind": str(activations.kind.values[first]),
             "layer": int(activations.layer.values[first]),
             "ratio": float(ratio[first]),

@@ -148,9 +148,8 @@ def _outer_total(table: LineTable) -> float | None:
         return None
     outer, inner = np.diff(bars[0].value), np.diff(bars[1].value)
     has_moved = outer != 0
-    goes_on = (outer == 1) | (
-        has_moved & (bars[0].value[1:] == 1)
-    )  # to the next, or to the first of a new run
+    # to the next, or to the first of a new run
+    goes_on = (outer == 1) | (has_moved & (bars[0].value[1:] == 1))
     is_outer = has_moved.any() and goes_on[has_moved].all() and (inner[has_moved] <= 0).all()
     return float(total[0]) if is_outer else None
 
