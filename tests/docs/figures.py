@@ -113,7 +113,10 @@ def figure(kind: str) -> bytes:
     if kind in DRAWN:
         return drawn(*DRAWN[kind][:2])
     if kind == "data_driven_spike":
-        plot_losses({name: as_run(run) for name, run in case("same bad batches", 0).items()})
+        runs = {name: as_run(run) for name, run in case("same bad batches", 0).items()}
+        rows = plt.subplots(len(runs), figsize=(6.4, 1.5 * len(runs)), sharex=True, layout="constrained")[1]
+        for ax, name in zip(rows, runs, strict=True):
+            plot_losses(runs, hidden=set(runs) - {name}, ax=ax)
     else:
         run, marked = trained(TRAINED[kind][0], kind) if kind in TRAINED else made(kind)
         if not marked:
