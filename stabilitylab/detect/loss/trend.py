@@ -225,7 +225,7 @@ def find_zero_loss(
     "A loss that is exactly 0 from one record on to the end, although it was no small number before."
     series, norm = longest_run(loss_curve(run)), curve(run, "grad_norm")
     few = count_limit("few_records")
-    if series is None or not len(series.value) or series.value[-1] != 0:
+    if series is None or series.value[-1] != 0:
         return []
     at = int(np.flatnonzero(np.r_[1.0, series.value])[-1])  # of the first record of the zeros
     earlier = series.value[max(0, at - few) : at]
