@@ -424,7 +424,7 @@ def tried(
     keeps_path: bool = False,  # the fix is exact here: every loss and weight must be that without it
     **parameters: object,  # of the fix
 ) -> pd.DataFrame:  # part, what, before, after, empty where nothing came of it; attrs: losses of three steps
-    "What a fix changes in a small training; the fix takes three steps, and they differ from those without it."
+    "What a fix changes in a small training of three steps, which must differ from those without it."
     training = note_training(frozen, loud=loud)
     log = fix(name, **parameters).apply(training)
     losses = [training.run_step().loss for _ in range(3)]
