@@ -87,7 +87,7 @@ _OWNER = ".owner"  # locked by the process to which a temporary folder belongs
 
 
 class Scratch:
-    "A temporary folder that is deleted with its process, or, if that was killed, when the next one is created."
+    "A temporary folder deleted with its process, or, if that was killed, when the next one is created."
 
     def __init__(
         self,
