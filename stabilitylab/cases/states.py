@@ -208,7 +208,7 @@ def trained_reader(
     flag: float = 4.0,  # as for `trigger_batch`
     sink: float = 4.0,  # initial value of a learned sink logit
 ) -> TriggerReader:  # trained
-    "A reader that has learned when to read."
+    "A `TriggerReader`, trained on its task."
     torch.manual_seed(seed)
     model, generator = TriggerReader(kind, sink=sink), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)

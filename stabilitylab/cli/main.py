@@ -98,7 +98,7 @@ def _parsed(
 def main(
     argv: list[str] | None = None,  # arguments; None: those of the process
 ) -> int:  # exit code
-    "Runs one command and returns its exit code; an error is one line on stderr, with --json an object, too."
+    "The exit code of a command; prints an error as one line on stderr and, with --json, as an object."
     words = sys.argv[1:] if argv is None else list(argv)
     args, command = None, None
     try:

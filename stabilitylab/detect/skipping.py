@@ -114,7 +114,7 @@ _CLIPS = re.compile(
 
 
 class ClippedShare(NamedTuple):
-    "How often and how strongly a gradient was clipped."
+    "How often, and by how much, gradients were clipped."
 
     clip: float  # threshold; NaN where the log tells the share alone
     share: float  # of the steps, in [0, 1]

@@ -16,7 +16,7 @@ from .remedies import remedies_for
 # %% ../../nbs/api/knowledge/02_choice.ipynb #df75f885
 @dataclass(frozen=True)
 class RunContext:
-    "What a log and its configuration tell of a run; '' or nothing where they do not."
+    "What a log and its configuration say about a run; empty where they say nothing."
 
     precision: str = ""  # 'fp16', 'bf16', 'fp8' or 'fp32'
     optimizer: str = ""  # in small letters, such as 'adamw'

@@ -40,7 +40,7 @@ def phenomena(
 ) -> (
     pd.DataFrame
 ):  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, ours, evidence
-    "What teams observed, one row each."
+    "The observations of teams, one row each."
     rows = list(load_rows("phenomena"))
     columns = list(rows[0])
     if kind is not None:
@@ -74,7 +74,7 @@ def _search_row(table: str, row: dict) -> dict:
 def search(
     words: str,  # one or more words; all must occur, in any case
 ) -> pd.DataFrame:  # columns: table, name, source, reported, note; the rows of any table that hold every word
-    "Everything the tables say about these words."
+    "The rows of all tables that contain these words."
     wanted, matches = words.lower().split(), []
     for table in _TABLES:
         for row in load_rows(table):

@@ -20,7 +20,7 @@ def remedies_for(
 ) -> list[
     dict
 ]:  # name, source, reported, note, ours, topic, knobs, evidence, id, what; what worked comes first
-    "What teams tried against this kind of finding, and what they said of it."
+    "What teams tried against this kind of finding, and whether it worked for them."
     check_kind(kind)
     rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]
     groups = []

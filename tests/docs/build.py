@@ -80,8 +80,8 @@ def without_empty_sections(cells):
 
 
 def level_headings(cells):
-    "Headings that go down one level at a time, as documents must."
-    last = 0
+    "Headings that go down one level at a time, as documents must; those of one level stay on one."
+    above: list[tuple[int, int]] = []  # (level in the notebook, level on the page) of the open sections
     for c in cells:
         if c.cell_type != "markdown":
             continue
@@ -90,8 +90,10 @@ def level_headings(cells):
             fenced ^= line.startswith("```")
             m = None if fenced else re.match(r"(#+) ", line)
             if m:
-                last = min(len(m[1]), last + 1)
-                line = "#" * last + line[len(m[1]) :]
+                while above and above[-1][0] >= len(m[1]):
+                    above.pop()
+                above.append((len(m[1]), above[-1][1] + 1 if above else 1))
+                line = "#" * above[-1][1] + line[len(m[1]) :]
             lines.append(line)
         c.source = "\n".join(lines)
     return cells

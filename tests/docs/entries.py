@@ -142,8 +142,9 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
                 parts.append(f"```text\n{text[:WIDEST]}\n```")
     entry.text = "\n\n".join(parts) + "\n"
     headings = [heading for heading in re.findall(r"^##+ (.*)", entry.text, re.M) if heading != "Limits"]
-    if entry.excerpt.count("\n") < 2 and len(headings) > 1:
-        entry.excerpt = "\n".join(headings)
+    calls = re.findall(r"^##+ .*\n\n```python\n(.*)\n```", entry.text, re.M)
+    if entry.excerpt.count("\n") < 2 and (calls or len(headings) > 1):
+        entry.excerpt = "\n".join(calls or headings)
     return entry
 
 

@@ -17,11 +17,13 @@ import xarray as xr
 from stabilitylab.cases.registry import case, cases
 from stabilitylab.cases.samples import sample
 from stabilitylab.detect.diagnose import as_run, diagnose
-from stabilitylab.detect.findings import Findings
+from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation.opening import open_recordings
 from stabilitylab.names.findings import FINDING_KINDS
-from stabilitylab.plot.findings import plot_findings
+from stabilitylab.plot.findings import panels_of, plot_findings
 from stabilitylab.plot.runs import plot_losses
+from stabilitylab.read.runs import read_runs
+from tests.docs.trainings import RUNS
 from tests.notebooks import small_picture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +69,8 @@ def caption(kind: str) -> str:
         return f"{DRAWN[kind][2]}."
     if kind in TRAINED:
         return f"{TRAINED[kind][1]}, as `diagnose` marks it."
-    if kind == "data_driven_spike":
-        return "Two logs written to spike at the same four steps, and once each alone."
+    if kind in RUNS:
+        return f"{RUNS[kind][0]}, as `diagnose` marks it."
     written = set(cases(kind).source) <= {"written log", "several logs"}
     made = "A log written" if written else "A small model trained"
     return f"{made} to show this, as `diagnose` marks it."
@@ -95,6 +97,16 @@ def trained(name: str, kind: str) -> tuple[xr.DataTree, list]:
         return run, [f for f in diagnose(recording) if f.kind == kind]
 
 
+def short(kind: str) -> dict[str, xr.DataTree]:
+    "The short training of a kind, made anew; two runs where it takes two."
+    rows = RUNS[kind][1]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in (rows if isinstance(rows, dict) else {"run": rows}).items():
+            lines = "\n".join(json.dumps(row) for row in run)
+            (Path(folder) / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        return {Path(name).stem: run.load() for name, run in read_runs(folder).items()}
+
+
 def made(kind: str) -> tuple[xr.DataTree | None, list]:
     "A case of a kind that is one run, and its findings of that kind."
     for name in cases(kind).sort_values("seconds").index:
@@ -108,20 +120,40 @@ def made(kind: str) -> tuple[xr.DataTree | None, list]:
     return None, []
 
 
+def marked_run(kind: str) -> tuple[xr.DataTree | None, list]:
+    "The run that shows a kind best, and its findings of that kind."
+    if kind in TRAINED:
+        return trained(TRAINED[kind][0], kind)
+    if kind not in RUNS:
+        return made(kind)
+    (run,) = short(kind).values()
+    return run, [f for f in diagnose(run) if f.kind == kind]
+
+
+def panels(run: xr.DataTree, finding: Finding) -> list[str]:
+    "The series to draw: the usual ones and the finding's own; of a policy that one first, and the reward."
+    names, own = panels_of(run, Findings([finding])), [finding.series] if finding.series else []
+    own += [name for name in ("tokens_per_step",) if name in run["scalars"]]
+    if "reward" in run["scalars"]:
+        return list(dict.fromkeys([*own, "reward", *names[:1]]))
+    return list(dict.fromkeys([*names, *own]))
+
+
 def figure(kind: str) -> bytes:
     "The PNG of a kind; b'' where the finding does not stand in a curve."
     if kind in DRAWN:
         return drawn(*DRAWN[kind][:2])
     if kind == "data_driven_spike":
-        runs = {name: as_run(run) for name, run in case("same bad batches", 0).items()}
-        rows = plt.subplots(len(runs), figsize=(6.4, 1.5 * len(runs)), sharex=True, layout="constrained")[1]
+        runs = short(kind)
+        rows = plt.subplots(len(runs), figsize=(7, 2 * len(runs)), sharex=True, layout="constrained")[1]
         for ax, name in zip(rows, runs, strict=True):
             plot_losses(runs, hidden=set(runs) - {name}, ax=ax)
+            ax.label_outer()
     else:
-        run, marked = trained(TRAINED[kind][0], kind) if kind in TRAINED else made(kind)
+        run, marked = marked_run(kind)
         if not marked:
             return b""
-        plot_findings(run, Findings(marked[:1]))
+        plot_findings(run, Findings(marked[:1]), names=panels(run, marked[0]))
     out = io.BytesIO()
     plt.gcf().savefig(out, dpi=110, bbox_inches="tight")
     plt.close("all")

@@ -19,6 +19,7 @@ from tests.docs.entries import (
     public_pages,
 )
 from tests.docs.figures import caption as caption_of
+from tests.docs.signatures import cell
 
 SECTIONS = {  # folder of nbs -> (title of its index page, what stands there)
     "symptoms": (
@@ -300,7 +301,7 @@ def calls_table(names, pages):
     for name in sorted(names & set(pages), key=str.lower):
         said = (getattr(stabilitylab, name).__doc__ or "").strip().partition("\n")[0]
         where = f"{pages[name].removeprefix('api/')}.ipynb#{anchor(name)}"
-        rows.append(f"| [`{name}`]({where}) | {said} |")
+        rows.append(f"| [`{name}`]({where}) | {cell(said)} |")
     return "\n".join(["| call | what comes back |", "|---|---|", *rows]) if rows else ""
 
 

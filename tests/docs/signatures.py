@@ -28,8 +28,21 @@ def cell(text: str) -> str:
 
 def row(name: str, kind: ast.expr | None, default: ast.expr | None, said: str) -> tuple[str, ...]:
     "One line of the table of parameters."
-    shown = (f"`{cell(ast.unparse(part))}`" if part else "" for part in (kind, default))
-    return (name, *shown, cell(said))
+    shown = (f"`{cell(plain_default(ast.unparse(part)))}`" if part else "" for part in (kind, default))
+    return (name, *shown, cell(quoted_as_code(said)))
+
+
+def plain_default(text: str) -> str:
+    "A default as a reader would type it: a dataclass's empty list or dict without its factory."
+    factory = re.fullmatch(r"field\(default_factory=(dict|list)\)", text)
+    return {"dict": "{}", "list": "[]"}[factory[1]] if factory else text
+
+
+def quoted_as_code(text: str) -> str:
+    "Literals in quotes as code, whose quotes stay straight."
+    parts = re.split(r"(`[^`]*`)", text)
+    literal = re.compile(r"(?<![\w'])'([^'\s]*)'(?![\w'])")
+    return "".join(p if p.startswith("`") else literal.sub(r"`'\1'`", p) for p in parts)
 
 
 def table_of(rows: list[tuple[str, ...]]) -> str:

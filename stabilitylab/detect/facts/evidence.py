@@ -86,7 +86,7 @@ def evidence(
     run: xr.DataTree,  # a record
     findings: Sequence[Finding] = (),  # of it, so far
 ) -> RunFacts:  # name -> (value, step); {} for a log, which shows none of it
-    "What a record says for and against each cause, as numbers with their steps."
+    "The evidence in a record for and against each cause: numbers with their steps."
     updates = group_of(run, "updates")
     if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
         return {}
