@@ -101,7 +101,7 @@ def level_headings(cells):
 
 
 def fold_long_code(nb):
-    "The longer cells of an explanation folded, so that its pictures stand near its words; a click shows them."
+    "Folds the longer cells of an explanation, so that its pictures stand near the text; a click shows them."
     for cell in nb.cells:
         if cell.cell_type == "code" and cell.source.count("\n") >= LONGEST:
             cell.metadata["tags"] = [*cell.metadata.get("tags", []), "hide-input"]
