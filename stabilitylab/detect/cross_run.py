@@ -157,7 +157,7 @@ def _groups(pairs: Iterable[_Common]) -> list[list[_Common]]:
 def compare_runs(
     runs: dict[str, xr.DataTree] | list,  # records or tables by name, at least two
 ) -> Findings:  # findings across them, one for all runs that share; their evidence names the runs
-    "What several runs share: spikes of the loss or of the gradient norm at the same steps, and beginnings."
+    "What several runs share: spikes of loss or gradient norm at the same steps, and a common beginning."
     records = _named(runs)
     findings_so_far = [*find_other_environments(records), *find_slow_sisters(records)]
     for series, read in _SERIES.items():

@@ -20,7 +20,7 @@ from ..run.recording import opened
 # %% ../../nbs/api/investigation/03_check.ipynb #fa48c5de
 @dataclass(frozen=True)
 class Wholeness:
-    "What is whole in a file or folder, as far as its checksums say."
+    "The intact and damaged parts of a file or folder, by their checksums."
 
     path: str  # that was looked at
     checked: int = 0  # files, entries and records that were compared with a checksum

@@ -23,7 +23,7 @@ def open_recordings(
     loss: str | None = None,  # name of the series that is the training loss; None: recognised
     client: Any = None,  # workers that read a folder, as `as_client` takes them; None: this process
 ) -> dict[str, Recording]:
-    "Every run at a path, by name."
+    "Every run at a path, opened, by name."
     runs = read_runs(path, format, step, loss, client)
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 

@@ -40,7 +40,7 @@ def named_arms(
 # %% ../../nbs/api/investigation/01_plan.ipynb #bf42f920
 @dataclass(frozen=True)
 class Plan:
-    "Where a trial starts, its arms, and what to know before its verdicts."
+    "The start and the arms of a trial, with caveats on its verdicts."
 
     start: Start | None  # None: nothing can be tried, and `notes` say why
     arms: list[Arm]  # beside the run unchanged

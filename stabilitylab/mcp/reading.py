@@ -190,7 +190,7 @@ class ReadingTools(_CurveTools):
         run: str,  # below one of the folders
         steps: list[int],  # recorded
     ) -> dict:
-        "What recorded batches hold: range, distinct values, share of the commonest, samples that are equal."
+        "Range, distinct values, share of the most common value and equal samples of recorded batches."
         from stabilitylab.replay.contents import batch_rows
 
         recording, _ = self._open(run)

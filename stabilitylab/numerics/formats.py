@@ -21,7 +21,7 @@ Array = Any  # np.ndarray or torch.Tensor: this module does not import torch
 # %% ../../nbs/api/numerics/00_formats.ipynb #ef70961a
 @dataclass(frozen=True)
 class NumberFormat:
-    "One binary floating-point format."
+    "A binary floating-point format."
 
     name: str  # our name, such as 'bf16'
     exponent_bits: int  # bits of the exponent
@@ -83,7 +83,7 @@ def binade_table() -> dict[str, tuple[int, int]]:  # 'fp16', 'bf16', 'e4m3', 'e5
 def number_format(
     name: str | NumberFormat,  # 'bf16', 'fp16', 'tf32', 'fp8_e4m3', 'fp8_e5m2', or a format itself
 ) -> NumberFormat:  # the format
-    "The format called `name`."
+    "The number format called `name`."
     if isinstance(name, NumberFormat):
         return name
     if name not in NUMBER_FORMATS:
@@ -301,7 +301,7 @@ def is_lost(
     fmt: str | NumberFormat = "bf16",  # format in which the weight is kept
     # bool, same shape: a non-zero update leaves the finite weight where it is; no host sync
 ) -> Array:
-    "Which updates a weight does not feel."
+    "Which updates leave a weight unchanged after rounding."
     before = quantise(weight, fmt)
     after = quantise(before + update, fmt)
     is_known = abs(before) <= number_format(fmt).max

@@ -21,7 +21,7 @@ _CHANCE = 1e-9
 
 @dataclass(frozen=True)
 class Lattice:
-    "The verdict on the grid of one series."
+    "The number format whose grid a series lies on, with the evidence."
 
     fmt: str | None  # 'bf16' or 'fp16'; None: no format's grid is shown
     decimals: int | None  # decimals with which the values were printed, 0 to 8; None: more
@@ -62,7 +62,7 @@ def _grid_chance(
 def lattice(
     values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
 ) -> Lattice:  # the grid, with its evidence
-    "Which format's grid a series lies on, if any."
+    "The number format whose grid a series lies on, if any."
     series = np.asarray(values, np.float64)
     if series.ndim != 1:
         raise bad_input("values", f"shape {series.shape}", "one 1-D series")

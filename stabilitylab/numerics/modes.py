@@ -16,7 +16,7 @@ from torch import nn
 def restored_modes(
     model: nn.Module,  # its modules may be in different modes
 ) -> Iterator[nn.Module]:  # the model
-    "Whatever happens within, each module has its own mode again at the end."
+    "A context that restores the mode of every module at its end, also after an error."
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield model
@@ -28,7 +28,7 @@ def restored_modes(
 def dropout_shares(
     module: nn.Module,  # itself, without those within it
 ) -> dict[str, float]:  # attribute -> share in [0, 1) that it drops in training mode
-    "The attributes of a module that say how much it drops."
+    "The dropout rates among the attributes of a module."
     shares = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else {}
     # a share beyond 1 is none: a counter or a schedule may have such a name, too
     named = {name: value for name, value in vars(module).items() if "dropout" in name}

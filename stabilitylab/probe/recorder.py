@@ -52,7 +52,7 @@ from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
-    "A recorder of one training run, best used with `with`; what fails in it never reaches the loop."
+    "Records one training run; use it with `with`. An error inside it never reaches the training loop."
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from ..run.checksums import sealed, unsealed
 # %% ../../nbs/api/probe/19_retention.ipynb #47a5f38e
 @dataclass(frozen=True)
 class BoxLimits:
-    "How much a black box keeps."
+    "Limits on the snapshots, batches and bytes of a black box."
 
     every: int = 100  # steps between snapshots, > 0
     keep: int = 2  # newest snapshots that are kept, > 0
@@ -38,7 +38,7 @@ def thinned(
     size: int,  # how many may stay, >= 0
     now: int,  # the step from which ages are counted; at least the last of `steps`
 ) -> list[int]:  # oldest first
-    "The steps that are left, evenly spaced in the logarithm of their age."
+    "The steps that remain, evenly spaced in the logarithm of their age."
     left = list(steps)
     while len(left) > max(size, 1):
         ages = [max(1, abs(now - step)) for step in left]

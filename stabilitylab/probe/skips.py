@@ -16,7 +16,7 @@ from .stats import has_bad
 
 # %% ../../nbs/api/probe/17_skips.ipynb #b33a70ee
 class SkippedSteps:
-    "Hooks that take the gradients away from a step that would use a non-finite one."
+    "Hooks that withhold the gradients from a step if one of them is not finite."
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ def statistics(
     sums: np.ndarray,  # shape (…, 5), rows of sums; columns `SUMS`
     # absmax, rms, mean, std (population) of the finite entries, NaN where there are none; nonfinite_count
 ) -> dict[str, np.ndarray]:
-    "The statistics that rows of sums stand for."
+    "The statistics that follow from rows of sums."
     n, s, q, top, bad = np.moveaxis(np.asarray(sums, float), -1, 0)
     k = n - bad
     with np.errstate(all="ignore"):
@@ -299,7 +299,7 @@ def fetch(
     uses: dict,  # slot -> keys of its rows
     n: int,  # slots
 ) -> np.ndarray:  # (n, 5), columns `SUMS`; zeros where nothing was seen
-    "One array of sums from what `take` gave, on the CPU."
+    "The sums taken in a step, as one array on the CPU."
     sums, tops = np.zeros((n, 5)), np.zeros(n)
     slots: dict[torch.device, tuple[list[int], list[int]]] = {device: ([], []) for device in parts}
     for slot, keys in uses.items():

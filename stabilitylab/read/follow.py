@@ -93,7 +93,7 @@ class _Document:
 
 # %% ../../nbs/api/read/10_follow.ipynb #ba057c20
 class Follower:
-    "How far a growing log has been read, and all that it held so far."
+    "The position in a growing log, and everything read so far."
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def follow(
     every: float = 0.5,  # seconds between two looks, > 0
     stop: Callable[[], bool] | None = None,  # ends the iteration when it returns True; None: never
 ) -> Iterator[LogData]:  # what was appended, each time something was
-    "The new records of a growing log, for as long as `stop` allows."
+    "Yields the new records of a growing log until `stop` returns true."
     follower = Follower(path, format)
     while True:
         last = stop is not None and stop()

@@ -251,7 +251,7 @@ def read_runs(
     loss: str | None = None,  # name of the series that is the training loss; None: detected
     client: Any = None,  # workers that read a folder, as `as_client` takes them; None: this process
 ) -> dict[str, xr.DataTree]:  # name of each run -> its record
-    "Every run at `path`: files of one run joined, different runs apart."
+    "Every run at `path`; files of one run are joined."
     if is_remote(path):
         return _read_remote(str(path), format, step, loss)
     if str(path).startswith("trackio:"):

@@ -41,7 +41,7 @@ def is_healthy(
 
 @dataclass(frozen=True)
 class Try:
-    "One step with some modules in the finer format and all others in the coarse one."
+    "A step with some modules in the finer format and all others in the coarse one."
 
     kept: tuple[str, ...]  # modules in the finer format
     loss: float  # nats

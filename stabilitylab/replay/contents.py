@@ -57,7 +57,7 @@ def batch_rows(
     path: str | Path | Recording,  # folder of a record with a black box
     steps: Sequence[int],  # recorded steps
 ) -> pd.DataFrame:  # a row a tensor of a micro-batch
-    "What recorded batches hold: range, distinct values, share of the commonest, samples that are equal."
+    "Range, distinct values, share of the most common value and equal samples of recorded batches."
     rows = []
     for step in steps:
         for part, values in enumerate(load_batch(path, step).parts):

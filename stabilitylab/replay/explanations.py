@@ -282,7 +282,7 @@ def explanation(
     start: Snapshot,  # the saved snapshot
     recorded: dict[str, float],  # quantity -> value, of the first step
 ) -> tuple[str, dict] | None:  # (key of `FAULTS`, what its words name); None where nothing that is tried fits
-    "What gives the recorded loss and gradient norm of a snapshot's first step."
+    "The single change with which a replay gives the recorded loss and gradient norm."
     trying, setup = Trying(path, start, recorded), start.setup
     if trying.fits(Alternative("", "second time", setup)):
         return "second time", {}

@@ -112,7 +112,7 @@ _SAME_PLACE = ("version_torch", "cpu", "processor", "threads", "device", "tf32",
 
 @dataclass(frozen=True)
 class StepFacts:
-    "What is known beside the numbers."
+    "Facts about a step other than its numbers."
 
     path: Recording
     setup: Setup  # as the user gave it
@@ -149,7 +149,7 @@ def facts_of(
     setup: Setup,  # as the user gave it
     way: Retrace,  # the steps beside the record
 ) -> StepFacts:
-    "Gather them."
+    "Collects the facts about a step."
     recording = opened(path)
     changed = changed_place(recording.run.attrs.get("environment", {}))
     return StepFacts(recording, setup, way, changed, bool(changed) or recording.world_size > 1)

@@ -318,7 +318,7 @@ _ROOT = "(model)"  # the name of the whole model, whose own code may differ
 
 @dataclass(frozen=True)
 class ImplementationComparison:
-    "Where two implementations of one model part."
+    "The first difference between two implementations of one model."
 
     first: str  # the first module that differs beyond rounding; 'loss': after the model; '(model)'; '': none
     direction: str  # 'forward' or 'backward'; '' where none differs

@@ -125,7 +125,7 @@ def losses_by_frequency(
     clip: float | None = None,  # largest gradient norm; None: that of the setup, where it is a number
 ) -> pd.DataFrame:  # a row a band with tokens: tokens, ids, loss (nats), loss_share, grad_norm, grad_share,
     # weight (times that in a mean over all tokens) and, with a clip, kept; attrs: norm of the mean gradient
-    "What the loss, the gradient and a clip are to common and to rare tokens, dropout off."
+    "Loss, gradient share and the effect of clipping for common and rare tokens, with dropout off."
     setup = snapshot.setup
     if setup.token_loss is None:
         raise bad_input("snapshot.setup.token_loss", None, "a function (model, batch) -> (losses, mask)")

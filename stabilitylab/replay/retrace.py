@@ -62,7 +62,7 @@ def recorded_params(
 # %% ../../nbs/api/replay/12_retrace.ipynb #42493da4
 @dataclass(frozen=True)
 class Retraced:
-    "One step, as the record has it and as the replay gave it."
+    "The numbers of one step, recorded and replayed."
 
     step: int
     recorded: dict[str, float]  # quantity -> value, those that were recorded
@@ -109,7 +109,7 @@ def _root(rows: dict[int, np.ndarray], column: int) -> float:
 # %% ../../nbs/api/replay/12_retrace.ipynb #937f5289
 @dataclass(frozen=True)
 class Retrace:
-    "The way from a saved snapshot through a step."
+    "All steps from a snapshot to a given step, recorded and replayed."
 
     steps: tuple[Retraced, ...]  # from the snapshot's to the suspect one
     start: Snapshot  # the saved snapshot
@@ -145,7 +145,7 @@ def retrace(
     setup: Setup,  # how to build and run it
     heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
 ) -> Retrace:
-    "Take every step from the last snapshot through a step again, beside what was recorded."
+    "Replays every step from the last snapshot to a given step and compares it with the record."
     recording = opened(path)
     run, first = recording.run, recording.start_before(step)
     start = saved_snapshot(recording, first, setup)
@@ -176,7 +176,7 @@ def distance(
     left: float,  # any number
     right: float,  # another
 ) -> float:  # relative; 0 where both are not finite, inf where one is
-    "How far two numbers are apart."
+    "The relative difference of two numbers."
     if not (isfinite(left) and isfinite(right)):
         return 0.0 if isfinite(left) == isfinite(right) else float("inf")
     return abs(left - right) / max(abs(left), abs(right), 1e-300) if left != right else 0.0

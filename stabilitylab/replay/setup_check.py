@@ -35,7 +35,7 @@ from ..run.recording import Recording, opened
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c
 @dataclass(frozen=True)
 class Check:
-    "One number of a step, as recorded and as replayed."
+    "A number of a step, recorded and replayed."
 
     name: str  # of QUANTITIES, or 'parameters': checksum of the weights at the snapshot
     step: int
@@ -56,7 +56,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class SetupCheck:
-    "Whether a replay is the recorded step, and if not, why."
+    "Whether a replay matches the recorded step and, if not, the likely fault."
 
     step: int  # the suspect step
     start: int  # step of the snapshot that the replay began at
@@ -233,7 +233,7 @@ def check_setup(
     setup: Setup,  # how to build and run it
     way: Retrace | None = None,  # from `retrace`, where it was taken already
 ) -> SetupCheck:
-    "Compare every step from the last snapshot through a step with the record."
+    "Compares every step from the last snapshot to a given step with the record."
     way = retrace(path, step, setup) if way is None else way
     parameters = _parameters(path, way.start)
     fault, evidence, at = _judged(_facts(path, setup, way), parameters)

@@ -29,7 +29,7 @@ from ..run.recording import Recording, opened
 def draft_setup(
     path: str | Path,  # folder of a record with a black box
 ) -> Path:  # the file that was written, `replay_setup.py` in the record
-    "Write a draft of a setup into a record that has none."
+    "Writes a draft setup into a record that has none."
     file = Path(path) / FILE
     if file.exists():
         raise bad_input("path", str(path), "a record without a setup", f"{FILE} is there: read it, mend it")
@@ -58,7 +58,7 @@ def _snapshot_file(recording: Recording, step: int) -> Path:
 # %% ../../nbs/api/replay/15_setup_file.ipynb #3df77f45
 @dataclass(frozen=True)
 class Foresight:
-    "What is known of a replay before it runs."
+    "What can be said about a replay before it runs."
 
     step: int  # that is to be replayed
     start: int  # step of the snapshot that it begins at
@@ -95,7 +95,7 @@ def foresee(
 # %% ../../nbs/api/replay/15_setup_file.ipynb #245a9e49
 @dataclass(frozen=True)
 class SetupAnswer:
-    "What the check of a setup found."
+    "The result of checking a setup."
 
     where: str  # as it was given; '': the setup of a sample run
     check: SetupCheck

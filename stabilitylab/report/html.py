@@ -226,7 +226,7 @@ def write_html(
     path: str | Path,  # file to write; an older one is replaced
     shared: Findings | None = None,  # findings across the runs; None: none
 ) -> Path:  # the file
-    "The file that now holds the report."
+    "Writes the report to a file and returns its path."
     path = Path(path)
     by_name = {"run": runs} if isinstance(runs, xr.DataTree) else runs
     findings_by_name = {"run": findings} if isinstance(findings, Findings) else findings

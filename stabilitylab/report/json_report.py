@@ -22,7 +22,7 @@ def run_json(
 ) -> (
     dict
 ):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` of a very long log
-    "The findings of one run as the object that machines read."
+    "The findings of one run as a JSON object."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)
     folder = named if isinstance(named, str) else None

@@ -21,7 +21,7 @@ from ..names.errors import printable
 # %% ../../nbs/api/run/13_checksums.ipynb #6ad72e7d
 @dataclass(frozen=True)
 class Damage:
-    "A file that is not what was written."
+    "A damaged file: what it held, the steps it covered, and the reason."
 
     file: str  # in its folder
     why: str  # such as 'missing'
@@ -81,7 +81,7 @@ def file_fault(
     checksum: str | None,  # as `file_checksum` gave it; None: it is not known
     size: int | None = None,  # bytes; None: not known
 ) -> str:  # '' where it is whole as far as is known
-    "Why a file is not what was written."
+    "Why a file is damaged; empty if it is intact."
     path = Path(path)
     if not path.is_file():
         return "missing"

@@ -52,7 +52,7 @@ def _checksums_in(text: bytes | None) -> dict[str, str]:
 def closed_faults(
     path: str | Path,  # folder of a closed record, packed or not
 ) -> tuple[dict[str, str], int]:  # file -> why it is damaged; and how many files have a checksum
-    "Which files of a closed record are not what was written."
+    "The damaged files of a closed record."
     path = Path(path)
     if (path / RECORD_FILE).is_file():
         return _packed_faults(path / RECORD_FILE)

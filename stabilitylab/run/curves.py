@@ -88,7 +88,7 @@ _NOT_LOSS = ("val_", "z_loss", "aux_loss", "loss_scale", "loss_zscore", "event_"
 def loss_name(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
 ) -> str | None:  # name of the training loss; None where nothing looks like one
-    "The series that stands for the training loss."
+    "The name of the series used as training loss."
     names = series_names(scalars_of(run))
     if "loss" in names:
         return "loss"

@@ -287,7 +287,7 @@ def series(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
     name: str = "loss",  # name of the series
 ) -> xr.DataArray:  # its logged values; dims `(step,)`; coords `step`, `segment`, `time` where known
-    "One series of a run where it was logged: gaps are left out, logged NaNs stay."
+    "One series of a run at the steps where it was logged; logged NaNs stay."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     if name not in scalars.data_vars:
         raise bad_input("name", name, series_names(scalars))

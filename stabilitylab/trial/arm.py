@@ -32,7 +32,7 @@ ANOTHER_ORDER = "another order"  # label of the null arm
 
 @dataclass(frozen=True)
 class Arm:
-    "Fixes that are tried together; none: the run unchanged."
+    "Fixes tried together; without any, the unchanged run."
 
     fixes: tuple[dict, ...] = ()  # each {"name": …, "parameters": {…}}
     label: str = ""  # for tables and figures; '' makes one of the names
@@ -176,7 +176,7 @@ def scaled_to(
 # %% ../../nbs/api/trial/01_arm.ipynb #8b0a97ec
 @dataclass(frozen=True)
 class ArmCurve:
-    "What one arm did with one seed."
+    "The training curve of one arm with one seed."
 
     arm: str  # its name
     seed: int  # of the order of batches

@@ -31,6 +31,7 @@ from tests.docs.finish import finish
 from tests.docs.indexes import write_indexes, write_search, write_twins
 from tests.docs.signatures import described
 
+LONGEST = 12  # lines of code that an explanation shows unfolded
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a kernel, which a page does not have
 
 
@@ -99,6 +100,13 @@ def level_headings(cells):
     return cells
 
 
+def fold_long_code(nb):
+    "Folds the longer cells of an explanation, so that its pictures stand near the text; a click shows them."
+    for cell in nb.cells:
+        if cell.cell_type == "code" and cell.source.count("\n") >= LONGEST:
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "hide-input"]
+
+
 def unrendered():
     "Pages on which a table or a formula is still text, or that need the network to be drawn."
     wrong = []
@@ -124,6 +132,8 @@ def processed(only):
         if not is_wanted or ".ipynb_checkpoints" in path.parts:
             continue
         nb = page(nbformat.read(path, 4))
+        if name.startswith("explain/"):
+            fold_long_code(nb)
         for cell in nb.cells:
             if cell.cell_type == "markdown":
                 cell.source = linked(cell.source, name, names if not only else {})

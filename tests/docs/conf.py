@@ -19,6 +19,7 @@ nb_render_markdown_format = "myst"  # tables and mathematics in outputs too
 html_math_renderer = "mathml"
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
+nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]
 html_theme, html_title = "pydata_sphinx_theme", "stabilitylab"
 html_static_path, html_css_files, html_extra_path = ["static"], ["site.css"], ["extra"]

@@ -158,7 +158,7 @@ def compare_rules(
 ) -> (
     pd.DataFrame
 ):  # one row a rule: events, first_step, agree (share of them that the default has too), source
-    "What each rule finds in a log of yours."
+    "The spikes that each rule finds in your log."
     loss = loss_curve(run)
     if loss is None:
         raise InputError("`run` has no training loss; allowed: a record with one")
@@ -178,7 +178,7 @@ LOOK_BACK = {
 
 # %% ../../../nbs/api/detect/loss/21_spike_rules.ipynb #68c30a2e
 class OnlineRule:
-    "A spike rule that is shown one step after the other."
+    "A spike rule that processes one step at a time, as a trigger of the recorder."
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ def _picked(grads: Sequence[torch.Tensor | None], keep: list[torch.Tensor]) -> n
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #237c29f9
 @dataclass(frozen=True)
 class Audit:
-    "What a loop does to the tokens of one step."
+    "The token weights that a training loop applies in one step, and the mean that explains them."
 
     denominator: str  # name in `DENOMINATORS`; 'unknown' where none fits
     factor: float  # its gradient is `factor` times that mean

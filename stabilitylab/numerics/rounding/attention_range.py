@@ -113,7 +113,7 @@ def attention_inputs(
     model: torch.nn.Module,  # any that calls `scaled_dot_product_attention`
     run: Callable,  # a forward pass of the model, () -> anything
 ) -> list[tuple]:  # (module name, q (batch, head, query, d), k (batch, head, key, d)), in order
-    "What every attention of a forward pass multiplies."
+    "Queries and keys of every attention call in a forward pass."
     calls = _Calls(model)
     try:
         with torch.no_grad(), calls:
@@ -157,7 +157,7 @@ def loss_rounding(
     # rows: cross-entropy, logsumexp, z statistic (logsumexp²), softmax sum; columns: exact, rounded,
     # mean_error (mean |difference| a token)
 ) -> pd.DataFrame:
-    "What a loss computed in 16 bits is worth."
+    "The error of a loss computed in 16 bits."
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         wanted = f"one target for each row of logits {tuple(logits.shape)}"
         raise bad_input("targets", tuple(targets.shape), wanted)

@@ -55,7 +55,7 @@ def lost_updates(
     # a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms,
     # spacing_median
 ) -> pd.DataFrame:
-    "What is left of the updates after the weights are rounded."
+    "The share of updates that survives rounding of the weights."
     if set(weights) != set(updates):
         raise bad_input("updates", sorted(updates)[:5], "the same names as `weights`")
     rows = {}
@@ -87,14 +87,14 @@ def decay_holds(
     beta: float,  # factor of a running mean, in (0, 1)
     fmt: str,  # format in which the product is stored
 ) -> float:  # share of the mantissas for which the product is the old value, in [0, 1]
-    "How many values a decay by `beta` leaves where they are."
+    "The share of mantissas that a decay by `beta` leaves unchanged."
     number = number_format(fmt)
     mantissas = 1 + np.arange(2**number.mantissa_bits) * number.eps
     return float((quantise(mantissas * beta, number) == mantissas).mean())
 
 # %% ../../../nbs/api/numerics/rounding/00_lost_updates.ipynb #3caa1882
 class EpsRegime(NamedTuple):
-    "What epsilon does to one tensor."
+    "The effect of Adam's epsilon on one tensor."
 
     ratio: float  # RMS(g)/eps, inf where eps is 0
     eps: float  # epsilon as a number of the state's format

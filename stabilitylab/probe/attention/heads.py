@@ -25,7 +25,7 @@ from stabilitylab.probe.attention.stream import (
 # %% ../../../nbs/api/probe/attention/22_heads.ipynb #0815b5d7
 @dataclass(frozen=True)
 class HeadStatistics:
-    "What every head of one attention does; arrays (head,) unless said."
+    "Statistics of every head of one attention; arrays (head,) unless noted."
 
     # largest visible factor·q·k, before capping and biases; -inf where nothing is seen. Where the source is
     # "eager scores" it is the largest score that the softmax sees, after them
@@ -249,7 +249,7 @@ def attention_statistics(
     dtype: torch.dtype | None = None,  # as for `attention_sums`
     size: int | None = None,  # as for `attention_sums`
 ) -> HeadStatistics:  # one number a head
-    "What every head of one attention does, without the (query, key) matrix."
+    "Statistics of every head of one attention, without the (query, key) matrix."
     return _summarise(call, attention_sums(call, dtype, size), epsilon)
 
 # %% ../../../nbs/api/probe/attention/22_heads.ipynb #b438b3a6

@@ -30,7 +30,7 @@ from stabilitylab.read.crash.evidence import (
 # %% ../../../nbs/api/read/crash/01_incidents.ipynb #02d34785
 @dataclass(frozen=True)
 class Crash:
-    "Why a process ended, or an attempt of it."
+    "Why a process, or one attempt of a run, ended."
 
     cause: str  # one of CAUSES
     name: str  # exception, signal or words of the system

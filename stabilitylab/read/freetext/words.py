@@ -136,7 +136,7 @@ def metric_words() -> frozenset[str]:  # in lower case and ASCII, without digits
 def meaning(
     name: str,  # of a series, as the log writes it
 ) -> _Meaning:  # `setting` where a word of the name rules out a metric
-    "What a number of this name is."
+    "The role of a number with this name: step, epoch, loss, metric or setting."
     words = split_words(name)
     is_loss = _is_loss(words)
     if not is_loss and (_VOCABULARY.isdisjoint(words) or _is_mixture(words)):
