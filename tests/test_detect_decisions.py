@@ -381,3 +381,24 @@ def test_a_first_record_far_above_all_others_was_learned_unless_noise_reaches_it
     loss = np.abs(noisy(2, 200, sd=sd))
     loss[0] = 5.5
     assert ("not_learning" not in diagnose(run_of(loss=loss)).kinds) == is_learning
+
+
+@pytest.mark.parametrize("sd", [0, 0.05])
+def test_a_negative_number_in_every_record_is_no_loss_and_a_negative_loss_is(sd):
+    findings = diagnose(run_of(loss=noisy(-2, 200, sd=sd))).of("not_learning")
+    assert len(findings) == bool(sd)
+
+
+@pytest.mark.parametrize("name", ["critic_loss", "td_loss", "dqn_loss"])
+def test_a_loss_of_a_policy_is_known_by_its_own_name(name):
+    loss = noisy(2 + np.exp(-np.arange(400) / 60), sd=0.02)
+    loss[200:212] += 1
+    assert [f.severity for f in diagnose(run_of(**{name: loss})).of("loss_spike")] == ["info"]
+    assert [f.severity for f in diagnose(run_of(train_loss=loss)).of("loss_spike")] == ["warning"]
+
+
+@pytest.mark.parametrize(("length", "flat", "n"), [(6000, 4000, 1), (6000, 2000, 0), (2000, 1500, 0)])
+def test_a_plateau_to_the_end_is_most_of_a_long_run(length, flat, n):
+    level = np.r_[np.linspace(4, 2, length - flat), np.full(flat, 2.0)]
+    findings = diagnose(run_of(loss=noisy(level, sd=0.005))).of("plateau")
+    assert sum(bool(f.evidence.get("to_the_end")) for f in findings) == n
