@@ -182,3 +182,202 @@ def test_a_batch_size_without_enough_values_excuses_no_creeping_steps(work):
     times = np.linspace(0.5, 1.2, 400) * np.exp(0.001 * noisy(0, 400, sd=1))
     run = run_of(loss=noisy(3, 400), step_time=times, batch_size=work)
     assert [f.kind for f in find_creeping_steps(run)] == ["throughput_drop"]
+
+
+def mixed(n=400):
+    "Many series of one run, most of them with one thing wrong, and each of these in its own place."
+    at = np.arange(400)
+    fall = 3 * np.exp(-at / 60)
+    loss = noisy(2 + fall, sd=0.02)
+    loss[200:215] += 1.5
+    loss[320:] += np.linspace(0, 3, 80)
+    halvings = np.maximum(16 - np.maximum(at - 210, 0) // 4, 0)
+    accuracy = noisy(np.where(at < 200, 0.8, 0.4))
+    series = {
+        "loss": loss,
+        "val_loss": noisy(2 + fall + 0.002 * at),
+        "aux_loss": noisy(np.where(at % 150 == 20, 5, 1)),
+        "grad_norm": np.exp(noisy(0, 400, sd=0.1)) * np.where((at >= 196) & (at < 200), 30, 1),
+        "lr": np.where(at < 195, 1e-3, 4e-3),
+        "loss_scale": 2.0**halvings,
+        "skipped": (at % 7 == 0) * (at > 200),
+        "step_time": np.where(at < 250, 0.5, 1.5) * np.exp(noisy(0, 400)),
+        "data_time": np.full(400, 0.4),
+        "tokens_per_step": noisy(1000, 400, sd=50, seed=3),
+        "batch_size": np.full(400, 32),
+        "z_loss": noisy(np.where(at < 300, 10, 1)),
+        "memory": noisy(10 + at / 20, sd=0.001),
+        "accuracy": np.where(at % 10, np.nan, accuracy),
+        "output_information": np.where(at < 300, 1, 1e-4),
+        "log_z": noisy(1 + at / 10, sd=0.1),
+        "attn_entropy": noisy(2 * np.exp(-at / 30), sd=0.001),
+        "max_vio": noisy(np.where(at < 200, 0.2, 5)),
+        "expert_0_load": noisy(np.where(at < 200, 0.5, 0.99), sd=0.001),
+        "expert_1_load": noisy(np.where(at < 200, 0.5, 0.01), sd=0.001),
+    }
+    return {name: value[:n] for name, value in series.items()}
+
+
+def policy_of():
+    "What a policy logs beside its loss: its reward collapses, and groups of answers have one reward."
+    at = np.arange(400)
+    return {
+        "reward": noisy(np.minimum(at / 100, 2) * (at < 300), sd=0.05),
+        "reward_std": np.where(at < 300, 0.5, 0),
+        "entropy": noisy(2 * np.exp(-at / 50) + 0.05, sd=0.001),
+        "kl": np.where(at == 200, 9, 0.01),
+        "clip_frac": np.full(400, 0.1),
+        "completions_clipped_ratio": np.where(at < 250, 0.1, 0.8),
+    }
+
+
+def rows(run, kinds=()):
+    "The findings as 'kind series severity onset end', each with its leads where it has some."
+    text = []
+    for f in diagnose(run):
+        leads = [
+            f"{k}={f.evidence[k]}" for k in ("lead_steps", "lag_steps", "loss_followed") if k in f.evidence
+        ]
+        text.append(" ".join([f.kind, f.series or "-", f.severity, str(f.onset), str(f.end), *leads]))
+    return text
+
+
+MIXED = [
+    "loss_scale_collapse loss_scale error 214 274",
+    "output_collapse - error 300 399 lead_steps=26",
+    "loss_spike loss error 326 399",
+    "loss_scale_collapse skipped warning 0 399",
+    "non_finite accuracy warning 1 399",
+    "attention_entropy_collapse attn_entropy warning 90 399 lead_steps=110",
+    "memory_growth memory warning 100 399",
+    "lr_jump lr warning 195 195 lead_steps=5 loss_followed=True",
+    "grad_norm_explosion grad_norm warning 196 199 lead_steps=4",
+    "loss_spike loss warning 200 212",
+    "expert_collapse max_vio warning 202 399",
+    "throughput_drop step_time warning 250 399",
+    "z_loss_collapse z_loss warning 300 303",
+    "lr_too_high lr warning 326 399",
+    "loss_spike aux_loss info 20 170",
+    "divergence loss info 324 399",
+]
+POLICY = [
+    "loss_scale_collapse loss_scale error 214 274",
+    "output_collapse - error 300 399",
+    "loss_scale_collapse skipped warning 0 399",
+    "non_finite accuracy warning 1 399",
+    "attention_entropy_collapse attn_entropy warning 90 399",
+    "memory_growth memory warning 100 399",
+    "lr_jump lr warning 195 195",
+    "policy_step_too_large kl warning 200 200",
+    "expert_collapse max_vio warning 202 399",
+    "throughput_drop step_time warning 250 399",
+    "answers_cut completions_clipped_ratio warning 252 399",
+    "z_loss_collapse z_loss warning 300 303",
+    "reward_collapse reward warning 302 399",
+    "zero_advantage reward_std warning 302 399",
+    "grad_norm_explosion grad_norm info 196 199",
+    "loss_spike loss info 200 212",
+    "environment_change completions_clipped_ratio info 250 399",
+    "slow_rise loss info 312 399",
+    "divergence loss info 324 399",
+    "loss_spike loss info 326 399",
+]
+NONE = "non_finite accuracy warning 1 {}"
+SHORT = {
+    19: [NONE.format(18)],
+    49: [NONE.format(48)],
+    199: [
+        "data_stall data_time warning 0 198",
+        "non_finite accuracy warning 1 198",
+        "memory_growth memory warning 49 198",
+        "attention_entropy_collapse attn_entropy warning 90 198",
+        "lr_jump lr warning 195 195",
+        "grad_norm_explosion grad_norm info 196 198",
+    ],
+}
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_fault_of_a_run_with_many_is_told_once_and_in_its_place():
+    assert rows(run_of(**mixed())) == MIXED
+
+
+@pytest.mark.filterwarnings("error")
+def test_faults_of_a_policy_are_told_and_its_loss_is_no_alarm():
+    assert rows(run_of(**mixed(), **policy_of())) == POLICY
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n", SHORT)
+def test_a_short_log_tells_what_so_few_records_can_show(n):
+    assert rows(run_of(**mixed(n))) == SHORT[n]
+
+
+@pytest.mark.filterwarnings("error")
+def test_series_without_a_number_are_told_as_such_and_change_nothing_else():
+    nothing = {name: np.full(400, np.nan) for name in mixed() | policy_of()}
+    told = rows(run_of(**nothing | {"loss": mixed()["loss"]}))
+    assert [row for row in told if "non_finite" not in row] == rows(run_of(loss=mixed()["loss"]))
+    told = rows(run_of(**mixed() | {"loss": nothing["loss"]}))
+    assert "non_finite loss error 0 399" in told
+    of_loss = (" loss ", "aux_loss", "lr_too_high", "lead_steps")
+    assert set(told) >= {row for row in MIXED if not any(word in row for word in of_loss)}
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "severity"),
+    [
+        ("loss", 0, np.nan, "warning"),
+        ("loss", 3, np.nan, "warning"),
+        ("loss", slice(10, 40), np.nan, "error"),  # to the end
+        ("loss", slice(0, 25), np.nan, "error"),  # most of it
+        ("aux_loss", slice(10, 40), np.nan, "error"),
+        ("loss_scale", slice(10, 40), np.nan, "warning"),  # no loss
+        ("aux_loss", 0, np.nan, "warning"),
+        ("lr", 0, np.nan, "info"),  # nothing was measured yet
+        ("lr", 3, np.nan, "warning"),
+        ("explained_variance", 3, np.nan, "info"),  # divides by a variance that was zero
+        ("explained_variance", 3, np.inf, "warning"),
+        ("grad_norm", 3, np.nan, "info"),  # a step that was left out
+        ("grad_norm", [3, 4, 5, 6], np.nan, "warning"),
+        ("grad_norm", 38, np.nan, "warning"),  # too near the end to tell
+        ("grad_z", 3, np.nan, None),  # a z-score without a history
+    ],
+)
+def test_how_much_a_value_that_is_no_number_matters(name, at, value, severity):
+    series = noisy(1, 40)
+    series[at] = value
+    findings = diagnose(run_of(**{"loss": noisy(3, 40), name: series})).of("non_finite")
+    assert [f.severity for f in findings] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "entropy", "told"),
+    [
+        ("entropy", 2 * np.exp(-np.arange(200) / 20), True),
+        ("entropy_loss", -2 * np.exp(-np.arange(200) / 20), True),  # its negative, as one trainer logs it
+        ("entropy", np.linspace(2, -1, 200), False),  # of continuous actions: it passes zero
+        ("entropy", np.full(200, 0.005), False),  # nothing is left to fall
+        ("entropy", np.full(200, 2.0), False),
+    ],
+)
+def test_an_entropy_collapses_where_it_is_one_of_choices(name, entropy, told):
+    reward = noisy(np.minimum(np.arange(200) / 100, 1))
+    series = {"loss": noisy(0.1, 200), "reward": reward, name: entropy}
+    kinds = diagnose(run_of(**series)).kinds
+    assert ("policy_entropy_collapse" in kinds) == told
+    assert "policy_entropy_collapse" not in diagnose(run_of(**series, std=np.full(200, 0.1))).kinds
+
+
+@pytest.mark.parametrize(("name", "is_share"), [("expert_{}_load", True), ("expert_{}_norm", False)])
+def test_experts_are_compared_by_what_counts_tokens(name, is_share):
+    loads = {name.format(i): np.where(np.arange(200) < 100, 5.0, 5.0 + 4000 * (i == 3)) for i in range(4)}
+    collapses = diagnose(run_of(loss=noisy(3, 200), **loads)).of("expert_collapse")
+    assert len(collapses) == is_share
+
+
+@pytest.mark.parametrize(("sd", "is_learning"), [(0.02, True), (1.5, False)])
+def test_a_first_record_far_above_all_others_was_learned_unless_noise_reaches_it(sd, is_learning):
+    loss = np.abs(noisy(2, 200, sd=sd))
+    loss[0] = 5.5
+    assert ("not_learning" not in diagnose(run_of(loss=loss)).kinds) == is_learning

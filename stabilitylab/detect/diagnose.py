@@ -21,6 +21,7 @@ from ..names.errors import bad_input
 from ..run.curves import curve, group_of, loss_name, scalars_of
 from ..run.record import new_run
 from ..run.recording import Recording
+from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #ba861a07
 # 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
@@ -149,14 +150,13 @@ def as_run(
 def _span(run: xr.DataTree) -> dict[str, int]:
     "How many records the run has and from where to where: of the loss, else of its first series."
     scalars = scalars_of(run)
-    name = loss_name(run) or next((str(name) for name in scalars.data_vars), None)
-    series = curve(scalars, name) if name else None
-    if series is None:
+    name = loss_name(run) or next(iter(series_names(scalars)), None)
+    if name is None:
         return {"n_steps": 0}
-    left_out, *_ = scalars[series.name].attrs.get("left_out", [0])  # of a log too long for memory
-    span = {"n_steps": len(series.step) + series.nonfinite + series.repeated + left_out}
-    if len(series.step):
-        span |= {"first_step": int(series.step[0]), "last_step": int(series.step[-1])}
+    left_out, *_ = scalars[name].attrs.get("left_out", [0])  # of a log too long for memory
+    span, finite = {"n_steps": series(scalars, name).sizes["step"] + left_out}, curve(scalars, name)
+    if finite is not None:
+        span |= {"first_step": int(finite.step[0]), "last_step": int(finite.step[-1])}
     return span
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #c8930a6d

@@ -60,8 +60,10 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
     layers: dict[str, list[Curve]] = defaultdict(list)
     for name in map(str, scalars_of(run).data_vars):
         match = _EACH.match(name)
-        series = curve(run, name) if match and _COUNTED.search(name) else None
-        if match and series is not None:
+        if not match or not _COUNTED.search(name):
+            continue
+        series = curve(run, name)
+        if series is not None:
             layers[f"{match['before']}experts{match['after']}"].append(series)
     diversities = {}
     for layer, experts in layers.items():

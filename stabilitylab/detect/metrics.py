@@ -66,7 +66,7 @@ def find_grad_norm_explosion(
 def _is_skipped_throughout(run: xr.DataTree) -> bool:
     "Whether the log counts skipped steps at every record and has no loss."
     skipped = curve(run, "skipped")
-    if skipped is None or not len(skipped.value) or loss_name(run) is not None:
+    if skipped is None or loss_name(run) is not None:
         return False
     return bool((skipped.value > 0).all())
 

@@ -198,10 +198,8 @@ def find_reward_collapse(
     ]
 
 # %% ../../nbs/api/detect/15_policy.ipynb #1b3d9c7f
-def _lasting(series: Curve | None, bound: float) -> int | None:
+def _lasting(series: Curve, bound: float) -> int | None:
     "Index from which a share stays above a bound for twenty records or more, to the end."
-    if series is None:
-        return None
     return lasts_from(_smoothed(series.value) >= bound, count_limit("short_records"))
 
 
@@ -213,8 +211,7 @@ def find_zero_advantage(
     alike, spread = series.get("alike"), series.get("spread")
     if alike is None and spread is not None:
         alike = spread._replace(value=(spread.value == 0).astype(float))
-    at = _lasting(alike, limit("near_share"))
-    if alike is None or at is None:
+    if alike is None or (at := _lasting(alike, limit("near_share"))) is None:
         return []
     evidence: dict = {"share": float(np.mean(alike.value[at:])), "first_share": _first(alike)}
     evidence |= reward_since(series.get("reward"), int(alike.step[at]))
@@ -232,8 +229,7 @@ def find_cut_answers(
     "Answers of which most are cut at the maximum length."
     series = policy_series(run)
     cut = series.get("cut")
-    at = _lasting(cut, limit("majority"))
-    if cut is None or at is None:
+    if cut is None or (at := _lasting(cut, limit("majority"))) is None:
         return []
     evidence: dict = {"share": float(np.mean(cut.value[at:])), "first_share": _first(cut)}
     evidence |= reward_since(series.get("reward"), int(cut.step[at]))

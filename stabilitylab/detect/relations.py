@@ -53,7 +53,7 @@ def resume_spikes(
     "Spikes right after a restart; what never came back from one is no divergence besides."
     interval, resumes, loss = _interval(run), _resumes(run, findings), loss_curve(run)
     # a run whose first records already follow a restart has no earlier level to be compared with
-    start = interval + (int(loss.step[0]) if loss is not None and len(loss.step) else 0)
+    start = interval + (0 if loss is None else int(loss.step[0]))
     related, lost = [], []
     for f in findings:
         restart = _restart_before(f, resumes, interval)

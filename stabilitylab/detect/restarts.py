@@ -177,8 +177,6 @@ def split_runs(
     "The runs that follow each other in one log."
     step, value = series.step, series.value
     back = np.flatnonzero(np.diff(series.segment) > 0) + 1
-    if not len(value):
-        return [series]
     near_start = step[:1] + step_interval(series)
     few, cuts = count_limit("few_records"), [0]
     starts = [np.median(value[:few])]
@@ -220,7 +218,7 @@ def find_concatenated_runs(
 ) -> list[Finding]:  # at most one: all places where another model begins and the steps do not say so
     "Further models in one log."
     loss = loss_curve(run)
-    if loss is None or not len(loss.value):
+    if loss is None:
         return []
     reported = loss.step[np.r_[True, np.diff(loss.segment) > 0]]
     new = [int(part.step[0]) for part in split_runs(loss) if part.step[0] not in reported]

@@ -124,7 +124,7 @@ def _changed_before(f: Finding, changes: list[Finding], reach: int) -> Finding |
     "The last change shortly before a loss event."
     if f.kind not in _EVENTS or f.onset is None:
         return None
-    before = [c for c in changes if c.onset is not None and 0 <= f.onset - c.onset <= reach]
+    before = [c for c in changes if 0 <= f.onset - c.first <= reach]
     return before[-1] if before else None
 
 

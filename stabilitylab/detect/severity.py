@@ -245,7 +245,7 @@ def lower_severity(
 ) -> list[Finding]:  # with alarms of the loss that nobody would act on as notes
     "Alarms that are true as numbers and false as advice."
     loss = loss_curve(run)
-    if loss is None or not len(loss.value):
+    if loss is None:
         return findings
     context = _LossContext(run, loss, findings)
     return [_lowered(f, context) if f.series == loss.name else f for f in findings]

@@ -142,8 +142,7 @@ def _threshold(run: xr.DataTree) -> float | None:
     clipped = curve(run, "clipped_grad_norm")
     if named:
         return named[0]
-    has_norms = clipped is not None and len(clipped.value)
-    return float(clipped.value.max()) if clipped is not None and has_norms else None
+    return None if clipped is None else float(clipped.value.max())
 
 
 def clipped_share(
@@ -153,9 +152,9 @@ def clipped_share(
     "The share of clipped steps."
     norm = curve(run, "grad_norm")
     threshold, percent = _threshold(run) if clip is None else clip, _percent_clipped(run)
-    if threshold is None and percent is not None and len(percent.value):
+    if threshold is None and percent is not None:
         return ClippedShare(float("nan"), float(percent.value.mean()) / 100, float("nan"))
-    if norm is None or threshold is None or not len(norm.value):
+    if norm is None or threshold is None:
         return None
     beyond = norm.value[norm.value > threshold]
     factor = float((threshold / beyond).mean()) if len(beyond) else float("nan")

@@ -51,29 +51,57 @@ class _ChangeLog:
         self.changes: list[Change] = []
         self._undo: list[Callable] = []
 
-    def note(self, part: str, what: str, before: Any, after: Any) -> None:
+    def note(
+        self,
+        part: str,  # of the training that changes, such as 'model' or 'optimizer'
+        what: str,  # name of what changes in it
+        before: Any,  # value, shortened for the preview
+        after: Any,  # value, likewise
+    ) -> None:
         "Adds a line to the preview."
         self.changes.append(Change(part, what, _preview_text(before), _preview_text(after)))
 
-    def on_undo(self, action: Callable) -> None:
-        "Records how a change is undone: a function without arguments."
+    def on_undo(
+        self,
+        action: Callable,  # called without arguments, after those of later changes
+    ) -> None:
+        "Records how a change is undone."
         self._undo.append(action)
 
-    def set(self, owner: Any, name: str, value: Any, part: str, what: str | None = None) -> None:
-        "Sets an attribute; `what` names it in the preview."
+    def set(
+        self,
+        owner: Any,  # object that has the attribute
+        name: str,  # of the attribute, which must exist
+        value: Any,  # new one
+        part: str,  # as in `note`
+        what: str | None = None,  # name in the preview; None: that of the attribute
+    ) -> None:
+        "Sets an attribute."
         old = getattr(owner, name)
         self.note(part, what or name, old, value)
         self.on_undo(lambda: setattr(owner, name, old))
         setattr(owner, name, value)
 
-    def set_item(self, mapping: dict, key: str, value: Any, part: str) -> None:
+    def set_item(
+        self,
+        mapping: dict,  # changed in place
+        key: str,  # of the entry, which may be absent
+        value: Any,  # new one
+        part: str,  # as in `note`
+    ) -> None:
         "Sets an entry of a dict, such as a parameter group."
         old = mapping.get(key, _ABSENT)
         self.note(part, key, "-" if old is _ABSENT else old, value)
         self.on_undo(lambda: mapping.pop(key) if old is _ABSENT else mapping.update({key: old}))
         mapping[key] = value
 
-    def set_values(self, tensor: torch.Tensor, new: torch.Tensor, part: str, what: str) -> None:
+    def set_values(
+        self,
+        tensor: torch.Tensor,  # changed in place; a copy is kept for the way back
+        new: torch.Tensor,  # same shape, any dtype
+        part: str,  # as in `note`
+        what: str,  # as in `note`
+    ) -> None:
         "Overwrites the numbers of a tensor in place."
         old = tensor.detach().clone()
         self.note(part, what, old, new)
@@ -130,7 +158,11 @@ class _ModelLog(_ChangeLog):
         self.training = training
 
     def set_child(
-        self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None, part: str
+        self,
+        parent: torch.nn.Module,  # module that gets the child
+        name: str,  # of the child, which may be new
+        module: torch.nn.Module | None,  # moved to the device, type and mode of the parent; None: no child
+        part: str,  # as in `note`
     ) -> None:
         "Adds or replaces a child module; new parameters join the optimizer, lost ones leave it."
         old, order = parent._modules.get(name, _ABSENT), list(parent._modules)
@@ -145,7 +177,10 @@ class _ModelLog(_ChangeLog):
         self.drop_parameters(lost - {id(p) for p in self.training.model.parameters()})
         self.add_parameters(list(module.parameters()) if module is not None else [])
 
-    def add_parameters(self, parameters: list) -> None:
+    def add_parameters(
+        self,
+        parameters: list,  # of the model; those that are frozen or optimized already are passed over
+    ) -> None:
         "Adds new parameters to the optimizer, without weight decay."
         groups = self.training.optimizer.param_groups
         optimized = {id(p) for group in groups for p in group["params"]}
@@ -156,7 +191,10 @@ class _ModelLog(_ChangeLog):
         self.training.optimizer.add_param_group(settings | {"params": new, "weight_decay": 0.0})
         self.on_undo(lambda: _drop_group(self.training.optimizer, groups, new))
 
-    def drop_parameters(self, ids: frozenset[int]) -> None:
+    def drop_parameters(
+        self,
+        ids: frozenset[int],  # `id` of each parameter
+    ) -> None:
         "Removes parameters from the optimizer, with their moments."
         state = self.training.optimizer.state
         for group in self.training.optimizer.param_groups:

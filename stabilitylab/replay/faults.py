@@ -391,14 +391,24 @@ def _clip_that_fits(step: Retraced, facts: StepFacts) -> float | str | None:
     "A clipping with which the step has the recorded update; looked for near the snapshot only."
     if step.step - facts.way.start.step > _CLIP_SEARCH_STEPS:
         return None
+    usual = _usual_clip(step, facts)
+    return _round_clip(step, facts) if usual is None else usual
+
+
+def _usual_clip(step: Retraced, facts: StepFacts) -> float | str | None:
+    "Of the clippings that loops use the one that fits; 'none' where the step fits without any."
     norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
     candidates: dict[float | str, Any] = {"none": None}  # first: a limit that nothing passes does the same
     candidates |= {clip: clip for clip in _CLIPS if clip < norm}
     candidates |= {f"{value} by value": _by_value(value) for value in _VALUE_CLIPS}
     apart = {name: distance(_update_with(clip, step, facts), wanted) for name, clip in candidates.items()}
     nearest = min(apart, key=lambda clip: apart[clip])  # under Adam all of them are near
-    if apart[nearest] <= EQUAL:
-        return nearest
+    return nearest if apart[nearest] <= EQUAL else None
+
+
+def _round_clip(step: Retraced, facts: StepFacts) -> float | None:
+    "The largest norm, with as few digits as fit, that bisection comes to; None where none fits."
+    norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
     low, high = 1e-5 * norm, norm
     for _ in range(_BISECTIONS):
         # halved in the logarithm: the limit may lie anywhere in five decades

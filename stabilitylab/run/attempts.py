@@ -25,10 +25,8 @@ class Attempt(NamedTuple):
 
 def attempts(
     series: Curve,  # one series as arrays
-) -> list[Attempt]:  # in the order of the log; [] without a record
+) -> list[Attempt]:  # in the order of the log
     "The attempts of a run, one a segment."
-    if not len(series.value):
-        return []
     starts = np.r_[0, np.flatnonzero(np.diff(series.segment) > 0) + 1]
     stops = np.r_[starts[1:], len(series.value)]
     near_start = series.step[0] + step_interval(series)

@@ -47,7 +47,7 @@ def scalars_of(
 def curve(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
     name: str,  # name of the series
-) -> Curve | None:  # None where the run has no such series
+) -> Curve | None:  # None where the run has no such series, or no finite value of it
     "One series as arrays, without NaN, infinities and steps that were printed more than once."
     scalars = scalars_of(run)
     if name not in scalars.data_vars or scalars[name].dims != ("step",):
@@ -60,6 +60,8 @@ def curve(
     is_last[:-1] = (np.diff(step) != 0) | (np.diff(segment) != 0)
     is_finite = np.isfinite(value)
     keep = np.flatnonzero(is_last & is_finite)
+    if not len(keep):
+        return None
     return Curve(
         name=name,
         step=step[keep],

@@ -83,7 +83,6 @@ def jump_facts(
     bound = loss_bound(loss, at)
     above = np.flatnonzero(loss[at:] <= bound)
     length = int(above[0]) if len(above) else len(loss) - at
-    facts["event_length"] = (float(length), step[at])
     event = loss[at : at + length + 1]
     if np.isfinite(event).all():  # a bad batch ends at once, and the model unlearns another task slowly
         returned = -np.diff(event).min() / (event.max() - level) if len(above) else 0.0

@@ -78,7 +78,7 @@ def _of_updates(steps: Steps) -> RunFacts:
         is_matrix = [len(sides.get(str(name), [])) > 1 for name in ratio["param"].values]
         few, short = int(limit("few_records")), int(limit("short_records"))
         early = np.nanmedian(finite[:short, is_matrix], axis=1) if any(is_matrix) else np.empty(0)
-        if len(early) >= few and np.isfinite(early).any():
+        if np.isfinite(early).sum() >= few:
             at = int(np.nanargmax(early))
             facts["early_update"] = (float(np.sort(early[np.isfinite(early)])[-2]), steps.step[at])
             facts |= _rate_excess(steps, facts["early_update"]) | _part_updates(
@@ -150,17 +150,14 @@ def _growth(table: xr.DataArray) -> np.ndarray:
 
 
 def _of_parts(steps: Steps) -> RunFacts:
-    "Parts that outgrew the others: queries and keys, the head, the router."
+    "Parts that outgrew the others: queries and keys, the head."
     table = steps.table("activations", "absmax")
     if table is None or len(steps.step) < limit("short_records"):
         return {}
     growth, kind = _growth(table), np.char.lower(table["kind"].values.astype(str))
-    name = np.char.lower(table["module"].values.astype(str))
-    is_router = (np.char.find(name, "router") >= 0) | (np.char.find(name, "gate") >= 0)
     parts = {
         "qk_growth": np.isin(kind, ("attn.q", "attn.k")),
         "head_growth": kind == "lm_head",
-        "router_growth": is_router,
     }
     facts: RunFacts = {}
     for label, chosen in parts.items():
@@ -190,7 +187,7 @@ _GRAD_JUMP = 10  # times the usual gradient norm; our convention, fitted on one 
 
 
 def _of_model(steps: Steps) -> RunFacts:
-    "What the names and scalars say of the model: recurrent weights, shares of a router."
+    "What the names and scalars say of the model: an embedding, recurrent weights, jumps of its gradient."
     names = list(steps.run.attrs.get("shapes", {}))
     kinds = group_of(steps.run, "activations")
     has_table = kinds is not None and bool(np.isin(kinds["kind"].values.astype(str), ("embed",)).any())
@@ -198,12 +195,6 @@ def _of_model(steps: Steps) -> RunFacts:
         "embeds": (float(has_table), None),
         "recurrent": (float(any("weight_hh" in str(name) for name in names)), None),
     }
-    shares = [n for n in map(str, steps.scalars.data_vars) if "router" in n and "max" in n]
-    if shares:
-        values = steps.scalar(shares[0])
-        few = int(limit("few_records"))
-        facts["router_first"] = (float(np.nanmedian(values[:few])), steps.step[0])
-        facts["router_last"] = (float(np.nanmedian(values[-2 * few :])), steps.step[-1])
     usual = pd.Series(steps.grad).rolling(int(limit("short_records")), min_periods=5).median().shift(1)
     with np.errstate(all="ignore"):
         jumps = np.flatnonzero(steps.grad / usual.to_numpy() > _GRAD_JUMP)

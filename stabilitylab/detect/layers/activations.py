@@ -263,7 +263,7 @@ def find_output_collapse_in_record(
     if "output" in run.attrs:
         return collapsed_output(run.attrs["output"])
     series = curve(run, "output_information")
-    if series is None or not len(series.value):
+    if series is None:
         return []
     is_low = series.value < limit("tiny_nats")
     onset = 1 + np.flatnonzero(~is_low).max(initial=-1)
@@ -272,7 +272,7 @@ def find_output_collapse_in_record(
         return []
     share = curve(run, "output_top_share")
     evidence = {"information": float(series.value[-1]), "highest": float(series.value.max())}
-    if share is not None and len(share.value):
+    if share is not None:
         evidence["top_share"] = float(share.value[-1])
     step = series.step
     return [Finding("output_collapse", "error", step[onset], step[-1], evidence=evidence)]

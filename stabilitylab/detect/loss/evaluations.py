@@ -121,19 +121,16 @@ def evaluations_at_plateau(
     findings: list[Finding],  # so far
 ) -> list[Finding]:  # a plateau to the end with the scores that stand still, and that rise, with it
     "What evaluations did while the loss stood still."
-    if not any(f.kind == "plateau" and f.evidence.get("to_the_end") for f in findings):
-        return findings
-    scores = evaluation_scores(run)
+    plateaus = [f for f in findings if f.kind == "plateau" and f.evidence.get("to_the_end")]
+    scores = evaluation_scores(run) if plateaus else []
 
-    def with_scores(f: Finding) -> Finding:  # f: as found
-        "A plateau to the end with its scores."
-        if f.kind != "plateau" or not f.evidence.get("to_the_end") or f.onset is None:
-            return f
-        gains = {score.name: _gains(score, f.onset) for score in scores}
+    def with_scores(f: Finding) -> Finding:  # f: a plateau to the end
+        "The plateau with its scores."
+        gains = {score.name: _gains(score, f.first) for score in scores}
         still = [name for name, gained in gains.items() if gained is False]
         rising = [name for name, gained in gains.items() if gained is True]
         count = count_limit("most_modules")
         lists = {"scores_still": still[:count], "scores_rising": rising[:count]}
         return f.with_(evidence=f.evidence | {name: names for name, names in lists.items() if names})
 
-    return [with_scores(f) for f in findings]
+    return [with_scores(f) if f in plateaus else f for f in findings]

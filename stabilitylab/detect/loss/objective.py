@@ -54,7 +54,7 @@ def _moving(own: set[str], beside: list[set[str]], loss: Curve) -> str:
     if own & set(_WORDS["policy loss"]) or every & set(_WORDS["beside a policy"]):
         return "policy"
     has_reward = bool(every & set(_WORDS["reward"]))
-    is_near_zero = bool(len(loss.value)) and float(np.median(np.abs(loss.value))) < limit("small_nats")
+    is_near_zero = float(np.median(np.abs(loss.value))) < limit("small_nats")
     return "policy" if has_reward and is_near_zero else ""
 
 

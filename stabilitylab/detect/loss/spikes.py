@@ -298,8 +298,6 @@ def _is_bad_batch(spike: Spike, is_ordinary: bool, is_positive: bool) -> bool:
 
 def _is_in_tail(spike: Spike) -> bool:
     "Whether a record is within the tail of noise that multiplies a loss, as with batches of a few examples."
-    if not 0 < spike.noise < np.inf or not 0 < spike.baseline < spike.peak:
-        return False
     # noise that multiplies has a long upper tail on a linear scale and none on a log scale
     z_of_log = np.log(spike.peak / spike.baseline) / (spike.noise / spike.baseline)
     return spike.z < limit("tail_sigma") and z_of_log < limit("spike_sigma")

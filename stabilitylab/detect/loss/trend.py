@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #99ed2c81
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,36 @@ from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
 from ...run.rolling import difference_noise, smooth
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #6e1b811f
+@dataclass(frozen=True)
+class _Fall:
+    "How far a loss fell, beside what its noise alone would look like."
+
+    shape: Shape  # the smoothed loss, its noise and the window
+    drop: float  # from the highest level of its start to the lowest of the run
+    is_clear: bool  # whether it fell further than noise and a small share of its start
+    is_near_guess: bool  # whether a long loss in nats ends where a guess over a vocabulary would
+    noise: float  # of the levels that judge it, in units of the loss
+
+
+def _fall_of(series: Curve) -> _Fall:
+    "The fall of a loss from its first records to its lowest level."
+    shape, n = smoothed_shape(series), len(series.value)
+    coarse_window = int(limit("slight_share") * n)
+    coarse = smooth(series.value, max(count_limit("few_records"), coarse_window))
+    start, first = float(shape.loss[0]), float(np.median(series.value[: records_in_share(n, "smooth_share")]))
+    # a smoothed record has the noise of a mean over its window
+    by_noise = limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
+    is_high = start > limit("hardly_loss") and series.name == "loss"
+    min_share = limit("hardly_share") if is_high else limit("small_share")
+    has_moved = first - float(coarse.min()) >= max(by_noise, min_share * abs(start))
+    # near a guess over a vocabulary no run rests, wherever its log begins
+    is_near_guess = is_high and n >= count_limit("least_trend") and float(shape.loss[-1]) < limit("most_nats")
+    if is_near_guess:  # judged by the coarse curve: its records are many
+        by_noise = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
+    drop = float(max(start, coarse[0]) - coarse.min())
+    return _Fall(shape, drop, has_moved or _fell_at_once(series, shape), is_near_guess, float(by_noise))
+
+
 def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
@@ -30,36 +61,22 @@ def find_not_learning(
         return []
     if series.value[0] < 0 and not np.ptp(series.value):
         return []  # one negative number in every record stands for a loss that was not computed
-    shape, n = smoothed_shape(series), len(series.value)
-    coarse = smooth(series.value, max(count_limit("few_records"), int(limit("slight_share") * n)))
-    drop = float(max(shape.loss[0], coarse[0]) - coarse.min())
-    moved = float(np.median(series.value[: records_in_share(n, "smooth_share")]) - coarse.min())
-    # a smoothed record has the noise of a mean over its window
-    by_noise = limit("trend_sigma") * shape.noise / np.sqrt(shape.window)
-    is_high = float(shape.loss[0]) > limit("hardly_loss") and series.name == "loss"
-    min_share = limit("hardly_share") if is_high else limit("small_share")
-    has_moved = moved >= max(by_noise, min_share * abs(float(shape.loss[0]))) or _fell_at_once(series, shape)
+    fall = _fall_of(series)
     shows_start = series.step[0] <= count_limit("short_records") * step_interval(series)
-    # near a guess over a vocabulary no run rests, wherever its log begins
-    is_long = n >= count_limit("least_trend")
-    is_near_guess = is_high and is_long and float(shape.loss[-1]) < limit("most_nats")
-    if has_moved or not (shows_start or is_near_guess):
-        return _plateau(series, shape.loss, drop)
+    if fall.is_clear or not (shows_start or fall.is_near_guess):
+        return _plateau(series, fall.shape.loss, fall.drop)
     if objective_type(run).moving == "adversarial":
         return []  # it follows the other network: its height does not tell what was learned
+    start, lowest = float(fall.shape.loss[0]), float(fall.shape.loss.min())
     evidence: dict[str, Any] = {
-        "first": float(shape.loss[0]),
-        "best": float(shape.loss.min()),
-        "drop": drop,
-        "noise": shape.noise,
+        "first": start,
+        "best": lowest,
+        "drop": fall.drop,
+        "noise": fall.shape.noise,
     }
-    least, error = limit("level_share"), by_noise
-    if is_near_guess:  # judged by the coarse curve: its records are many
-        least = limit("minor_share")
-        error = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
-    can_tell = error < least * abs(float(shape.loss[0]))
+    least_visible = limit("minor_share") if fall.is_near_guess else limit("level_share")
     severity = "warning"
-    if not can_tell:
+    if fall.noise >= least_visible * abs(start):
         severity, evidence["note"] = "info", evidence_words("too noisy")
     return [
         Finding(
@@ -225,7 +242,7 @@ def find_zero_loss(
     "A loss that is exactly 0 from one record on to the end, although it was no small number before."
     series, norm = longest_run(loss_curve(run)), curve(run, "grad_norm")
     few = count_limit("few_records")
-    if series is None or not len(series.value) or series.value[-1] != 0:
+    if series is None or series.value[-1] != 0:
         return []
     at = int(np.flatnonzero(np.r_[1.0, series.value])[-1])  # of the first record of the zeros
     earlier = series.value[max(0, at - few) : at]
@@ -326,6 +343,17 @@ def _median_between(series: Curve, first: int, last: int) -> float:
     return float(np.median(inside)) if len(inside) else np.nan
 
 
+def _validation_around(
+    series: Curve, validation: Curve, at: int, at_step: int, look: int
+) -> tuple[float, float]:
+    "(before, after): the median of validation within `look` records of a step, that step left out; or NaN."
+    first, last = series.step[max(0, at - look)], series.step[min(len(series.step) - 1, at + look)]
+    return (
+        _median_between(validation, first, at_step - 1),
+        _median_between(validation, at_step + 1, last),
+    )
+
+
 def _level_shift(
     series: Curve, validation: Curve, level: np.ndarray, at: int, window: int, at_step: int
 ) -> list[Finding]:
@@ -333,8 +361,7 @@ def _level_shift(
     look = count_limit("look_windows") * window
     before, after = float(level[at - window]), float(level[at + window])
     rise = after - before
-    val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)
-    val_after = _median_between(validation, at_step + 1, series.step[min(len(series.step) - 1, at + look)])
+    val_before, val_after = _validation_around(series, validation, at, at_step, look)
     is_above_zero = before > limit("tiny_nats")
     val_rise = val_after - val_before
     validation_stayed = np.isfinite(val_rise) and val_rise < limit("minor_share") * rise
@@ -360,8 +387,7 @@ def _drop(
     # the loss is mirrored here: `level` holds its negative, and a maximum of it is a minimum of the loss
     earlier, lowest = -float(level[max(at - 2 * window, 0)]), -float(level[: at - window + 1].max())
     was_falling = earlier - before > limit("minor_share") * drop or at < 2 * window
-    val_before = _median_between(validation, series.step[max(0, at - look)], at_step - 1)
-    val_after = _median_between(validation, at_step + 1, series.step[min(len(series.step) - 1, at + look)])
+    val_before, val_after = _validation_around(series, validation, at, at_step, look)
     val_drop = val_before - val_after
     is_return = lowest - after < limit("majority") * drop  # the loss had been as low before
     highest = -float(series.value[max(at - 2 * window, 0) : at].min())  # of a spike that it comes back from

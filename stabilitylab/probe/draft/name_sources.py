@@ -39,7 +39,21 @@ def is_same_model(
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #6539eae4
 def _inner_names(node: ast.AST) -> set[str]:
     "Names of arguments of functions inside of a node."
-    return {argument.arg for n in ast.walk(node) for argument in ([n] if isinstance(n, ast.arg) else [])}
+    return {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+
+
+def _parts_in_order(statement: ast.stmt) -> list[ast.AST]:
+    "What a statement runs, in its order: of a `with` what it enters and then its lines, else itself."
+    if not isinstance(statement, ast.With):
+        return [statement]
+    return [*(item.context_expr for item in statement.items), *statement.body]
+
+
+def _set_inside(part: ast.AST) -> set[str]:
+    "Names that a part sets for itself: arguments, variables of loops, all that a function stores."
+    loops = [n.target for n in ast.walk(part) if isinstance(n, (ast.comprehension, ast.For))]
+    names = _inner_names(part).union(*map(stored_names, loops))
+    return names | stored_names(part) if isinstance(part, ast.FunctionDef) else names
 
 
 def free_names(
@@ -51,23 +65,12 @@ def free_names(
     "Names whose values come from outside of the statements."
     free: dict[str, None] = {}
     defined: set[str] = set()
-    for statement in statements:
-        parts = statement.body if isinstance(statement, ast.With) else [statement]
-        heads = [item.context_expr for item in statement.items] if isinstance(statement, ast.With) else []
-        for part in [*heads, *parts]:
-            own = _inner_names(part)
-            is_function = isinstance(part, ast.FunctionDef)
-            if is_function:
-                own |= stored_names(part)
-            comprehended = {
-                name
-                for n in ast.walk(part)
-                if isinstance(n, (ast.comprehension, ast.For))
-                for name in stored_names(n.target)
-            }
-            loads = [n.id for n in ast.walk(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-            free |= {name: None for name in loads if name not in defined | own | comprehended}
-            defined |= {part.name} if isinstance(part, ast.FunctionDef) else stored_names(part)
+    for part in (part for statement in statements for part in _parts_in_order(statement)):
+        not_free = defined | _set_inside(part)
+        loads = [n.id for n in ast.walk(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        free |= {name: None for name in loads if name not in not_free}
+        # a function sets its own name outside; what it stores stays inside
+        defined |= {part.name} if isinstance(part, ast.FunctionDef) else stored_names(part)
     names = [name for name in free if name in program_names or not hasattr(builtins, name)]
     return names, {name for name in names if name in defined}
 
