@@ -140,7 +140,7 @@ def changed_place(
 def recorded_changes(
     changes: Mapping[str, tuple],  # of `changed_place`
 ) -> dict[str, tuple]:  # name -> (then, now); {} where a replay should come back to the last bit
-    "Those changes of which the record says what was; the others are only not told."
+    "The changes whose old value the record states."
     return {name: pair for name, pair in changes.items() if pair[0] is not None}
 
 

@@ -125,7 +125,7 @@ def theirs(
     setup: Setup,  # of the user
     directory: str | None = None,  # folder in which its functions run; None: the one that is current then
 ) -> Setup:  # the same; what its functions raise is marked
-    "A setup whose faults can be told apart from those of this package."
+    "A setup whose errors are distinguishable from those of this package."
     wrapped: dict[str, Any] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
