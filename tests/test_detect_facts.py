@@ -155,9 +155,11 @@ def test_a_parameter_without_a_gradient_is_dated_and_told_apart_from_one_that_be
 def test_a_rate_is_excessive_for_an_adam_only(optimizer, excess):
     data = ordinary()
     data["scalars"]["lr"][:] = 0.05
-    assert facts_of(data, "rate_excess", optimizer=optimizer) == [(excess, 0)]
+    of_adam = (0.05, 0) if optimizer == "AdamW" else None
+    facts = facts_of(data, "rate_excess", "rate", "adam_rate", optimizer=optimizer)
+    assert facts == [(excess, 0), (0.05, 0), of_adam]
     data["scalars"]["lr"][:] = np.nan
-    assert facts_of(data, "rate_excess", "rate_at_start", optimizer=optimizer) == [(0.004, 0), None]
+    assert facts_of(data, "rate_excess", "rate", "rate_at_start", optimizer=optimizer) == [None] * 3
 
 
 def test_early_updates_are_the_second_largest_of_matrices_and_need_five_steps():

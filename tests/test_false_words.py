@@ -394,6 +394,18 @@ def test_the_optimizer_is_blamed_for_what_it_was_not_given_only():
         assert any("Give the optimizer every trainable parameter" in words for words in told) is is_blamed
 
 
+@pytest.mark.parametrize("words", ["gradients", "gradients of 0.weight", "activations of 0"])
+def test_gradients_that_the_recorder_could_not_read_are_not_absent(tmp_path, words):
+    trained(tmp_path / "run", 6)
+    run = sl.open_run(tmp_path / "run")
+    run["gradients"].grad_norm[:] = np.nan
+    assert [finding.kind for finding in find_no_gradient(run)]
+    texts = [f"{words} missing from step 0 on: RuntimeError: no such kernel"]
+    columns = {"event_step": [0], "event_kind": ["note"], "event_text": texts}
+    run["events"] = xr.DataTree(xr.Dataset({name: ("event", values) for name, values in columns.items()}))
+    assert bool(find_no_gradient(run)) is words.startswith("activations")
+
+
 class Normed(torch.nn.Module):
     "A linear layer, with or without batch norm."
 

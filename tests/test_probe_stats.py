@@ -5,7 +5,17 @@ import pytest
 import torch
 
 from stabilitylab.probe import stats
-from stabilitylab.probe.stats import AdamRule, _adam_torch, _add_torch, adam_sums, add_sums, statistics
+from stabilitylab.probe.detail import _sorted_bins
+from stabilitylab.probe.stats import (
+    AdamRule,
+    _adam_torch,
+    _add_torch,
+    adam_sums,
+    add_sums,
+    join_pieces,
+    statistics,
+    whole_rows,
+)
 
 NAN, INF = float("nan"), float("inf")
 SHAPES = [(0,), (1,), (15,), (16,), (17,), (3, 5), (70000,), (2, 20000), (4, 3, 33)]
@@ -125,3 +135,20 @@ def test_without_a_compiler(monkeypatch):
     assert stats.kernel() is None
     check(torch.randn(100))
     stats.kernel.cache_clear()
+
+
+def test_exponents_sorted_are_exponents_counted():
+    "What a GPU takes under `use_deterministic_algorithms`, where its histogram raises."
+    exponent = torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    exponent[:9] = torch.tensor([0] * 5 + [255] * 4)
+    for part in (exponent, exponent[:0], exponent[:1]):
+        assert torch.equal(_sorted_bins(part), torch.bincount(part, minlength=256))
+
+
+def test_rows_in_pieces_join_to_the_rows_of_whole_tensors():
+    pieces = torch.tensor([[[3.0, 6, 14, 3, 0], [2, -9, 41, 5, 1]]], dtype=torch.float64)
+    assert join_pieces(pieces).tolist() == [[5, -3, 55, 5, 1]]
+    step = torch.arange(24.0, dtype=torch.float64).reshape(2, 12)
+    whole = whole_rows({0: step, 1: pieces[0, 0]})
+    assert whole[0][[0, 2, 5, 11]].tolist() == [12, 14, 17, 34] and whole[1] is not None
+    assert whole[1].shape == (5,)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from stabilitylab.cli.main import main
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.examine import examine
+from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.state import Setup
@@ -186,6 +188,75 @@ def test_another_logged_loss_is_no_fault(tmp_path):
     path = record(tmp_path / "run", parts=2, loss_of=lambda loss: 3 * loss)
     check = check_setup(path, 2, SETUP)
     assert check.is_step and check.fault == "other loss"
+
+
+def test_a_batch_that_the_loop_takes_in_slices_is_replayed_whole(tmp_path):
+    "The gradients agree up to rounding, the loss handed over is that of the last slice."
+    torch.manual_seed(0)
+    model = Net(dropout=0.0)
+    optimizer = adam(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=10) as recorder:
+        for step in range(4):
+            part = recorder.batch(part_of(step))
+            for at in range(4):
+                loss = mean_loss(model, {name: rows[at : at + 1] for name, rows in part.items()}) / 4
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss.detach())
+    setup = Setup(lambda: Net(dropout=0.0), mean_loss, adam)
+    check = check_setup(tmp_path / "run", 3, setup)
+    assert check.fault == "other loss" and check.is_step
+    # a step that was begun and never ended, as one is killed in, has no norms to compare
+    way = retrace(tmp_path / "run", 3, setup)
+    way.steps[-1].recorded.pop("grad_norm")
+    assert check_setup(tmp_path / "run", 3, setup, way).fault == "unrecorded"
+
+
+def test_a_kernel_that_adds_in_a_changing_order_is_noise(path):
+    "As cuDNN's gradients of weights: the loss is the same to the last bit, a gradient is not."
+
+    def noisy(model, part):
+        model.fc1.weight.register_hook(lambda grad: grad * (1 + 3e-6 * next(order)))
+        return mean_loss(model, part)
+
+    order = iter(random.Random(0).random, None)
+    check = check_setup(path, 3, replace(SETUP, loss=noisy))
+    assert check.fault == "noise" and check.is_step and not check.is_exact
+
+
+def test_a_replay_with_a_loss_scaler_gives_it_to_its_own_recorder(tmp_path, recwarn):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=64.0)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2, scaler=scaler) as recorder:
+        for step in range(3):
+            loss = mean_loss(model, recorder.batch(part_of(step)))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            recorder.step(loss.detach())
+    snapshot = load_snapshot(tmp_path / "run", 2, Setup(Net, mean_loss, adam))
+    again = replay(snapshot, load_batch(tmp_path / "run", 2, snapshot.setup))
+    assert again.loss == float(loss) and not [w for w in recwarn if "GradScaler" in str(w.message)]
+
+
+def test_a_replay_multiplies_with_the_precision_of_the_run(tmp_path):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        path = record(tmp_path / "run")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    seen = []
+
+    def noting(model, part):
+        seen.append(torch.get_float32_matmul_precision())
+        return mean_loss(model, part)
+
+    assert check_setup(path, 2, replace(SETUP, loss=noting)).is_exact
+    assert set(seen) == {"high"} and torch.get_float32_matmul_precision() == before
 
 
 def test_a_second_optimizer_that_the_recorder_does_not_know(tmp_path):
@@ -420,6 +491,7 @@ OTHER_PROCESSOR = """
 from dataclasses import replace
 from stabilitylab.cases.samples import sample
 from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 
 path, setup = sample(), setup_of(sample())

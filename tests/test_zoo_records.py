@@ -86,10 +86,10 @@ def test_a_weight_that_nothing_updated_and_a_rate_beyond_adam_need_no_finding_of
     assert alone(weight_moved=850.0, weight_moved_steps=1.0) == ["bit_flip"]
     assert alone(weight_moved=0.5, weight_moved_steps=1.0) == []  # as of a reset of a layer
     assert alone(weight_moved=850.0, weight_moved_steps=20.0) == []  # a writer that belongs to the loop
-    high = {"rate": 0.4, "early_update": 0.43, "rate_excess": 20.0}
+    high = {"rate": 0.4, "adam_rate": 0.4, "early_update": 0.43, "rate_excess": 20.0}
     assert alone(**high) == ["rate_too_high"]
     assert alone(**high | {"early_update": 0.02}) == []  # as of an embedding that learns fast
-    assert alone(**high | {"rate": 0.003}) == []  # as of matrices that began at zero
+    assert alone(**high | {"adam_rate": 0.003}) == []  # as of matrices that began at zero
 
 
 def write() -> None:

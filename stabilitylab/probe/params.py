@@ -19,7 +19,7 @@ from .guard import Guard
 from .hooks import graph_task
 from .kinds import param_kinds
 from .slots import local, readable, version_of
-from .stats import add_sums
+from .stats import add_sums, empty_row, whole_rows
 from .updates import StepUpdates, follows_from_state
 
 # %% ../../nbs/api/probe/12_params.ipynb #f3868cc8
@@ -181,7 +181,7 @@ class _Gradients:
     ) -> None:
         "The sums of one gradient; after its parameter's step they count if there is one more such step."
         numbers = _dense(gradient)
-        row = torch.zeros(5, dtype=torch.float64, device=numbers.device)
+        row = empty_row(numbers.device)
         add_sums(numbers, row)
         if i in self.frozen:
             self.later[i] = row
@@ -364,7 +364,7 @@ class ParamProbe:
         is_silent = bool(self.gradients.rows) and not self.stepped and not self.loose
         if is_silent and self.optimizers:  # no hook ran, or the step was skipped: look at the weights too
             self.loose = list(range(len(self.optimizers)))
-        got = self.gradients.take(), self.updates.take(), self.stepped
+        got = whole_rows(self.gradients.take()), whole_rows(self.updates.take()), self.stepped
         self.stepped, self.depth = set(), {}
         return got
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..numerics.pytree import tensors_of
 from .detail import count_lost_updates
 from .slots import local, readable
-from .stats import AdamRule, adam_sums, add_sums
+from .stats import AdamRule, adam_sums, add_sums, empty_row, join_pieces
 
 # %% ../../nbs/api/probe/10_updates.ipynb #2d383a65
 _ADAM = (
@@ -100,6 +100,8 @@ class StepUpdates:
             gradient: Any = p.grad  # not None: the optimizer just used it
             self.rows[i] = adam_sums(local(gradient), weight, first, second, largest, rule)
         if old is not None:
+            if i in self.rows and self.rows[i].ndim == 2:
+                self.rows[i] = join_pieces(self.rows[i])
             self.measure_change(i, old, weight, state)
         if self.numbered.sampling and (rule is not None or old is not None):
             update = None if rule is None else adam_update(weight, state, rule)
@@ -118,8 +120,9 @@ class StepUpdates:
         nothing = torch.full((12,), float("nan"), dtype=torch.float64, device=weight.device)
         out = self.rows.setdefault(i, nothing)
         for column, t in ((4, readable(weight)), (8, _changed(old, weight))):
-            row = torch.zeros(5, dtype=torch.float64, device=weight.device)
+            row = empty_row(weight.device)
             add_sums(t, row)
+            row = join_pieces(row) if row.ndim == 2 else row
             out[column] = row[2]
             if column == 4:
                 out[0], out[5], out[6] = row[0], row[3], row[4]

@@ -108,6 +108,7 @@ HARMLESS = ("", "unrecorded", "other loss", "rounding", "noise")
 
 # %% ../../nbs/api/replay/13_faults.ipynb #292ca54d
 _SAME_PLACE = ("version_torch", "cpu", "processor", "threads", "device", "tf32", "matmul_precision")
+_AS_RECORDED = ("threads", "tf32", "matmul_precision")  # a replay takes those of the run
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def changed_place(
 ) -> dict[str, tuple]:  # name -> (then, now); {} where sums are added here as they were
     "What differs here of all that decides in which order sums are added."
     here = environment() if here is None else here
-    here = here | {"threads": was.get("threads")}  # a replay takes as many as the run had
+    here = here | {name: was.get(name) for name in _AS_RECORDED}
     changed = environment_change(was, here)
     return {name: changed[name] for name in _SAME_PLACE if name in changed}
 

@@ -32,7 +32,7 @@ from stabilitylab.replay.ranks import (
     join_optimizers,
     refuse_missing_ranks,
 )
-from .state import Batch, Setup, Snapshot, cpu_threads
+from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from .step import StepNumbers, run_step
 from ..run.recording import Recording, opened
 
@@ -165,6 +165,7 @@ def saved_snapshot(
         step=step,
         name=f"state {step}",
         threads=attrs.get("environment", {}).get("threads"),
+        matmul_precision=attrs.get("environment", {}).get("matmul_precision"),
         attributes=saved.get("attributes", {}),
     )
 
@@ -191,7 +192,7 @@ class Walk:
         setup, outside = self.start.setup, rng_state()
         batch = load_batch(self.path, self.step, setup)
         try:
-            with cpu_threads(self.start.threads):
+            with recorded_arithmetic(self.start):
                 numbers = run_step(
                     setup,
                     self.model,

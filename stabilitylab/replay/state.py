@@ -208,6 +208,8 @@ class Snapshot:
     name: str = ""  # for tables
     # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
     threads: int | None = None
+    # of `torch.set_float32_matmul_precision` when the run began, such as 'high' (TF32); None: as it is
+    matmul_precision: str | None = None
     # module -> attribute -> value: plain attributes that training had changed, such as a counter
     attributes: dict = field(default_factory=dict)
 
@@ -253,14 +255,15 @@ class Snapshot:
 
 # %% ../../nbs/api/replay/00_state.ipynb #da5a40cc
 @contextmanager
-def cpu_threads(
-    n: int | None,  # how many, at least 1; None: as it is
-) -> Iterator[None]:  # within which PyTorch uses them
-    "Run with as many CPU threads as the recorded loop had; the number of before comes back."
-    before = torch.get_num_threads()
-    if n:
-        torch.set_num_threads(n)
+def recorded_arithmetic(
+    start: Snapshot,  # of the recorded loop
+) -> Iterator[None]:  # within which PyTorch adds and multiplies as there
+    "Take as many CPU threads and the precision of products that the run had; those of before come back."
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(start.threads or threads)
+    torch.set_float32_matmul_precision(start.matmul_precision or precision)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)

@@ -21,7 +21,7 @@ from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
 from ..probe.settings import as_list
-from .state import Batch, Setup, Snapshot, cpu_threads
+from .state import Batch, Setup, Snapshot, recorded_arithmetic
 from ..run.record import open_run
 
 # %% ../../nbs/api/replay/01_step.ipynb #943992ba
@@ -219,9 +219,9 @@ def _take_step(
     batch: Batch,
     recorder: Recorder | None,
     autocast: torch.dtype | None,
+    scaler: torch.amp.GradScaler | None,
 ) -> StepNumbers:
-    "The step that comes next in a snapshot, by a model and an optimizer in its state."
-    scaler = snapshot.grad_scaler(str(next(model.parameters()).device))
+    "The step that comes next in a snapshot, by a model, an optimizer and a loss scaler in its state."
     return run_step(snapshot.setup, model, optimizer, batch, snapshot.step, recorder, autocast, scaler)
 
 
@@ -232,12 +232,14 @@ def _take_recorded_step(
     batch: Batch,
     sampled: bool,
     autocast: torch.dtype | None,
+    scaler: torch.amp.GradScaler | None,
 ) -> tuple[StepNumbers, xr.DataTree]:
     "The same under a Recorder, and the record of the step."
+    options: dict[str, Any] = {"every_n": int(sampled), "merge": False, "scaler": scaler}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step"
-        with Recorder(model, optimizer or [], path, every_n=int(sampled), merge=False) as recorder:
-            numbers = _take_step(snapshot, model, optimizer, batch, recorder, autocast)
+        with Recorder(model, optimizer or [], path, **options) as recorder:
+            numbers = _take_step(snapshot, model, optimizer, batch, recorder, autocast, scaler)
         run = open_run(path).load()
     # a Recorder counts from its own first step
     scalars = run["scalars"].to_dataset().assign_coords(step=[snapshot.step])
@@ -261,13 +263,15 @@ def replay(
     model, optimizer = snapshot.build(device, dtype)
     before, outside = [p.detach().clone() for p in model.parameters()], rng_state()
     batch = batch if keep_rng else replace(batch, rng=[])
-    run = None
+    run, scaler = None, snapshot.grad_scaler(str(next(model.parameters()).device))
     try:
-        with cpu_threads(snapshot.threads):
+        with recorded_arithmetic(snapshot):
             if record:
-                numbers, run = _take_recorded_step(snapshot, model, optimizer, batch, sampled, autocast)
+                numbers, run = _take_recorded_step(
+                    snapshot, model, optimizer, batch, sampled, autocast, scaler
+                )
             else:
-                numbers = _take_step(snapshot, model, optimizer, batch, None, autocast)
+                numbers = _take_step(snapshot, model, optimizer, batch, None, autocast, scaler)
     finally:
         set_rng_state(outside)
     grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -18,9 +18,9 @@ import torch
 SUBJECTS = {  # name: arguments of `python -m`
     "the same numbers as on the host": ["tests.gpu.same"],
     "recorder, 10 M parameters": ["tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "50"],
-    "recorder, 110 M parameters": [
-        "tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "50", "--width", "768",
-        "--layers", "12", "--seq", "1024", "--vocab", "50304",
+    "recorder, 163 M parameters": [
+        "tests.benchmarks.bench_recorder", "--device", "cuda", "--steps", "15", "--width", "768",
+        "--layers", "12", "--seq", "1024", "--vocab", "50304", "--peers", "naive hook",
     ],
     "replay": ["tests.benchmarks.bench_replay", "--device", "cuda"],
     "rounding": ["tests.benchmarks.bench_numerics", "--device", "cuda"],
@@ -40,12 +40,13 @@ def main() -> int:
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     results = {"about": about, "subjects": {}}
     print(about, flush=True)
+    paths = f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"
     for name, words in SUBJECTS.items():
         begin = time.monotonic()
         try:
             done = subprocess.run(
                 [sys.executable, "-m", *words], capture_output=True, text=True, check=False,
-                timeout=args.seconds, env=os.environ | {"PYTHONPATH": os.getcwd()},
+                timeout=args.seconds, env=os.environ | {"PYTHONPATH": paths},
             )  # fmt: skip
             code, text = done.returncode, done.stdout + (done.stderr if done.returncode else "")
         except subprocess.TimeoutExpired:

@@ -102,10 +102,13 @@ def _without_gradient(grads: xr.DataArray) -> RunFacts:
 
 def _rate_excess(steps: Steps, early: tuple[float, int | None]) -> RunFacts:
     "How far the steps, or the rate of an Adam, are beyond what is usual: above 1 they are."
-    named = str(steps.run.attrs.get("optimizer", "")).lower()
-    rate = np.nanmax(steps.lr) if "adam" in named and np.isfinite(steps.lr).any() else 0.0
-    excess = max(early[0] / limit("majority"), rate / _ADAM_RATE)
-    return {"rate_excess": (float(excess), early[1]), "rate": (float(rate), early[1])}
+    if not np.isfinite(steps.lr).any():
+        return {}
+    rate, excess = float(np.nanmax(steps.lr)), early[0] / limit("majority")
+    facts: RunFacts = {"rate": (rate, early[1])}
+    if "adam" in str(steps.run.attrs.get("optimizer", "")).lower():
+        facts["adam_rate"], excess = facts["rate"], max(excess, rate / _ADAM_RATE)
+    return facts | {"rate_excess": (float(excess), early[1])}
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #5626e2f8
 def _part_updates(ratio: xr.DataArray, early: np.ndarray, is_matrix: list[bool]) -> RunFacts:

@@ -6,6 +6,8 @@
 __all__ = ['not_shown']
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #91f67206
+import re
+
 import numpy as np
 import xarray as xr
 
@@ -123,6 +125,8 @@ def find_no_gradient(
         return []
     if not {"grad_norm", "nonfinite_count"} <= set(gradients.data_vars):
         return []
+    if _lacks_gradients(run):
+        return []
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
     has_gradient = np.nan_to_num(norm.transpose("step", "param").values, nan=0.0, posinf=1.0).any(axis=0)
     has_nonfinite = (nonfinite.fillna(0) != 0).any("step").values
@@ -136,6 +140,13 @@ def find_no_gradient(
         evidence = {count: len(names)}
         findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
     return [finding for finding in findings if finding.modules]
+
+
+def _lacks_gradients(run: xr.DataTree) -> bool:
+    "Whether the Recorder notes that it stopped reading gradients."
+    events = group_of(run, "events")
+    texts = [] if events is None else events.event_text.values.astype(str)
+    return any(re.match("gradients (of .+ )?missing from step ", text) for text in texts)
 
 
 def _weight_beside(name: str) -> str:
