@@ -336,8 +336,8 @@ with recorder:
 """
 )
 
-PROGRAMS["two parts of a loss, a config object, a closure, a scheduler a step"] = (
-    "from dataclasses import dataclass, field\n"
+PROGRAMS["two parts of a loss, a config object, a closure, a scheduler a step, recorded on demand"] = (
+    "import contextlib\nfrom dataclasses import dataclass, field\n"
     + HEAD
     + """
 
@@ -346,6 +346,7 @@ class Config:
     width: int = 16
     aux_weight: float = 0.3
     lr: float = 3e-3
+    record: bool = True
     layers: list = field(default_factory=lambda: [16, 16])
 
 
@@ -371,10 +372,13 @@ def main(cfg):
         aux = F.cross_entropy(out["logits"], label)
         return main + cfg.aux_weight * aux, {"main": main.item()}
 
-    with Recorder(model, optim, "run", snapshot_every=20) as rec:
+    rec = Recorder(model, optim, "run", snapshot_every=20) if cfg.record else contextlib.nullcontext()
+    with rec:
         for step in range(6):
             x = torch.randn(8, cfg.width)
-            batch = rec.batch({"x": x, "value": x.sum(1), "label": x[:, :4].argmax(1)})
+            batch = {"x": x, "value": x.sum(1), "label": x[:, :4].argmax(1)}
+            if cfg.record:
+                batch = rec.batch(batch)
             out = model(batch["x"])
             loss, logs = compute_loss(out, batch["value"], batch["label"])
             optim.zero_grad()
@@ -382,7 +386,8 @@ def main(cfg):
             total_norm = nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             optim.step()
             sched.step()
-            rec.step(loss, total_norm=total_norm)
+            if cfg.record:
+                rec.step(loss, total_norm=total_norm)
 
 
 if __name__ == "__main__":

@@ -239,10 +239,11 @@ def find_call(
 
 
 def _within(blocks: list[list[ast.stmt]], around: ast.stmt) -> list[list[ast.stmt]]:
-    "The innermost statements inside of the `with` that they stand in, if they stand in one."
+    "Statements inside of the `with` that they stand in, if they stand in one."
     if not isinstance(around, ast.With):
         return blocks
-    return [[ast.copy_location(ast.With(items=around.items, body=blocks[0]), around)], *blocks[1:]]
+    body = [statement for block in blocks for statement in block]
+    return [[ast.copy_location(ast.With(items=around.items, body=body), around)]]
 
 # %% ../../../nbs/api/probe/draft/26_loop_source.ipynb #26a00002
 _SAFE_CALLS = ("startswith", "endswith", "is_available", "get_rank", "lower")  # they change nothing
