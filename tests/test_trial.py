@@ -116,6 +116,22 @@ def noisy(level: float, seed: int, n: int = 60) -> np.ndarray:
     return level + 0.02 * np.random.default_rng(seed).standard_normal(n)
 
 
+def test_an_arm_that_only_stops_failing_is_not_said_to_do_nothing():
+    "The unchanged run goes far beyond its initial loss; the arm stays there and learns nothing."
+    arms = [Arm(), Arm(({"name": "still"},)), null_arm(60)]
+    ends = {"unchanged": 14.0, "still": 5.01, "another order": 14.0}
+    curves = [
+        made(arm, seed, np.linspace(5, ends[arm], 60) + noisy(0, 7 * i + seed))
+        for i, arm in enumerate(ends)
+        for seed in range(3)
+    ]
+    base, still, null = verdicts_of(arms, curves, 5.0)
+    assert (base.diverged, still.diverged, still.rescued) == (3, 0, 3)
+    assert still.verdict == "can't tell yet" and still.decided_by == "prevented"
+    words = trial_words(TrialResult(Start(function="a:b"), 60, [base, still, null], curves, True))
+    assert "still prevents the failure on 3 of 3 seeds (p <= 1/" in words and "lowers no loss" in words
+
+
 def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
     "Recorded: 2 nats, then 3.2 from before the start. No curve rises, and the unchanged run has failed."
     recorded = np.r_[np.linspace(5, 2, 60), noisy(2, 0), noisy(3.2, 1, 20)]

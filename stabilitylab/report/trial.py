@@ -45,6 +45,11 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ("does not help", "failures"): "{name} does not help: it fails on no fewer seeds"
     " (a fix that prevents {share} of the failures would show it in 19 of 20 such trials);"
     " the final loss changes by {effect} {interval}",
+    (
+        "can't tell yet",
+        "prevented",
+    ): "{name} prevents the failure on {rescued} of {n} seeds (p <= 1/{odds} if the fix did"
+    " nothing{corrected}) and lowers no loss: the final one changes by {effect} {interval}",
     # an effect that excludes 0 is never said to be none
     (
         "can't tell yet",
@@ -173,6 +178,7 @@ _HEADS = ("arm", "verdict", "final loss", "effect [95 %]", "diverged", "step tim
 
 
 _DECIDED = {
+    "prevented": "fails less",
     "lessened": "lessens",
     "small": "below 1 %",
     "raised": "higher loss",

@@ -218,6 +218,8 @@ def judge(
         return "harms", "failures"
     if mean < -worth and chances[0] <= _ALPHA:
         return "helps", "failures"
+    if abs(mean) <= worth and chances[0] <= _ALPHA:
+        return "can't tell yet", "prevented"
     if low > worth:
         return "harms", "loss"
     if 0 < diverged[0] <= diverged[1] and n > 1:
@@ -313,7 +315,8 @@ class ArmVerdict:
     postponed: int | None = None  # steps by which a failure that still comes is later
     rescued: int = 0  # seeds on which the run unchanged fails and the arm does not
     broken: int = 0  # seeds on which the arm fails and the run unchanged does not
-    # 'failures' or 'loss'; 'lessened', 'small', 'raised' or 'capped' where more seeds change nothing; else ''
+    # 'failures' or 'loss'; 'prevented', 'lessened', 'small', 'raised' or 'capped' where more seeds change
+    # nothing; else ''
     decided_by: str = ""
     chance: float = 1.0  # largest, of its failures over all arms if no fix did anything
     detectable: float = float("inf")  # gain that would be said to help in four of five such trials, nats
