@@ -28,7 +28,7 @@ from .arm import Arm, arm_of
 _CAUSE_FIRST = 1000.0  # score of the first cure of a cause: it comes before all votes
 _WEIGHT = {"error": 4.0, "warning": 2.0, "info": 1.0}  # of a finding: our convention
 _CANNOT = {  # what acts on something that a trial from a snapshot does not have
-    "init": "it sets how weights begin, and this run has begun",
+    "init": "it sets how weights begin, which is not the most likely cause",
     "restart": "a trial starts from one state; roll back by choosing an earlier one",
 }
 _NEEDS: dict[
