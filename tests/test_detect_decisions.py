@@ -231,7 +231,7 @@ def policy_of():
     }
 
 
-def rows(run, kinds=()):
+def rows(run):
     "The findings as 'kind series severity onset end', each with its leads where it has some."
     text = []
     for f in diagnose(run):
@@ -402,3 +402,16 @@ def test_a_plateau_to_the_end_is_most_of_a_long_run(length, flat, n):
     level = np.r_[np.linspace(4, 2, length - flat), np.full(flat, 2.0)]
     findings = diagnose(run_of(loss=noisy(level, sd=0.005))).of("plateau")
     assert sum(bool(f.evidence.get("to_the_end")) for f in findings) == n
+
+
+@pytest.mark.parametrize(
+    ("scale", "ends"),
+    [
+        (np.r_[np.full(100, 4096.0), 2.0 ** -np.arange(160), np.zeros(40)], [("error", 259)]),
+        (np.r_[np.full(100, 4096.0), np.zeros(200)], []),  # switched off: it did not halve
+        (np.zeros(300), []),
+    ],
+)
+def test_a_loss_scale_that_is_halved_to_zero_collapsed(scale, ends):
+    findings = diagnose(run_of(loss=noisy(3, 300), loss_scale=scale)).of("loss_scale_collapse")
+    assert [(f.severity, f.end) for f in findings] == ends

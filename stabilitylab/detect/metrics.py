@@ -88,13 +88,17 @@ def find_loss_scale_collapse(
 ) -> list[Finding]:  # at most one
     "Repeated halvings of the fp16 loss scale, and steps that were skipped for overflow."
     scale = curve(run, "loss_scale")
-    if scale is None or len(scale.value) < 2 or (scale.value <= 0).any():
+    if scale is None or (scale.value < 0).any():
+        return []
+    # PyTorch's scaler has no floor: halved at every step it rounds to 0 and never grows again
+    n = int(np.argmin(scale.value)) if scale.value.min() == 0 else len(scale.value)
+    if n < 2:
         return []
     history = read_loss_scale(
-        scale.value,
+        scale.value[:n],
         dense=count_limit("halvings"),
         within=count_limit("least_long"),
-        step=scale.step,
+        step=scale.step[:n],
         search=limit("slight_share"),
         floor=limit("scale_floor"),
     )

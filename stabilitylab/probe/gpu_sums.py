@@ -19,8 +19,8 @@ except ImportError:  # a build of PyTorch without CUDA
     triton, tl = None, SimpleNamespace(constexpr=int)
 
 # %% ../../nbs/api/probe/09_gpu_sums.ipynb #caeacf81
-PIECES = 256  # programs that read a tensor: two for each multiprocessor of the largest GPUs, and a few more
-_BLOCK = 2048  # entries that a program reads at a time
+PIECES = 256  # programs that read a tensor: about two for each of the 132 multiprocessors of an H100; ours
+_BLOCK = 2048  # entries that a program reads at a time; ours
 
 
 def _compiled(function: Any) -> Any:
@@ -103,10 +103,10 @@ def _adam_kernel(  # noqa: PLR0913 - a kernel takes pointers and numbers, nothin
     tl.store(out + 11, tl.sum(v_below, 0))
 
 # %% ../../nbs/api/probe/09_gpu_sums.ipynb #a96569e3
-def _launch(kernel: Any, n: int, *arguments: Any) -> None:
-    "Run a kernel over the pieces of tensors with `n` entries, on the device of the first."
-    with torch.cuda.device_of(arguments[0]):
-        kernel[(PIECES,)](*arguments[:-1], n, *arguments[-1], PIECES=PIECES, BLOCK=_BLOCK)
+def _launch(kernel: Any, tensors: tuple, out: torch.Tensor, numbers: tuple[float, ...] = ()) -> None:
+    "Run a kernel over the pieces of tensors of one size, on their device."
+    with torch.cuda.device_of(out):
+        kernel[(PIECES,)](*tensors, out, tensors[0].numel(), *numbers, PIECES=PIECES, BLOCK=_BLOCK)
 
 
 def sums_in_pieces(
@@ -116,7 +116,7 @@ def sums_in_pieces(
     "The sums of each piece of a tensor; no host sync."
     x = x.detach()
     x = x.contiguous() if x.dtype.itemsize > 1 else x.float()  # eight bits are read as float32
-    _launch(_sums_kernel, x.numel(), x, out, ())
+    _launch(_sums_kernel, (x,), out)
 
 
 def adam_sums_in_pieces(
@@ -125,7 +125,7 @@ def adam_sums_in_pieces(
 ) -> torch.Tensor:  # (PIECES, 12) float64 on the tensors' device
     "What one Adam step did to each piece of a parameter; no host sync."
     out = torch.empty(PIECES, 12, dtype=torch.float64, device=tensors[0].device)
-    _launch(_adam_kernel, tensors[0].numel(), *tensors, out, numbers)
+    _launch(_adam_kernel, tensors, out, numbers)
     return out
 
 

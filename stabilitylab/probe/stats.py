@@ -179,11 +179,12 @@ def adam_sums(
         return _adam_torch(*tensors, rule)
     plain = replace(rule, step=float(rule.step), lr=float(rule.lr))
     first, second, shrink = plain.factors()
+    numbers = (first, second, float(plain.lr), plain.eps, shrink)
     if lib is None:
-        return adam_sums_in_pieces(tensors, (first, second, float(plain.lr), plain.eps, shrink))
-    numbers = np.array([first, second, plain.lr, plain.eps, shrink])
+        return adam_sums_in_pieces(tensors, numbers)
     out = torch.empty(12, dtype=torch.float64)
-    lib.adam_sums(*(t.data_ptr() for t in tensors), g.numel(), numbers.ctypes.data, out.data_ptr())
+    pointers = [t.data_ptr() for t in tensors]
+    lib.adam_sums(*pointers, g.numel(), np.array(numbers).ctypes.data, out.data_ptr())
     return out
 
 # %% ../../nbs/api/probe/01_stats.ipynb #2a48df90
@@ -256,7 +257,8 @@ class SumRows:
         "A row of its own on a device: its key, and the row."
         pool = self.pools.setdefault(device, {"chunks": [], "rows": [], "used": 0})
         if pool["used"] == len(pool["rows"]):
-            chunk = empty_row(device, max(self.size, pool["used"]))
+            # zero: a row of which the sums failed is read with the others
+            chunk = empty_row(device, max(self.size, pool["used"])).zero_()
             pool["chunks"].append(chunk)
             pool["rows"] += chunk.unbind(0)
         pool["used"] += 1
@@ -270,10 +272,7 @@ class SumRows:
             # a copy: the next step fills the chunks while the writer still reads this one
             rows = torch.cat(chunks) if len(chunks) > 1 else chunks[0].clone()
             rows, pool["used"] = rows[: pool["used"]], 0
-            if rows.ndim == 3:
-                got[device] = join_pieces(rows)
-                continue
-            got[device] = rows
+            got[device] = join_pieces(rows) if rows.ndim == 3 else rows
             for chunk in chunks:
                 chunk.zero_()
         return got

@@ -187,7 +187,7 @@ def overflowing() -> Rows:
         run.optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(run.optimizer)
-        scaler.update(max(scaler.get_scale() / 2, 1.0) if step >= 700 else None)
+        scaler.update()
         rows.append({"step": step, "loss": loss.item(), "loss_scale": scaler.get_scale()})
     return rows
 
@@ -388,14 +388,10 @@ RUNS: dict[str, tuple[str, Callable]] = {  # kind -> what was done to the run, a
     ),
     "zero_advantage": (
         "A small policy trained by GRPO whose answers became all alike",
-        lambda: learn(
-            Policy(lr=0.3, strict=True, length=2), 200, only=("loss", "reward", "frac_reward_zero_std")
-        ),
+        lambda: learn(Policy(lr=0.3, strict=True, length=2), 200, only=_ALIKE),
     ),
     "answers_cut": (
         "A small policy trained by GRPO that is rewarded for long answers",
-        lambda: learn(
-            Policy(ends=True, length=24), 200, only=("loss", "reward", "completions/clipped_ratio")
-        ),
+        lambda: learn(Policy(ends=True, length=24), 200, only=_CUT),
     ),
 }
