@@ -220,7 +220,9 @@ def test_a_running_trial_says_what_the_seeds_so_far_say(tmp_path):
     assert told["stage"] == "ended" and told["share"] == 1 and "training" in stages
     assert len(told["arms"]) == 3 and all(arm["seeds"] == [0, 1] for arm in told["arms"])
     for early in partial:
-        assert early["words"].startswith("Preliminary, 1 of") and len(early["arms"][0]["seeds"]) == 1
+        # on a busy machine one arm may have its second seed before another has its first
+        assert early["words"].startswith("Preliminary, 1 of")
+        assert len(early["arms"]) == 3 and min(len(arm["seeds"]) for arm in early["arms"]) == 1
     assert len(json.dumps(told)) < 4000
 
 

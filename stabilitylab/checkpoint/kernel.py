@@ -36,16 +36,7 @@ def piece_sums(
     rows, library = np.zeros(-(-x.numel() // cols)), _library()
     if library is None:
         return _sums_torch(x.float(), cols, out, exponents, patterns, rows)
-    library.piece_sums(
-        x.data_ptr(),
-        x.dtype == torch.bfloat16,
-        x.numel(),
-        cols,
-        out.ctypes.data,
-        exponents.ctypes.data,
-        None if patterns is None else patterns.ctypes.data,
-        rows.ctypes.data,
-    )
+    library.piece_sums(x, x.dtype == torch.bfloat16, x.numel(), cols, out, exponents, patterns, rows)
     return rows
 
 

@@ -132,8 +132,9 @@ class TrialJob:
         head["run"] = self.run
         if state == "failed":
             return head | {"error": self.error}
-        rows = [only(arm, _OF_ARM) for arm in self._verdicts.get("arms", ()) if arm["seeds"]]
+        verdicts = self._verdicts  # once: the thread that trains replaces it
+        rows = [only(arm, _OF_ARM) for arm in verdicts.get("arms", ()) if arm["seeds"]]
         if state == "running":
-            n = _n_compared(self._verdicts)
+            n = _n_compared(verdicts)
             return head | ({"arms": rows, "words": _PRELIMINARY.format(n=n)} if n else {})
-        return head | {"arms": rows, "words": self._verdicts.get("words", "")}
+        return head | {"arms": rows, "words": verdicts.get("words", "")}

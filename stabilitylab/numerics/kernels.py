@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 # %% ../../nbs/api/numerics/02_kernels.ipynb #23a182f5
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-w", "-fPIC")
@@ -77,7 +78,23 @@ def _build(compiler: str, source: str, flags: tuple, library: Path) -> None:
 
 # %% ../../nbs/api/numerics/02_kernels.ipynb #c1a7e3d1
 STRICT_MATH_OFF = ("-fno-math-errno", "-fno-trapping-math")  # lets loops be vectorised; results do not change
-_ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64}
+
+
+class _Address(ctypes.c_void_p):
+    "An argument that is given as the array or tensor itself, which then lives as long as the call."
+
+    @classmethod
+    def from_param(cls, value: Any) -> Any:
+        "Where its data begin."
+        # an address alone lets the memory go: while C runs, other threads may write there
+        if hasattr(value, "data_ptr"):
+            value = value.data_ptr()
+        elif hasattr(value, "ctypes"):
+            value = value.ctypes.data
+        return ctypes.c_void_p.from_param(value)
+
+
+_ARGUMENTS = {"p": _Address, "i": ctypes.c_int, "l": ctypes.c_int64}
 
 
 # Why C that is compiled at first use (measured on 2 cores with AVX-512, 4 M float32, one thread):

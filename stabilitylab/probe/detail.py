@@ -62,7 +62,7 @@ def tensor_detail(
         x = x.contiguous()
         lay = 1, x.numel(), x.numel()
     out = torch.zeros(_N + 256, dtype=torch.float64)
-    lib.tensor_detail(x.data_ptr(), x.dtype == torch.bfloat16, *lay, _LIMITS.ctypes.data, out.data_ptr())
+    lib.tensor_detail(x, x.dtype == torch.bfloat16, *lay, _LIMITS, out)
     return out
 
 # %% ../../nbs/api/probe/07_detail.ipynb #7065aa09

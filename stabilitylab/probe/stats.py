@@ -79,7 +79,7 @@ def add_sums(
     if lay is None:
         x = x.contiguous()
         lay = 1, x.numel(), x.numel()
-    lib.tensor_sums(x.data_ptr(), x.dtype == torch.bfloat16, *lay, out.data_ptr())
+    lib.tensor_sums(x, x.dtype == torch.bfloat16, *lay, out)
 
 
 def _add_torch(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -183,8 +183,7 @@ def adam_sums(
     if lib is None:
         return adam_sums_in_pieces(tensors, numbers)
     out = torch.empty(12, dtype=torch.float64)
-    pointers = [t.data_ptr() for t in tensors]
-    lib.adam_sums(*pointers, g.numel(), np.array(numbers).ctypes.data, out.data_ptr())
+    lib.adam_sums(*tensors, g.numel(), np.array(numbers), out)
     return out
 
 # %% ../../nbs/api/probe/01_stats.ipynb #2a48df90
