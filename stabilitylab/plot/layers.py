@@ -106,7 +106,7 @@ def plot_layers(
     columns: int = 1200,  # downsampling: number of columns, each the largest value of its steps
     cmap: str = "viridis",  # colour map
     n_nonfinite: xr.DataArray
-    | None = None,  # same dims: number of non-finite entries; tells NaN from missing
+    | None = None,  # same dims: counts of non-finite entries; tells NaN from missing
 ) -> Axes:  # the axes, one row per module, with a colour bar
     "A heat map of a statistic with logarithmic colours, modules over steps."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
