@@ -105,8 +105,7 @@ def plot_layers(
     bar: Axes | None = None,  # axes of the colour bar; None: next to `ax`
     columns: int = 1200,  # downsampling: number of columns, each the largest value of its steps
     cmap: str = "viridis",  # colour map
-    n_nonfinite: xr.DataArray
-    | None = None,  # same dims: counts of non-finite entries; tells NaN from missing
+    n_nonfinite: xr.DataArray | None = None,  # same dims: non-finite entries; tells NaN from missing
 ) -> Axes:  # the axes, one row per module, with a colour bar
     "A heat map of a statistic with logarithmic colours, modules over steps."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
