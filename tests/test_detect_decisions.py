@@ -415,3 +415,13 @@ def test_a_plateau_to_the_end_is_most_of_a_long_run(length, flat, n):
 def test_a_loss_scale_that_is_halved_to_zero_collapsed(scale, ends):
     findings = diagnose(run_of(loss=noisy(3, 300), loss_scale=scale)).of("loss_scale_collapse")
     assert [(f.severity, f.end) for f in findings] == ends
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_log_z_that_drifts_down_is_reported_with_its_sign(sign):
+    series = sign * np.r_[np.full(50, 1.0), np.linspace(1, 80, 50), np.full(50, 75.0)]
+    (drift,) = diagnose(run_of(log_z=series)).of("output_logit_drift")
+    assert [drift.evidence[name] for name in ("start", "peak", "last")] == [sign, 80 * sign, 75 * sign]
+    assert (
+        f"from {sign} to {80 * sign} and ended at {75 * sign}; its magnitude passed 50" in drift.explanation
+    )

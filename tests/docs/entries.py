@@ -151,6 +151,7 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
 def plain(text: str) -> str:
     "A line of Markdown as a line of HTML."
     text = html.escape(re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text), quote=False)
+    text = re.sub(r"(?<!\w)\*([^*`]+)\*(?!\w)", r"<i>\1</i>", text)
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
 
 

@@ -6,6 +6,7 @@ python tests/docs/figures.py [KIND ...]: writes nbs/images/symptoms/KIND.png, fo
 import base64
 import io
 import json
+import math
 import sys
 import tarfile
 import tempfile
@@ -43,6 +44,19 @@ TRAINED = {  # kind -> a run that we trained, or the sample; what was done to it
     "expert_collapse": ("moe cold", "A mixture of experts without warm-up"),
     "token_imbalance": ("lstm tokens", "An LSTM with micro-batches of uneven length"),
 }
+STATISTICS = {  # kind -> 'group/variable' of a record, drawn below the loss; what it is
+    "massive_activation": ("sampled_activations/channel_ratio", "largest channel over the median channel"),
+    "overflow": ("activations/absmax", "largest value"),
+    "activation_explosion": ("activations/absmax", "largest value"),
+    "bad_batch_values": ("activations/in_absmax", "largest input value"),
+    "dead_units": ("sampled_activations/zero_frac", "share of zeros in the output"),
+    "underflow": ("sampled_activations/grad_underflow_frac", "share of the gradient that rounds to zero"),
+    "grad_below_epsilon": ("optimizer/below_eps_frac", "share of the gradient below epsilon"),
+    "no_gradient": ("gradients/grad_norm", "gradient norm"),
+    "dead_network": ("gradients/grad_norm", "gradient norm"),
+    "update_lost_to_rounding": ("sampled_updates/lost_frac", "share of updates lost to rounding"),
+    "update_rms_excess": ("optimizer/update_rms", "RMS_t"),
+}
 DRAWN = {  # kind -> the page with its figure, the number of the figure there, and what it shows
     "accumulation_bias": (
         "explain/accumulation_is_not_batch_size",
@@ -69,6 +83,8 @@ def caption(kind: str) -> str:
         return f"{DRAWN[kind][2]}."
     if kind in TRAINED:
         return f"{TRAINED[kind][1]}, as `diagnose` marks it."
+    if kind == "init_std_too_large":
+        return "The first weights of a small model, beside the published rule."
     if kind in RUNS:
         return f"{RUNS[kind][0]}, as `diagnose` marks it."
     written = set(cases(kind).source) <= {"written log", "several logs"}
@@ -99,11 +115,11 @@ def trained(name: str, kind: str) -> tuple[xr.DataTree, list]:
 
 def short(kind: str) -> dict[str, xr.DataTree]:
     "The short training of a kind, made anew; two runs where it takes two."
-    rows = RUNS[kind][1]()
+    logs = RUNS[kind][1]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, run in (rows if isinstance(rows, dict) else {"run": rows}).items():
-            lines = "\n".join(json.dumps(row) for row in run)
-            (Path(folder) / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        for name, log in (logs if isinstance(logs, dict) else {"run": logs}).items():
+            text = log if isinstance(log, str) else "\n".join(json.dumps(row) for row in log)
+            (Path(folder) / f"{name}.{'log' if text is log else 'jsonl'}").write_text(text, encoding="utf-8")
         return {Path(name).stem: run.load() for name, run in read_runs(folder).items()}
 
 
@@ -130,13 +146,45 @@ def marked_run(kind: str) -> tuple[xr.DataTree | None, list]:
     return run, [f for f in diagnose(run) if f.kind == kind]
 
 
+def with_statistic(run: xr.DataTree, finding: Finding) -> list[str]:
+    "Add what the finding measured in its first module to the scalars; the names of both panels."
+    path, words = STATISTICS[finding.kind]
+    group, name = path.split("/")
+    values = run[group][name]
+    dim = "module" if "module" in values.dims else "param"
+    values = values.isel({dim: 0}) if not finding.modules else values.sel({dim: finding.modules[0]})
+    if "format" in values.dims:
+        values = values.sel(format=finding.evidence.get("format", "fp16"))
+    where = str(values[dim].item())
+    steps = run["scalars"].step
+    run["scalars"]["statistic"] = values.drop_vars([c for c in values.coords if c != "step"]).reindex(
+        step=steps
+    )
+    run["scalars"]["statistic"].attrs = {"long_name": f"{words}, {where}", "units": "1"}
+    return ["loss", "statistic"]
+
+
 def panels(run: xr.DataTree, finding: Finding) -> list[str]:
     "The series to draw: the usual ones and the finding's own; of a policy that one first, and the reward."
-    names, own = panels_of(run, Findings([finding])), [finding.series] if finding.series else []
-    own += [name for name in ("tokens_per_step",) if name in run["scalars"]]
+    if finding.kind in STATISTICS:
+        return with_statistic(run, finding)
+    own = {finding.series, finding.evidence.get("series"), "tokens_per_step", "batch_size"}
+    names = [*panels_of(run, Findings([finding])), *sorted(own & set(run["scalars"].data_vars))]
     if "reward" in run["scalars"]:
-        return list(dict.fromkeys([*own, "reward", *names[:1]]))
-    return list(dict.fromkeys([*names, *own]))
+        names = [finding.series, "reward", names[0]]
+    return list(dict.fromkeys(filter(None, names)))
+
+
+def plot_initial_std(run: xr.DataTree, finding: Finding) -> None:
+    "The standard deviations of the first weights of the finding's matrices beside the rule's."
+    norms, shapes = run["weights"].weight_norm.isel(step=0), run.attrs["shapes"]
+    stds = {name: float(norms.sel(param=name)) / math.prod(shapes[name]) ** 0.5 for name in finding.modules}
+    ax = plt.subplots(figsize=(7, 2.6), layout="constrained")[1]
+    ax.barh(list(stds), list(stds.values()))
+    ax.axvline(finding.evidence["allowed"], color="black", ls="--", lw=1, label="sqrt(2/(5H))")
+    ax.invert_yaxis()
+    ax.set_xlabel("standard deviation of the first weights")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
 
 
 def figure(kind: str) -> bytes:
@@ -151,9 +199,12 @@ def figure(kind: str) -> bytes:
             ax.label_outer()
     else:
         run, marked = marked_run(kind)
-        if not marked:
+        if not marked or marked[0].onset is None:
             return b""
-        plot_findings(run, Findings(marked[:1]), names=panels(run, marked[0]))
+        if kind == "init_std_too_large":
+            plot_initial_std(run, marked[0])
+        else:
+            plot_findings(run, Findings(marked[:1]), names=panels(run, marked[0]))
     out = io.BytesIO()
     plt.gcf().savefig(out, dpi=110, bbox_inches="tight")
     plt.close("all")

@@ -394,7 +394,7 @@ def plain_index(text):
     "An index page without directives and HTML: a line an entry."
     card = r'<a class="card-link" href="([^"]+)\.html">.*?<b>(.*?)</b><span>(.*?)</span></a>'
     text = re.sub(card, r"- [\2](\1.md): \3", WORDS.sub("", text), flags=re.S)
-    return re.sub(r"</?(?:div|code|a|img)\b[^>]*>", "", text)
+    return re.sub(r"</?(?:div|code|a|i|img)\b[^>]*>", "", text)
 
 
 def write_twins(entries):

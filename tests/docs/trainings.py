@@ -6,6 +6,7 @@ Each takes some seconds of a CPU and returns the rows that a training loop would
 import math
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ class Classifier:
     lr: float = 3e-3
     samples: int = 0  # of the training set; 0: every batch is fresh
     wide: int = 64
+    rows: int = 64  # of a batch
     network: nn.Module = field(init=False)
 
     def __post_init__(self):
@@ -46,8 +48,8 @@ class Classifier:
         "The batch of a step, the same in every run."
         generator = torch.Generator().manual_seed(1000 + step)
         if self.kept is None:
-            return self.fresh(64, generator)
-        rows = torch.randint(self.samples, (64,), generator=generator)
+            return self.fresh(self.rows, generator)
+        rows = torch.randint(self.samples, (self.rows,), generator=generator)
         return self.kept[0][rows], self.kept[1][rows]
 
     def train(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict:
@@ -346,7 +348,83 @@ def learn(policy: Policy, steps: int, at: int = -1, factor: float = 1.0, only: t
 
 _SEEN = ("loss", "reward", "entropy", "kl")
 _ALIKE, _CUT = ("loss", "reward", "frac_reward_zero_std"), ("loss", "reward", "completions/clipped_ratio")
-RUNS: dict[str, tuple[str, Callable]] = {  # kind -> what was done to the run, and the run
+
+
+class Reader(nn.Module):
+    "One head that copies the value of the key that a query asks for."
+
+    def __init__(self, keys: int = 12, wide: int = 16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys, self.embed = keys, nn.Embedding(keys, wide)
+        self.query, self.key = nn.Linear(wide, wide), nn.Linear(wide, wide)
+        self.values, self.head = nn.Embedding(CLASSES, wide), nn.Linear(wide, CLASSES)
+
+    def forward(self, order: torch.Tensor, values: torch.Tensor, asked: torch.Tensor) -> tuple:
+        "Logits of the value, and the entropy of the attention row in nats."
+        scores = (self.query(self.embed(asked))[:, None] * self.key(self.embed(order))).sum(-1)
+        weights = scores.softmax(-1)
+        entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1).mean()
+        return self.head((weights[..., None] * self.values(values)).sum(1)), entropy
+
+
+def sharpening() -> Rows:
+    "A head that learns to read one position."
+    model, rows = Reader(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+    for step in range(600):
+        order = torch.rand(64, model.keys).argsort(1)
+        values = torch.randint(CLASSES, (64, model.keys))
+        at = torch.randint(model.keys, (64,))
+        picked = torch.arange(64), at
+        logits, entropy = model(order, values, order[picked])
+        loss = F.cross_entropy(logits, values[picked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rows.append({"step": step, "loss": loss.item(), "attention_entropy": entropy.item()})
+    return rows
+
+
+def drifting() -> Rows:
+    "A bigram model in which Adam, with a short memory, pushes the logits of rare tokens down at every step."
+    torch.manual_seed(0)
+    share = 1 / torch.arange(1.0, 201)
+    table = nn.Embedding(len(share), len(share))
+    nn.init.zeros_(table.weight)
+    optimizer, rows = torch.optim.Adam(table.parameters(), lr=0.3, betas=(0.9, 0.95)), []
+    for step in range(2500):
+        before, after = torch.multinomial(share, 128, replacement=True).view(2, 64)
+        logits = table(before)
+        loss = F.cross_entropy(logits, after)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log_z = logits.detach().logsumexp(1).mean()
+        rows.append({"step": step, "loss": loss.item(), "log_z": log_z.item()})
+    return rows
+
+
+def smaller_batch() -> Rows:
+    "A run that is resumed at step 700 with an eighth of its batch size, which it logs."
+    rows = resumed(Classifier(), 720, 700, lambda run: setattr(run, "rows", 8))
+    return [row | {"batch_size": 64 if i < 720 else 8} for i, row in enumerate(rows)]
+
+
+def label_out_of_range() -> str:
+    "What a program printed that met a label which is no class at step 700."
+    run, lines = Classifier(), []
+    try:
+        for step in range(1000):
+            inputs, targets = run.batch(step)
+            row = run.train(inputs, targets + CLASSES * (step == 700))
+            lines.append(f"step {step} loss {row['loss']:.4f} grad_norm {row['grad_norm']:.3f}")
+    except IndexError:
+        lines.append(traceback.format_exc())
+    return "\n".join(lines)
+
+
+RUNS: dict[str, tuple[str, Callable]] = {  # kind -> what was done to the run, and its rows or its text
     "overfitting": ("A small network that sees the same 300 samples again and again", overfitted),
     "level_shift": ("A classifier that is given harder samples from step 800 on", shifted),
     "leak_suspected": ("A classifier whose inputs hold the answer", leaked),
@@ -365,6 +443,13 @@ RUNS: dict[str, tuple[str, Callable]] = {  # kind -> what was done to the run, a
     ),
     "non_finite": ("A classifier whose loss takes the logarithm of a probability that became 0", log_of_zero),
     "loss_scale_collapse": ("A classifier in fp16 whose inputs overflow from step 700 on", overflowing),
+    "attention_entropy_collapse": ("A head that learns to read one position", sharpening),
+    "output_logit_drift": (
+        "A bigram model in which Adam pushes the logits of rare tokens down at every step",
+        drifting,
+    ),
+    "environment_change": ("A classifier resumed with an eighth of its batch size", smaller_batch),
+    "crash": ("A classifier that met a label which is no class", label_out_of_range),
     "plateau": ("A deep linear network from small weights", two_modes),
     "length_bias": ("A bigram model with a text a micro-batch, averaged as means", uneven_lengths),
     "data_stall": ("A classifier whose loader needs 15 ms a batch from step 300 on", waiting_for_data),

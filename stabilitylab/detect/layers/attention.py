@@ -56,12 +56,17 @@ class Growth:
     doubling: float  # steps in which it doubled on its way to the level; inf where it started there
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #1e3d3ddb
+def _first_records(series: Curve) -> int:
+    "How many records give the typical value at the start."
+    return max(1, min(count_limit("near_records"), len(series.value) // 4))
+
+
 def growth_to(
     series: Curve,  # a series of positive numbers
     level: float,  # the level
 ) -> Growth | None:  # None where it does not stay above the level
     "When a series passed a level to stay, and how fast it came."
-    value, width = np.abs(series.value), max(1, min(count_limit("near_records"), len(series.value) // 4))
+    value, width = np.abs(series.value), _first_records(series)
     above = np.flatnonzero(value >= level)
     stays = [i for i in above if np.median(value[i : i + width]) >= level]
     if not stays:
@@ -121,12 +126,12 @@ def find_output_logit_drift(
         growth = growth_to(series, limit("log_z_far"))
         if growth is None or growth.peak < growth.start + limit("log_z_far") / 2:
             continue
-        evidence = {
-            "start": growth.start,
+        evidence = {  # with their signs: a log Z may as well fall
+            "start": float(np.median(series.value[: _first_records(series)])),
             "level": limit("log_z_far"),
-            "peak": growth.peak,
+            "peak": float(series.value[growth.peak_at]),
             "peak_step": int(series.step[growth.peak_at]),
-            "last": growth.last,
+            "last": float(series.value[-1]),
             "doubling_steps": growth.doubling,
         }
         onset, end = series.step[growth.onset], series.step[-1]
@@ -142,7 +147,7 @@ def find_logged_entropy_collapse(
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):
-        width = max(1, min(count_limit("near_records"), len(series.value) // 4))
+        width = _first_records(series)
         start, low = float(np.median(series.value[:width])), limit("small_nats")
         is_low = series.value < min(low, limit("minor_share") * start)
         stays = [i for i in np.flatnonzero(is_low) if np.mean(is_low[i : i + width]) > 0.5]

@@ -84,7 +84,11 @@ def stored_names(
     return _names(node, ast.Store) | {n.name for n in ast.walk(node) if isinstance(n, _FUNCTIONS)}
 
 # %% ../../../nbs/api/probe/draft/26_loop_source.ipynb #f27e15c4
-_IN_PLACE = ("append", "extend", "update", "add", "insert", "pop")  # methods that change what they belong to
+# methods that change what they belong to
+_IN_PLACE = (
+    *("append", "extend", "update", "add", "insert", "pop", "remove", "clear", "setdefault"),
+    *("reverse", "sort", "appendleft", "extendleft", "popleft", "rotate", "discard", "fill"),
+)
 
 
 def changed_names(
@@ -310,7 +314,8 @@ class _Settle(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         "The branch, where the condition can be looked up and does not change from step to step."
         self.generic_visit(node)
-        if _names(node.test, ast.Load) & self.changing:
+        # a value that a branch sets is not the one that was tested
+        if _names(node.test, ast.Load) & (self.changing | stored_names(node)):
             return node
         try:
             chosen = node.body if _plain_value(node.test, self.scope) else node.orelse

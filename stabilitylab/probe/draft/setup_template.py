@@ -176,14 +176,20 @@ class _LoopValues:
         return None if isinstance(value, types.ModuleType) else self(name, value)
 
     def _global(self, name: str, value: Any) -> str | None:
-        "A value that the script computes at its top level."
+        "A value that the script computes at its top level, or a table in another of its files."
         main, module = vars(sys.modules["__main__"]), main_module()
-        is_computed = module is not None and name in assigned_names() and main.get(name) is value
         holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
-        if not is_computed or self.depth or name in _OWN_NAMES or holds_parameters:
+        if self.depth or name in _OWN_NAMES or holds_parameters:
             return None
-        self.draft.uses_script = True
-        return self._import(f"from {module} import {name}", name, name)
+        if module is not None and name in assigned_names() and main.get(name) is value:
+            self.draft.uses_script = True
+            return self._import(f"from {module} import {name}", name, name)
+        others = [each for each in local_modules() if each not in ("__main__", module)]
+        other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
+        if other is None or not isinstance(value, (dict, list, tuple)):
+            return None
+        self.draft._note_folder(other)
+        return self._import(f"from {other} import {name}", name, name)
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #37136d3e
 FILE = "replay_setup.py"
