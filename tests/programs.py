@@ -1171,3 +1171,48 @@ with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
         recorder.step(loss)
 """
 )
+
+PROGRAMS[
+    "slices that the loop takes itself, a list that is reversed, a criterion that computes what it keeps"
+] = (
+    HEAD
+    + """
+
+class Split(nn.Module):
+    def __init__(self, splits, scale):
+        super().__init__()
+        self.splits = [0] + splits
+        self.scale = scale
+
+    def forward(self, x, y, weights):
+        parts = [(x - y)[a:].pow(2).mean() for a in self.splits]
+        return self.scale * sum(w * part for w, part in zip(weights, parts)) / len(parts)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+criterion = None
+if not criterion:
+    splits = [1]
+    criterion = Split(splits, 0.5)
+optimizer, size = torch.optim.Adam(model.parameters(), lr=1e-2), 4
+with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+    for number in range(8):
+        x, y = torch.randn(12, 10), torch.randn(12, 1)
+        recorder.batch((x, y))
+        optimizer.zero_grad()
+        weights = []
+        for w in (1.0, 3.0):
+            weights.append(w)
+        weights.reverse()
+        if size > 0:
+            for i in range(0, len(x), size):
+                loss = criterion(model(x[i : i + size]), y[i : i + size], weights) / (len(x) / size)
+                loss.backward()
+        else:
+            loss = criterion(model(x), y, weights)
+            loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+)

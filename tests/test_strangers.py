@@ -18,11 +18,14 @@ from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
 from stabilitylab.probe.attention.report import watch_attention
 from stabilitylab.probe.attention.stream import attention_sums
-from stabilitylab.probe.draft.setup_template import setup_source
+from stabilitylab.probe.draft.python_source import Draft
+from stabilitylab.probe.draft.setup_template import _LoopValues, setup_source
+from stabilitylab.replay.examine import examine
 from stabilitylab.replay.find_setup import todo_lines
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
+from stabilitylab.replay.trainer import trainer_like
 from stabilitylab.trial import start
 from tests.programs import PROGRAMS
 
@@ -99,8 +102,8 @@ def test_a_draft_finds_what_the_script_found_by_a_path_of_its_own(tmp_path, monk
     monkeypatch.syspath_prepend(elsewhere)
     model = importlib.import_module(f"{name}.net").Net(6)
     text = setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], torch.zeros(2, 6))
-    (line,) = [line for line in text.splitlines() if line.startswith("sys.path.extend(")]
-    folders = ast.literal_eval(line.removeprefix("sys.path.extend(").removesuffix(")"))
+    (line,) = [line for line in text.splitlines() if line.startswith("sys.path[:0] = ")]
+    folders = ast.literal_eval(line.removeprefix("sys.path[:0] = "))
     assert folders[1:] == [str(elsewhere.resolve())]
     for module in (name, f"{name}.net"):
         del sys.modules[module]
@@ -275,3 +278,46 @@ def test_a_plain_program_is_replayed_without_an_edit(tmp_path, capsys, name):
     check = json.loads(capsys.readouterr().out)["check"]
     assert check["is_step"] and check["is_exact"] and check["fault"] in ("", "other loss"), check["words"]
     assert {path: path.stat().st_mtime_ns for path in files} == files  # the record was not continued
+
+
+def test_a_table_of_another_file_of_the_program_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "tables_of_theirs.py").write_text("class Net:\n    pass\nKINDS = {'net': Net}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+    kinds = importlib.import_module("tables_of_theirs").KINDS
+    draft = Draft()
+    assert _LoopValues(draft, nn.Linear(2, 1))("KINDS", kinds) == "KINDS"
+    assert "from tables_of_theirs import KINDS" in draft.imports
+    assert _LoopValues(Draft(), nn.Linear(2, 1))("KINDS", dict(kinds)) is None  # not the file's own
+    del sys.modules["tables_of_theirs"]
+
+
+def test_a_trainer_that_writes_its_device_into_its_settings_has_that_of_the_replay():
+    model = nn.Linear(2, 1)
+    trainer = trainer_like(type("T", (), {}), model, {"device": "cuda:3", "beta": 0.1})
+    assert trainer.args.device == torch.device("cpu") and trainer.args.beta == 0.1
+
+
+def test_a_step_of_nan_is_replayed_as_the_step_it_was(tmp_path):
+    "Norms over weights that are no numbers are NaN in record and replay, and equal."
+    torch.manual_seed(0)
+    setup = Setup(
+        lambda: nn.Linear(3, 1),
+        lambda model, x: model(x).pow(2).mean(),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    )
+    model = setup.model()
+    optimizer = setup.optimizer(model)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for number in range(5):
+            x = torch.randn(4, 3)
+            x[0, 0] = torch.nan if number == 3 else 0.0
+            loss = setup.loss(model, recorder.batch(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    check = check_setup(tmp_path / "run", 3, setup)
+    assert check.is_step and check.is_exact and check.fault == ""
+    assert examine(tmp_path / "run", 3, setup, swap=False, samples=False).exact is True

@@ -25,7 +25,7 @@ from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
 from .find_setup import setup_of
 from .rare_tokens import losses_by_frequency
-from .retrace import retrace
+from .retrace import is_equal, retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
@@ -148,7 +148,7 @@ class Examination:
     @property
     def exact(self) -> bool | None:
         "Whether the loss came back to the last bit; None where it was not recorded."
-        return None if self.recorded_loss is None else self.replayed.loss == self.recorded_loss
+        return None if self.recorded_loss is None else is_equal(self.replayed.loss, self.recorded_loss)
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."

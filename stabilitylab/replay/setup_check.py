@@ -25,6 +25,7 @@ from stabilitylab.replay.retrace import (
     Retrace,
     Retraced,
     distance,
+    is_equal,
     retrace,
     rounding_reach,
 )
@@ -235,7 +236,7 @@ def _facts(path: str | Path | Recording, setup: Setup, way: Retrace) -> StepFact
 
 def _is_exact(step: Retraced) -> bool:
     "Whether a step came back to the last bit: its loss, or all norms where the loss was added up elsewhere."
-    is_same = {name: step.recorded.get(name) == step.replayed[name] for name in QUANTITIES}
+    is_same = {name: is_equal(step.recorded.get(name), step.replayed[name]) for name in QUANTITIES}
     return is_same["loss"] or all(is_same[name] for name in ("grad_norm", "update_norm", "weight_norm"))
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #f8d14225

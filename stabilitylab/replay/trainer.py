@@ -49,7 +49,7 @@ def trainer_like(
     for part in attributes.values():
         if isinstance(part, torch.nn.Module):
             part.to(device)
-    args_like = types.SimpleNamespace(**(args or {}), device=device)
+    args_like = types.SimpleNamespace(**{**(args or {}), "device": device})  # the one that it has here
     # Making a real trainer would start accelerate, read its data and write folders; only what a loss reads
     # is needed.
     own = {"model": model, "model_wrapped": model, "accelerator": _Alone(device), "args": args_like}

@@ -20,6 +20,8 @@ from stabilitylab.probe.draft.loop_source import (
     find_call,
     frame_source,
     optimized_loss,
+    relevant,
+    settled,
     source_of,
     stored_names,
     up_to_backward,
@@ -174,6 +176,33 @@ def _joined(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[
     statements[within[-1]] = ast.parse(f"({ast.unparse(total)}).backward()").body[0]
     return [statement for at, statement in enumerate(statements) if at not in set(passes) - set(within)]
 
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #26e00001
+def _names(statements: list[ast.stmt]) -> set[str]:
+    "All names in some statements."
+    return {n.id for statement in statements for n in ast.walk(statement) if isinstance(n, ast.Name)}
+
+
+def _in_slices(statements: list[ast.stmt], scope: dict[str, Any]) -> list[ast.stmt]:
+    "Statements in which a loop over slices of the batch, with a backward pass for each, has one behind it."
+    at = next((at for at, each in enumerate(statements) if backward_call(each) is not None), 0)
+    loop = statements[at] if statements else None
+    if isinstance(loop, ast.With):
+        loop.body = _in_slices(loop.body, scope)
+    opened = up_to_backward(loop.body, scope) if isinstance(loop, ast.For) else []
+    if not isinstance(loop, ast.For) or not opened or not _is_plain_pass(opened[-1], scope):
+        return statements
+    loss = optimized_loss(backward_call(opened[-1]))  # type: ignore[arg-type]
+    needed = _names([ast.Expr(loss)])
+    # a slice may need what the one before it left
+    needed |= _names(relevant(opened[:-1], set(needed)))
+    body = relevant(opened[:-1], needed)
+    # the gradient of a slice is added when the next one begins, so that the last one keeps its graph
+    earlier = ast.parse("earlier_slices = earlier_slices + passed_back(last_slice)").body
+    loop.body = [*earlier, *body, ast.Assign([ast.Name("last_slice", ast.Store())], loss)]
+    before = ast.parse("earlier_slices = last_slice = 0").body
+    after = ast.parse("(earlier_slices + last_slice).backward()").body
+    return [*statements[:at], *before, loop, *after, *statements[at + 1 :]]
+
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #6e2374ef
 @dataclass
 class LoopSpan:
@@ -235,7 +264,10 @@ def loop_span(
     loops = _loop_names(source.body, source.line)
     scope = {**scope, passed_back.__name__: passed_back}
     optimizers = getattr(getattr(recorder, "box", None), "optimizers", [])
-    statements = _joined(copy.deepcopy(statements), scope, optimizers)
+    changing = frozenset(loops).union(*map(stored_names, statements))
+    # of a loop that may take slices both ways stand there, one of which ran
+    statements = _in_slices(settled(statements, scope, changing), scope)
+    statements = _joined(statements, scope, optimizers)
     opened = up_to_backward(statements, scope)
     backward = backward_call(opened[-1]) if opened else None
     if backward is None:

@@ -110,9 +110,11 @@ def restored(
 
 
 def passed_back(
-    loss: torch.Tensor,  # of an earlier backward pass of the same step
-) -> torch.Tensor:  # its value, without a graph
+    loss: torch.Tensor | float,  # of an earlier backward pass of the same step; a number: there was none
+) -> torch.Tensor | float:  # its value, without a graph
     "Add the gradient of a loss, where one is wanted."
+    if not isinstance(loss, torch.Tensor):
+        return loss
     if loss.requires_grad:
         loss.backward()
     return loss.detach()

@@ -15,7 +15,7 @@ import sysconfig
 import types
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 from typing import Any
 
 import torch
@@ -164,10 +164,28 @@ class Draft(_Imports):
         return None if name is None or text is None else f"{name}(**{text})"
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d41f730d
+def _is_computed(cls: type, name: str) -> bool:
+    "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
+    try:
+        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    except (OSError, TypeError, SyntaxError):
+        return False
+    values = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and f"self.{name}" in map(ast.unparse, node.targets)
+    ]
+    operations = [n for value in values for n in ast.walk(value) if isinstance(n, (ast.BinOp, ast.UnaryOp))]
+    operands = [n for operation in operations for n in ast.walk(operation)]
+    return any(isinstance(n, ast.Name) and n.id == name for n in operands)
+
+
 def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
     "Whether an argument of a model's class can still be seen, and what it was."
     if name == "bias" and name in model._parameters:
         return True, model._parameters[name] is not None
+    if _is_computed(type(model), name):
+        return False, None
     holders = [vars(model)]
     holders += [vars(model)[key] for key in _CONFIGS if key in vars(model)]
     for holder in holders:
