@@ -12,14 +12,16 @@ from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_lost_updates
 from stabilitylab.detect.learning_rate import find_lr_jump
+from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.loss.components import component_losses
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.loss.spike_rules import RULES
 from stabilitylab.detect.loss.spikes import find_loss_spikes
 from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_quantized_loss
 from stabilitylab.detect.policy import policy_series
-from stabilitylab.detect.restarts import find_changed_settings
-from stabilitylab.detect.speed import find_creeping_steps
+from stabilitylab.detect.restarts import find_broken_resume, find_changed_settings
+from stabilitylab.detect.speed import find_creeping_steps, find_hang
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -425,3 +427,71 @@ def test_a_log_z_that_drifts_down_is_reported_with_its_sign(sign):
     assert (
         f"from {sign} to {80 * sign} and ended at {75 * sign}; its magnitude passed 50" in drift.explanation
     )
+
+
+@pytest.mark.parametrize("level", [2.3, -1.0])
+def test_a_constant_loss_is_not_learned_unless_it_is_negative(level):
+    kinds = diagnose(run_of(loss=np.full(200, level))).kinds
+    assert kinds == (["not_learning"] if level > 0 else [])
+
+
+@pytest.mark.parametrize("died_at", [None, 300])
+def test_a_gap_in_which_the_program_died_is_no_hang(died_at):
+    clock = 1.7e9 + 12.0 * np.arange(400) + 9000 * (np.arange(400) > 300)
+    run = new_run(make_scalars({"loss": Samples(np.arange(400), np.linspace(3, 2, 400), None, clock)}))
+    events = xr.Dataset(
+        {
+            "event_kind": ("event", np.array(["checkpoint_save"], object)),
+            "event_step": ("event", [10]),
+            "event_text": ("event", np.array([""], object)),
+        }
+    )
+    run["events"] = xr.DataTree(events)
+    run.attrs["crashes"] = [{"step": died_at}] if died_at else []
+    assert bool(find_hang(run)) is (died_at is None)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_bump_at_each_of_several_resumes_says_how_many_there_are(n):
+    steps = np.r_[0:400, 300:700, 600:1000][: 400 + 400 * n]
+    since = np.r_[np.full(400, 999), np.arange(400), np.arange(400)][: len(steps)]
+    loss = 2 + np.exp(-steps / 150) + 0.6 * np.exp(-since / 12) + rng(0).normal(0, 0.02, len(steps))
+    bumps = diagnose(new_run(make_scalars({"loss": Samples(steps, loss)}))).of("resume_spike")
+    assert [f.evidence.get("recurs") for f in bumps] == ([2, 2] if n == 2 else [None])
+
+
+def test_components_are_judged_beside_a_loss_that_measures_prediction():
+    losses = {"loss": noisy(3, 300), "text_loss": noisy(2, 300), "image_loss": noisy(1, 300)}
+    assert [c.name for c in component_losses(run_of(**losses))] == ["loss", "text_loss", "image_loss"]
+    adversaries = {"g_loss": noisy(2, 300), "d_loss": noisy(1, 300)}
+    assert component_losses(run_of(**adversaries)) == [] == component_losses(run_of(lr=noisy(1, 300)))
+
+
+@pytest.mark.parametrize(("n", "severities"), [(40, ["error"]), (15, [])])
+def test_a_resume_that_lost_its_loss_needs_records_enough(n, severities):
+    steps = np.arange(50_000, 50_000 + 10 * n, 10)
+    loss = np.r_[2.0, noisy(np.full(n - 1, 14.0))]
+    run = new_run(make_scalars({"loss": Samples(steps, loss)}))
+    assert [f.severity for f in find_broken_resume(run)] == severities
+
+
+@pytest.mark.parametrize(("name", "is_size"), [("activation_norm", True), ("activation_count", False)])
+def test_only_a_size_explodes(name, is_size):
+    grown = np.r_[np.full(100, 1.0), np.geomspace(1, 1e4, 200)]
+    findings = diagnose(run_of(loss=noisy(3, 300), **{name: noisy(grown, sd=0.001)}))
+    assert bool(findings.of("activation_explosion")) is is_size
+
+
+def test_what_to_do_next_is_said_once():
+    logs = [
+        {"loss": np.r_[noisy(np.linspace(3, 2, 200)), np.full(100, np.nan)]},
+        {"loss": noisy(np.r_[np.linspace(3, 2, 200), np.linspace(2, 6, 100)])},
+        {
+            "loss": noisy(np.linspace(3, 0.5, 300)),
+            "val_loss": noisy(np.r_[np.linspace(3, 2, 100), np.linspace(2, 4, 200)]),
+        },
+        {"loss": noisy(10.8, 300)},
+    ]
+    for log in logs:
+        likely = most_likely(diagnose(run_of(**log)))
+        assert likely is not None and likely.next and len(set(likely.next)) == len(likely.next)

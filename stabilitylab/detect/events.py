@@ -50,7 +50,7 @@ def _vendor_word(message: str) -> dict[str, object]:
 def _is_said(text: str, messages: list[str]) -> bool:
     "Whether a message of the driver, in the words of a reader, stands in one of these lines."
     number, device = re.findall(r"Xid (\d+) on ([^ ]+?):? ", text + " ")[0] if " on " in text else ("", "")
-    return bool(number) and any(f"Xid ({device}): {number}" in message for message in messages)
+    return any(f"Xid ({device}): {number}" in message for message in messages)
 
 # %% ../../nbs/api/detect/04_events.ipynb #f6316c2e
 def _remedies(advice: dict) -> tuple[dict, ...]:
