@@ -453,7 +453,8 @@ def _verdict_of(
         more_seeds=0 if reason else more_seeds(differences, level, verdict.rescued, basis.n_arms),
         postponed=_postponed(before, after) if diverged[1] else None,
         chance=min(chances),
-        acted=not _is_unchanged(curves, base_curves),
+        # what comes after a loss that is no number tells no arm from another
+        acted=not _is_unchanged(curves, base_curves) or not all(np.isfinite(c.loss).all() for c in curves),
         detectable=detectable_gain(differences, level, basis.n_arms),
     )
 
