@@ -97,7 +97,7 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 def unwrapped_name(
     name: str,  # of a parameter
-) -> str:  # the same model's name without wrappers
+) -> str:  # name without wrappers
     "A name without the prefixes of `torch.compile`, DDP, FSDP and activation checkpointing."
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -130,7 +130,7 @@ def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _matched_names(
     a: Checkpoint,  # the earlier
-    b: Checkpoint,  # the later
+    b: Checkpoint,  # the later one
 ) -> dict:  # name in `a` -> name in `b`, of the tensors of both
     "Which tensors of two checkpoints are the same parameter, or its state in the optimizer."
     pairs = _same_number(a, b)
@@ -147,10 +147,10 @@ _COLUMNS = ["tensor", "change", "max_change", "median_ulps", "unchanged", "nonfi
 
 
 def diff_checkpoints(
-    a: str | Path | Checkpoint,  # the earlier: as `open_checkpoint` takes it, or what it gave
-    b: str | Path | Checkpoint,  # the later
+    a: str | Path | Checkpoint,  # the earlier one: path for `open_checkpoint`, or an open checkpoint
+    b: str | Path | Checkpoint,  # the later one
     progress: bool = True,  # show a bar
-    # a row a tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
+    # a row per tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
     # max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of
     # values), nonfinite, became_nonfinite; attrs: only_a, only_b, reshaped, renamed [(in a, in b)],
     # settings [(what, a, b)], names {tensor of the optimizer: such as 'exp_avg of blocks.0.fc1.weight'},

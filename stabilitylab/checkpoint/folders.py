@@ -113,9 +113,9 @@ def _described(name: str, entry: dict, path: Path | RemoteFile, begin: int) -> L
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #0004c362
 def inside(
     folder: Path,  # that holds the index
-    name: str,  # what the index names
-) -> Path:  # of the file
-    "A file of the folder (or of its hub cache), or an error where the name leads out of it."
+    name: str,  # name in the index
+) -> Path:  # path of the file
+    "The path of a file in the folder (or its hub cache); raises if the name leads out of it."
     named = PurePosixPath(name)
     is_below = not named.is_absolute() and ".." not in named.parts and "\0" not in name
     # resolved, as a link inside of the folder may lead out of it
@@ -141,7 +141,7 @@ def _homes(folder: Path) -> list[Path]:
 def read_shards(
     folder: Path,  # that holds the shards
     index: Path,  # the index file
-    read: Callable[[Path], Mapping[str, LazyTensor]],  # of one file
+    read: Callable[[Path], Mapping[str, LazyTensor]],  # reader of one file
 ) -> dict:  # name -> LazyTensor
     "The tensors of a folder with an index file."
     try:
@@ -355,8 +355,8 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt")  # text that names t
 
 def newest(
     folder: Path,  # of a run
-) -> Path:  # the folder itself where nothing points further
-    "The folder that `latest` (DeepSpeed), the iteration file (Megatron) or `refs/main` (hub cache) names."
+) -> Path:  # the folder itself if no file names another
+    "The checkpoint that `latest` (DeepSpeed), the iteration file (Megatron) or `refs/main` (hub) names."
     if (folder / "snapshots").is_dir() and (folder / "refs" / "main").is_file():
         return _pointed(folder, "snapshots/" + _word(folder / "refs" / "main"))
     for name in _POINTERS:
@@ -383,7 +383,7 @@ def _pointed(folder: Path, name: str) -> Path:
 
 def rank_files(
     folder: Path,  # that may hold one file a rank
-) -> tuple[dict, str]:  # prefix of the names -> file, and what wrote them; ({}, '') where there are none
+) -> tuple[dict, str]:  # name prefix -> file, and the program that wrote them; ({}, '') if there are none
     "The files that each rank wrote."
     for pattern, words in _RANKS:
         files = sorted(folder.glob(pattern))[:_MOST_RANKS]

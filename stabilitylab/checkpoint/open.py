@@ -62,9 +62,9 @@ _SINGLE = (
 
 def open_checkpoint(
     # a file, or a folder: Hugging Face, torch DCP, an adapter, a run with one file a rank; or the address of
-    # a safetensors file, of which only the ranges are read that are asked for
+    # a safetensors file, of which only the requested ranges are downloaded
     path: str | Path,
-) -> Checkpoint:  # tensors by name, nothing read yet
+) -> Checkpoint:  # tensors by name, not yet read
     "A checkpoint of any common format, with its tensors by name."
     if is_remote(path):
         return _open_remote(RemoteFile(str(path)))

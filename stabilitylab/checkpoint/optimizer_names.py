@@ -24,8 +24,8 @@ class OptimizerNames:
     "The parameter that each tensor of an optimizer belongs to."
 
     names: dict = field(default_factory=dict)  # tensor -> such as 'exp_avg of blocks.0.attn.q_proj.weight'
-    unknown: dict = field(default_factory=dict)  # tensor whose number stays -> why
-    how: tuple[str, ...] = ()  # how the names are known, each way once
+    unknown: dict = field(default_factory=dict)  # tensor that keeps its number -> why
+    how: tuple[str, ...] = ()  # how the names were determined, each way once
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
@@ -163,8 +163,8 @@ def _sorted_out(names: Mapping, states: Mapping, words: str) -> Iterable[tuple[s
 
 
 def optimizer_names(
-    ckpt: Checkpoint,  # from `open_checkpoint`; only shapes are looked at
-) -> OptimizerNames:  # names of its tensors, and why others keep their number
+    ckpt: Checkpoint,  # from `open_checkpoint`; only shapes are read
+) -> OptimizerNames:  # names of the tensors, and why others keep their number
     "The parameter names behind the numbers in an optimizer state."
     named, unknown, how = {}, {}, []
     for params in ckpt.optimizers:

@@ -112,8 +112,8 @@ _COLUMNS += ["near_dead_rows", "init_small", "init_bloom", "note"]
 
 
 def scan_checkpoint(
-    path: str | Path | Checkpoint,  # as `open_checkpoint` takes it, or what it gave
-    select: str = "",  # only names that begin so
+    path: str | Path | Checkpoint,  # path for `open_checkpoint`, or an open checkpoint
+    select: str = "",  # prefix of the names to scan
     progress: bool = True,  # show a bar
     limit: int = 2**21,  # bytes read at once
     client: Any = None,  # workers that read the tensors, as `as_client` takes them; None: this process

@@ -98,7 +98,7 @@ _DIMS = 64  # more dimensions than any tensor of torch has
 
 def storage(
     persistent_id: tuple,  # ('storage', type, key, device, number of values, …), as torch writes it
-) -> Storage:  # its values are not read
+) -> Storage:  # a storage whose values have not been read
     "The storage that a pickle refers to by its persistent id."
     tag, kind, key, _, count, *view = persistent_id
     if tag != "storage" or not isinstance(count, int) or count < 0 or any(part is not None for part in view):
@@ -141,8 +141,8 @@ def _meta(dtype: GlobalName, shape: tuple, *_: object) -> UnreadableTensor:
 
 def torch_dtype(
     name: object,  # such as GlobalName('torch', 'float32')
-) -> torch.dtype | None:  # None where it is no type of torch
-    "The type that a file names."
+) -> torch.dtype | None:  # None: not a dtype of torch
+    "The dtype that a file names."
     if not isinstance(name, GlobalName) or name.module != "torch":
         return None
     dtype = getattr(torch, name.name, None)
@@ -299,7 +299,7 @@ _VALUES = {"argparse", "types", "pathlib", "datetime", "collections", "enum", "u
 def describe(
     kind: object,  # the class
     args: tuple,  # of its constructor
-) -> object:  # a `StubObject`, or a path as its text
+) -> object:  # a `StubObject`, or a path as text
     "An object as the name of its class and its arguments; raises `UnsafePickle` for a function."
     if not isinstance(kind, GlobalName):
         raise ValueError("an object without a class")
@@ -313,10 +313,10 @@ def describe(
 
 
 def call(
-    function: object,  # what the file names
-    args: tuple,  # with what it would be called
+    function: object,  # function named by the file
+    args: tuple,  # arguments in the file
 ) -> object:  # the value it stands for
-    "The value that a call in a pickle describes; only builders of this module are called."
+    "The value that a call in a pickle describes; calls only constructors of this module."
     if not isinstance(function, GlobalName):
         raise ValueError("a call of what is no function")
     module = _ALIASES.get(function.module, function.module)

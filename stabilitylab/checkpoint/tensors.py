@@ -25,13 +25,13 @@ Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies betwee
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    "A tensor of a file that is not read yet."
+    "A tensor in a file, read on demand."
 
     name: str  # in the checkpoint
     shape: tuple  # of the whole tensor
     dtype: torch.dtype  # as stored
-    read: Reader  # rows of the first dimension
-    flat: Reader | None = None  # values in the order of the file; None where they do not lie together
+    read: Reader  # reads rows of the first dimension
+    flat: Reader | None = None  # reads values in file order; None: not contiguous
     # raises an `InputError` where the bytes are not what their checksum says; None: the file has none
     verify: Callable[[], None] | None = None
 
@@ -41,20 +41,20 @@ class LazyTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def load(self) -> torch.Tensor:  # the whole tensor
-        "Read all of it."
+        "Reads the whole tensor."
         self.refuse_damage()
         return self.read(0, self.shape[0] if self.shape else 1).reshape(self.shape)
 
     def refuse_damage(self) -> None:
-        "Compare its bytes with their checksum, where the file has one."
+        "Compares the bytes with their checksum, if the file has one; raises on damage."
         if self.verify is not None:
             self.verify()
 
     def chunks(
         self,
-        limit: int = 2**23,  # bytes a chunk, at least one row
+        limit: int = 2**23,  # bytes per chunk, at least one row
     ) -> Iterator[torch.Tensor]:  # rows of the first dimension, in order
-        "Read it piece by piece."
+        "Reads the tensor in chunks of rows."
         self.refuse_damage()
         count = self.shape[0] if self.shape else 1
         rows = max(1, limit // max(1, self.nbytes // max(count, 1)))
@@ -63,10 +63,10 @@ class LazyTensor:
 
     def values(
         self,
-        limit: int = 2**21,  # bytes a piece
-        # pieces of one dimension, in order: whole rows where a row is below the limit
+        limit: int = 2**21,  # bytes per piece
+        # 1-D pieces in order: whole rows if a row is below the limit
     ) -> Iterator[torch.Tensor]:
-        "Read it piece by piece, also where a single row is too large."
+        "Reads the tensor in pieces, even if a single row is too large."
         if self.flat is None:
             yield from (chunk.reshape(-1) for chunk in self.chunks(limit))
             return
@@ -183,9 +183,9 @@ class Checkpoint(Mapping):
     format: str  # 'safetensors', 'torch', 'sharded', 'dcp', 'adapter', 'ranks'
     tensors: dict[str, LazyTensor]
     groups: list = field(default_factory=list)  # settings of every optimizer group: lr, betas, eps …
-    extra: dict = field(default_factory=dict)  # numbers and words beside the tensors, such as the step
-    left_out: dict = field(default_factory=dict)  # name -> why that tensor has no values here
-    optimizers: list = field(default_factory=list)  # a `HeldParams` an optimizer
+    extra: dict = field(default_factory=dict)  # numbers and strings other than tensors, such as the step
+    left_out: dict = field(default_factory=dict)  # name -> why the tensor cannot be read
+    optimizers: list = field(default_factory=list)  # one `HeldParams` per optimizer
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self.tensors:
@@ -209,8 +209,8 @@ class Checkpoint(Mapping):
 
     def state_dict(
         self,
-        prefix: str = "",  # only names that begin so; it is taken off
+        prefix: str = "",  # prefix of the names, which is removed
     ) -> dict:  # name -> tensor
-        "Read the tensors whose names begin with `prefix`."
+        "Reads the tensors whose names begin with `prefix`."
         chosen = (name for name in self.tensors if name.startswith(prefix))
         return {name[len(prefix) :]: self.tensors[name].load() for name in chosen}

@@ -27,10 +27,10 @@ def _rounded(value: Any) -> Any:
 
 # %% ../../nbs/api/mcp/01_answers.ipynb #90a51de1
 def answer(
-    values: dict,  # what a tool gives
-    tool: str,  # the tool that would tell more
-    **arguments: Any,  # with which it can be called
-) -> dict:  # the same as plain data, `cut` where lists were shortened, and `next`
+    values: dict,  # result of a tool
+    tool: str,  # tool to call next
+    **arguments: Any,  # its arguments
+) -> dict:  # plain data, with `cut` if lists were shortened, and `next`
     "An answer that is small enough, with the next call."
     small = _rounded(plain(values))
     cut: dict[str, int] = {}

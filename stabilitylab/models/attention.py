@@ -27,12 +27,12 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     | None = None,  # added to the logits, broadcast to (batch, head, queries, keys); -inf hides
     causal: bool = False,  # hide keys after the query
     scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
-    inside: bool = False,  # scale q and k by its root before the product (more room in fp16)
+    inside: bool = False,  # scale q and k by its square root before the product (more range in fp16)
     cap: float | None = None,  # soft-cap of the logits; None: none
     sink: torch.Tensor | None = None,  # (head,) logit of a column without a value; None: none
     extra: tuple | None = None,  # (key, value), each (head, head_dim): one more position that all see
     weights: str = "softmax",  # of the logits: softmax, sigmoid or softpick
-    dropout: float = 0.0,  # share of weights set to 0
+    dropout: float = 0.0,  # fraction of weights set to 0
 ) -> torch.Tensor:  # (batch, head, queries, head_dim)
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
     if not (inside or cap is not None or sink is not None or extra is not None or weights != "softmax"):
@@ -68,12 +68,12 @@ def attention_logits(
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
     bias: torch.Tensor | None = None,  # added after capping; -inf hides
-    causal: bool = False,  # hide keys behind the query
+    causal: bool = False,  # hide keys after the query
     scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
-    inside: bool = False,  # scale q and k by its root before the product
+    inside: bool = False,  # scale q and k by its square root before the product
     cap: float | None = None,  # soft-cap; None: none
 ) -> torch.Tensor:  # (batch, head, queries, keys); -inf where hidden
-    "The logits that the softmax sees."
+    "The attention logits that enter the softmax."
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     root = math.sqrt(scale)
     z = (q * root) @ (k * root).transpose(-1, -2) if inside else (q @ k.transpose(-1, -2)) * scale
@@ -177,7 +177,7 @@ class Attention(_AttentionParts):
         memory: torch.Tensor | None = None,  # (batch, keys, width) what is attended to; None: `x`
         valid: torch.Tensor | None = None,  # (batch, keys) bool, False for padding; None: all count
     ) -> torch.Tensor:  # (batch, seq, d_model)
-        "What the heads read, gated and projected back."
+        "The heads' outputs, gated and projected to the model's width."
         source = x if memory is None else memory
         q, k, v = (
             self._heads(self.q_proj(x)),

@@ -49,21 +49,21 @@ class ModelConfig(_Shape):
     "Shape and switches of a model."
 
     norm: str = "ln"  # 'ln', 'rms' or 'none'
-    norm_place: str = "pre"  # where the norms stand: 'pre', 'post', 'b2t', 'peri', 'after' or 'rezero'
-    qk_norm: str = "none"  # of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
-    positions: str = "learned"  # how a token learns its place: one of `CHOICES['positions']`
+    norm_place: str = "pre"  # placement of the norms: 'pre', 'post', 'b2t', 'peri', 'after' or 'rezero'
+    qk_norm: str = "none"  # norm of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
+    positions: str = "learned"  # position encoding: one of `CHOICES['positions']`
     decoder_positions: str | None = None  # of a decoder that reads an encoder; None: as `positions`
-    also_learned: bool = False  # learned absolute positions beside whatever `positions` says
+    also_learned: bool = False  # learned absolute positions in addition to `positions`
     activation: str = "gelu"  # of the MLP; 'geglu' and 'swiglu' are gated
     act_module: bool = True  # the activation is a module, which hooks and fixes reach; False: a function
     bias: bool = False  # of linear layers and LayerNorms
     init: str = "normal"  # rule for the standard deviation at the start, see `models.init`
     init_std: float = 0.02  # of matrices under the rule 'normal', > 0
     init_factor: float = 1.0  # multiplies the standard deviation of every rule, > 0
-    truncated: bool = True  # draw matrices again beyond 3 standard deviations
-    residual_init: bool = False  # divide what writes to the residual stream by sqrt(2 n_layer)
+    truncated: bool = True  # redraw entries beyond 3 standard deviations
+    residual_init: bool = False  # divide the std of residual projections by sqrt(2 n_layer)
     base_width: int = 128  # width at which 'mup' agrees with 'fan_in'
-    tied: bool = False  # the head shares the embedding's weights
+    tied: bool = False  # whether the output layer shares the embedding's weights
     embed_norm: bool = False  # a LayerNorm right after the embedding (BLOOM)
     embed_scale: bool = False  # multiply embeddings by sqrt(d_model)
     cap: float | None = None  # soft-cap of attention logits, such as 50 (Gemma 2); None: none
@@ -94,7 +94,7 @@ class ModelConfig(_Shape):
         return self.activation in ("geglu", "swiglu")
 
     @property
-    def inner(self) -> int:  # `d_ff`, or the default that it stands for
+    def inner(self) -> int:  # `d_ff`, or its default
         "Width inside the MLP."
         default = 8 * self.d_model // 3 if self.is_gated else 4 * self.d_model
         return default if self.d_ff is None else self.d_ff

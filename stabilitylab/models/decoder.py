@@ -123,7 +123,7 @@ class Embedder(nn.Module):
         self,
         tokens: torch.Tensor,  # (batch, seq) int64 in [0, vocab)
     ) -> torch.Tensor:  # (batch, seq, d_model)
-        "What the first block sees."
+        "The input of the first block."
         if tokens.shape[1] > self.seq:
             raise bad_input("tokens", tuple(tokens.shape), f"at most seq={self.seq} columns")
         x = self.embed(tokens)

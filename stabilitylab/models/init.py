@@ -21,9 +21,9 @@ def init_std(
     config: ModelConfig,  # rule, width and depth
     fan_in: int,  # inputs of the matrix
     writes: bool = False,  # whether its output is added to the residual stream
-    is_head: bool = False,  # whether it makes the output logits
+    is_head: bool = False,  # whether it is the output layer
 ) -> float:  # standard deviation, > 0
-    "How wide a matrix starts under the rule of the configuration."
+    "The initial standard deviation of a matrix under the rule of the configuration."
     rules = {
         "normal": config.init_std,
         "two_fifths": math.sqrt(2 / (5 * config.d_model)),
@@ -37,7 +37,7 @@ def init_std(
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module,  # of this room; filled in place, in the order of its modules
+    model: nn.Module,  # model of this package; changed in place, in the order of its modules
     config: ModelConfig,  # rule, width and depth
 ) -> nn.Module:  # the same model
     "Draws every matrix and embedding anew and sets biases to 0; norms, gates and sinks stay."
@@ -58,10 +58,10 @@ def init_weights(
 
 # %% ../../nbs/api/models/13_init.ipynb #597716f8
 def mup_groups(
-    model: nn.Module,  # of this room, made with init='mup'
+    model: nn.Module,  # model of this package, made with init='mup'
     lr: float,  # rate at the base width
     base_width: int = 128,  # width at which nothing changes
-) -> list[dict]:  # parameter groups for an optimizer: matrices of each number of inputs, then the rest
+) -> list[dict]:  # parameter groups: matrices by number of inputs, then the rest
     "Parameter groups whose learning rates fall with the number of inputs of each matrix."
     groups: dict[float, list] = {}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -30,7 +30,7 @@ class L2Norm(nn.Module):
         self,
         x: torch.Tensor,  # (..., width)
     ) -> torch.Tensor:  # same shape, each vector of norm |factor|; a zero vector stays zero
-        "The vectors on one sphere."
+        "The normalised vectors, times the learned factor."
         return F.normalize(x.float(), dim=-1).to(x.dtype) * self.weight.to(x.dtype)
 
 
@@ -57,7 +57,7 @@ class WithMLP(nn.Module):
         self,
         config: ModelConfig,  # shape and switches
     ) -> None:
-        "Makes the layers of the MLP, as children of the block itself."
+        "Creates the layers of the MLP as children of the block."
         self.fc1 = nn.Linear(config.d_model, config.inner, bias=config.bias)
         self.fc2 = nn.Linear(config.inner, config.d_model, bias=config.bias)
         self.gate_proj = (
@@ -70,7 +70,7 @@ class WithMLP(nn.Module):
         self,
         x: torch.Tensor,  # (batch, seq, d_model)
     ) -> torch.Tensor:  # same shape
-        "What is added to the residual stream."
+        "The MLP's output, which is added to the residual stream."
         if self.gate_proj is None:
             return self.fc2(self.act(self.fc1(x)))
         return self.fc2(self.act(self.gate_proj(x)) * self.fc1(x))
@@ -102,10 +102,10 @@ def _alibi_slopes(
 
 
 def distances(
-    n_query: int,  # positions that ask
-    n_key: int,  # positions that are asked
+    n_query: int,  # number of queries
+    n_key: int,  # number of keys
 ) -> torch.Tensor:  # (n_query, n_key) int64, key minus query; the last query stands at the last key
-    "How far each key stands before (negative) or after each query."
+    "The distance of each key from each query: negative before the query, positive after it."
     query = torch.arange(n_key - n_query, n_key)
     return torch.arange(n_key)[None, :] - query[:, None]
 
@@ -114,9 +114,9 @@ def t5_buckets(
     distance: torch.Tensor,  # any shape, int64, key minus query
     both_ways: bool,  # True: half of the buckets for keys ahead
     n_bucket: int = 32,  # buckets in all
-    furthest: int = 128,  # distance from which on all share the last bucket
+    furthest: int = 128,  # distance from which all share the last bucket
 ) -> torch.Tensor:  # same shape, int64 in [0, n_bucket)
-    "The bucket of each distance: one each up to a quarter or half of them, then ever wider ones."
+    "The bucket of each distance: exact for small distances, then logarithmically wider."
     half = n_bucket // 2 if both_ways else n_bucket
     ahead = (distance > 0).long() * half if both_ways else torch.zeros_like(distance)
     far = distance.abs() if both_ways else (-distance).clamp(min=0)
@@ -129,7 +129,7 @@ def t5_buckets(
 # %% ../../nbs/api/models/11_parts.ipynb #675e1963
 def rotate(
     x: torch.Tensor,  # (batch, head, seq, head_dim), head_dim even
-    back: bool = False,  # turn the other way
+    back: bool = False,  # rotate in the opposite direction
 ) -> torch.Tensor:  # same shape and norms
     "Rotary positions (RoPE, base 10000), computed in float32."
     seq, width = x.shape[-2:]
@@ -142,7 +142,7 @@ def rotate(
 
 
 class RelativeBias(nn.Module):
-    "What positions add to the attention logits: T5's learned numbers or ALiBi's slopes."
+    "A relative position bias on the attention logits: T5's learned numbers or ALiBi's slopes."
 
     slopes: torch.Tensor
 
@@ -159,8 +159,8 @@ class RelativeBias(nn.Module):
 
     def forward(
         self,
-        n_query: int,  # positions that ask
-        n_key: int,  # positions that are asked
+        n_query: int,  # number of queries
+        n_key: int,  # number of keys
     ) -> torch.Tensor:  # (n_head, n_query, n_key)
         "The bias of every pair of positions."
         apart = distances(n_query, n_key).to(self.slopes.device)

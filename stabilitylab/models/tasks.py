@@ -25,7 +25,7 @@ class Task:
     name: str  # for tables
     vocab: int  # tokens
     seq: int  # longest sequence
-    make: Callable  # (generator, rows) -> dict of tensors
+    make: Callable  # (random generator, rows) -> dict of tensors
     batch: int = 16  # sequences a step
     seed: int = 0  # of everything
 
@@ -40,8 +40,8 @@ class Task:
 
 
 def model_loss(
-    model: torch.nn.Module,  # of this room
-    batch: dict,  # of a `Task` that fits it
+    model: torch.nn.Module,  # model of this package
+    batch: dict,  # batch of a `Task` that fits the model
 ) -> torch.Tensor:  # scalar, nats
     "The mean loss of a model over the tokens that count."
     return model(**batch)
@@ -58,9 +58,9 @@ def _shifted(rows: np.ndarray, counts: np.ndarray | None = None) -> dict:
 # %% ../../nbs/api/models/16_tasks.ipynb #00675065
 def text_task(
     seq: int = 128,  # targets a sequence
-    n_bytes: int = 1_000_000,  # of the library's sources
+    n_bytes: int = 1_000_000,  # bytes of the library's sources
     batch: int = 16,  # sequences a step
-    seed: int = 0,  # of the places
+    seed: int = 0,  # seed of the window positions
 ) -> Task:  # vocabulary 128
     "Next byte of the sources of Python's standard library."
     text = stdlib_bytes(n_bytes)
@@ -79,7 +79,7 @@ def copy_task(
     batch: int = 16,  # sequences a step
     seed: int = 0,  # of everything
 ) -> Task:  # sequences of 2*length + 1 tokens
-    "Say a row of random tokens once more."
+    "Repeat a row of random tokens after a separator."
 
     def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
         "Rows of random tokens, each said twice."
@@ -174,10 +174,10 @@ def draw(
 
 def picture_task(
     batch: int = 32,  # pictures a step
-    noise: float = 0.1,  # standard deviation of what is added to each pixel, >= 0
+    noise: float = 0.1,  # standard deviation of the noise on each pixel, >= 0
     seed: int = 0,  # of everything
 ) -> Task:  # pictures (batch, 3, 16, 16), captions of 6 words and their end, `label` in 0..8
-    "Say what is in a picture."
+    "Caption a picture."
 
     def make(rng: np.random.Generator, rows: int) -> dict:  # rows: of the batch
         "Pictures and their words."

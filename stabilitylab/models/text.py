@@ -15,7 +15,7 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/00_text.ipynb #4f28f22d
 def stdlib_bytes(
-    n: int = 2_000_000,  # how many bytes, > 0
+    n: int = 2_000_000,  # number of bytes, > 0
 ) -> np.ndarray:  # (n,) uint8, each below 128; files in alphabetical order
     "The first `n` ASCII bytes of the standard library's top-level sources."
     if n < 1:
@@ -32,10 +32,10 @@ def stdlib_bytes(
 # %% ../../nbs/api/models/00_text.ipynb #5fb86547
 def byte_batches(
     text: np.ndarray,  # (n,) uint8
-    n_steps: int,  # how many batches, > 0
-    batch: int = 16,  # sequences a batch
-    seq: int = 128,  # targets a sequence
-    seed: int = 0,  # of the positions; the same seed gives the same batches
+    n_steps: int,  # number of batches, > 0
+    batch: int = 16,  # sequences per batch
+    seq: int = 128,  # targets per sequence
+    seed: int = 0,  # seed of the window positions; the same seed gives the same batches
 ):  # yields `n_steps` pairs of int64 tensors (batch, seq): inputs and the bytes that follow them
     "Batches of random windows of the text."
     import torch

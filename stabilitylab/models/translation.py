@@ -21,7 +21,7 @@ class LayerMix(nn.Module):
     def __init__(
         self,
         n_layer: int,  # layers, without the embedding
-        free: bool = False,  # the weights are parameters; else the softmax of some
+        free: bool = False,  # True: the weights are free parameters; False: a softmax of parameters
     ):
         super().__init__()
         self.free = free
@@ -37,7 +37,7 @@ class LayerMix(nn.Module):
         return sum(w.to(x.dtype) * x for w, x in zip(weights, layers, strict=True))
 
     def weights(self) -> torch.Tensor:  # (n_layer + 1,) the embedding's first; of a mean positive with sum 1
-        "How much each layer counts."
+        "The weight of each layer in the mixture."
         return self.logits.float() if self.free else self.logits.float().softmax(dim=0)
 
 # %% ../../nbs/api/models/15_translation.ipynb #3306f42e
@@ -72,7 +72,7 @@ class TranslationModel(nn.Module):
         self,
         source: torch.Tensor,  # (batch, keys) int64; 0 is padding
     ) -> torch.Tensor:  # (batch, keys, d_model)
-        "What the decoder reads, its first layer where each has a mixture of its own."
+        "The decoder's input; its first layer's if each layer has its own mixture."
         return self._memories(source)[0]
 
     def _memories(self, source: torch.Tensor) -> list[torch.Tensor]:

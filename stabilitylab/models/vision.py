@@ -40,7 +40,7 @@ class PictureEncoder(nn.Module):
         self,
         pictures: torch.Tensor,  # (batch, 3, 16, 16)
     ) -> torch.Tensor:  # (batch, 16, d_model)
-        "One vector a patch."
+        "One vector per patch."
         x = self.patches(pictures).flatten(2).transpose(1, 2) + self.pos_embed.weight
         for block in self.blocks:
             x = block(x)
@@ -75,11 +75,11 @@ class GatedBlock(WithMLP):
 # %% ../../nbs/api/models/17_vision.ipynb #4a8d1f5b
 @cache
 def pretrained_parts(
-    d_model: int = 32,  # width of both
-    steps: int = 60,  # of training each, >= 0
-    seed: int = 0,  # of weights and data
+    d_model: int = 32,  # width of both parts
+    steps: int = 60,  # training steps of each part, >= 0
+    seed: int = 0,  # seed of weights and data
 ) -> tuple[dict, dict]:  # state dicts of a `LanguageModel` and a `PictureEncoder`; do not change them
-    "Weights of a language model of captions and of a picture encoder, trained shortly."
+    "Weights of a language model of captions and of a picture encoder, trained briefly."
     task = picture_task(seed=seed + 1)
     # cached, so that a second call draws nothing: the caller's random state must not tell the two apart
     with torch.random.fork_rng(devices=[]):
@@ -120,10 +120,10 @@ class VisionLanguageModel(nn.Module):
         self,
         config: ModelConfig
         | None = None,  # switches of the new layers; its width is that of the parts; None: the parts' own
-        gate: float = 0.0,  # start of the gates
-        pretrain_steps: int = 60,  # of each part
+        gate: float = 0.0,  # initial value of the gates
+        pretrain_steps: int = 60,  # training steps of each part
         seed: int = 0,  # of the parts
-        pretrained_first: bool = False,  # a pretrained layer stands right behind the embedding, not a new one
+        pretrained_first: bool = False,  # a pre-trained layer follows the embedding, not a new one
     ):
         super().__init__()
         config = config or part_config()

@@ -101,8 +101,8 @@ def plot_heads(
     *,
     ax: Axes | None = None,  # where to draw; None: a new figure
     log: bool = False,  # colours on a logarithmic scale
-    limits: tuple[float, float] | None = None,  # ends of the colours; None: those of the finite values
-    mark: tuple[int, int] | None = None,  # (layer, head) that is framed
+    limits: tuple[float, float] | None = None,  # range of the colour scale; None: that of the finite values
+    mark: tuple[int, int] | None = None,  # (layer, head) to frame
     **image_kw: Any,  # for imshow
 ) -> Axes:  # the axes
     "A map of one statistic over layers and heads at one step; values that are not finite are crossed out."
@@ -160,10 +160,10 @@ def plot_sinks(
     data: xr.Dataset,  # /attention with sink_score and sink_uniform
     *,
     ax: Axes | None = None,  # where to draw; None: a new figure
-    epsilon: float = 0.3,  # the level that is drawn
+    epsilon: float = 0.3,  # threshold to draw
     **line_kw: Any,  # for every line
 ) -> Axes:  # the axes
-    "Largest mean attention weight on one position, for every head over steps, beside uniform attention."
+    "Largest mean attention weight on one position, for every head over steps, with uniform attention."
     ax, labelled = _axes(ax), set()
     for layer in range(data.sizes["layer"]):
         role = str(data.role.values[layer])
@@ -186,10 +186,10 @@ def plot_entropy_against_logit(
     data: xr.Dataset,  # /attention with attn_logit_max and attn_entropy_rel
     *,
     ax: Axes | None = None,  # where to draw; None: a new figure
-    level: float = 100.0,  # the alarm that is drawn
+    level: float = 100.0,  # warning level to draw
     **scatter_kw: Any,  # for the points
 ) -> Axes:  # the axes
-    "Every head at every step: where logits grow, rows sharpen."
+    "Entropy against the largest logit, for every head at every step."
     ax = _axes(ax)
     logit, entropy = data.attn_logit_max, data.attn_entropy_rel
     step = xr.broadcast(data.step, logit)[0].transpose(*logit.dims)
@@ -208,12 +208,12 @@ def plot_entropy_against_logit(
 def plot_weights(
     weights: xr.DataArray,  # from `head_weights`; dims (query, key)
     *,
-    tokens: list[str] | None = None,  # words at the keys; None: their numbers
-    query_tokens: list[str] | None = None,  # words at the queries; None: `tokens` where there are as many
+    tokens: list[str] | None = None,  # labels of the keys; None: their positions
+    query_tokens: list[str] | None = None,  # labels of the queries; None: `tokens` if there are as many
     ax: Axes | None = None,  # where to draw; None: a new figure
     **image_kw: Any,  # for imshow
 ) -> Axes:  # the axes
-    "The attention picture of one head, a row for each query."
+    "The attention weights of one head, one row per query."
     ax = _axes(ax)
     n_query, n_key = weights.sizes["query"], weights.sizes["key"]
     options: dict[str, Any] = {
@@ -249,7 +249,7 @@ def plot_massive(
     median: xr.DataArray,  # the median magnitude of each layer; dims (layer,)
     *,
     ax: Axes | None = None,  # where to draw; None: a new figure
-    ratio: float = 1000.0,  # times the median from which a value is massive
+    ratio: float = 1000.0,  # multiple of the median above which a value is massive
     **line_kw: Any,  # for the lines of the largest
 ) -> Axes:  # the axes
     "The largest magnitudes of the residual stream by depth, its median, and the threshold of a massive one."

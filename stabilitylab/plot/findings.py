@@ -84,8 +84,8 @@ def flags_of(
     findings: Findings,  # of one run
     low: float,  # first step of the axes
     high: float,  # last step of the axes
-) -> list[list[int]]:  # numbers, as in the list of findings
-    "The findings that share a flag, those outside the axes left out."
+) -> list[list[int]]:  # numbers of the findings on each flag, as in the list of findings
+    "The findings within the axes, grouped by shared flags."
     onsets = {number: f.onset for number, f in enumerate(findings, 1) if f.onset is not None}
     inside = {number: onset for number, onset in onsets.items() if low <= onset <= high}
     return _flag_groups({number: (onset - low) / (high - low) for number, onset in inside.items()})
@@ -142,8 +142,8 @@ _PANELS = (
 
 def panels_of(
     run: xr.DataTree,  # a record
-    findings: Findings | None = None,  # series that findings name come in too
-    n_below: int = 3,  # panels below the loss
+    findings: Findings | None = None,  # findings whose series are included
+    n_below: int = 3,  # number of panels below the loss
 ) -> list[str]:  # names of series, the loss first
     "The series that a figure of this run shows."
     names = series_names(run["scalars"].to_dataset())
@@ -168,11 +168,11 @@ def plot_findings(
     *,
     axes: list[Axes] | None = None,  # one for each panel; None: a new figure
     names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
-    log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
+    log: bool | None = None,  # logarithmic y-axis of the first; None: if it spans a factor of 20
     width: float = 9,  # of a new figure, inches
-    n_below: int = 3,  # panels below the loss
-    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
-) -> list[Axes]:  # the loss first
+    n_below: int = 3,  # number of panels below the loss
+    bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
+) -> list[Axes]:  # axes of the panels, the loss first
     "The loss curve with its findings marked, above the other series on the same steps."
     names = panels_of(run, findings, n_below) if names is None else names
     if not names:

@@ -35,7 +35,7 @@ _FACTOR = 20  # span from which colours are logarithmic; our convention, as for 
 
 def head_names(
     data: xr.Dataset,  # the `/attention` group
-) -> list[str]:  # a name a row of the map, layer by layer
+) -> list[str]:  # one name per row of the map, layer by layer
     "Names of the rows of the map."
     layers = data.module.values if "module" in data.coords else data.layer.values
     return [f"{layer}, head {head}" for layer in layers for head in data["head"].values]
@@ -44,8 +44,8 @@ def head_names(
 def thin_steps(
     da: xr.DataArray,  # dims (step, …)
     columns: int = _COLUMNS,  # steps at the most
-) -> xr.DataArray:  # the largest of each stretch; NaN where it has no number
-    "A statistic reduced to the columns of a picture; each keeps the largest value of its steps."
+) -> xr.DataArray:  # largest value of each stretch; NaN if all are NaN
+    "A statistic downsampled to the columns of a picture, each the largest value of its steps."
     da = da.transpose("step", ...)
     if da.sizes["step"] <= columns:
         return da
@@ -90,10 +90,10 @@ def head_map(
     da: xr.DataArray,  # a statistic; dims (step, layer, head)
     x_range: tuple | None = None,  # first and last step; None: all
     dark: bool = False,  # for a dark page
-    marked: int | None = None,  # row that is marked, layer by layer
+    marked: int | None = None,  # row to mark, counted layer by layer
     width: float = 7.5,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; y counts rows from the top
-    "Every head over the steps."
+    "A heat map of every head over the steps."
     if x_range is not None:
         da = da.isel(step=np.flatnonzero((da.step.values >= x_range[0]) & (da.step.values <= x_range[1])))
     if not da.size:
@@ -187,7 +187,7 @@ _VIEWS = {  # name -> (words, what draws it, variables of /attention that it nee
 def extra_views(
     run: xr.DataTree,  # a record
 ) -> list[tuple[str, str]]:  # (words, name of `_VIEWS`), those that the record can show
-    "The further views that a record allows."
+    "The additional plots that a record allows."
     data = attention_of(run)
     present = set(data.data_vars) if data is not None else set()
     names = [name for name, (_, _, needs) in _VIEWS.items() if needs and set(needs) <= present]
@@ -198,10 +198,10 @@ def extra_views(
 def extra_view_picture(
     run: xr.DataTree,  # a record that allows it
     name: str,  # of `_VIEWS`
-    at: float,  # step that is marked, or near which
+    at: float,  # step to mark, or to draw the nearest record of
     dark: bool = False,  # for a dark page
 ) -> bytes:  # PNG
-    "One of the further views."
+    "One of the additional plots."
     if name not in _VIEWS:
         raise bad_input("name", name, ", ".join(_VIEWS))
     with theme(dark, 9):
@@ -246,10 +246,10 @@ def _spread(tokens: list[str]) -> list[str] | None:
 
 
 def weights_picture(
-    head: dict,  # from `recorded_head`, as JSON has it: weights, module, head and, where known, tokens
+    head: dict,  # JSON of `recorded_head`: weights, module, head and, if known, tokens
     dark: bool = False,  # for a dark page
 ) -> bytes:  # PNG
-    "The attention picture of one head."
+    "The attention weights of one head as a picture."
     table = np.array(head["weights"], float)
     attrs = {"module": head["module"], "head": head["head"], "long_name": "attention weight", "units": "1"}
     da = xr.DataArray(table, dims=("query", "key"), attrs=attrs)

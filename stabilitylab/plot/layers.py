@@ -102,11 +102,11 @@ def plot_layers(
     da: xr.DataArray,  # any statistic; dims `(step, module)` or `(step, param)`, >= 0
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
-    bar: Axes | None = None,  # where the colour bar goes; None: beside the axes
-    columns: int = 1200,  # thinning: columns that keep the largest value of their steps
+    bar: Axes | None = None,  # axes of the colour bar; None: next to `ax`
+    columns: int = 1200,  # downsampling: number of columns, each the largest value of its steps
     cmap: str = "viridis",  # colour map
-    n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite; tells NaN from absent
-) -> Axes:  # with a row a module, in steps, and a colour bar
+    n_nonfinite: xr.DataArray | None = None,  # same dims: non-finite entries; tells NaN from missing
+) -> Axes:  # the axes, one row per module, with a colour bar
     "A heat map of a statistic with logarithmic colours, modules over steps."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
     row = next(dim for dim in da.dims if dim != "step")
@@ -165,7 +165,7 @@ class LayerMap:
         marks: Sequence[tuple] = (),  # findings as (step, row), or (step, row, number)
         n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite
     ) -> tuple[dict, list[dict]]:  # the sheet, and the panels of map and colour bar; ({}, []) for nothing
-        "The heat map as data from which a page draws it and reads its values; y counts rows from the top."
+        "The heat map as a scene with its values; y counts rows from the top."
         table = self._magnitudes(da, n_nonfinite)
         if x_range:
             table = table.isel(step=_steps_within(table.step.values, *x_range))
@@ -322,10 +322,10 @@ _COLUMNS = 450  # parts of a history that keep their extremes, about one a pixel
 def module_picture(
     history: xr.DataArray,  # dims (step,): the statistic of one module
     exponents: np.ndarray | None = None,  # counts of 256 binades; None where none were recorded
-    at: float | None = None,  # step that is marked
+    at: float | None = None,  # step to mark
     dark: bool = False,  # for a dark page
 ) -> bytes:  # PNG
-    "The history of a module beside the exponents of its values."
+    "The history of one module next to the exponents of its values."
     with theme(dark, 8):
         figure = new_figure(9, 2.1, dpi=110)
         margins = {"left": 0.06, "right": 0.99, "bottom": 0.2, "top": 0.88, "wspace": 0.17}

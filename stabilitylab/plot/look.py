@@ -62,7 +62,7 @@ def _clock(scalars: xr.Dataset) -> np.ndarray | None:
 
 def x_axes(
     scalars: xr.Dataset,  # the group of a record
-) -> list[str]:  # 'step' first, then those of tokens, epoch and time that the run has
+) -> list[str]:  # 'step' first, then 'tokens', 'epoch' and 'time' as far as the run has them
     "The quantities that a run can be plotted against."
     names = ["step"]
     for name in _X_SERIES:
@@ -75,8 +75,8 @@ def x_axes(
 def x_values(
     scalars: xr.Dataset,  # the group of a record
     name: str,  # of `x_axes`
-) -> tuple[np.ndarray, np.ndarray, str]:  # steps, ascending; values there, never falling; what they count
-    "The quantity of the x-axis at each step; of a repeated step the value of its last segment."
+) -> tuple[np.ndarray, np.ndarray, str]:  # steps, ascending; values, non-decreasing; their name
+    "The quantity of the x-axis at each step; for a repeated step, that of its last segment."
     clock = _clock(scalars) if name == "time" else None
     values = scalars[name].values.astype(float) if clock is None else clock
     # reversed: `unique` keeps the first of equal steps, and the last segment is the one that survived
@@ -106,7 +106,7 @@ def _relabel(ax: Axes, scalars: xr.Dataset, name: str) -> None:
 # %% ../../nbs/api/plot/08_look.ipynb #5968392e
 @dataclass(frozen=True)
 class Look:
-    "How the curves of a run are shown: smoothing, x-axis, range, hidden series."
+    "Display options for the curves of a run: smoothing, x-axis, range, hidden series."
 
     smooth: int = 0  # records of the moving mean; 0 or 1: none
     along: str = "step"  # one of `x_axes`
@@ -133,9 +133,9 @@ class Look:
     def counted(
         self,
         scalars: xr.Dataset,  # the group of a record
-        limit: int = 2000,  # points at which it is given
-    ) -> dict:  # label, and xy: float64 bytes, all steps and then what is counted there; {} along the steps
-        "The quantity of the x-axis, so that a page shows it beside the step."
+        limit: int = 2000,  # most points
+    ) -> dict:  # label, and xy: float64 bytes, all steps, then all values; {} if the axis counts steps
+        "The quantity of the x-axis, which a page shows next to the step."
         if self.along == "step" or self.along not in x_axes(scalars):
             return {}
         step, values, axis_label = x_values(scalars, self.along)
@@ -147,9 +147,9 @@ class Look:
         axes: Sequence[Axes],  # with the panels drawn, the steps of the last one labelled
         scalars: xr.Dataset,  # what was drawn
         names: Sequence[str],  # of the panels
-        bins: int = 600,  # thinning: parts of the x-axis that keep their extremes
+        bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     ) -> None:
-        "Applies the view to drawn panels."
+        "Applies the options to drawn panels."
         if self.smooth > 1:
             for ax, name in zip(axes, names, strict=True):
                 _smooth(ax, scalars[name], self.smooth, bins)

@@ -140,7 +140,7 @@ def plot_series(
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: where the series spans a factor of 20
-    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+    bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
     name: str | None = None,  # words for the legend; None: the log's own name
     **line_kw: Any,  # options of `Axes.plot`
 ) -> Axes:  # the axes
@@ -168,8 +168,8 @@ def plot_loss(
     val: xr.DataArray | None = None,  # the validation loss, drawn over it
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
-    log: bool | None = None,  # logarithmic y-axis; None: where the loss spans a factor of 20
-    bins: int = 1200,  # thinning: parts of the x-axis that keep their extremes
+    log: bool | None = None,  # logarithmic y-axis; None: if the loss spans a factor of 20
+    bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
     **line_kw: Any,  # options of `Axes.plot` for the training loss
 ) -> Axes:  # the axes, with a legend
     "The loss curve of a run with restarts, abandoned attempts and non-finite values."

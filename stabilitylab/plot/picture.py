@@ -31,7 +31,7 @@ def in_range(
     run: xr.DataTree,  # a record
     x_range: tuple | None,  # None: all steps; else the first and the last one to keep
 ) -> xr.DataTree:  # a record of these steps
-    "The part of a run between two steps; thinned by itself it keeps the extremes in view."
+    "The part of a run between two steps, so that downsampling keeps the extremes in view."
     if x_range is None or "scalars" not in run.children:
         return run
     scalars = run["scalars"].to_dataset()
@@ -50,7 +50,7 @@ def in_range(
 def panel_of(
     ax: Axes,  # drawn
 ) -> dict:  # left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log
-    "Bounds of axes, in fractions of the picture and in data."
+    "The bounds of axes, as fractions of the picture and in data coordinates."
     box, (x0, x1), (y0, y1) = ax.get_position(), ax.get_xlim(), ax.get_ylim()
     return {
         "left": float(box.x0),
@@ -68,7 +68,7 @@ def panel_of(
 def drawn_series(
     ax: Axes,  # drawn by `plot_series`
 ) -> list[dict]:  # name, label, colour, broken, and xy: float64 bytes, all steps and then all values
-    "The points of every line of a series, from which a page reads values under the pointer."
+    "The drawn points of every series, from which a page reads the values under the pointer."
     lines_of: dict[str, list[Line2D]] = {}
     for line in ax.lines:
         name = str(line.get_gid() or "")
@@ -94,7 +94,7 @@ def _joined(name: str, lines: list[Line2D]) -> dict:
 def new_figure(
     width: float,  # inches
     height: float,  # inches
-    dpi: int = 120,  # dots an inch
+    dpi: int = 120,  # dots per inch
 ) -> Figure:  # without pyplot and without a layout engine, which takes as long as the drawing
     "An empty figure whose axes are placed by hand."
     figure = Figure((width, height), dpi=dpi)
@@ -104,9 +104,9 @@ def new_figure(
 # %% ../../nbs/api/plot/06_picture.ipynb #9af4e304
 def figure_png(
     figure: FigureBase,  # made without pyplot
-    sharp: int = 1,  # pixels along a dot of the figure: 2 where the page shows it at a width of its own
-) -> bytes:  # PNG, lightly compressed: time matters more than size between kernel and page
-    "A figure as a file, drawn once."
+    sharp: int = 1,  # resolution factor: 2 if the page scales the picture
+) -> bytes:  # PNG, lightly compressed, because speed matters more than size between kernel and page
+    "A figure as PNG bytes."
     assert isinstance(figure, Figure)
     dots = figure.dpi
     figure.set_dpi(sharp * dots)
@@ -122,18 +122,18 @@ def figure_png(
 def scene_of(
     axes: list[Axes],  # drawn, all on one figure
 ) -> tuple[dict, list[dict]]:  # the sheet, and the panels with their `drawn_series` and `drawn_marks`
-    "A figure as data from which a page draws it."
+    "A figure as a scene that a browser draws."
     panels = [panel_of(ax) | {"series": drawn_series(ax)} | drawn_marks(ax) for ax in axes]
     return sheet_of(axes[0].figure), panels
 
 # %% ../../nbs/api/plot/06_picture.ipynb #ff2b82c5
 class RunPicture:
-    "Draws a run again and again on the same axes, which is twice as fast as on new ones."
+    "Redraws a run on the same axes, which is twice as fast as on new ones."
 
     def __init__(
         self,
         width: float = 7.5,  # inches
-        dpi: int = 120,  # dots an inch
+        dpi: int = 120,  # dots per inch
     ):
         self.width, self.dpi = width, dpi
         self._key: tuple | None = None  # number of panels, their scales, ground, x-axis: what the axes fit
@@ -168,12 +168,12 @@ class RunPicture:
     def __call__(
         self,
         run: xr.DataTree,  # a record
-        findings: Findings,  # what to mark, numbered from 1 whatever part of them is in view
+        findings: Findings,  # findings to mark, numbered from 1 even if only some are in view
         x_range: tuple | None = None,  # first and last step to show; None: all
         names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
         log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
         dark: bool = False,  # for a dark page
-        look: Look | None = None,  # smoothing, what the axis counts, a range of values; None: plain
+        look: Look | None = None,  # smoothing, x-axis, range of values; None: defaults
     ) -> tuple[bytes, list[dict]]:  # as `run_picture`; a panel has its `drawn_series` too
         "The picture, and where each panel lies."
         with theme(dark):
@@ -185,16 +185,16 @@ class RunPicture:
     def scene(
         self,
         run: xr.DataTree,  # a record
-        findings: Findings,  # what to mark, numbered from 1 whatever part of them is in view
+        findings: Findings,  # findings to mark, numbered from 1 even if only some are in view
         x_range: tuple | None = None,  # first and last step to show; None: all
         names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
         log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
         dark: bool = False,  # for a dark page
-        look: Look | None = None,  # smoothing, what the axis counts, a range of values; None: plain
+        look: Look | None = None,  # smoothing, x-axis, range of values; None: defaults
     ) -> tuple[
         dict, list[dict]
     ]:  # the sheet, and the panels with their `drawn_marks` too; ({}, []) for nothing
-        "The same picture as data from which a page draws it."
+        "The picture as a scene that a browser draws."
         with theme(dark):
             axes = self._drawn(run, findings, x_range, names, log, dark, look or Look())
             if not axes:
@@ -239,8 +239,8 @@ def run_picture(
     findings: Findings,  # what to mark
     x_range: tuple | None = None,  # first and last step to show; None: all
     width: float = 7.5,  # inches
-    dpi: int = 120,  # dots an inch
+    dpi: int = 120,  # dots per inch
     **options: Any,  # names, log, dark of `RunPicture`
-) -> tuple[bytes, list[dict]]:  # PNG bytes, and a dict a panel as `panel_of` gives it
-    "The findings plot as bytes, with the place of each panel."
+) -> tuple[bytes, list[dict]]:  # PNG bytes, and one dict per panel from `panel_of`
+    "The findings plot as PNG bytes, with the position of each panel."
     return RunPicture(width, dpi)(run, findings, x_range, **options)

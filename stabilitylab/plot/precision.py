@@ -29,13 +29,13 @@ def _plot_expected(ax: Axes, step: np.ndarray, debiased: tuple) -> None:
 def plot_lattice(
     step: np.ndarray,  # steps, (n,)
     values: np.ndarray,  # the series as it was logged, (n,)
-    spacing: float = float("nan"),  # of the grid at the last value; NaN: none
+    spacing: float = float("nan"),  # spacing of the grid at the last value; NaN: no grid
     debiased: tuple | None = None,  # start, mean, sd and bias from `debias`, (window,) each; None: not drawn
     *,
     name: str = "loss",  # of the series
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
-    "A logged series, the lines of the grid that it lies on, and the expected value behind it."
+    "A logged series, its rounding grid, and the estimated value before rounding."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     finite = np.where(np.isfinite(values), values, np.nan)
     ax.plot(step, finite, ".", markersize=2.5, color=colour(name, ax), label="as logged")
@@ -59,7 +59,7 @@ def plot_scaling(
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
-    "The largest |q·k| of every layer against the range, scaled after and before the product."
+    "The largest |q·k| of every layer against the range of a format, scaled after and before the product."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     dims = np.array([8, 512])
     ax.plot(dims, [limit] * 2, color=colour("error", ax))
@@ -100,7 +100,7 @@ def plot_token_weights(
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
-    "How much a token of each sequence counts, in multiples of what it should."
+    "The weight of a token in each sequence, relative to its weight under the token mean."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     ax.axhline(1, color=colour("faint", ax), linewidth=0.9, linestyle=(0, (3, 3)))
     ratio = np.divide(weights, true, out=np.full(len(true), np.nan), where=np.asarray(true) > 0)

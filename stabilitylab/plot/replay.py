@@ -33,10 +33,10 @@ def _write_cells(ax: Axes, values: np.ndarray, norm: LogNorm | None) -> None:
 def plot_swap(
     table: xr.Dataset,  # from `swap_test`; dims (state, batch)
     *,
-    name: str = "grad_norm",  # variable that is drawn
+    name: str = "grad_norm",  # variable to draw
     ax: Axes | None = None,  # where to draw; None: new axes
 ) -> Axes:  # the axes
-    "States against batches: a column is a bad batch, a row a bad state, one cell the combination."
+    "Heat map of states against batches: a bright column is a bad batch, a row a bad state, one cell both."
     ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
     values = table[name].values
     # NaN has no colour, and the number itself stands in the cell
@@ -95,12 +95,12 @@ def plot_precision(
 # %% ../../nbs/api/plot/30_replay.ipynb #7f5735d0
 def step_picture(
     run: xr.DataTree,  # a record
-    steps: list[int],  # steps that can be chosen
-    step: int | None = None,  # the chosen one; None: none is marked
+    steps: list[int],  # steps that can be replayed
+    step: int | None = None,  # selected step; None: none
     dark: bool = False,  # for a dark page
     width: float = 7.5,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `run_picture` gives them
-    "The loss over the steps that can be replayed, with the chosen one marked."
+    "The loss over the replayable steps, with the selected step marked."
     loss = series(run, "loss") if "loss" in run["scalars"] else None
     with theme(dark, 8):
         figure = new_figure(width, 1.9)
@@ -122,8 +122,8 @@ def replay_png(
     dark: bool = False,  # for a dark page
     size: tuple = (6, 2.4),  # inches
     **options: Any,  # of the plot
-) -> bytes:  # PNG, twice 110 pixels an inch
-    "One of these plots as a picture for a page."
+) -> bytes:  # PNG at 220 pixels per inch
+    "One of these plots as PNG."
     with theme(dark, 8):
         figure = Figure(size, dpi=110, layout="constrained")
         plot(table, ax=figure.add_subplot(), **options)

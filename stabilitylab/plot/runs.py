@@ -31,13 +31,13 @@ def plot_runs(
     curves: dict[str, xr.DataArray],  # name of a run -> one of its series
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
-    log: bool | None = None,  # logarithmic y-axis; None: where the first curve spans a factor of 20
-    bins: int = 600,  # thinning: parts of the x-axis that keep their extremes
+    log: bool | None = None,  # logarithmic y-axis; None: if the first curve spans a factor of 20
+    bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
-    order: Sequence[str] = (),  # runs whose curves lie above the others, the topmost first
-    smooth: int = 0,  # records of a moving mean over the curve, which pales; 0: none
+    order: Sequence[str] = (),  # runs whose curves are drawn on top, the topmost first
+    smooth: int = 0,  # records of a moving mean, drawn over the pale raw curve; 0: none
 ) -> Axes:  # the axes, with a legend
-    "One curve a run."
+    "One curve per run on shared axes."
     ax = ax or plt.subplots(figsize=(6, 3))[1]
     for i, (name, da) in enumerate(curves.items()):
         if name in hidden:
@@ -92,13 +92,13 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
     *,
     ax: Axes | None = None,  # where to draw; None: new axes
     hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
-    order: Sequence[str] = (),  # runs whose curves lie above the others, the topmost first
+    order: Sequence[str] = (),  # runs whose curves are drawn on top, the topmost first
     metric: str = "",  # series that is drawn; '': each run's training loss
-    log: bool | None = None,  # logarithmic y-axis; None: where the first curve spans a factor of 20
+    log: bool | None = None,  # logarithmic y-axis; None: if the first curve spans a factor of 20
     smooth: int = 0,  # records of a moving mean over each curve; 0: none
     along: str = "step",  # what the x-axis counts: 'step', 'tokens', 'epoch' or 'time'
-) -> Axes:  # the axes; nothing on them where no run has a loss
-    "One series of several runs over each other, the training losses unless another is named."
+) -> Axes:  # the axes; empty if no run has the series
+    "One series of several runs overlaid, by default the training loss."
     parts = {name: in_range(run, x_range) for name, run in runs.items()}
     names = {name: metric if metric in metrics_of([part]) else "" for name, part in parts.items()}
     drawn = names if metric else {name: loss_name(part) for name, part in parts.items()}
@@ -117,7 +117,7 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
 def metrics_of(
     runs: Iterable[xr.DataTree],  # records
 ) -> list[str]:  # in the order of the runs
-    "The series that any of several runs has."
+    "The names of all series in several runs."
     groups = [run["scalars"].to_dataset() for run in runs if "scalars" in run.children]
     return list(dict.fromkeys(name for scalars in groups for name in series_names(scalars)))
 
@@ -128,7 +128,7 @@ def runs_scene(
     dark: bool = False,  # for a dark page
     **look: Any,  # of `plot_losses`
 ) -> tuple[dict, list[dict]]:  # the sheet and the panel, as `RunPicture.scene`; ({}, []) for nothing
-    "A series of several runs as a page draws them, without a legend."
+    "The plot of `plot_losses` as a scene that a browser draws, without a legend."
     with theme(dark, 9):
         figure = new_figure(_WIDTH, 3.6)
         ax = figure.add_axes((0.55 / _WIDTH, 0.13, 1 - 0.7 / _WIDTH, 0.82))

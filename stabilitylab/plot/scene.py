@@ -125,9 +125,9 @@ def _heading(ax: Axes) -> dict:
 
 # %% ../../nbs/api/plot/09_scene.ipynb #994eb113
 def drawn_marks(
-    ax: Axes,  # drawn by a function of this room
-) -> dict:  # lines, bands, words, ticks, keys of the legend, heading and names of both axes, and the colours
-    "What stands on axes, as a page draws it."
+    ax: Axes,  # drawn by a function of `stabilitylab.plot`
+) -> dict:  # lines, bands, text, ticks, legend, title, axis labels and colours
+    "The contents of axes as data that a browser draws."
     ax.get_xlim(), ax.get_ylim()  # settles the limits before anything is placed by them
     tick = ax.xaxis.get_tick_params()
     has_steps = tick.get("labelbottom", True) and tick.get("bottom", True)
@@ -149,7 +149,7 @@ def drawn_marks(
 def sheet_of(
     figure: FigureBase,  # with drawn axes
 ) -> dict:  # ratio: height over width; ground, text, faint and grid: colours
-    "The paper on which a page draws the marks of all axes."
+    "The size and colours of a figure, for the browser that draws it."
     width, height = figure.bbox.size  # type: ignore[attr-defined]  # of Figure and SubFigure
     return {
         "ratio": float(height / width),

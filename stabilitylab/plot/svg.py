@@ -22,7 +22,7 @@ from .theme import COLOURS, theme
 # %% ../../nbs/api/plot/04_svg.ipynb #a2f9d872
 def css_colours(
     dark: bool = False,  # for dark ground
-) -> str:  # declarations `--c-loss: #...;` for a rule of the page
+) -> str:  # declarations such as `--c-loss: #...;`
     "Declarations of the theme's colours as CSS variables."
     return " ".join(f"--c-{name.replace('_', '-')}: {pair[dark]};" for name, pair in COLOURS.items())
 
@@ -34,7 +34,7 @@ def inline_svg(
     svg: str,  # an SVG file
     description: str,  # what the figure shows, for screen readers
 ) -> str:  # an `<svg>` element
-    "An SVG file as an inline element: no header, no ids that could clash, colours and fonts of the page."
+    "An SVG file as an inline element without header, with unique ids and the page's colours and fonts."
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.S)
     # clip paths, markers and hatches are referred to by their ids; nothing refers to the others
@@ -52,7 +52,7 @@ def inline_svg(
 def figure_svg(
     ax: Axes,  # one of the axes of a pyplot figure
 ) -> str:  # an SVG file, the same bytes for the same figure
-    "The figure of some axes as a file; the figure is closed."
+    "The figure of some axes as an SVG file; closes the figure."
     figure = cast(Figure, ax.figure)
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -66,7 +66,7 @@ def page_svg(
     names: list[str],  # series to draw, the first one large
     width: float = 9,  # inches at 72 points
 ) -> str:  # an SVG file
-    "The figure of `plot_findings` with these series as a file."
+    "The figure of `plot_findings` with the given series as an SVG file."
     with theme(size=8.5):
         return _render(run, findings, names=names, width=width)
 
@@ -85,7 +85,7 @@ def findings_svg(
     width: float = 9,  # inches at 72 points: the size at which the text reads well
     n_below: int = 3,  # panels below the loss
 ) -> str:  # an `<svg>` element; '' for a run without series
-    "The figure of `plot_findings` as an element of an HTML page."
+    "The figure of `plot_findings` as an inline SVG element."
     # a salt of its own: two figures on one page must not share their ids
     with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab {width}"}):
         svg = _render(run, findings, width=width, n_below=n_below, bins=max(60, int(60 * width)))

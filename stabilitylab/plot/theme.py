@@ -39,9 +39,9 @@ COLOURS = {  # meaning -> (on light ground, on dark ground)
 # %% ../../nbs/api/plot/00_theme.ipynb #4110cb3e
 def colour(
     meaning: str,  # a key of COLOURS, or the name of a series
-    ax: Axes | None = None,  # where it will be drawn: its ground decides between the two; None: light
+    ax: Axes | None = None,  # where it will be drawn, for a light or dark background; None: light
 ) -> str:  # hex colour
-    "The colour of a meaning on this background; series without a colour of their own share one."
+    "The colour of a meaning for this background; series without their own colour share one."
     light, dark = COLOURS.get(meaning, COLOURS["other"])
     return dark if ax is not None and _luminance(ax.get_facecolor()) < 0.4 else light
 
@@ -54,9 +54,9 @@ def _luminance(rgb: ColorType) -> float:
 # %% ../../nbs/api/plot/00_theme.ipynb #cd7e59bc
 @contextmanager
 def theme(
-    dark: bool = False,  # dark ground
+    dark: bool = False,  # dark background
     size: float = 9,  # size of the text, points
-) -> Iterator[None]:  # inside the `with` block figures have this look
+) -> Iterator[None]:  # figures inside the `with` block have this style
     "Context in which figures have quiet axes, a light grid and colours for a light or dark background."
     text, faint, grid, ground = (COLOURS[name][dark] for name in ("text", "faint", "grid", "ground"))
     if not 4 <= size <= 40:
@@ -97,7 +97,7 @@ def theme(
 # %% ../../nbs/api/plot/00_theme.ipynb #15b033b1
 def label(
     text: object,  # text from a log
-    longest: int = 60,  # characters, the ellipsis included
+    longest: int = 60,  # most characters, including the ellipsis
 ) -> str:  # one line, safe for matplotlib
     "Text from a log as matplotlib can draw it: one line, no mathematics, shortened."
     line = " ".join(str(text).split())

@@ -49,10 +49,10 @@ def _mean(curves: Sequence[SeedCurve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_trial(
-    curves: Sequence[SeedCurve],  # of all arms and seeds; the first arm is the run unchanged
+    curves: Sequence[SeedCurve],  # curves of all arms and seeds; the first arm is the unchanged run
     *,
     ax: Axes,  # where to draw
-    arms: Sequence[str] = (),  # every arm in order, also one without a curve yet: each keeps its colour
+    arms: Sequence[str] = (),  # all arms in order, also those without a curve, so each keeps its colour
     **line_kw: Any,  # of the mean lines
 ) -> Axes:  # the same
     "Loss over steps of every arm of a trial."
@@ -80,7 +80,7 @@ def plot_trial(
 
 # %% ../../nbs/api/plot/41_trial.ipynb #b6098437
 def trial_svg(
-    curves: Sequence[SeedCurve],  # of all arms and seeds; the first arm is the run unchanged
+    curves: Sequence[SeedCurve],  # curves of all arms and seeds; the first arm is the unchanged run
     width: float = 9,  # inches
 ) -> str:  # an `<svg>` element; '' without curves
     "The figure of `plot_trial` as an element of an HTML page."
@@ -103,12 +103,12 @@ def _wants_log(curves: Sequence[SeedCurve]) -> bool:
 
 
 def trial_picture(
-    curves: Sequence[SeedCurve],  # of all arms and seeds, as far as they are
+    curves: Sequence[SeedCurve],  # curves of all arms and seeds so far
     dark: bool = False,  # for a dark page
     width: float = 6.6,  # inches
-    log_name: str = "loss",  # what the run's own log calls its loss
+    log_name: str = "loss",  # name of the loss in the run's log
     arms: Sequence[str] = (),  # as in `plot_trial`
-) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; nothing before the first step
+) -> tuple[bytes, list[dict]]:  # PNG and the panel, as from `run_picture`; empty before the first step
     "The curves of a running trial."
     started = [curve for curve in curves if len(curve.step)]
     if not started:

@@ -88,7 +88,7 @@ def batch_id(
 
 def checksums(
     state: dict,  # name -> tensor on the CPU, such as a model's state dict
-) -> dict[str, str]:  # 8 hexadecimal digits a tensor; the same for the same bits, on every machine
+) -> dict[str, str]:  # name -> 8 hexadecimal digits; the same for the same bits on every machine
     "A checksum of every tensor of a state."
     tensors = {name: t.detach() for name, t in state.items() if torch.is_tensor(t)}
     return {name: f"{zlib.crc32(_bits(t).numpy().data):08x}" for name, t in tensors.items()}
@@ -145,8 +145,8 @@ def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
 
 def changed_attributes(
     before: dict[str, dict[str, Any]],  # of `plain_attributes`
-    now: dict[str, dict[str, Any]],  # of the same model, later
-) -> dict[str, dict[str, Any]]:  # module -> attribute -> value now; {} where none is another one
+    now: dict[str, dict[str, Any]],  # of the same model at a later time
+) -> dict[str, dict[str, Any]]:  # module -> attribute -> new value; {} if none changed
     "The attributes that changed."
     rows = {}
     for name, values in now.items():
@@ -186,11 +186,11 @@ class BlackBox:
 
     def batch(
         self,
-        batch: object,  # what the model is about to be given; nested tensors
+        batch: object,  # input of the next forward pass; nested tensors
         step: int,  # optimizer step
         microbatch: int,  # number within the step
     ) -> None:
-        "Keep one batch with the random state before it, and a snapshot where one is due."
+        "Saves one batch with the random state before it, and a snapshot if one is due."
         # copied here: the loop goes on and changes all of it while the thread writes
         rng, copy, form = rng_state(), storable_copy(batch), batch_form(batch)
         # only before the first micro-batch: later, half a gradient would be part of the state
@@ -214,7 +214,7 @@ class BlackBox:
         self,
         step: int,  # optimizer step that begins
     ) -> None:
-        "Keep the settings of all optimizers at a step, such as the learning rate that a schedule set."
+        "Saves the settings of all optimizers at a step, such as the scheduled learning rate."
         if self.last is None or step == self.set_at:
             return
         self.set_at = step
@@ -222,14 +222,14 @@ class BlackBox:
 
     def trigger(
         self,
-        step: int,  # the step that set it off
+        step: int,  # step that fired the trigger
     ) -> None:
-        "Pin the snapshot before `step` with the batches since, and take a new snapshot at the next step."
+        "Pins the snapshot before `step` and the batches since, and takes a new snapshot at the next step."
         self.want = True
         self._offer("pin", step)
 
     def close(self) -> None:
-        "Write what is waiting and stop."
+        "Writes the pending files and stops the thread."
         if self.thread.is_alive():
             # the program is about to end, so there is no step to hold up
             self.patience = 60.0
@@ -308,8 +308,8 @@ def read_entry(
 
 
 def pack_batches(
-    path: str | Path,  # folder of a record whose black box nobody writes any more
-) -> Path:  # the file that holds all batches now
+    path: str | Path,  # folder of a record whose run has ended
+) -> Path:  # path of the packed file
     "Packs every batch of a black box into one file."
     folder = Path(path) / "blackbox"
     index = unsealed((folder / "index.json").read_bytes())

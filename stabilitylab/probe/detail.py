@@ -169,7 +169,7 @@ def channel_maxima(
 def top_channel(
     maxima: torch.Tensor,  # shape (channel,), from `channel_maxima`, channel > 0
 ) -> torch.Tensor:  # (3,) float64: largest, median (the lower of two), channel of the largest
-    "What the channel maxima say about one channel that stands out."
+    "The largest channel maximum, the median of all, and the channel of the largest."
     return torch.stack([maxima.amax().double(), maxima.median().double(), maxima.argmax().double()])
 
 # %% ../../nbs/api/probe/07_detail.ipynb #27b67d3c

@@ -105,6 +105,6 @@ def environment() -> dict:  # flat dict of JSON values
 def environment_change(
     before: dict,  # from `environment`
     after: dict,  # from `environment` of another run or segment
-) -> dict[str, tuple]:  # name -> (before, after) of everything that differs; None where it is absent
+) -> dict[str, tuple]:  # name -> (before, after) of each difference; None if absent
     "What differs between the environments of two runs or segments."
     return {k: (before.get(k), after.get(k)) for k in sorted(before | after) if before.get(k) != after.get(k)}

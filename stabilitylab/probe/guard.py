@@ -76,14 +76,14 @@ class _Faults:
 
 # %% ../../nbs/api/probe/11_guard.ipynb #44b3e98b
 class Guard(_Faults):
-    "The failures of one recording, and what is switched off because of them."
+    "The failures of one recording, and the parts that they switched off."
 
     def is_on(
         self,
         kind: str,  # kind of statistic, such as 'activations'
         name: str | None = None,  # of a module or parameter; None: the kind as a whole
     ) -> bool:
-        "Whether a part still works."
+        "Whether a part is still switched on."
         return not self.off or not ({kind, (kind, name), RECORDING} & self.off)
 
     def attempt(
@@ -92,8 +92,8 @@ class Guard(_Faults):
         name: str | None,  # of a module or parameter; None: the kind as a whole
         function: Callable,  # what may fail
         *args: Any,  # its arguments
-    ) -> Any:  # what it gives; None where it failed now or before
-        "Call a function of ours inside somebody's program."
+    ) -> Any:  # its result; None if it failed now or before
+        "Calls a function of the recorder; an exception switches its part off and never reaches the program."
         if not self.is_on(kind, name):
             return None
         try:
@@ -107,7 +107,7 @@ class Guard(_Faults):
         name: str | None,  # of a module or parameter; None: the kind as a whole
         reason: Exception | str,  # why
     ) -> None:
-        "Switch a part off; a kind's first fault and its end are told, every fault is for the record."
+        "Switches a part off; warns at a kind's first failure and at its end, and records every failure."
         self.faults[kind] += 1
         is_whole = name is None or self.faults[kind] > _MANY
         part = kind if is_whole else f"{kind} of {name}"

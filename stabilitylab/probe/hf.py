@@ -129,7 +129,7 @@ class RecorderCallback(_StepCallback):
         optimizer: Any = None,  # its optimizer, as accelerate prepared it
         **kwargs: Any,  # not used
     ) -> None:
-        "Start to record at the Trainer's step."
+        "Starts recording at the Trainer's current step."
         self.close()
         earlier = _OPEN.pop(str(self.path), None)
         if earlier is not None:  # of a training in this process that ended with an error
@@ -152,5 +152,5 @@ class RecorderCallback(_StepCallback):
         control: Any,  # not used
         **kwargs: Any,  # not used
     ) -> None:
-        "Make the record an ordinary one."
+        "Closes the recorder, so that the record is complete."
         self.close()

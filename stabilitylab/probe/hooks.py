@@ -72,9 +72,9 @@ def _in_pipeline() -> tuple[bool, int]:
 
 
 class BackwardEnd:
-    "One call at the end of every outermost backward pass."
+    "Calls a function once at the end of every outermost backward pass."
 
-    task: int | None  # of autograd's graph whose end is awaited
+    task: int | None  # id of the autograd graph task whose end is awaited
 
     def __init__(self, guard: Guard):  # of the recording
         self.guard, self.task = guard, None
@@ -85,7 +85,7 @@ class BackwardEnd:
         self.divisor = 1  # by what a pipeline divides the gradients once they were read
 
     def begin_backward(self) -> None:
-        "Ask autograd for the call; for a hook that runs in the backward pass."
+        "Queues the call with autograd; a hook that runs in the backward pass calls this."
         self.backward_at = self.backward_at or time.perf_counter()
         if self.task is None and self.after_backward is not None:
             self.task = graph_task()
@@ -140,18 +140,18 @@ class ModuleProbe(BackwardEnd):
 
     @property
     def dtypes(self) -> dict[int, torch.dtype]:
-        "The dtype of what each slot was filled with."
+        "The dtype of the tensor that filled each slot."
         return self.slots.dtypes
 
     @property
     def sampling(self) -> bool:
-        "Whether this step takes the costly statistics."
+        "Whether this step computes the costly statistics."
         return self.slots.sampling
 
     @sampling.setter
     def sampling(
         self,
-        is_sampled: bool,  # of the step that begins
+        is_sampled: bool,  # whether the step that begins computes them
     ) -> None:
         self.slots.sampling = is_sampled
 
@@ -303,7 +303,7 @@ class ModuleProbe(BackwardEnd):
                 tensor.register_hook(lambda grad: self.guard.attempt(_BACKWARD, None, self._back, number))
 
     def take(self) -> tuple[dict, dict, list]:
-        "Since the last call: rows by device, the rows of each slot, the order of the slots. Starts anew."
+        "Returns and clears the measurements: rows by device, the rows of each slot, the slots in order."
         # a backward pass that raised never runs its callbacks: without this no later pass would ask for one
         self.hooked, self.task = {}, None
         self.forward_at = self.backward_at = None
@@ -313,18 +313,18 @@ class ModuleProbe(BackwardEnd):
         self,
         uses: dict[int, list],  # from `take`
     ) -> tuple[dict, dict]:
-        "The costly statistics since the last call: rows by key, the top channel by slot. Starts anew."
+        "Returns and clears the costly statistics: rows by key, the top channel by slot."
         return self.slots.take_details(uses)
 
     def remove(self) -> None:
-        "Take every hook off the model."
+        "Removes every hook from the model."
         for handle in self.handles:
             handle.remove()
         self.handles, self.after_backward = [], None
 
 # %% ../../nbs/api/probe/02_hooks.ipynb #215799d4
 class NoModules(BackwardEnd):
-    "What stands for a `ModuleProbe` where a model cannot be hooked."
+    "Replacement for a `ModuleProbe` when a model cannot be hooked; measures nothing."
 
     names: list[str]
     kinds: list[str]
@@ -349,5 +349,5 @@ class NoModules(BackwardEnd):
         return {}, {}
 
     def remove(self) -> None:
-        "No hook is there to be removed."
+        "Does nothing: there are no hooks."
         self.after_backward = None

@@ -51,7 +51,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         trainer: Any,  # Lightning's Trainer
         pl_module: torch.nn.Module,  # the LightningModule
     ) -> None:
-        "Start to record at the Trainer's step."
+        "Starts recording at the Trainer's current step."
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         own = {"scaler": scaler, "first_step": trainer.global_step} | self.options
         if not pl_module.automatic_optimization:
@@ -81,7 +81,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         batch: Any,  # of `training_step`
         batch_idx: int,  # not used
     ) -> None:
-        "Keep a micro-batch."
+        "Saves a micro-batch."
         if self.recorder is not None:
             self.recorder.batch(batch)
 
@@ -93,7 +93,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         batch: Any,  # not used
         batch_idx: int,  # not used
     ) -> None:
-        "Close a step, where the optimizer took one."
+        "Ends a step of the record if the optimizer took one."
         if self.recorder is None:
             return
         loss = outputs.get("loss") if hasattr(outputs, "get") else outputs
@@ -109,7 +109,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         trainer: Any,  # not used
         pl_module: torch.nn.Module,  # not used
     ) -> None:
-        "Make the record an ordinary one."
+        "Closes the recorder, so that the record is complete."
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.__exit__(None, None, None)
@@ -118,7 +118,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         self,
         trainer: Any,  # not used
         pl_module: torch.nn.Module,  # not used
-        exception: BaseException,  # that ends the training
+        exception: BaseException,  # error that ends the training
     ) -> None:
-        "The same after an error."
+        "Closes the recorder after an error in training."
         self.on_train_end(trainer, pl_module)

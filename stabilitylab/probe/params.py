@@ -67,7 +67,7 @@ def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 def groups_of(
     optimizer: Any,  # any optimizer
 ) -> list[dict]:
-    "Its parameter groups; none where it has no such thing."
+    "The parameter groups of an optimizer; empty if it has none."
     return getattr(optimizer, "param_groups", None) or []
 
 
@@ -199,7 +199,7 @@ class _Gradients:
 
 # %% ../../nbs/api/probe/12_params.ipynb #4e097546
 class ParamProbe:
-    "The sums of every parameter: its gradient before clipping, and what the optimizer did with it."
+    "The sums of every parameter: of its gradient before clipping, its weight and its update."
 
     def __init__(
         self,
@@ -229,23 +229,23 @@ class ParamProbe:
 
     @property
     def n_recorded(self) -> int:
-        "Parameters that have rows in the record; the others came later."
+        "Number of parameters with rows in the record; parameters added later have none."
         return self.numbered.n_recorded
 
     @property
     def unknown(self) -> list[str]:
-        "Trainable parameters that are in no optimizer."
+        "Trainable parameters that no optimizer has."
         return self.numbered.unknown
 
     @property
     def sampling(self) -> bool:
-        "Whether this step takes the costly statistics."
+        "Whether this step computes the costly statistics."
         return self.numbered.sampling
 
     @sampling.setter
     def sampling(
         self,
-        is_sampled: bool,  # of the step that begins
+        is_sampled: bool,  # whether the step that begins computes them
     ) -> None:
         self.numbered.sampling = is_sampled
 
@@ -261,9 +261,9 @@ class ParamProbe:
 
     def watch_arrivals(
         self,
-        arrived: Callable[[], None],  # called when a gradient has arrived at its parameter
+        arrived: Callable[[], None],  # called when a parameter's gradient has been accumulated
     ) -> None:
-        "Ask the parameters themselves: a backward pass need not come through an output that has a hook."
+        "Hooks the parameters themselves, because a backward pass need not reach a hooked output."
         for p in self.params:
             if p.requires_grad and p.is_leaf:
                 hook = p.register_post_accumulate_grad_hook(
@@ -280,7 +280,7 @@ class ParamProbe:
             self.guard.attempt(_GRADIENTS, self.names[i], self.gradients.read, i, p.grad)
 
     def after_backward(self) -> None:
-        "Read every new gradient, and keep the weights that an optimizer without hooks may change."
+        "Measures every new gradient, and copies the weights that an optimizer without hooks may change."
         self.numbered.add_late()
         self.gradients.read_new()
         if self.loose and self.with_updates:
@@ -358,7 +358,7 @@ class ParamProbe:
                 self.stepped.add(k)
 
     def take(self) -> tuple[dict, dict, set]:
-        "Since the last call: gradient rows and step rows by parameter, who stepped. Starts anew."
+        "Returns and clears: gradient rows and step rows by parameter, and the parameters that were updated."
         if self.loose:
             self.guard.attempt(UPDATES, None, self._take_loose)
         is_silent = bool(self.gradients.rows) and not self.stepped and not self.loose
@@ -369,12 +369,12 @@ class ParamProbe:
         return got
 
     def take_details(self) -> dict[str, dict]:
-        "The costly statistics since the last call, by what they are of and by parameter number. Starts anew."
+        "Returns and clears the costly statistics, by kind of tensor and by parameter number."
         got, self.numbered.details = self.numbered.details, {}
         return got
 
     def remove(self) -> None:
-        "Take every hook off the optimizers."
+        "Removes every hook from the optimizers."
         for handle in self.handles:
             handle.remove()
         self.handles = []

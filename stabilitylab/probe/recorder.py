@@ -52,7 +52,7 @@ from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
 class Recorder:
-    "Records one training run; use it with `with`. An error inside it never reaches the training loop."
+    "Records one training run; use it in a `with` statement. Its own errors never reach the training loop."
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class Recorder:
 
     @property
     def off(self) -> str | None:
-        "Why nothing is recorded any more; None while the recording goes on."
+        "Why recording has stopped; None while it continues."
         return self.guard.end
 
     @property
     def skip_step(self) -> bool:
-        "Whether a warning asks the loop to leave this optimizer step out (`on_warning='skip'`)."
+        "Whether a warning asks the loop to skip this optimizer step (`on_warning='skip'`)."
         return self.watch is not None and self.watch.skips_next
 
     def __enter__(self):
@@ -132,9 +132,9 @@ class Recorder:
 
     def batch(
         self,
-        batch: Any,  # what the model is about to be given; nested tensors
+        batch: Any,  # input of the next forward pass; nested tensors
     ) -> Any:
-        "The same batch, kept for replay together with the random state; call it before each forward pass."
+        "Saves a batch and the random state for replay, and returns it; call it before each forward pass."
         self.batch_at = self.batch_at or time.perf_counter()
         if self.box is not None and self.off is None:
             if self.n == self.options.first_step and not self.micro:
@@ -151,10 +151,10 @@ class Recorder:
 
     def step(
         self,
-        loss: Any = None,  # the step's loss; None: what the model returned as its loss
+        loss: Any = None,  # loss of the step; None: the loss that the model returned
         **scalars: Any,  # more scalars of this step, such as `tokens`
     ) -> None:
-        "Close one optimizer step; call it after `optimizer.step()`."
+        "Ends one optimizer step in the record; call it after `optimizer.step()`."
         if not self.is_open:
             self.guard.note(
                 "`step` came before `with`: the hooks are put in place now, this step has no layers"

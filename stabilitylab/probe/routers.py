@@ -45,7 +45,7 @@ def chosen_experts(
 
 # %% ../../nbs/api/probe/22_routers.ipynb #7884e8b1
 class RouterProbe:
-    "The tokens that each router gave to each expert, since they were last asked for."
+    "Counts the tokens that each router sends to each expert."
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RouterProbe:
         counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.float64))
 
     def take(self) -> dict[str, torch.Tensor]:
-        "Of each router: the busiest expert's share, and the share of experts that counts. Starts anew."
+        "Returns and clears, for each router, the busiest expert's share and the effective share of experts."
         scalars = {}
         for label, counts in self.counts.items():
             shares = counts / counts.sum()
@@ -101,7 +101,7 @@ class RouterProbe:
         return scalars
 
     def remove(self) -> None:
-        "Take the hooks off the model."
+        "Removes the hooks from the model."
         for handle in self.handles:
             handle.remove()
         self.handles = []

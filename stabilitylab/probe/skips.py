@@ -16,7 +16,7 @@ from .stats import has_bad
 
 # %% ../../nbs/api/probe/17_skips.ipynb #b33a70ee
 class SkippedSteps:
-    "Hooks that withhold the gradients from a step if one of them is not finite."
+    "Hooks that remove the gradients during a step in which one of them is not finite."
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class SkippedSteps:
         self.withheld, self.holder = [], None
 
     def take(self) -> bool:
-        "Whether a step was skipped since the last call. Starts anew."
+        "Whether a step was skipped since the last call; resets the flag."
         was_skipped, self.was_skipped = self.was_skipped, False
         return was_skipped
 
     def remove(self) -> None:
-        "Take the hooks off."
+        "Removes the hooks."
         for handle in self.handles:
             handle.remove()

@@ -20,7 +20,7 @@ from .stats import SumRows, add_sums
 def measurable(
     value: Any,  # an output, however it is nested
 ) -> Iterable[torch.Tensor]:  # its floating-point and complex tensors, in order
-    "The tensors of an output that can be measured."
+    "The floating-point and complex tensors in an output, in order."
     # nearly every output is one tensor: containers are only opened where there is one
     for tensor in (value,) if torch.is_tensor(value) else tensors_of(value):
         is_number = tensor.is_floating_point() or tensor.is_complex()
@@ -38,7 +38,7 @@ def first_tensor(
 def local(
     tensor: torch.Tensor,  # distributed or not
 ) -> torch.Tensor:
-    "This rank's part of a distributed tensor, or the tensor itself."
+    "This rank's shard of a distributed tensor, or the tensor itself."
     part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # what a collective still brings, as after a layer of tensor parallelism, is waited for
     return part.trigger_wait() if hasattr(part, "trigger_wait") else part
@@ -46,8 +46,8 @@ def local(
 
 def readable(
     tensor: torch.Tensor,  # floating point or complex
-) -> torch.Tensor:  # without a graph
-    "What the statistics read: this rank's part, the magnitudes of complex numbers."
+) -> torch.Tensor:  # detached from the autograd graph
+    "The tensor that the statistics read: this rank's shard, and magnitudes instead of complex numbers."
     tensor = local(tensor).detach()
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_plain or tensor.device.type == "meta":
@@ -58,7 +58,7 @@ def readable(
 def version_of(
     tensor: torch.Tensor,  # any
 ) -> int:
-    "How often a tensor was written in place; tensors of the inference mode do not count."
+    "The in-place version counter of a tensor; inference tensors have none."
     return 0 if tensor.is_inference() else tensor._version
 
 # %% ../../nbs/api/probe/13_slots.ipynb #775993c6

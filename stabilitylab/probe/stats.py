@@ -21,7 +21,7 @@ from .gpu_sums import PIECES, adam_sums_in_pieces, compiles_on, sums_in_pieces
 # %% ../../nbs/api/probe/01_stats.ipynb #6ed9e24c
 @cache
 def kernel() -> ctypes.CDLL | None:  # None: PyTorch's own operators are used
-    "The compiled sums; how they read is drawn in `numerics/c/tensor_sums.c`."
+    "The compiled kernel for sums, or None; its memory access is drawn in `numerics/c/tensor_sums.c`."
     signatures = {"tensor_sums": "pilllp", "tensor_detail": "pilllpp", "adam_sums": "ppppplpp"}
     return load_kernel("tensor_sums", signatures, STRICT_MATH_OFF, openmp=True)
 
@@ -313,7 +313,7 @@ def has_bad(
 def whole_rows(
     rows: dict[int, torch.Tensor],  # rows of sums by number; some of them in pieces
 ) -> dict[int, torch.Tensor]:
-    "The same rows, each of a whole tensor."
+    "Rows of sums per whole tensor: the pieces of a tensor are added up."
     in_pieces: dict[torch.device, list[int]] = {}
     for number, row in rows.items():
         if row.ndim == 2:
@@ -325,9 +325,9 @@ def whole_rows(
 
 
 def stack_rows(
-    rows: dict[Any, torch.Tensor],  # rows by whatever names them
+    rows: dict[Any, torch.Tensor],  # row of sums by any key
 ) -> list[tuple[list, torch.Tensor]]:
-    "Rows on the CPU with their keys, those of one device and length together."
+    "Rows copied to the CPU with their keys; rows of one device and length are stacked into one tensor."
     groups: dict[tuple, list] = {}
     for key, row in rows.items():
         groups.setdefault((row.device, len(row)), []).append(key)
@@ -343,7 +343,7 @@ def fetch(
     uses: dict,  # slot -> keys of its rows
     n: int,  # slots
 ) -> np.ndarray:  # (n, 5), columns `SUMS`; zeros where nothing was seen
-    "The sums taken in a step, as one array on the CPU."
+    "The sums of one step as one array on the CPU."
     sums, tops = np.zeros((n, 5)), np.zeros(n)
     slots: dict[torch.device, tuple[list[int], list[int]]] = {device: ([], []) for device in parts}
     for slot, keys in uses.items():

@@ -28,18 +28,18 @@ class LogData:
     events: list[tuple] = field(default_factory=list)
     # reason -> how many records, values or bytes were not read
     skipped: dict[str, int] = field(default_factory=dict)
-    attrs: dict = field(default_factory=dict)  # settings that the log carries
+    attrs: dict = field(default_factory=dict)  # settings in the log
     # the log's own name of a series -> the canonical one, where the reader knows better than the name says
     canonical_names: dict[str, str] = field(default_factory=dict)
-    n_lines: int = 0  # lines of a text log, as far as they were counted
-    event_places: list[int] = field(default_factory=list)  # offset of each event of a text log; else []
+    n_lines: int = 0  # number of lines of a text log, if counted
+    event_places: list[int] = field(default_factory=list)  # byte offset of each event of a text log; else []
 
     def skip(
         self,
-        reason: str,  # what kept them from being read
+        reason: str,  # why they were skipped
         count: int = 1,  # how many
     ) -> None:
-        "Counts things that were not read."
+        "Counts skipped records by reason."
         if count:
             self.skipped[reason] = self.skipped.get(reason, 0) + int(count)
 
@@ -65,8 +65,8 @@ COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")  # control sequences of a termina
 
 def time_span(
     line: bytes,  # of a log
-) -> tuple[int, int] | None:  # (start, end) in bytes; None where it has none
-    "Where the time stamp of a line stands."
+) -> tuple[int, int] | None:  # (start, end) in bytes; None: no time stamp
+    "The position of the time stamp in a line."
     stamp = TIME.search(line)
     return stamp.span() if stamp else None
 
@@ -75,10 +75,10 @@ class Hit(NamedTuple):
     "One record or event that a format found in a line; positions are byte offsets in that line."
 
     fields: tuple = ()  # (log's own name, start, end) of each value
-    step: tuple | None = None  # (start, end) of the step; None: the step of the record before it
+    step: tuple | None = None  # (start, end) of the step; None: step of the previous record
     event: str | None = None  # event kind, or None for a record
     time: tuple | None = None  # (start, end) of a time stamp such as `2025-04-18 16:13:32`
-    step_shift: int = 0  # added to the step
+    step_shift: int = 0  # number added to the step
 
 
 Parser = Callable[[bytes], list[Hit]]  # a format's reading of one line
@@ -86,22 +86,22 @@ Parser = Callable[[bytes], list[Hit]]  # a format's reading of one line
 # %% ../../nbs/api/read/00_base.ipynb #e963ec2c
 @dataclass(frozen=True)
 class Format:
-    "One log format: how to know it, how to read it, and what a line of it looks like."
+    "One log format: how to recognise and read it, with an example line."
 
     name: str  # short name, as `--format` takes it
-    title: str  # name for people
+    title: str  # display name
     sniff: Callable[[bytes, Path], float]  # (first bytes, path) -> confidence 0..1, judged by content
-    read: Callable[[Path], LogData]  # path -> what the file holds
+    read: Callable[[Path], LogData]  # path -> contents of the file
     example: str  # shape of one line or record
-    pieces: Callable | None = None  # path -> several runs of one file, where the format can hold them
-    parse: Parser | None = None  # text formats only: what `follow` reads lines with that arrive later
+    pieces: Callable | None = None  # path -> several runs of one file, if the format can hold them
+    parse: Parser | None = None  # text formats only: parser for lines that `follow` reads
 
 
 _FORMATS: dict[str, Format] = {}  # by name
 
 
 def register_formats(
-    *formats: Format,  # of one module; each with a name that no other has
+    *formats: Format,  # formats of one module, with unique names
 ) -> None:
     "Adds formats to those that `read.recognise` chooses among."
     _FORMATS.update({format.name: format for format in formats})

@@ -57,11 +57,11 @@ def _in_canonical_units(name: str, samples: Samples) -> tuple[str, Samples]:
 
 # %% ../../nbs/api/read/08_dataset.ipynb #b744df1b
 def to_dataset(
-    data: LogData,  # what one file or several files of one run hold
-    source: str,  # where it came from
+    data: LogData,  # contents of the files of one run
+    source: str,  # path of the log
     format: str,  # name of the format
 ) -> xr.Dataset:  # scalars and events in one table
-    "The table of a log: series under our names, events, and counts of what was skipped."
+    "The table of a log: series under standard names, events, and counts of skipped records."
     names, samples = _canonical_names(data), {}
     for name, own in data.samples.items():
         target, converted = _in_canonical_units(names[name], own)

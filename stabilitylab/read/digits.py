@@ -106,18 +106,18 @@ _PARTS = re.compile(rb"([-+]?)((?:\d[\d,]*)?)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?$"
 
 
 class NumberParts(NamedTuple):
-    "How a number is written: which of its bytes are digits, and what they stand for."
+    "The notation of a number: which of its bytes are digits, and their meaning."
 
     is_negative: bool
     runs: list[tuple[int, int]]  # (start, end) of the digit runs before the exponent, in bytes of the number
-    n_decimals: int  # digits after the point
-    exponent: tuple[int, int] | None  # (start, end) of the exponent's digits; None: it has no exponent
+    n_decimals: int  # digits after the decimal point
+    exponent: tuple[int, int] | None  # (start, end) of the exponent's digits; None: no exponent
     exponent_sign: int  # 1 or -1
 
 
 def number_parts(
     text: bytes,  # a number
-) -> NumberParts | None:  # None for nan, inf and whatever has no digits
+) -> NumberParts | None:  # None for nan, inf and text without digits
     "The parts of one number."
     parts = _PARTS.match(text)
     runs = [run.span() for run in re.finditer(rb"\d+", text)]
@@ -133,7 +133,7 @@ def scaled(
     power: int | np.ndarray,  # of ten; one for all, or (n,)
 ) -> tuple[
     np.ndarray, np.ndarray
-]:  # float64 values, and where they may be off by a bit, so that `float` must say
+]:  # float64 values, and a mask of those that may be off by a bit and need `float`
     "Each mantissa times its power of ten."
     # up to these bounds both factors are exact in float64: the one operation rounds once, as `float` does
     is_hard = (np.abs(power) > 22) | (mantissa >= 2**53)

@@ -97,7 +97,7 @@ class Follower:
 
     def __init__(
         self,
-        path: str | Path,  # the log; it need not be there yet
+        path: str | Path,  # path of the log, which need not exist yet
         format: str | None = None,  # name of a format; None: recognised when there is enough to see
     ):
         self.path, self.name = Path(path), format
@@ -108,8 +108,8 @@ class Follower:
         self._reader: _LineTail | _Document | None = None
         self._parts: dict[str, list[Samples]] = {}
 
-    def poll(self) -> LogData:  # what is new, under the log's own names; empty when nothing is
-        "Read what was appended since the last call."
+    def poll(self) -> LogData:  # new records under the log's own names; may be empty
+        "Reads the records appended since the last call."
         try:
             state = self.path.stat()
         except FileNotFoundError:
@@ -148,7 +148,7 @@ class Follower:
         return _LineTail(self.path, parse) if parse else _Document(self.path, self.format.read)
 
     def run(self) -> xr.DataTree:  # a record
-        "All that was read so far."
+        "The record of everything read so far."
         skipped = dict(self._reader.skipped) if self._reader else {}
         samples = {name: concatenate_samples(parts) for name, parts in self._parts.items()}
         source, format = str(self.path), self.format.name if self.format else "unknown"
@@ -159,11 +159,11 @@ class Follower:
 
 # %% ../../nbs/api/read/10_follow.ipynb #3abee2f4
 def follow(
-    path: str | Path,  # the log; it need not be there yet
+    path: str | Path,  # path of the log, which need not exist yet
     format: str | None = None,  # name of a format; None: recognised by content
-    every: float = 0.5,  # seconds between two looks, > 0
+    every: float = 0.5,  # seconds between polls, > 0
     stop: Callable[[], bool] | None = None,  # ends the iteration when it returns True; None: never
-) -> Iterator[LogData]:  # what was appended, each time something was
+) -> Iterator[LogData]:  # appended records, each time there are any
     "Yields the new records of a growing log until `stop` returns true."
     follower = Follower(path, format)
     while True:

@@ -29,9 +29,9 @@ def _read_varint(
 
 # %% ../../nbs/api/read/01_protobuf.ipynb #74a5a302
 def fields(
-    data: _Buffer,  # holds the message
-    at: int = 0,  # where the message begins, in bytes
-    end: int | None = None,  # where it ends; None: at the end of `data`
+    data: _Buffer,  # bytes that contain the message
+    at: int = 0,  # byte at which the message begins
+    end: int | None = None,  # byte at which it ends; None: end of `data`
 ) -> list[tuple]:  # `(number, kind, begin, end)`; kind 0: `begin` is the value, else it is `data[begin:end]`
     "Every field of one message, in order; ValueError where the message is broken."
     end = len(data) if end is None else end

@@ -44,7 +44,7 @@ _MAX_GENERAL = 0.2  # its highest confidence
 
 def recognise(
     path: str | Path,  # a file
-    format: str | None = None,  # name of a format, to say it instead of finding out
+    format: str | None = None,  # name of a format; None: recognised by content
 ) -> Format:  # the format that reads it
     "The format of a log file, by its content."
     by_name = _formats_by_name()

@@ -325,9 +325,9 @@ class Scan:
     def feed(
         self,
         data: bytes,  # whole lines
-        offset: int = 0,  # where they begin in the file, in bytes
+        offset: int = 0,  # byte of the file at which they begin
     ) -> "Scan":  # itself
-        "Read more lines."
+        "Reads more lines."
         piece = Piece(COLOUR.sub(b"", data) if b"\x1b" in data else data, offset)
         reader = _PieceReader(piece, self.parser, self.max_shapes)
         todo = np.arange(len(piece.start))
@@ -368,11 +368,11 @@ class Scan:
             self.last_step = steps.last
 
     def samples(self) -> dict[str, Samples]:  # the log's own name -> its values, in file order
-        "The columns so far as series; they are handed over, so that a long log is in memory once."
+        "Returns the columns as series and clears them, so that a long log is in memory only once."
         return self.columns.samples()
 
-    def take(self) -> LogData:  # its series and events; texts cut at 500 characters
-        "All that was read since this was last called."
+    def take(self) -> LogData:  # series and events; texts are cut at 500 characters
+        "Returns the records and events read since the last call."
         in_order = sorted(self.events, key=lambda event: event[0])
         events = [(kind, step, text[:500], time) for _, kind, step, text, time in in_order]
         log = LogData(self.samples(), events, n_lines=self.n_lines)

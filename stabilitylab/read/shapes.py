@@ -47,14 +47,14 @@ class Piece:
 
     def line(
         self,
-        i: int,  # which line
-    ) -> bytes:  # without its end
+        i: int,  # index of the line
+    ) -> bytes:  # text without line end
         "The text of one line."
         return self.buf[self.start[i] : self.end[i]].tobytes()
 
     def file_offset(
         self,
-        lines: np.ndarray | int,  # which lines
+        lines: np.ndarray | int,  # indices of the lines
     ) -> np.ndarray:  # bytes from the start of the file
         "Where lines begin in the file."
         return self.start[lines] + (self.offset - _PAD)
@@ -68,20 +68,20 @@ class Piece:
 
     @cached_property
     def first(self) -> np.ndarray:
-        "The number of the first digit run of each line."
+        "The index of the first digit run of each line."
         return np.searchsorted(self.runs[0], self.start)
 
     @cached_property
     def n_runs(self) -> np.ndarray:
-        "How many digit runs each line has."
+        "The number of digit runs in each line."
         return np.searchsorted(self.runs[0], self.end) - self.first
 
     def run_index(
         self,
-        i: int,  # which line
+        i: int,  # index of the line
         at: int,  # position in that line, in bytes
     ) -> int:  # 0 for the first run of the line
-        "Which digit run of a line is the first that begins at a position or after it."
+        "The index of the first digit run that begins at or after a position in a line."
         return int(np.searchsorted(self.runs[0], self.start[i] + at) - self.first[i])
 
 # %% ../../nbs/api/read/04_shapes.ipynb #0fd4d635

@@ -244,9 +244,9 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
 
 def pieces(
     path: Path,  # a text file
-    size: int = 2**20,  # bytes a piece: what fits in a processor's cache reads fastest
-) -> Iterator[tuple[int, bytes, bool]]:  # (offset in the file, whole lines, whether the last line was cut)
-    "The lines of a file in pieces, so that it need not fit in memory."
+    size: int = 2**20,  # bytes per piece; fastest if it fits in the processor's cache
+) -> Iterator[tuple[int, bytes, bool]]:  # (offset in the file, lines, whether the last one is incomplete)
+    "The lines of a file in pieces, so that the file need not fit in memory."
     rest, offset = b"", 0
     for block in _blocks(path, size):
         block = rest + block

@@ -30,24 +30,24 @@ MOST_CHARACTERS = 1500  # of a brief answer
 
 @dataclass(frozen=True)
 class Brief:
-    "What happened to one run, in few words; as text or as JSON at most 1,500 characters."
+    "A summary of one run of at most 1,500 characters, as text or JSON."
 
     source: str  # file or folder
     run: str  # format, records, steps, first and last loss
     counts: str  # number of findings of each severity
-    cause: str  # one sentence; '' where there is nothing to explain
-    confidence: str  # 'high', 'medium', 'low'; '' where findings alone decided
-    cause_step: int | None  # of the cause; None where it has no date
+    cause: str  # one sentence; '': nothing to explain
+    confidence: str  # 'high', 'medium', 'low'; '': only findings decided
+    cause_step: int | None  # step of the cause; None: unknown
     first_sign: int | None  # step of the first warning or error
-    symptom_step: int | None  # at which the loss answered, or of the first warning or error
+    symptom_step: int | None  # step at which the loss reacted, or of the first warning or error
     rival: dict | None  # the runner-up: cause, against
-    around: dict  # columns and rows of the main series around the symptom; {} where it has no step
-    changed: list[dict]  # series that left their own range at the symptom: series, before, at, after
-    ruled_out: list[str]  # what was measured and not found
-    findings: list[str]  # the first three, a line each
-    next: list[str]  # two commands that run as they stand
+    around: dict  # columns and rows of the main series around the symptom; {} without a step
+    changed: list[dict]  # series that left their usual range at the symptom: series, before, at, after
+    ruled_out: list[str]  # causes that the measurements exclude
+    findings: list[str]  # the first three findings, one line each
+    next: list[str]  # two commands, ready to run
     missing: list[str]  # what this record cannot show
-    remedies: list[dict]  # of the first finding, where they were asked for: name, source, reported
+    remedies: list[dict]  # remedies of the first finding, if requested: name, source, reported
 
     def to_dict(self) -> dict:
         "As `stabilitylab diagnose --brief --json` prints it; long sentences are cut until it fits."
@@ -60,7 +60,7 @@ class Brief:
 
     def text(
         self,
-        room: int = MOST_CHARACTERS,  # characters at most
+        room: int = MOST_CHARACTERS,  # most characters
     ) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
         # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
@@ -97,10 +97,10 @@ _RULED_OUT = (
 def brief(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
-    source: str | None = None,  # where it lies, as a command should name it; None: what the record says
-    remedies: bool = False,  # also what teams tried against the first finding
+    source: str | None = None,  # path of the run for the commands; None: from the record
+    remedies: bool = False,  # include what teams tried for the first finding
 ) -> Brief:
-    "What happened to a run, in few words."
+    "A brief summary of what happened to a run."
     head, likely = facts(run, source), most_likely(findings)
     serious = [f for f in findings if f.severity != "info"]
     onsets = [f.onset for f in serious if f.onset is not None]
@@ -298,8 +298,8 @@ def _row_line(row: list) -> str:
 def briefs_text(
     briefs: list[Brief],  # the worst first
     shared: Findings | None = None,  # findings across the runs; None: none
-) -> str:  # at most 1,500 characters, the last runs counted where they do not fit
-    "Several runs, a line or two each."
+) -> str:  # at most 1,500 characters; runs that do not fit are counted
+    "A summary of several runs, one or two lines each."
     lines = [clean(f"in all {len(briefs)} runs: {_finding_line(f)}", 150) for f in (shared or [])[:3]]
     for at, short in enumerate(briefs):
         own = f"{clean(Path(short.source).name, 60)}: {short.counts}. {clean(short.cause, 120)}".strip()

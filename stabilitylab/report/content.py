@@ -29,33 +29,33 @@ from ..run.scalars import series, series_names
 # %% ../../nbs/api/report/01_content.ipynb #77715581
 @dataclass(frozen=True)
 class Facts:
-    "The facts that head the report of one run."
+    "The facts in the header of one run's report."
 
     source: str  # file or folder
     format: str  # name of the format
-    loss: str  # series that counts as the loss; '' where there is none
-    n_steps: int  # records of that series
+    loss: str  # series that is taken as the loss; '': none
+    n_steps: int  # number of records of that series
     first_step: int | None  # its first step
     last_step: int | None  # its last step
     first: float | None  # its first finite value
     last: float | None  # its last finite value
     lowest: float | None  # its lowest finite value
-    segments: int  # of the run: restarts and 1
+    segments: int  # number of segments: restarts plus 1
     series: list[str]  # every series of the log
-    skipped: dict  # reason -> how many records were not read
-    events: int  # events beside the numbers
+    skipped: dict  # reason -> number of records that were not read
+    events: int  # number of events
     # what the general reader took for `step` and `loss`, `lines_used` of `lines`; empty for a known format
     reading: dict = field(default_factory=dict)
-    thinned: int = 0  # steps of which one record was kept, of a log too long for memory; 0: all were
-    document_lines: int = 0  # of the document that quotes these records; 0: the file is a log
-    final: float | None = None  # its last value where that is NaN or infinite
+    thinned: int = 0  # one record in so many steps was kept, for a log too long for memory; 0: all
+    document_lines: int = 0  # lines of the document that quotes these records; 0: the file is a log
+    final: float | None = None  # last value if it is NaN or infinite
 
 # %% ../../nbs/api/report/01_content.ipynb #295c3f4d
 def facts(
     run: xr.DataTree,  # a record
-    source: str | None = None,  # where it came from; None: what the record says
+    source: str | None = None,  # file or folder of the run; None: from the record
 ) -> Facts:  # the facts
-    "The facts that head the report of a run."
+    "The facts in the header of a run's report."
     scalars = run["scalars"].to_dataset() if "scalars" in run.children else xr.Dataset()
     names = series_names(scalars)
     loss = loss_name(run) if names else None
@@ -166,7 +166,7 @@ SEVERITY_WORDS = {"error": "error", "warning": "warning", "info": "note"}  # as 
 
 def evidence_items(
     finding: Finding,  # one finding
-) -> list[tuple[str, str]]:  # (what, how much), ready to be read
+) -> list[tuple[str, str]]:  # (what, value) as formatted text
     "The evidence of a finding as pairs of text."
     evidence = {"series": finding.series, **finding.evidence}
     return [(spaced(name), number(value)) for name, value in evidence.items() if not _is_blank(value)]
@@ -179,8 +179,8 @@ def _is_blank(value: object) -> bool:
 
 def remedies_by_verdict(
     finding: Finding,  # one finding
-    limit: int | None = None,  # in all, those that fit the run best; None: all
-    after: int = 0,  # how many of the best to leave out
+    limit: int | None = None,  # total number, best fit first; None: all
+    after: int = 0,  # number of best remedies to skip
 ) -> dict[str, list[dict]]:  # 'worked', 'did not work', 'unclear' -> remedies; only verdicts that occur
     "What teams tried, grouped by the outcome they reported."
     remedies, groups = finding.remedies[after:limit], {}
@@ -193,15 +193,15 @@ def remedies_by_verdict(
 
 def remedy_text(
     remedy: dict,  # of a finding
-) -> str:  # its name, who reports it, and what of this run it fits
-    "One reported remedy as a line."
+) -> str:  # name, source, and how it fits this run
+    "One reported remedy on one line."
     fits = ", ".join(remedy.get("fits") or ())
     return f"{remedy['name']} ({remedy['source']}{'; fits: ' + fits if fits else ''})"
 
 
 def steps_text(
     finding: Finding,  # one finding
-) -> str:  # 'step 5', 'steps 5–90', or '' where it has none
+) -> str:  # 'step 5', 'steps 5–90', or '' without a step
     "The steps of a finding."
     if finding.onset is None:
         return ""
@@ -223,7 +223,7 @@ def severity_counts(
 
 
 def by_severity(
-    findings: dict[str, Findings],  # name of a run -> what was found in it
+    findings: dict[str, Findings],  # name of a run -> its findings
 ) -> list[str]:  # names; ties keep their order
     "The runs by number of errors, then of warnings, most first."
 
@@ -262,9 +262,9 @@ Numbered = tuple[int, Finding]  # a finding with its number among all, from 1
 
 def in_full_and_listed(
     findings: Findings,  # of one run
-    each: int = 4,  # findings of one kind and severity that are reported in full
+    each: int = 4,  # most findings of one kind and severity to report in full
 ) -> tuple[list[Numbered], dict[tuple[str, str], list[Numbered]]]:  # in full; (severity, kind) -> the rest
-    "Findings with their numbers: those to report in full, and further ones of a kind, which are only listed."
+    "Numbered findings: those to report in full, and the rest of each kind, which are only listed."
     counts: Counter = Counter()
     in_full: list[Numbered] = []
     rest: dict[tuple[str, str], list[Numbered]] = {}
@@ -306,9 +306,9 @@ def _suspect(findings: Findings) -> Finding | None:
 
 # %% ../../nbs/api/report/01_content.ipynb #7a10c0de
 def step_to_replay(
-    findings: Findings,  # what was found in a run
-) -> int | None:  # None where nothing has a step
-    "The step that a replay should look at: that of the likely cause, else that of the first loss event."
+    findings: Findings,  # findings of a run
+) -> int | None:  # None: no finding has a step
+    "The step to replay: that of the likely cause, or else of the first loss finding."
     likely, suspect = most_likely(findings), _suspect(findings)
     if likely is not None and likely.step is not None:
         return likely.step
@@ -353,7 +353,7 @@ class RunText:
 def run_sentences(
     run: xr.DataTree,  # a record
     findings: Findings,  # of `diagnose`
-    source: str | None = None,  # where it came from; None: what the record says
+    source: str | None = None,  # file or folder of the run; None: from the record
     setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> RunText:
     "The sentences of a report on one run."

@@ -36,10 +36,10 @@ from ..run.summary import Summary, summary
 # %% ../../nbs/api/report/06_html.ipynb #15643904
 @dataclass(frozen=True)
 class _FindingCard:
-    "One finding as a page shows it."
+    "One finding as data for the page's templates."
 
     finding: Finding  # its kind, severity and explanation
-    number: int  # its number, as on the figure
+    number: int  # number of its flag in the figure
     id: str  # of the element
     meaning: str  # what the kind means
     severity: str  # 'error', 'warning' or 'note'
@@ -51,11 +51,11 @@ class _FindingCard:
 
 def finding_card(
     finding: Finding,  # one finding
-    number: int,  # its number, as on the figure
-    remedies: bool = True,  # with what teams tried
-    prefix: str = "",  # of the element's id, where one page holds several runs
+    number: int,  # number of its flag in the figure
+    remedies: bool = True,  # include what teams tried
+    prefix: str = "",  # prefix of the element's id, for a page with several runs
 ) -> _FindingCard:  # for the templates `finding`, `report` and `view_overview`
-    "One finding as a page shows it."
+    "One finding as data for the page's templates."
     where = filter(None, (steps_text(finding), ", ".join(finding.modules)))
     return _FindingCard(
         finding=finding,
@@ -175,7 +175,7 @@ def run_sheet(
     name: str = "run",  # what to call it where it has no source
     prefix: str = "",  # of the ids of its elements
     has_narrow: bool = True,  # with a second figure for a phone; without, the first has fewer panels
-    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
+    setup: str | None = None,  # 'file.py:function' given for the run; None: none
 ) -> _RunSheet:  # for the template `report`
     "The figure, the findings and the tables of one run."
     text, sheet = run_sentences(run, findings, setup=setup), finding_sheet(findings, prefix)
@@ -197,10 +197,10 @@ def run_sheet(
 # %% ../../nbs/api/report/06_html.ipynb #29431683
 def report_html(
     runs: dict[str, xr.DataTree],  # name -> record
-    findings: dict[str, Findings],  # name -> what `diagnose` found in it
+    findings: dict[str, Findings],  # name -> findings from `diagnose`
     shared: Findings | None = None,  # findings across the runs; None: none
-    trial: object = None,  # a TrialSheet of a single run; None: no trial was made
-    setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
+    trial: object = None,  # a TrialSheet of a single run; None: no trial
+    setup: str | None = None,  # 'file.py:function' given for the run; None: none
 ) -> str:  # a whole HTML document
     "The report of one or several runs as one self-contained page."
     is_single = len(runs) == 1
@@ -222,8 +222,8 @@ def report_html(
 
 def write_html(
     runs: xr.DataTree | dict[str, xr.DataTree],  # a record, or several by name
-    findings: Findings | dict[str, Findings],  # what `diagnose` found, in the same shape
-    path: str | Path,  # file to write; an older one is replaced
+    findings: Findings | dict[str, Findings],  # findings of the run, or by name
+    path: str | Path,  # file to write; an existing file is replaced
     shared: Findings | None = None,  # findings across the runs; None: none
 ) -> Path:  # the file
     "Writes the report to a file and returns its path."

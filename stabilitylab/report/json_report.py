@@ -17,11 +17,11 @@ from .content import facts, replay_command
 def run_json(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
-    source: str | list[str] | None = None,  # where it came from; None: what the record says
-    all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
+    source: str | list[str] | None = None,  # file or folder of the run; None: from the record
+    all_remedies: bool = False,  # include all reported remedies, not only the three that fit best
 ) -> (
     dict
-):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` of a very long log
+):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` for a very long log
     "The findings of one run as a JSON object."
     named = source or run.attrs.get("source") or []
     head, likely = facts(run), most_likely(findings)

@@ -17,21 +17,21 @@ from .render import render
 def run_markdown(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
-    source: str | None = None,  # where it came from; None: what the record says
-    remedies: int | None = REMEDIES_SHOWN,  # remedies of a finding, those that fit the run best; None: all
+    source: str | None = None,  # file or folder of the run; None: from the record
+    remedies: int | None = REMEDIES_SHOWN,  # remedies per finding, best fit first; None: all
 ) -> str:  # a heading, a table, one section a finding
-    "The findings of one run as markdown."
+    "The findings of one run as Markdown."
     text = run_sentences(run, findings, source)
     return render("run", text=text, findings=findings, limit=remedies) + "\n"
 
 
 def runs_markdown(
     runs: dict[str, xr.DataTree],  # name -> record
-    findings: dict[str, Findings],  # name -> what `diagnose` found in it
+    findings: dict[str, Findings],  # name -> findings from `diagnose`
     shared: Findings | None = None,  # findings across the runs; None: none
     remedies: int | None = REMEDIES_SHOWN,  # as in `run_markdown`
-) -> str:  # what they share first, then one part a run, the one that needs most first
-    "Several runs as markdown."
+) -> str:  # shared findings first, then one part per run, most severe first
+    "Several runs as Markdown."
     names = by_severity({name: findings[name] for name in runs})
     parts = [run_markdown(runs[name], findings[name], None, remedies) for name in names]
     if shared:

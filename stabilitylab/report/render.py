@@ -33,8 +33,8 @@ def _template_files() -> dict[str, str]:  # in alphabetical order
 @cache
 def stylesheet(
     name: str,  # of a template
-) -> Markup:  # CSS, to stand inside `<style>`
-    "The style of a template."
+) -> Markup:  # CSS for a `<style>` element
+    "The CSS of a template."
     file = _TEMPLATES.joinpath(name + ".css")
     if not file.is_file():
         raise bad_input("stylesheet", name, ", ".join(_template_files()))
@@ -83,10 +83,10 @@ def _environment() -> Environment:
 
 
 def render(
-    template: str,  # name of a template, without its ending
+    template: str,  # name of a template without extension
     /,
-    **context: object,  # variables of the template; `Markup` for what is HTML already
-) -> str:  # text, or HTML in which every value is escaped
+    **context: object,  # variables of the template; use `Markup` for HTML
+) -> str:  # text, or HTML with every value escaped
     "A template filled with data."
     if template not in _template_files():
         raise bad_input("template", template, ", ".join(_template_files()))

@@ -60,7 +60,7 @@ def _tokens(row: dict) -> list[dict]:
 def replay_html(
     result: dict,  # the JSON of a replay, or {'error': text}
     part: str,  # 'head', 'samples' or 'modules'
-) -> str:  # HTML; '' where the replay has nothing of it
+) -> str:  # HTML; '' if the replay does not have this part
     "One part of a replay as HTML."
     shares = {row["sample"]: row["share"] for row in result.get("samples", [])}
     samples = [row for row in result.get("samples", []) if isinstance(row["share"], str)]
@@ -77,15 +77,15 @@ def replay_html(
 def setup_html(
     # 'sample', 'record', 'beside', 'typed', 'missing', 'none', 'drafted', 'running', 'failed' or 'checked'
     kind: str,
-    # as the kind asks: file (dict of a SetupFile), folder, words, error, told (the JSON of a check)
+    # depending on the kind: file (dict of a SetupFile), folder, words, error, told (the JSON of a check)
     **values: object,
 ) -> str:  # HTML
-    "What is known of a run's setup, for a view."
+    "The state of a run's setup as HTML."
     return render("view_setup", kind=kind, **values)
 
 
 def foresight_html(
     forecast: Mapping,  # the fields of a `Foresight`
 ) -> str:  # HTML
-    "How many steps a replay takes and what will differ, for a view, before it runs."
+    "How many steps a replay will take and what will differ, as HTML."
     return render("view_foresight", forecast=forecast)

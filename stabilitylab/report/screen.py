@@ -31,22 +31,22 @@ from ..run.scalars import series_names
 # %% ../../nbs/api/report/12_screen.ipynb #a98c7514
 @dataclass(frozen=True)
 class Screen:
-    "What a workbench shows of a run: source, range, series and selection."
+    "The state of a workbench display: source, range, series and selection."
 
     source: str  # file or folder that was opened; '' for a record that was never saved
-    name: str  # of the run among those of the source
-    date: str  # when, such as 2025-11-21 20:08
+    name: str  # name of the run within the source
+    date: str  # date and time, such as 2025-11-21 20:08
     x_range: tuple[float, ...] = ()  # first and last step; () for all
-    names: tuple[str, ...] = ()  # series drawn, the first one large; () for the usual ones
-    log: bool | None = None  # logarithmic axis of the first one; None: as it spans
+    names: tuple[str, ...] = ()  # series to draw, the first one large; (): the defaults
+    log: bool | None = None  # logarithmic axis of the first one; None: decided by its range
     selected: int = -1  # index of the selected finding; -1: none
-    trial: str = ""  # the call of a trial; '' without one
+    trial: str = ""  # code of a trial; '': none
 
 
 def run_identity(
     run: xr.DataTree,  # a record
 ) -> str:  # 12 hex digits
-    "A hash of the steps and values of a run, the same wherever it is stored."
+    "A hash of the steps and values of a run, independent of its path."
     digest = hashlib.sha256()
     scalars = run["scalars"].to_dataset() if "scalars" in run.children else xr.Dataset()
     for name in sorted(series_names(scalars)):
@@ -62,7 +62,7 @@ _LONGEST = 120  # letters of a setting that a page shows
 
 def opened_setting(
     value: object,  # an attribute of a record
-) -> dict:  # {} for anything but a configuration
+) -> dict:  # {} if it is not a configuration
     "A configuration, decoded where it is stored as JSON."
     if isinstance(value, str) and value.startswith("{"):
         try:
@@ -74,8 +74,8 @@ def opened_setting(
 
 def configuration(
     run: xr.DataTree,  # a record
-) -> list[tuple[str, str]]:  # (name, value), those inside a configuration under its name
-    "The settings recorded with a run, those that are short enough to be read."
+) -> list[tuple[str, str]]:  # (name, value); settings inside a configuration have its name as prefix
+    "The settings recorded with a run, without long ones."
     rows = []
     for key, value in run.attrs.items():
         nested = opened_setting(value)
@@ -86,7 +86,7 @@ def configuration(
 # %% ../../nbs/api/report/12_screen.ipynb #1a5620df
 def source_links(
     findings: Findings,  # of one run
-) -> list[tuple[str, str]]:  # (name, address), '' where a source has no public one; each source once
+) -> list[tuple[str, str]]:  # (name, address or ''), each source once
     "The sources of the remedies of these findings, with their addresses."
     sources = sorted({remedy["source"] for finding in findings for remedy in finding.remedies})
     return [(name, source_url(name)) for name in sources]
@@ -96,10 +96,10 @@ _ALL = "all"
 
 
 def stamp(
-    screen: Screen,  # what is shown
+    screen: Screen,  # displayed state
     run: xr.DataTree,  # the run
 ) -> list[tuple[str, str]]:  # (what, value)
-    "Provenance of a page: date, versions, run."
+    "The provenance of a page: date, versions, run."
     span = f"{screen.x_range[0]:,.0f} to {screen.x_range[1]:,.0f}" if screen.x_range else _ALL
     return [
         ("made", screen.date),
@@ -115,13 +115,13 @@ def stamp(
 
 
 def screen_html(
-    screen: Screen,  # what is shown
+    screen: Screen,  # displayed state
     run: xr.DataTree,  # the run
-    findings: Findings,  # what was found in it
-    trial: object = None,  # a TrialSheet; None: no trial was made
-    replays: Sequence[dict] = (),  # the JSON of each replay that was made
+    findings: Findings,  # findings of the run
+    trial: object = None,  # a TrialSheet; None: no trial
+    replays: Sequence[dict] = (),  # the JSON of each replay
 ) -> str:  # a whole HTML document
-    "What the workbench shows, as one self-contained HTML page."
+    "The display of the workbench as one self-contained HTML page."
     part = in_range(run, screen.x_range or None)
     names = list(screen.names) or panels_of(run, findings)
     chosen = list(findings)[screen.selected] if 0 <= screen.selected < len(findings) else None
@@ -179,10 +179,10 @@ def _cell(kind: str, source: str, index: int) -> dict:
 
 
 def screen_notebook(
-    screen: Screen,  # what is shown
+    screen: Screen,  # displayed state
     run: xr.DataTree,  # the run
-    findings: Findings,  # what was found in it
-) -> dict:  # a notebook, as its file holds it
+    findings: Findings,  # findings of the run
+) -> dict:  # JSON text of the notebook
     "A notebook that opens the same run, diagnoses it and draws the same figure."
     names = list(screen.names) or panels_of(run, findings)
     about = {"name": screen.name, "date": screen.date, "version": __version__, "identity": run_identity(run)}

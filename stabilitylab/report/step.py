@@ -43,7 +43,7 @@ def _cell(value: object, form: str = "") -> str:
 
 def heading_html(
     title: str = "",  # '': none
-    *lines: str,  # a paragraph each
+    *lines: str,  # one string per paragraph
 ) -> str:  # HTML
     "A heading with paragraphs below it."
     return render("view_heading", title=title, lines=lines)
@@ -127,7 +127,7 @@ def step_html(
 def lattice_html(
     lattice: Mapping | None,  # the fields of a `Lattice`; None: too few values
     name: str = "loss",  # of the series
-    wait: float = float("nan"),  # records until the series moves by one spacing; NaN: it does not move
+    wait: float = float("nan"),  # records until the series changes by one spacing; NaN: it does not change
 ) -> str:  # HTML
     "Whether a series is quantised, and how long that hides an improvement."
     return render("view_lattice", lattice=lattice, name=name, wait=f"{wait:,.0f}" if wait == wait else "")
@@ -150,7 +150,7 @@ def scan_html(
     result: Mapping,  # the JSON of `stabilitylab scan` or `diff`
     limit: int = 60,  # rows in the table
 ) -> str:  # HTML
-    "A scan or a difference as a table; the tensors that changed most, or that have a note, first."
+    "A scan or a diff as an HTML table; tensors that changed most, or that have a note, come first."
     rows = list(result["tensors"])
     if rows and "change" in rows[0]:
         rows.sort(key=lambda row: (row["change"] is None, -_as_number(row["change"])))
@@ -175,10 +175,10 @@ _MEANS = {
 
 
 def means_html(
-    rows: Sequence[Mapping],  # a dict a mean: mean, cosine, norm_ratio, logged, error
-    chosen: str = "",  # the mean that is marked
+    rows: Sequence[Mapping],  # one dict per mean: mean, cosine, norm_ratio, logged, error
+    chosen: str = "",  # mean to mark
 ) -> str:  # HTML
-    "What each mean makes of the gradient."
+    "How each kind of mean changes the gradient, as an HTML table."
     table = _filled_table([{**row, "mean": row["mean"].replace("_", " ")} for row in rows], _MEANS)
     return render("view_means", **table, chosen=chosen.replace("_", " "))
 
@@ -186,6 +186,6 @@ def means_html(
 def audit_html(
     result: Mapping,  # the JSON of `stabilitylab audit-accumulation`
 ) -> str:  # HTML
-    "Which mean a loop takes."
+    "The mean that a loop takes, as HTML."
     logged = "None" if result["logged_loss"] is None else f"{result['logged_loss']:.6g}"
     return render("view_audit", result=result, logged=logged, true_loss=f"{result['true_loss']:.6g}")

@@ -70,11 +70,11 @@ def sweep_words(
 
 # %% ../../nbs/api/report/11_sweep.ipynb #a834f37a
 def sweep_text(
-    result: SweepResult,  # of the points that are done
-    notes: Sequence[str] = (),  # sentences before
+    result: SweepResult,  # result of the finished points
+    notes: Sequence[str] = (),  # sentences to print first
     device: dict | None = None,  # from `device_settings`
 ) -> str:  # lines
-    "A sweep as a terminal shows it."
+    "The terminal report of a sweep."
     seeds = len(set(result.table().seed)) if result.curves else 0
     head = f"{result.steps} steps a point, {format_count(seeds, 'seed|seeds')}; final loss in nats"
     where = device_words(device or {})
@@ -83,7 +83,7 @@ def sweep_text(
 
 
 def sweep_json(
-    result: SweepResult,  # of the points that are done
+    result: SweepResult,  # result of the finished points
     notes: Sequence[str] = (),  # sentences
     device: dict | None = None,  # from `device_settings`
 ) -> dict:  # start, axes, steps, complete, points, sensitivity, words, notes, device

@@ -48,16 +48,16 @@ def _paint(text: str, meaning: str, colour: bool = True) -> str:  # meaning: a k
 
 
 def terminal_width(
-    stream: TextIO,  # where the text goes, such as `sys.stdout`
-) -> tuple[int, bool]:  # letters a line; whether colours are wanted (NO_COLOR is heeded)
-    "What the terminal behind a stream can show."
+    stream: TextIO,  # output stream, such as `sys.stdout`
+) -> tuple[int, bool]:  # characters per line; whether to use colours (respects NO_COLOR)
+    "The width of a terminal and whether it shows colours."
     columns = shutil.get_terminal_size((100, 24)).columns
     return min(columns, _MAX_WIDTH), stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def columns_text(
-    rows: Sequence[tuple[str, ...]],  # one a line, all of one length
-) -> str:  # the columns aligned, two spaces between them
+    rows: Sequence[tuple[str, ...]],  # rows of equal length
+) -> str:  # text with aligned columns, two spaces apart
     "A table as text."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -78,11 +78,11 @@ def _wrapped(text: str, width: int, indent: int = _INDENT, hang: int = 0) -> str
 # %% ../../nbs/api/report/04_terminal.ipynb #cb06347e
 def findings_text(
     findings: Findings,  # of one run, or shared by several
-    width: int = 100,  # letters a line
+    width: int = 100,  # characters per line
     colour: bool = False,  # with ANSI colours
-    remedies: int | None = REMEDIES_SHOWN,  # of a finding, those that fit the run best; None: all
-    each: int = 4,  # findings of one kind and severity that are reported in full
-) -> str:  # '' where there is none
+    remedies: int | None = REMEDIES_SHOWN,  # remedies per finding, best fit first; None: all
+    each: int = 4,  # most findings of one kind and severity to report in full
+) -> str:  # '' without findings
     "The findings as text, most severe first."
     lines: list[str] = []
     kinds = set()
@@ -127,7 +127,7 @@ def run_text(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | None = None,  # where it came from; None: what the record says
-    width: int = 100,  # letters a line
+    width: int = 100,  # characters per line
     colour: bool = False,  # with ANSI colours
     remedies: int | None = REMEDIES_SHOWN,  # as in `findings_text`
 ) -> str:  # several lines
@@ -173,13 +173,13 @@ def _likely_lines(likely: MostLikely, width: int, colour: bool) -> Iterator[str]
 
 def runs_text(
     runs: dict[str, xr.DataTree],  # name -> record
-    findings: dict[str, Findings],  # name -> what `diagnose` found in it
+    findings: dict[str, Findings],  # name -> findings from `diagnose`
     shared: Findings | None = None,  # findings across the runs; None: none
-    width: int = 100,  # letters a line
+    width: int = 100,  # characters per line
     colour: bool = False,  # with ANSI colours
     remedies: int | None = REMEDIES_SHOWN,  # as in `findings_text`
-) -> str:  # what they share first, then one run after the other, the one that needs most first
-    "Several runs as a terminal shows them."
+) -> str:  # shared findings first, then each run, most severe first
+    "The terminal report of several runs."
     names = by_severity({name: findings[name] for name in runs})
     parts = [run_text(runs[name], findings[name], None, width, colour, remedies) for name in names]
     if shared:

@@ -168,9 +168,9 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
 
 def trial_words(
     result: TrialResult,  # of a trial
-    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
+    foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
 ) -> str:  # sentences
-    "A trial in words: where it started, the result of each arm, and what is missing."
+    "A trial in sentences: where it started, the result of each arm, and what is missing."
     return " ".join(_sentences(result, foreword))
 
 # %% ../../nbs/api/report/11_trial.ipynb #62225e31
@@ -210,9 +210,9 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
 def trial_text(
     result: TrialResult,  # of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
-    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
+    foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
 ) -> str:  # lines
-    "A trial as a terminal shows it."
+    "The terminal report of a trial."
     rows = [_HEADS, *(_cells(arm) for arm in result.arms)]
     reasons = [
         f"  {suggestion.name}{' (control)' if suggestion.is_control else ''}: {'; '.join(suggestion.reasons)}"
@@ -225,12 +225,12 @@ def trial_text(
 # %% ../../nbs/api/report/11_trial.ipynb #b344df38
 @dataclass(frozen=True)
 class TrialSheet:
-    "A trial as a page shows it."
+    "A trial as data for the page's templates."
 
     words: list[str]  # sentences
     heads: tuple[str, ...]  # of the table
-    rows: list[tuple[str, ...]]  # one an arm
-    verdicts: list[str]  # of the arms, for their colours
+    rows: list[tuple[str, ...]]  # one row per arm
+    verdicts: list[str]  # verdict of each arm, for its colour
     reasons: list[tuple[str, str]]  # (fix, why it was chosen)
     figure: Markup  # the curves
 
@@ -238,7 +238,7 @@ class TrialSheet:
 def trial_sheet(
     result: TrialResult,  # of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
-    foreword: Sequence[str] = (),  # sentences before, such as those of a proxy
+    foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
 ) -> TrialSheet:  # for the templates `trial` and `report`
     "The curves and verdicts of a trial."
     return TrialSheet(

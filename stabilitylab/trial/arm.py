@@ -32,10 +32,10 @@ ANOTHER_ORDER = "another order"  # label of the null arm
 
 @dataclass(frozen=True)
 class Arm:
-    "Fixes tried together; without any, the unchanged run."
+    "Fixes that are tried together; without any fix, the unchanged run."
 
     fixes: tuple[dict, ...] = ()  # each {"name": …, "parameters": {…}}
-    label: str = ""  # for tables and figures; '' makes one of the names
+    label: str = ""  # name in tables and figures; '': made from the names of the fixes
 
     @property
     def name(self) -> str:
@@ -43,13 +43,13 @@ class Arm:
         return self.label or " + ".join(row["name"] for row in self.fixes) or "unchanged"
 
     @property
-    def is_null(self) -> bool:  # it shows what chance does
-        "Whether it is the run unchanged with the same batches in another order."
+    def is_null(self) -> bool:  # True for the arm that measures chance
+        "Whether this is the null arm: the unchanged run with the batches in another order."
         return self.label == ANOTHER_ORDER
 
     @property
-    def is_placebo(self) -> bool:  # it has the batches of the run unchanged, too
-        "Whether its fixes change nothing."
+    def is_placebo(self) -> bool:  # True also means the same batches as the unchanged run
+        "Whether the arm has only fixes that change nothing."
         return bool(self.fixes) and all(row["name"] == "placebo" for row in self.fixes)
 
     @property
@@ -67,7 +67,7 @@ class Arm:
 def arm_of(
     what: str | Sequence | Arm,  # 'qk_norm', 'lower_lr:factor=0.3', several with '+', fixes, or an Arm
 ) -> Arm:  # whose fixes exist and whose parameters are in range
-    "An arm from the words of a command line."
+    "An arm from a string in the syntax of the command line."
     if isinstance(what, Arm):
         return what
     words = what.split("+") if isinstance(what, str) else what
@@ -78,7 +78,7 @@ def arm_of(
 def with_unique_names(
     arms: Sequence[Arm],  # to be compared
 ) -> list[Arm]:  # those that share a name are labelled with the parameters of their fixes
-    "The arms with different names, unless they are the same."
+    "The arms with unique names; identical arms keep the same name."
     names = Counter(arm.name for arm in arms)
     return [replace(arm, label=long_name(arm)) if names[arm.name] > 1 else arm for arm in arms]
 
@@ -86,7 +86,7 @@ def with_unique_names(
 def long_name(
     arm: Arm,  # with its fixes
 ) -> str:
-    "The fixes with their parameters, as `arm_of` takes them."
+    "The fixes with their parameters, in the syntax of `arm_of`."
     return arm.label or "+".join(_words_of(row["name"], row.get("parameters", {})) for row in arm.fixes)
 
 
@@ -114,9 +114,9 @@ def _number(text: str) -> object:
 
 # %% ../../nbs/api/trial/01_arm.ipynb #f609aae1
 def null_arm(
-    steps: int,  # of the trial: batches that change places
+    steps: int,  # steps of the trial, whose batches are reordered
 ) -> Arm:  # `is_null`
-    "The run unchanged, with the batches of a trial in another order."
+    "The null arm: the unchanged run with the batches of a trial in another order."
     return Arm((fix("shuffle", block=max(steps, 2)).to_dict(),), ANOTHER_ORDER)
 
 # %% ../../nbs/api/trial/01_arm.ipynb #0ffd36bd
@@ -185,7 +185,7 @@ class ArmCurve:
     grad_norm: np.ndarray = field(default_factory=lambda: np.empty(0))  # (step,) L2, before clipping
     seconds: np.ndarray = field(default_factory=lambda: np.empty(0))  # (step,) of each step
     state_bytes: int = 0  # parameters, gradients and optimizer state
-    error: str = ""  # why it ended early; '' where it did not
+    error: str = ""  # why it ended early; '': it did not
 
 
 def _column(rows: dict[int, dict], name: str) -> np.ndarray:
@@ -194,8 +194,8 @@ def _column(rows: dict[int, dict], name: str) -> np.ndarray:
 
 
 def seed_folder(
-    folder: Path,  # of a trial or a sweep
-    point: str,  # what is tried, in the words of the folder: 'arm-2', 'point-0'
+    folder: Path,  # folder of a trial or a sweep
+    point: str,  # name of the arm or point in the folder: 'arm-2', 'point-0'
     seed: int,  # of the order of batches
 ) -> Path:
     "The folder of one arm with one seed."
@@ -204,7 +204,7 @@ def seed_folder(
 
 def done_file(
     folder: Path,  # of `seed_folder`
-) -> Path:  # a file that is there once the arm takes no more steps
+) -> Path:  # file that exists once the arm takes no more steps
     "The file that marks an arm as done."
     return folder / "done.json"
 
@@ -215,7 +215,7 @@ def read_curve(
     seed: int,  # its seed
     error: str = "",  # why its process ended early
 ) -> ArmCurve:  # as far as it came
-    "The curve that an arm has written so far; a line that a killed process cut is left out."
+    "The curve that an arm has written so far, without a line that a killed process left incomplete."
     rows: dict[int, dict] = {}
     file = Path(folder) / "metrics.jsonl"
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:

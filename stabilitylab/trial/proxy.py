@@ -41,7 +41,7 @@ def symptoms_of(
 # %% ../../nbs/api/trial/10_proxy.ipynb #3604e0ac
 def not_shrunk(
     findings: Sequence[Finding],  # of `diagnose`
-) -> dict[str, str]:  # kind of finding -> why a small model says nothing of it
+) -> dict[str, str]:  # kind of finding -> why a small model cannot show it
     "Which of the findings a small model cannot show, and why."
     kinds = dict.fromkeys(finding.kind for finding in findings)
     return {kind: _SHRINK["reasons"][kind] for kind in kinds if kind in _SHRINK["reasons"]}
@@ -53,17 +53,17 @@ _MAX_RATE = 3.0  # a larger rate than Wortsman's grid has, ten times over, is no
 
 @dataclass(frozen=True)
 class Proxy:
-    "A small model in place of a run: what it took over, and whether it fails in the same way."
+    "A small model in place of a run: the settings it shares, and whether it fails in the same way."
 
     run_recipe: RunRecipe  # the recipe, and where its parts come from
-    symptoms: tuple[str, ...]  # that were looked for
+    symptoms: tuple[str, ...]  # symptoms to look for
     rungs: tuple[dict, ...] = ()  # each with lr, times, seeds, diverged, spikes, final_loss
-    times: float | None = None  # of the run's own rate, on the first rung with the symptom; None: none has it
-    left_out: dict = field(default_factory=dict)  # kind of finding -> why a small model says nothing of it
+    times: float | None = None  # factor on the run's rate at the first rung with the symptom; None: none
+    left_out: dict = field(default_factory=dict)  # kind of finding -> why a small model cannot show it
 
     @property
     def shows(self) -> bool:
-        "Whether the symptom shows at all."
+        "Whether the symptom shows on any rung."
         return self.times is not None
 
     @property
@@ -72,19 +72,19 @@ class Proxy:
         return self.run_recipe.recipe.steps
 
     @property
-    def start(self) -> Start | None:  # None where the symptom does not show: no fix can be judged there
-        "Where a trial sets out: the recipe at the first rate that shows the symptom."
+    def start(self) -> Start | None:  # None: the symptom does not show, so no fix can be judged
+        "The start of a trial: the recipe at the first rate that shows the symptom."
         if self.times is None:
             return None
         return replace(self.run_recipe.recipe, lr=self.run_recipe.recipe.lr * self.times).start
 
     def table(self) -> pd.DataFrame:  # lr, times, seeds, diverged, spikes, final_loss
-        "The ladder, one row a rung."
+        "The ladder, one row per rung."
         return pd.DataFrame(list(self.rungs))
 
     @property
     def words(self) -> list[str]:  # sentences
-        "What was taken over, what was assumed, what showed, and what does not shrink."
+        "Sentences on the reported and assumed settings, the symptom, and findings that need the real run."
         return _sentences(self)
 
     def to_dict(self) -> dict:
@@ -122,7 +122,7 @@ def proxy(
     config: Mapping | str | Path | None = None,  # settings, or a file of them; None: what lies beside the log
     steps: int = 200,  # of the small training
     seeds: int = 3,  # of weights and batches, on every rung
-    progress: bool = False,  # a bar on standard error
+    progress: bool = False,  # show a progress bar on standard error
 ) -> Proxy:
     "A small model with the recipe of a run, and the first rate at which it fails like the run."
     findings = list(diagnose(run) if findings is None else findings)

@@ -26,28 +26,28 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Recipe:
-    "How a small language model is trained; plain numbers and words."
+    "The recipe for training a small language model, as plain numbers and strings."
 
-    lr: float = 3e-3  # largest rate
-    schedule: tuple = ((0.0, 1.0),)  # (share of the steps, share of `lr`), joined by straight lines
-    steps: int = 200  # that the schedule spans
+    lr: float = 3e-3  # peak learning rate
+    schedule: tuple = ((0.0, 1.0),)  # points (fraction of the steps, fraction of `lr`), interpolated linearly
+    steps: int = 200  # number of steps that the schedule spans
     betas: tuple = (0.9, 0.95)  # of AdamW
     eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.1  # of AdamW, times the rate
+    weight_decay: float = 0.1  # weight decay of AdamW, multiplied by the learning rate
     clip: float | None = 1.0  # largest gradient norm; None: no clipping
     precision: str = "fp32"  # of the forward pass: fp32, bf16, or fp16 with a loss scaler
-    batch: int = 4  # sequences a micro-batch
-    micro_batches: int = 1  # of a step
-    seq: int = 64  # tokens a sequence
+    batch: int = 4  # sequences per micro-batch
+    micro_batches: int = 1  # micro-batches per step
+    seq: int = 64  # tokens per sequence
     d_model: int = 64  # width
     n_layer: int = 3  # depth
     n_head: int = 4  # heads
     norm: str = "ln"  # 'ln', 'rms' or 'none'
     norm_place: str = "pre"  # 'pre' or 'post'
-    qk_norm: str = "none"  # of queries and keys
+    qk_norm: str = "none"  # norm of queries and keys
     activation: str = "gelu"  # of the MLP
     positions: str = "learned"  # position encoding
-    tied: bool = False  # the head shares the embedding's weights
+    tied: bool = False  # whether the output layer shares the embedding's weights
     bias: bool = False  # of linear layers
     dropout: float = 0.0  # of attention and MLP outputs
     init_std: float = 0.02  # of matrices
@@ -67,13 +67,13 @@ class Recipe:
 
     @property
     def model(self) -> ModelConfig:
-        "The shape and switches of its model."
+        "The configuration of its model."
         shared = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(self)}
         return ModelConfig(**{name: getattr(self, name) for name in shared})
 
     @property
     def start(self) -> Start:
-        "The start of a trial or a sweep: step 0, with weights and batches of each seed."
+        "The start of a trial or a sweep: step 0, with weights and batches drawn from each seed."
         return Start(function="stabilitylab.trial.recipe:proxy_training", arguments=self.to_dict())
 
 # %% ../../nbs/api/trial/07_recipe.ipynb #745b05bc

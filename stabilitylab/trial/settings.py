@@ -150,7 +150,7 @@ class RunRecipe:
 
     recipe: Recipe  # of the small training
     reported: dict = field(default_factory=dict)  # field of the recipe -> value from log or configuration
-    assumed: tuple[str, ...] = ()  # fields that neither log nor configuration has
+    assumed: tuple[str, ...] = ()  # fields without a value in log or configuration
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."

@@ -59,7 +59,7 @@ class Start:
     "The common starting state of all arms, as names and numbers that a child process can read."
 
     path: str = ""  # folder of a record with a black box; '' for a function
-    step: int = 0  # the step that comes next
+    step: int = 0  # first step to train
     setup: str | None = None  # 'file.py:function' as in `setup_of`; None: what the run says itself
     function: str = ""  # 'package.module:function' that takes `seed` and returns a Training
     arguments: dict = field(default_factory=dict)  # of the function
@@ -70,9 +70,9 @@ class Start:
 
     def build(
         self,
-        seed: int,  # of the order of batches and of all that is drawn
+        seed: int,  # seed of the order of batches and of all random draws
         device: str = "cpu",  # where to train
-    ) -> Training:  # in the state of the start
+    ) -> Training:  # a training in the starting state
         "A fresh training in this state."
         if self.function:
             training = function_at(self.function)(seed=seed, **self.arguments)
@@ -81,15 +81,15 @@ class Start:
             return training if device == "cpu" else _moved(training, device)
         return _recorded_training(self, seed, device)
 
-    def compare(self) -> SetupCheck | None:  # None: a function, which has no record
-        "A check that the first steps from here are the recorded ones; those of another setup are not."
+    def compare(self) -> SetupCheck | None:  # None: the start is a function, which has no record
+        "Compares the first steps from this state with the record; a wrong setup gives different ones."
         if self.function:
             return None
         step = _recorded_steps(self.path, self.step)[:2][-1]  # what clipping does shows in the second one
         return checked(self.path, step, self.setup).check
 
     @property
-    def first_loss(self) -> float | None:  # nats; None where no record says it
+    def first_loss(self) -> float | None:  # nats; None: not recorded
         "The first loss of the recorded run: that of the untrained model."
         loss = _loss_series(self.path)
         if loss is None or int(loss["step"].values[0]) > 1:
@@ -97,7 +97,7 @@ class Start:
         return float(loss.values[0])
 
     @property
-    def recorded_loss(self) -> np.ndarray:  # (step,) nats; empty where no record has it
+    def recorded_loss(self) -> np.ndarray:  # (step,) nats; empty if not recorded
         "The recorded loss of the steps before this state."
         loss = _loss_series(self.path)
         return np.empty(0) if loss is None else loss.values[loss["step"].values < self.step]
@@ -111,15 +111,15 @@ class Start:
         return float(loss.values[loss["step"].values == self.step][-1])
 
     @property
-    def n_recorded(self) -> int | None:  # None: a function, or a setup's own loader, which makes them
-        "How many recorded batches the arms of a trial are dealt."
+    def n_recorded(self) -> int | None:  # None: a function or the setup's loader makes the batches
+        "The number of recorded batches that the arms of a trial share."
         if self.function or setup_of(self.path, self.setup).batches is not None:
             return None
         return len(_recorded_steps(self.path, self.step))
 
     @property
     def words(self) -> str:
-        "Which state and which batches, in one sentence."
+        "One sentence on the starting state and its batches."
         if self.function:
             settings = str(self.arguments or "its defaults")
             settings = settings if len(settings) < 200 else f"{len(self.arguments)} settings"
@@ -268,7 +268,7 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
 # %% ../../nbs/api/trial/00_start.ipynb #b9735232
 def last_snapshot_before(
     path: str | Path | Recording,  # of a record with a black box
-    onset: int | None,  # step at which the failure sets in; None: no failure is known
+    onset: int | None,  # step at which the failure begins; None: unknown
 ) -> int:  # a step that can be replayed
-    "The step of the last snapshot before a failure, or of the first one there is."
+    "The step of the last snapshot before a failure, or of the first snapshot if none is before it."
     return opened(path).snapshot_before(onset)

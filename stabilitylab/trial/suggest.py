@@ -48,14 +48,14 @@ class Suggestion:
 
     name: str  # in the registry
     score: float  # higher is earlier
-    reasons: list[str]  # one a finding or a report
-    sources: list[str] = field(default_factory=list)  # who reported
+    reasons: list[str]  # one per finding or report
+    sources: list[str] = field(default_factory=list)  # who reported it
     is_control: bool = False  # expected not to help
-    parameters: dict = field(default_factory=dict)  # that the run asks for; the others keep their defaults
+    parameters: dict = field(default_factory=dict)  # set for this run; the others keep their defaults
 
     @property
     def arm(self) -> Arm:
-        "As an arm of a trial."
+        "The fix as an arm of a trial."
         return Arm((fix(self.name, **self.parameters).to_dict(),))
 
     def to_dict(self) -> dict:
@@ -164,8 +164,8 @@ def _failure(findings: Sequence[Finding]) -> Finding | None:
 
 def failure_onset(
     findings: Sequence[Finding],  # of `diagnose`
-) -> int | None:  # None where no finding is an error with a step, nor a warning of the loss itself
-    "The step at which a run failed: of the first error, or else of the first warning that the loss shows."
+) -> int | None:  # None: no error with a step and no warning on the loss
+    "The step at which a run failed: onset of the first error, or else of the first warning on the loss."
     failure = _failure(findings)
     return None if failure is None else failure.onset
 
@@ -213,9 +213,9 @@ def _n_teams(reports: list[dict]) -> int:
 
 def cause_of(
     findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # the record that they are of
-) -> MostLikely | None:  # None where there is nothing to explain
-    "The likely cause of what was found in a run."
+    run: xr.DataTree,  # their record
+) -> MostLikely | None:  # None: nothing to explain
+    "The likely cause of the findings of a run."
     if isinstance(findings, Findings) and "evidence" in findings.attrs:
         return most_likely(findings)  # `diagnose` has measured it
     facts = evidence(run, findings)
@@ -239,9 +239,9 @@ def unsuited(
     name: str,  # of a fix
     parameters: dict,  # of it
     run: xr.DataTree,  # a record
-    cause: MostLikely | None = None,  # of what happened to it
-) -> str:  # why the fix cannot answer; '' where nothing speaks against it
-    "Why a fix does not suit a run's model, optimizer or settings, as far as they were recorded."
+    cause: MostLikely | None = None,  # likely cause of its failure
+) -> str:  # the reason; '': nothing speaks against the fix
+    "The reason why a fix does not suit a run's recorded model, optimizer or settings."
     about, attrs = fix(name).about, run.attrs
     is_start = cause is not None and cause.family == "initialisation"
     if about.acts_on in _CANNOT and not (about.acts_on == "init" and is_start):
@@ -282,10 +282,10 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
 # %% ../../nbs/api/trial/04_suggest.ipynb #fc574f80
 def suggest(
     findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree | xr.Dataset,  # the record that they are of, or the table that a reader returns
-    limit: int = 3,  # fixes; one control is added
-) -> list[Suggestion]:  # the most promising first, a control at the end; [] where nothing fits
-    "The fixes that are worth a trial: cures of the likely cause, then what teams report of the findings."
+    run: xr.DataTree | xr.Dataset,  # their record, or the table that a reader returns
+    limit: int = 3,  # number of fixes, not counting the control
+) -> list[Suggestion]:  # most promising first, a control at the end; [] if none fits
+    "The fixes worth a trial: first cures of the likely cause, then fixes that teams report for the findings."
     run = as_run(run)
     cause, controls = cause_of(findings, run), []
     if cause is None:

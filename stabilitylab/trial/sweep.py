@@ -31,15 +31,15 @@ from .verdict import failure_bound, outcome, paired_interval
 # %% ../../nbs/api/trial/09_sweep.ipynb #7b196850
 @dataclass(frozen=True)
 class Point:
-    "One place on the axes of a sweep."
+    "One combination of values of a sweep."
 
     values: dict  # axis -> value
-    start: Start  # with its arguments
-    arm: Arm  # with its fixes
+    start: Start  # start with the point's arguments
+    arm: Arm  # arm with the point's fixes
 
     @property
     def label(self) -> str:
-        "For tables and figures."
+        "The name of the point in tables and figures."
         return ", ".join(f"{axis}={_short(value)}" for axis, value in self.values.items())
 
 
@@ -93,7 +93,7 @@ def _point(start: Start, values: dict, fixes: tuple[dict, ...]) -> Point:
 
 
 def points_of(
-    start: Start,  # where all arms set out
+    start: Start,  # common starting state
     axes: Mapping[str, Sequence],  # axis -> values
     fixes: Sequence = (),  # in force at every point, as `arm_of` takes them
 ) -> list[Point]:  # every combination, the last axis running fastest
@@ -127,26 +127,26 @@ def lr_sensitivity(
 # %% ../../nbs/api/trial/09_sweep.ipynb #a14b64a1
 @dataclass(frozen=True)
 class SweepResult:
-    "The curves of a sweep, and what they come to."
+    "The curves of a sweep and their summaries."
 
     axes: dict  # axis -> values
     points: list[Point]  # every combination
     steps: int  # of each arm and seed
-    curves: list[ArmCurve]  # one a point and seed
+    curves: list[ArmCurve]  # one per point and seed
     complete: bool = True  # whether every requested arm has been trained
     # loss before any training, and loss above which a run has failed, as `outcome` takes them
     bounds: tuple[float | None, float | None] = (None, None)
-    together: int = 0  # arms that trained as rows of one model
-    alone: dict = field(default_factory=dict)  # why others did not, and how many
+    together: int = 0  # number of arms that trained as rows of one batched model
+    alone: dict = field(default_factory=dict)  # reason -> number of arms that trained alone
 
     def table(self) -> pd.DataFrame:  # axes, seed, first_loss, final_loss, diverged, onset, spikes
-        "One row a point and seed."
+        "One row per point and seed."
         values = {point.label: point.values for point in self.points}
         return pd.DataFrame([values[curve.arm] | _row_of(curve, self.bounds) for curve in self.curves])
 
     def sensitivity(
         self,
-        axis: str = "lr",  # over which it is taken
+        axis: str = "lr",  # axis of the learning rate
     ) -> pd.DataFrame:  # the other axes, sensitivity in nats with its 95 % interval over seeds, best value
         "Learning-rate sensitivity along an axis, for every combination of the others."
         if axis not in self.axes:
@@ -194,7 +194,7 @@ class _SweepPoints(TaskQueue["SweepResult"]):
 
     def __init__(  # noqa: PLR0913 - what a Trial takes, and the axes
         self,
-        start: Start,  # where all arms set out
+        start: Start,  # common starting state
         axes: Mapping[str, Sequence],  # axis -> values, as `points_of` takes them
         steps: int = 200,  # of each arm and seed, >= 1
         seeds: int = 1,  # of each point, >= 1
@@ -230,7 +230,7 @@ class _SweepPoints(TaskQueue["SweepResult"]):
 class Sweep(_SweepPoints):
     "Points that train from one start, in child processes or on a cluster."
 
-    def result(self) -> SweepResult:  # of the arms that are done
+    def result(self) -> SweepResult:  # result of the finished arms
         "The curves and sensitivities so far."
         ended = self.ended
         is_done = {task: done_file(self.folder_of(task)).is_file() for task in self._tasks}
@@ -252,14 +252,14 @@ class Sweep(_SweepPoints):
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #51df8d4f
 def sweep(
-    start: Start,  # where all arms set out
+    start: Start,  # common starting state
     axes: Mapping[str, Sequence],  # axis -> values; see `points_of`
     steps: int = 200,  # of each arm and seed
     seeds: int = 1,  # of each point
-    progress: bool = True,  # a bar on standard error
+    progress: bool = True,  # show a progress bar on standard error
     **options: Any,  # of `Sweep`: fixes, folder, workers, device, client
 ) -> SweepResult:
-    "Trains a sweep to its end; raises where no point can be trained."
+    "Trains a sweep to its end; raises if no point can be trained."
     work = Sweep(start, axes, steps, seeds, **options)
     result, failed = work.run(progress=progress), work.poll().failed
     if failed and not result.curves:

@@ -31,8 +31,8 @@ from .start import Start
 class ArmTask:
     "One arm with one seed."
 
-    arm: Arm = field(hash=False)  # what is tried; its index stands for it
-    index: int  # of the arm, in a trial 0 for the run unchanged
+    arm: Arm = field(hash=False)  # the arm to train
+    index: int  # index of the arm; in a trial, 0 is the unchanged run
     seed: int  # of the order of batches
     start: Start | None = field(default=None, compare=False)  # the state from which it trains
 
@@ -43,10 +43,10 @@ class TrialState:
 
     done: int  # tasks that have ended
     total: int  # tasks requested
-    running: tuple[str, ...]  # names and seeds of those that train now
-    share: float  # of all steps that are taken, 0..1
-    ended: bool  # whether nothing more will come
-    failed: tuple[str, ...]  # what went wrong in tasks that did not finish
+    running: tuple[str, ...]  # names and seeds of the tasks in training
+    share: float  # fraction of all steps that are done, 0..1
+    ended: bool  # whether all work has ended
+    failed: tuple[str, ...]  # errors of tasks that did not finish
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #88bbf16f
 class _Work(Protocol):
@@ -64,12 +64,12 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining} {postfix}"
 
 def run_to_end(
     work: _Work,  # a trial or a sweep
-    budget: float | None = None,  # minutes after which it is stopped; None: until it is done
-    progress: bool = True,  # a bar on standard error
+    budget: float | None = None,  # time limit in minutes; None: no limit
+    progress: bool = True,  # show a progress bar on standard error
     on_progress: Callable | None = None,  # called with every `TrialState`
-    label: str = "trial",  # before the bar
+    label: str = "trial",  # text before the bar
 ) -> None:
-    "Polls until everything is done, the budget is spent, or Ctrl-C stops it."
+    "Polls until all tasks are done, the budget is spent, or Ctrl-C stops it."
     end = None if budget is None else time.monotonic() + 60 * budget
     with tqdm(total=1.0, desc=label, disable=not progress, bar_format=_BAR, mininterval=0.5) as bar:
         try:
@@ -349,8 +349,8 @@ class TaskQueue(_TaskJobs[Result]):
 
     def run(
         self,
-        budget: float | None = None,  # minutes after which it is stopped; None: until it is done
-        progress: bool = True,  # a bar on standard error
+        budget: float | None = None,  # time limit in minutes; None: no limit
+        progress: bool = True,  # show a progress bar on standard error
         on_progress: Callable | None = None,  # called with every `TrialState`
     ) -> Result:  # of the tasks that are done; Ctrl-C stops the rest and keeps that too
         "Trains until everything is done, or until the budget is spent."

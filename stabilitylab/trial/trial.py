@@ -27,13 +27,13 @@ from .verdict import ArmVerdict, failure_bound, verdicts_of
 class TrialResult:
     "The verdicts of a trial on the seeds that have finished."
 
-    start: Start  # where all arms set out
+    start: Start  # common starting state
     steps: int  # a seed
-    arms: list[ArmVerdict]  # the first is the run unchanged
+    arms: list[ArmVerdict]  # the first is the unchanged run
     curves: list[ArmCurve]  # of all arms and seeds
     complete: bool  # whether every requested task has been trained
-    failed: tuple[str, ...] = ()  # what went wrong in tasks that did not finish
-    notes: tuple[str, ...] = ()  # what the machine changed, such as fewer arms at once
+    failed: tuple[str, ...] = ()  # errors of tasks that did not finish
+    notes: tuple[str, ...] = ()  # changes forced by the machine, such as fewer arms at once
     device: dict = field(default_factory=dict)  # from `device_settings`, of the first device; {} on a cluster
 
     def to_dict(self) -> dict:
@@ -59,7 +59,7 @@ class _TrialArms(TaskQueue[TrialResult]):
 
     def __init__(
         self,
-        start: Start,  # where all arms set out
+        start: Start,  # common starting state
         arms: Sequence,  # as `arm_of` takes them; the run unchanged comes first by itself
         steps: int = 100,  # of each arm and seed, >= 1
         seeds: int = 3,  # orders of batches, >= 1
@@ -108,9 +108,9 @@ class Trial(_TrialArms):
 
     def stop(
         self,
-        name: str,  # of an arm; the run unchanged stays, as the others are measured against it
+        name: str,  # name of an arm; the unchanged run cannot be stopped, as the others need it
     ) -> None:
-        "Stops one arm; its curves so far stay, and the other arms go on."
+        "Stops one arm; its curves so far stay, and the other arms continue."
         names = [arm.name for arm in self.arms[1:]]
         if name not in names:
             raise bad_input("name", name, ", ".join(names))
@@ -124,8 +124,8 @@ class Trial(_TrialArms):
     def add(
         self,
         arm: str | Sequence | Arm,  # as `arm_of` takes it
-    ) -> Arm:  # that will train with the same start, steps and seeds
-        "Adds an arm, while the others train or after they have ended."
+    ) -> Arm:  # arm that will train with the same start, steps and seeds
+        "Adds an arm, during or after the training of the others."
         *others, new = with_unique_names([*self.arms, self._scaled(arm_of(arm))])
         _ = verdicts_of([*others, new], [])  # a name that is there already is refused
         # not `others`: the arms before keep the names by which their curves are read
@@ -135,8 +135,8 @@ class Trial(_TrialArms):
         self._enqueue((len(self.arms) - 1, seed) for seed in range(self.seeds))
         return new
 
-    def keep(self) -> Path:  # where the curves so far lie
-        "Leaves a temporary folder where it is, so that the same trial can go on there."
+    def keep(self) -> Path:  # folder with the curves so far
+        "Keeps the temporary folder, so that the trial can be resumed there."
         return self._folder.keep()
 
     def _is_other_loss(self, curves: list[ArmCurve]) -> bool:
@@ -147,8 +147,8 @@ class Trial(_TrialArms):
             return False
         return abs(own[0] - recorded) > _OTHER_LOSS * abs(recorded)
 
-    def result(self) -> TrialResult:  # of the tasks that are done
-        "The verdicts so far; a task in progress is left out."
+    def result(self) -> TrialResult:  # result of the finished tasks
+        "The verdicts so far, without tasks in progress."
         done = {(task.arm.name, task.seed) for task, why in self.ended.items() if not why}
         curves = [curve for curve in self.curves() if (curve.arm, curve.seed) in done]
         complete = len(done) == len(self._tasks)
@@ -167,8 +167,8 @@ def _settings_of(devices: list[str]) -> dict:
 
 # %% ../../nbs/api/trial/03_trial.ipynb #b4e52ab1
 def unfit_arms(
-    start: Start,  # where all arms set out
-    arms: Sequence[Arm],  # to be tried
+    start: Start,  # common starting state
+    arms: Sequence[Arm],  # arms to test
     device: str = "auto",  # where they will train
 ) -> dict[str, str]:  # name of an arm -> why it cannot be tried, in one line
     "Arms whose fixes cannot be applied or cannot take a step; raises if the start itself cannot."

@@ -24,9 +24,9 @@ class Outcome:
 
     final: float  # level at the end, nats; inf where it is not finite
     diverged: bool  # whether it ended above its lowest level, or was not finite
-    onset: int | None  # step from which it stayed above; None where it did not diverge
-    spikes: int  # excursions above the level that came back
-    recovery: int | None  # steps from the first spike until the level was back; None without one
+    onset: int | None  # step from which it stayed above; None: did not diverge
+    spikes: int  # number of excursions above the level that recovered
+    recovery: int | None  # steps from the first spike until the level was restored; None: no spike
     seconds: float  # a step, median
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #f6fdd327
@@ -116,7 +116,7 @@ def outcome(
     curve: ArmCurve,  # of one arm and one seed
     start_loss: float | None = None,  # loss of the run before any training, nats; None: unknown
     failed_above: float | None = None,  # loss above which a run has failed, nats; None: unknown
-    correlation: float | None = None,  # of `loss_correlation`; None: that of this curve
+    correlation: float | None = None,  # from `loss_correlation`; None: estimated from this curve
 ) -> Outcome:
     "The outcome of one curve."
     loss, step = curve.loss, curve.step
@@ -204,12 +204,12 @@ _MIN_EFFECT = 0.01  # share of the unchanged loss that is worth an action: our c
 
 
 def judge(
-    differences: Sequence[float],  # one a seed: final loss of the arm less that of the run unchanged
-    level: float,  # final loss of the run unchanged, nats
-    diverged: tuple[int, int],  # seeds on which the run unchanged and the arm diverged
-    chances: tuple[float, float] = (1.0, 1.0),  # of so few and of so many failures if the fix did nothing
-    n_arms: int = 1,  # that are judged together
-) -> tuple[str, str]:  # one of the four verdicts, and what decided, as in `ArmVerdict`
+    differences: Sequence[float],  # one per seed: final loss of the arm minus that of the unchanged run
+    level: float,  # final loss of the unchanged run, nats
+    diverged: tuple[int, int],  # number of seeds on which the unchanged run, and the arm, diverged
+    chances: tuple[float, float] = (1.0, 1.0),  # of so few, and of so many, failures if the fix did nothing
+    n_arms: int = 1,  # number of arms that are judged together
+) -> tuple[str, str]:  # one of the four verdicts, and the reason, as in `ArmVerdict`
     "The verdict on one arm."
     low, high = paired_interval(differences, n_arms)
     worth, mean, n = _MIN_EFFECT * abs(level), float(np.mean(differences)), len(differences)
@@ -254,11 +254,11 @@ MOST_SEEDS = 100  # that are counted: our convention
 
 def more_seeds(
     differences: Sequence[float],  # one a seed
-    level: float,  # final loss of the run unchanged, nats
+    level: float,  # final loss of the unchanged run, nats
     rescued: int = 0,  # seeds that the arm rescued
-    n_arms: int = 1,  # that are judged together
-) -> int:  # further seeds, 1 to `MOST_SEEDS`, which stands for any larger number
-    "How many further seeds would probably decide, from the effect and the spread so far."
+    n_arms: int = 1,  # number of arms that are judged together
+) -> int:  # further seeds, 1 to `MOST_SEEDS`, which also means any larger number
+    "The number of further seeds that would probably decide, from the effect and the spread so far."
     d = np.asarray(differences, float)
     if len(d) < 2 or rescued == len(d):
         return max(3 - len(d), 1)
@@ -284,8 +284,8 @@ def _shift_for_power(
 
 def detectable_gain(
     differences: Sequence[float],  # one a seed
-    level: float,  # final loss of the run unchanged, nats
-    n_arms: int = 1,  # that are judged together
+    level: float,  # final loss of the unchanged run, nats
+    n_arms: int = 1,  # number of arms that are judged together
 ) -> float:  # nats, > 0; inf for fewer than two seeds
     "The gain that would be said to help in four of five trials with this spread and as many seeds."
     d = np.asarray(differences, float)
@@ -304,26 +304,26 @@ class ArmVerdict:
 
     fix: str  # name of the arm
     parameters: dict  # of its fixes
-    seeds: list[int]  # that were compared
-    final_loss: list[float]  # one a seed, nats
+    seeds: list[int]  # seeds that were compared
+    final_loss: list[float]  # one per seed, nats
     diverged: int  # seeds on which it diverged
     verdict: str  # 'helps', 'does not help', 'harms', "can't tell yet"; 'unchanged' for the first arm
     effect: float  # mean difference of the final loss, nats; negative is better
     interval: tuple[float, float]  # of the effect; those of all arms hold together with 95 %
     side_effects: dict = field(default_factory=dict)  # what else changed
-    more_seeds: int = 0  # that would probably decide; 0 where it is decided, `MOST_SEEDS` for that and more
-    postponed: int | None = None  # steps by which a failure that still comes is later
-    rescued: int = 0  # seeds on which the run unchanged fails and the arm does not
-    broken: int = 0  # seeds on which the arm fails and the run unchanged does not
+    more_seeds: int = 0  # further seeds that would probably decide; 0: decided; `MOST_SEEDS`: so many or more
+    postponed: int | None = None  # steps by which a remaining failure is delayed
+    rescued: int = 0  # seeds on which the unchanged run fails and the arm does not
+    broken: int = 0  # seeds on which the arm fails and the unchanged run does not
     # 'failures' or 'loss'; 'prevented', 'lessened', 'small', 'raised' or 'capped' where more seeds change
     # nothing; else ''
     decided_by: str = ""
-    chance: float = 1.0  # largest, of its failures over all arms if no fix did anything
-    detectable: float = float("inf")  # gain that would be said to help in four of five such trials, nats
-    # that are judged together: not the run unchanged, another order, placebos, and arms that did not act
+    chance: float = 1.0  # largest probability of such failures in any arm if no fix did anything
+    detectable: float = float("inf")  # gain that would give 'helps' in four of five such trials, nats
+    # number of arms judged together, without the unchanged run, null arm, placebos and arms without effect
     n_arms: int = 1
-    capped: int = 0  # seeds on which both final losses are above the loss before training, and capped there
-    acted: bool = True  # whether any loss of it differs from that of the run unchanged
+    capped: int = 0  # seeds on which both final losses are capped at the loss before training
+    acted: bool = True  # whether any of its losses differs from the unchanged run's
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
@@ -392,7 +392,7 @@ class _Basis:
     unchanged: dict[int, Outcome]  # of the same
     outcomes: dict[str, dict[int, Outcome]]  # arm -> seed -> outcome
     ceiling: float  # at which final losses are capped
-    n_arms: int  # that are judged together
+    n_arms: int  # number of arms that are judged together
 
     def chances(self, arm: Arm, base: list[Outcome], own: list[Outcome]) -> tuple[float, float]:
         "Probabilities of so few and of so many failures over all arms if no fix did anything."
@@ -475,11 +475,11 @@ def _n_judged(arms: Sequence[Arm], by_arm: dict[str, dict[int, ArmCurve]]) -> in
 
 
 def verdicts_of(
-    arms: Sequence[Arm],  # the first is the run unchanged
+    arms: Sequence[Arm],  # the first is the unchanged run
     curves: Sequence[ArmCurve],  # of all arms and seeds, in any order
-    start_loss: float | None = None,  # loss before any training, nats; None: that of the curves
-    failed_above: float | None = None,  # loss above which a run has failed, of `failure_bound`; None: unknown
-) -> list[ArmVerdict]:  # one an arm, in their order
+    start_loss: float | None = None,  # loss before any training, nats; None: first loss of the curves
+    failed_above: float | None = None,  # loss above which a run has failed, nats; None: unknown
+) -> list[ArmVerdict]:  # one per arm, in their order
     "The verdicts on all arms of a trial."
     by_arm: dict[str, dict[int, ArmCurve]] = {arm.name: {} for arm in arms}
     if len(by_arm) < len(arms):

@@ -50,7 +50,7 @@ _HERE = files("stabilitylab.workbench")
 
 
 class CallLine(anywidget.AnyWidget):
-    "A call that can be copied, and read in a fold; nothing is seen while there is none."
+    "Code that the user can expand and copy; invisible while there is none."
 
     _esm = _HERE.joinpath("call.js").read_text(encoding="utf-8")
     _css = _HERE.joinpath("call.css").read_text(encoding="utf-8")

@@ -35,19 +35,19 @@ class Choice:
     "A fix that can become an arm."
 
     name: str  # in the registry
-    what: str  # what it does, a sentence
-    reasons: list[str]  # why it is offered
-    reports: list[tuple[str, str, str]]  # (what was reported, by whom, with which words)
+    what: str  # one sentence on what it does
+    reasons: list[str]  # reasons for offering it
+    reports: list[tuple[str, str, str]]  # (reported outcome, source, wording)
     parameters: dict[str, dict]  # name -> default, and low and high, or choices
     is_control: bool = False  # expected not to help
 
 
 def choice_of(
     name: str,  # in the registry
-    reasons: Sequence[str] = (),  # why it is offered
+    reasons: Sequence[str] = (),  # reasons for offering it
     is_control: bool = False,  # expected not to help
 ) -> Choice:
-    "What is known of a fix."
+    "A fix with its parameters and reports."
     remedy = fix(name)
     reports = [(row.reported, row.source, row.note) for row in remedy.reports().itertuples(index=False)]
     return Choice(name, remedy.about.summary, list(reasons), reports, parameter_ranges(remedy), is_control)
@@ -55,16 +55,16 @@ def choice_of(
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #28cc3786
 def choices(
     findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # the record that they are of
-    limit: int = 5,  # fixes; one control comes on top
-) -> list[Choice]:  # the most promising first; [] where nothing fits
-    "The fixes that are worth a trial, with all that is known of them."
+    run: xr.DataTree,  # their record
+    limit: int = 5,  # number of fixes, not counting the control
+) -> list[Choice]:  # most promising first; [] if none fits
+    "The fixes worth a trial, with their parameters and reports."
     suggestions = suggest(findings, run, limit)
     return [choice_of(fix.name, fix.reasons, fix.is_control) for fix in suggestions]
 
 
 def other_fixes(
-    offered: Sequence[str],  # names that are there already
+    offered: Sequence[str],  # names of the fixes that are already offered
 ) -> list[str]:  # names, in alphabetical order
     "The rest of the registry that can act on a run which has begun."
     table = fixes()
@@ -85,7 +85,7 @@ def _arm_words(
 def arm_with(
     name: str,  # of a fix
     values: dict,  # its parameters
-) -> Arm:  # named after what is not the default, so that two strengths of one fix can be compared
+) -> Arm:  # named after the non-default parameters, so two settings of one fix can be compared
     "One fix as an arm."
     remedy = fix(name, **values)
     words = _arm_words(remedy)

@@ -18,7 +18,7 @@ _FILE_LIMIT = 20_000  # files of a folder that are looked at; further ones are n
 
 
 class FolderFollower:
-    "What a folder held when it was last read."
+    "A folder of runs that is read again when a file changes."
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class FolderFollower:
                 break
         return stamps
 
-    def poll(self) -> dict[str, xr.DataTree]:  # every run there; {} where nothing has changed
-        "The runs of a folder that has changed; a half-written one is tried again later."
+    def poll(self) -> dict[str, xr.DataTree]:  # all runs of the folder; {} if nothing has changed
+        "The runs of the folder if it has changed; a half-written run is tried again at the next poll."
         now = self._look()
         if now == self._last:
             return {}

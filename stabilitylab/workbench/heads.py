@@ -59,13 +59,13 @@ def _token_ids(part: Any, count: int) -> list[str]:
 
 def recorded_head(
     path: str | Path,  # folder of a record with a black box
-    step: int,  # whose state and batch are taken
-    layer: int,  # which attention, counted from 0
-    head: int,  # which head
+    step: int,  # step of the state and the batch
+    layer: int,  # index of the attention, from 0
+    head: int,  # index of the head
     setup: str | None = None,  # 'file.py:function', as in `setup_of`
-    longest: int = 512,  # more tokens than this are refused
-) -> dict:  # weights, a list of rows; module, head; tokens, the ids of the keys, [] where they are not known
-    "The attention weights of one head on the batch of a recorded step; what a child process does."
+    longest: int = 512,  # most tokens; more raise an error
+) -> dict:  # weights, a list of rows; module; head; tokens, the ids of the keys, [] if unknown
+    "The attention weights of one head on the batch of a recorded step; runs in a child process."
     run_setup = setup_of(path, setup)
     model, _ = load_snapshot(path, step, run_setup).build()
     part = load_batch(path, step).parts[0]

@@ -154,10 +154,10 @@ _TASKS: set[asyncio.Task] = set()  # asyncio itself keeps only weak references
 
 
 def beside(
-    take: Callable[[_Answer], object],  # called with what each of them returned, in the kernel's own thread
-    *works: Callable[[], _Answer],  # called one after the other in a thread
+    take: Callable[[_Answer], object],  # called with each result, in the kernel's own thread
+    *works: Callable[[], _Answer],  # functions to call one after the other
 ) -> None:
-    "Does work beside the kernel's loop; in a script, which has no loop, at once."
+    "Runs functions in a thread next to the kernel's event loop; in a script, which has no loop, at once."
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

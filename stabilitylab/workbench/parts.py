@@ -26,7 +26,7 @@ def row(
     *children: widgets.Widget,  # from left to right
     **layout: str,  # CSS properties
 ) -> widgets.HBox:
-    "Widgets beside each other, wrapped where the page is narrow."
+    "Widgets in a row, wrapped on a narrow page."
     return widgets.HBox(children, layout={"flex_flow": "row wrap", **layout})
 
 
@@ -34,24 +34,24 @@ def column(
     *children: widgets.Widget,  # from top to bottom
     **layout: str,  # CSS properties
 ) -> widgets.VBox:
-    "Widgets below each other."
+    "Widgets in a column."
     return widgets.VBox(children, layout=layout)
 
 
 def button(
-    words: str,  # on the button
-    icon: str,  # of Font Awesome
-    tooltip: str,  # under the pointer
-    act: Callable[[], object],  # called at a click
+    words: str,  # text on the button
+    icon: str,  # name of a Font Awesome icon
+    tooltip: str,  # text shown under the pointer
+    act: Callable[[], object],  # called on a click
 ) -> widgets.Button:
-    "A button as wide as its words."
+    "A button as wide as its text."
     made_button = widgets.Button(description=words, icon=icon, tooltip=tooltip, layout={"width": "auto"})
     made_button.on_click(lambda _: act())
     return made_button
 
 
 def set_visible(
-    widget: widgets.DOMWidget,  # that keeps its place in the view
+    widget: widgets.DOMWidget,  # widget to show or hide; it keeps its place in the view
     is_visible: bool,  # whether the page shows it
 ) -> None:
     "Shows or hides a widget."
@@ -88,10 +88,10 @@ def _refilling(widget: HasTraits) -> Iterator[None]:
 
 def refill(
     chooser: Any,  # a Dropdown, Select or SelectMultiple
-    options: Sequence,  # what it offers
-    value: object,  # what is chosen of them
+    options: Sequence,  # new options
+    value: object,  # selected option or options
 ) -> None:
-    "Exchanges the options of a chooser; the functions of `on` are not called."
+    "Replaces the options of a chooser without calling the functions of `on`."
     with _refilling(chooser):
         if tuple(options) != tuple(chooser.options):
             if isinstance(chooser, widgets.SelectMultiple):
@@ -102,7 +102,7 @@ def refill(
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #2ade5445
 class StateView(widgets.VBox):
-    "A view of the shared state, which draws what is seen and has changed."
+    "A view of the shared state that redraws only its visible and changed parts."
 
     def __init__(
         self,
@@ -115,15 +115,15 @@ class StateView(widgets.VBox):
 
     @property
     def is_seen(self) -> bool:
-        "Whether the page shows this view."
+        "Whether this view is visible."
         return self.shared.visible == self.name
 
     def is_new(
         self,
         part: str,  # of the view
-        *values: object,  # what it is drawn from
+        *values: object,  # values that the part is drawn from
     ) -> bool:
-        "Whether a part of the view was last drawn from other values; these are kept."
+        "Whether a part of the view was last drawn from other values; remembers the new values."
         is_new = self._drawn.get(part) != values
         self._drawn[part] = values
         return is_new
@@ -131,9 +131,9 @@ class StateView(widgets.VBox):
     def is_due(
         self,
         part: str,  # of the view
-        *values: object,  # what it is drawn from
+        *values: object,  # values that the part is drawn from
     ) -> bool:
-        "Whether the view is seen and a part of it was last drawn from other values."
+        "Whether the view is visible and a part of it was last drawn from other values."
         return self.is_seen and self.is_new(part, *values)
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #92fb4c6f

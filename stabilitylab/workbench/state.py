@@ -106,7 +106,7 @@ class _ByName(dict):
 
 # %% ../../nbs/api/workbench/01_state.ipynb #5bf7ac11
 class WorkbenchState(_Drawn):
-    "The runs, the one that is shown, its findings, and what the user looks at."
+    "The runs, the displayed run, its findings, and the user's selection."
 
     runs = traitlets.Dict(help="name -> record")
     origins = traitlets.Dict(help="name -> (path, name there) of the runs that were read from the disk")
@@ -128,19 +128,19 @@ class WorkbenchState(_Drawn):
 
     @property
     def run(self) -> xr.DataTree:
-        "The record that is shown."
+        "The record of the displayed run."
         return self.runs[self.name]
 
     @property
     def recording(self) -> Recording:
-        "The run that is shown, with its black box; opened once for as long as the run stays the same."
+        "The displayed run with its black box; opened once and cached until the run changes."
         if self._recording is None or self._recording.run is not self.run:
             self._recording = Recording(str(self.run.attrs.get("source", "")), self.run, self.name)
         return self._recording
 
     @property
     def series(self) -> tuple[str, ...]:
-        "The names of the series of the run, () where it has none."
+        "The names of the run's series; () if there are none."
         groups = self.run.children if self.runs else ()
         return tuple(series_names(self.run["scalars"].to_dataset())) if "scalars" in groups else ()
 
@@ -169,7 +169,7 @@ class WorkbenchState(_Drawn):
 
     @property
     def finding(self) -> Finding | None:
-        "The selected finding; None where there is none."
+        "The selected finding, or None."
         return self.findings[self.selected] if self.selected >= 0 else None
 
     @traitlets.validate("selected")
@@ -190,7 +190,7 @@ class WorkbenchState(_Drawn):
         self,
         name: str,  # one of `runs`
     ) -> None:
-        "Shows another run."
+        "Displays another run."
         if name not in self.runs:
             raise bad_input("name", name, ", ".join(self.runs))
         self.set_trait("selected", -1)
@@ -204,14 +204,14 @@ class WorkbenchState(_Drawn):
         self,
         run: xr.DataTree,  # the record, grown
     ) -> None:
-        "Takes the same run with more steps."
+        "Replaces the run by a longer version of itself."
         self.grow({self.name: run})
 
     def grow(
         self,
-        runs: dict[str, xr.DataTree],  # name -> record, those that are new or have grown
+        runs: dict[str, xr.DataTree],  # name -> record of each new or grown run
     ) -> None:
-        "Takes runs that came later or grew; the one that is shown is diagnosed again where it grew."
+        "Adds new runs and replaces grown ones; diagnoses the displayed run again if it has grown."
         if runs:
             self.runs = self.runs | runs
         if self.name in runs:
@@ -244,8 +244,8 @@ def _named_runs(source: _Source) -> tuple[dict[str, xr.DataTree], dict[str, tupl
 def open_state(
     # a log, a folder, a saved record, a record, a list of these, or a dict of records by name
     source: _Source,
-) -> tuple[WorkbenchState, Follower | FolderFollower | None]:  # a follower of what may grow, a file or folder
-    "The state of a workbench on what lies at `source`."
+) -> tuple[WorkbenchState, Follower | FolderFollower | None]:  # follower: of a file or folder that may grow
+    "The state of a workbench on `source`, and a follower if it may grow."
     runs, origins = _named_runs(source)
     if not runs:
         raise bad_input("source", source, "at least one run")
@@ -262,8 +262,8 @@ def open_state(
 # %% ../../nbs/api/workbench/01_state.ipynb #483d2c7c
 def around(
     state: WorkbenchState,  # with a run
-    index: int,  # of a finding
-) -> tuple:  # (first, last) step: the finding and as much before and after it, at least 5 % of the run
+    index: int,  # index of a finding
+) -> tuple:  # (first, last) step: the finding with margins of its own length, at least 5 % of the run
     "The steps to show for a finding."
     finding, step = state.findings[index], state.run["scalars"].step
     if finding.onset is None or not step.size:
@@ -279,7 +279,7 @@ def reveal(
     state: WorkbenchState,  # with findings
     index: int,  # of one of them
 ) -> None:
-    "Select a finding; where it begins outside of the steps that are shown, show all."
+    "Selects a finding; if it begins outside the visible steps, shows all steps."
     onset = state.findings[index].onset
     if state.x_range and onset is not None and not state.x_range[0] <= onset <= state.x_range[1]:
         state.x_range = ()
@@ -290,10 +290,10 @@ _ACTIONS = {"undo": WorkbenchState.undo, "redo": WorkbenchState.redo}  # all tha
 
 
 def run_action(
-    state: WorkbenchState,  # that it changes
-    name: str,  # as the page sent it
+    state: WorkbenchState,  # state that the action changes
+    name: str,  # name of the action, as sent by the browser
 ) -> None:
-    "Do what a page asks for, if it is in the list of actions."
+    "Runs an action that the browser requests, if it is in the list of actions."
     if name not in _ACTIONS:
         raise bad_input("what", name, ", ".join(_ACTIONS))
     _ACTIONS[name](state)
@@ -301,10 +301,10 @@ def run_action(
 
 def steer(
     picture: HasTraits,  # a `PictureWidget` whose axis is in steps
-    state: WorkbenchState,  # what its gestures change
-    counts_steps: Callable[[], bool] = lambda: True,  # whether its axis does now; else a brush means nothing
+    state: WorkbenchState,  # state that the gestures change
+    counts_steps: Callable[[], bool] = lambda: True,  # whether the axis counts steps; else a brush is ignored
 ) -> None:
-    "A brush shows its steps in every view; Z and Y undo and redo; the page says whether it is dark."
+    "Connects a picture to the state: brush to zoom every view, Z and Y to undo and redo, dark mode."
 
     def brushed(change: dict) -> None:
         "Shows the steps of a brush."
@@ -330,7 +330,7 @@ _USUAL = (("activations", "absmax"), ("gradients", "grad_norm"), ("weights", "ab
 def module_series(
     state: WorkbenchState,  # with a run
 ) -> xr.DataArray | None:  # dims (step,), named after statistic and module; None: not a finding of a module
-    "The statistic of the module that the selected finding names first."
+    "The statistic of the first module that the selected finding names."
     finding, run = state.finding, state.run
     if finding is None or not finding.modules or finding.series in state.series:
         return None
@@ -361,9 +361,9 @@ def _drawn_from(state: WorkbenchState) -> tuple:
 
 def picture_of(
     state: WorkbenchState,  # with a run
-    sharp: int = 1,  # times as many pixels
+    sharp: int = 1,  # factor on the resolution
 ) -> tuple[bytes, list]:  # as `run_picture` gives them
-    "The picture of what the state shows, in pixels."
+    "The picture of the current state as PNG."
     drawing = state.drawing if sharp == 1 else RunPicture(dpi=sharp * state.drawing.dpi)
     return drawing(*_drawn_from(state))
 
@@ -371,5 +371,5 @@ def picture_of(
 def scene_shown(
     state: WorkbenchState,  # with a run
 ) -> tuple[dict, list]:  # as `RunPicture.scene` gives them
-    "The picture of what the state shows, as a page draws it."
+    "The picture of the current state as a scene."
     return state.drawing.scene(*_drawn_from(state))

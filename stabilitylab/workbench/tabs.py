@@ -34,7 +34,7 @@ class View(NamedTuple):
     "One page of the workbench."
 
     name: str  # short name
-    title: str  # what the tab says
+    title: str  # title on the tab
     build: Callable  # (state) -> a widget
 
 # %% ../../nbs/api/workbench/04_tabs.ipynb #620cd976
@@ -71,7 +71,7 @@ _OF_LAYERS = {"activations", "gradients", "weights", "updates", "optimizer"}  # 
 def views_without_data(
     state: WorkbenchState,  # with a run
 ) -> list[str]:  # names
-    "The views that have nothing of this run to show."
+    "The views that have no data in this run."
     groups, steps = set(state.run.children), state.recording.steps
     has_data = {
         "runs": len(state.runs) > 1,
@@ -178,8 +178,8 @@ def _show_again(state: WorkbenchState, view_state: dict[str, Any]) -> None:
 class Workbench:
     "The views of one or several runs, side by side in tabs."
 
-    state: WorkbenchState | None = None  # None where the source could not be read
-    _follower: FolderFollower | Follower | None = None  # None where nothing can grow
+    state: WorkbenchState | None = None  # None: the source could not be read
+    _follower: FolderFollower | Follower | None = None  # None: nothing can grow
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Workbench:
     def _repr_mimebundle_(self, **options: object) -> dict:
         return self.widget._repr_mimebundle_(**options)
 
-    def poll(self) -> bool:  # whether anything was new
+    def poll(self) -> bool:  # whether there were new records
         "Reads what was appended to the log and shows it."
         follower = self._follower
         if self.state is None or follower is None:

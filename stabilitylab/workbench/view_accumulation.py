@@ -51,7 +51,7 @@ def _text_lengths(
 
 
 def small_model(
-    steps: int = 60,  # of training, so that the loss depends on the position in the text
+    steps: int = 60,  # training steps, so that the loss depends on the position in the text
     seed: int = 0,  # of the weights and the batches
 ) -> LanguageModel:  # 20 thousand parameters
     "A small language model, briefly trained on the standard library."
@@ -79,9 +79,9 @@ def token_loss(
 def text_gradients(
     model: LanguageModel,  # from `small_model`
     tokens: np.ndarray,  # length of each text, (text,)
-    heard: Callable | None = None,  # (share of the texts) before each; what it raises ends the work
-) -> SequenceGradients:  # one row a text
-    "The gradient of texts of these lengths, cut from the second half of the standard library."
+    heard: Callable | None = None,  # called with the fraction done before each text; may raise to stop
+) -> SequenceGradients:  # one row per text
+    "The gradients of texts of given lengths, taken from the second half of the standard library."
     data = torch.from_numpy(stdlib_bytes(400_000)[200_000:].astype(np.int64))
     starts = np.random.default_rng(1).integers(0, len(data) - LONGEST - 1, len(tokens))
     texts = [data[start : start + n + 1][None] for n, start in zip(tokens, starts, strict=True)]

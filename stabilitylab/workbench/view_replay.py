@@ -121,8 +121,8 @@ _PICTURES: dict[str, Callable[[Any, bool], bytes]] = {
 def pictures(
     result: dict,  # the JSON of a replay
     dark: bool = False,  # for a dark page
-) -> dict[str, bytes]:  # name -> PNG: swap, samples, precision, those that there are
-    "The heat map, the shares and the errors."
+) -> dict[str, bytes]:  # name -> PNG: swap, samples, precision, as far as the replay has them
+    "The plots of a replay as PNG: heat map, gradient shares and errors."
     return {name: draw(result[name], dark) for name, draw in _PICTURES.items() if name in result}
 
 # %% ../../nbs/api/workbench/11_view_replay.ipynb #c7c07a66

@@ -53,7 +53,7 @@ def series_rows(
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #4285f8c2
 class SeriesView(StateView):
-    "The table of all series; a click draws one in the overview."
+    "The table of all series; a click on a row draws that series in the overview."
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SeriesView(StateView):
         self.draw()
 
     def draw(self) -> None:
-        "Writes the table once the view is seen."
+        "Writes the table once the view is visible."
         state = self.shared
         if not self.is_due("table", state.name, state.runs, state.findings, state.drawn):
             return
@@ -81,8 +81,8 @@ class SeriesView(StateView):
 
     def choose(
         self,
-        name: str,  # a series; another name is ignored
+        name: str,  # name of a series; an unknown name is ignored
     ) -> None:
-        "Draws a series first in the overview."
+        "Draws a series as the first one in the overview."
         if name in self.shared.series:
             self.shared.drawn = (name,)

@@ -113,6 +113,15 @@ def plot_calls(source: str) -> Iterator[tuple[str, str]]:
             yield node.func.id, ast.get_source_segment(source, node)
 
 
+def picture_of_view(name: str, title: str) -> Path | None:
+    "The picture of a view of the workbench in JupyterLab, for the page of that view."
+    if not name.startswith("api/workbench/"):
+        return None
+    view = title.lower().removesuffix(" view").replace(" ", "_")
+    files = (ROOT / "nbs" / "images" / f"{stem}.png" for stem in (view, f"view_{view}"))
+    return next((file for file in files if file.is_file()), None)
+
+
 def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
     "A processed notebook as an entry."
     heading = nb.cells[0].source
@@ -140,6 +149,8 @@ def entry_of(name: str, nb: nbformat.NotebookNode) -> Entry:
                 if entry.excerpt.count("\n") < 2:  # one line would leave a card empty
                     entry.excerpt = text
                 parts.append(f"```text\n{text[:WIDEST]}\n```")
+    if view := picture_of_view(name, entry.title):
+        entry.picture, entry.is_tall = view.name, is_tall(view.read_bytes())
     entry.text = "\n\n".join(parts) + "\n"
     headings = [heading for heading in re.findall(r"^##+ (.*)", entry.text, re.M) if heading != "Limits"]
     calls = re.findall(r"^##+ .*\n\n```python\n(.*)\n```", entry.text, re.M)

@@ -33,9 +33,11 @@ def row(name: str, kind: ast.expr | None, default: ast.expr | None, said: str) -
 
 
 def plain_default(text: str) -> str:
-    "A default as a reader would type it: a dataclass's empty list or dict without its factory."
-    factory = re.fullmatch(r"field\(default_factory=(dict|list)\)", text)
-    return {"dict": "{}", "list": "[]"}[factory[1]] if factory else text
+    "A default as a reader would type it: that of a dataclass's field without the call around it."
+    field = re.match(r"field\(default(_factory)?=(.+?)(?:, \w+=.*)?\)$", text)
+    if field is None:
+        return text
+    return {"dict": "{}", "list": "[]"}.get(field[2], f"{field[2]}()") if field[1] else field[2]
 
 
 def quoted_as_code(text: str) -> str:

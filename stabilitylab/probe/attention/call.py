@@ -20,25 +20,25 @@ _ROLES = ("self", "cross")  # whose keys an attention reads
 
 @dataclass(frozen=True)
 class AttentionCall:
-    "One attention as the model computed it: what went in, and who may see whom."
+    "One attention call of a model: its inputs, and which query sees which key."
 
-    q: torch.Tensor  # (batch, head, query, d) queries as they are multiplied: after QK-norm and rotary
+    q: torch.Tensor  # (batch, head, query, d) queries that enter the product: after QK-norm and rotary
     k: torch.Tensor  # (batch, kv_head, key, d); kv_head divides head (grouped and multi-query attention)
     v: torch.Tensor | None = None  # (batch, kv_head, key, d_v); None: no value norms
     scale: float | None = None  # factor on q·k; None: 1/√d
     causal: bool = False  # query i sees keys up to `offset` + i
-    window: tuple[int | None, int | None] = (None, None)  # keys seen to the left and to the right; None: all
-    offset: int = 0  # position of query 0 among the keys, for a cache
+    window: tuple[int | None, int | None] = (None, None)  # visible keys to the left and right; None: all
+    offset: int = 0  # position of query 0 among the keys, > 0 with a key-value cache
     masks: tuple[torch.Tensor, ...] = ()  # each (batch|1, head|1, query|1, key): bool (True: seen) or added
     softcap: float | None = None  # c of c·tanh(z/c), before the masks; None: none
     sinks: torch.Tensor | None = None  # (head,) logit of a slot without a value; zeros: softmax-plus-one
     score_mod: Callable | None = None  # flex_attention's (score, b, h, query, key) -> score
     mask_mod: Callable | None = None  # flex_attention's (b, h, query, key) -> bool
-    documents: torch.Tensor | None = None  # (batch, key) int, packed sequences; None: read off the masks
-    scores: torch.Tensor | None = None  # (batch, head, query, key) the model's own, where only they are known
-    module: str = ""  # name of the module that called
+    documents: torch.Tensor | None = None  # (batch, key) int, packed sequences; None: derived from the masks
+    scores: torch.Tensor | None = None  # (batch, head, query, key) the model's own, if only they are known
+    module: str = ""  # name of the calling module
     role: str = "self"  # one of ROLES
-    source: str = ""  # how it was caught
+    source: str = ""  # how the call was captured
 
     def __post_init__(self):
         shapes = {n: tuple(getattr(self, n).shape) for n in ("q", "k")}
@@ -59,7 +59,7 @@ class AttentionCall:
 # %% ../../../nbs/api/probe/attention/20_call.ipynb #95be86e5
 @dataclass(frozen=True)
 class ScoreBlock:
-    "A piece of the (query, key) square: some sequences, heads and queries, and the keys that they can see."
+    "A block of the attention matrix: some sequences, heads and queries, and the keys that they can see."
 
     batch: slice  # sequences
     heads: slice  # key-value heads
@@ -81,9 +81,9 @@ def _key_range(
 
 def blocks(
     call: AttentionCall,  # the attention
-    size: int,  # most scores held at a time
-) -> Iterator[ScoreBlock]:  # pieces that cover every visible pair once
-    "The attention cut into pieces whose size does not grow with the square of the length."
+    size: int,  # most scores in memory at a time
+) -> Iterator[ScoreBlock]:  # blocks that cover every visible pair once
+    "Blocks of the attention matrix, whose size does not grow with the square of the length."
     n_batch, n_kv, n_key = call.k.shape[:3]
     group, n_query = call.q.shape[1] // max(n_kv, 1), call.q.shape[2]
     rows = max(1, min(n_query, size // max(1, n_key * group)))
@@ -147,7 +147,7 @@ def visible(
     call: AttentionCall,  # the attention
     block: ScoreBlock,  # a piece of it
 ) -> torch.Tensor | None:  # bool (batch|1, head|1, query, key); None: every query sees every key
-    "Who sees whom in a block."
+    "Which query of a block sees which key."
     ordered = _in_order(call, block)
     parts = [] if ordered is None else [ordered]
     for mask in call.masks:
@@ -196,7 +196,7 @@ def products(
 
 def is_plain(
     call: AttentionCall,  # the attention
-) -> bool:  # no cap, no bias
+) -> bool:  # True: no cap and no bias
     "Whether the softmax sees the raw logits, masked at most."
     changed = call.softcap or call.score_mod or call.scores is not None
     return not changed and all(m.dtype == torch.bool for m in call.masks)
@@ -206,7 +206,7 @@ def biased_logits(
     call: AttentionCall,  # the attention
     block: ScoreBlock,  # a piece of it
     raw: torch.Tensor,  # its raw logits
-) -> torch.Tensor:  # same shape: what the softmax sees, hidden keys not yet removed
+) -> torch.Tensor:  # same shape: the softmax input, before hidden keys are removed
     "The logits of a block after capping, score modification and added biases."
     if call.scores is not None:
         return _part(call.scores, call, block).to(raw.dtype)

@@ -34,18 +34,18 @@ class HeadStatistics:
     attn_entropy_rel: (
         np.ndarray
     )  # the same divided by log(keys seen), in [0, 1]; queries that see two keys or more
-    attn_lse: np.ndarray  # mean log-sum-exp of what the softmax sees, a learned sink included
+    attn_lse: np.ndarray  # mean log-sum-exp of the softmax input, including a learned sink
     attn_lse_max: np.ndarray  # largest log-sum-exp
-    mean_distance: np.ndarray  # positions between a query and what it reads
-    null_weight: np.ndarray  # share of attention that goes to a slot without a value, in [0, 1]
+    mean_distance: np.ndarray  # mean distance between a query and the keys it attends to, in positions
+    null_weight: np.ndarray  # share of attention on a slot without a value (learned sink), in [0, 1]
     sink_score: (
         np.ndarray
     )  # mean weight that the best-fed position of a document gets from queries that see it
-    sink_uniform: np.ndarray  # what the same positions would get were attention uniform
-    sink_share: np.ndarray  # share of documents whose best-fed position gets more than `epsilon`
-    first_score: np.ndarray  # as `sink_score`, of the first position of each document
-    first_uniform: np.ndarray  # as `sink_uniform`, of the first position
-    sink_position: np.ndarray  # commonest place of the sink in its document; -1 where there is none
+    sink_uniform: np.ndarray  # weight that the same positions would receive from uniform attention
+    sink_share: np.ndarray  # share of documents in which one position receives more than `epsilon`
+    first_score: np.ndarray  # as `sink_score`, for the first position of each document
+    first_uniform: np.ndarray  # as `sink_uniform`, for the first position
+    sink_position: np.ndarray  # most common position of the sink in its document; -1 if there is none
     sink_position_share: np.ndarray  # share of documents whose sink is there
     sink_value_ratio: np.ndarray  # value norm at the sink over the mean of its sequence; NaN without values
     sink_cosine: np.ndarray  # mean cosine of the strongest sink's key with the queries that see it
@@ -53,7 +53,7 @@ class HeadStatistics:
     blind_rows: np.ndarray  # queries that see no key: left out
     broken_rows: np.ndarray  # queries with a NaN or an infinite logit: left out
     nonfinite_count: np.ndarray  # visible logits that are not finite
-    documents: int  # documents in the batch that were looked at
+    documents: int  # number of measured documents in the batch
     length: int  # keys of a sequence
     sinks_at: np.ndarray  # (document, head) key number of each document's sink; -1 where there is none
     sequence_of: np.ndarray  # (document,) sequence of the batch that each document is in
@@ -159,8 +159,8 @@ def _documents_first(x: torch.Tensor) -> torch.Tensor:
 # %% ../../../nbs/api/probe/attention/22_heads.ipynb #3c1b2b4c
 def modes(
     values: np.ndarray,  # (document, head) integers; negative ones do not count
-) -> tuple[np.ndarray, np.ndarray]:  # (head,) the commonest value, -1 where there is none; its share
-    "The commonest value of each head."
+) -> tuple[np.ndarray, np.ndarray]:  # (head,) the most common value, -1 if there is none; its share
+    "The most common value of each head."
     values_by_head, shares = [], []
     for column in values.T:
         column = column[column >= 0]
@@ -174,7 +174,7 @@ def _summarise(
     call: AttentionCall,  # the attention
     sums: Sums,  # what the pass added up
     epsilon: float = 0.3,  # a position that gets more than this is a sink (Gu et al., 2410.10781)
-) -> HeadStatistics:  # one number a head
+) -> HeadStatistics:  # one number per head
     "The statistics of every head from what the blocks add up to."
     ids = _documents_of(call, sums)
     sinks = _find_sinks(sums, ids)
@@ -248,7 +248,7 @@ def attention_statistics(
     epsilon: float = 0.3,  # as for `_summarise`
     dtype: torch.dtype | None = None,  # as for `attention_sums`
     size: int | None = None,  # as for `attention_sums`
-) -> HeadStatistics:  # one number a head
+) -> HeadStatistics:  # one number per head
     "Statistics of every head of one attention, without the (query, key) matrix."
     return _summarise(call, attention_sums(call, dtype, size), epsilon)
 
@@ -261,12 +261,12 @@ class StreamPeak:
     "Where the output of one block is largest."
 
     first: float  # the largest magnitude
-    second: float  # the largest at the position that comes second; NaN where there is no other
-    third: float  # the largest at the position that comes third
-    median: float  # of the magnitudes
-    sequence: int  # of the batch, that holds the largest
-    position: int  # its place in that sequence
-    channel: int  # its channel
+    second: float  # largest magnitude at the second-largest position; NaN if there is only one
+    third: float  # largest magnitude at the third-largest position
+    median: float  # median of the magnitudes
+    sequence: int  # index of the sequence with the largest magnitude
+    position: int  # position of the largest magnitude in that sequence
+    channel: int  # channel of the largest magnitude
     share: float  # share of the sequences whose largest magnitude is in that channel
 
     def to_dict(self) -> dict:

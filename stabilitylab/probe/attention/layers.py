@@ -30,9 +30,9 @@ class LayerReading:
     "How much the loss rises without one module."
 
     module: str  # its name
-    kind: str  # its kind, as `module_kinds` says
-    cost: float  # loss without it minus the loss, nats; negative where the model is better without
-    loss: float  # the loss with everything, nats
+    kind: str  # kind of the module, from `module_kinds`
+    cost: float  # increase of the loss without the module, nats; negative if the model is better without it
+    loss: float  # loss of the whole model, nats
     grad_share: float  # its share of the squared gradient of all parameters, in [0, 1]
 
     def to_dict(self) -> dict:
@@ -83,7 +83,7 @@ def _grad_shares(model: nn.Module, loss: Callable, names: list[str]) -> dict[str
 def layer_readings(
     model: nn.Module,  # any model
     loss: Callable[[], torch.Tensor],  # () -> the loss of a batch, a scalar; it calls the model
-    kinds: tuple[str, ...] = ("block", "attn", "cross_attn", "mlp"),  # kinds of module that are tried
+    kinds: tuple[str, ...] = ("block", "attn", "cross_attn", "mlp"),  # kinds of module to remove
 ) -> list[LayerReading]:  # in the order of the model
     "How much the loss rises without each layer."
     model = eager_model(model)
@@ -111,16 +111,16 @@ def layer_readings(
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #20f63fa8
 def find_ignored_layers(
     readings: list[LayerReading],  # from `layer_readings`
-    step: int | None = None,  # the step that they are about
-) -> list[Finding]:  # one for each kind of module at most
+    step: int | None = None,  # step of the state that was measured
+) -> list[Finding]:  # at most one finding per kind of module
     "Layers whose removal costs less than the threshold."
     return ignored_layers([reading.to_dict() for reading in readings], step)
 
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #ec1aa626
 def mixing_weights(
     model: nn.Module,  # any model
-    layers: int,  # layers that are mixed; their embedding may be one more
-) -> pd.DataFrame:  # a row for each parameter that looks like a mixture: its values, and softmax of them
+    layers: int,  # number of mixed layers; the embedding may be an additional one
+) -> pd.DataFrame:  # one row per parameter that looks like a mixture: its values and their softmax
     "Parameters with one number for each layer."
     rows = {}
     for name, param in model.named_parameters():
@@ -131,7 +131,7 @@ def mixing_weights(
 
 
 def find_ignored_by_mixture(
-    weights: xr.DataArray,  # mixing weights, as they multiply; dims (step, layer), or (layer,) for one state
+    weights: xr.DataArray,  # mixing weights after any softmax; dims (step, layer), or (layer,) for one state
     module: str = "",  # the parameter's name
 ) -> list[Finding]:  # at most one
     "Layers that a learned mixture has switched off, and since when."
@@ -161,9 +161,9 @@ def find_ignored_by_mixture(
 class OutputInformation:
     "Mutual information between a model's outputs and its inputs."
 
-    information: float  # nats, mean over the places; 0: the same output whatever the input
-    n_inputs: int  # how many were compared; the information is at most the log of it
-    top_share: float  # share of the places at which the commonest token is the likeliest
+    information: float  # nats, mean over positions; 0: the same output whatever the input
+    n_inputs: int  # number of compared inputs; the information is at most its logarithm
+    top_share: float  # share of positions at which the most common prediction is predicted
 
     def to_dict(self) -> dict:
         "The numbers as a dict."
@@ -173,7 +173,7 @@ class OutputInformation:
 def output_information(
     logits: torch.Tensor,  # (input, place, vocab) outputs for different inputs of equal length
 ) -> OutputInformation:
-    "The information that outputs carry about which input they belong to."
+    "Mutual information between a model's outputs and its inputs."
     if logits.ndim != 3 or logits.shape[0] < 2:
         raise bad_input("logits", tuple(logits.shape), "(input, place, vocab) with two inputs or more")
     p = logits.detach().double().softmax(-1)
@@ -186,7 +186,7 @@ def output_information(
 
 def find_output_collapse(
     logits: torch.Tensor,  # as for `output_information`
-    step: int | None = None,  # the step that they are about
+    step: int | None = None,  # step of the state that was measured
 ) -> list[Finding]:  # at most one
-    "A model that gives the same output whatever the input."
+    "Findings for a model that gives the same output whatever the input."
     return collapsed_output(output_information(logits).to_dict(), step)

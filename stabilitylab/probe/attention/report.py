@@ -103,9 +103,9 @@ def watch_attention(
     model: nn.Module,  # any model
     batch: object,  # as for `call_model`
     epsilon: float = 0.3,  # a position that gets more than this is a sink
-    measure: Callable[[AttentionCall], object] | None = None,  # instead of the statistics; None: those
-) -> AttentionWatch:  # what was caught, and what was not recognised
-    "One more forward pass of the model as it is, watched; it leaves no trace."
+    measure: Callable[[AttentionCall], object] | None = None,  # replaces the statistics; None: the usual ones
+) -> AttentionWatch:  # captured calls, and modules that were not recognised
+    "Runs an extra forward pass and measures its attention; model and random states are restored."
     inner = eager_model(model)
     with preserve_state(inner), AttentionWatch(inner, epsilon, measure) as watch:
         call_model(inner, batch)
@@ -115,10 +115,10 @@ def watch_attention(
 def attention_report(
     model: nn.Module,  # any model, unchanged
     batch: object,  # one tensor, a tuple of arguments, or a dict of named ones
-    step: int = 0,  # the step that the record is about
+    step: int = 0,  # step for which the record is made
     epsilon: float = 0.3,  # a position that gets more than this is a sink (Gu et al., 2410.10781)
-    # () -> the loss of a batch, a scalar; with it the report says what each layer is worth, which takes
-    # one forward pass a layer; None: that is left out
+    # () -> scalar loss of a batch; if given, the report includes the cost of removing each layer,
+    # which takes one forward pass per layer; None: left out
     loss: Callable[[], torch.Tensor] | None = None,
 ) -> xr.DataTree:  # a record with the group `/attention`; attrs: unrecognised, layer_readings, output
     "Statistics of every attention head of a model on a batch, for `diagnose` and the plots."
@@ -141,12 +141,12 @@ def attention_report(
 def head_weights(
     model: nn.Module,  # any model, unchanged
     batch: object,  # as for `call_model`
-    layer: int,  # which attention, counted as in the record's `layer`
+    layer: int,  # index of the attention, as in the record's `layer`
     head: int,  # which head
     sequence: int = 0,  # which sequence of the batch
-    longest: int = 2048,  # more queries or keys than this are refused
+    longest: int = 2048,  # most queries or keys; more raise an error
 ) -> xr.DataArray:  # dims (query, key), weights in [0, 1]; attrs: module, role
-    "The attention picture of one head, computed for it alone."
+    "The attention weights of one head on one sequence."
     calls = watch_attention(model, batch, measure=lambda call: call).caught
     if not 0 <= layer < len(calls):
         raise bad_input("layer", layer, f"0..{len(calls) - 1}")
@@ -178,9 +178,9 @@ def head_weights(
 
 # %% ../../../nbs/api/probe/attention/26_report.ipynb #fe1f9a37
 class AttentionProbe:
-    "Measures a model's attention while it trains: one more forward pass on the steps that are armed."
+    "Measures a model's attention during training, by an extra forward pass in each armed step."
 
-    armed: int | None  # the step that is about to be measured
+    armed: int | None  # step that will be measured; None: none
     got: dict[int, list[Caught]]
     outputs: dict[int, OutputInformation]
     missed: list[str]
@@ -200,9 +200,9 @@ class AttentionProbe:
 
     def arm(
         self,
-        step: int,  # the step that is about to run; its first forward pass is measured
+        step: int,  # next step; its first forward pass is measured
     ):
-        "Measure the next forward pass."
+        "Measures the next forward pass."
         self.armed = int(step)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict):
@@ -220,12 +220,12 @@ class AttentionProbe:
             self.outputs[step] = output_information(watch.logits)
 
     def take(self) -> xr.Dataset:
-        "The `/attention` group of the steps since the last call; starts anew."
+        "Returns and clears the `/attention` group of the steps since the last call."
         got, self.got, self.outputs = self.got, {}, {}
         return attention_dataset(got).assign_attrs(epsilon=self.epsilon, unrecognised=self.missed)
 
     def remove(self):
-        "Take the hook off the model."
+        "Removes the hook from the model."
         self.handle.remove()
 
 # %% ../../../nbs/api/probe/attention/26_report.ipynb #bf21e42d
@@ -300,6 +300,6 @@ class AttentionRecording(_AttentionReport):
         return self.guard.attempt(_ATTENTION, None, self._take) or ({}, {})
 
     def remove(self):
-        "Take the hook off the model."
+        "Removes the hook from the model."
         if self.probe is not None:
             self.probe.remove()

@@ -36,11 +36,11 @@ SEEN_SHARE = 0.25  # a sink is looked for among keys that this share of the best
 
 @dataclass(frozen=True)
 class Sums:
-    "What the pass over the blocks leaves: numbers per query and per key, none per pair."
+    "The result of a pass over the blocks: numbers per query and per key, none per pair."
 
     highest: torch.Tensor  # (batch, head) largest raw logit
     nonfinite: torch.Tensor  # (batch, head) visible logits that are not finite
-    peak: torch.Tensor  # (batch, head, query) largest logit that the softmax sees
+    peak: torch.Tensor  # (batch, head, query) largest softmax input
     total: torch.Tensor  # (batch, head, query) sum of e = exp(logit - peak)
     spread: torch.Tensor  # (batch, head, query) sum of e·(logit - peak)
     far: torch.Tensor  # (batch, head, query) sum of e·|query - key|
@@ -49,7 +49,7 @@ class Sums:
     last: torch.Tensor  # (batch, query) last key seen; -1 where none
     column: torch.Tensor  # (batch, head, key) weight received
     visible_to: torch.Tensor  # (batch, head, key) queries that see the key
-    uniform: torch.Tensor  # (batch, head, key) what the key would receive were attention uniform
+    uniform: torch.Tensor  # (batch, head, key) weight that the key would receive from uniform attention
 
 
 def _empty(call: AttentionCall) -> Sums:

@@ -22,22 +22,22 @@ _FAR_BELOW = -1e3  # a fill value at or below this hides a key
 
 @dataclass(frozen=True)
 class Scores:
-    "Where a tensor of attention scores came from: a product, and what was done to it since."
+    "The origin of a tensor of attention scores: a product, and the operations on it since."
 
     q: torch.Tensor  # (…, query, d)
     k: torch.Tensor  # (…, key, d)
     scale: float = 1.0  # factor since the product
-    masks: tuple[torch.Tensor, ...] = ()  # bool: True is seen; others were added
+    masks: tuple[torch.Tensor, ...] = ()  # bool masks (True: visible), or tensors that were added
     tanh: bool = False  # a tanh has been taken
-    softcap: float | None = None  # the factor behind it
+    softcap: float | None = None  # factor applied after the tanh
     sinks: torch.Tensor | None = None  # a column that was appended
-    is_exact: bool = True  # whether every step since the product is understood
-    is_shifted: bool = False  # whether a number a row, such as its largest score, was subtracted
+    is_exact: bool = True  # whether every operation since the product is understood
+    is_shifted: bool = False  # whether one number per row, such as the row maximum, was subtracted
 
 
 @dataclass(frozen=True)
 class Weights:
-    "A tensor of attention weights: the call that made it, still without its values."
+    "A tensor of attention weights: the call that produced it, not yet with its values."
 
     call: AttentionCall  # the call
 

@@ -104,17 +104,17 @@ def _is_beside(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Caught:
-    "The statistics of one attention of a forward pass, and where it stands."
+    "The statistics of one attention call in a forward pass, with its module and role."
 
     module: str  # name of the module that called it, without wrappers such as DDP's
     role: str  # 'self' or 'cross'
-    source: str  # how it was caught: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
-    statistics: Any  # `HeadStatistics` of its heads, or what `measure` gave
+    source: str  # how it was captured: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
+    statistics: Any  # `HeadStatistics` of its heads, or the result of `measure`
     tokens: (
         torch.Tensor | None
     )  # (document, head) token id at each document's sink; None where ids are unknown
-    stream: StreamPeak | None = None  # the largest magnitudes that its block puts out; None where it has none
-    stream_token: int = -1  # token id at the largest; -1 where unknown
+    stream: StreamPeak | None = None  # largest magnitudes of its block's output; None if there are none
+    stream_token: int = -1  # token id at the largest magnitude; -1 if unknown
 
 # %% ../../../nbs/api/probe/attention/25_watch.ipynb #ee7e9d2c
 class _RunningModules:

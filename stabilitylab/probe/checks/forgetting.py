@@ -26,17 +26,17 @@ from ...numerics.pytree import tensors_of
 # %% ../../../nbs/api/probe/checks/19_forgetting.ipynb #d30a6c00
 @dataclass(frozen=True)
 class Forgetting:
-    "What one step did to the loss on anchor batches, beside ordinary steps of the same norm."
+    "The effect of one step on the loss of anchor batches, compared with ordinary steps of the same norm."
 
-    change: float  # loss on the anchors after the step less before, nats
-    ordinary: tuple[float, ...]  # the same after each ordinary step
-    limit: float  # the 95th percentile of the ordinary ones
-    grad_norm: float  # of the step before clipping
+    change: float  # increase of the loss on the anchors, nats
+    ordinary: tuple[float, ...]  # increase after each ordinary step, nats
+    limit: float  # 95th percentile of `ordinary`
+    grad_norm: float  # gradient norm of the step before clipping
     clip_factor: float  # by which the clip multiplied the gradient, in (0, 1]
 
     @property
     def has_forgotten(self) -> bool:
-        "Whether the step cost more than 95 % of ordinary steps of its norm."
+        "Whether the step raised the loss more than 95 % of ordinary steps of its norm."
         return not self.change <= max(self.limit, 0.0)
 
     def to_dict(self) -> dict:
@@ -75,10 +75,10 @@ def forgetting(
     loss: Callable,  # (model, batch) -> scalar loss
     batch: object,  # the batch of the huge step
     ordinary: Sequence,  # batches of ordinary steps, 5 or more
-    anchors: Sequence,  # batches on which what was known is measured
+    anchors: Sequence,  # batches of data that the model should still know
     clip: float = 1.0,  # the largest gradient norm
-) -> Forgetting:  # model and optimizer are as they were
-    "What a step on one batch made a model forget, against ordinary steps of the same clipped norm."
+) -> Forgetting:  # model and optimizer are left unchanged
+    "How much a step on one batch makes a model forget, against ordinary steps of the same clipped norm."
     if len(ordinary) < 5 or not len(anchors):
         raise bad_input("ordinary", len(ordinary), "5 ordinary batches or more, and one anchor")
     before = _anchor_loss(model, anchors, loss)
@@ -117,13 +117,13 @@ def _longest_loop(ids: Sequence) -> int:
 
 
 def repetition(
-    samples: Sequence[Sequence],  # generated texts, each its tokens
+    samples: Sequence[Sequence],  # generated texts, each a sequence of tokens
     reference: Sequence[Sequence] = (),  # real texts of about the same length; (): none
-    longest: int = 8,  # the longest n-grams
+    longest: int = 8,  # largest n
 ) -> (
     pd.DataFrame
-):  # a row an n: share, reference, excess; attrs: `loops`, tokens of the closing loop of each sample
-    "How much of generated text repeats what the same text said before."
+):  # one row per n: share, reference, excess; attrs: `loops`, length of each sample's final loop in tokens
+    "The fraction of n-grams in generated text that occurred earlier in the same text."
     samples = [[*map(int, ids)] for ids in samples]
     reference = [[*map(int, ids)] for ids in reference]
     if not samples:
@@ -193,16 +193,16 @@ def _step_peak(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callabl
 
 # %% ../../../nbs/api/probe/checks/19_forgetting.ipynb #b1038fd0
 def longest_that_fits(
-    model: nn.Module,  # as it will train, on its device
-    optimizer: torch.optim.Optimizer,  # of the kind that will train it
+    model: nn.Module,  # model as it will train, on its device
+    optimizer: torch.optim.Optimizer,  # optimizer of the kind that will train it
     loss: Callable,  # (model, batch) -> scalar loss
     batch_of: Callable,  # (length) -> a batch of full size with sequences of that length
     length: int,  # of the longest sequence of the data, >= 1
-    capacity: float | None = None,  # bytes; None: what the device has; on a CPU no limit
+    capacity: float | None = None,  # bytes; None: the memory of the device, without limit on a CPU
 ) -> (
     pd.DataFrame
-):  # a row a length, from the longest to the first that fits: length, peak (bytes, NaN: none), fits
-    "Whether one training step at the longest length fits into memory, or which half of it does."
+):  # one row per length, from the longest to the first that fits: length, peak (bytes; NaN: unknown), fits
+    "Whether a training step at the longest length fits into memory; if not, the first half that does."
     if length < 1:
         raise bad_input("length", length, "1 or more")
     device = next(model.parameters()).device

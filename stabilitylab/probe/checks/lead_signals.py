@@ -20,9 +20,9 @@ from ...numerics.formats import quantise
 def gradient_curvature(
     model: nn.Module,  # in the state before the step
     loss: Callable[[nn.Module], torch.Tensor],  # (model) -> scalar loss of one batch
-    optimizer: torch.optim.Optimizer | None = None,  # Adam with moments: its step; None: the gradient's
-) -> dict[str, float]:  # curvature along the step; rate, and ratio: curvature*rate/2, beyond 1 the loss rises
-    "How sharply the loss bends along the next step."
+    optimizer: torch.optim.Optimizer | None = None,  # Adam with moments: along its step; None: the gradient
+) -> dict[str, float]:  # curvature along the step; rate; ratio: curvature*rate/2, above 1 the loss rises
+    "Curvature of the loss along the next step."
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise bad_input("model", "no trainable parameter", "a model with trainable parameters")

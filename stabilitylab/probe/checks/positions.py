@@ -87,9 +87,9 @@ def _at_shift(model: nn.Module, run: Callable, shift: int) -> tuple[dict[str, to
 def shift_invariance(
     model: nn.Module,  # with a table of positions, or an argument `position_ids`
     run: Callable[[], torch.Tensor],  # () -> logits (batch, seq, vocab); it calls the model
-    shifts: Sequence[int] = (1, 4, 16),  # by how many positions everything moves
-) -> pd.DataFrame:  # a row a shift: D of each block, and `output`: the mean KL divergence of the output, nats
-    "How far representations move when every position moves by the same amount."
+    shifts: Sequence[int] = (1, 4, 16),  # shifts in positions
+) -> pd.DataFrame:  # one row per shift: D of each block, and `output`: mean KL divergence of the output, nats
+    "How much representations change when every position shifts by the same amount."
     with _moved(model, 0) as n_places:
         has_absolute = n_places > 0
     rest, base = _at_shift(model, run, 0)
@@ -113,12 +113,12 @@ _ROUNDING = (
 @torch.no_grad()
 def padding_influence(
     run: Callable,  # (pads, value) -> output at the real positions, of one shape whatever the padding
-    pads: Sequence[int] = (1, 8),  # how much padding is added; `run` says where
-    values: Sequence = (0,),  # what stands in it, such as a token or a colour
+    pads: Sequence[int] = (1, 8),  # amounts of padding; `run` decides where it goes
+    values: Sequence = (0,),  # values of the padding, such as a token or a colour
 ) -> (
     pd.DataFrame
-):  # a row for each: pads, value, change (largest of a row, relative), masked (within rounding)
-    "How far the output at real positions moves when padding is added."
+):  # one row per combination: pads, value, change (largest, relative), masked (change within rounding)
+    "How much the output at real positions changes when padding is added."
     base = run(0, values[0]).detach()
     rounding = _ROUNDING * torch.finfo(base.dtype).eps
     size, rows = base.double().norm(dim=-1).mean().item(), []

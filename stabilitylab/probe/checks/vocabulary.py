@@ -81,11 +81,11 @@ def _logits_fault(
 def check_vocabulary(
     before: nn.Module,  # the model with the old vocabulary
     after: nn.Module,  # the model with the new one, before any training
-    new_ids: Sequence[int],  # for each old id its new one, -1 where it was trimmed
-    logits: Callable | None = None,  # (model, tokens) -> (batch, seq, vocab); with `tokens` they are compared
+    new_ids: Sequence[int],  # new id of each old id; -1: trimmed
+    logits: Callable | None = None,  # (model, tokens) -> (batch, seq, vocab); compared if `tokens` is given
     tokens: torch.Tensor | None = None,  # (batch, seq) int64 old ids, of kept tokens only
-) -> pd.DataFrame:  # a row a check: ok (True, False, None where it could not be made), found
-    "What adding or trimming tokens has broken."
+) -> pd.DataFrame:  # one row per check: ok (True, False, None: not possible), found
+    "Checks for mistakes made when tokens were added or trimmed."
     ids = torch.as_tensor(list(new_ids))
     pairs = torch.stack([torch.arange(len(ids)), ids], dim=1)[ids >= 0]
     if not len(pairs):
@@ -113,10 +113,10 @@ _HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhe
 
 
 def sizes_to_take(
-    model: nn.Module | None = None,  # its vocabulary, widths and heads are looked at; None: lengths only
+    model: nn.Module | None = None,  # its vocabulary, widths and heads are checked; None: lengths only
     lengths: Sequence[int] = (),  # lengths of padded sequences
-    multiple: int = 8,  # of which sizes should be multiples
-) -> pd.DataFrame:  # a row for each size that is none: what, size, take
+    multiple: int = 8,  # desired divisor of all sizes
+) -> pd.DataFrame:  # one row per size that is not a multiple: what, size, take (the next multiple)
     "Sizes that are not multiples of 8, each with the next multiple."
     sizes = [("length", int(n)) for n in lengths]
     if model is not None:

@@ -46,9 +46,9 @@ def _bad_values(param: str, weight: torch.Tensor) -> Iterator[tuple]:
 
 # %% ../../../nbs/api/probe/checks/21_weight_faults.ipynb #a5baf4de
 def weight_faults(
-    model: nn.Module,  # any, as it is now
-) -> pd.DataFrame:  # a row a fault: param, fault, row (of an embedding: the token's id; else NA), value
-    # (largest magnitude, NaN where there is one), usual (median of the rows), count (rows or values with it)
+    model: nn.Module,  # any model
+) -> pd.DataFrame:  # one row per fault: param, fault, row (token id in an embedding; else NA), value
+    # (largest magnitude; NaN if there is a NaN), usual (median over rows), count (affected rows or values)
     "Rows of embeddings and weights that are not finite, out of range, or beyond fp16."
     kinds = {name: kind for name, (kind, _) in module_kinds(model).items()}
     faults: list[tuple] = []
@@ -64,7 +64,7 @@ def weight_faults(
 
 def fault_words(
     fault: dict,  # a row of `weight_faults`
-) -> str:  # one line, as the record has it
+) -> str:  # one line, as stored in the record
     "A fault of a weight in words."
     param, value, count = fault["param"], fault["value"], fault["count"]
     match fault["fault"]:

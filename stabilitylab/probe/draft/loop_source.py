@@ -206,8 +206,8 @@ def _inside(statement: ast.stmt, scope: dict[str, Any]) -> list[ast.stmt]:
 def value_at(
     node: ast.AST,  # a name, or a chain of attributes that begins with one
     scope: dict[str, Any],  # name -> value
-) -> Any:  # None where it cannot be looked up without running code
-    "The value of a name or of an attribute that an object or a module holds."
+) -> Any:  # None if a lookup would run code
+    "The value of a name or attribute chain, looked up without running code."
     if isinstance(node, ast.Name):
         return scope.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -225,9 +225,9 @@ def value_at(
 
 def find_call(
     body: list[ast.stmt],  # of a function
-    is_wanted: Callable[[ast.Call], bool],  # whether a call is the one
+    is_wanted: Callable[[ast.Call], bool],  # whether a call is the wanted one
 ) -> tuple[list[list[ast.stmt]], ast.Call] | None:
-    "(the statements that are still to run, innermost block first, the one with the call in front; the call)."
+    "The remaining statements from a call on, innermost block first, and the call."
     for at, statement in enumerate(body):
         calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and is_wanted(n)]
         if not calls:
@@ -331,9 +331,9 @@ class _Settle(ast.NodeTransformer):
 def settled(
     statements: list[ast.stmt],  # in their order
     scope: dict[str, Any],  # name -> value
-    changing: frozenset[str] = frozenset(),  # names whose values are other ones in another step
+    changing: frozenset[str] = frozenset(),  # names whose values change from step to step
 ) -> list[ast.stmt]:  # copies
-    "Statements with the branches that a run's settings chose in place of their conditions."
+    "Statements in which conditions on settings are replaced by the executed branch."
     settle = _Settle(scope, changing)
     module = ast.Module(copy.deepcopy(statements), [])
     return settle.visit(module).body

@@ -58,9 +58,9 @@ from stabilitylab.probe.draft.trainer_code import (
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #d2926720
 def own_loss(
-    out: Any,  # what a model returns: an output with a `loss`, a dict, a tuple, one number
-) -> torch.Tensor:  # a scalar with a graph
-    "The loss that a model returns by itself."
+    out: Any,  # output of a model: an object with a `loss`, a dict, a tuple or a scalar
+) -> torch.Tensor:  # scalar with a graph; an output without a loss raises
+    "The loss in a model's output."
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     parts = list(out) if isinstance(out, (tuple, list)) else [out]
     if loss is not None:
@@ -199,12 +199,12 @@ _BY_RECORD = "This draft was made from what the record holds, without the model.
 
 
 def setup_source(
-    model: nn.Module,  # the model, without what spreads it over processes
+    model: nn.Module,  # the model without DDP or FSDP wrapper
     optimizers: Iterable[Any],  # its optimizers
     batch: Any,  # the first micro-batch
-    record: str = "RUN",  # path of the record, as one would type it
-    clip: float | str | None = None,  # largest gradient norm, or a function as source, where it is known
-    loop: tuple[types.FrameType, Any] | None = None,  # (what called `recorder.batch`, the Recorder)
+    record: str = "RUN",  # path of the record as a user would type it
+    clip: float | str | None = None,  # largest gradient norm, or the source of a function; None: unknown
+    loop: tuple[types.FrameType, Any] | None = None,  # (frame that called `recorder.batch`, the Recorder)
 ) -> str:  # Python
     "A draft of the code that a replay needs."
     draft, names = Draft(), {id(p): name for name, p in model.named_parameters()}
@@ -377,12 +377,12 @@ def _completed(
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #17183f5e
 def record_source(
     record: str | Path,  # folder of the record
-    shapes: dict[str, tuple],  # of the saved tensors of the model, by name
-    optimizers: list[str],  # names of their classes
-    settings: list[dict],  # of the first group of each
+    shapes: dict[str, tuple],  # shapes of the model's saved tensors by name
+    optimizers: list[str],  # class names of the optimizers
+    settings: list[dict],  # settings of each optimizer's first group
     batch: Any,  # the first micro-batch
 ) -> str:  # Python
-    "A draft of the code that a replay needs, from a record alone: the model is left to be written."
+    "A draft of the code that a replay needs, from a record alone; you have to fill in the model."
     some = ", ".join(f"{name} {tuple(shape)}" for name, shape in list(shapes.items())[:3])
     optimizer_calls = [torch_optimizer(name, group) for name, group in zip(optimizers, settings, strict=True)]
     return Template(_TEXT.read_text(encoding="utf-8")).substitute(

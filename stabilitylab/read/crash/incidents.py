@@ -33,21 +33,21 @@ class Crash:
     "Why a process, or one attempt of a run, ended."
 
     cause: str  # one of CAUSES
-    name: str  # exception, signal or words of the system
-    message: str  # what was printed with it
-    rank: int | None  # first rank that reported it; None: not known
-    followed: int  # further ranks that reported a crash
-    time: str | None  # such as '2025-02-20T20:27:14', as far as the log has times; None: not known
-    step: int | None = None  # last step that was logged before it; None: none was
+    name: str  # exception, signal or message of the system
+    message: str  # message printed with it
+    rank: int | None  # first rank that reported it; None: unknown
+    followed: int  # other ranks that reported a crash
+    time: str | None  # such as '2025-02-20T20:27:14'; None: unknown
+    step: int | None = None  # last step logged before it; None: none
     died: bool = True  # False: records follow, so this was an earlier attempt
-    outside: bool = False  # whether it was stopped by somebody or something outside of the run
-    then: tuple[str, ...] = ()  # what was reported after it, other than the same again
-    attempts: int = 1  # how many attempts of this kind are combined
-    where: str = ""  # line of the program, such as `train.py:58 in forward`; '': not known
-    detail: str = ""  # further lines that belong to the message
-    late: tuple[int, ...] = ()  # ranks that did not come to the collective that timed out
+    outside: bool = False  # whether something outside the run stopped it
+    then: tuple[str, ...] = ()  # later messages, without repetitions
+    attempts: int = 1  # number of attempts combined into this entry
+    where: str = ""  # line of the program, such as `train.py:58 in forward`; '': unknown
+    detail: str = ""  # more lines of the message
+    late: tuple[int, ...] = ()  # ranks missing from the collective that timed out
 
-    def to_dict(self) -> dict:  # one entry a field
+    def to_dict(self) -> dict:  # one entry per field
         "The crash as data that JSON can hold."
         return asdict(self) | {"then": list(self.then), "late": list(self.late)}
 

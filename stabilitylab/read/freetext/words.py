@@ -135,7 +135,7 @@ def metric_words() -> frozenset[str]:  # in lower case and ASCII, without digits
 @lru_cache(_CACHED_NAMES)
 def meaning(
     name: str,  # of a series, as the log writes it
-) -> _Meaning:  # `setting` where a word of the name rules out a metric
+) -> _Meaning:  # `setting` if a word of the name rules out a metric
     "The role of a number with this name: step, epoch, loss, metric or setting."
     words = split_words(name)
     is_loss = _is_loss(words)

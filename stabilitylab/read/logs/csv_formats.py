@@ -38,8 +38,8 @@ def _unnamed_history(table: pd.DataFrame, path: Path) -> dict[str, np.ndarray]:
 
 def read_csv(
     path: Path,  # CSV or TSV
-    step: str | None = None,  # name of the step column; None: found
-) -> LogData:  # one series a column of numbers; attrs `step_column`
+    step: str | None = None,  # name of the step column; None: detected
+) -> LogData:  # one series per numeric column; attrs `step_column`
     "The columns of any delimited table."
     lost = LogData()
     log = long_table_log(table_pieces(path, lost), step) if is_long(path) else None
