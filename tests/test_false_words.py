@@ -4,6 +4,7 @@ import ast
 import os
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from stabilitylab.report.content import replay_command
 from stabilitylab.report.replay import replay_text
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
+from stabilitylab.trial.trial import Trial
 
 
 def run_of(loss, **attrs):
@@ -541,7 +543,8 @@ def test_samples_that_are_not_the_batch_are_left_out_or_told():
         blame(state, batch, step_loss=step_loss)
     rows = [{"sample": i, "share": share, "loss": 1.0} for i, share in enumerate([0.9, 0.8, -0.7])]
     told = samples_line(rows, samples_loss=0.5)
-    assert "1 point the other way" in told and "in evaluation mode their loss is 0.5" in told
+    assert "1 point the other way" in told
+    assert "one by one, in evaluation mode, their mean loss is 0.5" in told
     assert "evaluation" not in samples_line(rows, samples_loss=1.001)
 
 
@@ -637,3 +640,26 @@ def test_a_single_high_record_is_not_laid_on_its_batch():
     (spike,) = [f for f in diagnose(run_of(loss)) if f.kind == "loss_spike"]
     assert "more often from one batch than from an unstable state" in spike.explanation
     assert "bad batches" not in spike.explanation
+
+
+def test_a_raised_rate_is_no_bad_batch_no_repeated_data_and_no_lost_moments_of_sgd():
+    "Of two strangers' runs: BERT under accelerate and an LSTM under SGD, both with a rate 30 times too high."
+    jump = {"loss_jump": (1.6, 44), "event_step": (44.0, 44), "forward_jump": (16.6, 44)}
+    facts = jump | {"update_before": (1.7, 40), "grad_jump": (9.0, 44), "weight_moved": (0.0, 0)}
+    assert ranked_causes(facts)[0].id == "bad_inputs"
+    raised = {"rate_rise": (29.3, 40), "rate_jump": (29.3, 40), "found lr_jump": (1.0, 40)}
+    causes = ranked_causes(facts | raised | {"worse_after_rate": (1.5, 40), "rate_jump_lead": (4.0, 40)})
+    assert [cause.id for cause in causes][:1] == ["rate_raised"]
+    giant = {"update_peak": (1421.0, 68), "grad_at_peak": (2.2, 68)}
+    assert "optimizer_state_reset" in [cause.id for cause in ranked_causes(giant)]
+    assert ranked_causes(giant | {"moments": (0.0, None)}) == []
+    dip = {"loss_jump": (1.3, 51), "low_before": (0.8, 51), "end_over_low": (9.0, 92), "dip": (0.8, 40)}
+    assert "repeated_data" in [cause.id for cause in ranked_causes(dip)]
+    assert "repeated_data" not in [cause.id for cause in ranked_causes(dip | {"rate_rise": (78.0, 50)})]
+
+
+def test_the_recorded_level_of_another_loss_bounds_no_arm():
+    "The record holds half of what is optimized: the loss of the last of two micro-batches."
+    trial = SimpleNamespace(start=SimpleNamespace(loss_here=0.336), arms=[SimpleNamespace(name="unchanged")])
+    curves = [SimpleNamespace(arm="unchanged", seed=0, loss=[loss]) for loss in (0.672, 0.35)]
+    assert Trial._is_other_loss(trial, curves[:1]) and not Trial._is_other_loss(trial, curves[1:])

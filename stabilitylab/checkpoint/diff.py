@@ -150,7 +150,7 @@ def diff_checkpoints(
     a: str | Path | Checkpoint,  # the earlier one: path for `open_checkpoint`, or an open checkpoint
     b: str | Path | Checkpoint,  # the later one
     progress: bool = True,  # show a bar
-    # a row a tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
+    # a row per tensor of both, those that became NaN or infinite first: change (relative L2; inf from zeros),
     # max_change, median_ulps (of the values that moved, in steps of the coarser format), unchanged (share of
     # values), nonfinite, became_nonfinite; attrs: only_a, only_b, reshaped, renamed [(in a, in b)],
     # settings [(what, a, b)], names {tensor of the optimizer: such as 'exp_avg of blocks.0.fc1.weight'},

@@ -126,9 +126,9 @@ def _symptom(step: int, facts: Mapping) -> dict[str, int]:
 
 # %% ../../nbs/api/detect/86_causes.ipynb #1e8b4557
 _TELLS = {  # measure that was not taken -> what would take it
-    "update_before": "the size of the updates: record with level 'normal'",
-    "input_jump": "the values of the batches: record the activations of the first module",
-    "forward_jump": "the activations of that step: record with level 'normal'",
+    "update_before": "the size of the updates in the steps before it, at level 'normal'",
+    "input_jump": "the values of the batches: what the first module is given, where that is no convolution",
+    "forward_jump": "the activations of that step and of those before it, at level 'normal'",
 }
 
 

@@ -315,9 +315,9 @@ def _opened(path: Path) -> xr.DataTree | None:
 
 def preflight(
     path: str | Path = ".",  # a log, or the folder of a run, past or to come
-    environ: Mapping[str, str] | None = None,  # variables; None: those of this process
+    environ: Mapping[str, str] | None = None,  # environment variables; None: those of this process
 ) -> pd.DataFrame:  # name, topic, looks_at, found, verdict (ok, attention, cannot tell), advice, source
-    "The advice of teams beside what this run has of it."
+    "Checks of a run against the advice of teams."
     path = Path(path)
     if not path.exists():
         raise bad_input(

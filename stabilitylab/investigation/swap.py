@@ -34,7 +34,7 @@ def swap_facts(
 def with_verdict(
     findings: Findings,  # of the run
     swap: dict,  # step, and verdict, words and bad_in_a_row, or left_out
-) -> Findings:  # the same; in its attrs `swap`, and the verdict among the evidence
+) -> Findings:  # the findings, with `swap` in attrs and the verdict in the evidence
     "The findings of a run whose swap test was run."
     facts = findings.attrs.get("evidence", {})
     new_facts = swap_facts(swap.get("verdict", ""), swap.get("bad_in_a_row", 0), swap["step"])
@@ -44,9 +44,9 @@ def with_verdict(
 def with_swap_test(
     recording: Recording,  # with a black box
     findings: Findings,  # of it
-    seconds: float = 30.0,  # the test is run where it should take no longer
-    setup: "Setup | str | None" = None,  # one, or 'file.py:function' that returns it; None: the run's own
-) -> Findings:  # the same; in its attrs `swap`, and the verdict among the evidence
+    seconds: float = 30.0,  # run the test only if its estimate is below this
+    setup: "Setup | str | None" = None,  # a Setup, or 'file.py:function' that returns it; None: the run's own
+) -> Findings:  # the findings, with `swap` in attrs and the verdict in the evidence
     "The findings of a run with the swap test of the step at which its loss jumped; runs code of the run."
     facts = findings.attrs.get("evidence", {})
     if "swap_seconds" not in facts:  # no jump, or nothing to replay

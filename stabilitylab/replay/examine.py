@@ -19,7 +19,7 @@ import torch
 import xarray as xr
 
 from ..names.encode import plain
-from ..names.errors import bad_input
+from ..names.errors import InputError
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
@@ -60,8 +60,10 @@ def controls(
     replayable = recording.box().steps
     steps = [earlier for earlier in replayable if earlier < step]
     if not steps:
-        why = "control states and batches come from before it"
-        raise bad_input("step", step, f"later than {replayable[0]}", why)
+        raise InputError(
+            f"step {step} has no step before it that can be replayed, and control states and batches come"
+            f" from there; allowed: a step later than {replayable[0]}"
+        )
     # the nearest states may be ill already, and far back training was another: 64, 32 and 16 steps before
     norms, nearest_batches = _recorded(recording.run, "grad_norm"), steps[-n - 1 :]
     steps = _before_onset(steps[-_FAR - _FAR // 4 :], norms, _recorded(recording.run, "loss"))

@@ -6,6 +6,7 @@
 __all__ = ['StepPrecision', 'step_precision']
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #eb8f7395
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def _casts(
     narrow = snapshot.build(dtype=dtype)[0].eval()
     try:
         casts[words] = find_loss_cast(narrow, _in_format(part, dtype), snapshot.setup.loss)
-    except RuntimeError as error:  # a loss that makes float32 tensors itself, a kernel without the format
+    # a loss that makes float32 tensors or arrays of NumPy itself, a kernel without the format
+    except (RuntimeError, TypeError) as error:
         return casts, {words: f"it cannot run so: {str(error).splitlines()[0][:200]}"}
     return casts, {}
 
@@ -172,6 +174,11 @@ def step_precision(
     snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
     report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
+    if not math.isfinite(after.loss):
+        raise InputError(
+            f"the loss of step {step} is {after.loss} as the run was: rounding takes nothing more from it;"
+            " allowed: a step whose loss is finite"
+        )
     report_progress("what 16 bits take from it", 0.8)
     model, optimizer = snapshot.build()
     params = {name: param for name, param in model.named_parameters() if name in after.gradients}

@@ -58,17 +58,17 @@ def _snapshot_file(recording: Recording, step: int) -> Path:
 # %% ../../nbs/api/replay/15_setup_file.ipynb #3df77f45
 @dataclass(frozen=True)
 class Foresight:
-    "What can be said about a replay before it runs."
+    "A forecast of a replay's accuracy before it runs."
 
-    step: int  # that is to be replayed
-    start: int  # step of the snapshot that it begins at
-    changed: dict  # name -> (then, now): what differs here of all that orders sums
-    untold: tuple[str, ...] = ()  # of the same, what the record does not tell
-    nearer: int | None = None  # the step at a snapshot nearest to this one, where `step` is none itself
+    step: int  # step to replay
+    start: int  # step of the snapshot from which the replay begins
+    changed: dict  # name -> (recorded, current) of differences that change the order of sums
+    untold: tuple[str, ...] = ()  # names of such properties that the record lacks
+    nearer: int | None = None  # nearest step with a snapshot, if `step` has none
 
     @property
     def is_exact(self) -> bool:
-        "Whether the step is expected to come back to the last bit, as far as the record tells."
+        "Whether the replay is expected to be bit-exact, as far as the record shows."
         return not self.changed
 
     def to_dict(self) -> dict:
@@ -79,10 +79,10 @@ class Foresight:
 def foresee(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    was: Mapping,  # the environment of the record, as its attributes have it
-    changes: Mapping | None = None,  # of `changed_place`, where it is known; None: it is looked for
+    was: Mapping,  # environment in the record's attributes
+    changes: Mapping | None = None,  # result of `changed_place`; None: computed here
 ) -> Foresight:
-    "What will differ when a step is replayed here, and which nearby step will differ least."
+    "A forecast of what will differ when a step is replayed here, and of the nearby step that differs least."
     recording = opened(path)
     start, index = recording.start_before(step), recording.box()
     starts = [step for step in index.starts if step in index.steps]
@@ -97,7 +97,7 @@ def foresee(
 class SetupAnswer:
     "The result of checking a setup."
 
-    where: str  # as it was given; '': the setup of a sample run
+    where: str  # the setup as given; '': that of a sample run
     check: SetupCheck
 
     def to_dict(self) -> dict:
@@ -108,11 +108,11 @@ class SetupAnswer:
 def checked(
     path: str | Path,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    setup: str | None = None,  # 'file.py:function'; None: what a sample run brings
-    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
+    setup: str | None = None,  # 'file.py:function'; None: the setup of a sample run
+    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps done, total) before each step
     device: str = AUTO,  # as in `replay_device`
-) -> SetupAnswer:  # or an InputError that names file and line of a fault in the user's code
-    "Whether a setup is the run's: every step from the last snapshot through a step beside the record."
+) -> SetupAnswer:  # a fault in the user's code raises an InputError with file and line
+    "Checks whether a setup matches the run: compares every step since the last snapshot with the record."
     recording = opened(path)
     loaded = replace(setup_of(path, setup), device=replay_device(recording.run, device))
     with faults_in_one_line():
@@ -129,7 +129,7 @@ def check_work(
     setup: str | None,  # as in `checked`
     device: str = AUTO,  # as in `replay_device`
 ) -> dict:  # as `SetupAnswer.to_dict`
-    "What the child process of a check does: take the steps and tell how far it is."
+    "The work of a check's child process: runs the steps and reports progress."
     report_progress("importing the setup", 0.0)
 
     def heard(done: int, count: int) -> None:  # done: of `count` checks

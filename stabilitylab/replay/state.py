@@ -66,7 +66,7 @@ class OfPart:
 def has_items(
     part: object,  # a micro-batch
 ) -> bool:
-    "Whether a micro-batch says by how many tokens of the whole step its loss is divided."
+    "Whether a micro-batch contains the number of tokens by which its loss is divided."
     batch = batch_alone(part)
     items = batch.get("num_items_in_batch") if hasattr(batch, "get") else None
     return items is not None
@@ -95,7 +95,7 @@ class Setup:
     # how the losses of micro-batches make the loss of a step: 'mean', 'sum', or 'auto': the sum where each
     # has `num_items_in_batch`, by which Hugging Face's models divide, else the mean
     reduction: str = "auto"
-    device: str = "cpu"  # where the model is built and batches go; replays and trials set it
+    device: str = "cpu"  # device of the model and the batches; set by replays and trials
 
     def __post_init__(self):
         for name in ("model", "loss", "optimizer", "schedule", "token_loss", "decode", "batches"):
@@ -111,15 +111,15 @@ class Setup:
     def adds_up(
         self,
         parts: list,  # micro-batches of a step
-    ) -> bool:  # False: they are averaged
-        "Whether the losses of micro-batches are added up."
+    ) -> bool:  # False: averaged
+        "Whether the losses of micro-batches are summed."
         return self.reduction == "sum" or (self.reduction == "auto" and all(map(has_items, parts)))
 
     def divisor(
         self,
         parts: list,  # micro-batches of a step
-    ) -> int:  # their number, or 1 where the losses are added up
-        "By what the loss of each micro-batch is divided."
+    ) -> int:  # number of micro-batches, or 1 if losses are summed
+        "The divisor of each micro-batch's loss."
         return 1 if self.adds_up(parts) else len(parts)
 
 # %% ../../nbs/api/replay/00_state.ipynb #e8ebe00d
@@ -127,11 +127,11 @@ class Setup:
 class Batch:
     "The micro-batches of one step."
 
-    parts: list  # what the model was given; nested tensors
-    rng: list = field(default_factory=list)  # the random states before each, or []
-    step: int = -1  # the step it was seen at
+    parts: list  # inputs of the model; nested tensors
+    rng: list = field(default_factory=list)  # random states before each micro-batch, or []
+    step: int = -1  # recorded step of the batch
     name: str = ""  # for tables
-    ids: list = field(default_factory=list)  # the same for the same content, on every machine
+    ids: list = field(default_factory=list)  # hashes of the contents, equal on every machine
 
 
 def _refuse_other_shapes(model: torch.nn.Module, state: dict) -> None:
@@ -199,11 +199,11 @@ def set_training(
 class Snapshot:
     "A saved training state: weights, optimizer, random states and step."
 
-    setup: Setup  # how to build and run it
+    setup: Setup  # how to build and run the model
     model: dict  # the model's state dict
     optimizer: dict | list | None = None  # the optimizer's state dict, or those of several
     scaler: dict | None = None  # the GradScaler's state dict
-    rng: dict | None = None  # of `probe.blackbox.rng_state`
+    rng: dict | None = None  # random states from `probe.blackbox.rng_state`
     step: int = 0  # the step that comes next
     name: str = ""  # for tables
     # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
@@ -216,9 +216,9 @@ class Snapshot:
     def build(
         self,
         device: str | None = None,  # where to; None: that of the setup
-        dtype: torch.dtype | None = None,  # of all floating weights; None: as they are
+        dtype: torch.dtype | None = None,  # dtype of all floating-point weights; None: unchanged
     ) -> tuple:  # (model in training mode, optimizer, or several as a list, or None)
-        "A fresh model and optimizer in this state; random states stay untouched."
+        "A new model and optimizer in this state; random states are not changed."
         outside = rng_state()
         model = self.setup.model()
         set_rng_state(outside)
@@ -245,8 +245,8 @@ class Snapshot:
     def grad_scaler(
         self,
         device: str | None = None,  # where the step runs; None: that of the setup
-    ) -> torch.amp.GradScaler | None:  # in its state, or None where the run had none
-        "The loss scaler as it was."
+    ) -> torch.amp.GradScaler | None:  # None: the run had no loss scaler
+        "The loss scaler in its saved state."
         if not self.scaler:
             return None
         scaler = torch.amp.GradScaler(torch.device(device or self.setup.device).type)

@@ -64,17 +64,17 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ): "{name} does not lower the final loss: it is {loss} higher {interval} over {n}"
     " seeds, which may be more or less than 1 %",
     ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
-    " the initial loss and are capped there",
+    " the initial loss or no numbers, and are capped there",
     "null": "{name} of the same batches, nothing else changed: the final loss changes by {effect} on"
     " average ({seeds}): so much is chance",
     "null idle": "{name} of the same batches: every loss is that of the run unchanged, so that all seeds are"
     " one run and the intervals do not tell what is chance",
     "null capped": "{name} of the same batches, nothing else changed: on all {n} seeds both final losses are"
-    " above the initial loss and are capped there, so this trial does not tell what is chance",
+    " above the initial loss or no numbers, and are capped there, so this trial does not tell what is chance",
     "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} would probably decide",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
-    " initial loss, are capped there and cannot be compared",
+    " initial loss or no numbers, are capped there and cannot be compared",
     "idle": "; it never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps} steps",

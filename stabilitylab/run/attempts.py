@@ -20,13 +20,13 @@ class Attempt(NamedTuple):
 
     first: int  # index of its first record
     stop: int  # index after its last record
-    resumed: bool  # whether it goes on from a state of an earlier attempt, not from the start of the log
+    resumed: bool  # whether it continues from a state of an earlier attempt, not from the start of the log
 
 
 def attempts(
     series: Curve,  # one series as arrays
 ) -> list[Attempt]:  # in the order of the log
-    "The attempts of a run, one a segment."
+    "The attempts of a run, one per segment."
     starts = np.r_[0, np.flatnonzero(np.diff(series.segment) > 0) + 1]
     stops = np.r_[starts[1:], len(series.value)]
     near_start = series.step[0] + step_interval(series)
@@ -39,8 +39,8 @@ def attempts(
 def rolled_back_at(
     series: Curve,  # one series as arrays
     record: int,  # index
-) -> int | None:  # index of the first record of that restart; None: no later attempt went back so far
-    "The restart that took the run back to before a record."
+) -> int | None:  # index of the restart's first record; None: no later attempt went back that far
+    "The restart that rolled the run back to before a record."
     step = series.step[record]
     later = (a for a in attempts(series) if a.resumed and a.first > record)
     return next((a.first for a in later if series.step[a.first] <= step), None)
@@ -49,7 +49,7 @@ def rolled_back_at(
 def with_history(
     series: Curve,  # one series as arrays
 ) -> Iterator[tuple[Attempt, np.ndarray]]:  # each attempt, and ascending indices of earlier records
-    "The attempts with the records that lead to the state each went on from."
+    "The attempts, each with the records that lead to its starting state."
     lineage, begun = np.zeros(0, np.int64), 0
     for attempt in attempts(series):
         if attempt.resumed:
@@ -76,8 +76,8 @@ def surviving(
 
 # %% ../../nbs/api/run/13_attempts.ipynb #a7d1c3e0
 def surviving_rows(
-    table: xr.DataArray,  # dims (step, …), with the coordinate `segment` where the program was started again
-) -> xr.DataArray:  # the same table; its steps only rise
+    table: xr.DataArray,  # dims (step, …), with the coordinate `segment` if there were restarts
+) -> xr.DataArray:  # the remaining table, with ascending steps
     "A table over steps without the rows that a later start of the program repeated."
     if "segment" not in table.coords or not table.sizes["step"]:
         return table

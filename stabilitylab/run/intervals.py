@@ -11,9 +11,9 @@ import numpy as np
 # %% ../../nbs/api/run/11_intervals.ipynb #740016fa
 def stretches(
     at: np.ndarray,  # (n,) ascending indices
-    gap: int,  # indices this near each other belong together
-) -> list[tuple[int, int]]:  # first and last index of each stretch
-    "Indices that lie within `gap` of each other, as (first, last) pairs."
+    gap: int,  # largest distance of indices in one interval
+) -> list[tuple[int, int]]:  # first and last index of each interval
+    "Indices within `gap` of each other merged into intervals (first, last)."
     if not len(at):
         return []
     cut = np.flatnonzero(np.diff(at) > gap)

@@ -34,11 +34,11 @@ _PROGRESS = "STABILITYLAB_PROGRESS"  # environment variable: the file of the run
 
 
 def report_progress(
-    words: str | None = None,  # what the work does now; None: as it was
-    share: float | None = None,  # of the work that is done, 0..1; None: as it was
-    **more: object,  # what else JSON can hold, such as `step` and `loss`; NaN and inf arrive as strings
+    words: str | None = None,  # current activity; None: unchanged
+    share: float | None = None,  # fraction of the work done, 0..1; None: unchanged
+    **more: object,  # other JSON values, such as `step` and `loss`; NaN and inf arrive as strings
 ) -> None:
-    "Append one line to the progress of the job that this process runs in; nothing outside a job."
+    "Appends one line to the progress of the current job; does nothing outside a job."
     file = os.environ.get(_PROGRESS)
     if not file:
         return
@@ -52,7 +52,7 @@ _PARENT = "STABILITYLAB_PARENT"  # environment variable: the process that starte
 
 
 def _end_with_parent(
-    every: float = 1.0,  # seconds between two looks
+    every: float = 1.0,  # seconds between polls
 ) -> None:
     "Let a job end, with all that it started, once the process that started it is gone, even killed."
     parent = os.environ.get(_PARENT)
@@ -109,18 +109,18 @@ class JobState:
     "The state and progress of a job."
 
     phase: str  # running, done, failed or cancelled
-    words: str  # what it does now, in its own words; how it ended afterwards
+    words: str  # current activity, or how the job ended
     share: float  # of the work that is done, 0..1
     # what the function returned, or the standard output of a command; None before the end
     result: Any = None
-    error: str = ""  # why it failed; '' where it did not
-    stderr: str = ""  # the last lines that a failed process left on its standard error
+    error: str = ""  # why it failed; '': it did not
+    stderr: str = ""  # last lines of standard error of a failed process
     # whether a signal ended its process that this program did not send
     was_killed: bool = field(default=False, repr=False)
 
     @property
     def ended(self) -> bool:
-        "Whether nothing more will come."
+        "Whether the job has ended."
         return self.phase != "running"
 
     def to_dict(self) -> dict:
@@ -189,7 +189,7 @@ class Job:
         # program and arguments, started at once, in which "{folder}" becomes the job's folder; or what starts
         # the process of a folder
         command: Sequence | Callable[[Path], ForkedProcess],
-        codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
+        codes: tuple[int, ...] = (0,),  # exit codes that mean success
         request: dict | None = None,  # JSON that the child finds as request.json in its folder; for `Job.of`
     ):
         if not command:
@@ -208,10 +208,10 @@ class Job:
     @classmethod
     def of(
         cls,
-        function: str,  # 'package.module:function'; what it returns must be JSON
+        function: str,  # 'package.module:function'; its result must be JSON
         **arguments: object,  # of the function; JSON
     ) -> "Job":  # that runs it
-        "Call a function of a module in a child process."
+        "A job that calls a function of a module in a child process."
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
             raise bad_input("function", function, "'package.module:function'")
@@ -222,9 +222,9 @@ class Job:
         cls,
         function: str,  # as `Job.of` takes it
         arguments: dict,  # of the function; JSON
-        modules: Sequence[str],  # that every such job imports, and nobody edits meanwhile
+        modules: Sequence[str],  # modules that every such job imports and that do not change meanwhile
     ) -> "Job":  # that runs it
-        "Call a function in a process that begins with these modules imported; Linux only."
+        "A job that calls a function in a forked process with these modules already imported; Linux only."
         request = {"function": function, "arguments": arguments}
         entry = "stabilitylab.run.job:_run_forked"
         return cls(
@@ -235,9 +235,9 @@ class Job:
     def cli(
         cls,
         *arguments: object,  # of `stabilitylab`
-        codes: tuple[int, ...] = (0,),  # exit codes that mean it ended well
+        codes: tuple[int, ...] = (0,),  # exit codes that mean success
     ) -> "Job":  # that runs it
-        "Run a command of stabilitylab in a child process."
+        "A job that runs a command of stabilitylab in a child process."
         code = (
             "import sys; from stabilitylab.run.job import _end_with_parent; _end_with_parent();"
             " from stabilitylab.cli.main import main; sys.exit(main())"
@@ -294,7 +294,7 @@ class Job:
         return self._last
 
     def cancel(self) -> None:
-        "Stop it, with all that it started; what it had told so far stays in `events`."
+        "Stops the job and its child processes; its progress so far stays in `events`."
         if self._last is None and not self.poll().ended:
             self._finalizer()
             words = "stopped"
@@ -302,10 +302,10 @@ class Job:
 
     def wait(
         self,
-        timeout: float = math.inf,  # seconds; the job goes on after them
-        every: float = 0.05,  # seconds between two looks
-    ) -> JobState:  # the last one seen
-        "Wait for the end, or for some time."
+        timeout: float = math.inf,  # seconds to wait; the job continues afterwards
+        every: float = 0.05,  # seconds between polls
+    ) -> JobState:  # last polled state
+        "Waits for the end of the job, at most for a given time."
         end = time.monotonic() + timeout
         while not (state := self.poll()).ended and time.monotonic() < end:
             time.sleep(every)
@@ -342,7 +342,7 @@ class ThreadJob:
         self,
         share: float,  # of the work that is done, 0..1
     ) -> None:
-        "Notes the progress; ends the work where it was cancelled."
+        "Records the progress; ends the work if it was cancelled."
         self._share = share
         if self._is_cancelled:
             raise _Cancelled
@@ -354,5 +354,5 @@ class ThreadJob:
         return self._end or JobState("running", "working", self._share)
 
     def cancel(self) -> None:
-        "Ends the work at its next report; a result that comes later is dropped."
+        "Ends the work at its next report; a later result is dropped."
         self._is_cancelled = self._end is None

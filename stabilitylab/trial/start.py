@@ -103,6 +103,14 @@ class Start:
         return np.empty(0) if loss is None else loss.values[loss["step"].values < self.step]
 
     @property
+    def loss_here(self) -> float | None:  # nats; None where no record has it
+        "The recorded loss of the first step from this state."
+        loss = _loss_series(self.path)
+        if loss is None or not (loss["step"].values == self.step).any():
+            return None
+        return float(loss.values[loss["step"].values == self.step][-1])
+
+    @property
     def n_recorded(self) -> int | None:  # None: a function or the setup's loader makes the batches
         "The number of recorded batches that the arms of a trial share."
         if self.function or setup_of(self.path, self.setup).batches is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..fixes.registry import apply_all, fix
@@ -48,6 +49,9 @@ class TrialResult:
 
 # %% ../../nbs/api/trial/03_trial.ipynb #05df94ee
 _CLUSTER_TASKS = 10_000  # tasks given to a cluster at a time: its scheduler knows what there is room for
+
+
+_OTHER_LOSS = 0.5  # relative, of the first step: random numbers of its own change a loss by less; ours
 
 
 class _TrialArms(TaskQueue[TrialResult]):
@@ -135,12 +139,22 @@ class Trial(_TrialArms):
         "Keeps the temporary folder, so that the trial can be resumed there."
         return self._folder.keep()
 
+    def _is_other_loss(self, curves: list[ArmCurve]) -> bool:
+        "Whether the record holds another loss than the trial, as that of the last micro-batch alone."
+        recorded = self.start.loss_here
+        own = [curve.loss[0] for curve in curves if (curve.arm, curve.seed) == (self.arms[0].name, 0)]
+        if recorded is None or not own or not np.isfinite([recorded, *own]).all():
+            return False
+        return abs(own[0] - recorded) > _OTHER_LOSS * abs(recorded)
+
     def result(self) -> TrialResult:  # result of the finished tasks
         "The verdicts so far, without tasks in progress."
         done = {(task.arm.name, task.seed) for task, why in self.ended.items() if not why}
         curves = [curve for curve in self.curves() if (curve.arm, curve.seed) in done]
         complete = len(done) == len(self._tasks)
-        bounds = self.start.first_loss, failure_bound(self.start.recorded_loss)
+        bounds: tuple = self.start.first_loss, failure_bound(self.start.recorded_loss)
+        if self._is_other_loss(curves):
+            bounds = None, None
         verdicts = verdicts_of(self.arms, curves, *bounds)
         device = {} if self._client is not None else _settings_of(self.devices)
         failures = self._failures()

@@ -410,6 +410,11 @@ def _is_unchanged(arm: Sequence[ArmCurve], base: Sequence[ArmCurve]) -> bool:
     return all(np.array_equal(a.loss, b.loss, equal_nan=True) for a, b in zip(arm, base, strict=True))
 
 
+def _is_idle(arm: Sequence[ArmCurve], base: Sequence[ArmCurve]) -> bool:
+    "The same where it can be told: what comes after a loss that is no number tells no arm from another."
+    return _is_unchanged(arm, base) and all(np.isfinite(curve.loss).all() for curve in arm)
+
+
 def _verdict_of(
     arm: Arm,  # under test, or the run unchanged
     curves: list[ArmCurve],  # of the arm, one a seed
@@ -453,7 +458,7 @@ def _verdict_of(
         more_seeds=0 if reason else more_seeds(differences, level, verdict.rescued, basis.n_arms),
         postponed=_postponed(before, after) if diverged[1] else None,
         chance=min(chances),
-        acted=not _is_unchanged(curves, base_curves),
+        acted=not _is_idle(curves, base_curves),
         detectable=detectable_gain(differences, level, basis.n_arms),
     )
 

@@ -190,4 +190,7 @@ def outlier_facts(
     steps: Steps,  # of a record
 ) -> RunFacts:
     "The batch, the update and the input that stand out of the run."
-    return _input_peak(steps) | _input_nonfinite(steps) | _update_peak(steps) | _repeats(steps)
+    facts = _input_peak(steps) | _input_nonfinite(steps) | _update_peak(steps) | _repeats(steps)
+    # SGD divides by no moments: without its own an update is smaller, and a giant one has another cause
+    optimizers = {str(name).lower() for name in np.atleast_1d(steps.run.attrs.get("optimizer", []))}
+    return facts | ({"moments": (0.0, None)} if optimizers == {"sgd"} else {})

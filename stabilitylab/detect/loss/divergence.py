@@ -22,11 +22,11 @@ from ...run.rolling import MAD_TO_SD, difference_noise, smooth
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #4f3c9031
 class Shape(NamedTuple):
-    "The loss without its noise, and the noise."
+    "The smoothed loss and its noise."
 
     loss: np.ndarray  # (n,) smoothed
     noise: float  # standard deviation of one record around it
-    window: int  # records that were smoothed over
+    window: int  # number of records in the smoothing window
 
 
 def smoothed_shape(

@@ -160,7 +160,7 @@ def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #2f0f46eb
 def check_training(
     model: torch.nn.Module,  # model as the loop will train it; left unchanged
-    optimizer: torch.optim.Optimizer,  # its optimizer
+    optimizer: torch.optim.Optimizer,  # optimizer of the loop
     batch: object,  # a batch of the loop
     loss: Callable,  # called as (model, batch) -> scalar loss
     # (model, tokens) -> (batch, seq, vocab); with `tokens` the causal mask is tested
@@ -190,7 +190,7 @@ def check_training(
 def growth_exponents(
     model: torch.nn.Module,  # with its blocks in an nn.ModuleList
     run: Callable,  # called as () -> scalar loss of a forward pass
-    # (activations from the first block's input to the last's output, gradients the other way), both a block
+    # (activations from the first block's input to the last's output, gradients the other way), both per block
 ) -> tuple[float, float]:
     "How fast activations and gradients grow from block to block."
     blocks = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1), None)
