@@ -533,6 +533,15 @@ def samples_line(rows, **result):
     return next(line for line in lines if line.startswith("  samples"))
 
 
+def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
+    rows = [{"sample": at, "loss": 1.0, "grad_norm": "inf", "share": "nan", "cosine": "nan"} for at in (0, 1)]
+    line = samples_line(rows)
+    assert (
+        line.split("samples")[1].strip()
+        == "the gradient of the batch is not finite, so none of its 2 has a share"
+    )
+
+
 def test_samples_that_are_not_the_batch_are_left_out_or_told():
     torch.manual_seed(0)
     setup = Setup(lambda: Normed(True), squared)
