@@ -16,46 +16,46 @@ from ..detect.findings import Findings
 # %% ../../nbs/api/cases/05_case.ipynb #b0a682f6
 @dataclass(frozen=True)
 class Case:
-    "A failure with its ground truth, or a healthy run."
+    "A synthetic failure with its ground truth, or a healthy run."
 
-    kind: str  # finding that must come; '' for a healthy run
+    kind: str  # finding kind that must be detected; '' for a healthy run
     source: str  # 'written log', 'several logs', 'recorded run' or 'model'
-    build: Callable  # (seed) -> what `detect` reads
-    detect: Callable = diagnose  # (what was built) -> Findings
-    onset: Callable | int | None = None  # step of the failure, or (seed) -> step; None: it has none
-    early: int = 5  # steps by which the finding may come before the onset
-    late: int = 30  # steps by which it may come after it
-    also: tuple[str, ...] = ()  # kinds that follow from the failure and are right too
-    module: str = ""  # part of the name of the module that the finding must name first
+    build: Callable  # (seed) -> input of `detect`
+    detect: Callable = diagnose  # (output of `build`) -> Findings
+    onset: Callable | int | None = None  # step of the failure, or (seed) -> step; None: it has no step
+    early: int = 5  # tolerance in steps for a detection before the onset
+    late: int = 30  # tolerance in steps for a detection after the onset
+    also: tuple[str, ...] = ()  # other kinds that follow from the failure and are correct too
+    module: str = ""  # substring of the module name that the finding must list first
 
     def onset_at(
         self,
-        seed: int,  # of the run
-    ) -> int | None:  # None: it has none
-        "Step at which the failure was planted."
+        seed: int,  # seed of the run
+    ) -> int | None:  # None: the failure has no step
+        "The step at which the failure was planted."
         return self.onset(seed) if callable(self.onset) else self.onset
 
 # %% ../../nbs/api/cases/05_case.ipynb #223be2fb
 @dataclass(frozen=True)
 class CaseScore:
-    "The detections and false alarms in a case, for one seed."
+    "The detections and false alarms of one case for one seed."
 
-    case: str  # its name
-    kind: str  # what was planted; '' for a healthy run
-    seed: int  # of the run
-    found: bool  # whether that kind came
-    severity: str  # of it, '' where it did not come
-    off: int | None  # steps from the planted onset to the detected one; None where there is none
-    at_onset: bool  # whether it came near the planted step; True where it has no step
-    false_alarms: tuple[str, ...]  # other kinds of higher severity than info
-    false_notes: tuple[str, ...]  # other kinds that are infos
-    seconds: float  # to build and to diagnose it
-    module: str = field(default="", metadata={"stored": False})  # that the finding names first
+    case: str  # name of the case
+    kind: str  # planted finding kind; '' for a healthy run
+    seed: int  # seed of the run
+    found: bool  # whether that kind was detected
+    severity: str  # severity of the detected finding; '' if not detected
+    off: int | None  # steps from the planted to the detected onset; None if there is none
+    at_onset: bool  # whether the onset was detected within the tolerance; True if there is none
+    false_alarms: tuple[str, ...]  # other detected kinds of higher severity than info
+    false_notes: tuple[str, ...]  # other detected kinds of severity info
+    seconds: float  # time to build and diagnose the case
+    module: str = field(default="", metadata={"stored": False})  # module that the finding lists first
     # kind of finding -> steps by which it led the loss event; of findings that name a module
     leads: dict[str, int] = field(default_factory=dict, metadata={"stored": False})
 
     def to_dict(self) -> dict:
-        "Plain data, as the table of scores is stored."
+        "The score as plain data, as stored in the table of scores."
         row = asdict(self)
         return {name: row[name] for name, f in self.__dataclass_fields__.items() if not f.metadata}
 
@@ -69,11 +69,11 @@ def _others(case: Case, findings: Findings) -> tuple[tuple[str, ...], tuple[str,
 
 # %% ../../nbs/api/cases/05_case.ipynb #51e4263f
 def score(
-    name: str,  # of the case
-    case: Case,  # with its ground truth
-    seed: int = 0,  # of the run
+    name: str,  # name of the case
+    case: Case,  # the case with its ground truth
+    seed: int = 0,  # seed of the run
 ) -> CaseScore:
-    "Build a case and compare its findings with the ground truth."
+    "Builds a case and compares its findings with the ground truth."
     begin = time.perf_counter()
     findings = case.detect(case.build(seed))
     seconds = time.perf_counter() - begin

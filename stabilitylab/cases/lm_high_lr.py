@@ -215,8 +215,8 @@ def make_lm_high_lr(
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #a8b6acdb
 def replay_setup(
     path: str | Path,  # folder of the run
-) -> Setup:  # how its steps are run
-    "The `Setup` that replays the run: its model, learning rate and per-token loss."
+) -> Setup:  # how to build the model and run its steps
+    "The `Setup` for replaying the sample run: its model, learning rate and per-token loss."
     settings = json.loads((Path(path) / "settings.json").read_text(encoding="utf-8"))
     shape = settings["config"]
     if isinstance(shape["qk_norm"], bool):  # as the runs of the first samples wrote it

@@ -23,11 +23,11 @@ from ..read.runs import read_runs
 # %% ../../nbs/api/cases/20_logs.ipynb #c5bebd35
 @dataclass(frozen=True)
 class Log:
-    "The log of one run."
+    "The contents of a synthetic log of one run."
 
-    columns: dict[str, np.ndarray]  # series -> one value a record; masked where nothing was logged
-    step: np.ndarray  # (record,) int, goes back where the run was resumed
-    text: str = ""  # what the process printed; not empty: nothing else is written
+    columns: dict[str, np.ndarray]  # series -> one value per record; masked where nothing was logged
+    step: np.ndarray  # (record,) int; decreases where the run was resumed
+    text: str = ""  # raw output of the process; if not empty, only this is written
 
 
 RECORDS = 1500  # of every log
@@ -35,9 +35,9 @@ FIRST, _APART = 700, 13  # the onset of seed 0, and how far those of the seeds a
 
 
 def onset_of(
-    seed: int = 0,  # of the case
+    seed: int = 0,  # seed of the case
 ) -> int:  # step
-    "Step at which the failure of a written log begins."
+    "The step at which the failure in a synthetic log begins."
     return FIRST + _APART * (seed % 10)
 
 # %% ../../nbs/api/cases/20_logs.ipynb #b848240b
@@ -398,10 +398,10 @@ def _row(log: Log, record: int) -> dict:
 
 def write_log_case(
     name: str,  # a key of LOG_CASES
-    folder: str | Path,  # where the log is put
-    seed: int = 0,  # of noise and onset
-) -> Path:  # the file
-    "The log of a case as text, in the format of its logger."
+    folder: str | Path,  # destination folder
+    seed: int = 0,  # seed of the noise and the onset
+) -> Path:  # path of the file
+    "Writes the log of a case as text, in the format of its logger."
     if name not in _PLANTS:
         raise bad_input("name", name, ", ".join(_PLANTS))
     rng, plant = np.random.default_rng([seed, sum(map(ord, name))]), _PLANTS[name][1]
@@ -414,9 +414,9 @@ def write_log_case(
 
 def log_case(
     name: str,  # a key of LOG_CASES
-    seed: int = 0,  # of noise and onset
-) -> xr.DataTree:  # the record that the reader makes of it
-    "The log of a case, written to a file and read back."
+    seed: int = 0,  # seed of the noise and the onset
+) -> xr.DataTree:  # the record that the reader returns
+    "The record of a case whose log was written to a file and read back."
     with tempfile.TemporaryDirectory() as folder:
         (run,) = read_runs(write_log_case(name, folder, seed)).values()
         run = run.load()

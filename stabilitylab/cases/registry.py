@@ -38,7 +38,7 @@ def _two_runs(seed: int) -> dict:
 
 @cache
 def all_cases() -> dict[str, Case]:
-    "Every case by its name."
+    "All cases by name."
     shared = Case("data_driven_spike", "several logs", _two_runs, compare_runs, onset_of)
     return LOG_CASES | {"same bad batches": shared} | LAYER_CASES | SOURCE_CASES | FORMAT_CASES | STATE_CASES
 
@@ -51,11 +51,9 @@ def _case_of(name: str) -> Case:
 
 
 def cases(
-    kind: str | None = None,  # only cases of this finding; '' for healthy runs; None: all
-) -> (
-    pd.DataFrame
-):  # index: name; kind, source, onset of seed 0, seconds as measured when the table was stored
-    "All failing and healthy runs."
+    kind: str | None = None,  # only cases of this finding kind; '' for healthy runs; None: all
+) -> pd.DataFrame:  # index: name; columns kind, source, onset for seed 0, seconds as measured for the table
+    "A table of all failing and healthy runs."
     if kind not in (None, "", *FINDING_KINDS):
         raise bad_input("kind", kind, f"'' or one of {', '.join(FINDING_KINDS)}")
     seconds = {row["case"]: row["seconds"] for row in stored_scores()["cases"]}
@@ -76,9 +74,9 @@ def cases(
 # %% ../../nbs/api/cases/22_registry.ipynb #99c6c235
 def case(
     name: str,  # one of `cases().index`
-    seed: int = 0,  # of everything that is drawn
-) -> object:  # a record; of some kinds two runs by name, a model with its batch, or an audit
-    "Build a failing run."
+    seed: int = 0,  # seed of all random numbers
+) -> object:  # a record; for some kinds two runs by name, a model with its batch, or an audit
+    "Builds the run of a case."
     return _case_of(name).build(seed)
 
 # %% ../../nbs/api/cases/22_registry.ipynb #89d76c38

@@ -13,9 +13,9 @@ from ..names.errors import bad_input
 
 # %% ../../nbs/api/cases/01_samples.ipynb #a748d363
 def sample(
-    name: str = "lm_high_lr",  # folder below `data_samples/`
-) -> Path:  # the folder of the run
-    "The path of a sample run: in this checkout, else in the current folder or one above it."
+    name: str = "lm_high_lr",  # name of a folder in `data_samples/`
+) -> Path:  # folder of the run
+    "The path of a sample run, in this checkout, the current folder or one of its parents."
     roots = (Path(stabilitylab.__file__).resolve().parents[1], Path.cwd(), *Path.cwd().parents)
     folders = [root / "data_samples" for root in reversed(roots)]
     paths = {p.name: p for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}

@@ -57,12 +57,12 @@ _CHANGES: dict[str, Callable] = {  # fault -> (inputs, model, optimizer) -> inpu
 
 
 def record_classifier(
-    seed: int = 0,  # of weights and batches
+    seed: int = 0,  # seed of the weights and batches
     fault: str = "",  # a key of `_CHANGES`; '' for a healthy run
-    at: int = 40,  # its step
-    n_steps: int = 70,  # optimizer steps
-) -> xr.DataTree:  # its record
-    "The record of a small classifier trained with a fault at one step."
+    at: int = 40,  # step of the fault
+    n_steps: int = 70,  # number of optimizer steps
+) -> xr.DataTree:  # the record of the run
+    "The record of a small classifier trained with a fault planted at one step."
     torch.manual_seed(seed)
     layers = (nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     model, prototypes = nn.Sequential(*layers), torch.randn(10, 32)

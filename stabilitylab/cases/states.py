@@ -131,14 +131,14 @@ def _one_hot_copier(
 
 
 def trigger_batch(
-    generator: torch.Generator,  # of the values
-    rows: int = 64,  # sequences
-    length: int = 16,  # positions
-    flag: float = 4.0,  # value of the first position's flag and of the triggers
+    generator: torch.Generator,  # random generator of the values
+    rows: int = 64,  # number of sequences
+    length: int = 16,  # number of positions per sequence
+    flag: float = 4.0,  # value of the flag at the first position and of the triggers
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # inputs (rows, length, 10), targets (rows, length, 8), triggers (rows, length)
-    "A flag on the first position, triggers on a third of the others, eight numbers everywhere."
+    "A batch of the trigger task: a flag at position 0, triggers at a third of the others, 8 numbers each."
     x = torch.randn(rows, length, 10, generator=generator)
     x[..., :2] = 0
     x[:, 0] = 0
@@ -166,12 +166,12 @@ _WEIGHTS = {  # kind -> attention weights of masked scores (batch, head, query, 
 
 # %% ../../nbs/api/cases/21_states.ipynb #0084df8a
 class TriggerReader(nn.Module):
-    "One attention layer with two heads and no residual path."
+    "A single attention layer with two heads and no residual connection."
 
     def __init__(
         self,
-        kind: str = "softmax",  # of the weights: 'softmax', 'softmax1', 'relu' or 'learned sink'
-        d_model: int = 32,  # width
+        kind: str = "softmax",  # kind of attention weights: 'softmax', 'softmax1', 'relu' or 'learned sink'
+        d_model: int = 32,  # model width
         sink: float = 4.0,  # initial value of a learned sink logit
     ):
         super().__init__()
@@ -184,7 +184,7 @@ class TriggerReader(nn.Module):
         self,
         x: torch.Tensor,  # (batch, seq, 10)
     ) -> tuple[torch.Tensor, torch.Tensor]:  # weights (batch, head, query, key), values (…, key, width)
-        "Attention weights and values."
+        "The attention weights and the values."
         rows, length, _ = x.shape
         q, k, v = self.qkv(self.read(x)).view(rows, length, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
         hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
@@ -195,20 +195,20 @@ class TriggerReader(nn.Module):
         self,
         x: torch.Tensor,  # (batch, seq, 10)
     ) -> torch.Tensor:  # (batch, seq, 8)
-        "The output of each position."
+        "The output at each position."
         weights, v = self.weights(x)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 def trained_reader(
-    kind: str = "softmax",  # of the weights
-    steps: int = 250,  # of Adam
-    seed: int = 0,  # of weights and batches
-    lr: float = 5e-3,  # of Adam
+    kind: str = "softmax",  # kind of attention weights, as for `TriggerReader`
+    steps: int = 250,  # number of Adam steps
+    seed: int = 0,  # seed of the weights and batches
+    lr: float = 5e-3,  # learning rate of Adam
     flag: float = 4.0,  # as for `trigger_batch`
     sink: float = 4.0,  # initial value of a learned sink logit
-) -> TriggerReader:  # trained
-    "A `TriggerReader`, trained on its task."
+) -> TriggerReader:  # the trained model
+    "A `TriggerReader` trained on the trigger task."
     torch.manual_seed(seed)
     model, generator = TriggerReader(kind, sink=sink), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)

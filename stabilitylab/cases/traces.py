@@ -111,12 +111,12 @@ def _counts(trace: Trace, flags: np.ndarray, within: int) -> dict[str, int]:
 
 
 def score_rules(
-    seeds: int = 5,  # traces of each kind
-    within: int = 20,  # records after an onset in which an event counts as found
-    kinds: tuple = KINDS,  # of `make_trace`; HELD_OUT are those that no rule was tuned on
-    first: int = 0,  # the first seed
+    seeds: int = 5,  # number of traces of each kind
+    within: int = 20,  # an event this many records after an onset at most counts as a detection
+    kinds: tuple = KINDS,  # kinds of `make_trace`; no rule was tuned on those in HELD_OUT
+    first: int = 0,  # first seed
 ) -> pd.DataFrame:  # a row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
-    "Precision and recall of every rule on the labelled traces."
+    "Precision and recall of every spike rule on the labelled traces."
     traces = [make_trace(kind, seed) for kind in kinds for seed in range(first, first + seeds)]
     rows = {}
     for name, rule in RULES.items():

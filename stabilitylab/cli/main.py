@@ -96,9 +96,9 @@ def _parsed(
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
 def main(
-    argv: list[str] | None = None,  # arguments; None: those of the process
+    argv: list[str] | None = None,  # command-line arguments; None: those of the process
 ) -> int:  # exit code
-    "The exit code of a command; prints an error as one line on stderr and, with --json, as an object."
+    "Runs a command; an error is printed as one line on stderr and, with --json, as an object."
     words = sys.argv[1:] if argv is None else list(argv)
     args, command = None, None
     try:

@@ -23,17 +23,17 @@ from .findings import Finding
 class Cause:
     "A candidate cause of a failure."
 
-    id: str  # of its row in `causes.json`
-    family: str  # such as data, rate, optimizer state, initialisation, number format or hardware
-    words: str  # one sentence
-    score: float  # weight of the evidence for it, less that against it
-    step: int | None  # where the cause itself shows, not its symptom
-    evidence: tuple[str, ...]  # what speaks for it
-    against: tuple[str, ...]  # what speaks against it
-    next: tuple[str, ...]  # what to do, in this order
-    cures: tuple[str, ...]  # names of fixes, the likeliest first
-    is_alone: bool = False  # whether it needs no finding beside it
-    measures: dict = field(default_factory=dict)  # the numbers that its conditions read
+    id: str  # identifier of the row in `causes.json`
+    family: str  # family of causes: data, rate, optimizer state, initialisation, number format, hardware, …
+    words: str  # the cause as one sentence
+    score: float  # weight of the evidence for the cause minus the weight of the evidence against it
+    step: int | None  # step at which the cause itself shows, which may precede its symptom; None: unknown
+    evidence: tuple[str, ...]  # sentences that support the cause
+    against: tuple[str, ...]  # sentences that contradict the cause
+    next: tuple[str, ...]  # recommended actions, in order
+    cures: tuple[str, ...]  # names of fixes, most promising first
+    is_alone: bool = False  # whether the evidence suffices without a finding
+    measures: dict = field(default_factory=dict)  # name -> number that the conditions of the cause read
 
 # %% ../../nbs/api/detect/86_causes.ipynb #e5fd155a
 TABLE = json.loads(files("stabilitylab.detect").joinpath("causes.json").read_text(encoding="utf-8"))
@@ -81,8 +81,8 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
 
 
 def ranked_causes(
-    facts: RunFacts,  # of `evidence`
-) -> list[Cause]:  # the likeliest first; [] where none has what it needs
+    facts: RunFacts,  # evidence in the record, from `evidence`
+) -> list[Cause]:  # most likely first; [] if the evidence supports no cause
     "The candidate causes of a failure, most likely first."
     candidates = [_candidate(row, facts) for row in TABLE]
     ranked = sorted((c for c in candidates if c is not None and c.score > 0), key=lambda c: -c.score)

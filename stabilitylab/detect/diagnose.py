@@ -130,9 +130,9 @@ _STORABLE = (str, int, float, list, dict, bool)  # attributes of a table that a 
 
 
 def as_run(
-    run: xr.DataTree | xr.Dataset | Recording,  # a record, opened or not, or the table that a reader returns
-) -> xr.DataTree:  # a record
-    "A record: `run` itself, or one made from its series."
+    run: xr.DataTree | xr.Dataset | Recording,  # a record, a `Recording`, or the table of a log reader
+) -> xr.DataTree:  # the record
+    "The record of a run: `run` itself if it is one, otherwise a record made from its series."
     if isinstance(run, Recording):
         return run.run
     if isinstance(run, xr.DataTree):
@@ -161,10 +161,10 @@ def _span(run: xr.DataTree) -> dict[str, int]:
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #c8930a6d
 def finish(
-    findings: Iterable[Finding],  # without words and remedies
-    run: xr.DataTree | None = None,  # the record that they are of; None: remedies fit any run
-) -> list[Finding]:  # with them
-    "Findings with explanations and remedies, those that fit the run first."
+    findings: Iterable[Finding],  # findings without explanation and remedies
+    run: xr.DataTree | None = None,  # record of the run; None: remedies are not ranked for a run
+) -> list[Finding]:  # the same findings with explanation and remedies
+    "Adds explanations and remedies to findings; the remedies that fit the run come first."
     findings_so_far = list(findings)
     if run is None:
         return [_finished(f, RunContext()) for f in findings_so_far]
@@ -205,10 +205,10 @@ def _absent(run: xr.DataTree) -> list[str]:
 
 
 def diagnose(
-    run: xr.DataTree | xr.Dataset | Recording,  # a record, opened or not, or the table of `read_log`
-    detectors: list[str | Callable] | None = None,  # only these: 'module:function' or (run) -> list[Finding]
-    limits: dict[str, float] | None = None,  # name -> value in place of the one in `limit_table()`
-) -> Findings:  # ranked, with explanation, evidence, remedies and the limits that decided
+    run: xr.DataTree | xr.Dataset | Recording,  # a record, a `Recording`, or the table of `read_log`
+    detectors: list[str | Callable] | None = None,  # run only these: 'module:function' or a function
+    limits: dict[str, float] | None = None,  # name -> value that replaces the default in `limit_table()`
+) -> Findings:  # ranked, each with explanation, evidence, remedies and the limits that decided it
     "The findings of a run; with `detectors` given, they are not related to each other."
     run, findings = as_run(run), []
     with use_limits(limits):

@@ -26,15 +26,15 @@ class Finding:
     "An event in a run, with its evidence."
 
     kind: str  # one of FINDING_KINDS
-    severity: str = "info"  # one of SEVERITIES: a fact worth knowing, a problem, a run that is lost
-    onset: int | None = None  # first step of it, in the log's own count; None: it has no step
-    end: int | None = None  # last step of it; None: as `onset`
-    modules: tuple[str, ...] = ()  # modules or parameters it concerns; () for the whole run
-    evidence: dict = field(default_factory=dict)  # numbers, words and lists that JSON can hold
-    explanation: str = ""  # plain words, made last by `detect.phrase`
-    series: str = ""  # the series it was seen in; '' where it comes from events
-    remedies: tuple[dict, ...] = ()  # each with name, source, reported, note; from `knowledge.remedies`
-    limits: dict = field(default_factory=dict, compare=False, repr=False)  # name -> value that decided it
+    severity: str = "info"  # one of SEVERITIES: 'info', 'warning' or 'error'
+    onset: int | None = None  # first step of the event, as the log counts steps; None: the event has no step
+    end: int | None = None  # last step of the event; None: the event has no step
+    modules: tuple[str, ...] = ()  # names of the modules or parameters concerned; () for the whole run
+    evidence: dict = field(default_factory=dict)  # name -> JSON value: numbers, words and lists
+    explanation: str = ""  # the finding in plain words, added by `detect.phrase`
+    series: str = ""  # series in which the event was detected; '' if it comes from events
+    remedies: tuple[dict, ...] = ()  # dicts with name, source, reported and note, from `knowledge.remedies`
+    limits: dict = field(default_factory=dict, compare=False, repr=False)  # limit -> value that decided
 
     def __post_init__(self) -> None:
         if self.kind not in FINDING_KINDS:
@@ -56,26 +56,26 @@ class Finding:
 
     @property
     def first(self) -> int:
-        "The onset, where it is known that the finding has one."
+        "The onset, for findings that always have a step."
         return cast(int, self.onset)
 
     @property
     def last(self) -> int:
-        "The end, where it is known that the finding has one."
+        "The last step, for findings that always have a step."
         return cast(int, self.end)
 
     def with_(
         self,
-        **changes: Any,  # fields to change
-    ) -> "Finding":  # a new one
-        "The same finding with some fields changed."
+        **changes: Any,  # field -> new value
+    ) -> "Finding":  # the changed copy
+        "A copy of the finding with some fields replaced."
         return replace(self, **changes)
 
     def to_dict(
         self,
-        all_remedies: bool = False,  # all that teams reported, not only the three that fit the run best
+        all_remedies: bool = False,  # include every reported remedy, not only the three that fit the run best
     ) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
-        "The finding as the command's JSON has it: the series stands among the evidence."
+        "The finding as a dict, as `--json` prints it; the series is part of the evidence."
         remedies = self.remedies if all_remedies else self.remedies[:REMEDIES_SHOWN]
         series = {"series": self.series} if self.series else {}
         return {
@@ -110,7 +110,7 @@ class Findings(Sequence):
     def __init__(
         self,
         findings: Iterable[Finding] = (),  # in any order
-        attrs: dict | None = None,  # where they come from: source, format, number of steps
+        attrs: dict | None = None,  # origin of the findings: source, format, number of steps
     ):
         self._all = tuple(sorted(findings, key=_rank))
         self.attrs = dict(attrs or {})
@@ -132,16 +132,16 @@ class Findings(Sequence):
 
     def of(
         self,
-        *kinds: str,  # names of kinds
+        *kinds: str,  # finding kinds
     ) -> "Findings":  # may be empty
-        "The findings of these kinds."
+        "The findings of the given kinds."
         return Findings((f for f in self if f.kind in kinds), self.attrs)
 
     def at_least(
         self,
         severity: str,  # one of SEVERITIES
     ) -> "Findings":  # may be empty
-        "The findings of this severity and above."
+        "The findings of at least the given severity."
         if severity not in SEVERITIES:
             raise bad_input("severity", severity, ", ".join(SEVERITIES))
         minimum = SEVERITIES.index(severity)
@@ -149,14 +149,14 @@ class Findings(Sequence):
 
     @property
     def kinds(self) -> list[str]:
-        "The kinds that occur, in rank order, each once."
+        "The distinct kinds of the findings, in rank order."
         return list(dict.fromkeys(f.kind for f in self))
 
     def to_dicts(
         self,
         all_remedies: bool = False,  # as in `Finding.to_dict`
-    ) -> list[dict]:  # one a finding
-        "One JSON-ready dict a finding."
+    ) -> list[dict]:  # one dict per finding
+        "The findings as a list of JSON-ready dicts."
         return [f.to_dict(all_remedies) for f in self]
 
     def to_json(self, **options):  # options of json.dumps, such as `indent`
@@ -164,7 +164,7 @@ class Findings(Sequence):
         return to_json(self.to_dicts(), **options)
 
     def to_pandas(self) -> pd.DataFrame:
-        "A table with one row a finding and its evidence in columns named after it."
+        "A table with one row per finding and one column per item of evidence."
         if not len(self):
             return pd.DataFrame(columns=list(_COLUMNS))
         rows = []
@@ -178,7 +178,7 @@ class Findings(Sequence):
         return _text(self)
 
     def rows(self) -> list[tuple[str, str, str, str]]:  # severity, kind, steps, words
-        "One row a finding, as a table has it."
+        "One row per finding, for display in a table."
         return [_cells(f) for f in self]
 
     def _repr_html_(self) -> str | None:

@@ -18,10 +18,10 @@ from ..run.curves import Curve, curve, loss_name, scalars_of
 
 # %% ../../nbs/api/detect/14_learning_rate.ipynb #958ec9a4
 def rate_at(
-    lr: Curve,  # learning rate, with a value or more
-    step: int,  # of the run
-) -> float:  # of the first record at or after the step, of the last one where there is none
-    "The learning rate of a step, as findings and fixes name it."
+    lr: Curve,  # learning-rate series with at least one value
+    step: int,  # optimizer step
+) -> float:  # value of the first record at or after the step, or of the last record
+    "The logged learning rate at a step."
     order = np.argsort(lr.step, kind="stable")
     index = int(np.searchsorted(lr.step[order], step))
     return float(lr.value[order][min(index, len(order) - 1)])

@@ -20,22 +20,22 @@ from .phrase import about
 class MostLikely:
     "The most likely cause of a run's findings, with its evidence and the next commands."
 
-    cause: str  # one sentence
-    because: tuple[str, ...]  # what was found, the words of at most three findings
-    next: tuple[str, ...]  # what to do, in this order
-    id: str = ""  # of a row of `causes.json`; '' where findings alone decided
-    family: str = ""  # such as 'data' or 'optimizer state'
-    step: int | None = None  # of the cause, which may lie before its symptom
+    cause: str  # the cause as one sentence
+    because: tuple[str, ...]  # explanations of at most three supporting findings
+    next: tuple[str, ...]  # recommended actions, in order
+    id: str = ""  # identifier of a row in `causes.json`; '' if findings alone decided
+    family: str = ""  # family of causes, such as 'data' or 'optimizer state'
+    step: int | None = None  # step of the cause, which may precede its symptom
     confidence: str = ""  # 'high', 'medium' or 'low'
-    rivals: tuple[dict, ...] = ()  # id, cause, what speaks against it, and its cures
-    missing: tuple[str, ...] = ()  # measurements that would tell
+    rivals: tuple[dict, ...] = ()  # other candidates: id, cause, the evidence against it, and its cures
+    missing: tuple[str, ...] = ()  # measurements that would decide between the candidates
     cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
-    test: str = ""  # the command that tells the cause from its rivals; '' where the run cannot be replayed
+    test: str = ""  # command that separates the cause from its rivals; '' if the run cannot be replayed
     # its answer where it was run: step, verdict, words, seconds; or why it was not: step, left_out
     swap: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:  # cause, because, next; what else is known
-        "As the command's JSON has it."
+        "The cause as a dict, as `--json` prints it."
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
         empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [], {})}
         return {name: value for name, value in values.items() if name not in empty}
@@ -162,8 +162,8 @@ def _rival(cause: Cause, first: Cause) -> dict:
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #92a2bad7
 def most_likely(
-    findings: Findings,  # of one run, with their words
-) -> MostLikely | None:  # None where there is no problem to explain
+    findings: Findings,  # findings of one run, with their explanations
+) -> MostLikely | None:  # None if the findings include no problem
     "The most likely cause of a failure, and what to do next."
     candidates = _candidates(findings)
     cause = _of_evidence(findings, candidates)

@@ -46,8 +46,8 @@ _READS: ContextVar[dict[str, float] | None] = ContextVar("reads", default=None)
 
 def limit(
     name: str,  # name of a limit
-) -> float:  # its value
-    "The value of a limit, or what `use_limits` set it to."
+) -> float:  # its current value
+    "The current value of a limit: its default, or the value set by `use_limits`."
     if name not in LIMITS:
         raise bad_input("name", name, LIMITS)
     value = (_CHANGED.get() or {}).get(name, LIMITS[name].value)
@@ -59,8 +59,8 @@ def limit(
 
 def count_limit(
     name: str,  # name of a limit that counts something: records, steps, modules
-) -> int:  # its value
-    "The value of an integer limit, or what `use_limits` set it to."
+) -> int:  # its current value
+    "The current value of an integer limit: its default, or the value set by `use_limits`."
     value = limit(name)
     if not isinstance(value, int):
         raise bad_input("name", name, "a limit whose value is a whole number", "read it with `limit`")
@@ -102,6 +102,6 @@ def limits_read() -> Iterator[dict[str, float]]:  # name -> value of each limit 
 
 # %% ../../nbs/api/detect/01_limits.ipynb #c64ebc65
 def limit_table() -> pd.DataFrame:  # one row a limit: value, unit, meaning, source, group
-    "All limits as a table."
+    "A table of all limits."
     rows = [row._asdict() for row in LIMITS.values()]
     return pd.DataFrame(rows, index=pd.Index(LIMITS, name="name"))

@@ -65,9 +65,9 @@ def _fields(finding: Finding) -> dict:
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #de558812
 def explain(
-    finding: Finding,  # a finding without words
+    finding: Finding,  # a finding without explanation
 ) -> str:  # one to three sentences, ending in a full stop
-    "A finding as plain sentences."
+    "The explanation of a finding in plain sentences."
     fields = _fields(finding)
     pieces = PHRASES.get(finding.kind, ())
     if finding.modules:
@@ -92,11 +92,11 @@ def about(
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #7ff76256
 def evidence_words(
-    topic: str,  # name of the words, such as 'bad batches'
+    topic: str,  # name of the phrase, such as 'bad batches'
     /,
-    **fields: object,  # what their holes stand for
-) -> str:  # the words
-    "A phrase from the same table that a detector adds to its evidence."
+    **fields: object,  # placeholder -> value
+) -> str:  # the phrase with its placeholders filled in
+    "A phrase from the table of explanations, for a detector to add to its evidence."
     if topic not in _EVIDENCE:
         raise bad_input("topic", topic, f"one of {', '.join(_EVIDENCE)}")
     filled = {name: "nothing" if value is None else value for name, value in fields.items()}

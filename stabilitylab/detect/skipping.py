@@ -116,9 +116,9 @@ _CLIPS = re.compile(
 class ClippedShare(NamedTuple):
     "How often, and by how much, gradients were clipped."
 
-    clip: float  # threshold; NaN where the log tells the share alone
-    share: float  # of the steps, in [0, 1]
-    mean_factor: float  # c/‖g‖ of those, in (0, 1]; NaN without any
+    clip: float  # clipping threshold; NaN if the log holds only the share
+    share: float  # share of clipped steps, in [0, 1]
+    mean_factor: float  # mean c/‖g‖ of the clipped steps, in (0, 1]; NaN if none was clipped
 
 
 def _percent_clipped(run: xr.DataTree) -> Curve | None:
@@ -147,9 +147,9 @@ def _threshold(run: xr.DataTree) -> float | None:
 
 def clipped_share(
     run: xr.DataTree,  # a record
-    clip: float | None = None,  # threshold, > 0; None: as the settings name it
-) -> ClippedShare | None:  # None where the norm or the threshold is not known
-    "The share of clipped steps."
+    clip: float | None = None,  # threshold, > 0; None: the threshold in the settings of the run
+) -> ClippedShare | None:  # None if the gradient norm or the threshold is unknown
+    "The share of steps whose gradient was clipped, and the mean clipping factor."
     norm = curve(run, "grad_norm")
     threshold, percent = _threshold(run) if clip is None else clip, _percent_clipped(run)
     if threshold is None and percent is not None:

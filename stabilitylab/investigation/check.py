@@ -20,12 +20,12 @@ from ..run.recording import opened
 # %% ../../nbs/api/investigation/03_check.ipynb #fa48c5de
 @dataclass(frozen=True)
 class Wholeness:
-    "The intact and damaged parts of a file or folder, by their checksums."
+    "The result of checking a file or folder against its checksums."
 
-    path: str  # that was looked at
-    checked: int = 0  # files, entries and records that were compared with a checksum
-    unchecked: tuple[str, ...] = ()  # files without one
-    damaged: tuple[str, ...] = ()  # a line each
+    path: str  # file or folder that was checked
+    checked: int = 0  # number of files, entries and records compared with a checksum
+    unchecked: tuple[str, ...] = ()  # number of files without a checksum
+    damaged: tuple[str, ...] = ()  # one line per damaged part
 
     @property
     def is_whole(self) -> bool:
@@ -33,7 +33,7 @@ class Wholeness:
         return not self.damaged
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The result as plain data for JSON."
         lists = {"unchecked": list(self.unchecked), "damaged": list(self.damaged)}
         return {"path": self.path, "whole": self.is_whole, "checked": self.checked} | lists
 
@@ -108,9 +108,9 @@ def _pieces(path: Path) -> Iterator[Wholeness]:
 
 
 def check_path(
-    path: str | Path,  # a record, a checkpoint, a log, or a folder that holds some
+    path: str | Path,  # a record, a checkpoint, a log, or a folder of these
 ) -> Wholeness:
-    "What is whole at a path, and what is damaged."
+    "Checks which parts of a file or folder are intact and which are damaged."
     path = Path(path)
     if not path.exists():
         allowed = "a record, a checkpoint, a log, or a folder of them"

@@ -104,15 +104,15 @@ class _RunningTrial:
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #0768445b
 class Investigation(_RunningTrial):
-    "One run from its findings to the verdicts on its fixes."
+    "The investigation of one run, from its findings to the verdicts on the tested fixes."
 
     @property
     def result(self) -> TrialResult | None:  # None before `begin`
-        "What the finished seeds say."
+        "The trial result over all finished seeds."
         return None if self.trial is None else self.trial.result()
 
     def notes(self) -> list[str]:  # sentences
-        "What to know before the verdicts."
+        "Caveats to read before the verdicts."
         if self.trial is None:
             return list(self.plan.notes)
         result = self.trial.result()
@@ -121,19 +121,19 @@ class Investigation(_RunningTrial):
 
     @property
     def words(self) -> str:
-        "Where the trial started, what each arm did, and what is missing."
+        "Describes the start of the trial, the outcome of every arm, and what is missing."
         result = self.result
         return " ".join(self.plan.notes) if result is None else trial_words(result, self.notes())
 
     def text(self) -> str:  # lines
-        "The trial as a terminal shows it."
+        "The trial as text for a terminal."
         result = self.result
         if result is None:
             return "\n".join(self.plan.notes)
         return trial_text(result, self.plan.suggestions, self.notes())
 
     def to_dict(self) -> dict:
-        "Plain data, as `stabilitylab trial --json` prints it."
+        "The trial as plain data, as `stabilitylab trial --json` prints it."
         result = self.result
         if result is None:
             return {"start": None, "arms": [], "words": self.words}
@@ -141,7 +141,7 @@ class Investigation(_RunningTrial):
         return result.to_dict() | {"suggested": suggested, "words": self.words}
 
     def html(self) -> str:
-        "The report of the run, with the trial in it, as a page of its own."
+        "The report of the run including the trial, as a standalone HTML page."
         result = self.result
         sheet = None if result is None else trial_sheet(result, self.plan.suggestions, self.notes())
         setup = None if self.plan.start is None else self.plan.start.setup
@@ -164,23 +164,23 @@ def _no_failure(result: TrialResult) -> list[str]:
 
 # %% ../../nbs/api/investigation/02_loop.ipynb #04255aa9
 def investigate(  # noqa: PLR0913 - one call answers one question, each setting has a name and a default
-    path: str | Path | Recording,  # a log, a folder of logs, a record, or a run that was opened
-    fixes: Sequence[str | Arm] = (),  # to be tried; (): those that fit the findings best, and one control
+    path: str | Path | Recording,  # a log, a folder of logs, a record, or an opened run
+    fixes: Sequence[str | Arm] = (),  # fixes to test; (): those that fit the findings best, and one control
     *,
-    step: int | None = None,  # where to start; None: before the failure
-    steps: int | None = None,  # of every arm; None: 100, of a proxy 200
-    seeds: int = 3,  # orders of batches
-    budget: float | None = None,  # minutes after which the trial is stopped; None: until it is done
-    setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
-    config: str | Path | None = None,  # file with settings of the run, for a proxy of a log
-    folder: str | Path | None = None,  # where the arms are kept; the same call goes on from there
-    device: str = "auto",  # where to train: every GPU there is, else the CPU
+    step: int | None = None,  # step at which the arms start; None: before the failure
+    steps: int | None = None,  # steps per arm; None: 100, or 200 for a proxy
+    seeds: int = 3,  # number of seeds; each gives a different order of batches
+    budget: float | None = None,  # minutes after which the trial is stopped; None: no limit
+    setup: str | None = None,  # 'file.py:function' that returns a Setup; None: the setup stored with the run
+    config: str | Path | None = None,  # configuration file of the run, for the proxy of a log
+    folder: str | Path | None = None,  # folder for the arms; a repeated call resumes there
+    device: str = "auto",  # device for training; 'auto': all GPUs, or the CPU without one
     client: object = None,  # a `distributed.Client` or its scheduler's address; None: this machine
-    progress: bool = False,  # a bar on standard error
-    findings: Findings | None = None,  # of `diagnose`; None: made here
-    heard: Callable[[str, float], None] = lambda words, share: None,  # called with every stage
-    begun: Callable[[Investigation], None] = lambda work: None,  # called once its arms train
-    is_cancelled: Callable[[], bool] = lambda: False,  # ends the work when it returns True
+    progress: bool = False,  # show a progress bar on standard error
+    findings: Findings | None = None,  # result of `diagnose`; None: computed here
+    heard: Callable[[str, float], None] = lambda words, share: None,  # called at the beginning of every stage
+    begun: Callable[[Investigation], None] = lambda work: None,  # called once the arms are training
+    is_cancelled: Callable[[], bool] = lambda: False,  # () -> bool; the work ends when it returns True
 ) -> Investigation:
     "Diagnoses a run and trains fixes from its failing state to see which helps."
     arms = named_arms(fixes)  # refused before anything is read

@@ -18,12 +18,12 @@ from ..run.recording import Recording, nearest_step, opened
 # %% ../../nbs/api/investigation/00_opening.ipynb #bfc94b23
 def open_recordings(
     path: str | Path,  # a log file, a folder with logs, or a saved record
-    format: str | None = None,  # name of a format; None: recognised by content
-    step: str | None = None,  # name of the series that counts the steps; None: recognised
-    loss: str | None = None,  # name of the series that is the training loss; None: recognised
-    client: Any = None,  # workers that read a folder, as `as_client` takes them; None: this process
+    format: str | None = None,  # log format; None: detected from the content
+    step: str | None = None,  # series that counts the steps; None: detected
+    loss: str | None = None,  # series of the training loss; None: detected
+    client: Any = None,  # workers that read a folder in parallel, see `as_client`; None: this process
 ) -> dict[str, Recording]:
-    "Every run at a path, opened, by name."
+    "Opens all runs at a path and returns them by name."
     runs = read_runs(path, format, step, loss, client)
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
@@ -31,7 +31,7 @@ def open_recordings(
 def suspect_step(
     path: str | Path,  # folder of a record with a black box
 ) -> int:  # a step of `replayable_steps`
-    "The step that `diagnose` points to, or the nearest that can be replayed; the last where it names none."
+    "The replayable step nearest to the step of the failure; the last if no finding names one."
     recording = opened(path)
     steps = recording.box().steps
     if not steps:

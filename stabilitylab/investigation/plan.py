@@ -26,10 +26,10 @@ from ..trial.trial import unfit_arms
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #74fa1c3b
 def named_arms(
-    fixes: Sequence[str | Arm],  # such as 'qk_norm', 'lower_lr:factor=0.3' or 'qk_norm+z_loss'
-    argument: str = "fixes",  # what the caller's user calls them, for error messages
+    fixes: Sequence[str | Arm],  # fixes such as 'qk_norm', 'lower_lr:factor=0.3' or 'qk_norm+z_loss'
+    argument: str = "fixes",  # name of the argument in error messages
 ) -> list[Arm]:
-    "The requested arms; raises for names and parameters that do not exist."
+    "The trial arms for the requested fixes; raises for unknown fixes and parameters."
     arms = [arm_of(fix) for fix in fixes]
     for fix, arm in zip(fixes, arms, strict=True):
         if not arm.fixes:
@@ -42,15 +42,15 @@ def named_arms(
 class Plan:
     "The start and the arms of a trial, with caveats on its verdicts."
 
-    start: Start | None  # None: nothing can be tried, and `notes` say why
-    arms: list[Arm]  # beside the run unchanged
-    steps: int  # of every arm
-    notes: list[str] = field(default_factory=list)  # sentences
-    suggestions: list[Suggestion] = field(default_factory=list)  # why these arms; [] where a user named them
-    unfit: dict[str, str] = field(default_factory=dict)  # suggested arm -> why it cannot be tried here
+    start: Start | None  # None: no trial is possible, and `notes` say why
+    arms: list[Arm]  # arms with a fix; the unchanged run is always added
+    steps: int  # steps per arm
+    notes: list[str] = field(default_factory=list)  # caveats, one sentence each
+    suggestions: list[Suggestion] = field(default_factory=list)  # reasons for suggested arms
+    unfit: dict[str, str] = field(default_factory=dict)  # suggested arm -> why it cannot be tested here
 
     def to_dict(self) -> dict:
-        "Plain data, as `stabilitylab trial --plan --json` prints it."
+        "The plan as plain data, as `stabilitylab trial --plan --json` prints it."
         reasons = {suggestion.name: suggestion.reasons for suggestion in self.suggestions}
         arms = [
             {"fix": arm.name, "parameters": arm.parameters, "why": reasons.get(arm.name, [])}
@@ -60,7 +60,7 @@ class Plan:
         return {"start": start, "arms": arms, "unfit": self.unfit}
 
     def text(self) -> str:  # lines
-        "The plan as a terminal shows it."
+        "The plan as text for a terminal."
         start = [] if self.start is None else [f"Would start at {self.start.words}."]
         arms = [
             f"  {arm['fix']}: {'; '.join(arm['why'])}".removesuffix(": ") for arm in self.to_dict()["arms"]
@@ -218,9 +218,9 @@ def _absolute(setup: str) -> str:
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #abf19922
 def proxy_plan(
-    path: str,  # of a log or a record
-) -> dict:  # words; start, as `Start.to_dict` gives it, None where the failure does not show; steps
-    "A small model with the recipe of a run, trained to see whether it fails in the same way."
+    path: str,  # a log or a record
+) -> dict:  # words, steps, and start (`Start.to_dict`; None if the failure is not reproduced)
+    "Trains a small model with the recipe of a run and reports whether it fails in the same way."
     recording = next(iter(open_recordings(path).values()))
     small = proxy(recording.run, diagnose(recording))
     start = small.start.to_dict() if small.start else None

@@ -314,7 +314,7 @@ def _opened(path: Path) -> xr.DataTree | None:
 
 
 def preflight(
-    path: str | Path = ".",  # a log, or the folder of a run, past or to come
+    path: str | Path = ".",  # a log, or the folder of a past or planned run
     environ: Mapping[str, str] | None = None,  # environment variables; None: those of this process
 ) -> pd.DataFrame:  # name, topic, looks_at, found, verdict (ok, attention, cannot tell), advice, source
     "Checks of a run against the advice of teams."

@@ -44,7 +44,7 @@ def with_verdict(
 def with_swap_test(
     recording: Recording,  # with a black box
     findings: Findings,  # of it
-    seconds: float = 30.0,  # run the test only if its estimate is below this
+    seconds: float = 30.0,  # run the test only if its estimated duration is below this
     setup: "Setup | str | None" = None,  # a Setup, or 'file.py:function' that returns it; None: the run's own
 ) -> Findings:  # the findings, with `swap` in attrs and the verdict in the evidence
     "The findings of a run with the swap test of the step at which its loss jumped; runs code of the run."

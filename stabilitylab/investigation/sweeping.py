@@ -29,20 +29,20 @@ _STEPS = 100  # of a point from a snapshot; a proxy takes twice as many
 
 @dataclass(frozen=True)
 class SweepPlan:
-    "Where a sweep starts, and its points."
+    "The start and the points of a sweep."
 
-    start: Start | None  # None: nothing can be trained, and `notes` say why
-    axes: dict  # axis -> values
-    steps: int  # of every point and seed
-    notes: list[str] = field(default_factory=list)  # sentences
+    start: Start | None  # None: no training is possible, and `notes` say why
+    axes: dict  # axis name -> values
+    steps: int  # steps per point and seed
+    notes: list[str] = field(default_factory=list)  # caveats, one sentence each
 
     @property
     def points(self) -> list[Point]:
-        "Every combination."
+        "All combinations of axis values."
         return [] if self.start is None else points_of(self.start, self.axes)
 
     def to_dict(self) -> dict:
-        "Plain data, as `stabilitylab sweep --plan --json` prints it."
+        "The plan as plain data, as `stabilitylab sweep --plan --json` prints it."
         start = None if self.start is None else self.start.to_dict() | {"words": self.start.words}
         axes = {name: list(values) for name, values in self.axes.items()}
         return {
@@ -56,15 +56,15 @@ class SweepPlan:
 # %% ../../nbs/api/investigation/04_sweeping.ipynb #d8883c24
 def plan_sweep(
     path: str | Path | Recording,  # a record with a black box, or any log
-    rates: Sequence[float] = RATES,  # times the rate of the run, > 0
-    fixes: Sequence[str] = (),  # beside the run unchanged, in the words of the command line
+    rates: Sequence[float] = RATES,  # factors on the learning rate of the run, > 0
+    fixes: Sequence[str] = (),  # fixes to compare with the unchanged run, as on the command line
     axes: Mapping[str, Sequence] | None = None,  # further axes, such as {'adam_beta2.beta2': (0.9, 0.95)}
-    step: int | None = None,  # where to start; None: before the failure
-    steps: int | None = None,  # of every point and seed; None: 100, of a proxy 200
-    setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
-    device: str = "auto",  # where the points will train
-) -> SweepPlan:  # raises for a fix that cannot be tried there
-    "What a sweep of a run will train."
+    step: int | None = None,  # step at which the points start; None: before the failure
+    steps: int | None = None,  # steps per point and seed; None: 100, or 200 for a proxy
+    setup: str | None = None,  # 'file.py:function' that returns a Setup; None: the setup stored with the run
+    device: str = "auto",  # device on which the points will train
+) -> SweepPlan:  # raises for a fix that cannot be applied there
+    "Plans a sweep of a run: its start, its points and the steps to train."
     for rate in rates:
         if not rate > 0:
             raise bad_input("rates", rate, "factors above 0 on the learning rate")
@@ -91,11 +91,11 @@ def plan_sweep(
 
 # %% ../../nbs/api/investigation/04_sweeping.ipynb #7da98b37
 def sweep_of(
-    plan: SweepPlan,  # of `plan_sweep`, with a start
-    seeds: int = 1,  # orders of batches of every point
+    plan: SweepPlan,  # result of `plan_sweep`, with a start
+    seeds: int = 1,  # number of seeds per point; each gives a different order of batches
     **options: Any,  # of `Sweep`: folder, workers, device, client
-) -> Sweep:  # to be run, or polled
-    "The work of a plan."
+) -> Sweep:  # ready to be run or polled
+    "The sweep that carries out a plan."
     if plan.start is None:
         raise bad_input("plan", "one without a start", "a plan with a start", " ".join(plan.notes))
     return Sweep(plan.start, plan.axes, plan.steps, seeds, **options)

@@ -16,19 +16,19 @@ from .remedies import remedies_for
 # %% ../../nbs/api/knowledge/02_choice.ipynb #df75f885
 @dataclass(frozen=True)
 class RunContext:
-    "What a log and its configuration say about a run; empty where they say nothing."
+    "Facts about a run from its log and configuration; a field is empty if they do not state it."
 
     precision: str = ""  # 'fp16', 'bf16', 'fp8' or 'fp32'
-    optimizer: str = ""  # in small letters, such as 'adamw'
-    phase: str = ""  # 'start', 'middle' or 'late': where in the run it happened
-    size: str = ""  # 'small' or 'large'
-    traits: tuple[str, ...] = ()  # of 'lora', 'frozen', 'resumed'
+    optimizer: str = ""  # in lower case, such as 'adamw'
+    phase: str = ""  # 'start', 'middle' or 'late': the part of the run in which the failure occurred
+    size: str = ""  # model size, 'small' or 'large'
+    traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed'
 
     def of(
         self,
-        name: str,  # of a field
-    ) -> tuple[str, ...]:  # () where it is not known
-        "What is known under a name."
+        name: str,  # field name
+    ) -> tuple[str, ...]:  # () if unknown
+        "The values of a field as a tuple."
         value = getattr(self, name)
         return value if isinstance(value, tuple) else tuple(filter(None, (value,)))
 
@@ -76,9 +76,9 @@ def _front(rows: list[dict]) -> list[dict]:
 
 def choose_remedies(
     kind: str,  # a finding kind
-    context: RunContext,  # of the run
-) -> list[dict]:  # as `remedies_for`, and `fits`; the first three are to be told, what does not fit is last
-    "What teams tried against this kind of finding, in the order in which it serves this run."
+    context: RunContext,  # facts about the run
+) -> list[dict]:  # rows of `remedies_for` with `fits`; show the first three; unfit ones come last
+    "Remedies that teams tried against a kind of finding, ranked by how well they fit this run."
     fitting: list[dict] = []
     others: list[dict] = []
     for row in remedies_for(kind):

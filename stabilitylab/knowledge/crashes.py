@@ -114,9 +114,9 @@ def _failures() -> tuple[_Failure, ...]:
 
 # %% ../../nbs/api/knowledge/05_crashes.ipynb #37d2851b
 def explain_crash(
-    crash: dict,  # `Crash.to_dict()`: cause, name, message, rank, step, outside; detail, where, late if known
+    crash: dict,  # `Crash.to_dict()`: cause, name, message, rank, step, outside; maybe detail, where, late
 ) -> dict:  # `failure`, `why` (one or two sentences), `next` (what to do), `source`
-    "What failed, with facts from its message, and what to do about it."
+    "The failure behind a crash, with facts from its message and the recommended action."
     text = "\n".join(str(crash.get(key) or "") for key in ("name", "message", "detail"))
     row = next(row for row in _failures() if row.fits(crash, text))
     facts = _with_derived(_facts(text), crash)

@@ -19,8 +19,8 @@ from ..names.findings import FINDING_KINDS
 @cache
 def load_rows(
     table: str,  # 'phenomena', 'remedies', 'contradictions' or 'sources'
-) -> tuple[dict, ...]:  # the rows of that table, in the order in which they matter
-    "The rows of one of the tables that come with the package."
+) -> tuple[dict, ...]:  # the rows of the table, most important first
+    "The rows of one of the tables shipped with the package."
     return tuple(
         json.loads(files("stabilitylab.knowledge").joinpath(f"{table}.json").read_text(encoding="utf-8"))
     )
@@ -28,8 +28,8 @@ def load_rows(
 
 def check_kind(
     kind: str,  # name of a finding kind
-) -> str:  # the same name, if there is such a kind
-    "The finding kind itself, or an error that lists all of them."
+) -> str:  # the same name
+    "Checks a finding kind and returns it; an unknown kind raises an error that lists all kinds."
     if kind not in FINDING_KINDS:
         raise bad_input("kind", kind, FINDING_KINDS)
     return kind
@@ -40,7 +40,7 @@ def phenomena(
 ) -> (
     pd.DataFrame
 ):  # columns: id, what (phenomenon or bug), name, source, kinds, topic, knobs, note, ours, evidence
-    "The observations of teams, one row each."
+    "Observations reported by training teams, one row each."
     rows = list(load_rows("phenomena"))
     columns = list(rows[0])
     if kind is not None:
@@ -50,7 +50,7 @@ def phenomena(
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #50b5f8b9
 def contradictions() -> pd.DataFrame:  # columns: topic, sides (list of claims), resolution, evidence
-    "Claims that contradict each other, side by side."
+    "A table of published claims that contradict each other, side by side."
     return pd.DataFrame(load_rows("contradictions"))
 
 # %% ../../nbs/api/knowledge/00_phenomena.ipynb #db3bb640
@@ -72,9 +72,9 @@ def _search_row(table: str, row: dict) -> dict:
 
 
 def search(
-    words: str,  # one or more words; all must occur, in any case
-) -> pd.DataFrame:  # columns: table, name, source, reported, note; the rows of any table that hold every word
-    "The rows of all tables that contain these words."
+    words: str,  # one or more words, in upper or lower case; all must occur
+) -> pd.DataFrame:  # one row per match; columns: table, name, source, reported, note
+    "The rows of all tables that contain all the given words."
     wanted, matches = words.lower().split(), []
     for table in _TABLES:
         for row in load_rows(table):

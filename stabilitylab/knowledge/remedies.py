@@ -16,11 +16,11 @@ from ..names.findings import REPORTED
 # %% ../../nbs/api/knowledge/01_remedies.ipynb #250f52c7
 def remedies_for(
     kind: str,  # a finding kind
-    limit: int | None = None,  # at most so many, with every verdict represented; None: all
+    limit: int | None = None,  # maximum number of remedies, with every verdict represented; None: all
 ) -> list[
     dict
 ]:  # name, source, reported, note, ours, topic, knobs, evidence, id, what; what worked comes first
-    "What teams tried against this kind of finding, and whether it worked for them."
+    "Remedies that teams tried against a kind of finding, and whether they worked."
     check_kind(kind)
     rows = [dict(row) for row in load_rows("remedies") if kind in row["kinds"]]
     groups = []
@@ -57,8 +57,8 @@ _COLUMNS = ["topic", "name", "source", "reported", "note", "ours", "kinds", "kno
 
 
 def remedies_table(
-    topic: str | None = None,  # such as 'gradient clipping'; None: all
+    topic: str | None = None,  # topic, such as 'gradient clipping'; None: all
 ) -> pd.DataFrame:  # columns: topic, name, source, reported, note, ours, kinds, knobs, evidence, id, what
-    "Every remedy, sorted by topic; reports on one topic stand together, so that disagreement shows."
+    "A table of all remedies by topic; conflicting reports on a topic are adjacent."
     rows = [row for row in load_rows("remedies") if topic in (None, row["topic"])]
     return pd.DataFrame(rows, columns=_COLUMNS).sort_values("topic", kind="stable", ignore_index=True)

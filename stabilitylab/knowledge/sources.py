@@ -18,8 +18,8 @@ def _urls() -> dict[str, str]:
 
 
 def source_url(
-    name: str,  # of a source, perhaps with a table or section behind it
-) -> str:  # '' where it has no public address
-    "The address of the longest source that the name begins with."
+    name: str,  # source name, optionally followed by a table or section
+) -> str:  # '' if the source has no public URL
+    "The URL of a cited source; of several matching sources the most specific one."
     names = [source for source in _urls() if name.startswith(source)]
     return _urls()[max(names, key=len)] if names else ""

@@ -28,27 +28,27 @@ _MOST_REMEDIES = 10  # remedies that a page names; the table of remedies has all
 
 @dataclass(frozen=True)
 class Symptom:
-    "What a finding kind looks like, its causes and what to do, in the words that people type."
+    "The description of a finding kind for users: how it looks, its causes and what to do."
 
     kind: str  # a finding kind
-    title: str  # as somebody with the trouble would say it
-    aliases: tuple[str, ...]  # phrases that are typed into a search
-    looks: str  # what one sees, and what the detector asks for
-    causes: tuple[dict, ...]  # each a `cause`, and in `tell` what separates it from the others
-    do: tuple[str, ...]  # what to do, the cheapest first
-    test: str  # how to test a fix, and what must come out
-    cannot: str  # what the finding cannot tell
-    see: tuple[str, ...] = ()  # pages of the site, as paths below its root
+    title: str  # name of the symptom in a user's words
+    aliases: tuple[str, ...]  # search phrases that lead to the symptom
+    looks: str  # what the curves show and what the detector requires
+    causes: tuple[dict, ...]  # dicts with `cause` and, in `tell`, how to distinguish it from the others
+    do: tuple[str, ...]  # recommended actions, cheapest first
+    test: str  # how to test a fix, and the expected result
+    cannot: str  # what the finding cannot determine
+    see: tuple[str, ...] = ()  # related pages, as paths below the root of the documentation site
     # the command that says whether it happened to a run
     first: str = "Run `stabilitylab diagnose path/to/run` on your log or record to see whether this is it."
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it, with what teams tried."
+        "The symptom as JSON-ready data, with the remedies that teams tried."
         return asdict(self) | {"meaning": FINDING_KINDS[self.kind], "remedies": remedies_for(self.kind)}
 
     @property
     def markdown(self) -> str:
-        "The page, in lists and without tables, so that a terminal can show it too."
+        "The symptom page as Markdown with lists instead of tables, so that a terminal can show it too."
         return "\n".join(_page(self)) + "\n"
 
     def _repr_markdown_(self) -> str:
@@ -168,8 +168,8 @@ def _ranked(words: str) -> list[tuple[float, Symptom]]:
 # %% ../../nbs/api/knowledge/06_symptoms.ipynb #a8f3a370
 def symptom(
     words: str,  # a finding kind, or words such as 'loss is NaN'
-) -> Symptom:  # its page
-    "The symptom that words name."
+) -> Symptom:  # the matching symptom
+    "The symptom that matches the given words."
     ranked = _ranked(words)
     if ranked[0][0] >= _MIN_LIKENESS:
         return ranked[0][1]

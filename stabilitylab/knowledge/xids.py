@@ -20,8 +20,8 @@ def _catalog() -> dict:
 
 
 def xid_row(
-    number: int,  # of an Xid message
-) -> dict[str, str]:  # `meaning`, `action` (NVIDIA's name), `advice` (in words), `source`; {} for one we lack
+    number: int,  # Xid number of a driver message
+) -> dict[str, str]:  # `meaning`, `action` (NVIDIA's name), `advice` (in words), `source`; {} if unlisted
     "The entry of an Xid number in NVIDIA's catalog."
     row = _catalog()["xids"].get(str(number))
     if row is None:
@@ -30,6 +30,6 @@ def xid_row(
 
 # %% ../../nbs/api/knowledge/03_xids.ipynb #e677b383
 def xids() -> pd.DataFrame:  # index: number; meaning, action, advice
-    "NVIDIA's meaning and immediate action for every Xid number in the table."
+    "A table of NVIDIA's meaning and immediate action for every listed Xid number."
     rows = {int(number): xid_row(int(number)) for number in _catalog()["xids"]}
     return pd.DataFrame.from_dict(rows, orient="index").drop(columns="source").rename_axis("xid")

@@ -12,17 +12,17 @@ _RENDERERS: dict[str, str] = {}
 
 
 def register_renderer(
-    what: str,  # name of a kind of object
-    where: str,  # 'package.module:function', called with the object, returns HTML
+    what: str,  # name of the kind of object
+    where: str,  # 'package.module:function'; it is called with the object and returns HTML
 ) -> None:
-    "Registers the function that renders a type of object."
+    "Registers the function that renders a kind of object as HTML."
     _RENDERERS[what] = where
 
 
 def rendered_html(
-    what: str,  # name of a kind of object
-    value: object,  # the object
-) -> str | None:  # HTML; None where nobody draws it, so that a notebook shows its text
+    what: str,  # name of the kind of object
+    value: object,  # object to render
+) -> str | None:  # HTML; None if no renderer is registered, so that notebooks show the text
     "The HTML of an object, from its registered renderer."
     if what not in _RENDERERS:
         return None

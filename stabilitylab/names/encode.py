@@ -64,10 +64,10 @@ def _opened(value: Any) -> Any:
 
 # %% ../../nbs/api/names/03_encode.ipynb #3d9d1e03
 def plain(
-    value: object,  # numbers, arrays, tables, objects with `to_dict`, dataclasses, paths; nested at will
-    missing: Collection[str] = (),  # which of "nan", "inf", "-inf" are written as null instead of as a word
-) -> Any:  # the same as dicts with words as keys, lists, words, finite numbers, True, False and None
-    "A value that strict JSON can hold."
+    value: object,  # numbers, arrays, tables, objects with `to_dict`, dataclasses, paths; arbitrarily nested
+    missing: Collection[str] = (),  # which of "nan", "inf", "-inf" become null instead of a string
+) -> Any:  # nested dicts with string keys, lists, strings, finite numbers, True, False and None
+    "A value converted to types that strict JSON can hold."
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -81,9 +81,9 @@ def plain(
 
 # %% ../../nbs/api/names/03_encode.ipynb #778eff8e
 def to_json(
-    value: object,  # what `plain` takes
+    value: object,  # any value that `plain` accepts
     missing: Collection[str] = (),  # as in `plain`
     **options: Any,  # of `json.dumps`, such as `indent`
-) -> str:  # strict JSON; letters of all scripts stand as they are
+) -> str:  # strict JSON; non-ASCII characters are not escaped
     "A value as JSON text."
     return json.dumps(plain(value, missing), **({"ensure_ascii": False, "allow_nan": False} | options))

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable
 
 # %% ../../nbs/api/names/00_errors.ipynb #dd17da9f
 def printable(
-    text: object,  # from a file
-    width: int = 200,  # characters at most; the rest is cut
-) -> str:  # harmless in a terminal
+    text: object,  # untrusted text, such as a line of a file
+    width: int = 200,  # maximum number of characters; longer text is cut
+) -> str:  # text that is safe to print in a terminal
     "Untrusted text with unprintable characters replaced by their escape codes."
     cut = str(text)[:width]
     if cut.isprintable():
@@ -28,18 +28,18 @@ _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]*:/[^\s?'\"`]+)\?[^\s'\"`]*")
 
 
 def without_credentials(
-    text: str,  # a message, or an address
-) -> str:  # every address in it without user, password and query
+    text: str,  # a message or a URL
+) -> str:  # the text; every URL in it lacks user, password and query
     "A text with credentials removed from the addresses it quotes."
     return _QUERY.sub(r"\1", _CREDENTIALS.sub(r"\1", text))
 
 # %% ../../nbs/api/names/00_errors.ipynb #3dd25f74
 class InputError(ValueError):
-    "Bad input: one line that names the argument, what was got, what is allowed and the fix."
+    "An invalid input: one line names the argument, the given value, the allowed values and the fix."
 
     def __init__(
         self,
-        message: str = "",  # may quote a file: what cannot be printed is shown as its code
+        message: str = "",  # may quote a file: unprintable characters are escaped
     ):
         line = without_credentials(" ".join(str(message).splitlines()))
         super().__init__(printable(line, _LONGEST))
@@ -51,13 +51,13 @@ _LONGEST = 4000  # characters of a message
 
 # %% ../../nbs/api/names/00_errors.ipynb #815a8bfa
 class MissingExtra(ImportError):
-    "An optional package is not installed: the message names it and the `pip install` that brings it."
+    "A missing optional package: the message names it and the `pip install` command for it."
 
 # %% ../../nbs/api/names/00_errors.ipynb #7f4d678d
 def closest(
-    word: str,  # as somebody typed it
-    names: Iterable[str],  # that there are
-) -> str:  # '' where none is near
+    word: str,  # name as the user typed it
+    names: Iterable[str],  # allowed names
+) -> str:  # '' if no name is similar
     "The allowed name closest to a misspelt one, ignoring case."
     by_lower_case = {str(name).lower(): str(name) for name in names}
     nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
@@ -65,12 +65,12 @@ def closest(
 
 # %% ../../nbs/api/names/00_errors.ipynb #04b8cc95
 def bad_input(
-    argument: str,  # name of the argument, or of the thing that was read
-    got: object,  # the value that was given; shown by `repr`, cut at 200 characters
-    allowed: str | Collection[str],  # what would have been accepted, in words, as a range, or the names
-    fix: str = "",  # what to do about it; '' where there is nothing to add
-) -> InputError:  # the error, to be raised by the caller
-    "An `InputError` in the one form of every message; of names the nearest is asked about."
+    argument: str,  # name of the argument or of the input that was read
+    got: object,  # given value; shown by `repr`, cut at 200 characters
+    allowed: str | Collection[str],  # accepted values: a description, a range, or the names
+    fix: str = "",  # what the user can do; '' if there is nothing to add
+) -> InputError:  # the error, for the caller to raise
+    "An `InputError` with a message in the standard form; it suggests the closest allowed name."
     quotable = without_credentials(got) if isinstance(got, str) else got  # before it is cut
     quoted = repr(quotable) if not isinstance(quotable, str) or len(quotable) < 60 else repr(quotable[:200])
     nearest = "" if isinstance(allowed, str) else closest(str(got), allowed)
@@ -95,7 +95,7 @@ def require(
     module: str,  # import name of the optional package, e.g. "transformers"
     extra: str,  # the extra of stabilitylab that installs it, e.g. "hf"
 ):  # the imported module
-    "The optional package `module`, or a `MissingExtra` that says how to get it."
+    "Imports an optional package; raises a `MissingExtra` with install instructions if it is missing."
     from importlib import import_module
 
     try:

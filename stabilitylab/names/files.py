@@ -31,10 +31,10 @@ def _sync_folder(folder: Path) -> None:
 # %% ../../nbs/api/names/04_files.ipynb #c1e38197
 @contextmanager
 def atomic_file(
-    path: str | Path,  # where the file shall be; its folder exists
-    durable: bool = False,  # wait until the disk has it, so that it survives a loss of power, not just a kill
-) -> Iterator[IO[bytes]]:  # a file to write bytes to; it takes its place when the block ends without an error
-    "A file opened for writing in pieces, which appears only once it is complete."
+    path: str | Path,  # destination; its folder must exist
+    durable: bool = False,  # wait until the data are on the disk, so that the file survives a power failure
+) -> Iterator[IO[bytes]]:  # binary file; moved to `path` when the block ends without an error
+    "A context manager that yields a binary file; the file appears at its path only when complete."
     path = Path(path)
     # the name tells processes and threads apart: of two writers the last one wins, and nothing is mixed
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
@@ -53,18 +53,18 @@ def atomic_file(
 
 # %% ../../nbs/api/names/04_files.ipynb #b9b059fe
 def write_atomic(
-    path: str | Path,  # where the file shall be; its folder exists
-    data: bytes | bytearray | memoryview | str,  # what it shall hold; text is written as UTF-8
+    path: str | Path,  # destination; its folder must exist
+    data: bytes | bytearray | memoryview | str,  # contents; text is written as UTF-8
     durable: bool = False,  # as in `atomic_file`
 ) -> None:
-    "Writes a file atomically: it is complete or absent."
+    "Writes a file atomically: it is either complete or absent."
     with atomic_file(path, durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 # %% ../../nbs/api/names/04_files.ipynb #9650e7c3
 def try_lock(
-    path: str | Path,  # of the lock file; made where it is missing, and left there
-) -> IO | None:  # the lock: closing it, or the end of the process, lets go; None: someone else holds it
+    path: str | Path,  # lock file; created if missing, and not deleted
+) -> IO | None:  # close it, or end the process, to release the lock; None: another process holds it
     "The lock of a path, or None if another process holds it."
     file = open(path, "a+b")  # noqa: SIM115 - the open file is the lock
     try:
@@ -87,11 +87,11 @@ _OWNER = ".owner"  # locked by the process to which a temporary folder belongs
 
 
 class Scratch:
-    "A temporary folder deleted with its process, or, if that was killed, when the next one is created."
+    "A temporary folder that is deleted with its process; after a kill, by the next one created."
 
     def __init__(
         self,
-        kind: str,  # a word of its name, stabilitylab-<kind>-…
+        kind: str,  # word in the name of the folder, stabilitylab-<kind>-…
     ):
         _sweep(kind)
         self.path = Path(tempfile.mkdtemp(prefix=f"stabilitylab-{kind}-"))
@@ -99,11 +99,11 @@ class Scratch:
         self._finalizer = weakref.finalize(self, _take_away, self.path, self._lock)
 
     def remove(self) -> None:
-        "Takes it away, with all that it holds."
+        "Deletes the folder and its contents."
         self._finalizer()
 
     def keep(self) -> Path:  # where it stays
-        "Leaves it where it is, for good."
+        "Keeps the folder permanently and returns its path."
         if self._finalizer.detach() is not None:
             (self.path / _OWNER).unlink(missing_ok=True)
             self._lock.close()

@@ -19,14 +19,14 @@ from .errors import bad_input
 # %% ../../nbs/api/names/08_glossary.ipynb #0e3270b6
 @dataclass(frozen=True)
 class Term:
-    "One term with its definition."
+    "A glossary term with its definition."
 
-    term: str  # as code and prose write it
-    definition: str  # one sentence
-    unit: str  # '' where it has none
-    source: str  # paper, standard or project that the word is taken from; '' for everyday words
-    instead_of: tuple[str, ...]  # words that it replaces
-    spelled: tuple[str, ...] = ()  # how sentences write it; () where a sentence needs no explanation
+    term: str  # the term as code and prose write it
+    definition: str  # definition in one sentence
+    unit: str  # unit of measurement; '' if it has none
+    source: str  # paper, standard or project that coined the term; '' for everyday words
+    instead_of: tuple[str, ...]  # synonyms that the term replaces
+    spelled: tuple[str, ...] = ()  # spellings in sentences that call for an explanation; () if none does
 
     def to_dict(self) -> dict:
         "The term as a dict."
@@ -46,9 +46,9 @@ _TERMS = {row["term"]: _term(row) for row in _TABLE["terms"]}
 
 # %% ../../nbs/api/names/08_glossary.ipynb #7a085c03
 def define(
-    term: str,  # such as "update_ratio"; upper and lower case are the same
-) -> Term:  # with definition, unit and source
-    "The definition of a term."
+    term: str,  # term such as "update_ratio", in upper or lower case
+) -> Term:  # the term with definition, unit and source
+    "The glossary entry of a term."
     by_lower_case = {name.lower(): entry for name, entry in _TERMS.items()}
     if term.lower() not in by_lower_case:
         close = difflib.get_close_matches(term.lower(), by_lower_case, n=5, cutoff=0.4)
@@ -57,7 +57,7 @@ def define(
 
 # %% ../../nbs/api/names/08_glossary.ipynb #caae4111
 def glossary() -> Any:  # a DataFrame, one row a term, in alphabetical order; columns as in `Term`
-    "All terms with their definitions."
+    "A table of all terms with their definitions."
     import pandas as pd
 
     return pd.DataFrame([entry.to_dict() for entry in _TERMS.values()]).set_index("term")

@@ -38,9 +38,9 @@ def format_number(
 
 # %% ../../nbs/api/names/05_numbers.ipynb #99b0a85a
 def format_count(
-    value: int | float,  # how many
-    noun: str,  # 'step', or one and many as 'matrix has|matrices have'
-) -> str:  # the number and its noun
+    value: int | float,  # the count
+    noun: str,  # 'step', or singular and plural as 'matrix has|matrices have'
+) -> str:  # number and noun, such as '3 steps'
     "A count with its noun, singular or plural."
     singular, _, plural = noun.partition("|")
     rounded = round(value) if math.isfinite(value) and abs(value) < _PLAIN_BELOW else value

@@ -29,9 +29,9 @@ _PACKAGES = {  # scheme -> the package that fsspec needs for it; '': none
 
 
 def is_remote(
-    path: object,  # what a user gave
+    path: object,  # path or URL given by the user
 ) -> bool:
-    "Whether a path is an address such as `s3://bucket/run`."
+    "Whether a path is a URL such as `s3://bucket/run`."
     scheme, mark, _ = (
         os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
     )
@@ -39,9 +39,9 @@ def is_remote(
 
 # %% ../../nbs/api/names/09_remote.ipynb #a9fbf2e2
 def shown_address(
-    address: str,  # as a user gave it
-) -> str:  # without user, password, query and fragment
-    "An address without its credentials."
+    address: str,  # URL as the user gave it
+) -> str:  # the URL without user, password, query and fragment
+    "A URL without its credentials."
     if not is_remote(address):
         return address
     parts = urlsplit(address)
@@ -79,7 +79,7 @@ def _answer(address: str, what: Callable[[Any, str], Any]) -> Any:
 # %% ../../nbs/api/names/09_remote.ipynb #6e440781
 @dataclass(frozen=True)
 class RemoteFile:
-    "A remote file that is read in byte ranges."
+    "A remote file, read in byte ranges."
 
     address: str
 
@@ -90,20 +90,20 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        "The last part of its path."
+        "The last component of its path."
         return PurePosixPath(urlsplit(self.address).path).name
 
     @property
     def size(self) -> int:
-        "How many bytes it has."
+        "The size of the file in bytes."
         return int(_answer(self.address, lambda store, path: store.info(path)["size"]))
 
     def read(
         self,
-        begin: int,  # first byte
-        end: int,  # byte after the last
-    ) -> bytes:  # `end - begin` of them
-        "A range of its bytes, and nothing else of the file."
+        begin: int,  # offset of the first byte
+        end: int,  # offset after the last byte
+    ) -> bytes:  # `end - begin` bytes
+        "Reads one range of bytes, and nothing else of the file."
         if end <= begin:
             return b""
         data = _answer(self.address, partial(_range, begin=begin, end=end))
@@ -124,10 +124,10 @@ def _range(store: Any, path: str, begin: int, end: int) -> bytes:
 
 # %% ../../nbs/api/names/09_remote.ipynb #b2d44c42
 def fetched(
-    address: str,  # of a file or a folder
-    is_wanted: Callable[[PurePosixPath], bool],  # which files of a folder, by their path in it
-) -> tuple[Path, Scratch]:  # the local copy, and the temporary folder that it goes with
-    "A local copy of the files at an address."
+    address: str,  # URL of a file or a folder
+    is_wanted: Callable[[PurePosixPath], bool],  # (relative path) -> bool: whether to download the file
+) -> tuple[Path, Scratch]:  # the local copy, and the temporary folder that owns it
+    "Downloads the files at a URL to a temporary folder."
     name = PurePosixPath(urlsplit(address).path).name or "run"
     files = _answer(address, _files_below)
     scratch = Scratch("remote")

@@ -100,9 +100,9 @@ SCALARS = {  # variable of /scalars -> (long_name, units); validation series hav
 
 # %% ../../nbs/api/names/01_variables.ipynb #ea59e718
 def scalar_attrs(
-    name: str,  # variable of /scalars, one of ours or the log's own
-) -> dict:  # `long_name` and `units`; a name we do not know is its own `long_name`, with units '1'
-    "The `long_name` and `units` that a scalar of this name carries."
+    name: str,  # variable of /scalars: a canonical name or the log's own
+) -> dict:  # `long_name` and `units`; an unknown name is its own `long_name`, with units '1'
+    "The `long_name` and `units` of a scalar series."
     long_name, units = SCALARS.get(name, (name.replace("_", " "), "1"))
     return {"long_name": long_name, "units": units}
 
@@ -166,7 +166,7 @@ def _squash(name: str) -> str:
 # %% ../../nbs/api/names/01_variables.ipynb #1c66d70a
 def canonical_name(
     name: str,  # what the log calls the series, e.g. "lm loss", "train/loss", "eval_loss"
-) -> str:  # our name, with `val_` in front for evaluation series; an unknown name in lower case with `_`
+) -> str:  # the name, with prefix `val_` for evaluation; an unknown name in lower case with `_`
     "The canonical name of a series that a log calls `name`."
     plain = _squash(name)
     # llm.c: `trl` and `tel` are the losses of training and test

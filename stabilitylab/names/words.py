@@ -63,10 +63,10 @@ def _is_empty(value: object) -> bool:
 
 
 def fill(
-    piece: str,  # words with holes
-    fields: dict,  # name of a hole -> its value
-) -> str:  # '' where one of the holes has no value
-    "A template with its fields filled in."
+    piece: str,  # text with placeholders
+    fields: dict,  # placeholder -> value
+) -> str:  # '' if a placeholder has no value
+    "A template with its placeholders filled in."
     if any(_is_empty(fields.get(hole)) for hole in _holes_of(piece)):
         return ""
     return _WRITER.format(piece, **fields)
@@ -76,11 +76,11 @@ _TABLE = json.loads(files("stabilitylab.names").joinpath("words.json").read_text
 
 
 def say(
-    topic: str,  # of `words.json`
+    topic: str,  # key of `words.json`
     /,
-    **fields: object,  # what its holes stand for
-) -> str:  # the words
-    "All sentences on a topic whose fields have values."
+    **fields: object,  # placeholder -> value
+) -> str:  # the sentences, filled in
+    "All sentences on a topic whose placeholders have values."
     if topic not in _TABLE:
         raise bad_input("topic", topic, ", ".join(_TABLE))
     return "".join(fill(piece, fields) for piece in _TABLE[topic])

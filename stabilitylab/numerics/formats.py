@@ -23,11 +23,11 @@ Array = Any  # np.ndarray or torch.Tensor: this module does not import torch
 class NumberFormat:
     "A binary floating-point format."
 
-    name: str  # our name, such as 'bf16'
-    exponent_bits: int  # bits of the exponent
-    mantissa_bits: int  # stored bits of the mantissa, without the leading one
+    name: str  # short name, such as 'bf16'
+    exponent_bits: int  # number of exponent bits
+    mantissa_bits: int  # number of stored mantissa bits, without the implicit leading one
     max: float  # largest finite value
-    has_inf: bool = True  # False: what is too large becomes NaN
+    has_inf: bool = True  # False: values that are too large become NaN
 
     @property
     def min_exponent(self) -> int:  # exponent of the smallest normal number
@@ -43,22 +43,22 @@ class NumberFormat:
     def binades(
         self,
     ) -> tuple[int, int]:  # exponents of the smallest subnormal and of the largest finite number
-        "The powers of two between which the format has numbers."
+        "The range of exponents that the format can represent."
         return self.min_exponent - self.mantissa_bits, self.max_exponent
 
     @property
     def min_normal(self) -> float:  # smallest positive normal number
-        "Smallest positive number that has the full precision."
+        "Smallest positive normal number, that is, with full precision."
         return 2.0**self.min_exponent
 
     @property
     def min_subnormal(self) -> float:  # smallest positive number
-        "Smallest positive number."
+        "Smallest positive number, subnormals included."
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def eps(self) -> float:  # spacing at 1
-        "Distance from 1 to the next larger number."
+        "Machine epsilon: the distance from 1 to the next larger number."
         return 2.0**-self.mantissa_bits
 
 
@@ -75,15 +75,15 @@ NUMBER_FORMATS = {
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #9079432c
 def binade_table() -> dict[str, tuple[int, int]]:  # 'fp16', 'bf16', 'e4m3', 'e5m2' -> `NumberFormat.binades`
-    "Between which powers of two each format of training has numbers, under the names that plots show."
+    "The exponent range of each training format, under the names that plots show."
     formats = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
     return {name.removeprefix("fp8_"): NUMBER_FORMATS[name].binades for name in formats}
 
 
 def number_format(
     name: str | NumberFormat,  # 'bf16', 'fp16', 'tf32', 'fp8_e4m3', 'fp8_e5m2', or a format itself
-) -> NumberFormat:  # the format
-    "The number format called `name`."
+) -> NumberFormat:  # the number format
+    "The number format with the given name."
     if isinstance(name, NumberFormat):
         return name
     if name not in NUMBER_FORMATS:
@@ -115,11 +115,11 @@ def _as_float(x: Array) -> Array:
 
 
 def spacing(
-    x: Array,  # of any shape
-    fmt: str | NumberFormat,  # the format
+    x: Array,  # values, any shape
+    fmt: str | NumberFormat,  # number format
     # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range
 ) -> Array:
-    "Distance between neighbouring numbers of `fmt` in the binade of each value of `x`."
+    "The distance between neighbouring numbers of `fmt` at each value of `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
     return lib.where(abs(x) <= fmt.max, _unit(x, fmt), float("nan"))
@@ -206,8 +206,8 @@ def _quantise_tensor(x: Array, fmt: NumberFormat) -> Array:
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #e273237f
 def quantise(
-    x: Array,  # of any shape
-    fmt: str | NumberFormat,  # the format
+    x: Array,  # values, any shape
+    fmt: str | NumberFormat,  # number format to round to
     # same shape as `x`, float32 (float64 for float64 and integers); every value is a number of `fmt`
 ) -> Array:
     "Each value of `x` rounded to the nearest number of `fmt`, ties to even."
@@ -269,13 +269,13 @@ def _array_and_bits(x: Array, rng: Any) -> tuple[np.ndarray, np.random.Generator
 
 
 def stochastic_round(
-    x: Array,  # of any shape
-    fmt: str | NumberFormat,  # the format
+    x: Array,  # values, any shape
+    fmt: str | NumberFormat,  # number format to round to
     # numpy's for arrays, torch's for tensors; None: one seeded 0 for arrays, torch's own for tensors
     rng: Any = None,
     # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
 ) -> Array:
-    "Each value of `x` rounded up or down at random, so that the expectation is `x`."
+    "Each value of `x` rounded up or down at random, with expectation `x`."
     x, fmt = _as_float(x), number_format(fmt)
     lib = _library(x)
     is_here = not _is_tensor(x) or x.device.type == "cpu"
@@ -296,12 +296,12 @@ def stochastic_round(
 
 # %% ../../nbs/api/numerics/00_formats.ipynb #6cf5807e
 def is_lost(
-    weight: Array,  # any shape; rounded to `fmt` first
-    update: Array,  # what is added, same shape and kind
-    fmt: str | NumberFormat = "bf16",  # format in which the weight is kept
+    weight: Array,  # weights, any shape; rounded to `fmt` first
+    update: Array,  # amount to add, same shape and type as `weight`
+    fmt: str | NumberFormat = "bf16",  # format in which the weights are stored
     # bool, same shape: a non-zero update leaves the finite weight where it is; no host sync
 ) -> Array:
-    "Which updates leave a weight unchanged after rounding."
+    "Whether each update leaves its weight unchanged after rounding."
     before = quantise(weight, fmt)
     after = quantise(before + update, fmt)
     is_known = abs(before) <= number_format(fmt).max

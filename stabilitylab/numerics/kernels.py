@@ -103,12 +103,12 @@ _ARGUMENTS = {"p": _Address, "i": ctypes.c_int, "l": ctypes.c_int64}
 #   PyTorch   88 ms: the twin, which every kernel has and is tested against
 # Built wheels would need one for each platform, and without -march=native lose half of the vector width.
 def load_kernel(
-    name: str,  # of a file in `stabilitylab/numerics/c`
-    signatures: dict[str, str],  # function -> a letter an argument
-    flags: tuple[str, ...] = (),  # for the compiler, beside the usual ones
-    openmp: bool = False,  # build with OpenMP where the compiler has it
-) -> ctypes.CDLL | None:  # None where it cannot be built, see `compile_c`: the caller takes its twin
-    "The compiled functions of one of the package's C files."
+    name: str,  # name of a file in `stabilitylab/numerics/c`
+    signatures: dict[str, str],  # function -> one letter per argument
+    flags: tuple[str, ...] = (),  # additional compiler flags
+    openmp: bool = False,  # build with OpenMP if the compiler supports it
+) -> ctypes.CDLL | None:  # None if it cannot be built (see `compile_c`): use the Python version
+    "Compiles one of the package's C files and loads its functions."
     source = files("stabilitylab.numerics").joinpath(f"c/{name}.c").read_text("utf-8")
     library = compile_c(source, name, flags, (("-fopenmp",), ()) if openmp else ((),))
     if library is not None:

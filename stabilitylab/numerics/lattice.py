@@ -21,19 +21,19 @@ _CHANCE = 1e-9
 
 @dataclass(frozen=True)
 class Lattice:
-    "The number format whose grid a series lies on, with the evidence."
+    "The number format on whose grid the values of a series lie, with the evidence."
 
-    fmt: str | None  # 'bf16' or 'fp16'; None: no format's grid is shown
-    decimals: int | None  # decimals with which the values were printed, 0 to 8; None: more
-    n_distinct: int  # distinct finite values
-    n_values: int  # finite values
+    fmt: str | None  # 'bf16' or 'fp16'; None: no grid is detected
+    decimals: int | None  # number of decimals in the printed values, 0 to 8; None: more
+    n_distinct: int  # number of distinct finite values
+    n_values: int  # number of finite values
     spacing: float  # spacing of `fmt` at the last value; NaN without a format
-    chance: float  # upper bound of the chance that full-precision values hit the grid this way, in [0, 1]
+    chance: float  # upper bound of the probability of such a match in full precision, in [0, 1]
     # share of steps between successive values in which nothing moved, in [0, 1]; NaN below 2 values
     below_spacing: float
 
     def to_dict(self) -> dict:  # field -> value
-        "The verdict as plain data."
+        "The result as plain data."
         return asdict(self)
 
 # %% ../../nbs/api/numerics/01_lattice.ipynb #cf907a51
@@ -60,9 +60,9 @@ def _grid_chance(
 
 # %% ../../nbs/api/numerics/01_lattice.ipynb #f68c1878
 def lattice(
-    values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
-) -> Lattice:  # the grid, with its evidence
-    "The number format whose grid a series lies on, if any."
+    values: np.ndarray,  # (n,) series as logged; non-finite values are ignored
+) -> Lattice:  # the detected grid, with the evidence
+    "Detects the number format on whose grid the values of a series lie."
     series = np.asarray(values, np.float64)
     if series.ndim != 1:
         raise bad_input("values", f"shape {series.shape}", "one 1-D series")
@@ -82,9 +82,9 @@ def lattice(
 # %% ../../nbs/api/numerics/01_lattice.ipynb #724dd2ed
 def records_to_move(
     values: np.ndarray,  # (n,) finite values of a series
-    distance: float,  # such as the spacing of its grid, > 0
-) -> float:  # at the mean pace between its first and its last third; NaN where it stands still
-    "How many records a series needs to move by a distance."
+    distance: float,  # distance > 0, such as the spacing of the number format
+) -> float:  # at the mean rate between the first and the last third; NaN if constant
+    "The number of records that a series needs to change by a given distance."
     third = max(1, len(values) // 3)
     moved = abs(np.median(values[-third:]) - np.median(values[:third]))
     pace = moved / max(len(values) - third, 1)
@@ -92,20 +92,20 @@ def records_to_move(
 
 # %% ../../nbs/api/numerics/01_lattice.ipynb #86751717
 class Debiased(NamedTuple):
-    "The expected loss in windows of a rounded series."
+    "The estimated expectation of a rounded series in consecutive windows."
 
     start: np.ndarray  # (window,) index of the first record of each window
-    mean: np.ndarray  # (window,) expected value, in the units of the series
-    sd: np.ndarray  # (window,) standard error of the mean, rounding included; NaN for a window of 1
-    bias: np.ndarray  # (window,) bound of what rounding may still shift the mean by, >= 0
+    mean: np.ndarray  # (window,) estimated expectation, in the units of the series
+    sd: np.ndarray  # (window,) standard error including rounding; NaN for windows of 1
+    bias: np.ndarray  # (window,) bound of the remaining bias due to rounding, >= 0
 
 
 def debias(
-    values: np.ndarray,  # (n,) a series as it was logged; non-finite values are left out
-    window: int,  # records a window, >= 1; a shorter rest at the end is left out
-    fmt: str | None = None,  # format of its grid; None: what `lattice` finds
-) -> Debiased:  # mean, standard error and bound of the bias, a window each
-    "The expected value of a rounded series, with its uncertainty."
+    values: np.ndarray,  # (n,) series as logged; non-finite values are ignored
+    window: int,  # records per window, >= 1; a shorter remainder is dropped
+    fmt: str | None = None,  # format of the grid; None: detected by `lattice`
+) -> Debiased:  # mean, standard error and bias bound of every window
+    "Estimates the expectation of a rounded series, with its uncertainty."
     series = np.asarray(values, np.float64)
     if series.ndim != 1 or window < 1:
         raise bad_input("window", window, "at least 1, for a 1-D series")

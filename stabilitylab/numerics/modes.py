@@ -14,9 +14,9 @@ from torch import nn
 # %% ../../nbs/api/numerics/05_modes.ipynb #5d1c0a05
 @contextmanager
 def restored_modes(
-    model: nn.Module,  # its modules may be in different modes
+    model: nn.Module,  # modules may be in different modes
 ) -> Iterator[nn.Module]:  # the model
-    "A context that restores the mode of every module at its end, also after an error."
+    "A context manager that restores the train or eval mode of every module on exit, even after an error."
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield model
@@ -26,9 +26,9 @@ def restored_modes(
 
 # %% ../../nbs/api/numerics/05_modes.ipynb #5d1c0a11
 def dropout_shares(
-    module: nn.Module,  # itself, without those within it
-) -> dict[str, float]:  # attribute -> share in [0, 1) that it drops in training mode
-    "The dropout rates among the attributes of a module."
+    module: nn.Module,  # module; its submodules are ignored
+) -> dict[str, float]:  # attribute -> dropout rate in [0, 1)
+    "The dropout rates in the attributes of a module."
     shares = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else {}
     # a share beyond 1 is none: a counter or a schedule may have such a name, too
     named = {name: value for name, value in vars(module).items() if "dropout" in name}

@@ -47,9 +47,9 @@ def container_kind(
 
 
 def parts_of(
-    value: Any,  # a container
-) -> dict | list | tuple:  # its parts, in a plain container
-    "The parts of a container, in a plain dict, list or tuple."
+    value: Any,  # any supported container
+) -> dict | list | tuple:  # its items in a plain container
+    "The items of a container, in a plain dict, list or tuple."
     match container_kind(value):
         case "mapping":
             return dict(value.items())
@@ -89,10 +89,10 @@ def _is_special(value: object) -> bool:
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #cbae607b
 def map_leaves(
-    function: Callable,  # from (leaf) -> what stands in its place
+    function: Callable,  # (leaf) -> replacement
     batch: object,  # nested tensors and other values
-) -> object:  # the same nesting, of plain dicts, lists and tuples
-    "A nested batch with every leaf replaced."
+) -> object:  # the results in the same nesting of plain dicts, lists and tuples
+    "Applies a function to every leaf of a nested batch."
 
     def replaced(leaf: object) -> object:  # of the batch
         "One leaf, replaced; what only looks like one is opened."
@@ -102,10 +102,10 @@ def map_leaves(
 
 
 def map_tensors(
-    function: Callable,  # from (tensor) -> tensor
+    function: Callable,  # (tensor) -> tensor
     batch: object,  # nested tensors and other values
-) -> object:  # the same nesting of the same classes; what is no tensor stays
-    "A nested batch with every tensor replaced."
+) -> object:  # same nesting and classes; other values are unchanged
+    "Applies a function to every tensor of a nested batch."
     if torch.is_tensor(batch):
         return function(batch)
     kind = container_kind(batch)
@@ -121,8 +121,8 @@ def map_tensors(
 # %% ../../nbs/api/numerics/04_pytree.ipynb #852eeb0e
 def tensors_of(
     batch: object,  # nested tensors and other values
-) -> list[torch.Tensor]:  # in order
-    "Every tensor of a nested batch."
+) -> list[torch.Tensor]:  # in traversal order
+    "All tensors of a nested batch."
     tensors = []
     map_leaves(lambda leaf: tensors.append(leaf) if torch.is_tensor(leaf) else None, batch)
     return tensors
@@ -136,8 +136,8 @@ def _by_place(nested: object) -> dict[str, object]:
 
 def is_same(
     a: object,  # nested tensors and other values
-    b: object,  # the same; a list and a tuple of the same parts are the same
-) -> bool:  # whether every leaf stands at the same place and is equal, tensors bit for bit
+    b: object,  # another one; a list and a tuple with equal items are equal
+) -> bool:  # True if structure and leaves agree, tensors bit for bit
     "Whether two nested batches or states are equal."
     left, right = _by_place(a), _by_place(b)
     return left.keys() == right.keys() and all(_equal(leaf, right[path]) for path, leaf in left.items())
@@ -203,16 +203,16 @@ def _rows(value: object, path: list) -> Iterator[_Row]:
 
 
 def batch_form(
-    batch: object,  # what the model is about to be given
+    batch: object,  # batch as passed to the model
 ) -> list[_Row]:  # plain data; [] for plain dicts, lists, tensors and numbers
     "The parts of a batch that are not plain dicts, lists and tensors, with their classes."
     return list(_rows(batch, []))
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #9b97b0aa
 def lost_parts(
-    form: list[_Row],  # from `batch_form`
-) -> str:  # '' where everything can be brought back
-    "The parts of a batch that cannot be stored, in words; empty if there are none."
+    form: list[_Row],  # result of `batch_form`
+) -> str:  # '' if everything can be restored
+    "Describes the parts of a batch that cannot be stored."
     lost = [f"{_as_index(path)} is a {of.partition(':')[2]}" for path, kind, of in form if kind == "lost"]
     return "; ".join(lost[:3])
 
@@ -237,7 +237,7 @@ def _copied_leaf(leaf: object) -> object:
 def storable_copy(
     batch: object,  # nested tensors and other values
 ) -> object:  # plain dicts, lists, tensors on the CPU, numbers and text
-    "A batch as plain dicts, lists and tensors, for storage."
+    "A copy of a batch made of plain dicts, lists and tensors, for storage."
     return map_leaves(_copied_leaf, batch)
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #b6ce00b2
@@ -304,11 +304,11 @@ def _with_part(parts: Any, path: list, kind: str, of: str, namespaces: Iterable)
 
 
 def restore_batch(
-    plain: object,  # from `storable_copy`; changed in place
-    form: list[_Row],  # from `batch_form`
-    namespaces: Iterable[dict | ModuleType] = (),  # where classes may stand, beside modules that are imported
-) -> object:  # of the classes that the batch had
-    "The batch with its original classes."
+    plain: object,  # result of `storable_copy`; modified in place
+    form: list[_Row],  # result of `batch_form`
+    namespaces: Iterable[dict | ModuleType] = (),  # where to look for classes, besides imported modules
+) -> object:  # the batch with its original classes
+    "Restores the original classes of a stored batch."
     if lost := lost_parts(form):
         raise bad_input("batch", lost, "tensors, arrays, numbers, text and containers of them")
     for path, kind, of in form:

@@ -26,12 +26,12 @@ _LOSS_WITHIN, _NORM_WITHIN = 0.02, 0.25  # shares of the finer step's loss and g
 
 
 def is_healthy(
-    loss: float,  # of the step, nats
-    norm: float,  # L2 norm of its gradient
-    fine_loss: float,  # the same with every module in the finer format
-    fine_norm: float,  # the same
-) -> bool:  # whether both are finite and near
-    "Whether a step is what it is in the finer format."
+    loss: float,  # loss of the step, nats
+    norm: float,  # L2 norm of the gradient of the step
+    fine_loss: float,  # loss with every module in the higher precision, nats
+    fine_norm: float,  # L2 norm of the gradient with every module in the higher precision
+) -> bool:  # True if both are finite and close to the reference
+    "Whether a step agrees with the same step in the higher precision."
     if not (np.isfinite(loss) and np.isfinite(norm)):
         return False
     is_loss_near = abs(loss - fine_loss) <= _LOSS_WITHIN * max(abs(fine_loss), 1e-9)
@@ -41,25 +41,25 @@ def is_healthy(
 
 @dataclass(frozen=True)
 class Try:
-    "A step with some modules in the finer format and all others in the coarse one."
+    "One trial of the bisection: the modules kept in higher precision, and the resulting step."
 
-    kept: tuple[str, ...]  # modules in the finer format
-    loss: float  # nats
+    kept: tuple[str, ...]  # modules kept in the higher precision
+    loss: float  # loss of the step, nats
     grad_norm: float
     healthy: bool
 
 
 @dataclass(frozen=True)
 class Bisection:
-    "The modules that must stay precise, and how they were found."
+    "The modules that need higher precision, with all trials of the search."
 
     modules: tuple[
         str, ...
     ]  # the smallest set found that must stay in `good`; () where there is none to name
     outcome: str  # 'found', 'all may be coarse', 'never healthy'
-    bad: str  # format in which the step goes wrong
-    good: str  # format of the modules that are kept
-    tries: tuple[Try, ...]  # in order
+    bad: str  # format in which the step fails
+    good: str  # format of the modules kept in higher precision
+    tries: tuple[Try, ...]  # all trials, in order
 
     @property
     def verdict(self) -> str:
@@ -69,7 +69,7 @@ class Bisection:
         return _OUTCOMES[self.outcome].format(bad=self.bad, good=self.good, names=names, stay=stay)
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The result as plain data for JSON."
         return plain(asdict(self) | {"verdict": self.verdict})
 
 
@@ -86,10 +86,10 @@ def _without(names: list[str], chunk: list[str]) -> list[str]:
 
 
 def smallest(
-    names: Sequence[str],  # for all of which the test holds
-    holds: Callable[[list[str]], bool],  # whether some of them are enough
-) -> list[str]:  # of which no part can be left out, at the fineness of single names
-    "A small set of names for which a test still holds, by delta debugging."
+    names: Sequence[str],  # names that pass the test together
+    holds: Callable[[list[str]], bool],  # (names) -> whether the test passes with these names
+) -> list[str]:  # no single name can be removed from it
+    "A minimal subset of names that still passes a test, by delta debugging."
     required, parts = list(names), 2
     while len(required) > 1:
         size = -(-len(required) // parts)
@@ -134,15 +134,15 @@ def _step_with(
 # %% ../../nbs/api/replay/05_bisect.ipynb #d2acee43
 def bisect_precision(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its first micro-batch is used
-    bad: str = "bf16",  # format in which the step goes wrong: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
-    good: str = "fp32",  # format of the modules that are kept: 'fp32', or one of those, finer than `bad`
+    batch: Batch,  # only its first micro-batch is used
+    bad: str = "bf16",  # format in which the step fails: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
+    good: str = "fp32",  # format of the kept modules: 'fp32', or a format above that is finer than `bad`
     # (loss, grad_norm, loss and grad_norm with all in `good`) -> bool; None: as in `is_healthy`
     healthy: Callable | None = None,
-    modules: Sequence[str] | None = None,  # leaf modules to choose from; None: all that have weights
-    progress: bool = True,  # show a bar
-) -> Bisection:  # the modules, and every try
-    "The modules that must run in higher precision for the step to be healthy, by delta debugging."
+    modules: Sequence[str] | None = None,  # names of candidate leaf modules; None: all with weights
+    progress: bool = True,  # show a progress bar
+) -> Bisection:  # the modules, and every trial
+    "Finds the modules that must run in higher precision for a healthy step, by delta debugging."
     model, _ = snapshot.build(dtype=torch.float32)
     if modules is None:
         modules = [name for name, m in leaf_modules(model) if list(m.parameters(recurse=False))]

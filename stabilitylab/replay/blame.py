@@ -170,15 +170,15 @@ def _draws(setup: Setup, model: torch.nn.Module, batch: Batch) -> bool:
 # %% ../../nbs/api/replay/06_blame.ipynb #732f6de6
 def blame(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its micro-batches
-    memory: float = 1e9,  # bytes that the gradients of all samples may take; beyond it each is computed twice
-    step_loss: float | None = None,  # of the batch as it was trained on; None: not compared
-    recorded_loss: float | None = None,  # with which the losses of samples shall compare; None: as they are
+    batch: Batch,  # the micro-batches of the step
+    memory: float = 1e9,  # limit in bytes for the gradients of all samples; above it, each is computed twice
+    step_loss: float | None = None,  # recorded loss of the batch; None: not compared
+    recorded_loss: float | None = None,  # loss to which sample losses are aligned; None: no adjustment
 ) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, (tokens, where they are known) grad_norm,
     # share of the batch gradient (they sum to 1), cosine with it; attrs: grad_norm and loss of the batch by
     # its samples; is_part, whether each loss is a part of the batch's; draws, whether each draws random
     # numbers of its own
-    "The share of every sample in the gradient of its batch, with dropout off."
+    "The share of each sample in the gradient of its batch, with dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
     samples = list(_samples_of(setup, model, batch))
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -214,23 +214,23 @@ def blame(
 # %% ../../nbs/api/replay/06_blame.ipynb #0f5d7b01
 @dataclass(frozen=True)
 class TokenLosses:
-    "The loss of a micro-batch by position, token and length: tables of mean (nats) and count."
+    "The mean loss (nats) and count of tokens by position, token id and sample length."
 
-    by_position: pd.DataFrame  # a row a position in the sequence
-    by_token: pd.DataFrame  # a row a token id; with its text where the setup has `decode`
-    by_length: pd.DataFrame  # a row a number of tokens that count
+    by_position: pd.DataFrame  # one row per position in the sequence
+    by_token: pd.DataFrame  # one row per token id, with its text if the setup has `decode`
+    by_length: pd.DataFrame  # one row per number of counted tokens
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The tables as plain data for JSON."
         return plain({name: getattr(self, name) for name in ("by_position", "by_token", "by_length")})
 
 
 def token_losses(
-    snapshot: Snapshot,  # its setup has `token_loss`
-    batch: Batch,  # its first micro-batch is used
-    targets: torch.Tensor,  # (batch, seq) token ids that the losses are of
-) -> TokenLosses:  # tables of the mean loss and the count
-    "The loss by position in the sequence and by token, with dropout off."
+    snapshot: Snapshot,  # the state; its setup must have `token_loss`
+    batch: Batch,  # only its first micro-batch is used
+    targets: torch.Tensor,  # (batch, seq) token ids to which the losses belong
+) -> TokenLosses:  # tables of mean loss and count
+    "The mean loss by sequence position, token id and sample length, with dropout off."
     setup = snapshot.setup
     if setup.token_loss is None:
         raise bad_input("snapshot.setup.token_loss", None, "a function (model, batch) -> (losses, mask)")
@@ -254,14 +254,14 @@ def token_losses(
 # %% ../../nbs/api/replay/06_blame.ipynb #2c181c0a
 @dataclass(frozen=True)
 class TextLosses:
-    "The text of a sample with the loss of every token."
+    "The tokens of a sample with their losses."
 
-    sample: int  # number, as in the table of `blame`
-    tokens: tuple[str, ...]  # text, or the id where the setup has no `decode`
-    losses: tuple[float | None, ...]  # nats; None where masked
+    sample: int  # sample number, as in the table of `blame`
+    tokens: tuple[str, ...]  # text of each token, or its id if the setup has no `decode`
+    losses: tuple[float | None, ...]  # loss of each token, nats; None where masked
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The sample as plain data for JSON."
         return plain(asdict(self))
 
 
@@ -273,9 +273,9 @@ def _is_ids(value: Any) -> bool:
 
 def predicted_ids(
     part: object,  # a micro-batch
-    shape: torch.Size,  # of the losses
-) -> torch.Tensor | None:  # None where nothing of this shape is there
-    "The token ids that losses of this shape are of: targets or labels, or the tokens shifted by one."
+    shape: torch.Size,  # shape of the losses
+) -> torch.Tensor | None:  # None if the micro-batch has no ids of this shape
+    "The target ids of token losses: the targets or labels of a micro-batch, or its shifted tokens."
     part = batch_alone(part)
     if not isinstance(part, dict):
         part = dict(enumerate(part if isinstance(part, (list, tuple)) else [part]))
@@ -341,11 +341,11 @@ def _first_input(name: str, args: tuple, out: object) -> torch.Tensor:
 
 @contextmanager
 def without(
-    model: torch.nn.Module,  # any
-    name: str,  # of one of its modules
-    how: str = "zero",  # its output is 'zero', or 'identity': its first input, where the shapes allow it
-) -> Iterator[torch.nn.Module]:  # inside the `with` block the module is out
-    "A context in which one module of a model is skipped."
+    model: torch.nn.Module,  # any model
+    name: str,  # name of the module to skip
+    how: str = "zero",  # replacement output: 'zero', or 'identity': the first input, if shapes allow
+) -> Iterator[torch.nn.Module]:  # the skipped module
+    "A context manager that skips one module of a model."
 
     def hook(_module: torch.nn.Module, args: tuple, out: object) -> object:  # a forward hook
         "Zeros, or the module's input, for its output."
@@ -360,13 +360,11 @@ def without(
 
 def ablate(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its first micro-batch is used
-    modules: Sequence[str],  # names of modules
-    how: str = "zero",  # as in `without`
-) -> (
-    pd.DataFrame
-):  # a row a module, smallest change first: loss without it, change (what is near 0 is ignored)
-    "How much the loss rises without each module, with dropout off."
+    batch: Batch,  # only its first micro-batch is used
+    modules: Sequence[str],  # names of the modules to skip, one at a time
+    how: str = "zero",  # replacement output, as in `without`
+) -> pd.DataFrame:  # one row per module, smallest change first: loss without it, change (near 0: ignored)
+    "The increase of the loss when each module is skipped, with dropout off."
     model, loss_of = _frozen(snapshot), snapshot.setup.loss
     names = [name for name, _ in model.named_modules() if name]
     if bad := [name for name in modules if name not in names]:

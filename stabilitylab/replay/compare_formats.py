@@ -95,10 +95,10 @@ def rounded_modules(
 # %% ../../nbs/api/replay/04_compare_formats.ipynb #e9d3a0d8
 @dataclass(frozen=True)
 class Precision:
-    "How to compute a step: dtype of the weights, autocast, and rounding of linear modules."
+    "A precision in which to run a step: weight dtype, autocast, and rounding of linear modules."
 
-    weights: torch.dtype  # type of the weights and of the batch
-    autocast: torch.dtype | None  # type to which autocast turns products; None: no autocast
+    weights: torch.dtype  # dtype of the weights and the batch
+    autocast: torch.dtype | None  # dtype of matrix products under autocast; None: no autocast
     # format to which inputs, weights and outputs of linear modules are rounded; None: none
     linear: str | None
     roundoff: float  # unit roundoff, 2**-(bits of the significand)
@@ -251,25 +251,25 @@ def _run_row(
 
 # %% ../../nbs/api/replay/04_compare_formats.ipynb #1839273d
 def check_precisions(
-    names: Iterable[str],  # as a user gave them
+    names: Iterable[str],  # names given by the user
 ) -> None:
-    "Raises where a name is no key of `PRECISIONS`."
+    "Raises an error for names that are not keys of `PRECISIONS`."
     if unknown := [name for name in names if name not in PRECISIONS]:
         raise bad_input("precisions", unknown[0], PRECISIONS)
 
 
 def compare_precision(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its first micro-batch is used
-    precisions: Sequence[str] = ("fp32", "bf16_autocast", "bf16", "fp16"),  # keys of PRECISIONS
-    factor: float = 8.0,  # times the format's unit roundoff that is still called its noise
+    batch: Batch,  # only its first micro-batch is used
+    precisions: Sequence[str] = ("fp32", "bf16_autocast", "bf16", "fp16"),  # keys of `PRECISIONS`
+    factor: float = 8.0,  # multiple of the unit roundoff up to which an error counts as rounding noise
     # keys of ATTENTION, each with each precision; None: the kernel that torch chooses
     attention: Sequence[str | None] = (None,),
-    device: str | None = None,  # where to run; None: that of the setup
+    device: str | None = None,  # device to run on; None: that of the setup
 ) -> (
     xr.Dataset
 ):  # (precision, module): error, overflow, underflow; (precision,): loss, grad_norm, first_module, …
-    "How far every module of a step is from float64, in each precision."
+    "The error of every module of a step relative to float64, in each precision."
     check_precisions(precisions)
     device = device or snapshot.setup.device
     # the fused attention kernels have no float64

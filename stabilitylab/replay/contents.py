@@ -56,8 +56,8 @@ def _statistics(tensor: torch.Tensor) -> dict:
 def batch_rows(
     path: str | Path | Recording,  # folder of a record with a black box
     steps: Sequence[int],  # recorded steps
-) -> pd.DataFrame:  # a row a tensor of a micro-batch
-    "Range, distinct values, share of the most common value and equal samples of recorded batches."
+) -> pd.DataFrame:  # one row per tensor of a micro-batch
+    "Statistics of recorded batches: range, distinct values, most common value and identical samples."
     rows = []
     for step in steps:
         for part, values in enumerate(load_batch(path, step).parts):
@@ -68,10 +68,10 @@ def batch_rows(
 # %% ../../nbs/api/replay/17_contents.ipynb #5734eb5c
 def state_rows(
     path: str | Path | Recording,  # folder of a record with a black box
-    a: int,  # step of a snapshot
-    b: int,  # step of a later one
-) -> pd.DataFrame:  # columns of `diff_checkpoints`, and all_zero; attrs settings [(what, a, b)]
-    "What changed between two snapshots; what became NaN first, then what became zero, then by change."
+    a: int,  # step of the first snapshot
+    b: int,  # step of the later snapshot
+) -> pd.DataFrame:  # columns of `diff_checkpoints`, and all_zero; attrs settings [(name, a, b)]
+    "The differences between two snapshots: new NaNs first, then new zeros, then by size of change."
     box = opened(path).box()
     files = {row["step"]: box.folder / row["file"] for row in box.snapshots}
     for argument, step in (("a", a), ("b", b)):

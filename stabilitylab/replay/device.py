@@ -19,7 +19,7 @@ AUTO = "auto"  # the first of `devices`
 
 
 def devices() -> list[str]:  # such as 'cuda:0', 'cuda:1', 'cpu'; never empty, the CPU last
-    "The devices of this machine, the preferred first."
+    "The devices of this machine, most preferred first."
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     names += ["mps"] if torch.backends.mps.is_available() else []
     names += [f"xpu:{i}" for i in range(torch.xpu.device_count())] if torch.xpu.is_available() else []
@@ -27,16 +27,16 @@ def devices() -> list[str]:  # such as 'cuda:0', 'cuda:1', 'cpu'; never empty, t
 
 # %% ../../nbs/api/replay/00_device.ipynb #72f6838c
 def kind_of(
-    device: str,  # such as 'cuda:1'
-) -> str:  # such as 'cuda'
+    device: str,  # device, such as 'cuda:1'
+) -> str:  # type, such as 'cuda'
     "The type of a device, such as `cuda` or `cpu`."
     return device.partition(":")[0]
 
 
 def chosen_devices(
     device: str = AUTO,  # 'auto', 'cpu', 'cuda', 'cuda:1', 'mps', …
-) -> list[str]:  # one, or with 'auto' all of the preferred kind
-    "The devices that a choice stands for; raises where this machine has none of that name."
+) -> list[str]:  # one device, or all of the preferred type with 'auto'
+    "The devices selected by a name; raises an error if this machine has none of that name."
     here = devices()
     if device == AUTO:
         return [name for name in here if kind_of(name) == kind_of(here[0])]
@@ -65,9 +65,9 @@ def replay_device(
 
 # %% ../../nbs/api/replay/00_device.ipynb #4cde46eb
 def device_settings(
-    device: str,  # one of `devices`
+    device: str,  # a device listed by `devices`
 ) -> dict:  # JSON values: device, name, tf32, matmul_precision, deterministic, cudnn_benchmark
-    "The settings of a device that affect the last digits of its results."
+    "The device settings that affect the low-order bits of results."
     is_cuda = kind_of(device) == "cuda"
     settings = {
         "device": device,
@@ -103,9 +103,9 @@ def _free_host_memory() -> float:
 
 
 def free_memory(
-    device: str,  # one of `devices`
-) -> float:  # bytes; infinity where nothing says it
-    "Memory that is free on a device now."
+    device: str,  # a device listed by `devices`
+) -> float:  # bytes; infinity if unknown
+    "The memory currently free on a device."
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return float(torch.cuda.mem_get_info(int(index or 0))[0])

@@ -51,11 +51,11 @@ _RAISED = 2.0  # factor over the rate of the step before above which it was rais
 def controls(
     path: str | Path | Recording,  # folder of a record
     step: int,  # the suspect step
-    n: int = 3,  # how many states, and one batch more
+    n: int = 3,  # number of control states; one more batch is chosen
 ) -> tuple[
     list[int], list[int]
 ]:  # steps of control states, steps of control batches, all before the suspect one, ascending
-    "Earlier steps to compare with: ordinary states not far before the suspect one, batches just before it."
+    "Earlier control steps: ordinary states shortly before the suspect step, and the batches just before it."
     recording = opened(path)
     replayable = recording.box().steps
     steps = [earlier for earlier in replayable if earlier < step]
@@ -129,31 +129,31 @@ def _block_parts(
 # %% ../../nbs/api/replay/08_examine.ipynb #0f5d7c02
 @dataclass(frozen=True)
 class Examination:
-    "The results of a replayed step and of all measurements around it."
+    "The results of a replayed step and of all measurements on it."
 
     step: int
-    replayed: Replayed  # the step again
-    recorded_loss: float | None  # as the run had it, nats; None where it was not recorded
-    batch_ids: tuple[str, ...]  # of the micro-batches
-    check: SetupCheck  # whether the replay is the recorded step; where not, the parts below are empty
-    swap: SwapTest | None = None  # each part is None, or empty, where it was not asked for
-    samples: pd.DataFrame | None = None  # from `blame`
-    tokens: tuple[TextLosses, ...] = ()  # of the heaviest samples
+    replayed: Replayed  # the replayed step
+    recorded_loss: float | None  # recorded loss, nats; None if not recorded
+    batch_ids: tuple[str, ...]  # content hashes of the micro-batches
+    check: SetupCheck  # whether the replay matches the record; if not, the fields below are empty
+    swap: SwapTest | None = None  # result of `swap_test`; None, like each field below, if not requested
+    samples: pd.DataFrame | None = None  # result of `blame`
+    tokens: tuple[TextLosses, ...] = ()  # token losses of the samples with the largest gradient shares
     frequency: pd.DataFrame | None = (
         None  # from `losses_by_frequency`, by the recorded batches up to this one
     )
-    precision: xr.Dataset | None = None  # from `compare_precision`
-    modules: pd.DataFrame | None = None  # from `ablate`
-    left_out: dict[str, str] = field(default_factory=dict)  # part -> why it could not be taken
-    device: dict = field(default_factory=dict)  # from `device_settings`
+    precision: xr.Dataset | None = None  # result of `compare_precision`
+    modules: pd.DataFrame | None = None  # result of `ablate`
+    left_out: dict[str, str] = field(default_factory=dict)  # measurement -> reason why it was not possible
+    device: dict = field(default_factory=dict)  # result of `device_settings`
 
     @property
     def exact(self) -> bool | None:
-        "Whether the loss came back to the last bit; None where it was not recorded."
+        "Whether the replayed loss is bit-exact; None if the loss was not recorded."
         return None if self.recorded_loss is None else is_equal(self.replayed.loss, self.recorded_loss)
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The results as plain data for JSON."
         fields: dict[str, object] = {
             "step": self.step,
             "loss": self.replayed.loss,
@@ -269,21 +269,21 @@ def _named_where_it_fails(
 
 # %% ../../nbs/api/replay/08_examine.ipynb #18d2d0e6
 def examine(  # noqa: PLR0913 - one call answers several questions, each switched on or off by its own name
-    path: str | Path | Recording,  # of a record with a black box
+    path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     # how to build and run it: a Setup, or 'file.py:function' that returns one; None: as in `setup_of`
     setup: Setup | str | None = None,
     swap: bool = True,  # run the swap test
-    samples: bool = True,  # run `blame`
-    precisions: Sequence[str] = (),  # run `compare_precision` in these
-    say: Callable[[str], None] = lambda words: None,  # called before each part
-    modules: Sequence[str] | bool = (),  # run `ablate` on these; True: on the parts of every block
+    samples: bool = True,  # run `blame` on the samples
+    precisions: Sequence[str] = (),  # precisions for `compare_precision`
+    say: Callable[[str], None] = lambda words: None,  # called with a status text before each measurement
+    modules: Sequence[str] | bool = (),  # names of modules for `ablate`; True: the parts of every block
     states: Sequence[int]
     | None = None,  # steps of the control states of the swap test; None: as in `controls`
-    batches: Sequence[int] | None = None,  # steps of its control batches; None: as in `controls`
-    device: str = AUTO,  # where to run; 'auto': the kind of device of the record, where it is here
-) -> Examination:  # the step again, and what was asked for
-    "Replays a step of a recorded run and, if the replay matches, measures what helps find its cause."
+    batches: Sequence[int] | None = None,  # steps of the control batches; None: chosen by `controls`
+    device: str = AUTO,  # device to run on; 'auto': the recorded device type, if available
+) -> Examination:  # the replayed step and the requested measurements
+    "Replays a recorded step and, if the replay matches the record, runs measurements to find its cause."
     check_precisions(precisions)  # before minutes of other parts
     recording = opened(path)
     setup = setup if isinstance(setup, Setup) else setup_of(recording.path, setup)

@@ -278,11 +278,11 @@ def _row_lengths(parts: list) -> list[int]:
 
 
 def explanation(
-    path: Recording,  # of the record
+    path: Recording,  # folder of the record
     start: Snapshot,  # the saved snapshot
-    recorded: dict[str, float],  # quantity -> value, of the first step
-) -> tuple[str, dict] | None:  # (key of `FAULTS`, what its words name); None where nothing that is tried fits
-    "The single change with which a replay gives the recorded loss and gradient norm."
+    recorded: dict[str, float],  # quantity -> recorded value, at the first step
+) -> tuple[str, dict] | None:  # (key of `FAULTS`, fields of its sentence); None if no change fits
+    "The single change that makes a replay give the recorded loss and gradient norm."
     trying, setup = Trying(path, start, recorded), start.setup
     if trying.fits(Alternative("", "second time", setup)):
         return "second time", {}

@@ -113,25 +113,25 @@ _AS_RECORDED = ("threads", "tf32", "matmul_precision")  # a replay takes those o
 
 @dataclass(frozen=True)
 class StepFacts:
-    "Facts about a step other than its numbers."
+    "Facts about a replayed step that its numbers do not show."
 
     path: Recording
-    setup: Setup  # as the user gave it
+    setup: Setup  # setup as the user gave it
     way: Retrace
-    changed: dict  # of the environment: name -> (then, now)
-    is_elsewhere: bool  # whether sums may be added in another order than they were
+    changed: dict  # environment property -> (recorded, current) where they differ
+    is_elsewhere: bool  # whether sums may be computed in a different order than in the run
 
     @property
     def first(self) -> Batch:
-        "The batch of the first step."
+        "The batch of the first replayed step."
         return load_batch(self.path, self.way.start.step, self.setup)
 
 
 def changed_place(
-    was: dict,  # the environment of a record
-    here: dict | None = None,  # the environment of this process; None: it is asked
-) -> dict[str, tuple]:  # name -> (then, now); {} where sums are added here as they were
-    "What differs here of all that decides in which order sums are added."
+    was: dict,  # environment stored in a record
+    here: dict | None = None,  # environment of this process; None: determined here
+) -> dict[str, tuple]:  # name -> (recorded, current); {} if the order is the same
+    "Differences of the environment that can change the order of floating-point sums."
     here = environment() if here is None else here
     here = here | {name: was.get(name) for name in _AS_RECORDED}
     changed = environment_change(was, here)
@@ -139,15 +139,15 @@ def changed_place(
 
 
 def recorded_changes(
-    changes: Mapping[str, tuple],  # of `changed_place`
-) -> dict[str, tuple]:  # name -> (then, now); {} where a replay should come back to the last bit
-    "The changes whose old value the record states."
+    changes: Mapping[str, tuple],  # result of `changed_place`
+) -> dict[str, tuple]:  # name -> (recorded, current); {} if a replay should be bit-exact
+    "The changes whose old value is in the record."
     return {name: pair for name, pair in changes.items() if pair[0] is not None}
 
 
 def facts_of(
-    path: str | Path | Recording,  # of the record
-    setup: Setup,  # as the user gave it
+    path: str | Path | Recording,  # folder of the record
+    setup: Setup,  # setup as the user gave it
     way: Retrace,  # the steps beside the record
 ) -> StepFacts:
     "Collects the facts about a step."

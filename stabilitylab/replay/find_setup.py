@@ -33,19 +33,19 @@ def own_setup(
 class SetupFile:
     "A candidate setup file for a run, not yet executed."
 
-    where: str  # 'file.py', or 'package.module:function' of a sample run
-    kind: str  # 'sample', 'record' (the draft of the record), 'beside' (in the folder above)
-    todo: tuple[tuple[int, str], ...] = ()  # (line, text) of what a draft leaves open
+    where: str  # 'file.py', or 'package.module:function' for a sample run
+    kind: str  # 'sample', 'record' (draft in the record) or 'beside' (in the parent folder)
+    todo: tuple[tuple[int, str], ...] = ()  # (line, text) of each open TODO in a draft
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The candidate as plain data for JSON."
         return plain(asdict(self))
 
 
 def todo_lines(
-    file: str | Path,  # a file of Python; need not be there
-) -> tuple[tuple[int, str], ...]:  # (line, from 1; text)
-    "The lines of a draft that are still to be written: those with the word TODO, its explanation left out."
+    file: str | Path,  # a Python file; may be missing
+) -> tuple[tuple[int, str], ...]:  # (line number from 1, text)
+    "The lines of a draft with an open TODO, without the explanation at its top."
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -56,7 +56,7 @@ def todo_lines(
 
 def setup_files(
     path: str | Path,  # folder of a record
-) -> list[SetupFile]:  # those that there are, the likeliest first
+) -> list[SetupFile]:  # existing files, most likely first
     "The setup files in the folder of a run or next to it."
     path = Path(path)
     own = own_setup(path)
@@ -68,17 +68,17 @@ def setup_files(
 
 
 def likeliest(
-    files: list[SetupFile],  # of `setup_files`, not empty
+    files: list[SetupFile],  # result of `setup_files`, not empty
 ) -> SetupFile:
-    "The first setup without open TODOs; if all have some, the first."
+    "The first setup file without open TODOs, or the first file if all have some."
     return next((file for file in files if not file.todo), files[0])
 
 # %% ../../nbs/api/replay/11_find_setup.ipynb #32d51edc
 def setup_of(
     path: str | Path,  # folder of a record
-    where: str | None = None,  # as in `load_setup`; None: the likeliest of `setup_files`
-) -> Setup:  # how to build and run it
-    "The setup of a run."
+    where: str | None = None,  # as in `load_setup`; None: the most likely of `setup_files`
+) -> Setup:  # how to build the model and run its steps
+    "Loads the setup of a run."
     if where is not None:
         return load_setup(where, path)
     if not Path(path).exists():
@@ -102,8 +102,8 @@ def setup_of(
 
 
 def open_lines(
-    file: SetupFile,  # a draft
-) -> str:  # '' where it leaves nothing open
-    "The open TODOs of a draft, as the end of an error message."
+    file: SetupFile,  # path of a draft
+) -> str:  # '' if there is none
+    "The open TODOs of a draft, to be appended to an error message."
     lines = "; ".join(f"line {line}: {text[:120]}" for line, text in file.todo)
     return f"; to be written in {file.where}: {lines}" if lines else ""

@@ -318,27 +318,27 @@ _ROOT = "(model)"  # the name of the whole model, whose own code may differ
 
 @dataclass(frozen=True)
 class ImplementationComparison:
-    "The first difference between two implementations of one model."
+    "The first module in which two implementations of one model differ."
 
     first: str  # the first module that differs beyond rounding; 'loss': after the model; '(model)'; '': none
-    direction: str  # 'forward' or 'backward'; '' where none differs
-    tensor: str  # the tensor that differed first, in words
-    error: float  # its relative error; NaN where none differs
-    floor: float  # the relative error that rounding explains there
-    loss: tuple[float, float]  # of both, nats
-    differences: dict[str, str]  # parameter or setting -> how the second differs in it
-    unmatched: tuple[str, ...]  # modules of either that the other has not, or not in this shape
-    modules: pd.DataFrame  # a row a module in order: error, floor, grad_error, grad_floor, differs
+    direction: str  # 'forward' or 'backward'; '' if none differs
+    tensor: str  # description of the first tensor that differs
+    error: float  # relative error of that tensor; NaN if none differs
+    floor: float  # relative error there that rounding explains
+    loss: tuple[float, float]  # losses of both implementations, nats
+    differences: dict[str, str]  # parameter or setting -> how it differs in the second one
+    unmatched: tuple[str, ...]  # modules without a counterpart of the same shape in the other
+    modules: pd.DataFrame  # one row per module: error, floor, grad_error, grad_floor, differs
 
     @property
-    def causes(self) -> dict[str, str]:  # empty where nothing differs there
-        "What differs by itself in the first module."
+    def causes(self) -> dict[str, str]:  # empty if nothing differs there
+        "The inherent differences in the first module that differs."
         inside = "" if self.first == _ROOT else f"{self.first}."
         of_first = {name: text for name, text in self.differences.items() if name.startswith(inside)}
         return of_first if self.direction else {}
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The comparison as plain data for JSON."
         rows = self.modules.reset_index().to_dict("records")
         return plain(asdict(self) | {"causes": self.causes, "modules": rows})
 
@@ -389,15 +389,15 @@ _FACTOR = 8.0
 
 
 def compare_implementations(
-    model: nn.Module,  # the first implementation, which is taken as right; a model without parallelism
-    other: nn.Module,  # the second one, with the same weights; compiled, fused, sharded, in another format
+    model: nn.Module,  # reference implementation, without parallelism
+    other: nn.Module,  # second implementation with the same weights: compiled, fused, sharded, other dtype
     batch: object,  # one batch; nested tensors
-    loss: Callable,  # (model, batch) -> scalar loss; called with either model
-    rename: Callable[[str], str] = str,  # name of a module in `other` -> its name in `model`
-    repeats: int = 4,  # runs with random rounding errors, >= 1
-    factor: float = _FACTOR,  # times the noise floor that is still called rounding
+    loss: Callable,  # (model, batch) -> scalar loss; called with both models
+    rename: Callable[[str], str] = str,  # module name in `other` -> module name in `model`
+    repeats: int = 4,  # number of runs with random rounding errors, >= 1
+    factor: float = _FACTOR,  # multiple of the noise floor up to which an error counts as rounding
     seed: int = 0,  # of the random rounding errors
-) -> ImplementationComparison:  # weights, gradients, modes and random states are left as they were
+) -> ImplementationComparison:  # weights, gradients, modes and random states are not changed
     "The first module in which two implementations differ beyond rounding, forward or backward, on one batch."
     if repeats < 1:
         raise bad_input("repeats", repeats, "1 or more")

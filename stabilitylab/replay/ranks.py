@@ -60,10 +60,10 @@ def _joined(name: str, parts: list[torch.Tensor], shape: Sequence[int] | None) -
 
 
 def join_models(
-    states: list[dict],  # the model's state dict of every rank
-    shapes: dict[str, list],  # parameter -> its whole shape
-) -> dict:  # the whole state; buffers are those of rank 0
-    "The state dict of the whole model."
+    states: list[dict],  # model state dict of every rank
+    shapes: dict[str, list],  # parameter -> full shape
+) -> dict:  # full state dict; buffers are taken from rank 0
+    "Joins the model state dicts of all ranks into that of the whole model."
     joined = {}
     for name in states[0]:
         joined[name] = _joined(name, [state[name] for state in states], shapes.get(name))
@@ -71,10 +71,10 @@ def join_models(
 
 
 def is_sharded(
-    state: dict,  # the model's state dict of one rank
-    shapes: dict[str, list],  # parameter -> its whole shape
+    state: dict,  # model state dict of one rank
+    shapes: dict[str, list],  # parameter -> full shape
 ) -> bool:
-    "Whether a rank kept only a part of some tensor."
+    "Whether a rank holds only a shard of some tensor."
     return any(name in shapes and tuple(t.shape) != tuple(shapes[name]) for name, t in state.items())
 
 
@@ -86,9 +86,9 @@ def _join_values(values: list) -> object:
 
 
 def join_optimizers(
-    states: list[dict],  # an optimizer's state dict of every rank
+    states: list[dict],  # optimizer state dict of every rank
 ) -> dict:
-    "The state dict of the optimizer of the whole model, from ranks that keep a part each."
+    "Joins the optimizer state dicts of all ranks, each holding a shard, into a full one."
     joined: dict = {}
     for number, entry in states[0]["state"].items():
         every = [state["state"][number] for state in states]
@@ -99,8 +99,8 @@ def join_optimizers(
 
 
 def in_turn(
-    of_ranks: Iterable[list],  # the micro-batches of every rank
-) -> list:  # the first of every rank, then the second of every rank
+    of_ranks: Iterable[list],  # micro-batches of every rank
+) -> list:  # the first of every rank, then the second of every rank, …
     "The micro-batches of all ranks, interleaved."
     ranks = list(of_ranks)
     if len({len(parts) for parts in ranks}) > 1:

@@ -119,13 +119,13 @@ def _add_step(
 
 # %% ../../nbs/api/replay/06_rare_tokens.ipynb #9f9d1f48
 def losses_by_frequency(
-    snapshot: Snapshot,  # the state; its setup has `token_loss`
-    batches: Sequence,  # of one step each: a `Batch`, or what the model is given
-    counts: torch.Tensor | None = None,  # (vocab,) of every id in the training text; None: in `batches`
-    clip: float | None = None,  # largest gradient norm; None: that of the setup, where it is a number
+    snapshot: Snapshot,  # the state; its setup must have `token_loss`
+    batches: Sequence,  # one `Batch` or model input per step
+    counts: torch.Tensor | None = None,  # (vocab,) token counts in the training text; None: in `batches`
+    clip: float | None = None,  # maximum gradient norm; None: that of the setup, if it is a number
 ) -> pd.DataFrame:  # a row a band with tokens: tokens, ids, loss (nats), loss_share, grad_norm, grad_share,
     # weight (times that in a mean over all tokens) and, with a clip, kept; attrs: norm of the mean gradient
-    "Loss, gradient share and the effect of clipping for common and rare tokens, with dropout off."
+    "Loss, gradient share and effect of clipping by token frequency, with dropout off."
     setup = snapshot.setup
     if setup.token_loss is None:
         raise bad_input("snapshot.setup.token_loss", None, "a function (model, batch) -> (losses, mask)")

@@ -165,14 +165,12 @@ def _next_step_differences(a: Snapshot, b: Snapshot, batch: Batch) -> list[Diffe
 
 # %% ../../nbs/api/replay/07_resume.ipynb #a87ce1db
 def resume_check(
-    run_through: Snapshot,  # of the run that went on
-    saved: Snapshot,  # of the same step after save and load
-    batch: Batch | None = None,  # with it the next step is taken by both and compared bit for bit
-    earlier_ids: Iterable[str] = (),  # ids of batches seen before the save, to find repeated data
-) -> (
-    pd.DataFrame
-):  # what, run_through, saved; empty where nothing differs; attrs: next_step_equal (None: no batch)
-    "Everything that differs between a run that went on and one that was saved and loaded."
+    run_through: Snapshot,  # snapshot of the run that continued
+    saved: Snapshot,  # snapshot of the same step after saving and loading
+    batch: Batch | None = None,  # batch of a next step, run from both and compared bit for bit
+    earlier_ids: Iterable[str] = (),  # ids of the batches seen before saving, to detect repeated data
+) -> pd.DataFrame:  # what, run_through, saved; empty if equal; attrs: next_step_equal (None: no batch)
+    "All differences between a run that continued and one that was saved and loaded."
     rows = _weight_differences(run_through, saved)
     rows += _optimizer_differences(run_through.optimizer, saved.optimizer)
     if run_through.scaler != saved.scaler:
@@ -197,13 +195,13 @@ def resume_check(
 
 # %% ../../nbs/api/replay/07_resume.ipynb #218cbc05
 class RerunVerdict(NamedTuple):
-    "The verdict from repeats of a step, and what to do next."
+    "The verdict from repeats of a suspicious step, with the recommended action."
 
-    verdict: str  # in few words
-    advice: str  # a sentence or two
+    verdict: str  # short verdict
+    advice: str  # one or two sentences
 
     def to_dict(self) -> dict[str, str]:
-        "Plain data, as JSON has it."
+        "The verdict as plain data for JSON."
         return self._asdict()
 
 
@@ -234,13 +232,13 @@ def _is_apart(a: float, b: float, floor: float) -> bool:
 
 
 def rerun_verdict(
-    first: float,  # loss or norm that was suspicious when it was first seen
-    again: float,  # the same step repeated on the same device
-    elsewhere: float | None = None,  # the same step repeated on another device; None: not done
-    floor: float = 0.0,  # largest difference of harmless repeats, from `noise_floor`
+    first: float,  # the suspicious loss or norm when first computed
+    again: float,  # its value when repeated on the same device
+    elsewhere: float | None = None,  # its value when repeated on another device; None: not done
+    floor: float = 0.0,  # largest harmless difference between repeats, from `noise_floor`
     swap: str | None = None,  # verdict of `swap_test`; None: not done
-) -> RerunVerdict:  # (short verdict, what to do)
-    "The verdict from repeats of a step: the decision tree of Megatron's rerun machine, with one more leaf."
+) -> RerunVerdict:  # a short verdict and the recommended action
+    "The verdict from repeats of a step, by Megatron's rerun decision tree with one extra outcome."
     if floor < 0:
         raise bad_input("floor", floor, "0 or more")
     if _is_apart(first, again, floor):

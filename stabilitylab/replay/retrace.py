@@ -65,23 +65,23 @@ class Retraced:
     "The numbers of one step, recorded and replayed."
 
     step: int
-    recorded: dict[str, float]  # quantity -> value, those that were recorded
-    replayed: dict[str, Any]  # quantity -> value; `lr` is None without an optimizer
-    params: dict[str, dict[str, float]]  # quantity -> parameter -> norm, of the replay
-    settings: tuple[list[dict], ...] = ()  # of every optimizer and group, as the replay had them
+    recorded: dict[str, float]  # quantity -> recorded value, where there is one
+    replayed: dict[str, Any]  # quantity -> replayed value; `lr` is None without an optimizer
+    params: dict[str, dict[str, float]]  # quantity -> parameter -> norm in the replay
+    settings: tuple[list[dict], ...] = ()  # settings of every optimizer and group in the replay
 
 
 class Meter:
-    "The sums of a model's steps, as the Recorder takes them."
+    "Measures the training steps of a model with the same statistics as the Recorder."
 
     def __init__(
         self,
-        walk: Walk,  # whose next steps are measured
+        walk: Walk,  # replay whose next steps are measured
     ):
         self.walk, self.probe = walk, ParamProbe(walk.model, as_list(walk.optimizer))
 
     def take(self) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-        "Take a step: its numbers, and the norms of every parameter."
+        "Runs one step; returns its numbers and the norms of every parameter."
         scale = self.walk.scaler.get_scale() if self.walk.scaler else 1.0
         numbers = self.walk.take(self.probe.after_backward)
         rows, updates, _ = self.probe.take()
@@ -111,13 +111,13 @@ def _root(rows: dict[int, np.ndarray], column: int) -> float:
 # %% ../../nbs/api/replay/12_retrace.ipynb #937f5289
 @dataclass(frozen=True)
 class Retrace:
-    "All steps from a snapshot to a given step, recorded and replayed."
+    "All steps from a snapshot to the suspect step, recorded and replayed."
 
-    steps: tuple[Retraced, ...]  # from the snapshot's to the suspect one
+    steps: tuple[Retraced, ...]  # from the snapshot's step to the suspect step
     start: Snapshot  # the saved snapshot
-    snapshot: Snapshot  # before the suspect step
-    model: torch.nn.Module  # after the suspect step
-    optimizer: object  # as `setup.optimizer` made it
+    snapshot: Snapshot  # state before the suspect step
+    model: torch.nn.Module  # model after the suspect step
+    optimizer: object  # optimizer made by `setup.optimizer`
 
 
 def _settings_of(optimizer: Any) -> list[dict]:
@@ -142,10 +142,10 @@ def _refuse_optimizer(error: Exception, walk: Walk, run: xr.DataTree) -> InputEr
 
 
 def retrace(
-    path: str | Path | Recording,  # of a record with a black box
+    path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    setup: Setup,  # how to build and run it
-    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps taken, of how many) before each
+    setup: Setup,  # how to build the model and run its steps
+    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps done, total), called before each
 ) -> Retrace:
     "Replays every step from the last snapshot to a given step and compares it with the record."
     recording = opened(path)
@@ -175,17 +175,17 @@ EQUAL, ROUNDING, DRIFT = 1e-6, 1e-3, 0.05  # relative; ours, from replays of one
 
 
 def is_equal(
-    left: float | None,  # a number; None: not known
-    right: float | None,  # another
+    left: float | None,  # a number; None: unknown
+    right: float | None,  # another number
 ) -> bool:
-    "Whether two numbers are equal to the last bit; NaN is equal to NaN."
+    "Whether two numbers are bit-identical; NaN equals NaN."
     return left == right or (left != left and right != right)
 
 
 def distance(
-    left: float,  # any number
-    right: float,  # another
-) -> float:  # relative; 0 where both are not finite, inf where one is
+    left: float,  # a number
+    right: float,  # another number
+) -> float:  # 0 if both are non-finite, inf if one is
     "The relative difference of two numbers."
     if not (isfinite(left) and isfinite(right)):
         return 0.0 if isfinite(left) == isfinite(right) else float("inf")

@@ -33,20 +33,20 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class StepPrecision:
-    "What one step loses in 16 bits."
+    "The precision that one step loses in a 16-bit format."
 
     run: str  # folder of the record
     step: int  # optimizer step
-    fmt: str  # 'bf16' or 'fp16': the format that was asked about
+    fmt: str  # requested format, 'bf16' or 'fp16'
     casts: dict[str, LossCast]  # 'as recorded' and 'with weights in …' -> where the loss becomes 16-bit
-    updates: pd.DataFrame | None  # a row a param, columns as `lost_updates`; None without an optimizer
-    eps: dict[str, EpsRegime]  # param -> what epsilon does to it; {} for an optimizer without one
+    updates: pd.DataFrame | None  # one row per param, columns as `lost_updates`; None without an optimizer
+    eps: dict[str, EpsRegime]  # parameter -> effect of epsilon; {} for an optimizer without one
     # a row a module, columns as `scale_overflows`; None where no scaled_dot_product_attention was called
     attention: pd.DataFrame | None
-    left_out: dict[str, str] = field(default_factory=dict)  # key of `casts` that is not there -> why
+    left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
-        "The answers as plain data, tables as lists of rows."
+        "The results as plain data, with tables as lists of rows."
         return {
             "run": self.run,
             "step": self.step,
@@ -165,8 +165,8 @@ def step_precision(
     step: int,  # optimizer step
     where: str | None = None,  # 'FILE.py:FUNCTION' that returns the setup; None: that of a sample run
     fmt: str = "bf16",  # 'bf16' or 'fp16'
-) -> StepPrecision:  # the four answers
-    "What a step loses in 16 bits."
+) -> StepPrecision:  # the casts of the loss, lost updates, effect of epsilon and attention range
+    "Measures the precision that a recorded step loses in a 16-bit format."
     if fmt not in _DTYPES:
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)

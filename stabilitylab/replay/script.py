@@ -126,11 +126,11 @@ def _execute(names: _Names, tree: ast.Module) -> None:
 
 # %% ../../nbs/api/replay/09_script.ipynb #6564f9f3
 def definitions(
-    path: str | Path,  # of a script
-    name: str,  # under which it can be imported afterwards
-    values: dict[str, Any] | None = None,  # global names that the run had, such as parsed arguments
+    path: str | Path,  # path of the script
+    name: str,  # module name under which it can be imported afterwards
+    values: dict[str, Any] | None = None,  # values of global names in the run, such as parsed arguments
 ) -> ModuleType:
-    "A script as a module with its functions and classes, imported without training."
+    "Imports a training script for its functions and classes, without running the training."
     file = Path(path)
     names = _Names(file, name)
     module = ModuleType(name)
@@ -224,20 +224,20 @@ def without_training(
 
 # %% ../../nbs/api/replay/09_script.ipynb #ad712de1
 def stand_in(
-    cls: type,  # of an object that the loop had, such as its trainer
-    **attributes: Any,  # those that a draft could write
+    cls: type,  # class of an object in the training loop, such as its trainer
+    **attributes: Any,  # attributes that a draft setup could write down
 ) -> Any:
-    "An object of a class with some of its attributes, made without its `__init__`."
+    "An instance of a class, created without `__init__`, with the given attributes."
     instance: Any = object.__new__(cls)
     vars(instance).update(attributes)
     return instance
 
 
 def mixed(
-    model: torch.nn.Module,  # any
-    dtype: torch.dtype,  # of autocast
-) -> torch.nn.Module:  # the same
-    "A model whose calls run under autocast and return float32, as accelerate prepares it."
+    model: torch.nn.Module,  # any model
+    dtype: torch.dtype,  # dtype for autocast
+) -> torch.nn.Module:  # the same model
+    "Wraps a model to run under autocast and return float32, as accelerate does."
     from accelerate.utils import convert_outputs_to_fp32
 
     inner = model.forward

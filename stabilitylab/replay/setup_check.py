@@ -38,14 +38,14 @@ from ..run.recording import Recording, opened
 class Check:
     "A number of a step, recorded and replayed."
 
-    name: str  # of QUANTITIES, or 'parameters': checksum of the weights at the snapshot
+    name: str  # a name in QUANTITIES, or 'parameters': checksum of the weights at the snapshot
     step: int
-    recorded: float | str | None  # None where the record does not hold it
+    recorded: float | str | None  # None if not recorded
     replayed: float | str
     state: str  # 'equal', 'rounding', 'differs' or 'not recorded'
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The comparison as plain data for JSON."
         return plain(asdict(self))
 
 
@@ -60,23 +60,23 @@ class SetupCheck:
     "Whether a replay matches the recorded step and, if not, the likely fault."
 
     step: int  # the suspect step
-    start: int  # step of the snapshot that the replay began at
-    is_step: bool  # whether a verdict on the replay is one on the recorded step
-    is_exact: bool  # whether it came back to the last bit
-    fault: str  # key of FAULTS, or 'generator'; '' where everything agrees
-    evidence: dict = field(default_factory=dict)  # what the words of the fault name
-    checks: tuple[Check, ...] = ()  # of the first step that differs, or of the suspect one
-    missing: tuple[str, ...] = ()  # what the record does not hold, so that it cannot be checked
+    start: int  # step of the snapshot from which the replay started
+    is_step: bool  # whether conclusions from the replay apply to the recorded step
+    is_exact: bool  # whether the replay is bit-exact
+    fault: str  # key of FAULTS, or 'generator'; '' if everything agrees
+    evidence: dict = field(default_factory=dict)  # values that the sentence about the fault names
+    checks: tuple[Check, ...] = ()  # comparisons at the first differing step, or else the suspect step
+    missing: tuple[str, ...] = ()  # quantities that were not recorded and cannot be checked
 
     @property
     def words(self) -> str:
-        "What was found, as a sentence."
+        "The result as a sentence."
         words = (FAULTS | _ELSEWHERE)[self.fault]
         words = words.format(**{"step": self.step, "start": self.start} | self.evidence)
         return words if self.is_step else f"this replay is not the recorded step: {words}"
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The result as plain data for JSON."
         return plain(asdict(self) | {"words": self.words, "checks": self.checks})
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #83ce67af
@@ -243,8 +243,8 @@ def _is_exact(step: Retraced) -> bool:
 def check_setup(
     path: str | Path | Recording,  # of a record with a black box
     step: int,  # a step of `replayable_steps`
-    setup: Setup,  # how to build and run it
-    way: Retrace | None = None,  # from `retrace`, where it was taken already
+    setup: Setup,  # how to build the model and run its steps
+    way: Retrace | None = None,  # result of `retrace`, if already available
 ) -> SetupCheck:
     "Compares every step from the last snapshot to a given step with the record."
     way = retrace(path, step, setup) if way is None else way

@@ -76,9 +76,9 @@ def _namespaces(setup: Setup | None) -> list[dict]:
 def load_batch(
     path: str | Path | Recording,  # folder of a record
     step: int,  # optimizer step
-    setup: Setup | None = None,  # whose file defines or imports the classes that the batch has, if any
-) -> Batch:  # its micro-batches, those of all ranks, on the device of the setup
-    "The batch of a recorded step."
+    setup: Setup | None = None,  # setup whose file defines or imports the classes in the batch, if any
+) -> Batch:  # micro-batches of all ranks, on the device of the setup
+    "Loads the batch of a recorded step."
     recording = opened(path)
     index = recording.box()
     if step in index.lost or all(row["step"] != step for row in index.batches):
@@ -110,9 +110,9 @@ def _ranges(steps: Iterable[int]) -> str:
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #3f407273
 def recorded_schedule(
-    rows: list[dict],  # 'settings' of a black box: step, optimizers, ascending
-) -> Callable | None:  # (optimizer, step), as `Setup.schedule`; None where nothing was kept
-    "A schedule that restores the recorded learning rate and all other settings of every group."
+    rows: list[dict],  # 'settings' of a black box: step, optimizers; ascending
+) -> Callable | None:  # (optimizer, step), as `Setup.schedule`; None if none was recorded
+    "A schedule that restores the recorded learning rate and all other parameter-group settings."
     if not rows:
         return None
 
@@ -231,10 +231,10 @@ class Walk:
 # %% ../../nbs/api/replay/02_snapshot.ipynb #3f711311
 def load_snapshots(
     path: str | Path | Recording,  # folder of a record
-    steps: Sequence[int],  # the steps to stand before
-    setup: Setup,  # how to build and run it
+    steps: Sequence[int],  # steps before which the states are wanted
+    setup: Setup,  # how to build the model and run its steps
 ) -> list[Snapshot]:  # in the order of `steps`
-    "The states of a recorded run before several steps; each step in between is replayed once."
+    "The states of a recorded run before several steps; replays every step in between once."
     recording = opened(path)
     snapshots: dict[int, Snapshot] = {}
     for step in sorted(set(steps)):
@@ -262,9 +262,9 @@ def _states_from(path: Recording, start: Snapshot, steps: list[int]) -> dict[int
 
 def load_snapshot(
     path: str | Path | Recording,  # folder of a record
-    step: int,  # the step to stand before
-    setup: Setup,  # how to build and run it
-) -> Snapshot:  # the state before `step`, reached by replaying the steps since the last saved one
+    step: int,  # step before which the state is wanted
+    setup: Setup,  # how to build the model and run its steps
+) -> Snapshot:  # reached by replaying from the last saved snapshot
     "The state of a recorded run before a step."
     return load_snapshots(path, [step], setup)[0]
 
@@ -315,16 +315,14 @@ def _model_state(checkpoint: dict) -> dict[str, torch.Tensor]:
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #ef08e25f
 def snapshot_of(
-    setup: Setup,  # how to build and run it
+    setup: Setup,  # how to build the model and run its steps
     # path of a .pt, .pth, .bin or .safetensors file, a state dict, a dict that holds one,
     # or a function that returns one
     checkpoint: str | Path | dict | Callable,
-    step: int | None = None,  # the step that comes next; None: what the checkpoint says, or 0
-    name: str = "",  # for tables
-) -> (
-    Snapshot
-):  # with optimizer, scaler and random states where the checkpoint has them under their usual names
-    "A snapshot made from your own checkpoint."
+    step: int | None = None,  # next step; None: taken from the checkpoint, or 0
+    name: str = "",  # name in tables
+) -> Snapshot:  # with optimizer, scaler and random states if the checkpoint has them under usual names
+    "Creates a snapshot from a checkpoint of your own."
     contents = _read_state(checkpoint)
     if step is None:
         counts = [contents[key] for key in _STEP_KEYS if isinstance(contents.get(key), (int, float))]
@@ -353,9 +351,9 @@ def batch_of(
     # micro-batches: what `setup.loss` takes; or one (batch, seq + 1) tensor or list of equally long lists
     # of token ids, which becomes tokens and targets
     *parts: object,
-    name: str = "my batch",  # for tables
+    name: str = "my batch",  # name in tables
 ) -> Batch:  # without random states
-    "A `Batch` made from your own data."
+    "Creates a `Batch` from your own data."
     if not parts:
         raise bad_input("parts", "none", "at least one micro-batch")
     microbatches = [_tokens_and_targets(part) for part in parts]

@@ -77,12 +77,12 @@ def _grad_norm(model: torch.nn.Module) -> float:
 # %% ../../nbs/api/replay/01_step.ipynb #7c8349f7
 @dataclass(frozen=True)
 class StepNumbers:
-    "Loss and gradient norm of a step, before it changes the weights."
+    "Loss, gradient norm and learning rate of a step, before the weights change."
 
-    loss: float  # of the step, nats
+    loss: float  # loss of the step, nats
     grad_norm: float  # L2 norm of the gradient before clipping
-    clipped_grad_norm: float | None  # after it; None where the setup does not clip
-    lr: float | None  # of the optimizer's first group; None without an optimizer
+    clipped_grad_norm: float | None  # norm after clipping; None if the setup does not clip
+    lr: float | None  # learning rate of the first parameter group; None without an optimizer
 
 
 def _clip(setup: Setup, model: torch.nn.Module) -> float | None:
@@ -125,7 +125,7 @@ def _rate_of(optimizers: list[torch.optim.Optimizer]) -> float | None:
 def needs_closure(
     optimizer: Any,  # any optimizer
 ) -> bool:
-    "Whether a step evaluates the loss itself, as that of LBFGS does, and cannot be taken without a closure."
+    "Whether the optimizer evaluates the loss itself in `step`, like LBFGS, and needs a closure."
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
@@ -164,17 +164,17 @@ def _step_by_closure(
 
 # %% ../../nbs/api/replay/01_step.ipynb #f29ed7c3
 def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
-    setup: Setup,  # how a batch becomes a loss
-    model: torch.nn.Module,  # in the state before the step
-    optimizer: torch.optim.Optimizer | list | None,  # its optimizer, several, or None
-    batch: Batch,  # the micro-batches
-    step: int,  # what `setup.schedule` is given
-    recorder: Recorder | None = None,  # records it
-    autocast: torch.dtype | None = None,  # run the forward pass under autocast to this type
-    scaler: torch.amp.GradScaler | None = None,  # of the loop
-    before_update: Callable[[], None] = lambda: None,  # called when the gradient is there, before clipping
-) -> StepNumbers:  # its loss and gradient norm
-    "One optimizer step as the loop took it: gradients in place, the update made."
+    setup: Setup,  # how to compute the loss of a batch
+    model: torch.nn.Module,  # model in its state before the step
+    optimizer: torch.optim.Optimizer | list | None,  # optimizer, several optimizers, or None
+    batch: Batch,  # micro-batches of the step
+    step: int,  # step number passed to `setup.schedule`
+    recorder: Recorder | None = None,  # recorder that records the step
+    autocast: torch.dtype | None = None,  # dtype for autocast in the forward pass; None: no autocast
+    scaler: torch.amp.GradScaler | None = None,  # GradScaler of the training loop
+    before_update: Callable[[], None] = lambda: None,  # called after the backward pass, before clipping
+) -> StepNumbers:  # its loss, gradient norm and learning rate
+    "Runs one optimizer step as the training loop did; sets the gradients and updates the weights in place."
     if optimizer is not None and setup.schedule is not None:
         setup.schedule(optimizer, step)
     model.zero_grad(set_to_none=True)
@@ -197,16 +197,16 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
 class Replayed:
     "The result of a replayed step."
 
-    loss: float  # mean over the micro-batches, nats
+    loss: float  # mean loss of the micro-batches, nats
     grad_norm: float  # L2 norm of the gradient before clipping
-    update_norm: float  # L2 norm of the change of the weights that were finite
-    gradients: dict  # parameter name -> gradient, as the optimizer saw it
-    weights: dict  # name -> tensor of the model's state after the step
-    run: xr.DataTree | None  # the record of the step, as the Recorder writes it
-    clipped_grad_norm: float | None = None  # the norm after clipping; None where the setup does not clip
+    update_norm: float  # L2 norm of the weight change, over finite weights
+    gradients: dict  # parameter -> gradient as the optimizer received it
+    weights: dict  # name -> tensor of the model state after the step
+    run: xr.DataTree | None  # record of the step, as written by the Recorder
+    clipped_grad_norm: float | None = None  # gradient norm after clipping; None if the setup does not clip
 
     def to_dict(self) -> dict[str, float]:
-        "Its numbers."
+        "The scalar results as a dict."
         numbers = {"loss": self.loss, "grad_norm": self.grad_norm, "update_norm": self.update_norm}
         clipped = self.clipped_grad_norm
         return numbers if clipped is None else numbers | {"clipped_grad_norm": clipped}
@@ -249,15 +249,15 @@ def _take_recorded_step(
 # %% ../../nbs/api/replay/01_step.ipynb #eb2163b6
 def replay(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its micro-batches
-    device: str | None = None,  # where to run; None: that of the setup
-    record: bool = True,  # record every layer as the Recorder does
-    sampled: bool = False,  # also its costly statistics, such as exponents and kurtosis: nearly one more step
-    keep_rng: bool = True,  # draw dropout as the batch drew it; False: with the random state of now
-    autocast: torch.dtype | None = None,  # run the forward pass under autocast to this type
-    dtype: torch.dtype | None = None,  # of the weights; None: as they were
-) -> Replayed:  # loss, gradients, next weights and the record of the step
-    "Replays a step; the caller's random states stay unchanged."
+    batch: Batch,  # micro-batches of the step
+    device: str | None = None,  # device to run on; None: that of the setup
+    record: bool = True,  # record every layer, as the Recorder does
+    sampled: bool = False,  # also record costly statistics, such as exponents: nearly one more step
+    keep_rng: bool = True,  # use the batch's random states, so dropout is the same; False: the current one
+    autocast: torch.dtype | None = None,  # dtype for autocast in the forward pass; None: no autocast
+    dtype: torch.dtype | None = None,  # dtype of the weights; None: unchanged
+) -> Replayed:  # loss, gradients, updated weights and the record of the step
+    "Replays a step without changing the random states of the caller."
     if not batch.parts:
         raise bad_input("batch", "no micro-batch", "at least one")
     model, optimizer = snapshot.build(device, dtype)
@@ -287,13 +287,13 @@ def replay(
 class NoiseFloor:
     "The largest differences between repeats of one step."
 
-    exact: bool  # whether there is none at all
-    loss: float  # of the loss, nats
-    grad: float  # of the gradient, relative L2
-    weights: float  # of the next weights, relative L2
+    exact: bool  # whether all repeats are identical
+    loss: float  # difference of the loss, nats
+    grad: float  # difference of the gradient, relative L2
+    weights: float  # difference of the updated weights, relative L2
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The differences as plain data for JSON."
         return asdict(self)
 
 
@@ -304,11 +304,11 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def noise_floor(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # its micro-batches
-    times: int = 3,  # repeats, >= 2
-    device: str | None = None,  # where to run; None: that of the setup
-) -> NoiseFloor:  # the largest differences between repeats
-    "How much repeats of one step differ on this machine."
+    batch: Batch,  # micro-batches of the step
+    times: int = 3,  # number of repeats, >= 2
+    device: str | None = None,  # device to run on; None: that of the setup
+) -> NoiseFloor:  # largest difference of each quantity
+    "The differences between repeats of one step on this machine."
     if times < 2:
         raise bad_input("times", times, "2 or more")
     first, *others = [replay(snapshot, batch, device, record=False) for _ in range(times)]

@@ -111,16 +111,16 @@ class SwapTest:
     "Loss and gradient norm for every state and batch, and the verdict on which is to blame."
 
     verdict: str  # a key of VERDICTS
-    decided_by: str  # variable of the table that the verdict follows: grad_norm, loss or update_norm
+    decided_by: str  # variable that decides the verdict: grad_norm, loss or update_norm
     table: (
         xr.Dataset
     )  # dims (state, batch): loss, grad_norm, update_norm; the verdict and its evidence in attrs
     # factors over the controls of the batch, the state and the suspect cell, and the limit beyond which one
     # is out of line; empty where the controls are not finite numbers above 0
     evidence: dict[str, float] = field(default_factory=dict)
-    bad_in_a_row: int = 0  # batches out of line one after the other, the suspect one among them; 0: it is not
-    is_longer: bool = False  # whether those that were run end before the row does
-    reason: str = ""  # what the record shows of the steps that made a bad state
+    bad_in_a_row: int = 0  # length of the series of bad batches with the suspect one; 0: it is not bad
+    is_longer: bool = False  # whether the series may extend beyond the tested batches
+    reason: str = ""  # recorded evidence on the steps that led to a bad state
 
     @property
     def words(self) -> str:
@@ -131,7 +131,7 @@ class SwapTest:
         return _VERDICTS[self.verdict] + row + reason
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The test as plain data for JSON."
         measured = {name: self.table[name].values for name in _UNITS}
         return plain(
             {
@@ -219,14 +219,14 @@ def _bad_after(
 
 # %% ../../nbs/api/replay/03_swap.ipynb #e1bb692f
 def swap_test(
-    snapshots: Sequence[Snapshot],  # the suspect one last; at least two
-    batches: Sequence[Batch],  # the suspect one last; at least two
-    device: str | None = None,  # where to run; None: that of the setup
+    snapshots: Sequence[Snapshot],  # at least two states, the suspect one last
+    batches: Sequence[Batch],  # at least two batches, the suspect one last
+    device: str | None = None,  # device to run on; None: that of the setup
     min_factor: float = 2.0,  # as in `_verdict_of`
-    progress: bool = True,  # show a bar
-    later: Iterable[Batch] = (),  # batches after the suspect one, to count how many in a row are bad
-) -> SwapTest:  # the verdict and the table that it follows from
-    "Runs every batch from every state and decides which of the two is to blame."
+    progress: bool = True,  # show a progress bar
+    later: Iterable[Batch] = (),  # batches after the suspect one, to count consecutive bad ones
+) -> SwapTest:  # the verdict and the table behind it
+    "Runs every batch from every state and decides whether state or batch is to blame."
     shape = len(snapshots), len(batches)
     if min(shape) < 2:
         allowed = "two or more of each: the suspect last, controls before it"

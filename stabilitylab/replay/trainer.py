@@ -39,12 +39,12 @@ class _Alone:
 
 
 def trainer_like(
-    cls: type,  # of the trainer
-    model: torch.nn.Module,  # the one to train
-    args: dict[str, Any] | None = None,  # settings that its loss reads
-    **attributes: Any,  # of the trainer that its loss reads
+    cls: type,  # class of the trainer
+    model: torch.nn.Module,  # model to train
+    args: dict[str, Any] | None = None,  # training arguments that the loss reads
+    **attributes: Any,  # trainer attributes that the loss reads
 ) -> Any:
-    "A stand-in for a Trainer of Hugging Face that can compute its loss."
+    "A stand-in for a Hugging Face Trainer that can compute its loss."
     device = next(model.parameters()).device
     for part in attributes.values():
         if isinstance(part, torch.nn.Module):
@@ -57,10 +57,10 @@ def trainer_like(
 
 # %% ../../nbs/api/replay/09_trainer.ipynb #49115e0a
 def trainer_loss(
-    trainer: Any,  # as `trainer_like` makes it
-    batch: dict,  # what `compute_loss` was given; `num_items_in_batch` of the whole step among it
+    trainer: Any,  # result of `trainer_like`
+    batch: dict,  # input of `compute_loss`, with `num_items_in_batch` of the whole step
 ) -> torch.Tensor:
-    "The loss of a trainer for one micro-batch."
+    "The trainer's loss for one micro-batch."
     inputs, items = dict(batch), batch.get("num_items_in_batch")
     inputs.pop("num_items_in_batch", None)
     names = inspect.signature(type(trainer).compute_loss).parameters
@@ -81,11 +81,11 @@ _SECOND_MODELS: dict[str, torch.nn.Module] = {}  # file -> the model with its we
 
 
 def kept_model(
-    make: Callable[[], torch.nn.Module],  # makes it, with any weights
-    setup_file: str | Path,  # the draft, which stands in the record
-    name: str,  # of the file beside it that holds the weights
-) -> torch.nn.Module:  # frozen, in evaluation mode
-    "A model that the loss needs and that is not trained, such as the reference of DPO."
+    make: Callable[[], torch.nn.Module],  # creates the model, with any weights
+    setup_file: str | Path,  # path of the draft setup in the record
+    name: str,  # name of the weights file next to it
+) -> torch.nn.Module:  # frozen, in eval mode
+    "Loads a frozen model that the loss needs, such as the reference model of DPO."
     path = Path(setup_file).resolve().with_name(name)
     if str(path) not in _SECOND_MODELS:
         with torch.random.fork_rng(devices=[]):  # random weights would take the numbers of dropout

@@ -122,10 +122,10 @@ class _Theirs:
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #c95ee5cc
 def theirs(
-    setup: Setup,  # of the user
-    directory: str | None = None,  # folder in which its functions run; None: the one that is current then
-) -> Setup:  # the same; what its functions raise is marked
-    "A setup whose errors are distinguishable from those of this package."
+    setup: Setup,  # setup of the user
+    directory: str | None = None,  # working directory for its functions; None: the current one
+) -> Setup:  # the wrapped setup; its functions mark what they raise
+    "Wraps a setup so that errors in user code can be told apart from errors in this package."
     wrapped: dict[str, Any] = {}
     for field in fields(setup):
         value = getattr(setup, field.name)
@@ -138,7 +138,7 @@ def theirs(
 
 @contextmanager
 def faults_in_one_line() -> Iterator[None]:  # for the block that runs a setup from `theirs`
-    "A fault in the user's code becomes an `InputError`: which function, where, and what."
+    "A context manager that turns an error in user code into an `InputError` with function and line."
     try:
         yield
     except Exception as error:
@@ -221,9 +221,9 @@ def _parsed(where: str) -> tuple[str, str]:
 
 # %% ../../nbs/api/replay/10_user_code.ipynb #e9000817
 def function_at(
-    where: str,  # 'package.module:function' or 'file.py:function'; 'file.py' is 'file.py:setup'
-) -> Callable:  # the function
-    "A function of a module or file of yours, which is run to get it."
+    where: str,  # 'package.module:function' or 'file.py:function'; 'file.py' means 'file.py:setup'
+) -> Callable:  # the loaded function
+    "Loads a function from a module or a file, which is executed."
     module_or_file, name = _parsed(where)
     if not module_or_file or not name.isidentifier():
         raise bad_input("setup", where, "'package.module:function' or 'file.py:function'")

@@ -21,16 +21,16 @@ from ..names.errors import printable
 # %% ../../nbs/api/run/13_checksums.ipynb #6ad72e7d
 @dataclass(frozen=True)
 class Damage:
-    "A damaged file: what it held, the steps it covered, and the reason."
+    "A damaged file, with the data it held, the steps it covered, and the reason."
 
-    file: str  # in its folder
-    why: str  # such as 'missing'
-    what: str = ""  # that is left out, such as 'loss of scalars'; '': the file
-    steps: tuple[int, int] | None = None  # first and last; None: not known, or none
+    file: str  # file name within its folder
+    why: str  # reason, such as 'missing'
+    what: str = ""  # data left out, such as 'loss of scalars'; '': the whole file
+    steps: tuple[int, int] | None = None  # first and last step covered; None: unknown, or none
 
     @property
     def words(self) -> str:
-        "What is left out, in one line."
+        "One line that names the missing data."
         steps = f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
         return f"damaged {self.what or printable(self.file)}{steps} ({self.why})"
 
@@ -41,17 +41,17 @@ def _crc(data: bytes) -> str:
 
 
 def sealed(
-    contents: dict,  # what JSON can hold, with text as keys
-) -> str:  # JSON with one entry more, `crc32c`
-    "A dict as JSON that carries its own checksum."
+    contents: dict,  # JSON values with string keys
+) -> str:  # JSON with an additional entry `crc32c`
+    "A dict as JSON text that contains its own checksum."
     readable = json.loads(json.dumps(contents))  # as a reader will see it
     return json.dumps({**readable, "crc32c": _crc(json.dumps(readable).encode())})
 
 
 def unsealed(
-    text: str | bytes,  # from `sealed`, or any JSON object
-) -> dict:  # without the checksum
-    "The dict that was sealed; a ValueError where it is not what was written."
+    text: str | bytes,  # result of `sealed`, or any JSON object
+) -> dict:  # the dict without its checksum
+    "The dict inside sealed JSON text; raises a ValueError if the text was altered."
     try:
         contents = json.loads(text)
     except RecursionError as error:
@@ -66,7 +66,7 @@ def unsealed(
 # %% ../../nbs/api/run/13_checksums.ipynb #a815e1e8
 def file_checksum(
     path: str | Path,  # a file
-) -> str:  # CRC-32C, 8 hexadecimal digits
+) -> str:  # CRC-32C as 8 hexadecimal digits
     "The checksum of a file."
     crc, piece = 0, bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
@@ -77,11 +77,11 @@ def file_checksum(
 
 
 def file_fault(
-    path: str | Path,  # where the file should be
-    checksum: str | None,  # as `file_checksum` gave it; None: it is not known
-    size: int | None = None,  # bytes; None: not known
-) -> str:  # '' where it is whole as far as is known
-    "Why a file is damaged; empty if it is intact."
+    path: str | Path,  # expected location of the file
+    checksum: str | None,  # result of `file_checksum`; None: unknown
+    size: int | None = None,  # expected size in bytes; None: unknown
+) -> str:  # '' if no damage is detected
+    "The reason why a file is damaged, or '' if it is intact."
     path = Path(path)
     if not path.is_file():
         return "missing"
@@ -113,9 +113,9 @@ _MARK = b"PK\3\4"
 
 
 def zip_entries(
-    path: str | Path,  # an archive of entries that are not compressed
-) -> Iterator[tuple[str, bytes | None, str]]:  # (name, bytes or None where damaged, why)
-    "Every entry of an archive, each checked; nothing is raised for damage."
+    path: str | Path,  # an archive with uncompressed entries
+) -> Iterator[tuple[str, bytes | None, str]]:  # (name, bytes or None if damaged, reason)
+    "Yields every entry of an archive with its check; never raises for damage."
     try:
         archive = zipfile.ZipFile(path)
     except ZIP_FAULTS:
@@ -131,8 +131,8 @@ def zip_entries(
 
 def zip_names(
     path: str | Path,  # any file
-) -> list[str]:  # [] where it is no archive
-    "What an archive holds, whole or not."
+) -> list[str]:  # [] if it is not an archive
+    "Names of the entries in an archive, intact or damaged."
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()

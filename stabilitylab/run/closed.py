@@ -31,9 +31,9 @@ def _tree_files(folder: Path) -> dict[str, Path]:
 
 
 def write_checksums(
-    folder: str | Path,  # of a Zarr tree that nobody writes any more
+    folder: str | Path,  # Zarr tree of a record that is no longer written
 ) -> None:
-    "Put the checksum of every file of a record beside them."
+    "Writes a checksum for every file of a record into the record's folder."
     folder = Path(folder)
     files = {key: file_checksum(file) for key, file in _tree_files(folder).items() if key != CHECKSUMS}
     write_atomic(folder / CHECKSUMS, sealed({"files": files}))
@@ -51,7 +51,7 @@ def _checksums_in(text: bytes | None) -> dict[str, str]:
 # %% ../../nbs/api/run/14_closed.ipynb #a91b6d4b
 def closed_faults(
     path: str | Path,  # folder of a closed record, packed or not
-) -> tuple[dict[str, str], int]:  # file -> why it is damaged; and how many files have a checksum
+) -> tuple[dict[str, str], int]:  # (file -> reason of the damage, number of files with a checksum)
     "The damaged files of a closed record."
     path = Path(path)
     if (path / RECORD_FILE).is_file():

@@ -141,20 +141,20 @@ _TRIES = 3  # times that a group is given to a worker again when its function ra
 
 
 def n_workers(
-    client: Any,  # of `as_client`
+    client: Any,  # result of `as_client`
 ) -> int:  # at least 1
-    "How many workers there are, or will be once the queue lets them begin."
+    "The number of workers, including those still waiting in the queue."
     return max(len(client.ncores()), len(getattr(client.cluster, "requested", ())), 1)
 
 
 def map_on(
-    client: Any,  # of `as_client`; None: in this process
-    function: Callable[..., Result],  # (item, *more) -> result, of a module
-    items: Sequence[Item],  # sent to a worker as they are
-    *more: Any,  # further arguments, the same for all
-    sizes: Sequence[float] | None = None,  # how much work each is, in any unit; None: all the same
+    client: Any,  # result of `as_client`; None: run in this process
+    function: Callable[..., Result],  # (item, *more) -> result; must be importable from a module
+    items: Sequence[Item],  # sent to the workers unchanged
+    *more: Any,  # further arguments, the same for every item
+    sizes: Sequence[float] | None = None,  # amount of work per item, in any unit; None: equal
 ) -> Iterator[Result]:  # in the order of the items
-    "What a function returns for each item."
+    "Applies a function to every item, in parallel on the workers, and yields the results."
     if client is None:
         yield from (function(item, *more) for item in items)
         return

@@ -15,28 +15,28 @@ from .scalars import Samples, make_scalars, series, series_names
 
 # %% ../../nbs/api/run/08_curves.ipynb #ab8f66cf
 class Curve(NamedTuple):
-    "The finite values of one series, one a step, in the order of the log."
+    "The finite values of one series in log order, without repeated steps."
 
     name: str  # name of the series
-    step: np.ndarray  # (n,) int64, the log's own steps
+    step: np.ndarray  # (n,) int64, steps as logged
     value: np.ndarray  # (n,) float64, finite
-    segment: np.ndarray  # (n,) int32, pass of the program
-    time: np.ndarray | None  # (n,) datetime64[ns], None where the log has no clock
-    repeated: int  # records left out because the next one has the same step and segment
-    nonfinite: int  # records left out because they are NaN or infinite
+    segment: np.ndarray  # (n,) int32, segment between restarts
+    time: np.ndarray | None  # (n,) datetime64[ns]; None if the log has no timestamps
+    repeated: int  # records dropped because the next one has the same step and segment
+    nonfinite: int  # records dropped because they are NaN or infinite
 
 # %% ../../nbs/api/run/08_curves.ipynb #ea7bfcc8
 def group_of(
     run: xr.DataTree,  # a record
-    name: str,  # of a group, such as 'activations'
-) -> xr.Dataset | None:  # None where the record has no such group
-    "One group of a record as a table."
+    name: str,  # group name, such as 'activations'
+) -> xr.Dataset | None:  # None if the record has no such group
+    "A group of a record as a table."
     return run[name].to_dataset() if name in run.children else None
 
 
 def scalars_of(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-) -> xr.Dataset:  # the group; empty where the record has none
+) -> xr.Dataset:  # the group; empty if the record has none
     "The `/scalars` group of a record."
     if isinstance(run, xr.Dataset):
         return run
@@ -47,8 +47,8 @@ def scalars_of(
 def curve(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
     name: str,  # name of the series
-) -> Curve | None:  # None where the run has no such series, or no finite value of it
-    "One series as arrays, without NaN, infinities and steps that were printed more than once."
+) -> Curve | None:  # None if the run has no such series, or no finite value in it
+    "A series as arrays, without NaN, infinities and repeated steps."
     scalars = scalars_of(run)
     if name not in scalars.data_vars or scalars[name].dims != ("step",):
         return None
@@ -74,9 +74,9 @@ def curve(
 
 
 def step_interval(
-    points: Curve | None,  # a curve, or None where there is none
+    points: Curve | None,  # a curve, or None
 ) -> int:  # steps, at least 1
-    "The usual number of steps between two records of a series."
+    "The typical number of steps between two records of a series."
     if points is None or len(points.step) < 2:
         return 1
     return max(1, int(np.median(np.abs(np.diff(points.step)))))
@@ -87,7 +87,7 @@ _NOT_LOSS = ("val_", "z_loss", "aux_loss", "loss_scale", "loss_zscore", "event_"
 
 def loss_name(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-) -> str | None:  # name of the training loss; None where nothing looks like one
+) -> str | None:  # None if no series looks like a training loss
     "The name of the series used as training loss."
     names = series_names(scalars_of(run))
     if "loss" in names:
@@ -100,7 +100,7 @@ def loss_name(
 
 def loss_curve(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-) -> Curve | None:  # None where nothing looks like a training loss
+) -> Curve | None:  # None if no series looks like a training loss
     "The training loss as arrays."
     name = loss_name(run)
     return curve(run, name) if name else None

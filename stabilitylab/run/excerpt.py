@@ -20,12 +20,12 @@ from .scalars import series, series_names
 # %% ../../nbs/api/run/15_excerpt.ipynb #bea1abd6
 def series_between(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-    names: Sequence[str] = (),  # of series; (): all of them
-    first: int | None = None,  # lowest step; None: the first
-    last: int | None = None,  # highest step; None: the last
-    every: int = 1,  # take each n-th of the rows that have a value
+    names: Sequence[str] = (),  # names of series; (): all
+    first: int | None = None,  # lowest step; None: the first step
+    last: int | None = None,  # highest step; None: the last step
+    every: int = 1,  # keep every n-th row that has a value
 ) -> pd.DataFrame:  # columns step, segment and one a series; NaN where a series has no record at that step
-    "The values of series between two steps."
+    "The values of several series between two steps."
     scalars = scalars_of(run)
     allowed = series_names(scalars)
     for name in names:
@@ -52,12 +52,12 @@ def series_between(
 # %% ../../nbs/api/run/15_excerpt.ipynb #9e15aacc
 def tensor_rows(
     run: xr.DataTree,  # a record whose layers were recorded
-    group: str,  # such as 'activations', 'gradients', 'weights', 'updates', 'optimizer'
-    variable: str,  # such as 'absmax' or 'rms'
-    step: int,  # the nearest recorded step at or before it is taken
-    top: int = 10,  # rows, the largest value first; NaN and inf before all
+    group: str,  # name such as 'activations', 'gradients', 'weights', 'updates', 'optimizer'
+    variable: str,  # statistic, such as 'absmax' or 'rms'
+    step: int,  # the last recorded step at or before this one is used
+    top: int = 10,  # number of rows, largest first; NaN and inf precede all
 ) -> pd.DataFrame:  # columns name, kind, value, early, ratio; attrs step and early_step
-    "The modules or parameters with the largest statistic at a step, beside the first recorded one."
+    "The modules or parameters with the largest statistic at a step, compared with the first recorded step."
     groups = [name for name in run.children if set(run[name].dims) & {"module", "param"}]
     if group not in groups:
         raise bad_input("group", group, groups, "" if groups else "this run recorded no layers")
@@ -88,9 +88,9 @@ _FAR = 5.0  # robust standard deviations that count as a change: our convention
 
 def changes_at(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
-    step: int,  # the first record at or after it is compared with those before
-) -> pd.DataFrame:  # columns series, before, at, after, deviations; the farthest first; empty where none is
-    "The series that leave their own range at a step."
+    step: int,  # the first record at or after this step is compared with earlier ones
+) -> pd.DataFrame:  # columns series, before, at, after, deviations; largest deviation first
+    "The series that leave their usual range at a step."
     scalars = scalars_of(run)
     rows = []
     for name in series_names(scalars):

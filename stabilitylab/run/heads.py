@@ -60,9 +60,9 @@ def _layer_names(data: xr.Dataset) -> np.ndarray:
 
 
 def head_rows(
-    data: xr.Dataset,  # the `/attention` group of one step or more; dims `(step, layer, head)`
-) -> dict[str, np.ndarray]:  # 'attention/variable' -> a row for each step, layer and head that is there
-    "The heads as rows of a part of a growing record."
+    data: xr.Dataset,  # `/attention` group of one or more steps; dims `(step, layer, head)`
+) -> dict[str, np.ndarray]:  # 'attention/variable' -> one value per existing step, layer and head
+    "Converts attention statistics per head to rows for a growing record."
     shape = tuple(data.sizes[dim] for dim in ("step", "layer", "head"))
     variables = {}
     for name, array in data.data_vars.items():
@@ -77,9 +77,9 @@ def head_rows(
 
 # %% ../../nbs/api/run/07_heads.ipynb #ed74a20d
 def joined_rows(
-    pieces: list[dict[str, np.ndarray]],  # from `head_rows`
-) -> dict[str, np.ndarray]:  # the same rows under each other; {} for none
-    "The rows of several steps as one part."
+    pieces: list[dict[str, np.ndarray]],  # results of `head_rows`
+) -> dict[str, np.ndarray]:  # the concatenated rows; {} for no pieces
+    "Concatenates the head rows of several steps."
     joined = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         joined[name] = np.concatenate([piece[name] for piece in pieces])
@@ -87,10 +87,10 @@ def joined_rows(
 
 
 def head_table(
-    arrays: dict[str, np.ndarray],  # 'attention/variable' -> rows, those of other groups are left alone
-    segment: int = 0,  # start of the program that they belong to
-) -> xr.Dataset:  # dims `(step, layer, head)`; NaN where a head was not there
-    "The table that the rows were made of."
+    arrays: dict[str, np.ndarray],  # 'attention/variable' -> rows; other groups are ignored
+    segment: int = 0,  # number of the program start that wrote the rows
+) -> xr.Dataset:  # dims `(step, layer, head)`; NaN for missing heads
+    "Converts head rows back to the `/attention` table; the inverse of `head_rows`."
     own = {
         key.removeprefix("attention/"): rows for key, rows in arrays.items() if key.startswith("attention/")
     }

@@ -76,18 +76,18 @@ def _refuse_foreign(path: Path, lock: str) -> None:
 
 # %% ../../nbs/api/run/03_live.ipynb #b6ef198b
 class LiveStore:
-    "The growing record at a path, held by one process at a time."
+    "A growing record on disk, written by one process at a time."
 
     def __init__(
         self,
-        path: str | Path,  # folder of the record; new, empty, or an older record that is continued
+        path: str | Path,  # folder of the record; new, empty, or an existing record to continue
         # group -> {'dim', 'names', 'kind', 'layer', 'variables': {name: [long_name, units, further dims]},
         # 'coords': {further dim: values}}
         tables: dict,
-        attrs: dict | None = None,  # settings of the run; JSON values
+        attrs: dict | None = None,  # settings of the run, as JSON values
         rank: int = 0,  # of this process
-        world: int = 1,  # processes that write shards of this record
-        segment: int | None = None,  # number of this start; None: the next, which is for rank 0 to say
+        world: int = 1,  # number of processes that write shards of this record
+        segment: int | None = None,  # number of this program start; None: the next one (rank 0 only)
     ):
         self.path, self.live = Path(path), Path(path) / "live"
         self.n, self.world = 0, world
@@ -118,7 +118,7 @@ class LiveStore:
         arrays: dict[str, np.ndarray],
         events: Iterable = (),  # `(kind, step, text, time)`
     ) -> None:
-        "Add one part; it counts once it is whole and on the disk, so that a power cut leaves it."
+        "Appends one part; it is durable once complete and survives a power failure."
         buffer = io.BytesIO()
         entries: dict[str, Any] = {"events": np.frombuffer(json.dumps(list(events)).encode(), np.uint8)}
         np.savez(buffer, **(entries | arrays))
@@ -126,14 +126,14 @@ class LiveStore:
         self.n += 1
 
     def beat(self) -> None:
-        "Leave a sign of life that needs no part."
+        "Signals that the process is alive, without writing a part."
         write_beat(self.live, self.tag, time.time())
 
     def close(
         self,
-        merge: bool = True,  # turn the parts into Zarr groups
+        merge: bool = True,  # merge the parts into Zarr groups
     ) -> None:
-        "Let go of the path, and make the record an ordinary one."
+        "Releases the lock and turns the record into an ordinary closed one."
         try:
             write_atomic(self.live / f"done-{self.tag}", b"")
             done = [(self.live / f"done-{self.segment}-{rank}").exists() for rank in range(self.world)]

@@ -15,14 +15,14 @@ from ..names.errors import bad_input
 # %% ../../nbs/api/run/10_loss_scale.ipynb #dbf743d7
 @dataclass(frozen=True)
 class ScaleHistory:
-    "The verdict on the history of a loss scale: steady, search, sawtooth or collapse."
+    "The verdict on a loss-scale history, with the counts behind it."
 
     verdict: str  # 'steady', 'sawtooth', 'search' or 'collapse'
-    cause: str  # of a collapse: 'activations', 'gradients' or 'unknown'; '' without one
-    onset: int | None  # index of the first fall of the densest stretch of a collapse; None without one
-    halvings: int  # how often it was halved, >= 0
-    most_within: int  # the most halvings within the window, >= 0
-    falls: tuple[int, ...]  # indices of the records that are lower than the one before, ascending
+    cause: str  # cause of a collapse: 'activations', 'gradients' or 'unknown'; '' without one
+    onset: int | None  # index of the first decrease in the densest stretch of a collapse, or None
+    halvings: int  # number of halvings, >= 0
+    most_within: int  # maximum number of halvings within the window, >= 0
+    falls: tuple[int, ...]  # ascending indices of the records lower than their predecessor
 
     def to_dict(self) -> dict:  # field -> value, `falls` as a list
         "The history as plain data."
@@ -58,16 +58,16 @@ def _cause(
 
 # %% ../../nbs/api/run/10_loss_scale.ipynb #c3bfe304
 def read_loss_scale(
-    scale: np.ndarray,  # (record,) loss scale as logged, > 0
+    scale: np.ndarray,  # (record,) logged loss scale, > 0
     # (record,) largest unscaled |gradient|, where recorded; inf or NaN: the step broke at any scale
     grad_max: np.ndarray | None = None,
-    dense: int = 4,  # halvings within `within` steps that make a collapse
-    within: int = 50,  # steps
-    step: np.ndarray | None = None,  # (record,) steps of the records; None: 0, 1, 2 …
-    search: float = 0.1,  # share of the history in which falls look for the level: our convention
-    floor: float = 1.0,  # a scale that ends here has nowhere to fall
-) -> ScaleHistory:  # the verdict, with what it counts
-    "The verdict on the history of a loss scale: steady, search, sawtooth or collapse."
+    dense: int = 4,  # number of halvings within `within` steps that counts as a collapse
+    within: int = 50,  # length of the window, in steps
+    step: np.ndarray | None = None,  # (record,) step of each record; None: 0, 1, 2 …
+    search: float = 0.1,  # initial share of the history in which decreases count as the search for a level
+    floor: float = 1.0,  # minimum scale; a history that ends here cannot decrease further
+) -> ScaleHistory:  # the verdict, with the counts behind it
+    "Classifies the history of a loss scale as steady, search, sawtooth or collapse."
     values = np.asarray(scale, np.float64)
     if values.ndim != 1 or len(values) < 2 or not (values > 0).all():
         raise bad_input("scale", f"{values.size} values", "two or more values > 0")

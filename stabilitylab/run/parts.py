@@ -191,8 +191,8 @@ def _read_segment(live: Path, segment: int, number: int) -> Segment:
 # %% ../../nbs/api/run/06_parts.ipynb #a9f8ad20
 def scalar_samples(
     scalars: xr.Dataset,  # the `/scalars` group of a record
-) -> dict[str, Samples]:  # name -> its logged values; `order` is the row
-    "The series of a table as they were logged, to make a new table of them and others."
+) -> dict[str, Samples]:  # name -> logged samples; `order` is the row number
+    "The logged samples of every series in a table, for merging into a new table."
     samples, row = {}, np.arange(scalars.sizes["step"])
     for name in series_names(scalars):
         rows = scalars[[name, *(["logged_nan"] if "logged_nan" in scalars else [])]]
@@ -207,8 +207,8 @@ def scalar_samples(
 
 def segment_starts(
     scalars: xr.Dataset,  # the `/scalars` group of a record
-) -> list[int]:  # the first row of each later segment
-    "Where a table passes from one start of the program to the next."
+) -> list[int]:  # first row of every segment but the first
+    "The rows of a table at which a new segment begins."
     return list(1 + np.flatnonzero(np.diff(scalars.segment.values)))
 
 # %% ../../nbs/api/run/06_parts.ipynb #1a695627

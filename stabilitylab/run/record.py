@@ -58,8 +58,8 @@ def _faults_of(group: str, table: xr.Dataset) -> Iterator[str]:
 # %% ../../nbs/api/run/01_record.ipynb #44a534e6
 def validate_run(
     run: xr.DataTree,  # a record
-) -> xr.DataTree:  # the same record, if it is sound
-    "The record, if it is valid; otherwise raises one `InputError` that lists all faults."
+) -> xr.DataTree:  # the same record
+    "Checks a record and returns it; an invalid one raises an `InputError` that lists all faults."
     if not isinstance(run, xr.DataTree):
         raise bad_input("run", type(run).__name__, "an xarray.DataTree", "make one with new_run(...)")
     faults: list[str] = []
@@ -83,10 +83,10 @@ def validate_run(
 def new_run(
     # the `/scalars` group, from `make_scalars` or a reader; a reader's events may be in it too
     scalars: xr.Dataset | None = None,
-    attrs: dict | None = None,  # settings and origin of the run; JSON values
-    **groups: xr.Dataset,  # further groups by name, such as `events` or `activations`
-) -> xr.DataTree:  # a validated record
-    "A new record with these groups."
+    attrs: dict | None = None,  # settings and origin of the run, as JSON values
+    **groups: xr.Dataset,  # additional groups by name, such as `events` or `activations`
+) -> xr.DataTree:  # the record
+    "A new, validated record with the given groups."
     if scalars is not None and "event" in scalars.dims:
         events = [name for name in scalars.data_vars if "event" in scalars[name].dims]
         groups.setdefault("events", scalars[events].drop_attrs(deep=False))
@@ -99,10 +99,10 @@ def new_run(
 # %% ../../nbs/api/run/01_record.ipynb #0cafa229
 def save_run(
     run: xr.DataTree,  # a record
-    path: str | Path,  # folder of the store, by custom ending in `.zarr`
-    overwrite: bool = False,  # replace a record that is already there
-) -> Path:  # the folder
-    "The folder of the record, saved as Zarr."
+    path: str | Path,  # folder of the store, usually named `….zarr`
+    overwrite: bool = False,  # replace an existing record
+) -> Path:  # the folder of the store
+    "Saves a record as a Zarr store and returns its folder."
     path = Path(path)
     if path.exists() and not overwrite:
         raise bad_input("path", str(path), "a path where nothing is yet", "pass overwrite=True to replace it")
@@ -152,9 +152,9 @@ RECORD_MARKS = (".zgroup", "zarr.json", RECORD_FILE)  # one of them lies in the 
 
 
 def record_parts(
-    folder: Path,  # of a record
-) -> list[Path]:  # that make up its Zarr tree
-    "The files and folders of a closed record."
+    folder: Path,  # folder of the record
+) -> list[Path]:  # paths of its Zarr tree
+    "The files and folders that make up a closed record."
     return [
         p for p in folder.iterdir() if p.name in (*GROUPS, "zarr.json", CHECKSUMS) or p.name.startswith(".z")
     ]
@@ -162,8 +162,8 @@ def record_parts(
 
 def pack_run(
     path: str | Path,  # folder of a closed record
-) -> Path:  # the one file in which its groups now lie
-    "Packs a record into one file; the same record gives the same bytes."
+) -> Path:  # the packed file
+    "Packs the groups of a record into one file; equal records give identical bytes."
     path = Path(path)
     if not is_run(path) or (path / "live").is_dir() or (path / RECORD_FILE).exists():
         raise bad_input("path", str(path), "the folder of a record that is closed and not packed")
@@ -210,8 +210,8 @@ def _is_packed_run(file: Path) -> bool:
 
 def is_run(
     path: str | Path,  # any path
-) -> bool:  # whether a record of ours (or any Zarr tree with a group of ours) lies there
-    "Whether `path` is a folder that `open_run` can open."
+) -> bool:  # True for a record, or any Zarr tree with a group of this schema
+    "Whether `open_run` can open a path."
     path = Path(path)
     if (path / "live").is_dir():
         return any(any((path / "live").glob(pattern)) for pattern in ("segment-*.json", "part-*.npz"))
@@ -233,8 +233,8 @@ def _with_objects_for_text(group: xr.Dataset) -> xr.Dataset:
 
 def open_run(
     path: str | Path,  # folder of a record
-) -> xr.DataTree:  # the record; arrays are read when used
-    "The record at `path`."
+) -> xr.DataTree:  # the record; arrays are loaded when used
+    "Opens the record at `path`."
     path = Path(path)
     if not path.exists():
         raise bad_input("path", str(path), "the folder of a record", "check the spelling")

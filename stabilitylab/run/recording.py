@@ -21,17 +21,17 @@ from .record import open_run
 # %% ../../nbs/api/run/12_recording.ipynb #e493db4f
 @dataclass(frozen=True)
 class BoxIndex:
-    "The list of files in the black box of one process."
+    "The index of the files in the black box of one process."
 
-    folder: Path  # in which the files lie
-    snapshots: list[dict]  # a row a file; with `step` and `file`
-    batches: list[dict]  # a row a micro-batch; with `step`, `file` and, where not storable, `lost`
-    settings: list[dict]  # a row a change; with `step` and `optimizers`
-    damages: tuple[Damage, ...] = ()  # files that are not what was written; their rows are left out
+    folder: Path  # folder of the files
+    snapshots: list[dict]  # one row per snapshot file, with `step` and `file`
+    batches: list[dict]  # one row per micro-batch: `step`, `file` and, if not storable, `lost`
+    settings: list[dict]  # one row per change of settings, with `step` and `optimizers`
+    damages: tuple[Damage, ...] = ()  # damaged files, whose rows are left out
 
     @cached_property
-    def lost(self) -> dict[int, str]:  # step -> what could not be stored
-        "The steps whose batch could not be stored as it was."
+    def lost(self) -> dict[int, str]:  # step -> parts that could not be stored
+        "The steps whose batch could not be stored completely."
         return {row["step"]: row["lost"] for row in self.batches if row.get("lost")}
 
     @cached_property
@@ -52,10 +52,10 @@ class BoxIndex:
 
 # %% ../../nbs/api/run/12_recording.ipynb #12aa0001
 def nearest_step(
-    steps: Sequence[int],  # ascending, such as those that can be replayed
-    wanted: float,  # a step, or a place on the axis of steps
-) -> int | None:  # of two as near the earlier; None without any
-    "The step nearest to a wanted one."
+    steps: Sequence[int],  # ascending steps, such as those that can be replayed
+    wanted: float,  # a step, or a position on the step axis
+) -> int | None:  # the earlier of two equally near steps; None if there is none
+    "The step nearest to a wanted position."
     return min(steps, key=lambda step: abs(step - wanted), default=None)
 
 # %% ../../nbs/api/run/12_recording.ipynb #401f5ced
@@ -100,13 +100,13 @@ def _faults(folder: Path, rows: list[dict]) -> Iterator[tuple[dict, str]]:
 
 # %% ../../nbs/api/run/12_recording.ipynb #f359ae0b
 class Recording:
-    "A run that was opened: where it lies, its record and its black box."
+    "An opened run: its location, its record and its black box."
 
     def __init__(
         self,
-        path: str | os.PathLike,  # folder of a record, or the log that was read
-        run: xr.DataTree | None = None,  # its record; None: opened when it is first used
-        name: str = "",  # of the run, among several at one path; '': that of the path
+        path: str | os.PathLike,  # folder of a record, or a log file
+        run: xr.DataTree | None = None,  # record of the run; None: opened at first use
+        name: str = "",  # name among several runs at one path; '': taken from the path
     ):
         self.path = Path(path)
         self.name = name or self.path.name
@@ -131,26 +131,26 @@ class Recording:
 
     @property
     def format(self) -> str:
-        "What the run was read from, such as 'record' or 'nanogpt'."
+        "The format from which the run was read, such as 'record' or 'nanogpt'."
         return str(self.run.attrs.get("format", "record"))
 
     @property
     def has_box(self) -> bool:
-        "Whether the run kept a black box."
+        "Whether the run has a black box."
         return (self.path / "blackbox" / "index.json").is_file()
 
     def box(
         self,
-        rank: int = 0,  # of the process that wrote it
-    ) -> BoxIndex:  # or an error that says how to get one
-        "The list of files in the black box of one process."
+        rank: int = 0,  # rank of the process that wrote it
+    ) -> BoxIndex:  # raises an error with instructions if there is none
+        "The index of the files in the black box of one process."
         if rank not in self._boxes:
             self._boxes[rank] = _read_index(self.path, rank)
         return self._boxes[rank]
 
     @cached_property
     def world_size(self) -> int:
-        "How many processes kept their batches, counted by their folders."
+        "The number of processes that saved batches, counted by their folders."
         return 1 + sum(folder.is_dir() for folder in (self.path / "blackbox").glob("rank-*"))
 
     @property
@@ -165,14 +165,14 @@ class Recording:
         self,
         step: int,  # optimizer step
     ) -> int:
-        "The step of the last snapshot that is not later than a step."
+        "The step of the last snapshot at or before a step."
         return max(start for start in self.box().starts if start <= step)
 
     def snapshot_before(
         self,
-        onset: int | None,  # step at which the failure begins; None: no failure is known
+        onset: int | None,  # step at which the failure begins; None: no known failure
     ) -> int:  # a step that can be replayed
-        "The step of the last snapshot before a failure, or of the first snapshot there is."
+        "The step of the last snapshot before a failure, or else of the first snapshot."
         replayable = set(self.box().steps)
         steps = [step for step in self.box().starts if step in replayable]
         if not steps:
@@ -183,7 +183,7 @@ class Recording:
 
 # %% ../../nbs/api/run/12_recording.ipynb #55da8ada
 def opened(
-    source: "str | os.PathLike | Recording",  # folder of a record, or what was opened already
+    source: "str | os.PathLike | Recording",  # folder of a record, or an opened run
 ) -> Recording:
-    "The run at a path; a `Recording` is given back as it is."
+    "Opens the run at a path; a `Recording` is returned unchanged."
     return source if isinstance(source, Recording) else Recording(source)

@@ -38,12 +38,10 @@ def _computed_median(x: np.ndarray, window: int, min_records: int, center: bool)
 def before(
     x: np.ndarray,  # (n,) float64, finite
     window: int,  # records before the point, > 0
-    min_records: int = 8,  # with fewer records before it a point has NaN
-    statistic: str = "median",  # a rolling statistic of pandas: median, mean, std, max, min
-) -> (
-    np.ndarray
-):  # (n,) float64; of the `window` records before each, NaN where there are fewer than `min_records`
-    "A rolling statistic that leaves out the current point."
+    min_records: int = 8,  # points with fewer earlier records get NaN
+    statistic: str = "median",  # rolling statistic of pandas: median, mean, std, max, min
+) -> np.ndarray:  # (n,) float64; statistic of the preceding `window` records, or NaN
+    "A rolling statistic over the records before each point."
     if statistic == "median":
         return _rolling_median(x, window, min_records)
     # shifted by one: a spike must not raise the level and the noise that it is measured by
@@ -59,10 +57,10 @@ _DIFFERENCE_TO_SD = MAD_TO_SD / np.sqrt(2)  # a difference of two records holds 
 
 def level_and_noise(
     x: np.ndarray,  # (n,) float64, finite
-    window: int = 128,  # records before each point
-    min_records: int = 32,  # fewer records before a point: NaN
-) -> tuple[np.ndarray, np.ndarray]:  # level (n,) and noise (n,) as a standard deviation; NaN at the start
-    "Rolling median of the last eighth of the window, and the robust noise around it in the whole window."
+    window: int = 128,  # number of records before each point
+    min_records: int = 32,  # points with fewer earlier records get NaN
+) -> tuple[np.ndarray, np.ndarray]:  # level (n,), noise (n,) as a robust standard deviation; NaN at the start
+    "The local level and noise: the median of the latest eighth of the window, and the spread of the whole."
     min_noise_records = max(8, min_records // 2)
     level = before(x, window // 8, min(8, window))
     noise = MAD_TO_SD * before(np.abs(x - level), window, min_noise_records)
@@ -72,9 +70,9 @@ def level_and_noise(
 
 def difference_noise(
     x: np.ndarray,  # (n,) float64, finite
-    lag: int = 1,  # how far the records lie apart whose differences are taken; noise with a memory needs more
-) -> float:  # a standard deviation; 0 for fewer than two values
-    "The noise of a whole series, from the differences of its neighbours: a slow trend does not count."
+    lag: int = 1,  # distance in records of the differences; increase it for correlated noise
+) -> float:  # standard deviation; 0 for fewer than two values
+    "The noise of a series, estimated from lagged differences so that a slow trend does not contribute."
     if len(x) <= lag:
         return 0.0
     difference = x[lag:] - x[:-lag]
@@ -83,17 +81,17 @@ def difference_noise(
 # %% ../../nbs/api/run/09_rolling.ipynb #35eae65a
 def smooth(
     x: np.ndarray,  # (n,) float64, finite
-    window: int,  # records in the centred window; made odd
+    window: int,  # records in the centred window; rounded up to an odd number
 ) -> np.ndarray:  # (n,) float64
-    "Centred rolling median; the window is cut at the ends."
+    "Centred rolling median; the window is truncated at both ends."
     return _rolling_median(x, window | 1, max(1, window // 4), center=True)
 
 # %% ../../nbs/api/run/09_rolling.ipynb #bfe65d9b
 def lasts_from(
-    holds: np.ndarray,  # (n,) bool, whether something holds at each record
-    min_records: int,  # records that it has to hold for, > 0
-) -> int | None:  # None where it does not hold at the end, or for too few records
-    "Index from which on something holds to the end."
+    holds: np.ndarray,  # (n,) bool, whether the condition holds at each record
+    min_records: int,  # minimum number of records for which it must hold, > 0
+) -> int | None:  # None if it does not hold at the end, or for too few records
+    "The index from which a condition holds until the end."
     if not len(holds) or not holds[-1]:
         return None
     at = len(holds) - int(np.argmin(holds[::-1])) if not holds.all() else 0
@@ -102,7 +100,7 @@ def lasts_from(
 
 def recent_median(
     x: np.ndarray,  # (n,) float64, finite
-    window: int,  # records up to and with each, > 0
+    window: int,  # number of records including the current one, > 0
 ) -> np.ndarray:  # (n,) float64
-    "The median of each record and those before it."
+    "Rolling median of each record and its predecessors."
     return before(np.r_[x, x[-1:]], window, 1)[1:]

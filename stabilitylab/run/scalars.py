@@ -18,19 +18,19 @@ from ..names.variables import scalar_attrs
 
 # %% ../../nbs/api/run/00_scalars.ipynb #211919a5
 class Samples(NamedTuple):
-    "The values of one series in the order in which they were logged."
+    "The values of one series in log order."
 
-    step: np.ndarray  # (n,) int64, the log's own step
-    value: np.ndarray  # (n,) float64; NaN here is a logged NaN, never a gap
+    step: np.ndarray  # (n,) int64, steps as logged
+    value: np.ndarray  # (n,) float64; NaN means a logged NaN, never a gap
     # (n,) position in the log (byte, line or event number), to order several series; None: 0..n-1
     order: np.ndarray | None = None
-    time: np.ndarray | None = None  # (n,) datetime64[ns] or seconds since 1970 as float; None: unknown
+    time: np.ndarray | None = None  # (n,) datetime64[ns] or float seconds since 1970; None: unknown
 
 
 def order_of(
     samples: Samples,  # one series
 ) -> np.ndarray:  # (n,) int64
-    "The order of each value in its log, its offset in bytes or its number."
+    "The position of each value in its log, as byte offset or record number."
     return np.arange(len(samples.step)) if samples.order is None else np.asarray(samples.order)
 
 # %% ../../nbs/api/run/00_scalars.ipynb #25ed1a07
@@ -69,9 +69,9 @@ def _joined_times(parts: list[Samples]) -> np.ndarray | None:
 
 
 def concatenate_samples(
-    parts: list[Samples],  # of one series; at least one
-) -> Samples:  # sorted by `order`; NaT where only other parts have times
-    "One series from its parts."
+    parts: list[Samples],  # at least one part
+) -> Samples:  # sorted by `order`; NaT for parts without times
+    "Concatenates the parts of one series."
     step = np.concatenate([np.asarray(part.step) for part in parts])
     value = np.concatenate([np.asarray(part.value) for part in parts])
     order = np.concatenate([order_of(part) for part in parts])
@@ -92,9 +92,9 @@ def _late_records(step: np.ndarray) -> np.ndarray:
 
 
 def find_restarts(
-    samples: dict[str, Samples],  # series of one log; each with `order`
+    samples: dict[str, Samples],  # all series of one log, each with `order`
 ) -> np.ndarray:  # (r,) the `order` of the first record of each later segment, ascending
-    "Where the step counter of any series goes back; two records in the other order are no restart."
+    "The positions at which the step counter goes back; two swapped records are not a restart."
     falls: list[tuple[int, int]] = []  # `order` of the record after a fall of the step, and of that before
     # the series of a table share their steps: a thousand columns are looked at once
     distinct = {(id(logged.step), id(logged.order)): logged for logged in samples.values()}
@@ -239,13 +239,13 @@ def _nan_marks(samples: dict[str, _Logged], rows: _Rows) -> dict[str, np.ndarray
 
 # %% ../../nbs/api/run/00_scalars.ipynb #8ed7c220
 def make_scalars(
-    samples: dict[str, Samples],  # our name of a series -> its values
-    log_names: dict[str, str] | None = None,  # our name -> the log's own name; None: the same
+    samples: dict[str, Samples],  # canonical name -> samples of the series
+    log_names: dict[str, str] | None = None,  # canonical name -> name in the log; None: the same
     # `order` of the first record of each later segment; None: found by `find_restarts`
     restarts: np.ndarray | None = None,
-    **attrs,  # further attributes of the table, such as `source` and `format`
+    **attrs,  # additional attributes, such as `source` and `format`
 ) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, maybe `time`; NaN: a gap, or in `logged_nan`
-    "The `/scalars` group that holds all `samples`, every one of them."
+    "The `/scalars` group with all `samples`, without loss."
     complete, log_names = {name: _complete(name, logged) for name, logged in samples.items()}, log_names or {}
     if restarts is None:
         restarts = find_restarts({name: Samples(*logged) for name, logged in complete.items()})
@@ -272,8 +272,8 @@ def make_scalars(
 # %% ../../nbs/api/run/00_scalars.ipynb #15bc5af9
 def series_names(
     scalars: xr.Dataset,  # the `/scalars` group
-) -> list[str]:  # names of its series, without the bookkeeping variables
-    "The series that a table of scalars holds."
+) -> list[str]:  # series names, without the bookkeeping variables
+    "The names of the series in a table of scalars."
     names = (str(name) for name, values in scalars.data_vars.items() if _is_series(values))
     return [name for name in names if not name.startswith("event_")]
 
@@ -286,8 +286,8 @@ def _is_series(values: xr.DataArray) -> bool:
 def series(
     run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
     name: str = "loss",  # name of the series
-) -> xr.DataArray:  # its logged values; dims `(step,)`; coords `step`, `segment`, `time` where known
-    "One series of a run at the steps where it was logged; logged NaNs stay."
+) -> xr.DataArray:  # dims `(step,)`; coords `step`, `segment` and, if known, `time`
+    "The logged values of one series; logged NaNs are kept."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     if name not in scalars.data_vars:
         raise bad_input("name", name, series_names(scalars))
@@ -303,7 +303,7 @@ def make_events(
     # (kind, step, text) or (kind, step, text, time); step -1: unknown; time in seconds since 1970 or None
     events: Iterable[tuple] = (),
 ) -> xr.Dataset:  # dims `(event,)`: event_kind, event_step, event_text, event_time
-    "The `/events` group: what happened to the run beside its numbers."
+    "The `/events` group: discrete events of a run."
     complete = [(*event, None)[:4] for event in events]
     kind, step, text, times = zip(*complete, strict=True) if complete else ((), (), (), ())
     seconds = np.array([np.nan if time is None else float(time) for time in times], dtype=float)

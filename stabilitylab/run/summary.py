@@ -15,12 +15,12 @@ from .scalars import series, series_names
 
 # %% ../../nbs/api/run/02_summary.ipynb #bf72e878
 class Summary:
-    "The table of `summary`, as text in a terminal and as HTML in a notebook; the numbers are in `.table`."
+    "The result of `summary`: text in a terminal, HTML in a notebook, numbers in `.table`."
 
     def __init__(
         self,
-        table: pd.DataFrame,  # one row a series
-        title: str = "",  # where the run came from
+        table: pd.DataFrame,  # one row per series
+        title: str = "",  # origin of the run
     ):
         self.table, self.title = table, title
 
@@ -37,7 +37,7 @@ def summary(
 ) -> (
     Summary
 ):  # columns: n, first_step, last_step, first, last, min, min_step, max, max_step, nan, inf, log_name
-    "A table with one row for every series of a run."
+    "A table with one row per series of a run."
     scalars = run["scalars"].to_dataset() if isinstance(run, xr.DataTree) else run
     rows = {name: _describe(series(scalars, name)) for name in series_names(scalars)}
     n = scalars.sizes.get("step", 0)

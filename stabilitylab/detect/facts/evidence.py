@@ -84,9 +84,9 @@ def _swap_test(steps: Steps, step: int) -> RunFacts:
 
 def evidence(
     run: xr.DataTree,  # a record
-    findings: Sequence[Finding] = (),  # of it, so far
-) -> RunFacts:  # name -> (value, step); {} for a log without layers
-    "The evidence in a record for and against each cause: numbers with their steps."
+    findings: Sequence[Finding] = (),  # findings detected in the record so far
+) -> RunFacts:  # name -> (value, step); {} for a log without recorded layers
+    "The evidence in a record for and against each cause, as numbers with their steps."
     updates = group_of(run, "updates")
     if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
         return {}

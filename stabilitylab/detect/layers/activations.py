@@ -218,10 +218,10 @@ def find_dead_units(
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #75fc29c0
 def ignored_layers(
-    readings: list[dict],  # one a module: module, kind, cost, loss, grad_share, as `layer_readings` has them
-    step: int | None = None,  # the step that they are about
-) -> list[Finding]:  # one for each kind of module at most
-    "Layers whose removal costs less than the threshold."
+    readings: list[dict],  # from `layer_readings`, one per module: module, kind, cost, loss, grad_share
+    step: int | None = None,  # step at which the layers were measured
+) -> list[Finding]:  # at most one per kind of module
+    "Findings about layers whose removal changes the loss by less than the threshold."
     findings = []
     for kind in dict.fromkeys(reading["kind"] for reading in readings):
         own = [reading for reading in readings if reading["kind"] == kind]
@@ -248,9 +248,9 @@ def find_ignored_layers_in_record(
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #6d757851
 def collapsed_output(
     output: dict,  # information (nats), n_inputs, top_share
-    step: int | None = None,  # the step that it is about
+    step: int | None = None,  # step at which the outputs were measured
 ) -> list[Finding]:  # at most one
-    "A model that gives the same output whatever the input."
+    "A finding if the model's output does not depend on its input."
     if not output["information"] < limit("tiny_nats"):
         return []
     return [Finding("output_collapse", "error", step, step, evidence=dict(output))]

@@ -46,14 +46,14 @@ def attention_series(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #9d14cdc3
 @dataclass(frozen=True)
 class Growth:
-    "How a series grew to a level."
+    "The growth of a series to a level."
 
-    start: float  # its typical value in the first records
-    onset: int  # index of the first record from which it stays above the level
-    peak: float  # its largest value
-    peak_at: int  # index of that
-    last: float  # its value at the end
-    doubling: float  # steps in which it doubled on its way to the level; inf where it started there
+    start: float  # typical value in the first records
+    onset: int  # index of the first record from which the series stays above the level
+    peak: float  # largest value of the series
+    peak_at: int  # index of the largest value
+    last: float  # last value of the series
+    doubling: float  # steps per doubling on the way to the level; inf if the series starts above it
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #1e3d3ddb
 def _first_records(series: Curve) -> int:
@@ -62,10 +62,10 @@ def _first_records(series: Curve) -> int:
 
 
 def growth_to(
-    series: Curve,  # a series of positive numbers
-    level: float,  # the level
-) -> Growth | None:  # None where it does not stay above the level
-    "When a series passed a level to stay, and how fast it came."
+    series: Curve,  # a series of positive numbers, as arrays
+    level: float,  # level to be passed
+) -> Growth | None:  # None if the series does not stay above the level
+    "When a series rose above a level for good, and how fast it grew."
     value, width = np.abs(series.value), _first_records(series)
     above = np.flatnonzero(value >= level)
     stays = [i for i in above if np.median(value[i : i + width]) >= level]
@@ -111,8 +111,8 @@ def _grown(series: Curve) -> Finding | None:
 
 def find_logged_attention_logits(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one: of the series that passed the level first
-    "A logged largest attention logit that grew past the published alarm levels."
+) -> list[Finding]:  # at most one, for the series that passed the level first
+    "A finding if a logged maximum attention logit grew past the published alarm levels."
     findings = [f for series in attention_series(run, _ATTENTION_LOGIT) if (f := _grown(series)) is not None]
     return sorted(findings, key=lambda f: (f.onset, -f.evidence["peak"]))[:1]
 
@@ -194,9 +194,9 @@ def attention_leads(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #5117a464
 def attention_of(
     run: xr.DataTree,  # a record
-    role: str | None = None,  # 'self' or 'cross'; None: both
-    needs: tuple[str, ...] = (),  # variables without which it is of no use
-) -> xr.Dataset | None:  # None where the record has none of it, or lacks one of `needs`
+    role: str | None = None,  # 'self' or 'cross' attention; None: both
+    needs: tuple[str, ...] = (),  # variables that the caller requires
+) -> xr.Dataset | None:  # None if the group or one of `needs` is missing
     "The `/attention` group of a record."
     if "attention" not in run.children or not run["attention"].sizes.get("step"):
         return None
@@ -211,16 +211,16 @@ def attention_of(
 
 def marked_modules(
     data: xr.Dataset,  # the `/attention` group
-    which: np.ndarray,  # (layer, head) bool
-) -> tuple[str, ...]:  # at most `most_modules`
-    "Modules of the layers in which a head is marked."
+    which: np.ndarray,  # (layer, head) bool, True for a flagged head
+) -> tuple[str, ...]:  # the first `most_modules` of them at most
+    "Names of the attention modules in which at least one head is flagged."
     return tuple(str(m) for m in data.module.values[which.any(1)][: count_limit("most_modules")])
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #a8c0c7fd
 def find_attention_logit_growth(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "Recorded attention logits that grew past the published alarm levels, with the layers where they did."
+    "A finding if recorded attention logits grew past the published alarm levels, with the layers."
     data = attention_of(run, needs=("attn_logit_max",))
     if data is None:
         return []
@@ -254,7 +254,7 @@ def find_attention_logit_growth(
 def find_entropy_collapse(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "Heads whose rows became nearly one-hot, each row on another key."
+    "A finding about heads whose attention became nearly one-hot, on a different key for each query."
     data = attention_of(run, needs=("attn_entropy_rel", "sink_score"))
     if data is None:
         return []
@@ -333,8 +333,8 @@ def _commonest(values: np.ndarray) -> int | None:
 
 def find_attention_sink(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # one for self-attention and one for cross-attention at most
-    "Heads that put their weight on one position, far above what uniform attention would."
+) -> list[Finding]:  # at most one for self-attention and one for cross-attention
+    "A finding about heads that attend to one position far more than uniform attention would."
     return _one_role(run, "self") + _one_role(run, "cross")
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #f14e000f

@@ -23,11 +23,9 @@ _LOCATION = ("position", "token", "channel", "share")
 
 def stream_profile(
     run: xr.DataTree,  # a record with `/attention`
-    step: int | None = None,  # which recorded step; None: the last
-) -> (
-    xr.Dataset | None
-):  # largest (layer, rank), median, position, token, channel, share (layer,); None: not recorded
-    "The largest magnitudes of the residual stream by depth, as `plot_massive` takes them."
+    step: int | None = None,  # a recorded step; None: the last
+) -> xr.Dataset | None:  # largest (layer, rank); median, position, token, channel, share (layer,); or None
+    "The largest magnitudes of the residual stream by layer, as `plot_massive` draws them."
     data = attention_of(run, needs=_NEEDED)
     if data is None:
         return None
@@ -97,10 +95,8 @@ def massive_at_sinks(
 # %% ../../../nbs/api/detect/layers/62_massive_activations.ipynb #5057c93e
 def typical_magnitude(
     exponents: xr.DataArray,  # (…, exponent) shares of the entries by floor(log2|x|)
-) -> (
-    xr.DataArray
-):  # (…) the middle of the binade that holds the median of the entries that are not zero, or NaN
-    "The median magnitude, to a factor of the square root of two."
+) -> xr.DataArray:  # (…) centre of the binade with the median of the nonzero entries, or NaN
+    "The median magnitude, accurate to a factor of √2."
     # outside of these stand zeros and what is not finite
     live = exponents.sel(exponent=slice(-126, 127)).fillna(0)
     up_to = live.cumsum("exponent")

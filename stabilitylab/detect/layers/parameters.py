@@ -262,8 +262,8 @@ def _holds_any(run: xr.DataTree, variables: tuple[tuple[str, str], ...]) -> bool
 
 def not_shown(
     run: xr.DataTree,  # a record
-) -> list[str]:  # phrases; [] for a log, which shows none of it
-    "What a record does not hold, and so cannot judge."
+) -> list[str]:  # phrases; [] for a log, which has no layer measurements at all
+    "Phrases that name the measurements a record lacks, so that their failures cannot be detected."
     if group_of(run, "activations") is None:
         return []
     missing = [evidence_words(topic) for topic, variables in _NEEDS.items() if not _holds_any(run, variables)]

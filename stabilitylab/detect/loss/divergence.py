@@ -22,34 +22,34 @@ from ...run.rolling import MAD_TO_SD, difference_noise, smooth
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #4f3c9031
 class Shape(NamedTuple):
-    "The smoothed loss and its noise."
+    "A smoothed loss curve and its noise level."
 
-    loss: np.ndarray  # (n,) smoothed
-    noise: float  # standard deviation of one record around it
+    loss: np.ndarray  # (n,) smoothed loss
+    noise: float  # standard deviation of a single record around the smoothed loss
     window: int  # number of records in the smoothing window
 
 
 def smoothed_shape(
     series: Curve,  # a loss as arrays
 ) -> Shape:  # its smoothed trajectory and noise
-    "Trajectory of a series; the window is a share of the run within bounds."
+    "The smoothed trajectory of a series; the window is a bounded share of the run."
     share = int(limit("smooth_share") * len(series.value))
     window = int(np.clip(share, count_limit("few_records"), count_limit("window_most")))
     return Shape(smooth(series.value, window), difference_noise(series.value), window)
 
 
 def records_in_share(
-    n: int,  # records of a series
-    share: str,  # name of a limit that is a share of the run
-) -> int:  # at least as many as a median needs
-    "Number of records in a share of a series."
+    n: int,  # length of the series, in records
+    share: str,  # name of a limit that is a share of the run, in [0, 1]
+) -> int:  # at least the number that a median needs
+    "The number of records in a given share of a series."
     return max(count_limit("median_records"), int(limit(share) * n))
 
 
 def is_likelihood(
     series: Curve,  # a loss as arrays
-) -> bool:  # False for a short series, and for a reward
-    "Whether a series is long enough and measures how well data are predicted."
+) -> bool:  # False for a short series and for a reward
+    "Whether a series is a likelihood loss (not a reward) and long enough to judge."
     return series.name in ("loss", "perplexity") and len(series.value) >= count_limit("least_records")
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #6e2711b1

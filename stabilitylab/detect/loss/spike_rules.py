@@ -134,10 +134,10 @@ RULES = {
 
 # %% ../../../nbs/api/detect/loss/21_spike_rules.ipynb #ec1449c8
 def event_onsets(
-    flags: np.ndarray,  # (n,) bool
-    gap: int = 20,  # flagged records this near are one event
+    flags: np.ndarray,  # (n,) bool, True for a flagged record
+    gap: int = 20,  # flagged records within this distance belong to one event
 ) -> np.ndarray:  # indices of the first record of each event
-    "The events of a rule: flagged records that lie together count once."
+    "The onsets of the events in a series of flags; flags close to each other are one event."
     return np.array([first for first, _ in stretches(np.flatnonzero(flags), gap)], np.int64)
 
 # %% ../../../nbs/api/detect/loss/21_spike_rules.ipynb #a73fbba9
@@ -155,10 +155,8 @@ def _rows(rule: Rule, step: np.ndarray, value: np.ndarray, own_events: np.ndarra
 
 def compare_rules(
     run: xr.DataTree,  # a record with a loss
-) -> (
-    pd.DataFrame
-):  # one row a rule: events, first_step, agree (share of them that the default has too), source
-    "The spikes that each rule finds in your log."
+) -> pd.DataFrame:  # one row per rule: events, first_step, agree (share that the default detects too), source
+    "The spikes that each published rule detects in a log."
     loss = loss_curve(run)
     if loss is None:
         raise InputError("`run` has no training loss; allowed: a record with one")
@@ -178,13 +176,13 @@ LOOK_BACK = {
 
 # %% ../../../nbs/api/detect/loss/21_spike_rules.ipynb #68c30a2e
 class OnlineRule:
-    "A spike rule that processes one step at a time, as a trigger of the recorder."
+    "A spike rule that processes one step at a time, for use as a trigger of the recorder."
 
     def __init__(
         self,
-        rule: str = "default",  # one of `LOOK_BACK`
-        series: str = "loss",  # scalar that it watches
-        gap: int = 20,  # steps after it fired in which it is silent
+        rule: str = "default",  # name of a rule in `LOOK_BACK`
+        series: str = "loss",  # name of the scalar to watch
+        gap: int = 20,  # number of steps after a trigger during which the rule does not trigger again
     ):
         if rule not in LOOK_BACK:
             raise bad_input("rule", rule, ", ".join(LOOK_BACK))

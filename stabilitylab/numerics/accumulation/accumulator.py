@@ -18,10 +18,10 @@ _UNIT = 1024.0  # tokens; a power of two, so that scaling by it is exact
 
 
 class AccumulatedLoss(NamedTuple):
-    "What one optimizer step averaged over."
+    "The loss of one optimizer step and the tokens it is averaged over."
 
     loss: float  # token mean over micro-batches and ranks, nats; NaN without tokens
-    tokens: int  # tokens that counted
+    tokens: int  # number of target tokens that count
 
 
 def _averages(model: torch.nn.Module) -> bool:
@@ -52,12 +52,12 @@ def _joined(model: torch.nn.Module, group: object) -> str:
 
 # %% ../../../nbs/api/numerics/accumulation/02_accumulator.ipynb #60536fc0
 class TokenMeanAccumulator:
-    "Collects the micro-batches of a step; `finish` turns their gradients into that of the token mean."
+    "Accumulates the gradients of micro-batches so that `finish` yields that of the token mean."
 
     def __init__(
         self,
-        model: torch.nn.Module,  # as trained: plain, or in DistributedDataParallel or FSDP
-        scaler: torch.amp.GradScaler | None = None,  # of fp16 training; call `unscale_` after `finish`
+        model: torch.nn.Module,  # the model in training: plain, or in DistributedDataParallel or FSDP
+        scaler: torch.amp.GradScaler | None = None,  # fp16 GradScaler; call `unscale_` after `finish`
         # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
         gradients: str | None = None,
         group: Any = None,  # process group of the data-parallel ranks; None: all
@@ -71,10 +71,10 @@ class TokenMeanAccumulator:
 
     def backward(
         self,
-        loss_sum: torch.Tensor,  # scalar: loss summed over the tokens that count
-        tokens: int | torch.Tensor,  # how many they are, >= 0
+        loss_sum: torch.Tensor,  # scalar: loss summed over the target tokens that count
+        tokens: int | torch.Tensor,  # number of those tokens, >= 0
     ) -> None:
-        "Adds the gradient of one micro-batch; with DDP inside `no_sync` for all but the last."
+        "Adds the gradient of one micro-batch; under DDP, use `no_sync` for all but the last."
         if loss_sum.ndim:
             raise bad_input(
                 "loss_sum",

@@ -21,14 +21,14 @@ from ..modes import restored_modes
 
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #4dcefd52
 class SequenceGradients(NamedTuple):
-    "The gradient of each sequence of a step."
+    "The gradient of every sequence in a step."
 
-    window: Window  # one row a sequence
-    losses: np.ndarray  # (sequence,) summed loss, nats
-    each: np.ndarray  # (sequence, coordinate) float64
-    keep: list  # indices of the coordinates kept of each parameter
+    window: Window  # the sequences of the step, one row each
+    losses: np.ndarray  # (sequence,) summed loss of each sequence, nats
+    each: np.ndarray  # (sequence, coordinate) float64 gradients
+    keep: list  # indices of the kept coordinates of each parameter
     where: dict  # param -> slice of the coordinates
-    share: float  # share of the coordinates kept, in (0, 1]
+    share: float  # share of the coordinates that are kept, in (0, 1]
 
 
 def _sequence_losses(
@@ -53,13 +53,13 @@ def _slices(names: list[str], keep: list[torch.Tensor]) -> dict[str, slice]:
 
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #d156fe5c
 def sequence_gradients(
-    model: torch.nn.Module,  # any
-    ranks: list,  # a micro-batch each: [rank][accumulation step]
+    model: torch.nn.Module,  # model to differentiate
+    ranks: list,  # [rank][accumulation step] -> micro-batch
     # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats, whether it counts
     token_loss: Callable,
-    max_numbers: int = 50_000_000,  # numbers kept at most
-) -> SequenceGradients:  # of the summed loss of each sequence
-    "Gradient of the summed loss of each sequence."
+    max_numbers: int = 50_000_000,  # maximum number of gradient entries to keep
+) -> SequenceGradients:  # one gradient per sequence
+    "The gradient of the summed loss of every sequence in a step."
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     params = [param for _, param in named]
     rows, losses, grads = [], [], []
@@ -99,27 +99,27 @@ def _picked(grads: Sequence[torch.Tensor | None], keep: list[torch.Tensor]) -> n
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #237c29f9
 @dataclass(frozen=True)
 class Audit:
-    "The token weights that a training loop applies in one step, and the mean that explains them."
+    "The token weights that a training loop applies in one step, and the matching denominator."
 
-    denominator: str  # name in `DENOMINATORS`; 'unknown' where none fits
-    factor: float  # its gradient is `factor` times that mean
-    factor_names: list[str]  # known mistakes with this factor; [] for 1 or an unknown one
-    alike: list[str]  # other denominators that give the same weights on these lengths
-    residual: float  # share of the gradient that the named denominator leaves unexplained, >= 0
-    cosine: float  # of its gradient with that of the token mean, in [-1, 1]
-    norm_ratio: float  # its norm over that of the token mean
-    true_loss: float  # token mean, nats
-    logged_loss: float  # what the loop returned, or what its denominator would log; NaN where unknown
+    denominator: str  # name in `DENOMINATORS`; 'unknown' if none matches
+    factor: float  # the gradient is `factor` times the mean with this denominator
+    factor_names: list[str]  # known mistakes that cause this factor; [] for 1 or an unknown one
+    alike: list[str]  # other denominators that give the same weights for these lengths
+    residual: float  # share of the gradient not explained by the named denominator, >= 0
+    cosine: float  # cosine between the gradient and that of the token mean, in [-1, 1]
+    norm_ratio: float  # norm of the gradient divided by that of the token-mean gradient
+    true_loss: float  # token-mean loss, nats
+    logged_loss: float  # loss that the loop returned, or that its denominator implies; NaN: unknown
     # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
     sequences: pd.DataFrame
-    params: pd.DataFrame  # one row a parameter: cosine, norm_ratio
+    params: pd.DataFrame  # one row per parameter: cosine, norm_ratio
     # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
     candidates: pd.DataFrame
-    coordinates: float  # share of the gradient's coordinates that was compared, in (0, 1]
+    coordinates: float  # share of the gradient's coordinates that were compared, in (0, 1]
 
     @property
-    def is_right(self) -> bool:  # True: the step equals one large batch
-        "Whether the gradient is that of the token mean."
+    def is_right(self) -> bool:  # True: the step is equivalent to one large batch
+        "Whether the gradient equals that of the token mean."
         return self.denominator == "token_mean" and abs(self.factor - 1) < 1e-3
 
     @property
@@ -149,10 +149,10 @@ class Audit:
 
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #21d6a2a7
 def direction(
-    gradient: np.ndarray,  # any vector
-    true: np.ndarray,  # the one it is compared with, same shape
-) -> tuple[float, float]:  # cosine in [-1, 1] and norm ratio >= 0; NaN where a norm of 0 leaves none
-    "Cosine and norm ratio of two vectors."
+    gradient: np.ndarray,  # vector of any shape
+    true: np.ndarray,  # reference vector of the same shape
+) -> tuple[float, float]:  # cosine in [-1, 1] and norm ratio >= 0; NaN where a zero norm allows none
+    "The cosine and the norm ratio of two vectors."
     norm, true_norm = np.linalg.norm(gradient), np.linalg.norm(true)
     cosine = float(gradient @ true / (norm * true_norm)) if norm and true_norm else float("nan")
     return cosine, float(norm / true_norm) if true_norm else float("nan")
@@ -204,7 +204,7 @@ def _check_gradient(measured: np.ndarray) -> None:
 
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #83fa3c53
 def audit_accumulation(
-    model: torch.nn.Module,  # any; put into eval mode for the audit, so that dropout is off
+    model: torch.nn.Module,  # model to audit; runs in eval mode, so that dropout is off
     # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
     microbatches: list,
     # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats, whether it counts
@@ -212,11 +212,11 @@ def audit_accumulation(
     # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before
     # clipping; or a name in `DENOMINATORS`
     step: Callable | str = "microbatch_mean",
-    ranks: int = 1,  # data-parallel ranks the micro-batches are dealt to in equal shares
-    reduce: str = "mean",  # what joins the gradients of ranks: 'mean', as DDP does, or 'sum'
-    tolerance: float = 1e-3,  # residual up to which a denominator counts as recognised; 1e-3 suits fp32
-) -> Audit:  # the verdict, with its tables
-    "Which mean a loop takes over the tokens of one step, found by measuring its gradient."
+    ranks: int = 1,  # number of data-parallel ranks; each has an equal share of the micro-batches
+    reduce: str = "mean",  # how the ranks' gradients are combined: 'mean', as in DDP, or 'sum'
+    tolerance: float = 1e-3,  # maximum residual for a denominator to match; 1e-3 suits fp32
+) -> Audit:  # the verdict, with the tables behind it
+    "Determines from its gradient which mean a training loop takes over the tokens of a step."
     _check_pieces(microbatches, step, ranks, reduce)
     share = len(microbatches) // ranks
     dealt = [microbatches[r * share : (r + 1) * share] for r in range(ranks)]

@@ -15,11 +15,11 @@ from .weights import DENOMINATORS, Window, token_weights
 
 # %% ../../../nbs/api/numerics/accumulation/03_denominators.ipynb #9dfd1792
 def microbatch_window(
-    tokens: np.ndarray,  # int, (sequence,): target tokens of each, in the order in which they are read
-    microbatch: int,  # sequences a micro-batch, >= 1
-    ranks: int = 1,  # data-parallel ranks, >= 1
+    tokens: np.ndarray,  # int, (sequence,): target tokens of each sequence, in reading order
+    microbatch: int,  # sequences per micro-batch, >= 1
+    ranks: int = 1,  # number of data-parallel ranks, >= 1
 ) -> Window:  # a step takes microbatch·ranks sequences; a micro-batch is padded to its longest
-    "The window of sequences assigned in order to micro-batches and ranks."
+    "The sequences of a data set, assigned in order to steps, ranks and micro-batches."
     counts, per_step = np.asarray(tokens, int), microbatch * ranks
     is_positive = microbatch >= 1 and ranks >= 1
     if not is_positive or not len(counts) or len(counts) % per_step:
@@ -32,8 +32,8 @@ def microbatch_window(
 
 
 def compare_denominators(
-    parts: SequenceGradients,  # gradients of the sequences
-    window: Window | None = None,  # how they are dealt; None: as they were
+    parts: SequenceGradients,  # gradient of every sequence
+    window: Window | None = None,  # assignment to micro-batches and ranks; None: the original one
     # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats),
     # error (nats, logged minus the token mean)
 ) -> pd.DataFrame:

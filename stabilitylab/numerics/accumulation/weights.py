@@ -15,18 +15,18 @@ from ...names.errors import bad_input
 # %% ../../../nbs/api/numerics/accumulation/00_weights.ipynb #985fdb93
 @dataclass(frozen=True)
 class Window:
-    "The sequences of one optimizer step."
+    "The sequences of one optimizer step, with their micro-batch and rank."
 
-    tokens: np.ndarray  # (sequence,) int, target tokens that count, >= 0
+    tokens: np.ndarray  # (sequence,) int, number of target tokens that count, >= 0
     step: np.ndarray  # (sequence,) int, accumulation step, from 0
     rank: np.ndarray  # (sequence,) int, data-parallel rank, from 0
-    positions: np.ndarray  # (sequence,) int, length with padding, >= `tokens`
+    positions: np.ndarray  # (sequence,) int, length including padding, >= `tokens`
 
     def totals(
         self,
-        *keys: str,  # 'step' and 'rank'; none: the whole window
-    ) -> tuple:  # (tokens, sequences, positions), each (sequence,): of the group that the sequence lies in
-        "Sums over the group of each sequence."
+        *keys: str,  # group by 'step' and/or 'rank'; none: the whole window
+    ) -> tuple:  # (tokens, sequences, positions) of the group of each sequence, each (sequence,)
+        "Sums over the group to which each sequence belongs."
         label = np.zeros(len(self.tokens), int)
         for key in keys:
             part = getattr(self, key)
@@ -37,9 +37,9 @@ class Window:
 
     def groups(
         self,
-        *keys: str,  # 'step' and 'rank', at least one
+        *keys: str,  # group by 'step' and/or 'rank'; at least one
     ) -> int:  # >= 1
-        "How many groups there are."
+        "The number of groups."
         return len({*zip(*(getattr(self, key).tolist() for key in keys), strict=True)})
 
 
@@ -48,8 +48,8 @@ def make_window(
     tokens: list,
     # padded lengths, nested alike; None: each micro-batch is padded to its longest sequence
     positions: list | None = None,
-) -> Window:  # one row a sequence
-    "The window of nested token counts."
+) -> Window:  # one row per sequence
+    "A window from nested lists of token counts."
     if tokens and not isinstance(tokens[0], list | tuple):
         tokens = [[[int(count)] for count in tokens]]
     rows = []
@@ -80,12 +80,12 @@ DENOMINATORS = {  # name -> what the loop does, in words
 
 
 def token_weights(
-    window: Window,  # the step
+    window: Window,  # the sequences of the step
     denominator: str,  # a name in `DENOMINATORS`
     # (sequence,) weight of each token of the sequence, >= 0; they sum to 1 over tokens except where padding
     # or unshifted labels are counted
 ) -> np.ndarray:
-    "The weight of one token of each sequence."
+    "The weight that a denominator gives to one token of each sequence."
     if denominator not in DENOMINATORS:
         raise bad_input("denominator", denominator, ", ".join(DENOMINATORS))
     tokens, sequences, _ = window.totals()

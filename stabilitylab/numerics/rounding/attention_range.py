@@ -21,24 +21,24 @@ from ..formats import number_format, quantise
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #ca1c2134
 class ScaleOverflow(NamedTuple):
-    "Attention logits against the range of a format."
+    "The range of attention logits compared with that of a number format."
 
-    fmt: str  # the format
-    head_dim: int  # d
+    fmt: str  # number format
+    head_dim: int  # head dimension d
     product_max: float  # largest |q·k|
     logit_max: float  # largest |q·k|/√d
-    outside: float  # share of products beyond the range when scaled afterwards, in [0, 1]
-    inside: float  # share beyond it when q and k are scaled before
-    headroom: float  # growth of q and k together that is left when scaled afterwards: range/product_max
-    gain: float  # how many times more room scaling before gives: √d
+    outside: float  # share of products that overflow if scaled after QKᵀ, in [0, 1]
+    inside: float  # share that overflows if q and k are scaled before, in [0, 1]
+    headroom: float  # factor to overflow if scaled after QKᵀ: format maximum/product_max
+    gain: float  # factor by which scaling before increases the headroom: √d
 
 
 def attention_scale_overflow(
     q: torch.Tensor,  # queries, (..., query, d), any float dtype
     k: torch.Tensor,  # keys, (..., key, d)
-    fmt: str = "fp16",  # format that holds the product
-) -> ScaleOverflow:  # shares and room
-    "Whether QKᵀ fits the format when it is scaled after or before the product."
+    fmt: str = "fp16",  # number format of the product
+) -> ScaleOverflow:  # overflow shares and headroom
+    "Whether QKᵀ overflows a number format if scaled by 1/√d before or after the product."
     if q.shape[-1] != k.shape[-1]:
         raise bad_input("k", tuple(k.shape), f"a last dimension of {q.shape[-1]} as in `q`")
     number, head_dim = number_format(fmt), q.shape[-1]
@@ -110,10 +110,10 @@ class _Calls(TorchFunctionMode):
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #d5d236e6
 def attention_inputs(
-    model: torch.nn.Module,  # any that calls `scaled_dot_product_attention`
-    run: Callable,  # a forward pass of the model, () -> anything
+    model: torch.nn.Module,  # any model that calls `scaled_dot_product_attention`
+    run: Callable,  # runs a forward pass of the model, () -> anything
 ) -> list[tuple]:  # (module name, q (batch, head, query, d), k (batch, head, key, d)), in order
-    "Queries and keys of every attention call in a forward pass."
+    "The queries and keys of every attention call in a forward pass."
     calls = _Calls(model)
     try:
         with torch.no_grad(), calls:
@@ -141,23 +141,23 @@ def _worst_of(q: torch.Tensor, k: torch.Tensor, fmt: str) -> tuple:
 
 
 def scale_overflows(
-    inputs: list,  # from `attention_inputs`
-    fmt: str = "fp16",  # format that holds the product
+    inputs: list,  # result of `attention_inputs`
+    fmt: str = "fp16",  # number format of the product
     # one row a module: head_dim, product_max, logit_max, outside, inside, headroom, gain, as `ScaleOverflow`
 ) -> pd.DataFrame:
-    "Whether QKᵀ of every layer fits the format when it is scaled after or before the product."
+    "Whether QKᵀ of each layer overflows a number format if scaled before or after the product."
     rows = [(name, *_worst_of(q, k, fmt)) for name, q, k in inputs]
     return pd.DataFrame(rows, columns=["module", *ScaleOverflow._fields[1:]]).set_index("module")
 
 # %% ../../../nbs/api/numerics/rounding/01_attention_range.ipynb #855f0694
 def loss_rounding(
-    logits: torch.Tensor,  # of each token over the vocabulary, (token, vocab)
-    targets: torch.Tensor,  # int64, (token,)
-    fmt: str = "bf16",  # format of every intermediate result
+    logits: torch.Tensor,  # (token, vocab)
+    targets: torch.Tensor,  # int64, (token,): target ids
+    fmt: str = "bf16",  # format of all intermediate results
     # rows: cross-entropy, logsumexp, z statistic (logsumexp²), softmax sum; columns: exact, rounded,
     # mean_error (mean |difference| a token)
 ) -> pd.DataFrame:
-    "The error of a loss computed in 16 bits."
+    "The rounding error of a cross-entropy loss computed in 16 bits."
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         wanted = f"one target for each row of logits {tuple(logits.shape)}"
         raise bad_input("targets", tuple(targets.shape), wanted)

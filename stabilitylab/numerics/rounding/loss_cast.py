@@ -108,13 +108,13 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "matmul")
 
 @dataclass(frozen=True)
 class LossCast:
-    "Where a loss becomes a number of a 16-bit format."
+    "The operation at which a loss is cast to a 16-bit format."
 
     place: str  # 'logits', 'per-token loss', 'reduction', 'logging' or 'none'
-    operation: str  # the operation, such as '_to_copy'; '' without one
+    operation: str  # operation name, such as '_to_copy'; '' without one
     fmt: str  # 'bf16' or 'fp16'; '' without one
-    loss: float  # as computed, nats
-    exact_loss: float  # with every operation in fp32, nats
+    loss: float  # loss as computed, nats
+    exact_loss: float  # loss with every operation in fp32, nats
     # grid on which the logits lie, '' for none: they are rounded even where the loss is not
     logits_fmt: str
     # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
@@ -183,11 +183,11 @@ def _stage(
 # %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #767676fb
 def find_loss_cast(
     model: Any,  # a module, or a snapshot with `build()`
-    batch: object,  # what `loss` takes
-    loss: Callable | None = None,  # called as (model, batch) -> scalar; None: the snapshot's own
-    logged: float | None = None,  # what the log shows for this batch, to find a cast after the loss
-) -> LossCast:  # place, operation and cost
-    "The operation where a loss falls on a 16-bit grid."
+    batch: object,  # batch that `loss` accepts
+    loss: Callable | None = None,  # (model, batch) -> scalar; None: the loss of the snapshot
+    logged: float | None = None,  # logged loss of this batch, to detect a cast after the loss
+) -> LossCast:  # place, operation and rounding error of the cast
+    "Finds the operation at which a loss is rounded to a 16-bit format."
     if hasattr(model, "build"):
         loss, model = loss or model.setup.loss, model.build()[0]
     if loss is None:

@@ -18,12 +18,12 @@ from ..formats import NUMBER_FORMATS
 # %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #359727d8
 @dataclass(frozen=True)
 class Scaler:
-    "How a dynamic loss scale moves."
+    "The update rule of a dynamic loss scale."
 
-    start: float  # first scale
-    window: int  # clean steps before it doubles
-    floor: float = 0.0  # floor
-    hysteresis: int = 1  # overflows before it halves
+    start: float  # initial scale
+    window: int  # steps without overflow before the scale doubles
+    floor: float = 0.0  # minimum scale
+    hysteresis: int = 1  # number of overflows before the scale halves
 
 
 _SCALERS = {
@@ -34,10 +34,10 @@ _SCALERS = {
 
 
 def simulate_loss_scale(
-    grad_max: np.ndarray,  # largest |gradient| without scale, (step,); inf or NaN: overflows at any scale
-    scaler: str | Scaler = "torch",  # a name in `_SCALERS`, or settings
+    grad_max: np.ndarray,  # (step,) largest unscaled |gradient|; inf or NaN overflows at any scale
+    scaler: str | Scaler = "torch",  # a name in `_SCALERS`, or the settings themselves
 ) -> tuple[np.ndarray, np.ndarray]:  # (scale (step,) used in each step, skipped (step,) bool)
-    "The loss scale and the skipped steps that these gradients give."
+    "Simulates a dynamic loss scale: its value and the skipped steps for given gradients."
     if isinstance(scaler, str) and scaler not in _SCALERS:
         raise bad_input("scaler", scaler, ", ".join(_SCALERS))
     rule = _SCALERS[scaler] if isinstance(scaler, str) else scaler
@@ -61,7 +61,7 @@ def simulate_loss_scale(
 # %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #6ae29bf4
 @dataclass(frozen=True)
 class ScaleCause:
-    "Why an fp16 step overflows."
+    "The reason for overflows in an fp16 step."
 
     cause: str  # 'activations', 'gradients' or 'none'
     module: (
@@ -69,7 +69,7 @@ class ScaleCause:
     )
     # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
     scale_that_fits: float
-    absmax: float  # largest finite |value| that was met in the cause, without the scale
+    absmax: float  # largest finite unscaled |value| of that cause
 
     def to_dict(self) -> dict:  # field -> value
         "The cause as plain data."
@@ -143,11 +143,11 @@ def _scale_that_fits(
 
 
 def find_scale_cause(
-    model: torch.nn.Module,  # any; run in its own precision
+    model: torch.nn.Module,  # any model; runs in its own precision
     loss: Callable[[torch.nn.Module], torch.Tensor],  # called as (model) -> scalar loss of one batch
-    scale: float = 65536.0,  # the loss scale in use, > 0
-) -> ScaleCause:  # cause, place and the scale that fits
-    "Whether the loss scale falls because activations or gradients leave fp16."
+    scale: float = 65536.0,  # current loss scale, > 0
+) -> ScaleCause:  # the cause, where it occurs, and the scale that avoids it
+    "Determines whether activations or gradients overflow fp16 and lower the loss scale."
     if not scale > 0:
         raise bad_input("scale", scale, "a number > 0")
     largest, measured = NUMBER_FORMATS["fp16"].max, _passes(model, loss)

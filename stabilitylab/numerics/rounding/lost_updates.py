@@ -47,15 +47,15 @@ def _flat(tensor: torch.Tensor) -> np.ndarray:
 
 
 def lost_updates(
-    weights: dict,  # param -> tensor before the step, any float dtype
-    updates: dict,  # param -> tensor that would be added in full precision, same names and shapes
-    fmt: str = "bf16",  # format in which the weights are kept
-    seed: int = 0,  # of the stochastic rounding
+    weights: dict,  # parameter -> tensor before the step, any float dtype
+    updates: dict,  # parameter -> full-precision update, same names and shapes
+    fmt: str = "bf16",  # format in which the weights are stored
+    seed: int = 0,  # seed of the stochastic rounding
     # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half
     # a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms,
     # spacing_median
 ) -> pd.DataFrame:
-    "The share of updates that survives rounding of the weights."
+    "The share of weight updates that survive rounding."
     if set(weights) != set(updates):
         raise bad_input("updates", sorted(updates)[:5], "the same names as `weights`")
     rows = {}
@@ -70,10 +70,10 @@ def lost_updates(
 
 # %% ../../../nbs/api/numerics/rounding/00_lost_updates.ipynb #05e5d008
 def sum_limit(
-    increment: float,  # added again and again, > 0
-    fmt: str,  # format of the sum
-) -> float:  # where the sum stops growing
-    "The value at which a sum of equal steps stalls under rounding to nearest."
+    increment: float,  # amount added at every step, > 0
+    fmt: str,  # format of the running sum
+) -> float:  # value at which the sum no longer grows
+    "The value at which a running sum of equal increments stops growing under round-to-nearest."
     number = number_format(fmt)
     if not increment > 0:
         raise bad_input("increment", increment, "a number > 0")
@@ -84,22 +84,22 @@ def sum_limit(
 
 
 def decay_holds(
-    beta: float,  # factor of a running mean, in (0, 1)
-    fmt: str,  # format in which the product is stored
-) -> float:  # share of the mantissas for which the product is the old value, in [0, 1]
-    "The share of mantissas that a decay by `beta` leaves unchanged."
+    beta: float,  # decay factor of a moving average, in (0, 1)
+    fmt: str,  # format in which the average is stored
+) -> float:  # share of mantissas m with round(beta·m) = m, in [0, 1]
+    "The share of mantissas that a decay by `beta` leaves unchanged after rounding."
     number = number_format(fmt)
     mantissas = 1 + np.arange(2**number.mantissa_bits) * number.eps
     return float((quantise(mantissas * beta, number) == mantissas).mean())
 
 # %% ../../../nbs/api/numerics/rounding/00_lost_updates.ipynb #3caa1882
 class EpsRegime(NamedTuple):
-    "The effect of Adam's epsilon on one tensor."
+    "The effect of Adam's epsilon on the update of one tensor."
 
     ratio: float  # RMS(g)/eps, inf where eps is 0
-    eps: float  # epsilon as a number of the state's format
+    eps: float  # epsilon, rounded to the format of the optimizer state
     regime: str  # 'zero', 'dominates', 'shrinks' or 'no effect'
-    advice: str  # what follows
+    advice: str  # recommended action
 
 
 def _regime(ratio: float, eps: float) -> str:
@@ -112,11 +112,11 @@ def _regime(ratio: float, eps: float) -> str:
 
 
 def adam_eps(
-    grad: torch.Tensor | np.ndarray,  # the gradient, any shape
-    eps: float = 1e-8,  # as configured, >= 0
+    grad: torch.Tensor | np.ndarray,  # gradient, any shape
+    eps: float = 1e-8,  # configured epsilon, >= 0
     fmt: str | None = None,  # format of the optimizer state; None: float32
-) -> EpsRegime:  # the regime
-    "Whether epsilon is too large, too small or of no effect for a gradient."
+) -> EpsRegime:  # the regime of epsilon, with advice
+    "Whether Adam's epsilon dominates, shrinks or does not affect the update for a gradient."
     values = grad.detach().float().cpu() if isinstance(grad, torch.Tensor) else grad
     gradient = np.asarray(values, np.float64)
     if eps < 0 or not gradient.size:
