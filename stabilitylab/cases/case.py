@@ -51,7 +51,7 @@ class CaseScore:
     false_notes: tuple[str, ...]  # other detected kinds of severity info
     seconds: float  # time to build and diagnose the case
     module: str = field(default="", metadata={"stored": False})  # module that the finding lists first
-    # kind of finding -> steps by which it led the loss event; of findings that name a module
+    # finding kind -> lead in steps over the loss event, for findings that name a module
     leads: dict[str, int] = field(default_factory=dict, metadata={"stored": False})
 
     def to_dict(self) -> dict:

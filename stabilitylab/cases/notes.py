@@ -344,9 +344,9 @@ def note_file(
 # %% ../../nbs/api/cases/30_notes.ipynb #257965f9
 def note_log(
     name: str,  # one of `note_logs()`
-    **attrs: Any,  # of the record, such as `environment`
-) -> xr.DataTree:  # the record that the reader makes of it
-    "A log as a note describes it, written to a file and read back."
+    **attrs: Any,  # attributes of the record, such as `environment`
+) -> xr.DataTree:  # the record that the reader returns
+    "The record of a log described in the notes, written to a file and read back."
     (run,) = read_runs(note_file(name)).values()
     run.attrs |= attrs
     return run
@@ -356,15 +356,15 @@ def note_log(
 def note_findings(
     name: str,  # one of `note_logs()`
 ) -> Findings:
-    "All findings in a log of the notes."
+    "All findings in one of the logs described in the notes."
     return diagnose(note_log(name))
 
 
 def finds(
     name: str,  # one of `note_logs()`
-    kind: str,  # of finding
-) -> Findings:  # empty where nothing of the kind is found
-    "The findings of one kind in a log of the notes."
+    kind: str,  # a finding kind
+) -> Findings:  # empty if none is detected
+    "The findings of one kind in one of the logs described in the notes."
     return note_findings(name).of(kind)
 
 # %% ../../nbs/api/cases/30_notes.ipynb #09fd9dc1
@@ -418,13 +418,13 @@ def _is_another(training: Training, losses: list[float], frozen: bool, loud: boo
 
 
 def tried(
-    name: str,  # of a fix
-    frozen: bool = False,  # on a model with frozen parts
-    loud: bool = False,  # with gradients beyond every clip
-    keeps_path: bool = False,  # the fix is exact here: every loss and weight must be that without it
-    **parameters: object,  # of the fix
-) -> pd.DataFrame:  # part, what, before, after, empty where nothing came of it; attrs: losses of three steps
-    "What a fix changes in a small training of three steps, which must differ from those without it."
+    name: str,  # name of a fix
+    frozen: bool = False,  # use a model with frozen parameters
+    loud: bool = False,  # use gradients that exceed every clipping threshold
+    keeps_path: bool = False,  # expect the fix to be exact: losses and weights equal to those without it
+    **parameters: object,  # parameters of the fix
+) -> pd.DataFrame:  # part, what, before, after; empty if the expectation fails; attrs: three losses
+    "The changes that a fix makes in a three-step training whose losses it must, or must not, change."
     training = note_training(frozen, loud=loud)
     log = fix(name, **parameters).apply(training)
     losses = [training.run_step().loss for _ in range(3)]
@@ -436,10 +436,10 @@ def tried(
 
 # %% ../../nbs/api/cases/30_notes.ipynb #d519c4b3
 def learned(
-    steps: int = 60,  # of AdamW
-    **config: Any,  # fields of the `ModelConfig`
-) -> float:  # nats
-    "How much a small model with these options lowers its loss on a copying task."
+    steps: int = 60,  # number of AdamW steps
+    **config: Any,  # fields of `ModelConfig`
+) -> float:  # decrease of the loss, nats
+    "How far a small model with this configuration lowers its loss on a copying task."
     training = note_training(steps=0, dropout=0.0, **config)
     losses = [training.run_step().loss for _ in range(steps)]
     return losses[0] - float(np.mean(losses[-5:]))
@@ -501,7 +501,7 @@ def note_loop(
     # one matrix does not
     fault: str = "",
 ) -> tuple[nn.Module, torch.optim.Optimizer, dict, Callable]:  # model, optimizer, batch, loss
-    "The model, batch and optimizer that a check of a training loop takes."
+    "A small model, optimizer, batch and loss for checks of a training loop."
     if fault not in ("", "bf16", "autocast", "decay"):
         raise bad_input("fault", fault, "'', bf16, autocast, decay")
     model, batch = _copying(fault in ("bf16", "autocast")), copy_task(length=5, vocab=16, batch=4).at(0)
@@ -513,9 +513,9 @@ def note_loop(
 
 
 def bundle(
-    *names: str,  # of fixes
-) -> pd.DataFrame:  # fix, and what it changes; a row a fix that changed something
-    "Several fixes applied at once to a small training that takes two steps."
+    *names: str,  # names of fixes
+) -> pd.DataFrame:  # columns fix and changes (number of changes), one row per fix
+    "The changes made by several fixes applied together to a small training of two steps."
     training = note_training()
     logs = apply_all(training, [fix(name) for name in names])
     for _ in range(2):
@@ -535,9 +535,9 @@ def _homes() -> dict[str, str]:
 
 
 def run_call(
-    call: str,  # a Python expression of public names of this package, `np`, `torch` and `xr`
-) -> object:  # what it gives
-    "The result of a call from the table of items; the call may use every public name of the package."
+    call: str,  # Python expression over public names of this package, `np`, `torch` and `xr`
+) -> object:  # the value of the expression
+    "The result of a call from the table of notes; it may use every public name of the package."
     names = {node.id for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)}
     scope = {"np": np, "torch": torch, "xr": xr}
     for name in names & set(_homes()) - set(dir(builtins)):
@@ -546,9 +546,9 @@ def run_call(
 
 
 def is_found(
-    result: object,  # of a call
+    result: object,  # result of a call
 ) -> bool:
-    "Whether a call found something: its result is not empty, zero or False, and no table in it is empty."
+    "Whether a result is not empty, zero or False, and contains no empty table."
     tables = (
         [part for part in result if isinstance(part, pd.DataFrame)]
         if isinstance(result, tuple | list)

@@ -31,7 +31,7 @@ class MostLikely:
     missing: tuple[str, ...] = ()  # measurements that would decide between the candidates
     cures: tuple[str, ...] = ()  # names of fixes that follow from the cause
     test: str = ""  # command that separates the cause from its rivals; '' if the run cannot be replayed
-    # its answer where it was run: step, verdict, words, seconds; or why it was not: step, left_out
+    # result of the test: step, verdict, words, seconds; or, if it was not run, step and left_out (why)
     swap: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:  # cause, because, next; what else is known

@@ -39,7 +39,7 @@ class Symptom:
     test: str  # how to test a fix, and the expected result
     cannot: str  # what the finding cannot determine
     see: tuple[str, ...] = ()  # related pages, as paths below the root of the documentation site
-    # the command that says whether it happened to a run
+    # command that shows whether a run has the symptom
     first: str = "Run `stabilitylab diagnose path/to/run` on your log or record to see whether this is it."
 
     def to_dict(self) -> dict:

@@ -117,7 +117,7 @@ def _as_float(x: Array) -> Array:
 def spacing(
     x: Array,  # values, any shape
     fmt: str | NumberFormat,  # number format
-    # same shape and kind as `x`, float32 or float64, > 0; NaN where `x` is not finite or beyond the range
+    # same shape and type as `x`, float32 or float64, > 0; NaN where `x` is not finite or out of range
 ) -> Array:
     "The distance between neighbouring numbers of `fmt` at each value of `x`."
     x, fmt = _as_float(x), number_format(fmt)
@@ -271,9 +271,9 @@ def _array_and_bits(x: Array, rng: Any) -> tuple[np.ndarray, np.random.Generator
 def stochastic_round(
     x: Array,  # values, any shape
     fmt: str | NumberFormat,  # number format to round to
-    # numpy's for arrays, torch's for tensors; None: one seeded 0 for arrays, torch's own for tensors
+    # NumPy's for arrays, PyTorch's for tensors; None: seed 0 for arrays, the default generator for tensors
     rng: Any = None,
-    # same shape as `x`, float32 or float64; every value is one of the two neighbours of `x` in `fmt`
+    # same shape as `x`, float32 or float64; every value is a neighbour of `x` in `fmt`
 ) -> Array:
     "Each value of `x` rounded up or down at random, with expectation `x`."
     x, fmt = _as_float(x), number_format(fmt)
@@ -299,7 +299,7 @@ def is_lost(
     weight: Array,  # weights, any shape; rounded to `fmt` first
     update: Array,  # amount to add, same shape and type as `weight`
     fmt: str | NumberFormat = "bf16",  # format in which the weights are stored
-    # bool, same shape: a non-zero update leaves the finite weight where it is; no host sync
+    # bool, same shape: True where a non-zero update leaves a finite weight unchanged; no host sync
 ) -> Array:
     "Whether each update leaves its weight unchanged after rounding."
     before = quantise(weight, fmt)

@@ -29,7 +29,7 @@ class Lattice:
     n_values: int  # number of finite values
     spacing: float  # spacing of `fmt` at the last value; NaN without a format
     chance: float  # upper bound of the probability of such a match in full precision, in [0, 1]
-    # share of steps between successive values in which nothing moved, in [0, 1]; NaN below 2 values
+    # share of successive values that are equal, in [0, 1]; NaN for fewer than 2 values
     below_spacing: float
 
     def to_dict(self) -> dict:  # field -> value

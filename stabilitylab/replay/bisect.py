@@ -137,7 +137,7 @@ def bisect_precision(
     batch: Batch,  # only its first micro-batch is used
     bad: str = "bf16",  # format in which the step fails: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
     good: str = "fp32",  # format of the kept modules: 'fp32', or a format above that is finer than `bad`
-    # (loss, grad_norm, loss and grad_norm with all in `good`) -> bool; None: as in `is_healthy`
+    # (loss, grad_norm, loss and grad_norm with all modules in `good`) -> bool; None: `is_healthy`
     healthy: Callable | None = None,
     modules: Sequence[str] | None = None,  # names of candidate leaf modules; None: all with weights
     progress: bool = True,  # show a progress bar

@@ -99,7 +99,7 @@ class Precision:
 
     weights: torch.dtype  # dtype of the weights and the batch
     autocast: torch.dtype | None  # dtype of matrix products under autocast; None: no autocast
-    # format to which inputs, weights and outputs of linear modules are rounded; None: none
+    # format to which inputs, weights and outputs of linear modules are rounded; None: no rounding
     linear: str | None
     roundoff: float  # unit roundoff, 2**-(bits of the significand)
 
@@ -263,7 +263,7 @@ def compare_precision(
     batch: Batch,  # only its first micro-batch is used
     precisions: Sequence[str] = ("fp32", "bf16_autocast", "bf16", "fp16"),  # keys of `PRECISIONS`
     factor: float = 8.0,  # multiple of the unit roundoff up to which an error counts as rounding noise
-    # keys of ATTENTION, each with each precision; None: the kernel that torch chooses
+    # keys of ATTENTION, combined with every precision; None: the kernel that PyTorch chooses
     attention: Sequence[str | None] = (None,),
     device: str | None = None,  # device to run on; None: that of the setup
 ) -> (

@@ -271,7 +271,7 @@ def _named_where_it_fails(
 def examine(  # noqa: PLR0913 - one call answers several questions, each switched on or off by its own name
     path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    # how to build and run it: a Setup, or 'file.py:function' that returns one; None: as in `setup_of`
+    # how to build and run the model: a Setup, or 'file.py:function' that returns one; None: see `setup_of`
     setup: Setup | str | None = None,
     swap: bool = True,  # run the swap test
     samples: bool = True,  # run `blame` on the samples

@@ -41,7 +41,7 @@ class StepPrecision:
     casts: dict[str, LossCast]  # 'as recorded' and 'with weights in …' -> where the loss becomes 16-bit
     updates: pd.DataFrame | None  # one row per param, columns as `lost_updates`; None without an optimizer
     eps: dict[str, EpsRegime]  # parameter -> effect of epsilon; {} for an optimizer without one
-    # a row a module, columns as `scale_overflows`; None where no scaled_dot_product_attention was called
+    # one row per module, columns as `scale_overflows`; None if scaled_dot_product_attention is not called
     attention: pd.DataFrame | None
     left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
 

@@ -348,7 +348,7 @@ def _tokens_and_targets(part: object) -> object:
 
 
 def batch_of(
-    # micro-batches: what `setup.loss` takes; or one (batch, seq + 1) tensor or list of equally long lists
+    # micro-batches as `setup.loss` takes them; or one (batch, seq + 1) tensor or list of equally long lists
     # of token ids, which becomes tokens and targets
     *parts: object,
     name: str = "my batch",  # name in tables

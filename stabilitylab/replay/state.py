@@ -77,22 +77,22 @@ class Setup:
     "How to build the model and how to compute the loss of a batch."
 
     model: Callable  # () -> torch.nn.Module, with the shape of the checkpoint
-    # (model, batch) -> scalar tensor, the mean loss in nats; a third parameter named `loop` gets the values
-    # of the loop that are kept with the batch, by name
+    # (model, batch) -> scalar tensor, the mean loss in nats; a third parameter named `loop` gets variables
+    # of the training loop that were saved with the batch, by name
     loss: Callable
-    # (model) -> optimizer of the kind that was used, or a list of them; None: no update
+    # (model) -> optimizer as used in the run, or a list of optimizers; None: no update
     optimizer: Callable | None = None
-    # (optimizer, step), sets what the loop sets before a step, such as the learning rate;
-    # None: as the black box has it, where it has it
+    # (optimizer, step) -> None, sets what the training loop sets before a step, such as the learning rate;
+    # None: the recorded settings, if the black box has them
     schedule: Callable | None = None
-    # largest gradient norm, or what clips in another way, (model) -> None; None: no clipping
+    # maximum gradient norm, or a function (model) -> None that clips; None: no clipping
     clip: float | Callable | None = None
     # (model, batch) -> (losses, mask), both (batch, seq): each token's loss and whether it counts
     token_loss: Callable | None = None
     decode: Callable | None = None  # (token id) -> text, for reports
-    # (step, seed) -> micro-batches of a step, for trials that go on behind the recorded batches
+    # (step, seed) -> micro-batches of a step, for trials that continue past the recorded batches
     batches: Callable | None = None
-    # how the losses of micro-batches make the loss of a step: 'mean', 'sum', or 'auto': the sum where each
+    # how micro-batch losses combine into the loss of a step: 'mean', 'sum', or 'auto': the sum where each
     # has `num_items_in_batch`, by which Hugging Face's models divide, else the mean
     reduction: str = "auto"
     device: str = "cpu"  # device of the model and the batches; set by replays and trials
@@ -206,11 +206,11 @@ class Snapshot:
     rng: dict | None = None  # random states from `probe.blackbox.rng_state`
     step: int = 0  # the step that comes next
     name: str = ""  # for tables
-    # CPU threads that took the steps, as the order of a sum depends on them; None: as it is
+    # number of CPU threads in the run, which affects the order of sums; None: unchanged
     threads: int | None = None
-    # of `torch.set_float32_matmul_precision` when the run began, such as 'high' (TF32); None: as it is
+    # `torch.set_float32_matmul_precision` at the start of the run, such as 'high' (TF32); None: unchanged
     matmul_precision: str | None = None
-    # module -> attribute -> value: plain attributes that training had changed, such as a counter
+    # module -> attribute -> value of plain attributes that training changed, such as a counter
     attributes: dict = field(default_factory=dict)
 
     def build(

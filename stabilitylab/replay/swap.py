@@ -115,8 +115,8 @@ class SwapTest:
     table: (
         xr.Dataset
     )  # dims (state, batch): loss, grad_norm, update_norm; the verdict and its evidence in attrs
-    # factors over the controls of the batch, the state and the suspect cell, and the limit beyond which one
-    # is out of line; empty where the controls are not finite numbers above 0
+    # ratios of the batch, the state and the suspect pair to the controls, and the limit above which a ratio
+    # is abnormal; empty unless the controls are finite and positive
     evidence: dict[str, float] = field(default_factory=dict)
     bad_in_a_row: int = 0  # length of the series of bad batches with the suspect one; 0: it is not bad
     is_longer: bool = False  # whether the series may extend beyond the tested batches

@@ -111,11 +111,11 @@ class JobState:
     phase: str  # running, done, failed or cancelled
     words: str  # current activity, or how the job ended
     share: float  # of the work that is done, 0..1
-    # what the function returned, or the standard output of a command; None before the end
+    # return value of the function, or standard output of the command; None before the end
     result: Any = None
     error: str = ""  # why it failed; '': it did not
     stderr: str = ""  # last lines of standard error of a failed process
-    # whether a signal ended its process that this program did not send
+    # whether the process was ended by a signal that this program did not send
     was_killed: bool = field(default=False, repr=False)
 
     @property
@@ -186,8 +186,8 @@ class Job:
 
     def __init__(
         self,
-        # program and arguments, started at once, in which "{folder}" becomes the job's folder; or what starts
-        # the process of a folder
+        # program and arguments, where "{folder}" stands for the job's folder; or a function that starts
+        # the process for a folder
         command: Sequence | Callable[[Path], ForkedProcess],
         codes: tuple[int, ...] = (0,),  # exit codes that mean success
         request: dict | None = None,  # JSON that the child finds as request.json in its folder; for `Job.of`

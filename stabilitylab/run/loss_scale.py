@@ -59,7 +59,7 @@ def _cause(
 # %% ../../nbs/api/run/10_loss_scale.ipynb #c3bfe304
 def read_loss_scale(
     scale: np.ndarray,  # (record,) logged loss scale, > 0
-    # (record,) largest unscaled |gradient|, where recorded; inf or NaN: the step broke at any scale
+    # (record,) largest unscaled |gradient|, if recorded; inf or NaN: the step overflows at any scale
     grad_max: np.ndarray | None = None,
     dense: int = 4,  # number of halvings within `within` steps that counts as a collapse
     within: int = 50,  # length of the window, in steps

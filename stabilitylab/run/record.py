@@ -81,7 +81,7 @@ def validate_run(
 
 # %% ../../nbs/api/run/01_record.ipynb #7a25c2e0
 def new_run(
-    # the `/scalars` group, from `make_scalars` or a reader; a reader's events may be in it too
+    # the `/scalars` group from `make_scalars` or a reader; it may include the reader's events
     scalars: xr.Dataset | None = None,
     attrs: dict | None = None,  # settings and origin of the run, as JSON values
     **groups: xr.Dataset,  # additional groups by name, such as `events` or `activations`

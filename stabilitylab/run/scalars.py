@@ -22,7 +22,7 @@ class Samples(NamedTuple):
 
     step: np.ndarray  # (n,) int64, steps as logged
     value: np.ndarray  # (n,) float64; NaN means a logged NaN, never a gap
-    # (n,) position in the log (byte, line or event number), to order several series; None: 0..n-1
+    # (n,) position in the log (byte, line or event number) that orders several series; None: 0..n-1
     order: np.ndarray | None = None
     time: np.ndarray | None = None  # (n,) datetime64[ns] or float seconds since 1970; None: unknown
 
@@ -241,7 +241,7 @@ def _nan_marks(samples: dict[str, _Logged], rows: _Rows) -> dict[str, np.ndarray
 def make_scalars(
     samples: dict[str, Samples],  # canonical name -> samples of the series
     log_names: dict[str, str] | None = None,  # canonical name -> name in the log; None: the same
-    # `order` of the first record of each later segment; None: found by `find_restarts`
+    # `order` of the first record of every later segment; None: detected by `find_restarts`
     restarts: np.ndarray | None = None,
     **attrs,  # additional attributes, such as `source` and `format`
 ) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, maybe `time`; NaN: a gap, or in `logged_nan`

@@ -58,7 +58,7 @@ class TokenMeanAccumulator:
         self,
         model: torch.nn.Module,  # the model in training: plain, or in DistributedDataParallel or FSDP
         scaler: torch.amp.GradScaler | None = None,  # fp16 GradScaler; call `unscale_` after `finish`
-        # over ranks: 'averaged', 'summed' or 'own' (one process); None: what the wrapper of the model does
+        # reduction over ranks: 'averaged', 'summed' or 'own' (one process); None: that of the model's wrapper
         gradients: str | None = None,
         group: Any = None,  # process group of the data-parallel ranks; None: all
     ):

@@ -110,10 +110,10 @@ class Audit:
     norm_ratio: float  # norm of the gradient divided by that of the token-mean gradient
     true_loss: float  # token-mean loss, nats
     logged_loss: float  # loss that the loop returned, or that its denominator implies; NaN: unknown
-    # one row a sequence: rank, step, tokens, loss, weight_true, weight (measured, of one token)
+    # one row per sequence: rank, step, tokens, loss, weight_true, weight (measured, per token)
     sequences: pd.DataFrame
     params: pd.DataFrame  # one row per parameter: cosine, norm_ratio
-    # one row a denominator: residual, factor, cosine and norm_ratio to the token mean, loss
+    # one row per denominator: residual, factor, cosine and norm_ratio to the token mean, loss
     candidates: pd.DataFrame
     coordinates: float  # share of the gradient's coordinates that were compared, in (0, 1]
 
@@ -205,11 +205,11 @@ def _check_gradient(measured: np.ndarray) -> None:
 # %% ../../../nbs/api/numerics/accumulation/01_audit.ipynb #83fa3c53
 def audit_accumulation(
     model: torch.nn.Module,  # model to audit; runs in eval mode, so that dropout is off
-    # of one optimizer step: what `token_loss` and `step` take, in order; the first share belongs to rank 0
+    # micro-batches of one optimizer step, in order, as `token_loss` takes them; the first share is rank 0's
     microbatches: list,
     # (model, microbatch) -> (losses, mask), both (batch, seq): each token's loss in nats, whether it counts
     token_loss: Callable,
-    # (model, microbatches of one rank) -> logged loss or None: your loop up to the gradients, before
+    # (model, micro-batches of one rank) -> logged loss or None: your loop up to the gradients, before
     # clipping; or a name in `DENOMINATORS`
     step: Callable | str = "microbatch_mean",
     ranks: int = 1,  # number of data-parallel ranks; each has an equal share of the micro-batches

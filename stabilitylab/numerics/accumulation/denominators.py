@@ -34,7 +34,7 @@ def microbatch_window(
 def compare_denominators(
     parts: SequenceGradients,  # gradient of every sequence
     window: Window | None = None,  # assignment to micro-batches and ranks; None: the original one
-    # one row a denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats),
+    # one row per denominator: cosine and norm_ratio of its gradient to that of the token mean, logged (nats),
     # error (nats, logged minus the token mean)
 ) -> pd.DataFrame:
     "The gradient and logged loss under each denominator, compared with the token mean."

@@ -44,9 +44,9 @@ class Window:
 
 
 def make_window(
-    # target tokens: [rank][accumulation step][sequence]; a flat list: one sequence a micro-batch on one rank
+    # target tokens, [rank][accumulation step][sequence]; a flat list: micro-batches of one sequence on one rank
     tokens: list,
-    # padded lengths, nested alike; None: each micro-batch is padded to its longest sequence
+    # padded lengths in the same nesting; None: each micro-batch is padded to its longest sequence
     positions: list | None = None,
 ) -> Window:  # one row per sequence
     "A window from nested lists of token counts."

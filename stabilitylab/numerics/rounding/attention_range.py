@@ -143,7 +143,7 @@ def _worst_of(q: torch.Tensor, k: torch.Tensor, fmt: str) -> tuple:
 def scale_overflows(
     inputs: list,  # result of `attention_inputs`
     fmt: str = "fp16",  # number format of the product
-    # one row a module: head_dim, product_max, logit_max, outside, inside, headroom, gain, as `ScaleOverflow`
+    # one row per module: head_dim, product_max, logit_max, outside, inside, headroom, gain (`ScaleOverflow`)
 ) -> pd.DataFrame:
     "Whether QKᵀ of each layer overflows a number format if scaled before or after the product."
     rows = [(name, *_worst_of(q, k, fmt)) for name, q, k in inputs]
@@ -155,7 +155,7 @@ def loss_rounding(
     targets: torch.Tensor,  # int64, (token,): target ids
     fmt: str = "bf16",  # format of all intermediate results
     # rows: cross-entropy, logsumexp, z statistic (logsumexp²), softmax sum; columns: exact, rounded,
-    # mean_error (mean |difference| a token)
+    # mean_error (mean |difference| per token)
 ) -> pd.DataFrame:
     "The rounding error of a cross-entropy loss computed in 16 bits."
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:

@@ -115,7 +115,7 @@ class LossCast:
     fmt: str  # 'bf16' or 'fp16'; '' without one
     loss: float  # loss as computed, nats
     exact_loss: float  # loss with every operation in fp32, nats
-    # grid on which the logits lie, '' for none: they are rounded even where the loss is not
+    # 16-bit format of the logits, which may be rounded although the loss is not; '' for none
     logits_fmt: str
     # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
     steps: pd.DataFrame

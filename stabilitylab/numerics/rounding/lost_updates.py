@@ -51,8 +51,8 @@ def lost_updates(
     updates: dict,  # parameter -> full-precision update, same names and shapes
     fmt: str = "bf16",  # format in which the weights are stored
     seed: int = 0,  # seed of the stochastic rounding
-    # one row a param: lost (share of non-zero updates without effect), below_half (share smaller than half
-    # a spacing), kept and kept_stochastic (movement along the update / wanted; 1 is all), update_rms,
+    # one row per parameter: lost (share of non-zero updates without effect), below_half (share below half
+    # a spacing), kept and kept_stochastic (actual / wanted movement along the update), update_rms,
     # spacing_median
 ) -> pd.DataFrame:
     "The share of weight updates that survive rounding."
