@@ -90,7 +90,7 @@ def score_case(
 # %% ../../nbs/api/cases/22_registry.ipynb #c4bdf01f
 def by_kind(
     scores: list[CaseScore],  # of any cases and seeds
-) -> pd.DataFrame:  # a row a kind: runs, found, at_onset, false_alarms, false_notes, precision, recall
+) -> pd.DataFrame:  # one row per kind: runs, found, at_onset, false_alarms, false_notes, precision, recall
     "Precision and recall of every kind over the scored runs, healthy ones among them."
     rows = {}
     for kind in FINDING_KINDS:
@@ -113,7 +113,7 @@ _STORED = "ground_truth.json"
 
 
 @cache
-def stored_scores() -> dict:  # date, command, seeds, cases (a dict a run), as `score --store` left them
+def stored_scores() -> dict:  # date, command, seeds, cases (one dict per run), as `score --store` left them
     "The stored scores of all cases."
     file = files("stabilitylab.cases").joinpath(_STORED)
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"cases": []}

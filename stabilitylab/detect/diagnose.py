@@ -209,7 +209,7 @@ def diagnose(
     detectors: list[str | Callable] | None = None,  # run only these: 'module:function' or a function
     limits: dict[str, float] | None = None,  # name -> value that replaces the default in `limit_table()`
 ) -> Findings:  # ranked, each with explanation, evidence, remedies and the limits that decided it
-    "The findings of a run; with `detectors` given, they are not related to each other."
+    "Detects failures in a run and ranks the findings; with `detectors`, findings are not related."
     run, findings = as_run(run), []
     with use_limits(limits):
         for detector in DETECTORS if detectors is None else detectors:

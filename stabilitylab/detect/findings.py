@@ -25,7 +25,7 @@ from ..names.findings import FINDING_KINDS, SEVERITIES
 class Finding:
     "An event in a run, with its evidence."
 
-    kind: str  # one of FINDING_KINDS
+    kind: str  # name of the event, one of FINDING_KINDS
     severity: str = "info"  # one of SEVERITIES: 'info', 'warning' or 'error'
     onset: int | None = None  # first step of the event, as the log counts steps; None: the event has no step
     end: int | None = None  # last step of the event; None: the event has no step
@@ -74,7 +74,7 @@ class Finding:
     def to_dict(
         self,
         all_remedies: bool = False,  # include every reported remedy, not only the three that fit the run best
-    ) -> dict:  # kind, severity, onset, end, modules, evidence, explanation, remedies
+    ) -> dict:  # keys: kind, severity, onset, end, modules, evidence, explanation, remedies
         "The finding as a dict, as `--json` prints it; the series is part of the evidence."
         remedies = self.remedies if all_remedies else self.remedies[:REMEDIES_SHOWN]
         series = {"series": self.series} if self.series else {}
@@ -105,7 +105,7 @@ def _rank(f: Finding) -> tuple:
 
 # %% ../../nbs/api/detect/00_findings.ipynb #11bec7db
 class Findings(Sequence):
-    "The findings of one run, ranked by severity and step."
+    "The findings of one run, ranked by severity, then by step."
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class Findings(Sequence):
     def of(
         self,
         *kinds: str,  # finding kinds
-    ) -> "Findings":  # may be empty
+    ) -> "Findings":  # empty if there is none
         "The findings of the given kinds."
         return Findings((f for f in self if f.kind in kinds), self.attrs)
 
     def at_least(
         self,
         severity: str,  # one of SEVERITIES
-    ) -> "Findings":  # may be empty
+    ) -> "Findings":  # empty if there is none
         "The findings of at least the given severity."
         if severity not in SEVERITIES:
             raise bad_input("severity", severity, ", ".join(SEVERITIES))
@@ -177,7 +177,7 @@ class Findings(Sequence):
     def __repr__(self) -> str:
         return _text(self)
 
-    def rows(self) -> list[tuple[str, str, str, str]]:  # severity, kind, steps, words
+    def rows(self) -> list[tuple[str, str, str, str]]:  # columns severity, kind, steps, words
         "One row per finding, for display in a table."
         return [_cells(f) for f in self]
 

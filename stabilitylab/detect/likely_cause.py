@@ -18,7 +18,7 @@ from .phrase import about
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)
 class MostLikely:
-    "The most likely cause of a run's findings, with its evidence and the next commands."
+    "The most likely cause of a run's findings, with its evidence and the recommended actions."
 
     cause: str  # the cause as one sentence
     because: tuple[str, ...]  # explanations of at most three supporting findings
@@ -34,7 +34,7 @@ class MostLikely:
     # result of the test: step, verdict, words, seconds; or, if it was not run, step and left_out (why)
     swap: dict = field(default_factory=dict)
 
-    def to_dict(self) -> dict:  # cause, because, next; what else is known
+    def to_dict(self) -> dict:  # keys cause, because, next, and the other fields that are known
         "The cause as a dict, as `--json` prints it."
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
         empty = {f.name for f in fields(self)[3:] if values[f.name] in ("", None, [], {})}

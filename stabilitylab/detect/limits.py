@@ -101,7 +101,7 @@ def limits_read() -> Iterator[dict[str, float]]:  # name -> value of each limit 
         _READS.reset(token)
 
 # %% ../../nbs/api/detect/01_limits.ipynb #c64ebc65
-def limit_table() -> pd.DataFrame:  # one row a limit: value, unit, meaning, source, group
-    "A table of all limits."
+def limit_table() -> pd.DataFrame:  # one row per limit: value, unit, meaning, source, group
+    "A table of all limits with their default values."
     rows = [row._asdict() for row in LIMITS.values()]
     return pd.DataFrame(rows, index=pd.Index(LIMITS, name="name"))

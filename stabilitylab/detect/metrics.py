@@ -188,7 +188,7 @@ def _slow_stretches(value: np.ndarray, n: int) -> list[tuple[int, int, float, fl
 # %% ../../nbs/api/detect/13_metrics.ipynb #da2ef570
 def find_throughput_drop(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a lasting drop, up to its last slow step; many are one
+) -> list[Finding]:  # one finding per lasting drop, up to its last slow step; many are one
     "Stretches in which steps took much longer than before."
     times, n = step_times(run), count_limit("short_records")
     if times is None or len(times.value) < 3 * n or (times.value <= 0).any():
@@ -219,7 +219,7 @@ def find_throughput_drop(
 # %% ../../nbs/api/detect/13_metrics.ipynb #27bb48bc
 def find_z_loss_collapse(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a sudden fall
+) -> list[Finding]:  # one finding per sudden fall
     "Sudden falls of the z-loss: the output logits collapsed."
     z_loss = curve(run, "z_loss")
     if z_loss is None or len(z_loss.value) < count_limit("least_long"):

@@ -61,7 +61,7 @@ def _outcome(later: list[dict], row: dict, last_step: int) -> str:
 # %% ../../nbs/api/detect/06_rollbacks.ipynb #e02153fe
 def rollback_ledger(
     run: xr.DataTree,  # a record
-) -> pd.DataFrame:  # a row a rollback; attrs: the totals, as `rollback_cost` gives them
+) -> pd.DataFrame:  # one row per rollback; attrs: the totals, as `rollback_cost` gives them
     "Every rollback of a run: step left and resumed, what was repeated, rates, why, and whether it helped."
     loss, lr = loss_curve(run), curve(run, "lr")
     events = [f for f in (*find_loss_spikes(run), *find_divergence(run)) if "rolled_back_to" in f.evidence]

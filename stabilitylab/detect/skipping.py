@@ -114,7 +114,7 @@ _CLIPS = re.compile(
 
 
 class ClippedShare(NamedTuple):
-    "How often, and by how much, gradients were clipped."
+    "The share of clipped gradients and their mean clipping factor."
 
     clip: float  # clipping threshold; NaN if the log holds only the share
     share: float  # share of clipped steps, in [0, 1]

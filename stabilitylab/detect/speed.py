@@ -48,7 +48,7 @@ def _is_restart(run: xr.DataTree, before: np.ndarray, after: np.ndarray) -> np.n
 
 def find_hang(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a gap; pauses that recur, as for an evaluation, are none
+) -> list[Finding]:  # one finding per gap; pauses that recur, as for an evaluation, are none
     "Gaps of many minutes between two records, without a restart."
     gaps = _seconds_between(run)
     if gaps is None or len(gaps[2]) < count_limit("least_records"):
@@ -98,7 +98,7 @@ def _is_sister(a: xr.DataTree, b: xr.DataTree) -> bool:
 
 def find_slow_sisters(
     runs: dict[str, xr.DataTree],  # name -> record
-) -> list[Finding]:  # a finding a run that is slower than its fastest sister from the start
+) -> list[Finding]:  # one finding per run that is slower than its fastest sister from the start
     "Runs that take much longer a step than another run with the same losses."
     n = count_limit("short_records")
     measured = {name: _pace(run) for name, run in runs.items()}

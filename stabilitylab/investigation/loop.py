@@ -182,7 +182,7 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     begun: Callable[[Investigation], None] = lambda work: None,  # called once the arms are training
     is_cancelled: Callable[[], bool] = lambda: False,  # () -> bool; the work ends when it returns True
 ) -> Investigation:
-    "Diagnoses a run and trains fixes from its failing state to see which helps."
+    "Diagnoses a run and trains fixes from the state before its failure to see which helps."
     arms = named_arms(fixes)  # refused before anything is read
     heard("reading", 0.0)
     recording = path if isinstance(path, Recording) else next(iter(open_recordings(path).values()))

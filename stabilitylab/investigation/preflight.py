@@ -317,7 +317,7 @@ def preflight(
     path: str | Path = ".",  # a log, or the folder of a past or planned run
     environ: Mapping[str, str] | None = None,  # environment variables; None: those of this process
 ) -> pd.DataFrame:  # name, topic, looks_at, found, verdict (ok, attention, cannot tell), advice, source
-    "Checks of a run against the advice of teams."
+    "Checks a run against advice collected from training teams."
     path = Path(path)
     if not path.exists():
         raise bad_input(

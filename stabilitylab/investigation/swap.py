@@ -42,12 +42,12 @@ def with_verdict(
 
 # %% ../../nbs/api/investigation/05_swap.ipynb #896a6d5c
 def with_swap_test(
-    recording: Recording,  # with a black box
-    findings: Findings,  # of it
+    recording: Recording,  # an opened run with a black box
+    findings: Findings,  # findings of that run
     seconds: float = 30.0,  # run the test only if its estimated duration is below this
     setup: "Setup | str | None" = None,  # a Setup, or 'file.py:function' that returns it; None: the run's own
 ) -> Findings:  # the findings, with `swap` in attrs and the verdict in the evidence
-    "The findings of a run with the swap test of the step at which its loss jumped; runs code of the run."
+    "Adds a swap test of the step at which the loss jumped to the findings; executes the run's own code."
     facts = findings.attrs.get("evidence", {})
     if "swap_seconds" not in facts:  # no jump, or nothing to replay
         return findings

@@ -93,7 +93,7 @@ def plan_sweep(
 def sweep_of(
     plan: SweepPlan,  # result of `plan_sweep`, with a start
     seeds: int = 1,  # number of seeds per point; each gives a different order of batches
-    **options: Any,  # of `Sweep`: folder, workers, device, client
+    **options: Any,  # folder, workers, device and client of `Sweep`
 ) -> Sweep:  # ready to be run or polled
     "The sweep that carries out a plan."
     if plan.start is None:

@@ -179,6 +179,6 @@ def symptom(
 
 
 def symptoms() -> pd.DataFrame:  # columns: title, aliases; by finding kind
-    "All symptoms."
+    "All symptoms, one per finding kind."
     rows = [{"kind": s.kind, "title": s.title, "aliases": ", ".join(s.aliases)} for s in _symptoms().values()]
     return pd.DataFrame(rows).set_index("kind")

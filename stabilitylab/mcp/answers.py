@@ -28,10 +28,10 @@ def _rounded(value: Any) -> Any:
 # %% ../../nbs/api/mcp/01_answers.ipynb #90a51de1
 def answer(
     values: dict,  # result of a tool
-    tool: str,  # tool to call next
-    **arguments: Any,  # its arguments
-) -> dict:  # plain data, with `cut` if lists were shortened, and `next`
-    "An answer that is small enough, with the next call."
+    tool: str,  # name of the tool to call next
+    **arguments: Any,  # arguments for that tool
+) -> dict:  # plain data with `next`, and `cut` if lists were shortened
+    "An answer of limited size that suggests the next tool call."
     small = _rounded(plain(values))
     cut: dict[str, int] = {}
     while len(json.dumps(small)) > _LONGEST:

@@ -66,9 +66,9 @@ _INSTRUCTIONS = (
 
 # %% ../../nbs/api/mcp/05_server.ipynb #f2f4f77e
 def make_server(
-    tools: Tools,  # over the folders that may be read
-) -> Any:  # an `MCPServer` of the SDK
-    "The tools and resources as a server of the Model Context Protocol."
+    tools: Tools,  # tools over the folders that may be read
+) -> Any:  # an `MCPServer` of the MCP SDK
+    "A Model Context Protocol server with the given tools and resources."
     require("mcp", "agent")
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError

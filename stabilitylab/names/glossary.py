@@ -56,7 +56,7 @@ def define(
     return by_lower_case[term.lower()]
 
 # %% ../../nbs/api/names/08_glossary.ipynb #caae4111
-def glossary() -> Any:  # a DataFrame, one row a term, in alphabetical order; columns as in `Term`
+def glossary() -> Any:  # a DataFrame, one row per term, in alphabetical order; columns as in `Term`
     "A table of all terms with their definitions."
     import pandas as pd
 

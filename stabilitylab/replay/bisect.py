@@ -56,7 +56,7 @@ class Bisection:
     modules: tuple[
         str, ...
     ]  # the smallest set found that must stay in `good`; () where there is none to name
-    outcome: str  # 'found', 'all may be coarse', 'never healthy'
+    outcome: str  # 'found', 'all may be coarse' (all in `bad`), 'never healthy'
     bad: str  # format in which the step fails
     good: str  # format of the modules kept in higher precision
     tries: tuple[Try, ...]  # all trials, in order

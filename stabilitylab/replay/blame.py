@@ -174,10 +174,10 @@ def blame(
     memory: float = 1e9,  # limit in bytes for the gradients of all samples; above it, each is computed twice
     step_loss: float | None = None,  # recorded loss of the batch; None: not compared
     recorded_loss: float | None = None,  # loss to which sample losses are aligned; None: no adjustment
-) -> pd.DataFrame:  # a row a sample: (microbatch,) loss, (tokens, where they are known) grad_norm,
-    # share of the batch gradient (they sum to 1), cosine with it; attrs: grad_norm and loss of the batch by
-    # its samples; is_part, whether each loss is a part of the batch's; draws, whether each draws random
-    # numbers of its own
+) -> pd.DataFrame:  # one row per sample: (microbatch,) loss, (tokens, if known) grad_norm,
+    # share of the batch gradient (shares sum to 1), cosine with it; attrs: grad_norm and loss of the batch
+    # computed from its samples; is_part, whether each loss is a part of the batch loss; draws, whether each
+    # sample draws its own random numbers
     "The share of each sample in the gradient of its batch, with dropout off."
     model, setup = _frozen(snapshot), snapshot.setup
     samples = list(_samples_of(setup, model, batch))

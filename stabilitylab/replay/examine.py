@@ -49,7 +49,7 @@ _RAISED = 2.0  # factor over the rate of the step before above which it was rais
 
 # %% ../../nbs/api/replay/08_examine.ipynb #2c07af5f
 def controls(
-    path: str | Path | Recording,  # folder of a record
+    path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # the suspect step
     n: int = 3,  # number of control states; one more batch is chosen
 ) -> tuple[

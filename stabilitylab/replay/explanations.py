@@ -279,7 +279,7 @@ def _row_lengths(parts: list) -> list[int]:
 
 def explanation(
     path: Recording,  # folder of the record
-    start: Snapshot,  # the saved snapshot
+    start: Snapshot,  # snapshot from which the replay starts
     recorded: dict[str, float],  # quantity -> recorded value, at the first step
 ) -> tuple[str, dict] | None:  # (key of `FAULTS`, fields of its sentence); None if no change fits
     "The single change that makes a replay give the recorded loss and gradient norm."

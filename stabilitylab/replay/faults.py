@@ -148,9 +148,9 @@ def recorded_changes(
 def facts_of(
     path: str | Path | Recording,  # folder of the record
     setup: Setup,  # setup as the user gave it
-    way: Retrace,  # the steps beside the record
+    way: Retrace,  # recorded and replayed steps, from `retrace`
 ) -> StepFacts:
-    "Collects the facts about a step."
+    "Collects the facts about a replayed step that its numbers do not show."
     recording = opened(path)
     changed = changed_place(recording.run.attrs.get("environment", {}))
     return StepFacts(recording, setup, way, changed, bool(changed) or recording.world_size > 1)

@@ -391,14 +391,14 @@ _FACTOR = 8.0
 def compare_implementations(
     model: nn.Module,  # reference implementation, without parallelism
     other: nn.Module,  # second implementation with the same weights: compiled, fused, sharded, other dtype
-    batch: object,  # one batch; nested tensors
+    batch: object,  # one batch of nested tensors
     loss: Callable,  # (model, batch) -> scalar loss; called with both models
     rename: Callable[[str], str] = str,  # module name in `other` -> module name in `model`
     repeats: int = 4,  # number of runs with random rounding errors, >= 1
     factor: float = _FACTOR,  # multiple of the noise floor up to which an error counts as rounding
-    seed: int = 0,  # of the random rounding errors
+    seed: int = 0,  # seed of the random rounding errors
 ) -> ImplementationComparison:  # weights, gradients, modes and random states are not changed
-    "The first module in which two implementations differ beyond rounding, forward or backward, on one batch."
+    "The first module whose output or gradient differs beyond rounding between two implementations."
     if repeats < 1:
         raise bad_input("repeats", repeats, "1 or more")
     reference = _reference(model, batch, loss)

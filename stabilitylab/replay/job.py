@@ -19,7 +19,7 @@ def work(
     setup: str | None,  # 'file.py:function', as in `setup_of`
     options: dict,  # swap, samples, precisions, modules, states, batches, device of `examine`
 ) -> dict:  # as `Examination.to_dict`, and the path as `run`
-    "Examines a step in the child process and reports its progress."
+    "Examines a step in the child process of a job and reports the progress."
     parts = 2 + sum(bool(options[part]) for part in ("swap", "samples", "precisions", "modules"))
     done = itertools.count()
 

@@ -101,7 +101,7 @@ def join_optimizers(
 def in_turn(
     of_ranks: Iterable[list],  # micro-batches of every rank
 ) -> list:  # the first of every rank, then the second of every rank, …
-    "The micro-batches of all ranks, interleaved."
+    "Interleaves the micro-batches of all ranks."
     ranks = list(of_ranks)
     if len({len(parts) for parts in ranks}) > 1:
         counts = ", ".join(str(len(parts)) for parts in ranks)

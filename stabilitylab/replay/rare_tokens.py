@@ -123,7 +123,7 @@ def losses_by_frequency(
     batches: Sequence,  # one `Batch` or model input per step
     counts: torch.Tensor | None = None,  # (vocab,) token counts in the training text; None: in `batches`
     clip: float | None = None,  # maximum gradient norm; None: that of the setup, if it is a number
-) -> pd.DataFrame:  # a row a band with tokens: tokens, ids, loss (nats), loss_share, grad_norm, grad_share,
+) -> pd.DataFrame:  # one row per band: tokens, ids, loss (nats), loss_share, grad_norm, grad_share,
     # weight (times that in a mean over all tokens) and, with a clip, kept; attrs: norm of the mean gradient
     "Loss, gradient share and effect of clipping by token frequency, with dropout off."
     setup = snapshot.setup

@@ -114,7 +114,7 @@ class Retrace:
     "All steps from a snapshot to the suspect step, recorded and replayed."
 
     steps: tuple[Retraced, ...]  # from the snapshot's step to the suspect step
-    start: Snapshot  # the saved snapshot
+    start: Snapshot  # the saved snapshot from which the replay starts
     snapshot: Snapshot  # state before the suspect step
     model: torch.nn.Module  # model after the suspect step
     optimizer: object  # optimizer made by `setup.optimizer`

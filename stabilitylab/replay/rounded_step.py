@@ -146,7 +146,7 @@ def _regimes(
 def _attention(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # of the step
-) -> pd.DataFrame | None:  # a row a module; None where no attention is called
+) -> pd.DataFrame | None:  # one row per module; None where no attention is called
     "Whether the products of queries and keys fit fp16, in the step as it was trained."
     # in training mode: in evaluation PyTorch's encoder layers take a path of their own
     model, outside = snapshot.build()[0], rng_state()

@@ -36,7 +36,7 @@ from ..run.recording import Recording, opened
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c
 @dataclass(frozen=True)
 class Check:
-    "A number of a step, recorded and replayed."
+    "A quantity of one step, recorded and replayed, and whether the two agree."
 
     name: str  # a name in QUANTITIES, or 'parameters': checksum of the weights at the snapshot
     step: int
@@ -241,7 +241,7 @@ def _is_exact(step: Retraced) -> bool:
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #f8d14225
 def check_setup(
-    path: str | Path | Recording,  # of a record with a black box
+    path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     setup: Setup,  # how to build the model and run its steps
     way: Retrace | None = None,  # result of `retrace`, if already available

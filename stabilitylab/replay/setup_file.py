@@ -63,7 +63,7 @@ class Foresight:
     step: int  # step to replay
     start: int  # step of the snapshot from which the replay begins
     changed: dict  # name -> (recorded, current) of differences that change the order of sums
-    untold: tuple[str, ...] = ()  # names of such properties that the record lacks
+    untold: tuple[str, ...] = ()  # environment properties that the record lacks
     nearer: int | None = None  # nearest step with a snapshot, if `step` has none
 
     @property
@@ -72,7 +72,7 @@ class Foresight:
         return not self.changed
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The forecast as plain data for JSON."
         return plain(asdict(self) | {"is_exact": self.is_exact})
 
 
@@ -101,7 +101,7 @@ class SetupAnswer:
     check: SetupCheck
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The result as plain data for JSON."
         return {"where": self.where, "check": self.check.to_dict()}
 
 

@@ -39,7 +39,7 @@ from ..run.recording import Recording, opened
 # %% ../../nbs/api/replay/02_snapshot.ipynb #5466b81c
 def replayable_steps(
     path: str | Path | Recording,  # folder of a record
-) -> list[int]:  # ascending; each has its batch and an earlier snapshot, with every batch in between
+) -> list[int]:  # ascending; each has its batch, an earlier snapshot, and every batch in between
     "The steps of a record that can be replayed."
     return list(opened(path).box().steps)
 

@@ -130,7 +130,7 @@ class Batch:
     parts: list  # inputs of the model; nested tensors
     rng: list = field(default_factory=list)  # random states before each micro-batch, or []
     step: int = -1  # recorded step of the batch
-    name: str = ""  # for tables
+    name: str = ""  # name in tables
     ids: list = field(default_factory=list)  # hashes of the contents, equal on every machine
 
 
@@ -204,8 +204,8 @@ class Snapshot:
     optimizer: dict | list | None = None  # the optimizer's state dict, or those of several
     scaler: dict | None = None  # the GradScaler's state dict
     rng: dict | None = None  # random states from `probe.blackbox.rng_state`
-    step: int = 0  # the step that comes next
-    name: str = ""  # for tables
+    step: int = 0  # optimizer step that comes next
+    name: str = ""  # name in tables
     # number of CPU threads in the run, which affects the order of sums; None: unchanged
     threads: int | None = None
     # `torch.set_float32_matmul_precision` at the start of the run, such as 'high' (TF32); None: unchanged
@@ -215,7 +215,7 @@ class Snapshot:
 
     def build(
         self,
-        device: str | None = None,  # where to; None: that of the setup
+        device: str | None = None,  # target device; None: that of the setup
         dtype: torch.dtype | None = None,  # dtype of all floating-point weights; None: unchanged
     ) -> tuple:  # (model in training mode, optimizer, or several as a list, or None)
         "A new model and optimizer in this state; random states are not changed."

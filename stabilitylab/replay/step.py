@@ -195,7 +195,7 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
 # %% ../../nbs/api/replay/01_step.ipynb #a4e29c1a
 @dataclass(frozen=True)
 class Replayed:
-    "The result of a replayed step."
+    "The losses, gradients and updated weights of a replayed step."
 
     loss: float  # mean loss of the micro-batches, nats
     grad_norm: float  # L2 norm of the gradient before clipping

@@ -16,7 +16,7 @@ from .curves import Curve, step_interval
 
 # %% ../../nbs/api/run/13_attempts.ipynb #436efcd8
 class Attempt(NamedTuple):
-    "The records between two restarts."
+    "The records of a run between two restarts."
 
     first: int  # index of its first record
     stop: int  # index after its last record
@@ -38,7 +38,7 @@ def attempts(
 # %% ../../nbs/api/run/13_attempts.ipynb #fac91ad8
 def rolled_back_at(
     series: Curve,  # one series as arrays
-    record: int,  # index
+    record: int,  # index of a record
 ) -> int | None:  # index of the restart's first record; None: no later attempt went back that far
     "The restart that rolled the run back to before a record."
     step = series.step[record]

@@ -153,7 +153,7 @@ def map_on(
     items: Sequence[Item],  # sent to the workers unchanged
     *more: Any,  # further arguments, the same for every item
     sizes: Sequence[float] | None = None,  # amount of work per item, in any unit; None: equal
-) -> Iterator[Result]:  # in the order of the items
+) -> Iterator[Result]:  # results in the order of the items
     "Applies a function to every item, in parallel on the workers, and yields the results."
     if client is None:
         yield from (function(item, *more) for item in items)

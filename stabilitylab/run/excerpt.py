@@ -24,7 +24,7 @@ def series_between(
     first: int | None = None,  # lowest step; None: the first step
     last: int | None = None,  # highest step; None: the last step
     every: int = 1,  # keep every n-th row that has a value
-) -> pd.DataFrame:  # columns step, segment and one a series; NaN where a series has no record at that step
+) -> pd.DataFrame:  # columns step, segment and one per series; NaN where a series has no record
     "The values of several series between two steps."
     scalars = scalars_of(run)
     allowed = series_names(scalars)

@@ -110,10 +110,10 @@ class JobState:
 
     phase: str  # running, done, failed or cancelled
     words: str  # current activity, or how the job ended
-    share: float  # of the work that is done, 0..1
+    share: float  # fraction of the work that is done, in [0, 1]
     # return value of the function, or standard output of the command; None before the end
     result: Any = None
-    error: str = ""  # why it failed; '': it did not
+    error: str = ""  # reason of a failure; '': none
     stderr: str = ""  # last lines of standard error of a failed process
     # whether the process was ended by a signal that this program did not send
     was_killed: bool = field(default=False, repr=False)
@@ -124,7 +124,7 @@ class JobState:
         return self.phase != "running"
 
     def to_dict(self) -> dict:
-        "Plain data, as JSON has it."
+        "The state as plain data for JSON."
         return {
             "phase": self.phase,
             "words": self.words,
@@ -209,8 +209,8 @@ class Job:
     def of(
         cls,
         function: str,  # 'package.module:function'; its result must be JSON
-        **arguments: object,  # of the function; JSON
-    ) -> "Job":  # that runs it
+        **arguments: object,  # JSON arguments of the function
+    ) -> "Job":  # the started job
         "A job that calls a function of a module in a child process."
         module, _, name = function.partition(":")
         if not module or not name.isidentifier():
@@ -221,9 +221,9 @@ class Job:
     def forked(
         cls,
         function: str,  # as `Job.of` takes it
-        arguments: dict,  # of the function; JSON
+        arguments: dict,  # JSON arguments of the function
         modules: Sequence[str],  # modules that every such job imports and that do not change meanwhile
-    ) -> "Job":  # that runs it
+    ) -> "Job":  # the started job
         "A job that calls a function in a forked process with these modules already imported; Linux only."
         request = {"function": function, "arguments": arguments}
         entry = "stabilitylab.run.job:_run_forked"
@@ -234,9 +234,9 @@ class Job:
     @classmethod
     def cli(
         cls,
-        *arguments: object,  # of `stabilitylab`
+        *arguments: object,  # command-line arguments of `stabilitylab`
         codes: tuple[int, ...] = (0,),  # exit codes that mean success
-    ) -> "Job":  # that runs it
+    ) -> "Job":  # the started job
         "A job that runs a command of stabilitylab in a child process."
         code = (
             "import sys; from stabilitylab.run.job import _end_with_parent; _end_with_parent();"
@@ -279,8 +279,8 @@ class Job:
         share, words = self._last_reported("share", 0.0), "\n".join(lines[-20:])
         return JobState("failed", "failed", share, None, error, words, was_killed=code < 0 and not result)
 
-    def poll(self) -> JobState:  # the same for ever once it has ended
-        "How far it is."
+    def poll(self) -> JobState:  # constant once the job has ended
+        "The current state of the job."
         if self._last is not None:
             return self._last
         code = self.process.poll()  # before its files are read: what an ended process wrote is all there
@@ -321,7 +321,7 @@ class ThreadJob:
 
     def __init__(
         self,
-        function: Callable[[Callable[[float], None]], object],  # (report) -> result; it calls `report(share)`
+        function: Callable[[Callable[[float], None]], object],  # (report) -> result; calls `report(share)`
     ):
         self._share, self._is_cancelled = 0.0, False
         self._end: JobState | None = None  # the state in which it ended
@@ -340,7 +340,7 @@ class ThreadJob:
 
     def report(
         self,
-        share: float,  # of the work that is done, 0..1
+        share: float,  # fraction of the work that is done, in [0, 1]
     ) -> None:
         "Records the progress; ends the work if it was cancelled."
         self._share = share
@@ -348,7 +348,7 @@ class ThreadJob:
             raise _Cancelled
 
     def poll(self) -> JobState:
-        "How far it is."
+        "The current state of the job."
         if self._is_cancelled:  # also where the function ended before it heard of it
             return JobState("cancelled", "stopped", self._share, None, "stopped")
         return self._end or JobState("running", "working", self._share)

@@ -85,7 +85,7 @@ class LiveStore:
         # 'coords': {further dim: values}}
         tables: dict,
         attrs: dict | None = None,  # settings of the run, as JSON values
-        rank: int = 0,  # of this process
+        rank: int = 0,  # rank of this process
         world: int = 1,  # number of processes that write shards of this record
         segment: int | None = None,  # number of this program start; None: the next one (rank 0 only)
     ):
@@ -116,7 +116,7 @@ class LiveStore:
         self,
         # 'group/variable' -> rows; each group with 'group/step'; '/scalars' also with 'time'
         arrays: dict[str, np.ndarray],
-        events: Iterable = (),  # `(kind, step, text, time)`
+        events: Iterable = (),  # (kind, step, text, time) of each event
     ) -> None:
         "Appends one part; it is durable once complete and survives a power failure."
         buffer = io.BytesIO()

@@ -47,7 +47,7 @@ class BoxIndex:
 
     @cached_property
     def starts(self) -> list[int]:  # ascending
-        "The steps of the snapshots."
+        "The steps at which snapshots were saved."
         return sorted({row["step"] for row in self.snapshots})
 
 # %% ../../nbs/api/run/12_recording.ipynb #12aa0001
@@ -124,7 +124,7 @@ class Recording:
 
     @property
     def run(self) -> xr.DataTree:
-        "The record."
+        "The record of the run."
         if self._run is None:
             self._run = open_run(self.path)
         return self._run

@@ -249,7 +249,7 @@ def find_ignored_layers_in_record(
 def collapsed_output(
     output: dict,  # information (nats), n_inputs, top_share
     step: int | None = None,  # step at which the outputs were measured
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # at most one; [] if the output depends on the input
     "A finding if the model's output does not depend on its input."
     if not output["information"] < limit("tiny_nats"):
         return []

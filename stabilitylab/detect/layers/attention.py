@@ -119,7 +119,7 @@ def find_logged_attention_logits(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #2f03a4b6
 def find_output_logit_drift(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a series
+) -> list[Finding]:  # one finding per series
     "A logged log Z or output logit that moves away from zero and stays there."
     findings = []
     for series in attention_series(run, _OUTPUT_LOGIT):
@@ -143,7 +143,7 @@ def find_output_logit_drift(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #00c0bfb2
 def find_logged_entropy_collapse(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a series
+) -> list[Finding]:  # one finding per series
     "A logged attention entropy that fell to nearly nothing and stays there."
     findings = []
     for series in attention_series(run, _ATTENTION_ENTROPY):

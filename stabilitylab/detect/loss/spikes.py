@@ -255,7 +255,7 @@ def _lead(high: np.ndarray, step: int, span: int) -> int | None:
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #61793270
 def find_loss_spikes(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a spike; isolated bad batches are one finding together
+) -> list[Finding]:  # one finding per spike; isolated bad batches are one finding together
     "The spikes of the training loss."
     loss = loss_curve(run)
     if loss is None:

@@ -259,7 +259,7 @@ def find_zero_loss(
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #521d368d
 def find_level_shift(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # a finding a shift of the training loss, upwards before downwards
+) -> list[Finding]:  # one finding per shift of the training loss, upwards before downwards
     "Where the training loss moves to another level and stays: with validation, or by itself."
     series, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
     if series is None or len(series.value) < count_limit("least_trend"):

@@ -44,7 +44,7 @@ class Window:
 
 
 def make_window(
-    # target tokens, [rank][accumulation step][sequence]; a flat list: micro-batches of one sequence on one rank
+    # target tokens, [rank][accumulation step][sequence]; a flat list: micro-batches of 1 sequence, 1 rank
     tokens: list,
     # padded lengths in the same nesting; None: each micro-batch is padded to its longest sequence
     positions: list | None = None,

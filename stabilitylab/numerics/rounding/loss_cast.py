@@ -120,7 +120,7 @@ class LossCast:
     # operations of the loss head in order: operation, dtype, shape, grid, error (mean |difference| to fp32)
     steps: pd.DataFrame
 
-    def to_dict(self) -> dict:  # every field but `steps`, and `fix`, what mends it
+    def to_dict(self) -> dict:  # every field but `steps`, and `fix` (how to avoid the cast)
         "The cast as plain data."
         fields = ("place", "operation", "fmt", "loss", "exact_loss", "logits_fmt")
         return {name: getattr(self, name) for name in fields} | {"fix": _fix_of(self)}

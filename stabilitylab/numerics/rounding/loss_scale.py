@@ -144,7 +144,7 @@ def _scale_that_fits(
 
 def find_scale_cause(
     model: torch.nn.Module,  # any model; runs in its own precision
-    loss: Callable[[torch.nn.Module], torch.Tensor],  # called as (model) -> scalar loss of one batch
+    loss: Callable[[torch.nn.Module], torch.Tensor],  # (model) -> scalar loss of one batch
     scale: float = 65536.0,  # current loss scale, > 0
 ) -> ScaleCause:  # the cause, where it occurs, and the scale that avoids it
     "Determines whether activations or gradients overflow fp16 and lower the loss scale."
