@@ -138,7 +138,7 @@ def trigger_batch(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # inputs (rows, length, 10), targets (rows, length, 8), triggers (rows, length)
-    "A batch of the trigger task: a flag at position 0, triggers at a third of the others, 8 numbers each."
+    "A batch of the trigger task: a flag at position 0, triggers at 30 % of the others, 8 random values."
     x = torch.randn(rows, length, 10, generator=generator)
     x[..., :2] = 0
     x[:, 0] = 0

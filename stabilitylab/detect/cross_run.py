@@ -156,8 +156,8 @@ def _groups(pairs: Iterable[_Common]) -> list[list[_Common]]:
 
 def compare_runs(
     runs: dict[str, xr.DataTree] | list,  # records or tables by run name, at least two
-) -> Findings:  # one finding per group of runs that share an event; the evidence names the runs
-    "Events that several runs share: spikes of loss or gradient norm at the same steps, and a common prefix."
+) -> Findings:  # findings across the runs; the evidence names the runs concerned
+    "What runs share (simultaneous spikes, a common prefix) and how they differ (environment, speed)."
     records = _named(runs)
     findings_so_far = [*find_other_environments(records), *find_slow_sisters(records)]
     for series, read in _SERIES.items():

@@ -24,7 +24,7 @@ class Wholeness:
 
     path: str  # file or folder that was checked
     checked: int = 0  # number of files, entries and records compared with a checksum
-    unchecked: tuple[str, ...] = ()  # number of files without a checksum
+    unchecked: tuple[str, ...] = ()  # files without a checksum
     damaged: tuple[str, ...] = ()  # one line per damaged part
 
     @property

@@ -130,11 +130,11 @@ class Tools(_ReplayTools):
     def trial_start(
         self,
         run: str,  # a record with a black box, or a log
-        fixes: list[str] | None = None,  # such as lower_lr:factor=0.3; None: those that fit best
-        seeds: int = 3,  # orders of batches
-        steps: int | None = None,  # of every arm; None: 100, of a proxy 200
-        budget: float = 10.0,  # minutes after which it is stopped
-        setup: str = "",  # FILE.py:FUNCTION; '': what the run brings along
+        fixes: list[str] | None = None,  # fixes such as lower_lr:factor=0.3; None: those that fit best
+        seeds: int = 3,  # number of seeds; each gives a different order of batches
+        steps: int | None = None,  # steps per arm; None: 100, or 200 for a proxy
+        budget: float = 10.0,  # minutes after which the trial is stopped
+        setup: str = "",  # FILE.py:FUNCTION; '': the setup stored with the run
     ) -> dict:
         "Trains a run on from before its failure, unchanged and with fixes, in the background; poll its job."
         recording, findings = self._open(run)
@@ -159,8 +159,8 @@ class Tools(_ReplayTools):
 
     def trial_status(
         self,
-        job: str,  # name that `trial_start` gave
-        wait: float = 20.0,  # seconds, at most, for its end or for another seed
+        job: str,  # job name returned by `trial_start`
+        wait: float = 20.0,  # maximum number of seconds to wait for the end or another seed
     ) -> dict:
         "How far a trial is, and its verdicts so far; waits for its end or the next seed."
         trial = self._job(job)
@@ -176,7 +176,7 @@ class Tools(_ReplayTools):
 
     def trial_cancel(
         self,
-        job: str,  # name that `trial_start` gave
+        job: str,  # job name returned by `trial_start`
     ) -> dict:
         "Stops a trial; the seeds that have finished stay."
         self._job(job).cancel()

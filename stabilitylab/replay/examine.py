@@ -136,7 +136,7 @@ class Examination:
     recorded_loss: float | None  # recorded loss, nats; None if not recorded
     batch_ids: tuple[str, ...]  # content hashes of the micro-batches
     check: SetupCheck  # whether the replay matches the record; if not, the fields below are empty
-    swap: SwapTest | None = None  # result of `swap_test`; None, like each field below, if not requested
+    swap: SwapTest | None = None  # from `swap_test`; like each field below None or empty if not requested
     samples: pd.DataFrame | None = None  # result of `blame`
     tokens: tuple[TextLosses, ...] = ()  # token losses of the samples with the largest gradient shares
     frequency: pd.DataFrame | None = (

@@ -102,7 +102,7 @@ def setup_of(
 
 
 def open_lines(
-    file: SetupFile,  # path of a draft
+    file: SetupFile,  # a candidate setup file
 ) -> str:  # '' if there is none
     "The open TODOs of a draft, to be appended to an error message."
     lines = "; ".join(f"line {line}: {text[:120]}" for line, text in file.todo)

@@ -178,7 +178,7 @@ def is_equal(
     left: float | None,  # a number; None: unknown
     right: float | None,  # another number
 ) -> bool:
-    "Whether two numbers are bit-identical; NaN equals NaN."
+    "Whether two numbers are exactly equal; NaN equals NaN."
     return left == right or (left != left and right != right)
 
 

@@ -237,7 +237,7 @@ def mixed(
     model: torch.nn.Module,  # any model
     dtype: torch.dtype,  # dtype for autocast
 ) -> torch.nn.Module:  # the same model
-    "Wraps a model to run under autocast and return float32, as accelerate does."
+    "Makes a model run under autocast and return float32, as accelerate does."
     from accelerate.utils import convert_outputs_to_fp32
 
     inner = model.forward

@@ -222,7 +222,7 @@ def swap_test(
     snapshots: Sequence[Snapshot],  # at least two states, the suspect one last
     batches: Sequence[Batch],  # at least two batches, the suspect one last
     device: str | None = None,  # device to run on; None: that of the setup
-    min_factor: float = 2.0,  # as in `_verdict_of`
+    min_factor: float = 2.0,  # smallest ratio to the controls that counts as abnormal
     progress: bool = True,  # show a progress bar
     later: Iterable[Batch] = (),  # batches after the suspect one, to count consecutive bad ones
 ) -> SwapTest:  # the verdict and the table behind it

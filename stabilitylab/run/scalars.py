@@ -245,7 +245,7 @@ def make_scalars(
     restarts: np.ndarray | None = None,
     **attrs,  # additional attributes, such as `source` and `format`
 ) -> xr.Dataset:  # dims `(step,)`; coords `step`, `segment`, maybe `time`; NaN: a gap, or in `logged_nan`
-    "The `/scalars` group with all `samples`, without loss."
+    "A `/scalars` group that holds every value of `samples`."
     complete, log_names = {name: _complete(name, logged) for name, logged in samples.items()}, log_names or {}
     if restarts is None:
         restarts = find_restarts({name: Samples(*logged) for name, logged in complete.items()})

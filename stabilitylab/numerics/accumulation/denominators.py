@@ -18,8 +18,8 @@ def microbatch_window(
     tokens: np.ndarray,  # int, (sequence,): target tokens of each sequence, in reading order
     microbatch: int,  # sequences per micro-batch, >= 1
     ranks: int = 1,  # number of data-parallel ranks, >= 1
-) -> Window:  # a step takes microbatch·ranks sequences; a micro-batch is padded to its longest
-    "The sequences of a data set, assigned in order to steps, ranks and micro-batches."
+) -> Window:  # microbatch·ranks sequences per accumulation step; each micro-batch padded to its longest
+    "The window of one optimizer step: sequences assigned in order to accumulation steps and ranks."
     counts, per_step = np.asarray(tokens, int), microbatch * ranks
     is_positive = microbatch >= 1 and ranks >= 1
     if not is_positive or not len(counts) or len(counts) % per_step:

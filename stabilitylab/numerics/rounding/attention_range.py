@@ -29,7 +29,7 @@ class ScaleOverflow(NamedTuple):
     logit_max: float  # largest |q·k|/√d
     outside: float  # share of products that overflow if scaled after QKᵀ, in [0, 1]
     inside: float  # share that overflows if q and k are scaled before, in [0, 1]
-    headroom: float  # factor to overflow if scaled after QKᵀ: format maximum/product_max
+    headroom: float  # factor by which QKᵀ can grow before it overflows: max/product_max
     gain: float  # factor by which scaling before increases the headroom: √d
 
 
