@@ -126,7 +126,7 @@ def _range(store: Any, path: str, begin: int, end: int) -> bytes:
 def fetched(
     address: str,  # URL of a file or a folder
     is_wanted: Callable[[PurePosixPath], bool],  # (relative path) -> bool: whether to download the file
-) -> tuple[Path, Scratch]:  # the local copy, and the temporary folder that owns it
+) -> tuple[Path, Scratch]:  # the local copy, and the temporary folder that contains it
     "Downloads the files at a URL to a temporary folder."
     name = PurePosixPath(urlsplit(address).path).name or "run"
     files = _answer(address, _files_below)

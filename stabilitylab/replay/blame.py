@@ -173,7 +173,7 @@ def blame(
     batch: Batch,  # the micro-batches of the step
     memory: float = 1e9,  # limit in bytes for the gradients of all samples; above it, each is computed twice
     step_loss: float | None = None,  # recorded loss of the batch; None: not compared
-    recorded_loss: float | None = None,  # loss to which sample losses are aligned; None: no adjustment
+    recorded_loss: float | None = None,  # loss that sample losses are scaled to match; None: no scaling
 ) -> pd.DataFrame:  # one row per sample: (microbatch,) loss, (tokens, if known) grad_norm,
     # share of the batch gradient (shares sum to 1), cosine with it; attrs: grad_norm and loss of the batch
     # computed from its samples; is_part, whether each loss is a part of the batch loss; draws, whether each
@@ -344,7 +344,7 @@ def without(
     model: torch.nn.Module,  # any model
     name: str,  # name of the module to skip
     how: str = "zero",  # replacement output: 'zero', or 'identity': the first input, if shapes allow
-) -> Iterator[torch.nn.Module]:  # the skipped module
+) -> Iterator[torch.nn.Module]:  # the model; inside the `with` block it skips the module
     "A context manager that skips one module of a model."
 
     def hook(_module: torch.nn.Module, args: tuple, out: object) -> object:  # a forward hook

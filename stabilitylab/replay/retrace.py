@@ -145,7 +145,7 @@ def retrace(
     path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
     setup: Setup,  # how to build the model and run its steps
-    heard: Callable[[int, int], None] = lambda done, count: None,  # (steps done, total), called before each
+    heard: Callable[[int, int], None] = lambda done, count: None,  # before each step: (done, total)
 ) -> Retrace:
     "Replays every step from the last snapshot to a given step and compares it with the record."
     recording = opened(path)
