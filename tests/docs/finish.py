@@ -79,7 +79,7 @@ def tidy(html: str) -> str:
 
 
 def linked(table: str, up: str) -> str:
-    "A table whose findings lead to their symptoms; a plain word such as restart means one below a heading only."
+    "A table whose findings lead to their symptoms; a word such as restart is one below a heading only."
     to_symptom = rf'\1<a href="{up}symptoms/\2.html">\2</a>'
     is_of_kinds = OF_KINDS.search(table) is not None
     return CELL.sub(lambda m: m.expand(to_symptom) if is_of_kinds or "_" in m[2] else m[0], table)
