@@ -9,6 +9,7 @@ import torch
 
 from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
+from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.accumulation.audit import audit_accumulation, sequence_gradients
 from stabilitylab.numerics.accumulation.denominators import compare_denominators, microbatch_window
 from stabilitylab.numerics.accumulation.weights import DENOMINATORS
@@ -227,3 +228,39 @@ def test_attention_of_another_model_is_not_counted():
 
     inputs = attention_inputs(model, loss)
     assert len(inputs) == 1 and inputs[0][1].abs().max() < 100
+
+
+def recorded(path, loss_of, spoil=False):
+    "A record of two steps of a linear layer, and a file with its setup; the second batch may hold a NaN."
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Recorder(model, optimizer, path / "run", snapshot_every=10) as recorder:
+        for step in range(2):
+            x = recorder.batch(torch.randn(8, 4) * (float("nan") if spoil and step else 1.0))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    lines = (
+        "import numpy as np\nimport torch\nfrom stabilitylab import Setup\n",
+        f"def loss_of(model, x):\n    {loss_of}\n",
+        "def setup():\n    model = lambda: torch.nn.Linear(4, 1, bias=False)",
+        "    return Setup(model, loss_of, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01))\n",
+    )
+    (path / "mine.py").write_text("\n".join(lines))
+    return path / "run", f"{path}/mine.py:setup"
+
+
+def test_a_step_of_nan_has_nothing_to_round(tmp_path):
+    run, setup = recorded(tmp_path, "return model(x).square().mean()", spoil=True)
+    with pytest.raises(InputError, match="the loss of step 1 is nan"):
+        step_precision(run, 1, setup)
+
+
+def test_a_loss_that_uses_numpy_is_left_out_in_16_bits(tmp_path):
+    counted = "y = model(x); n = np.sum(y.detach().numpy() < 1e9); return y.square().sum() / float(n)"
+    run, setup = recorded(tmp_path, counted)
+    answer = step_precision(run, 1, setup)
+    assert any("it cannot run so" in why and "BFloat16" in why for why in answer.left_out.values())

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from stabilitylab import Recorder
+from stabilitylab.cases.samples import sample
 from stabilitylab.cli.main import main
 from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts import evidence
+from stabilitylab.detect.findings import Findings
 from stabilitylab.detect.likely_cause import most_likely
-from stabilitylab.investigation.swap import swap_facts
+from stabilitylab.investigation.opening import open_recordings
+from stabilitylab.investigation.swap import swap_facts, with_swap_test
 from stabilitylab.mcp.tools import Tools
 from stabilitylab.replay import examine, swap
 from stabilitylab.run.record import open_run
@@ -189,3 +192,10 @@ def test_the_estimate_counts_the_states_and_batches_that_the_test_takes():
     assert (*distances, 0) == evidence._BACK
     states, batches = len(distances) + 1, len(distances) + 2  # the suspect ones among them
     assert states * batches + swap._LATER * len(distances) == evidence._CELLS
+
+
+def test_a_jump_that_cannot_be_replayed_is_named_as_such():
+    (recording,) = open_recordings(sample()).values()
+    findings = Findings([], {"evidence": {"swap_seconds": (1.0, 44)}})
+    why = with_swap_test(recording, findings).attrs["swap"]["left_out"]
+    assert why.startswith("step 44 cannot be replayed; allowed: one of 300-399") and "`step`" not in why

@@ -177,6 +177,17 @@ def test_a_fix_that_never_acted_says_so():
     assert "skip_above does not help" in words and verdicts[1].to_dict()["acted"] is False
 
 
+def test_arms_that_became_nan_alike_are_not_called_idle():
+    rng = np.random.default_rng(0)
+    losses = [np.r_[4 + rng.normal(0, 0.1, 20), np.full(40, np.nan)] for _ in range(3)]
+    arms = [Arm(), arm_of("lower_lr"), null_arm(60)]
+    curves = [made(arm.name, seed, losses[seed]) for arm in arms for seed in range(3)]
+    verdicts = verdicts_of(arms, curves)
+    assert verdicts[1].acted
+    words = trial_words(TrialResult(START, 60, verdicts, curves, True))
+    assert "never acted" not in words and "above the initial loss or no numbers" in words
+
+
 def test_what_a_fix_counts_in_steps_fits_into_the_trial(tmp_path):
     trial = Trial(
         START, ["warmup", "warmup:steps=50", "stable_spam", "qk_norm"], 40, folder=tmp_path, device="cpu"

@@ -65,7 +65,10 @@ def _swap_answer(recording: Recording, step: int, setup: "Setup | str | None") -
     try:
         examination = examine(recording, step, setup, samples=False)
     except InputError as error:
-        return {"step": step, "left_out": str(error)}
+        why = str(error)
+        if error.argument == "step":  # nobody gave it: the run decided
+            why = f"step {step} cannot be replayed; {why.partition('is not accepted; ')[2]}"
+        return {"step": step, "left_out": why}
     if examination.swap is None:
         reasons = (examination.left_out.get("swap"), examination.check.words)
         return {"step": step, "left_out": next(reason for reason in reasons if reason)}

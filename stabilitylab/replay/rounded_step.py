@@ -176,7 +176,7 @@ def step_precision(
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
     if not math.isfinite(after.loss):
         raise InputError(
-            f"the loss of step {step} is {after.loss} as the run was: rounding takes nothing more from it;"
+            f"the loss of step {step} is {after.loss} in the run's own format, so there is nothing to round;"
             " allowed: a step whose loss is finite"
         )
     report_progress("what 16 bits take from it", 0.8)

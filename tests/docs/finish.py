@@ -14,7 +14,9 @@ TABLE = re.compile(r'<table border="1" class="dataframe.*?</table>', re.S)
 NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?\s*%?|nan|inf|-inf|NaN|<NA>|None|True|False|[-–…]|", re.I)
 CODE = re.compile(r"`([^`]+)`")
 IMAGE = re.compile(r'<img (?=[^>]*src="[^"]*_images/([^"/]+)")')
+ANY_TABLE = re.compile(r"<table.*?</table>", re.S)
 CELL = re.compile(r"(<td[^>]*>)(" + "|".join(FINDING_KINDS) + r")(?=</td>)")
+OF_KINDS = re.compile(r"<th[^>]*>(?:<p>)?(?:event_)?(?:kind|finding|sign)\b")  # heads a column of findings
 FIELD = re.compile(  # of the side bar: a caption and the pages below it
     r'<p[^>]*class="caption"[^>]*>\s*<span class="caption-text">([^<]*)</span>\s*</p>\s*'
     r'<ul class="([^"]*)\bnav bd-sidenav">(.*?)</ul>',
@@ -76,10 +78,17 @@ def tidy(html: str) -> str:
     return str(soup)
 
 
+def linked(table: str, up: str) -> str:
+    "A table whose findings lead to their symptoms; a word such as restart is one below a heading only."
+    to_symptom = rf'\1<a href="{up}symptoms/\2.html">\2</a>'
+    is_of_kinds = OF_KINDS.search(table) is not None
+    return CELL.sub(lambda m: m.expand(to_symptom) if is_of_kinds or "_" in m[2] else m[0], table)
+
+
 def finished(text: str, up: str, coloured: set[str]) -> str:
     "A page with side bar folded, tables tidied, findings linked to their symptoms, maps of colours marked."
     text = TABLE.sub(lambda table: tidy(table[0]), text)
-    text = CELL.sub(rf'\1<a href="{up}symptoms/\2.html">\2</a>', folded(text))
+    text = ANY_TABLE.sub(lambda table: linked(table[0], up), folded(text))
     return IMAGE.sub(lambda image: image[0] + ("data-coloured " if image[1] in coloured else ""), text)
 
 
