@@ -215,7 +215,7 @@ def make_lm_high_lr(
 # %% ../../nbs/api/cases/00_lm_high_lr.ipynb #a8b6acdb
 def replay_setup(
     path: str | Path,  # folder of the run
-) -> Setup:  # how to build the model and run its steps
+) -> Setup:  # setup that builds the model and runs its steps
     "The `Setup` for replaying the sample run: its model, learning rate and per-token loss."
     settings = json.loads((Path(path) / "settings.json").read_text(encoding="utf-8"))
     shape = settings["config"]

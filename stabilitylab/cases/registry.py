@@ -51,7 +51,7 @@ def _case_of(name: str) -> Case:
 
 
 def cases(
-    kind: str | None = None,  # only cases of this finding kind; '' for healthy runs; None: all
+    kind: str | None = None,  # kind of finding whose cases to list; '' for healthy runs; None: all
 ) -> pd.DataFrame:  # index: name; columns kind, source, onset for seed 0, seconds as measured for the table
     "A table of all failing and healthy runs."
     if kind not in (None, "", *FINDING_KINDS):
@@ -73,7 +73,7 @@ def cases(
 
 # %% ../../nbs/api/cases/22_registry.ipynb #99c6c235
 def case(
-    name: str,  # one of `cases().index`
+    name: str,  # name of the case, one of `cases().index`
     seed: int = 0,  # seed of all random numbers
 ) -> object:  # a record; for some kinds two runs by name, a model with its batch, or an audit
     "Builds the run of a case."

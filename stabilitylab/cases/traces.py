@@ -115,7 +115,7 @@ def score_rules(
     within: int = 20,  # an event this many records after an onset at most counts as a detection
     kinds: tuple = KINDS,  # kinds of `make_trace`; no rule was tuned on those in HELD_OUT
     first: int = 0,  # first seed
-) -> pd.DataFrame:  # a row a rule: planted, found, events, true, precision, recall, false_on_healthy, source
+) -> pd.DataFrame:  # per rule: planted, found, events, true, precision, recall, false_on_healthy, source
     "Precision and recall of every spike rule on the labelled traces."
     traces = [make_trace(kind, seed) for kind in kinds for seed in range(first, first + seeds)]
     rows = {}

@@ -96,7 +96,7 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 
 def unwrapped_name(
-    name: str,  # of a parameter
+    name: str,  # name of a parameter
 ) -> str:  # name without wrappers
     "A name without the prefixes of `torch.compile`, DDP, FSDP and activation checkpointing."
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -112,7 +112,7 @@ def _described(name: str, entry: dict, path: Path | RemoteFile, begin: int) -> L
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #0004c362
 def inside(
-    folder: Path,  # that holds the index
+    folder: Path,  # folder that contains the index
     name: str,  # name in the index
 ) -> Path:  # path of the file
     "The path of a file in the folder (or its hub cache); raises if the name leads out of it."
@@ -139,7 +139,7 @@ def _homes(folder: Path) -> list[Path]:
 
 
 def read_shards(
-    folder: Path,  # that holds the shards
+    folder: Path,  # folder that contains the shards
     index: Path,  # the index file
     read: Callable[[Path], Mapping[str, LazyTensor]],  # reader of one file
 ) -> dict:  # name -> LazyTensor
@@ -354,8 +354,8 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt")  # text that names t
 
 
 def newest(
-    folder: Path,  # of a run
-) -> Path:  # the folder itself if no file names another
+    folder: Path,  # folder of a run
+) -> Path:  # folder of the checkpoint; the folder itself if no file names another
     "The checkpoint that `latest` (DeepSpeed), the iteration file (Megatron) or `refs/main` (hub) names."
     if (folder / "snapshots").is_dir() and (folder / "refs" / "main").is_file():
         return _pointed(folder, "snapshots/" + _word(folder / "refs" / "main"))
@@ -382,7 +382,7 @@ def _pointed(folder: Path, name: str) -> Path:
 
 
 def rank_files(
-    folder: Path,  # that may hold one file a rank
+    folder: Path,  # folder that may contain one file per rank
 ) -> tuple[dict, str]:  # name prefix -> file, and the program that wrote them; ({}, '') if there are none
     "The files that each rank wrote."
     for pattern, words in _RANKS:

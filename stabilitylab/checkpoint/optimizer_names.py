@@ -25,7 +25,7 @@ class OptimizerNames:
 
     names: dict = field(default_factory=dict)  # tensor -> such as 'exp_avg of blocks.0.attn.q_proj.weight'
     unknown: dict = field(default_factory=dict)  # tensor that keeps its number -> why
-    how: tuple[str, ...] = ()  # how the names were determined, each way once
+    how: tuple[str, ...] = ()  # ways in which the names were determined, each once
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."

@@ -55,9 +55,9 @@ class StubObject:
 class Storage:
     "The storage of a tensor's values, by its key in the file."
 
-    dtype: torch.dtype  # of its values; uint8 where the storage has no type
-    key: str  # of the storage in its file
-    count: int  # values
+    dtype: torch.dtype  # dtype of the values; uint8 where the storage has no type
+    key: str  # key of the storage in its file
+    count: int  # number of values
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ def _meta(dtype: GlobalName, shape: tuple, *_: object) -> UnreadableTensor:
 
 
 def torch_dtype(
-    name: object,  # such as GlobalName('torch', 'float32')
+    name: object,  # name such as GlobalName('torch', 'float32')
 ) -> torch.dtype | None:  # None: not a dtype of torch
     "The dtype that a file names."
     if not isinstance(name, GlobalName) or name.module != "torch":
@@ -298,7 +298,7 @@ _VALUES = {"argparse", "types", "pathlib", "datetime", "collections", "enum", "u
 
 def describe(
     kind: object,  # the class
-    args: tuple,  # of its constructor
+    args: tuple,  # arguments of its constructor
 ) -> object:  # a `StubObject`, or a path as text
     "An object as the name of its class and its arguments; raises `UnsafePickle` for a function."
     if not isinstance(kind, GlobalName):

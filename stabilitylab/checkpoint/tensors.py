@@ -27,9 +27,9 @@ Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies betwee
 class LazyTensor:
     "A tensor in a file, read on demand."
 
-    name: str  # in the checkpoint
-    shape: tuple  # of the whole tensor
-    dtype: torch.dtype  # as stored
+    name: str  # name in the checkpoint
+    shape: tuple  # shape of the whole tensor
+    dtype: torch.dtype  # dtype as stored
     read: Reader  # reads rows of the first dimension
     flat: Reader | None = None  # reads values in file order; None: not contiguous
     # raises an `InputError` where the bytes are not what their checksum says; None: the file has none

@@ -82,7 +82,7 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
 
 def ranked_causes(
     facts: RunFacts,  # evidence in the record, from `evidence`
-) -> list[Cause]:  # most likely first; [] if the evidence supports no cause
+) -> list[Cause]:  # causes, most likely first; [] if the evidence supports none
     "The candidate causes of a failure, most likely first."
     candidates = [_candidate(row, facts) for row in TABLE]
     ranked = sorted((c for c in candidates if c is not None and c.score > 0), key=lambda c: -c.score)

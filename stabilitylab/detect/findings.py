@@ -109,7 +109,7 @@ class Findings(Sequence):
 
     def __init__(
         self,
-        findings: Iterable[Finding] = (),  # in any order
+        findings: Iterable[Finding] = (),  # findings in any order
         attrs: dict | None = None,  # origin of the findings: source, format, number of steps
     ):
         self._all = tuple(sorted(findings, key=_rank))

@@ -46,7 +46,7 @@ _READS: ContextVar[dict[str, float] | None] = ContextVar("reads", default=None)
 
 def limit(
     name: str,  # name of a limit
-) -> float:  # its current value
+) -> float:  # current value
     "The current value of a limit: its default, or the value set by `use_limits`."
     if name not in LIMITS:
         raise bad_input("name", name, LIMITS)
@@ -59,7 +59,7 @@ def limit(
 
 def count_limit(
     name: str,  # name of a limit that counts something: records, steps, modules
-) -> int:  # its current value
+) -> int:  # current value
     "The current value of an integer limit: its default, or the value set by `use_limits`."
     value = limit(name)
     if not isinstance(value, int):

@@ -145,7 +145,7 @@ def _skip_non_finite(log: UndoLog) -> None:
 
 # %% ../../nbs/api/fixes/17_outliers.ipynb #50a12304
 def update_rms(
-    parameter: torch.nn.Parameter,  # with its gradient
+    parameter: torch.nn.Parameter,  # parameter with its gradient
     state: dict,  # Adam's of this parameter, after the step
     group: dict,  # its parameter group
 ) -> float:  # sqrt(mean(g²/max(v̂, eps²))), 1 where the second moment is right

@@ -60,7 +60,7 @@ def _check(name: str, value: Any, hint: Any) -> None:
 class About:
     "What is true of a fix whatever its parameters."
 
-    name: str  # for `fix(name)`
+    name: str  # name for `fix(name)`
     change: Callable  # (log, **parameters): makes the changes
     acts_on: str  # model, optimizer, loss, schedule, data, precision, init or restart
     source: str  # paper, project or account
@@ -87,7 +87,7 @@ _Change = TypeVar("_Change", bound=Callable)
 
 
 def define_fix(
-    name: str,  # for `fix(name)`
+    name: str,  # name for `fix(name)`
     acts_on: str,  # model, optimizer, loss, schedule, data, precision, init or restart
     source: str,  # paper, project or account
     *,
@@ -132,8 +132,8 @@ def _own_random(training: Training) -> Iterator[None]:
 class Fix:
     "A fix with its parameters."
 
-    about: About  # what is true of it whatever its parameters
-    parameters: dict[str, Any]  # all of them, by name
+    about: About  # facts that hold whatever its parameters
+    parameters: dict[str, Any]  # all parameters of the fix, by name
 
     @property
     def name(self) -> str:  # in the registry
@@ -150,7 +150,7 @@ class Fix:
     def apply(
         self,
         training: Training,  # changed in place
-    ) -> UndoLog:  # with `undo()`
+    ) -> UndoLog:  # undo log, with `undo()`
         "Puts the fix in force."
         clashes = conflicts([log.fix for log in training.applied] + [self])
         if len(clashes):
@@ -219,9 +219,9 @@ def _load_modules() -> None:
 
 
 def fix(
-    name: str,  # such as 'qk_norm'; one of `fixes().name`
-    **parameters: Any,  # of that fix
-) -> Fix:  # to be previewed or applied
+    name: str,  # name such as 'qk_norm', one of `fixes().name`
+    **parameters: Any,  # parameters of the fix
+) -> Fix:  # fix to preview or apply
     "The fix of this name."
     _load_modules()
     if name not in REGISTRY:
@@ -240,7 +240,7 @@ def fix(
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #5293ea30
 def conflicts(
-    fixes: list[Fix],  # to be applied together
+    fixes: list[Fix],  # fixes to apply together
 ) -> pd.DataFrame:  # first, second, slot; empty where they go together
     "Pairs of fixes that take the same slot."
     rows = [
@@ -255,7 +255,7 @@ def conflicts(
 
 def apply_all(
     training: Training,  # changed in place
-    fixes: list[Fix],  # in this order, those that return to an earlier state first
+    fixes: list[Fix],  # fixes in this order, those that return to an earlier state first
 ) -> list[UndoLog]:  # undo them from the last to the first
     "Applies several fixes; where one cannot be applied, none is."
     clashes = conflicts(fixes)

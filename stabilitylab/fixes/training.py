@@ -32,7 +32,7 @@ class Hook:
     def scale_loss(
         self,
         training: "Training",  # the training in progress
-        loss: torch.Tensor,  # of a micro-batch, scaled so far
+        loss: torch.Tensor,  # loss of a micro-batch, scaled so far
     ) -> torch.Tensor:
         "The loss of a micro-batch that is differentiated."
         return loss
@@ -73,7 +73,7 @@ class Hook:
 
     def load_state_dict(
         self,
-        state: dict,  # of `state_dict`
+        state: dict,  # state from `state_dict`
     ) -> None:
         "Restores the attributes of a saved state."
         for name in self.saved:
@@ -133,7 +133,7 @@ class _TrainingParts:
 
 # %% ../../nbs/api/fixes/00_training.ipynb #bb875305
 def grad_norm(
-    parameters: Iterable[torch.Tensor],  # of a model
+    parameters: Iterable[torch.Tensor],  # parameters of a model
 ) -> float:  # L2 norm over all gradients, in float32; 0 without any
     "The global gradient norm."
     norms = [torch.linalg.vector_norm(p.grad.detach().float()) for p in parameters if p.grad is not None]
@@ -142,7 +142,7 @@ def grad_norm(
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,  # changed in place
-    saved: dict,  # of its `state_dict`
+    saved: dict,  # state from its `state_dict`
 ) -> None:
     "Loads a state into the group and state objects that the optimizer already has."
     # `load_state_dict` builds new dicts; undo logs and schedules hold references to the old ones
@@ -240,8 +240,8 @@ def _clip_gradients(training: _TrainingParts) -> float:
 class Stepped:
     "The outcome of one step."
 
-    step: int  # its number
-    loss: float  # as measured by `Training.measure`, whatever fixes add to the loss; nats
+    step: int  # number of the step
+    loss: float  # loss from `Training.measure`, whatever fixes add to it; nats
     grad_norm: float  # L2 norm before `Training.clip`; NaN and inf as they come
     skipped: bool  # whether the optimizer step was skipped
 
@@ -273,8 +273,8 @@ class Training(_RestorableTraining):
 
     def scaled_loss(
         self,
-        loss: torch.Tensor,  # of a micro-batch times its weight, a scalar
-    ) -> torch.Tensor:  # the same, scaled
+        loss: torch.Tensor,  # loss of a micro-batch times its weight, a scalar
+    ) -> torch.Tensor:  # scaled loss
         "The loss that is differentiated: scaled by hooks and by the loss scaler."
         for hook in sorted(self.hooks, key=lambda hook: hook.order):
             loss = hook.scale_loss(self, loss)
@@ -286,7 +286,7 @@ class Training(_RestorableTraining):
 
     def end_step(
         self,
-        norm: float | None = None,  # of gradients that are already clipped; None: measured and clipped here
+        norm: float | None = None,  # norm of the clipped gradients; None: measured and clipped here
     ) -> Stepped:  # outcome of the step
         "Corrects, clips and applies the gradients, with all hooks, and counts the step."
         # a hook that keeps the sums returns them first: an absent gradient is neither unscaled nor checked

@@ -22,10 +22,10 @@ from ..names.errors import bad_input
 class Change:
     "One line of a preview."
 
-    part: str  # where, such as 'blocks.0.attn.q_proj' or 'optimizer.group 0'
+    part: str  # changed part, such as 'blocks.0.attn.q_proj' or 'optimizer.group 0'
     what: str  # what about it
-    before: str  # in words or numbers
-    after: str  # the same
+    before: str  # state before the change, in words or numbers
+    after: str  # state after it, likewise
 
 
 def _preview_text(value: Any) -> str:
@@ -220,15 +220,15 @@ class UndoLog(_ModelLog):
 
     def add_handle(
         self,
-        removable: RemovableHandle,  # of a registered module hook
+        removable: RemovableHandle,  # handle of a registered module hook
     ) -> None:
         "Records a module hook of PyTorch, which is removed on undo."
         self.on_undo(removable.remove)
 
     def add_hook(
         self,
-        hook: Hook,  # with a method for each point of the step that it acts at
-        what: str,  # its effect, for the preview
+        hook: Hook,  # hook with a method for each point of the step that it acts at
+        what: str,  # effect of the hook, for the preview
     ) -> None:
         "Adds a hook to the step."
         hooks = self.training.hooks

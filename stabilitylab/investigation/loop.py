@@ -179,7 +179,7 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     progress: bool = False,  # show a progress bar on standard error
     findings: Findings | None = None,  # result of `diagnose`; None: computed here
     heard: Callable[[str, float], None] = lambda words, share: None,  # called at the beginning of every stage
-    begun: Callable[[Investigation], None] = lambda work: None,  # called once the arms are training
+    begun: Callable[[Investigation], None] = lambda work: None,  # function called once the arms are training
     is_cancelled: Callable[[], bool] = lambda: False,  # () -> bool; the work ends when it returns True
 ) -> Investigation:
     "Diagnoses a run and trains fixes from the state before its failure to see which helps."

@@ -19,7 +19,7 @@ class RunContext:
     "Facts about a run from its log and configuration; a field is empty if they do not state it."
 
     precision: str = ""  # 'fp16', 'bf16', 'fp8' or 'fp32'
-    optimizer: str = ""  # in lower case, such as 'adamw'
+    optimizer: str = ""  # name of the optimizer in lower case, such as 'adamw'
     phase: str = ""  # 'start', 'middle' or 'late': the part of the run in which the failure occurred
     size: str = ""  # model size, 'small' or 'large'
     traits: tuple[str, ...] = ()  # any of 'lora', 'frozen', 'resumed'

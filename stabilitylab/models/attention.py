@@ -25,13 +25,13 @@ def attend(  # noqa: PLR0913 - one option for each remedy
     v: torch.Tensor,  # (batch, head, keys, head_dim)
     bias: torch.Tensor
     | None = None,  # added to the logits, broadcast to (batch, head, queries, keys); -inf hides
-    causal: bool = False,  # hide keys after the query
-    scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
+    causal: bool = False,  # whether to hide keys after the query
+    scale: float | None = None,  # factor on q·k; None: 1/sqrt(head_dim)
     inside: bool = False,  # scale q and k by its square root before the product (more range in fp16)
     cap: float | None = None,  # soft-cap of the logits; None: none
     sink: torch.Tensor | None = None,  # (head,) logit of a column without a value; None: none
     extra: tuple | None = None,  # (key, value), each (head, head_dim): one more position that all see
-    weights: str = "softmax",  # of the logits: softmax, sigmoid or softpick
+    weights: str = "softmax",  # function that turns logits into weights: softmax, sigmoid or softpick
     dropout: float = 0.0,  # fraction of weights set to 0
 ) -> torch.Tensor:  # (batch, head, queries, head_dim)
     "Attention with soft-cap, sink column and one more key; PyTorch's own where none of them is on."
@@ -68,9 +68,9 @@ def attention_logits(
     q: torch.Tensor,  # (batch, head, queries, head_dim)
     k: torch.Tensor,  # (batch, head, keys, head_dim)
     bias: torch.Tensor | None = None,  # added after capping; -inf hides
-    causal: bool = False,  # hide keys after the query
-    scale: float | None = None,  # of the products; None: 1/sqrt(head_dim)
-    inside: bool = False,  # scale q and k by its square root before the product
+    causal: bool = False,  # whether to hide keys after the query
+    scale: float | None = None,  # factor on q·k; None: 1/sqrt(head_dim)
+    inside: bool = False,  # whether to scale q and k by its square root before the product
     cap: float | None = None,  # soft-cap; None: none
 ) -> torch.Tensor:  # (batch, head, queries, keys); -inf where hidden
     "The attention logits that enter the softmax."

@@ -52,20 +52,20 @@ class ModelConfig(_Shape):
     norm_place: str = "pre"  # placement of the norms: 'pre', 'post', 'b2t', 'peri', 'after' or 'rezero'
     qk_norm: str = "none"  # norm of queries and keys, head by head: 'none', 'ln', 'rms' or 'l2'
     positions: str = "learned"  # position encoding: one of `CHOICES['positions']`
-    decoder_positions: str | None = None  # of a decoder that reads an encoder; None: as `positions`
+    decoder_positions: str | None = None  # positions of a decoder that reads an encoder; None: as `positions`
     also_learned: bool = False  # learned absolute positions in addition to `positions`
-    activation: str = "gelu"  # of the MLP; 'geglu' and 'swiglu' are gated
+    activation: str = "gelu"  # activation function of the MLP; 'geglu' and 'swiglu' are gated
     act_module: bool = True  # the activation is a module, which hooks and fixes reach; False: a function
-    bias: bool = False  # of linear layers and LayerNorms
+    bias: bool = False  # whether linear layers and LayerNorms have biases
     init: str = "normal"  # rule for the standard deviation at the start, see `models.init`
-    init_std: float = 0.02  # of matrices under the rule 'normal', > 0
+    init_std: float = 0.02  # standard deviation of matrices under the rule 'normal', > 0
     init_factor: float = 1.0  # multiplies the standard deviation of every rule, > 0
-    truncated: bool = True  # redraw entries beyond 3 standard deviations
-    residual_init: bool = False  # divide the std of residual projections by sqrt(2 n_layer)
+    truncated: bool = True  # whether to redraw entries beyond 3 standard deviations
+    residual_init: bool = False  # whether to divide the std of residual projections by sqrt(2 n_layer)
     base_width: int = 128  # width at which 'mup' agrees with 'fan_in'
     tied: bool = False  # whether the output layer shares the embedding's weights
     embed_norm: bool = False  # a LayerNorm right after the embedding (BLOOM)
-    embed_scale: bool = False  # multiply embeddings by sqrt(d_model)
+    embed_scale: bool = False  # whether to multiply embeddings by sqrt(d_model)
     cap: float | None = None  # soft-cap of attention logits, such as 50 (Gemma 2); None: none
     output_cap: float | None = None  # soft-cap of output logits, such as 30 (Gemma 2); None: none
     gate: str = "none"  # sigmoid gate on the attention output: 'none', 'head' or 'element'
@@ -74,7 +74,7 @@ class ModelConfig(_Shape):
     # what the decoder reads: the encoder's 'last' layer, a 'learned' mean of all, or in each of its layers
     # a sum of all with 'free' weights of its own, which need not be positive nor sum to 1
     mixing: str = "last"
-    dropout: float = 0.0  # of attention and MLP outputs, in [0, 1)
+    dropout: float = 0.0  # dropout rate of attention and MLP outputs, in [0, 1)
 
     def __post_init__(self):
         _check_choices(self)

@@ -86,8 +86,8 @@ ACTIVATIONS = {  # name -> module class; a gated MLP has its activation on the g
 
 # %% ../../nbs/api/models/11_parts.ipynb #d8614ce2
 def sinusoids(
-    seq: int,  # positions
-    width: int,  # entries of each, even
+    seq: int,  # number of positions
+    width: int,  # entries of each position's vector, even
 ) -> torch.Tensor:  # (seq, width), entries in [-1, 1]
     "The fixed positions of the first transformer: sines, then cosines, of falling frequency."
     angle = torch.arange(seq)[:, None] * torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)

@@ -22,12 +22,12 @@ from ..names.errors import bad_input
 class Task:
     "A source of batches: the same step gives the same batch, always."
 
-    name: str  # for tables
-    vocab: int  # tokens
-    seq: int  # longest sequence
+    name: str  # name in tables
+    vocab: int  # number of tokens in the vocabulary
+    seq: int  # length of the longest sequence, in tokens
     make: Callable  # (random generator, rows) -> dict of tensors
-    batch: int = 16  # sequences a step
-    seed: int = 0  # of everything
+    batch: int = 16  # sequences per step
+    seed: int = 0  # seed of all random draws
 
     def at(
         self,
@@ -74,10 +74,10 @@ def text_task(
 
 
 def copy_task(
-    length: int = 16,  # tokens to be copied
+    length: int = 16,  # number of tokens to copy
     vocab: int = 32,  # tokens; 0 is the separator
-    batch: int = 16,  # sequences a step
-    seed: int = 0,  # of everything
+    batch: int = 16,  # sequences per step
+    seed: int = 0,  # seed of all random draws
 ) -> Task:  # sequences of 2*length + 1 tokens
     "Repeat a row of random tokens after a separator."
 
@@ -93,8 +93,8 @@ def copy_task(
 
 def addition_task(
     p: int = 31,  # modulus, at least 2
-    batch: int = 64,  # sums a step
-    seed: int = 0,  # of everything
+    batch: int = 64,  # sums per step
+    seed: int = 0,  # seed of all random draws
 ) -> Task:  # sequences 'a b =', of which the last target counts
     "The sum of two numbers modulo p."
 
@@ -120,8 +120,8 @@ def _translated(
 def translation_task(
     words: int = 20,  # words of each language
     longest: int = 6,  # modifiers of a noun at most
-    batch: int = 32,  # sentences a step
-    seed: int = 0,  # of everything
+    batch: int = 32,  # sentences per step
+    seed: int = 0,  # seed of all random draws
 ) -> Task:  # vocabulary 3 + 2*words; source up to 2*longest + 4 tokens
     "Translate sentences with distant word order and variable lengths."
 
@@ -153,10 +153,10 @@ CAPTION_WORDS = ("<pad>", "<start>", "<end>", "a", "on", "the", *COLOUR_WORDS, *
 
 
 def draw(
-    shape: str,  # one of `SHAPES`
-    colour: str,  # one of `COLOUR_WORDS`
-    column: int,  # of the centre, 4 to 11
-    row: int,  # of the centre, 4 to 11
+    shape: str,  # name of the shape, one of `SHAPES`
+    colour: str,  # name of the colour, one of `COLOUR_WORDS`
+    column: int,  # column of the centre, 4 to 11
+    row: int,  # row of the centre, 4 to 11
     size: int = 16,  # pixels on a side
 ) -> np.ndarray:  # (3, size, size) float32 in [0, 1]
     "A coloured shape on black."
@@ -173,9 +173,9 @@ def draw(
 
 
 def picture_task(
-    batch: int = 32,  # pictures a step
+    batch: int = 32,  # pictures per step
     noise: float = 0.1,  # standard deviation of the noise on each pixel, >= 0
-    seed: int = 0,  # of everything
+    seed: int = 0,  # seed of all random draws
 ) -> Task:  # pictures (batch, 3, 16, 16), captions of 6 words and their end, `label` in 0..8
     "Caption a picture."
 
@@ -198,7 +198,7 @@ def picture_task(
 def caption(
     shape: int,  # index into `SHAPES`
     colour: int,  # index into `COLOUR_WORDS`
-    column: int,  # of the centre; left below 8
+    column: int,  # column of the centre; left below 8
 ) -> list[int]:  # tokens: <start> a COLOUR SHAPE on the SIDE <end>
     "The sentence that describes a picture, as tokens."
     side = _SIDES[int(column >= 8)]

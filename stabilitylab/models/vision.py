@@ -122,7 +122,7 @@ class VisionLanguageModel(nn.Module):
         | None = None,  # switches of the new layers; its width is that of the parts; None: the parts' own
         gate: float = 0.0,  # initial value of the gates
         pretrain_steps: int = 60,  # training steps of each part
-        seed: int = 0,  # of the parts
+        seed: int = 0,  # seed of the parts' weights and data
         pretrained_first: bool = False,  # a pre-trained layer follows the embedding, not a new one
     ):
         super().__init__()

@@ -83,7 +83,7 @@ def plain(
 def to_json(
     value: object,  # any value that `plain` accepts
     missing: Collection[str] = (),  # as in `plain`
-    **options: Any,  # of `json.dumps`, such as `indent`
+    **options: Any,  # further arguments of `json.dumps`, such as `indent`
 ) -> str:  # strict JSON; non-ASCII characters are not escaped
     "A value as JSON text."
     return json.dumps(plain(value, missing), **({"ensure_ascii": False, "allow_nan": False} | options))

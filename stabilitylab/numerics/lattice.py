@@ -83,7 +83,7 @@ def lattice(
 def records_to_move(
     values: np.ndarray,  # (n,) finite values of a series
     distance: float,  # distance > 0, such as the spacing of the number format
-) -> float:  # at the mean rate between the first and the last third; NaN if constant
+) -> float:  # number at the mean rate between the first and the last third; NaN if constant
     "The number of records that a series needs to change by a given distance."
     third = max(1, len(values) // 3)
     moved = abs(np.median(values[-third:]) - np.median(values[:third]))

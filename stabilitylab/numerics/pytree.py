@@ -48,7 +48,7 @@ def container_kind(
 
 def parts_of(
     value: Any,  # any supported container
-) -> dict | list | tuple:  # its items in a plain container
+) -> dict | list | tuple:  # items in a plain container
     "The items of a container, in a plain dict, list or tuple."
     match container_kind(value):
         case "mapping":
@@ -121,7 +121,7 @@ def map_tensors(
 # %% ../../nbs/api/numerics/04_pytree.ipynb #852eeb0e
 def tensors_of(
     batch: object,  # nested tensors and other values
-) -> list[torch.Tensor]:  # in traversal order
+) -> list[torch.Tensor]:  # tensors in traversal order
     "All tensors of a nested batch."
     tensors = []
     map_leaves(lambda leaf: tensors.append(leaf) if torch.is_tensor(leaf) else None, batch)
@@ -306,7 +306,7 @@ def _with_part(parts: Any, path: list, kind: str, of: str, namespaces: Iterable)
 def restore_batch(
     plain: object,  # result of `storable_copy`; modified in place
     form: list[_Row],  # result of `batch_form`
-    namespaces: Iterable[dict | ModuleType] = (),  # where to look for classes, besides imported modules
+    namespaces: Iterable[dict | ModuleType] = (),  # places to look for classes, besides imported modules
 ) -> object:  # the batch with its original classes
     "Restores the original classes of a stored batch."
     if lost := lost_parts(form):

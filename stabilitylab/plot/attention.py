@@ -99,11 +99,11 @@ def _colour_bar(image: AxesImage, ax: Axes, table: np.ndarray) -> None:
 def plot_heads(
     values: xr.DataArray,  # any statistic of /attention; dims (layer, head)
     *,
-    ax: Axes | None = None,  # where to draw; None: a new figure
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
     log: bool = False,  # colours on a logarithmic scale
     limits: tuple[float, float] | None = None,  # range of the colour scale; None: that of the finite values
     mark: tuple[int, int] | None = None,  # (layer, head) to frame
-    **image_kw: Any,  # for imshow
+    **image_kw: Any,  # further arguments of Matplotlib's `imshow`
 ) -> Axes:  # the axes
     "A map of one statistic over layers and heads at one step; values that are not finite are crossed out."
     if set(values.dims) != {"layer", "head"}:
@@ -128,9 +128,9 @@ def plot_heads(
 def plot_heads_over_steps(
     values: xr.DataArray,  # any statistic of /attention; dims (step, layer, head)
     *,
-    ax: Axes | None = None,  # where to draw; None: a new figure
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
     log: bool = False,  # colours on a logarithmic scale
-    **image_kw: Any,  # for imshow
+    **image_kw: Any,  # further arguments of Matplotlib's `imshow`
 ) -> Axes:  # the axes
     "A map with a row for each head, layer by layer, and a column for each recorded step."
     if set(values.dims) != {"step", "layer", "head"}:
@@ -159,9 +159,9 @@ def plot_heads_over_steps(
 def plot_sinks(
     data: xr.Dataset,  # /attention with sink_score and sink_uniform
     *,
-    ax: Axes | None = None,  # where to draw; None: a new figure
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
     epsilon: float = 0.3,  # threshold to draw
-    **line_kw: Any,  # for every line
+    **line_kw: Any,  # further arguments of Matplotlib's `plot`, for every line
 ) -> Axes:  # the axes
     "Largest mean attention weight on one position, for every head over steps, with uniform attention."
     ax, labelled = _axes(ax), set()
@@ -185,9 +185,9 @@ def plot_sinks(
 def plot_entropy_against_logit(
     data: xr.Dataset,  # /attention with attn_logit_max and attn_entropy_rel
     *,
-    ax: Axes | None = None,  # where to draw; None: a new figure
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
     level: float = 100.0,  # warning level to draw
-    **scatter_kw: Any,  # for the points
+    **scatter_kw: Any,  # further arguments of Matplotlib's `scatter`
 ) -> Axes:  # the axes
     "Entropy against the largest logit, for every head at every step."
     ax = _axes(ax)
@@ -210,8 +210,8 @@ def plot_weights(
     *,
     tokens: list[str] | None = None,  # labels of the keys; None: their positions
     query_tokens: list[str] | None = None,  # labels of the queries; None: `tokens` if there are as many
-    ax: Axes | None = None,  # where to draw; None: a new figure
-    **image_kw: Any,  # for imshow
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
+    **image_kw: Any,  # further arguments of Matplotlib's `imshow`
 ) -> Axes:  # the axes
     "The attention weights of one head, one row per query."
     ax = _axes(ax)
@@ -248,9 +248,9 @@ def plot_massive(
     largest: xr.DataArray,  # the largest magnitudes of each layer; dims (layer, rank), largest first
     median: xr.DataArray,  # the median magnitude of each layer; dims (layer,)
     *,
-    ax: Axes | None = None,  # where to draw; None: a new figure
+    ax: Axes | None = None,  # axes to draw on; None: a new figure
     ratio: float = 1000.0,  # multiple of the median above which a value is massive
-    **line_kw: Any,  # for the lines of the largest
+    **line_kw: Any,  # further arguments of Matplotlib's `plot`, for the lines of the largest magnitudes
 ) -> Axes:  # the axes
     "The largest magnitudes of the residual stream by depth, its median, and the threshold of a massive one."
     ax, x = _axes(ax), np.arange(largest.sizes["layer"])

@@ -81,7 +81,7 @@ def _flag_groups(placed: dict[int, float]) -> list[list[int]]:
 
 
 def flags_of(
-    findings: Findings,  # of one run
+    findings: Findings,  # findings of one run
     low: float,  # first step of the axes
     high: float,  # last step of the axes
 ) -> list[list[int]]:  # numbers of the findings on each flag, as in the list of findings
@@ -166,10 +166,10 @@ def plot_findings(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     *,
-    axes: list[Axes] | None = None,  # one for each panel; None: a new figure
+    axes: list[Axes] | None = None,  # axes, one per panel; None: a new figure
     names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
     log: bool | None = None,  # logarithmic y-axis of the first; None: if it spans a factor of 20
-    width: float = 9,  # of a new figure, inches
+    width: float = 9,  # width of a new figure, inches
     n_below: int = 3,  # number of panels below the loss
     bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
 ) -> list[Axes]:  # axes of the panels, the loss first

@@ -35,8 +35,8 @@ _FACTOR = 20  # span from which colours are logarithmic; our convention, as for 
 
 def head_names(
     data: xr.Dataset,  # the `/attention` group
-) -> list[str]:  # one name per row of the map, layer by layer
-    "Names of the rows of the map."
+) -> list[str]:  # one label per row, layer by layer
+    "Labels of the rows of `head_map`: the module or layer, and the head."
     layers = data.module.values if "module" in data.coords else data.layer.values
     return [f"{layer}, head {head}" for layer in layers for head in data["head"].values]
 
@@ -89,7 +89,7 @@ def _step_label(da: xr.DataArray, drawn_as: str) -> str:
 def head_map(
     da: xr.DataArray,  # a statistic; dims (step, layer, head)
     x_range: tuple | None = None,  # first and last step; None: all
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
     marked: int | None = None,  # row to mark, counted layer by layer
     width: float = 7.5,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; y counts rows from the top
@@ -196,12 +196,12 @@ def extra_views(
 
 # %% ../../nbs/api/plot/43_heads.ipynb #710c223a
 def extra_view_picture(
-    run: xr.DataTree,  # a record that allows it
-    name: str,  # of `_VIEWS`
+    run: xr.DataTree,  # a record that `extra_views` offers this plot for
+    name: str,  # name of the plot, as in `extra_views`
     at: float,  # step to mark, or to draw the nearest record of
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
 ) -> bytes:  # PNG
-    "One of the additional plots."
+    "One of the additional plots of `extra_views` as a picture."
     if name not in _VIEWS:
         raise bad_input("name", name, ", ".join(_VIEWS))
     with theme(dark, 9):
@@ -212,13 +212,13 @@ def extra_view_picture(
 
 def head_picture(
     data: xr.Dataset,  # the `/attention` group
-    name: str,  # variable
-    step: float,  # that was clicked
-    layer: int,  # that was clicked
-    head: int,  # that was clicked
-    dark: bool = False,  # for a dark page
+    name: str,  # name of the statistic, a variable of `data`
+    step: float,  # clicked step; the nearest recorded one is drawn
+    layer: int,  # index of the clicked head's layer
+    head: int,  # index of the clicked head in its layer
+    dark: bool = False,  # whether to use the dark theme
 ) -> bytes:  # PNG
-    "All heads at one step, and one head over all steps."
+    "A statistic of all heads at one step as a map, and of one head over all steps as a curve."
     da = data[name]
     at = int(np.argmin(np.abs(da.step.values - step)))
     with theme(dark, 8):
@@ -247,7 +247,7 @@ def _spread(tokens: list[str]) -> list[str] | None:
 
 def weights_picture(
     head: dict,  # JSON of `recorded_head`: weights, module, head and, if known, tokens
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
 ) -> bytes:  # PNG
     "The attention weights of one head as a picture."
     table = np.array(head["weights"], float)

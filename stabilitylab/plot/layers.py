@@ -101,7 +101,7 @@ def _draw_beside_scale(ax: Axes, pixels: np.ndarray, **where: Any) -> AxesImage:
 def plot_layers(
     da: xr.DataArray,  # any statistic; dims `(step, module)` or `(step, param)`, >= 0
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
     bar: Axes | None = None,  # axes of the colour bar; None: next to `ax`
     columns: int = 1200,  # downsampling: number of columns, each the largest value of its steps
     cmap: str = "viridis",  # colour map
@@ -160,7 +160,7 @@ class LayerMap:
         self,
         da: xr.DataArray,  # a statistic; dims (step, module) or (step, param); its magnitude is drawn
         x_range: tuple | None = None,  # first and last step; None: all
-        dark: bool = False,  # for a dark page
+        dark: bool = False,  # whether to use the dark theme
         marked: int | None = None,  # index of the row to mark
         marks: Sequence[tuple] = (),  # findings as (step, row), or (step, row, number)
         n_nonfinite: xr.DataArray | None = None,  # same dims: entries that were not finite
@@ -293,7 +293,7 @@ def _steps_within(step: np.ndarray, first: float, last: float) -> slice | np.nda
 def plot_exponents(
     counts: np.ndarray,  # values in each binade, (256,); entry i for exponent i - 127
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "Share of a tensor's values in each binade, with the ends of the number formats."
     ax = ax or plt.subplots(figsize=(5, 2))[1]
@@ -323,7 +323,7 @@ def module_picture(
     history: xr.DataArray,  # dims (step,): the statistic of one module
     exponents: np.ndarray | None = None,  # counts of 256 binades; None where none were recorded
     at: float | None = None,  # step to mark
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
 ) -> bytes:  # PNG
     "The history of one module next to the exponents of its values."
     with theme(dark, 8):

@@ -74,7 +74,7 @@ def x_axes(
 
 def x_values(
     scalars: xr.Dataset,  # the group of a record
-    name: str,  # of `x_axes`
+    name: str,  # name of the quantity, one of `x_axes`
 ) -> tuple[np.ndarray, np.ndarray, str]:  # steps, ascending; values, non-decreasing; their name
     "The quantity of the x-axis at each step; for a repeated step, that of its last segment."
     clock = _clock(scalars) if name == "time" else None
@@ -109,22 +109,22 @@ class Look:
     "Display options for the curves of a run: smoothing, x-axis, range, hidden series."
 
     smooth: int = 0  # records of the moving mean; 0 or 1: none
-    along: str = "step"  # one of `x_axes`
+    along: str = "step"  # quantity of the x-axis, one of `x_axes`
     y_range: tuple[float, ...] = ()  # lowest and highest value of the first panel; (): all
     hidden: tuple[str, ...] = ()  # series that are left out
 
     def visible(
         self,
-        names: Sequence[str],  # of the panels, the first one large
-    ) -> list[str]:  # at least one
+        names: Sequence[str],  # names of the panels, the large one first
+    ) -> list[str]:  # names of the visible panels, at least one
         "Names of the panels that are not hidden."
         return [name for name in names if name not in self.hidden] or list(names[:1])
 
     def without(
         self,
         run: xr.DataTree,  # a record
-        names: Sequence[str],  # of the panels that stay
-    ) -> xr.DataTree:  # the same, without the hidden series
+        names: Sequence[str],  # names of the panels to keep
+    ) -> xr.DataTree:  # the record without the hidden series
         "The run without the hidden series."
         scalars = run["scalars"].to_dataset()
         dropped = [name for name in self.hidden if name in scalars and name not in names]
@@ -133,7 +133,7 @@ class Look:
     def counted(
         self,
         scalars: xr.Dataset,  # the group of a record
-        limit: int = 2000,  # most points
+        limit: int = 2000,  # largest number of points
     ) -> dict:  # label, and xy: float64 bytes, all steps, then all values; {} if the axis counts steps
         "The quantity of the x-axis, which a page shows next to the step."
         if self.along == "step" or self.along not in x_axes(scalars):
@@ -144,9 +144,9 @@ class Look:
 
     def put_on(
         self,
-        axes: Sequence[Axes],  # with the panels drawn, the steps of the last one labelled
+        axes: Sequence[Axes],  # axes with drawn panels, the last one labelled with steps
         scalars: xr.Dataset,  # what was drawn
-        names: Sequence[str],  # of the panels
+        names: Sequence[str],  # names of the panels
         bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     ) -> None:
         "Applies the options to drawn panels."

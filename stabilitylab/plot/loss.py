@@ -138,7 +138,7 @@ def _plot_broken(ax: Axes, da: xr.DataArray, log: bool, prefix: str) -> None:
 def plot_series(
     da: xr.DataArray,  # one series from `run.series`; dims `(step,)`
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: where the series spans a factor of 20
     bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
     name: str | None = None,  # words for the legend; None: the log's own name
@@ -167,7 +167,7 @@ def plot_loss(
     loss: xr.DataArray,  # the training loss from `run.series`
     val: xr.DataArray | None = None,  # the validation loss, drawn over it
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: if the loss spans a factor of 20
     bins: int = 1200,  # downsampling: parts of the x-axis that keep their extremes
     **line_kw: Any,  # options of `Axes.plot` for the training loss

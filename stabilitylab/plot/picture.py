@@ -189,7 +189,7 @@ class RunPicture:
         x_range: tuple | None = None,  # first and last step to show; None: all
         names: list[str] | None = None,  # series to draw, the first one large; None: those of `panels_of`
         log: bool | None = None,  # logarithmic y-axis of the first; None: where it spans a factor of 20
-        dark: bool = False,  # for a dark page
+        dark: bool = False,  # whether to use the dark theme
         look: Look | None = None,  # smoothing, x-axis, range of values; None: defaults
     ) -> tuple[
         dict, list[dict]

@@ -32,8 +32,8 @@ def plot_lattice(
     spacing: float = float("nan"),  # spacing of the grid at the last value; NaN: no grid
     debiased: tuple | None = None,  # start, mean, sd and bias from `debias`, (window,) each; None: not drawn
     *,
-    name: str = "loss",  # of the series
-    ax: Axes | None = None,  # where to draw; None: new axes
+    name: str = "loss",  # name of the series
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "A logged series, its rounding grid, and the estimated value before rounding."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
@@ -57,7 +57,7 @@ def plot_scaling(
     growth: float = 1.0,  # factor on queries and keys, > 0
     limit: float = NUMBER_FORMATS["fp16"].max,  # largest number of the format
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "The largest |q·k| of every layer against the range of a format, scaled after and before the product."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
@@ -98,7 +98,7 @@ def plot_token_weights(
     weights: np.ndarray,  # weight of one of its tokens, from `token_weights`, (sequence,)
     true: np.ndarray,  # weight under the token mean, (sequence,)
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "The weight of a token in each sequence, relative to its weight under the token mean."
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]

@@ -34,7 +34,7 @@ def plot_swap(
     table: xr.Dataset,  # from `swap_test`; dims (state, batch)
     *,
     name: str = "grad_norm",  # variable to draw
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "Heat map of states against batches: a bright column is a bad batch, a row a bad state, one cell both."
     ax = ax or plt.subplots(figsize=(1.6 + table.sizes["batch"], 1.2 + 0.5 * table.sizes["state"]))[1]
@@ -53,9 +53,9 @@ def plot_swap(
 
 # %% ../../nbs/api/plot/30_replay.ipynb #5ae0c288
 def plot_samples(
-    samples: pd.DataFrame,  # from `blame`: a row a sample, with the column `share`
+    samples: pd.DataFrame,  # table from `blame`: one row per sample, with the column `share`
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "The share of the batch gradient that comes from each sample."
     ax = ax or plt.subplots(figsize=(5, 2))[1]
@@ -74,7 +74,7 @@ _SHADES = ("loss", "grad_norm", "val_loss", "loss_scale", "z_loss")
 def plot_precision(
     table: xr.Dataset,  # from `compare_precision`; dims (precision, module)
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
     "The relative error of every module's output in each precision, in the order of the forward pass."
     ax = ax or plt.subplots(figsize=(6, 2.6))[1]
@@ -97,7 +97,7 @@ def step_picture(
     run: xr.DataTree,  # a record
     steps: list[int],  # steps that can be replayed
     step: int | None = None,  # selected step; None: none
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
     width: float = 7.5,  # inches
 ) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `run_picture` gives them
     "The loss over the replayable steps, with the selected step marked."
@@ -119,9 +119,9 @@ def step_picture(
 def replay_png(
     plot: Callable,  # plot_swap, plot_samples or plot_precision, (table, ax=...) -> Axes
     table: xr.Dataset | pd.DataFrame | None,  # what it draws
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
     size: tuple = (6, 2.4),  # inches
-    **options: Any,  # of the plot
+    **options: Any,  # further arguments of the plot
 ) -> bytes:  # PNG at 220 pixels per inch
     "One of these plots as PNG."
     with theme(dark, 8):

@@ -30,7 +30,7 @@ _STYLES = ("-", "--", ":", "-.")
 def plot_runs(
     curves: dict[str, xr.DataArray],  # name of a run -> one of its series
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: if the first curve spans a factor of 20
     bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
@@ -90,7 +90,7 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
     runs: dict[str, xr.DataTree],  # name -> record
     x_range: tuple | None = None,  # first and last step; None: all
     *,
-    ax: Axes | None = None,  # where to draw; None: new axes
+    ax: Axes | None = None,  # axes to draw on; None: new axes
     hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
     order: Sequence[str] = (),  # runs whose curves are drawn on top, the topmost first
     metric: str = "",  # series that is drawn; '': each run's training loss
@@ -116,7 +116,7 @@ def plot_losses(  # noqa: PLR0913 - one option for each control of the view
 # %% ../../nbs/api/plot/07_runs.ipynb #97a983be
 def metrics_of(
     runs: Iterable[xr.DataTree],  # records
-) -> list[str]:  # in the order of the runs
+) -> list[str]:  # names of the series, in the order of the runs
     "The names of all series in several runs."
     groups = [run["scalars"].to_dataset() for run in runs if "scalars" in run.children]
     return list(dict.fromkeys(name for scalars in groups for name in series_names(scalars)))
@@ -125,8 +125,8 @@ def metrics_of(
 def runs_scene(
     runs: dict[str, xr.DataTree],  # name -> record
     x_range: tuple | None = None,  # first and last step; None: all
-    dark: bool = False,  # for a dark page
-    **look: Any,  # of `plot_losses`
+    dark: bool = False,  # whether to use the dark theme
+    **look: Any,  # further arguments of `plot_losses`
 ) -> tuple[dict, list[dict]]:  # the sheet and the panel, as `RunPicture.scene`; ({}, []) for nothing
     "The plot of `plot_losses` as a scene that a browser draws, without a legend."
     with theme(dark, 9):

@@ -147,7 +147,7 @@ def drawn_marks(
 
 # %% ../../nbs/api/plot/09_scene.ipynb #6da21e71
 def sheet_of(
-    figure: FigureBase,  # with drawn axes
+    figure: FigureBase,  # figure whose axes have been drawn
 ) -> dict:  # ratio: height over width; ground, text, faint and grid: colours
     "The size and colours of a figure, for the browser that draws it."
     width, height = figure.bbox.size  # type: ignore[attr-defined]  # of Figure and SubFigure

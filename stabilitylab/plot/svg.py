@@ -21,7 +21,7 @@ from .theme import COLOURS, theme
 
 # %% ../../nbs/api/plot/04_svg.ipynb #a2f9d872
 def css_colours(
-    dark: bool = False,  # for dark ground
+    dark: bool = False,  # whether to use the dark theme
 ) -> str:  # declarations such as `--c-loss: #...;`
     "Declarations of the theme's colours as CSS variables."
     return " ".join(f"--c-{name.replace('_', '-')}: {pair[dark]};" for name, pair in COLOURS.items())

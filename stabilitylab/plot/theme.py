@@ -97,7 +97,7 @@ def theme(
 # %% ../../nbs/api/plot/00_theme.ipynb #15b033b1
 def label(
     text: object,  # text from a log
-    longest: int = 60,  # most characters, including the ellipsis
+    longest: int = 60,  # largest number of characters, including the ellipsis
 ) -> str:  # one line, safe for matplotlib
     "Text from a log as matplotlib can draw it: one line, no mathematics, shortened."
     line = " ".join(str(text).split())

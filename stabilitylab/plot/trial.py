@@ -51,10 +51,10 @@ def _mean(curves: Sequence[SeedCurve]) -> tuple[np.ndarray, np.ndarray]:
 def plot_trial(
     curves: Sequence[SeedCurve],  # curves of all arms and seeds; the first arm is the unchanged run
     *,
-    ax: Axes,  # where to draw
+    ax: Axes,  # axes to draw on
     arms: Sequence[str] = (),  # all arms in order, also those without a curve, so each keeps its colour
-    **line_kw: Any,  # of the mean lines
-) -> Axes:  # the same
+    **line_kw: Any,  # further arguments of Matplotlib's `plot`, for the mean lines
+) -> Axes:  # the axes
     "Loss over steps of every arm of a trial."
     names = list(dict.fromkeys((*arms, *(curve.arm for curve in curves))))
     for i, name in enumerate(names):
@@ -104,7 +104,7 @@ def _wants_log(curves: Sequence[SeedCurve]) -> bool:
 
 def trial_picture(
     curves: Sequence[SeedCurve],  # curves of all arms and seeds so far
-    dark: bool = False,  # for a dark page
+    dark: bool = False,  # whether to use the dark theme
     width: float = 6.6,  # inches
     log_name: str = "loss",  # name of the loss in the run's log
     arms: Sequence[str] = (),  # as in `plot_trial`

@@ -144,8 +144,8 @@ def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def changed_attributes(
-    before: dict[str, dict[str, Any]],  # of `plain_attributes`
-    now: dict[str, dict[str, Any]],  # of the same model at a later time
+    before: dict[str, dict[str, Any]],  # attributes from `plain_attributes`
+    now: dict[str, dict[str, Any]],  # attributes of the same model at a later time
 ) -> dict[str, dict[str, Any]]:  # module -> attribute -> new value; {} if none changed
     "The attributes that changed."
     rows = {}
@@ -164,11 +164,11 @@ class BlackBox:
         self,
         path: str | Path,  # folder of the record
         model: torch.nn.Module,  # the model
-        optimizers: list,  # its optimizers
+        optimizers: list,  # optimizers of the model
         scaler: Any = None,  # GradScaler, or None
-        limits: BoxLimits | None = None,  # None: the defaults
+        limits: BoxLimits | None = None,  # limits on its files; None: the defaults
         on_error: Callable[[str], None] | None = None,  # called with one line when a file cannot be written
-        rank: int = 0,  # of this process; each other rank has a folder of its own
+        rank: int = 0,  # rank of this process; each other rank has a folder of its own
     ):
         self.folder = Path(path) / "blackbox" / (f"rank-{rank}" if rank else "")
         self.model, self.optimizers, self.scaler = model, optimizers, scaler
@@ -291,7 +291,7 @@ _BATCH_FILE = "batches.pt"  # in the black box of a packed run: key -> batch
 
 
 def read_entry(
-    folder: str | Path,  # of the black box
+    folder: str | Path,  # folder of the black box
     entry: dict,  # one snapshot or batch of its index
 ) -> dict:  # what was saved: tensors, numbers and their random states
     "One snapshot or batch of a black box, packed or not."

@@ -159,7 +159,7 @@ def detail_statistics(
 @torch.no_grad()
 def channel_maxima(
     x: torch.Tensor,  # shape (…, channel), or (batch, channel, …) with `dim=1`
-    dim: int = -1,  # which dimension counts the channels
+    dim: int = -1,  # dimension that counts the channels
 ) -> torch.Tensor:  # (channel,) float32 largest finite magnitude of each, on the same device
     "The largest magnitude of each channel."
     x = torch.nan_to_num(x.detach().float(), 0.0, 0.0, 0.0).abs()

@@ -81,7 +81,7 @@ class Guard(_Faults):
     def is_on(
         self,
         kind: str,  # kind of statistic, such as 'activations'
-        name: str | None = None,  # of a module or parameter; None: the kind as a whole
+        name: str | None = None,  # name of a module or parameter; None: the kind as a whole
     ) -> bool:
         "Whether a part is still switched on."
         return not self.off or not ({kind, (kind, name), RECORDING} & self.off)
@@ -89,10 +89,10 @@ class Guard(_Faults):
     def attempt(
         self,
         kind: str,  # kind of statistic
-        name: str | None,  # of a module or parameter; None: the kind as a whole
-        function: Callable,  # what may fail
-        *args: Any,  # its arguments
-    ) -> Any:  # its result; None if it failed now or before
+        name: str | None,  # name of a module or parameter; None: the kind as a whole
+        function: Callable,  # function that may fail
+        *args: Any,  # arguments of the function
+    ) -> Any:  # result of the function; None if it failed now or before
         "Calls a function of the recorder; an exception switches its part off and never reaches the program."
         if not self.is_on(kind, name):
             return None
@@ -104,8 +104,8 @@ class Guard(_Faults):
     def failed(
         self,
         kind: str,  # kind of statistic
-        name: str | None,  # of a module or parameter; None: the kind as a whole
-        reason: Exception | str,  # why
+        name: str | None,  # name of a module or parameter; None: the kind as a whole
+        reason: Exception | str,  # cause of the failure
     ) -> None:
         "Switches a part off; warns at a kind's first failure and at its end, and records every failure."
         self.faults[kind] += 1

@@ -114,7 +114,7 @@ class RecorderCallback(_StepCallback):
     def __init__(
         self,
         path: str | Path,  # folder of the record
-        **options: Any,  # those of `Recorder`, such as `level`, `every_n` or `snapshot_every`
+        **options: Any,  # options of `Recorder`, such as `level`, `every_n` or `snapshot_every`
     ):
         require("transformers", "hf")
         self.path, self.options, self.recorder, self.before = path, options, None, None
@@ -123,10 +123,10 @@ class RecorderCallback(_StepCallback):
     def on_train_begin(
         self,
         args: Any,  # the Trainer's arguments
-        state: Any,  # its counters
+        state: Any,  # the Trainer's counters
         control: Any,  # not used
         model: Any = None,  # the model
-        optimizer: Any = None,  # its optimizer, as accelerate prepared it
+        optimizer: Any = None,  # optimizer of the model, as accelerate prepared it
         **kwargs: Any,  # not used
     ) -> None:
         "Starts recording at the Trainer's current step."

@@ -115,10 +115,10 @@ class ModuleProbe(BackwardEnd):
         model: nn.Module,  # an eager model, before torch.compile
         # regular expression on module names; None: every module that computes something
         select: str | None = None,
-        overrides: dict | None = None,  # kinds, as for `module_kinds`
-        inputs: bool = True,  # also the inputs of linear layers
-        backward: bool = True,  # also the gradients of outputs
-        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
+        overrides: dict | None = None,  # kinds of modules, as for `module_kinds`
+        inputs: bool = True,  # whether to measure the inputs of linear layers too
+        backward: bool = True,  # whether to measure the gradients of outputs too
+        guard: Guard | None = None,  # guard of the recording; None: faults are told under the model's name
     ):
         _check_hookable(model)
         super().__init__(guard or Guard(type(model).__name__))

@@ -40,7 +40,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
     def __init__(
         self,
         path: str | Path,  # folder of the record
-        **options: Any,  # those of `Recorder`, such as `level`, `every_n` or `snapshot_every`
+        **options: Any,  # options of `Recorder`, such as `level`, `every_n` or `snapshot_every`
     ):
         self.path, self.options, self.recorder = path, options, None
         self.last_step = 0  # optimizer steps that Lightning had taken after the last batch
@@ -78,7 +78,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         self,
         trainer: Any,  # Lightning's Trainer
         pl_module: torch.nn.Module,  # not used
-        batch: Any,  # of `training_step`
+        batch: Any,  # batch that `training_step` receives
         batch_idx: int,  # not used
     ) -> None:
         "Saves a micro-batch."

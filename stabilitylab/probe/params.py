@@ -204,10 +204,10 @@ class ParamProbe:
     def __init__(
         self,
         model: nn.Module,  # the model
-        optimizers: list,  # its optimizers, of any class
-        overrides: dict | None = None,  # kinds, as for `module_kinds`
-        updates: bool = True,  # also updates, weights and optimizer state
-        guard: Guard | None = None,  # of the recording; None: faults are told under the model's name
+        optimizers: list,  # optimizers of the model, of any class
+        overrides: dict | None = None,  # kinds of modules, as for `module_kinds`
+        updates: bool = True,  # whether to measure updates, weights and optimizer state too
+        guard: Guard | None = None,  # guard of the recording; None: faults are told under the model's name
     ):
         self.guard = guard or Guard(type(model).__name__)
         self.optimizers = [_unwrapped(o) for o in optimizers]
@@ -261,7 +261,7 @@ class ParamProbe:
 
     def watch_arrivals(
         self,
-        arrived: Callable[[], None],  # called when a parameter's gradient has been accumulated
+        arrived: Callable[[], None],  # function called when a parameter's gradient has been accumulated
     ) -> None:
         "Hooks the parameters themselves, because a backward pass need not reach a hooked output."
         for p in self.params:

@@ -57,9 +57,9 @@ class Recorder:
     def __init__(
         self,
         model: torch.nn.Module,  # the model, before torch.compile
-        optimizer: Any,  # its optimizer, of any class, or a list of them
+        optimizer: Any,  # optimizer of the model, of any class, or a list of them
         path: str | Path,  # folder of the record; an older record there is continued as a new segment
-        **options: Any,  # those of `RecorderOptions`
+        **options: Any,  # fields of `RecorderOptions`
     ):
         self.options = recorder_options(options)
         self.model, self.path, self.optimizers = model, Path(path), as_list(optimizer)

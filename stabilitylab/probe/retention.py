@@ -22,10 +22,10 @@ class BoxLimits:
     "Limits on the snapshots, batches and bytes of a black box."
 
     every: int = 100  # steps between snapshots, > 0
-    keep: int = 2  # how many of the newest snapshots to keep, > 0
-    max_pinned: int = 4  # most pinned snapshots; the oldest are deleted first
+    keep: int = 2  # number of newest snapshots to keep, > 0
+    max_pinned: int = 4  # largest number of pinned snapshots; the oldest are deleted first
     max_bytes: int = 10 * 2**30  # total size of the files; old snapshots are deleted first, the newest stays
-    old: int = 3  # how many older snapshots to keep, including the first one, >= 0
+    old: int = 3  # number of older snapshots to keep, including the first one, >= 0
 
     def __post_init__(self):
         if self.every < 1 or self.keep < 1 or self.old < 0:
@@ -35,9 +35,9 @@ class BoxLimits:
 # %% ../../nbs/api/probe/19_retention.ipynb #164d80ab
 def thinned(
     steps: list[int],  # steps of the snapshots, oldest first
-    size: int,  # how many to keep, >= 0
+    size: int,  # number of steps to keep, >= 0
     now: int,  # step at which ages are measured; at least the last of `steps`
-) -> list[int]:  # oldest first
+) -> list[int]:  # remaining steps, oldest first
     "The steps that remain, evenly spaced in the logarithm of their age."
     left = list(steps)
     while len(left) > max(size, 1):

@@ -50,8 +50,8 @@ class RouterProbe:
     def __init__(
         self,
         model: nn.Module,  # an eager model
-        kinds: dict[str, str] | None = None,  # as for `module_kinds`
-        guard: Guard | None = None,  # of the recording
+        kinds: dict[str, str] | None = None,  # kinds of modules, as for `module_kinds`
+        guard: Guard | None = None,  # guard of the recording
     ):
         self.guard = guard or Guard(type(model).__name__)
         self.counts: dict[str, torch.Tensor] = {}  # label of a router -> (expert,) float64

@@ -114,7 +114,7 @@ def recorder_options(
 
 # %% ../../nbs/api/probe/16_settings.ipynb #4ac55370
 def as_list(
-    value: Any,  # one thing, several, or None
+    value: Any,  # one object, several, or None
 ) -> list:
     "A list of the given objects; a single object becomes a list of one."
     if isinstance(value, list | tuple):

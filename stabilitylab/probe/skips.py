@@ -20,8 +20,8 @@ class SkippedSteps:
 
     def __init__(
         self,
-        params: ParamProbe,  # whose optimizers are watched
-        guard: Guard,  # of the recording
+        params: ParamProbe,  # probe of the parameters, whose optimizers are watched
+        guard: Guard,  # guard of the recording
     ):
         self.params, self.guard = params, guard
         self.withheld: list[tuple[torch.nn.Parameter, torch.Tensor]] = []

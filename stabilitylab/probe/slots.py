@@ -19,7 +19,7 @@ from .stats import SumRows, add_sums
 # %% ../../nbs/api/probe/13_slots.ipynb #a6bb4677
 def measurable(
     value: Any,  # an output, however it is nested
-) -> Iterable[torch.Tensor]:  # its floating-point and complex tensors, in order
+) -> Iterable[torch.Tensor]:  # floating-point and complex tensors, in order
     "The floating-point and complex tensors in an output, in order."
     # nearly every output is one tensor: containers are only opened where there is one
     for tensor in (value,) if torch.is_tensor(value) else tensors_of(value):

@@ -37,7 +37,7 @@ class LogData:
     def skip(
         self,
         reason: str,  # why they were skipped
-        count: int = 1,  # how many
+        count: int = 1,  # number of skipped lines
     ) -> None:
         "Counts skipped records by reason."
         if count:
@@ -64,7 +64,7 @@ COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")  # control sequences of a termina
 
 
 def time_span(
-    line: bytes,  # of a log
+    line: bytes,  # line of a log
 ) -> tuple[int, int] | None:  # (start, end) in bytes; None: no time stamp
     "The position of the time stamp in a line."
     stamp = TIME.search(line)

@@ -130,7 +130,7 @@ def number_parts(
 
 def scaled(
     mantissa: np.ndarray,  # int64, >= 0, (n,)
-    power: int | np.ndarray,  # of ten; one for all, or (n,)
+    power: int | np.ndarray,  # exponent of ten; one for all, or (n,)
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # float64 values, and a mask of those that may be off by a bit and need `float`

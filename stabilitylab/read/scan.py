@@ -313,7 +313,7 @@ class Scan:
         self,
         parse: Parser,  # the format's reading of one line
         max_shapes: int = 60,  # shapes a piece; lines of still other shapes are parsed one by one
-        candidates: Callable[[Piece], np.ndarray] | None = None,  # which lines are parsed; None: all
+        candidates: Callable[[Piece], np.ndarray] | None = None,  # lines to parse; None: all
     ):
         self.max_shapes, self.candidates = max_shapes, candidates
         self.columns = LogColumns()

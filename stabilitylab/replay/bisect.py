@@ -88,7 +88,7 @@ def _without(names: list[str], chunk: list[str]) -> list[str]:
 def smallest(
     names: Sequence[str],  # names that pass the test together
     holds: Callable[[list[str]], bool],  # (names) -> whether the test passes with these names
-) -> list[str]:  # no single name can be removed from it
+) -> list[str]:  # subset from which no single name can be removed
     "A minimal subset of names that still passes a test, by delta debugging."
     required, parts = list(names), 2
     while len(required) > 1:
@@ -134,7 +134,7 @@ def _step_with(
 # %% ../../nbs/api/replay/05_bisect.ipynb #d2acee43
 def bisect_precision(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # only its first micro-batch is used
+    batch: Batch,  # batch, of which only the first micro-batch is used
     bad: str = "bf16",  # format in which the step fails: 'bf16', 'fp16', 'fp8_e4m3', 'fp8_e5m2'
     good: str = "fp32",  # format of the kept modules: 'fp32', or a format above that is finer than `bad`
     # (loss, grad_norm, loss and grad_norm with all modules in `good`) -> bool; None: `is_healthy`

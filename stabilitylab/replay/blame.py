@@ -227,7 +227,7 @@ class TokenLosses:
 
 def token_losses(
     snapshot: Snapshot,  # the state; its setup must have `token_loss`
-    batch: Batch,  # only its first micro-batch is used
+    batch: Batch,  # batch, of which only the first micro-batch is used
     targets: torch.Tensor,  # (batch, seq) token ids to which the losses belong
 ) -> TokenLosses:  # tables of mean loss and count
     "The mean loss by sequence position, token id and sample length, with dropout off."
@@ -360,7 +360,7 @@ def without(
 
 def ablate(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # only its first micro-batch is used
+    batch: Batch,  # batch, of which only the first micro-batch is used
     modules: Sequence[str],  # names of the modules to skip, one at a time
     how: str = "zero",  # replacement output, as in `without`
 ) -> pd.DataFrame:  # one row per module, smallest change first: loss without it, change (near 0: ignored)

@@ -260,7 +260,7 @@ def check_precisions(
 
 def compare_precision(
     snapshot: Snapshot,  # the state before the step
-    batch: Batch,  # only its first micro-batch is used
+    batch: Batch,  # batch, of which only the first micro-batch is used
     precisions: Sequence[str] = ("fp32", "bf16_autocast", "bf16", "fp16"),  # keys of `PRECISIONS`
     factor: float = 8.0,  # multiple of the unit roundoff up to which an error counts as rounding noise
     # keys of ATTENTION, combined with every precision; None: the kernel that PyTorch chooses

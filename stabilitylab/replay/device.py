@@ -18,7 +18,7 @@ from ..names.errors import bad_input
 AUTO = "auto"  # the first of `devices`
 
 
-def devices() -> list[str]:  # such as 'cuda:0', 'cuda:1', 'cpu'; never empty, the CPU last
+def devices() -> list[str]:  # names such as 'cuda:0', 'cuda:1', 'cpu'; never empty, the CPU last
     "The devices of this machine, most preferred first."
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     names += ["mps"] if torch.backends.mps.is_available() else []

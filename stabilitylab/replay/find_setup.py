@@ -77,7 +77,7 @@ def likeliest(
 def setup_of(
     path: str | Path,  # folder of a record
     where: str | None = None,  # as in `load_setup`; None: the most likely of `setup_files`
-) -> Setup:  # how to build the model and run its steps
+) -> Setup:  # setup that builds the model and runs its steps
     "Loads the setup of a run."
     if where is not None:
         return load_setup(where, path)

@@ -144,7 +144,7 @@ def _refuse_optimizer(error: Exception, walk: Walk, run: xr.DataTree) -> InputEr
 def retrace(
     path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    setup: Setup,  # how to build the model and run its steps
+    setup: Setup,  # setup that builds the model and runs its steps
     heard: Callable[[int, int], None] = lambda done, count: None,  # before each step: (done, total)
 ) -> Retrace:
     "Replays every step from the last snapshot to a given step and compares it with the record."

@@ -243,7 +243,7 @@ def _is_exact(step: Retraced) -> bool:
 def check_setup(
     path: str | Path | Recording,  # folder of a record with a black box
     step: int,  # a step of `replayable_steps`
-    setup: Setup,  # how to build the model and run its steps
+    setup: Setup,  # setup that builds the model and runs its steps
     way: Retrace | None = None,  # result of `retrace`, if already available
 ) -> SetupCheck:
     "Compares every step from the last snapshot to a given step with the record."

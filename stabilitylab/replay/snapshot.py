@@ -232,8 +232,8 @@ class Walk:
 def load_snapshots(
     path: str | Path | Recording,  # folder of a record
     steps: Sequence[int],  # steps before which the states are wanted
-    setup: Setup,  # how to build the model and run its steps
-) -> list[Snapshot]:  # in the order of `steps`
+    setup: Setup,  # setup that builds the model and runs its steps
+) -> list[Snapshot]:  # snapshots in the order of `steps`
     "The states of a recorded run before several steps; replays every step in between once."
     recording = opened(path)
     snapshots: dict[int, Snapshot] = {}
@@ -263,7 +263,7 @@ def _states_from(path: Recording, start: Snapshot, steps: list[int]) -> dict[int
 def load_snapshot(
     path: str | Path | Recording,  # folder of a record
     step: int,  # step before which the state is wanted
-    setup: Setup,  # how to build the model and run its steps
+    setup: Setup,  # setup that builds the model and runs its steps
 ) -> Snapshot:  # reached by replaying from the last saved snapshot
     "The state of a recorded run before a step."
     return load_snapshots(path, [step], setup)[0]
@@ -315,13 +315,13 @@ def _model_state(checkpoint: dict) -> dict[str, torch.Tensor]:
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #ef08e25f
 def snapshot_of(
-    setup: Setup,  # how to build the model and run its steps
+    setup: Setup,  # setup that builds the model and runs its steps
     # path of a .pt, .pth, .bin or .safetensors file, a state dict, a dict that holds one,
     # or a function that returns one
     checkpoint: str | Path | dict | Callable,
     step: int | None = None,  # next step; None: taken from the checkpoint, or 0
     name: str = "",  # name in tables
-) -> Snapshot:  # with optimizer, scaler and random states if the checkpoint has them under usual names
+) -> Snapshot:  # snapshot; optimizer, scaler and random states too if under usual names
     "Creates a snapshot from a checkpoint of your own."
     contents = _read_state(checkpoint)
     if step is None:
@@ -352,7 +352,7 @@ def batch_of(
     # of token ids, which becomes tokens and targets
     *parts: object,
     name: str = "my batch",  # name in tables
-) -> Batch:  # without random states
+) -> Batch:  # batch without random states
     "Creates a `Batch` from your own data."
     if not parts:
         raise bad_input("parts", "none", "at least one micro-batch")

@@ -199,7 +199,7 @@ def set_training(
 class Snapshot:
     "A saved training state: weights, optimizer, random states and step."
 
-    setup: Setup  # how to build and run the model
+    setup: Setup  # setup that builds and runs the model
     model: dict  # the model's state dict
     optimizer: dict | list | None = None  # the optimizer's state dict, or those of several
     scaler: dict | None = None  # the GradScaler's state dict

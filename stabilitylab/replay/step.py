@@ -164,7 +164,7 @@ def _step_by_closure(
 
 # %% ../../nbs/api/replay/01_step.ipynb #f29ed7c3
 def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
-    setup: Setup,  # how to compute the loss of a batch
+    setup: Setup,  # setup that computes the loss of a batch
     model: torch.nn.Module,  # model in its state before the step
     optimizer: torch.optim.Optimizer | list | None,  # optimizer, several optimizers, or None
     batch: Batch,  # micro-batches of the step
@@ -173,7 +173,7 @@ def run_step(  # noqa: PLR0913 - everything that a step depends on, by name
     autocast: torch.dtype | None = None,  # dtype for autocast in the forward pass; None: no autocast
     scaler: torch.amp.GradScaler | None = None,  # GradScaler of the training loop
     before_update: Callable[[], None] = lambda: None,  # called after the backward pass, before clipping
-) -> StepNumbers:  # its loss, gradient norm and learning rate
+) -> StepNumbers:  # loss, gradient norm and learning rate of the step
     "Runs one optimizer step as the training loop did; sets the gradients and updates the weights in place."
     if optimizer is not None and setup.schedule is not None:
         setup.schedule(optimizer, step)
@@ -252,7 +252,7 @@ def replay(
     batch: Batch,  # micro-batches of the step
     device: str | None = None,  # device to run on; None: that of the setup
     record: bool = True,  # record every layer, as the Recorder does
-    sampled: bool = False,  # also record costly statistics, such as exponents: nearly one more step
+    sampled: bool = False,  # whether to record costly statistics too, such as exponents: nearly one more step
     keep_rng: bool = True,  # use the batch's random states, so dropout is the same; False: the current one
     autocast: torch.dtype | None = None,  # dtype for autocast in the forward pass; None: no autocast
     dtype: torch.dtype | None = None,  # dtype of the weights; None: unchanged

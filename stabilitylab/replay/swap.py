@@ -219,8 +219,8 @@ def _bad_after(
 
 # %% ../../nbs/api/replay/03_swap.ipynb #e1bb692f
 def swap_test(
-    snapshots: Sequence[Snapshot],  # at least two states, the suspect one last
-    batches: Sequence[Batch],  # at least two batches, the suspect one last
+    snapshots: Sequence[Snapshot],  # states to run from, at least two, the suspect one last
+    batches: Sequence[Batch],  # batches to run, at least two, the suspect one last
     device: str | None = None,  # device to run on; None: that of the setup
     min_factor: float = 2.0,  # smallest ratio to the controls that counts as abnormal
     progress: bool = True,  # show a progress bar

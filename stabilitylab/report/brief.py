@@ -60,7 +60,7 @@ class Brief:
 
     def text(
         self,
-        room: int = MOST_CHARACTERS,  # most characters
+        room: int = MOST_CHARACTERS,  # largest number of characters
     ) -> str:  # lines
         "The same as text; long sentences are cut until it fits."
         # shorter sentences everywhere rather than a text that is cut at its end, where the commands stand
@@ -98,7 +98,7 @@ def brief(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | None = None,  # path of the run for the commands; None: from the record
-    remedies: bool = False,  # include what teams tried for the first finding
+    remedies: bool = False,  # whether to include what teams tried for the first finding
 ) -> Brief:
     "A brief summary of what happened to a run."
     head, likely = facts(run, source), most_likely(findings)
@@ -296,9 +296,9 @@ def _row_line(row: list) -> str:
 
 
 def briefs_text(
-    briefs: list[Brief],  # the worst first
+    briefs: list[Brief],  # summaries of the runs, the worst first
     shared: Findings | None = None,  # findings across the runs; None: none
-) -> str:  # at most 1,500 characters; runs that do not fit are counted
+) -> str:  # text of at most 1,500 characters; runs that do not fit are counted
     "A summary of several runs, one or two lines each."
     lines = [clean(f"in all {len(briefs)} runs: {_finding_line(f)}", 150) for f in (shared or [])[:3]]
     for at, short in enumerate(briefs):

@@ -35,11 +35,11 @@ class Facts:
     format: str  # name of the format
     loss: str  # series that is taken as the loss; '': none
     n_steps: int  # number of records of that series
-    first_step: int | None  # its first step
-    last_step: int | None  # its last step
-    first: float | None  # its first finite value
-    last: float | None  # its last finite value
-    lowest: float | None  # its lowest finite value
+    first_step: int | None  # first step of the series
+    last_step: int | None  # last step of the series
+    first: float | None  # first finite value
+    last: float | None  # last finite value
+    lowest: float | None  # lowest finite value
     segments: int  # number of segments: restarts plus 1
     series: list[str]  # every series of the log
     skipped: dict  # reason -> number of records that were not read
@@ -192,7 +192,7 @@ def remedies_by_verdict(
 
 
 def remedy_text(
-    remedy: dict,  # of a finding
+    remedy: dict,  # remedy of a finding
 ) -> str:  # name, source, and how it fits this run
     "One reported remedy on one line."
     fits = ", ".join(remedy.get("fits") or ())
@@ -211,7 +211,7 @@ def steps_text(
 
 # %% ../../nbs/api/report/01_content.ipynb #fcf6f3fe
 def severity_counts(
-    findings: Findings,  # of one or several runs
+    findings: Findings,  # findings of one or several runs
 ) -> list[tuple[str, str]]:  # (severity, '2 warnings'), most severe first; only severities that occur
     "Number of findings of each severity."
     counts = []
@@ -236,7 +236,7 @@ def by_severity(
 
 
 def count_text(
-    findings: Findings,  # of one or several runs
+    findings: Findings,  # findings of one or several runs
 ) -> str:  # '1 error, 2 warnings, 1 note', or 'nothing found'
     "Number of findings of each severity, as text."
     return ", ".join(text for _, text in severity_counts(findings)) or "nothing found"
@@ -261,9 +261,9 @@ Numbered = tuple[int, Finding]  # a finding with its number among all, from 1
 
 
 def in_full_and_listed(
-    findings: Findings,  # of one run
-    each: int = 4,  # most findings of one kind and severity to report in full
-) -> tuple[list[Numbered], dict[tuple[str, str], list[Numbered]]]:  # in full; (severity, kind) -> the rest
+    findings: Findings,  # findings of one run
+    each: int = 4,  # largest number of findings of one kind and severity to report in full
+) -> tuple[list[Numbered], dict[tuple[str, str], list[Numbered]]]:  # full ones; (severity, kind) -> rest
     "Numbered findings: those to report in full, and the rest of each kind, which are only listed."
     counts: Counter = Counter()
     in_full: list[Numbered] = []

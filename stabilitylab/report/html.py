@@ -52,9 +52,9 @@ class _FindingCard:
 def finding_card(
     finding: Finding,  # one finding
     number: int,  # number of its flag in the figure
-    remedies: bool = True,  # include what teams tried
+    remedies: bool = True,  # whether to include what teams tried
     prefix: str = "",  # prefix of the element's id, for a page with several runs
-) -> _FindingCard:  # for the templates `finding`, `report` and `view_overview`
+) -> _FindingCard:  # data for the templates `finding`, `report` and `view_overview`
     "One finding as data for the page's templates."
     where = filter(None, (steps_text(finding), ", ".join(finding.modules)))
     return _FindingCard(

@@ -18,7 +18,7 @@ def run_json(
     run: xr.DataTree,  # a record
     findings: Findings,  # what `diagnose` found in it
     source: str | list[str] | None = None,  # file or folder of the run; None: from the record
-    all_remedies: bool = False,  # include all reported remedies, not only the three that fit best
+    all_remedies: bool = False,  # whether to include all reported remedies, not only the three that fit best
 ) -> (
     dict
 ):  # source, format, n_steps, first_step, last_step, findings, most_likely; `thinned` for a very long log

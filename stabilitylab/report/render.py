@@ -32,7 +32,7 @@ def _template_files() -> dict[str, str]:  # in alphabetical order
 
 @cache
 def stylesheet(
-    name: str,  # of a template
+    name: str,  # name of a template
 ) -> Markup:  # CSS for a `<style>` element
     "The CSS of a template."
     file = _TEMPLATES.joinpath(name + ".css")

@@ -126,7 +126,7 @@ def step_html(
 # %% ../../nbs/api/report/07_step.ipynb #278849e0
 def lattice_html(
     lattice: Mapping | None,  # the fields of a `Lattice`; None: too few values
-    name: str = "loss",  # of the series
+    name: str = "loss",  # name of the series
     wait: float = float("nan"),  # records until the series changes by one spacing; NaN: it does not change
 ) -> str:  # HTML
     "Whether a series is quantised, and how long that hides an improvement."

@@ -77,11 +77,11 @@ def _wrapped(text: str, width: int, indent: int = _INDENT, hang: int = 0) -> str
 
 # %% ../../nbs/api/report/04_terminal.ipynb #cb06347e
 def findings_text(
-    findings: Findings,  # of one run, or shared by several
+    findings: Findings,  # findings of one run, or those shared by several
     width: int = 100,  # characters per line
-    colour: bool = False,  # with ANSI colours
+    colour: bool = False,  # whether to use ANSI colours
     remedies: int | None = REMEDIES_SHOWN,  # remedies per finding, best fit first; None: all
-    each: int = 4,  # most findings of one kind and severity to report in full
+    each: int = 4,  # largest number of findings of one kind and severity to report in full
 ) -> str:  # '' without findings
     "The findings as text, most severe first."
     lines: list[str] = []
@@ -176,7 +176,7 @@ def runs_text(
     findings: dict[str, Findings],  # name -> findings from `diagnose`
     shared: Findings | None = None,  # findings across the runs; None: none
     width: int = 100,  # characters per line
-    colour: bool = False,  # with ANSI colours
+    colour: bool = False,  # whether to use ANSI colours
     remedies: int | None = REMEDIES_SHOWN,  # as in `findings_text`
 ) -> str:  # shared findings first, then each run, most severe first
     "The terminal report of several runs."

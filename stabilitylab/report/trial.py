@@ -167,7 +167,7 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
 
 
 def trial_words(
-    result: TrialResult,  # of a trial
+    result: TrialResult,  # result of a trial
     foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
 ) -> str:  # sentences
     "A trial in sentences: where it started, the result of each arm, and what is missing."
@@ -208,7 +208,7 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
 
 
 def trial_text(
-    result: TrialResult,  # of a trial
+    result: TrialResult,  # result of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
     foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
 ) -> str:  # lines
@@ -228,7 +228,7 @@ class TrialSheet:
     "A trial as data for the page's templates."
 
     words: list[str]  # sentences
-    heads: tuple[str, ...]  # of the table
+    heads: tuple[str, ...]  # column headings of the table
     rows: list[tuple[str, ...]]  # one row per arm
     verdicts: list[str]  # verdict of each arm, for its colour
     reasons: list[tuple[str, str]]  # (fix, why it was chosen)
@@ -236,10 +236,10 @@ class TrialSheet:
 
 
 def trial_sheet(
-    result: TrialResult,  # of a trial
+    result: TrialResult,  # result of a trial
     suggestions: Sequence[Suggestion] = (),  # why these arms were chosen
     foreword: Sequence[str] = (),  # sentences to print first, such as those of a proxy
-) -> TrialSheet:  # for the templates `trial` and `report`
+) -> TrialSheet:  # data for the templates `trial` and `report`
     "The curves and verdicts of a trial."
     return TrialSheet(
         words=_sentences(result, foreword),

@@ -27,7 +27,7 @@ def clean(
 
 
 def spaced(
-    name: object,  # of a kind or a variable
+    name: object,  # name of a kind or a variable
 ) -> str:  # 'loss spike' for 'loss_spike'
     "A name with spaces for its underscores."
     return str(name).replace("_", " ")

@@ -25,7 +25,7 @@ class Attempt(NamedTuple):
 
 def attempts(
     series: Curve,  # one series as arrays
-) -> list[Attempt]:  # in the order of the log
+) -> list[Attempt]:  # attempts in the order of the log
     "The attempts of a run, one per segment."
     starts = np.r_[0, np.flatnonzero(np.diff(series.segment) > 0) + 1]
     stops = np.r_[starts[1:], len(series.value)]

@@ -142,7 +142,7 @@ _TRIES = 3  # times that a group is given to a worker again when its function ra
 
 def n_workers(
     client: Any,  # result of `as_client`
-) -> int:  # at least 1
+) -> int:  # number of workers, at least 1
     "The number of workers, including those still waiting in the queue."
     return max(len(client.ncores()), len(getattr(client.cluster, "requested", ())), 1)
 

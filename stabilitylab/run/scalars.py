@@ -69,8 +69,8 @@ def _joined_times(parts: list[Samples]) -> np.ndarray | None:
 
 
 def concatenate_samples(
-    parts: list[Samples],  # at least one part
-) -> Samples:  # sorted by `order`; NaT for parts without times
+    parts: list[Samples],  # samples of one series, at least one part
+) -> Samples:  # samples sorted by `order`; NaT for parts without times
     "Concatenates the parts of one series."
     step = np.concatenate([np.asarray(part.step) for part in parts])
     value = np.concatenate([np.asarray(part.value) for part in parts])

@@ -66,7 +66,7 @@ class Arm:
 # %% ../../nbs/api/trial/01_arm.ipynb #2adb41b4
 def arm_of(
     what: str | Sequence | Arm,  # 'qk_norm', 'lower_lr:factor=0.3', several with '+', fixes, or an Arm
-) -> Arm:  # whose fixes exist and whose parameters are in range
+) -> Arm:  # arm whose fixes exist and whose parameters are in range
     "An arm from a string in the syntax of the command line."
     if isinstance(what, Arm):
         return what
@@ -76,15 +76,15 @@ def arm_of(
 
 
 def with_unique_names(
-    arms: Sequence[Arm],  # to be compared
-) -> list[Arm]:  # those that share a name are labelled with the parameters of their fixes
+    arms: Sequence[Arm],  # arms to compare
+) -> list[Arm]:  # arms; those that shared a name are labelled with the parameters of their fixes
     "The arms with unique names; identical arms keep the same name."
     names = Counter(arm.name for arm in arms)
     return [replace(arm, label=long_name(arm)) if names[arm.name] > 1 else arm for arm in arms]
 
 
 def long_name(
-    arm: Arm,  # with its fixes
+    arm: Arm,  # arm with its fixes
 ) -> str:
     "The fixes with their parameters, in the syntax of `arm_of`."
     return arm.label or "+".join(_words_of(row["name"], row.get("parameters", {})) for row in arm.fixes)
@@ -178,8 +178,8 @@ def scaled_to(
 class ArmCurve:
     "The training curve of one arm with one seed."
 
-    arm: str  # its name
-    seed: int  # of the order of batches
+    arm: str  # name of the arm
+    seed: int  # seed of the batch order
     step: np.ndarray  # (step,) int64
     loss: np.ndarray  # (step,) float64, nats, as measured by the start's own loss
     grad_norm: np.ndarray = field(default_factory=lambda: np.empty(0))  # (step,) L2, before clipping
@@ -196,25 +196,25 @@ def _column(rows: dict[int, dict], name: str) -> np.ndarray:
 def seed_folder(
     folder: Path,  # folder of a trial or a sweep
     point: str,  # name of the arm or point in the folder: 'arm-2', 'point-0'
-    seed: int,  # of the order of batches
+    seed: int,  # seed of the batch order
 ) -> Path:
     "The folder of one arm with one seed."
     return folder / point / f"seed-{seed}"
 
 
 def done_file(
-    folder: Path,  # of `seed_folder`
+    folder: Path,  # folder of one arm and seed, from `seed_folder`
 ) -> Path:  # file that exists once the arm takes no more steps
     "The file that marks an arm as done."
     return folder / "done.json"
 
 
 def read_curve(
-    folder: str | Path,  # of the arm and its seed
-    arm: str,  # its name
-    seed: int,  # its seed
-    error: str = "",  # why its process ended early
-) -> ArmCurve:  # as far as it came
+    folder: str | Path,  # folder of one arm and seed, from `seed_folder`
+    arm: str,  # name of the arm
+    seed: int,  # seed of the batch order
+    error: str = "",  # reason why its process ended early; '': none
+) -> ArmCurve:  # curve up to the last complete line
     "The curve that an arm has written so far, without a line that a killed process left incomplete."
     rows: dict[int, dict] = {}
     file = Path(folder) / "metrics.jsonl"

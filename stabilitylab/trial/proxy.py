@@ -118,10 +118,10 @@ def _has(rung: dict, symptoms: Sequence[str]) -> bool:
 # %% ../../nbs/api/trial/10_proxy.ipynb #3675c111
 def proxy(
     run: xr.DataTree,  # a record, such as `read_runs` gives
-    findings: Sequence[Finding] | None = None,  # of `diagnose`; None: made here
+    findings: Sequence[Finding] | None = None,  # findings from `diagnose`; None: made here
     config: Mapping | str | Path | None = None,  # settings, or a file of them; None: what lies beside the log
-    steps: int = 200,  # of the small training
-    seeds: int = 3,  # of weights and batches, on every rung
+    steps: int = 200,  # training steps of the small model
+    seeds: int = 3,  # number of seeds of weights and batches, on every rung
     progress: bool = False,  # show a progress bar on standard error
 ) -> Proxy:
     "A small model with the recipe of a run, and the first rate at which it fails like the run."

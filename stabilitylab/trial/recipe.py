@@ -31,11 +31,11 @@ class Recipe:
     lr: float = 3e-3  # peak learning rate
     schedule: tuple = ((0.0, 1.0),)  # points (fraction of the steps, fraction of `lr`), interpolated linearly
     steps: int = 200  # number of steps that the schedule spans
-    betas: tuple = (0.9, 0.95)  # of AdamW
-    eps: float = 1e-8  # of AdamW
+    betas: tuple = (0.9, 0.95)  # decay rates of AdamW's two moments
+    eps: float = 1e-8  # epsilon of AdamW
     weight_decay: float = 0.1  # weight decay of AdamW, multiplied by the learning rate
     clip: float | None = 1.0  # largest gradient norm; None: no clipping
-    precision: str = "fp32"  # of the forward pass: fp32, bf16, or fp16 with a loss scaler
+    precision: str = "fp32"  # number format of the forward pass: fp32, bf16, or fp16 with a loss scaler
     batch: int = 4  # sequences per micro-batch
     micro_batches: int = 1  # micro-batches per step
     seq: int = 64  # tokens per sequence
@@ -45,12 +45,12 @@ class Recipe:
     norm: str = "ln"  # 'ln', 'rms' or 'none'
     norm_place: str = "pre"  # 'pre' or 'post'
     qk_norm: str = "none"  # norm of queries and keys
-    activation: str = "gelu"  # of the MLP
+    activation: str = "gelu"  # activation function of the MLP
     positions: str = "learned"  # position encoding
     tied: bool = False  # whether the output layer shares the embedding's weights
-    bias: bool = False  # of linear layers
-    dropout: float = 0.0  # of attention and MLP outputs
-    init_std: float = 0.02  # of matrices
+    bias: bool = False  # whether linear layers have biases
+    dropout: float = 0.0  # dropout rate of attention and MLP outputs
+    init_std: float = 0.02  # standard deviation of matrices at the start
 
     def __post_init__(self):
         if self.precision not in _PRECISIONS:

@@ -148,7 +148,7 @@ _ACTIVATIONS = {"silu": "swiglu", "swiglu": "swiglu", "geglu": "geglu", "relu": 
 class RunRecipe:
     "A small recipe, and where each of its parts comes from."
 
-    recipe: Recipe  # of the small training
+    recipe: Recipe  # recipe of the small training
     reported: dict = field(default_factory=dict)  # field of the recipe -> value from log or configuration
     assumed: tuple[str, ...] = ()  # fields without a value in log or configuration
 

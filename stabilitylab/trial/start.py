@@ -62,7 +62,7 @@ class Start:
     step: int = 0  # first step to train
     setup: str | None = None  # 'file.py:function' as in `setup_of`; None: what the run says itself
     function: str = ""  # 'package.module:function' that takes `seed` and returns a Training
-    arguments: dict = field(default_factory=dict)  # of the function
+    arguments: dict = field(default_factory=dict)  # arguments of the function
 
     def to_dict(self) -> dict:
         "Plain data, as JSON has it."
@@ -71,7 +71,7 @@ class Start:
     def build(
         self,
         seed: int,  # seed of the order of batches and of all random draws
-        device: str = "cpu",  # where to train
+        device: str = "cpu",  # device to train on
     ) -> Training:  # a training in the starting state
         "A fresh training in this state."
         if self.function:
@@ -267,7 +267,7 @@ def _recorded_training(start: Start, seed: int, device: str) -> Training:
 
 # %% ../../nbs/api/trial/00_start.ipynb #b9735232
 def last_snapshot_before(
-    path: str | Path | Recording,  # of a record with a black box
+    path: str | Path | Recording,  # folder of a record with a black box
     onset: int | None,  # step at which the failure begins; None: unknown
 ) -> int:  # a step that can be replayed
     "The step of the last snapshot before a failure, or of the first snapshot if none is before it."

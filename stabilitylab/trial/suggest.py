@@ -46,12 +46,12 @@ _NEEDS: dict[
 class Suggestion:
     "A fix worth a trial, or a control."
 
-    name: str  # in the registry
-    score: float  # higher is earlier
-    reasons: list[str]  # one per finding or report
-    sources: list[str] = field(default_factory=list)  # who reported it
+    name: str  # name of the fix in the registry
+    score: float  # score that orders the suggestions, highest first
+    reasons: list[str]  # reasons, one per finding or report
+    sources: list[str] = field(default_factory=list)  # sources of the reports
     is_control: bool = False  # expected not to help
-    parameters: dict = field(default_factory=dict)  # set for this run; the others keep their defaults
+    parameters: dict = field(default_factory=dict)  # those set for this run; the others keep their defaults
 
     @property
     def arm(self) -> Arm:
@@ -163,8 +163,8 @@ def _failure(findings: Sequence[Finding]) -> Finding | None:
 
 
 def failure_onset(
-    findings: Sequence[Finding],  # of `diagnose`
-) -> int | None:  # None: no error with a step and no warning on the loss
+    findings: Sequence[Finding],  # findings from `diagnose`
+) -> int | None:  # step; None: no error with a step and no warning on the loss
     "The step at which a run failed: onset of the first error, or else of the first warning on the loss."
     failure = _failure(findings)
     return None if failure is None else failure.onset
@@ -212,9 +212,9 @@ def _n_teams(reports: list[dict]) -> int:
 
 
 def cause_of(
-    findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # their record
-) -> MostLikely | None:  # None: nothing to explain
+    findings: Sequence[Finding],  # findings from `diagnose`
+    run: xr.DataTree,  # record of that run
+) -> MostLikely | None:  # likely cause; None: nothing to explain
     "The likely cause of the findings of a run."
     if isinstance(findings, Findings) and "evidence" in findings.attrs:
         return most_likely(findings)  # `diagnose` has measured it
@@ -236,8 +236,8 @@ def _set_already(name: str, parameters: dict, settings: dict) -> str:
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #b7fa4464
 def unsuited(
-    name: str,  # of a fix
-    parameters: dict,  # of it
+    name: str,  # name of a fix
+    parameters: dict,  # parameters of the fix
     run: xr.DataTree,  # a record
     cause: MostLikely | None = None,  # likely cause of its failure
 ) -> str:  # the reason; '': nothing speaks against the fix
@@ -281,10 +281,10 @@ def _of_cause(cause: MostLikely, findings: Sequence[Finding], run: xr.DataTree) 
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #fc574f80
 def suggest(
-    findings: Sequence[Finding],  # of `diagnose`
+    findings: Sequence[Finding],  # findings from `diagnose`
     run: xr.DataTree | xr.Dataset,  # their record, or the table that a reader returns
     limit: int = 3,  # number of fixes, not counting the control
-) -> list[Suggestion]:  # most promising first, a control at the end; [] if none fits
+) -> list[Suggestion]:  # fixes, most promising first, a control at the end; [] if none fits
     "The fixes worth a trial: first cures of the likely cause, then fixes that teams report for the findings."
     run = as_run(run)
     cause, controls = cause_of(findings, run), []

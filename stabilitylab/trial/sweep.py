@@ -131,8 +131,8 @@ class SweepResult:
 
     axes: dict  # axis -> values
     points: list[Point]  # every combination
-    steps: int  # of each arm and seed
-    curves: list[ArmCurve]  # one per point and seed
+    steps: int  # training steps of each arm and seed
+    curves: list[ArmCurve]  # curves, one per point and seed
     complete: bool = True  # whether every requested arm has been trained
     # loss before any training, and loss above which a run has failed, as `outcome` takes them
     bounds: tuple[float | None, float | None] = (None, None)
@@ -254,10 +254,10 @@ class Sweep(_SweepPoints):
 def sweep(
     start: Start,  # common starting state
     axes: Mapping[str, Sequence],  # axis -> values; see `points_of`
-    steps: int = 200,  # of each arm and seed
-    seeds: int = 1,  # of each point
+    steps: int = 200,  # training steps of each arm and seed
+    seeds: int = 1,  # number of seeds of each point
     progress: bool = True,  # show a progress bar on standard error
-    **options: Any,  # of `Sweep`: fixes, folder, workers, device, client
+    **options: Any,  # further arguments of `Sweep`: fixes, folder, workers, device, client
 ) -> SweepResult:
     "Trains a sweep to its end; raises if no point can be trained."
     work = Sweep(start, axes, steps, seeds, **options)

@@ -33,7 +33,7 @@ class ArmTask:
 
     arm: Arm = field(hash=False)  # the arm to train
     index: int  # index of the arm; in a trial, 0 is the unchanged run
-    seed: int  # of the order of batches
+    seed: int  # seed of the batch order
     start: Start | None = field(default=None, compare=False)  # the state from which it trains
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #48e61c7b
@@ -66,7 +66,7 @@ def run_to_end(
     work: _Work,  # a trial or a sweep
     budget: float | None = None,  # time limit in minutes; None: no limit
     progress: bool = True,  # show a progress bar on standard error
-    on_progress: Callable | None = None,  # called with every `TrialState`
+    on_progress: Callable | None = None,  # function called with every `TrialState`
     label: str = "trial",  # text before the bar
 ) -> None:
     "Polls until all tasks are done, the budget is spent, or Ctrl-C stops it."

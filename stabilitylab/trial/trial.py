@@ -28,9 +28,9 @@ class TrialResult:
     "The verdicts of a trial on the seeds that have finished."
 
     start: Start  # common starting state
-    steps: int  # a seed
-    arms: list[ArmVerdict]  # the first is the unchanged run
-    curves: list[ArmCurve]  # of all arms and seeds
+    steps: int  # training steps per seed
+    arms: list[ArmVerdict]  # one verdict per arm; the first is the unchanged run
+    curves: list[ArmCurve]  # curves of all arms and seeds
     complete: bool  # whether every requested task has been trained
     failed: tuple[str, ...] = ()  # errors of tasks that did not finish
     notes: tuple[str, ...] = ()  # changes forced by the machine, such as fewer arms at once
@@ -169,7 +169,7 @@ def _settings_of(devices: list[str]) -> dict:
 def unfit_arms(
     start: Start,  # common starting state
     arms: Sequence[Arm],  # arms to test
-    device: str = "auto",  # where they will train
+    device: str = "auto",  # device on which they will train
 ) -> dict[str, str]:  # name of an arm -> why it cannot be tried, in one line
     "Arms whose fixes cannot be applied or cannot take a step; raises if the start itself cannot."
     device = chosen_devices(device)[0]

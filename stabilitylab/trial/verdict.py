@@ -113,7 +113,7 @@ def loss_correlation(
 
 # %% ../../nbs/api/trial/02_verdict.ipynb #a0aa254a
 def outcome(
-    curve: ArmCurve,  # of one arm and one seed
+    curve: ArmCurve,  # curve of one arm and one seed
     start_loss: float | None = None,  # loss of the run before any training, nats; None: unknown
     failed_above: float | None = None,  # loss above which a run has failed, nats; None: unknown
     correlation: float | None = None,  # from `loss_correlation`; None: estimated from this curve
@@ -207,7 +207,8 @@ def judge(
     differences: Sequence[float],  # one per seed: final loss of the arm minus that of the unchanged run
     level: float,  # final loss of the unchanged run, nats
     diverged: tuple[int, int],  # number of seeds on which the unchanged run, and the arm, diverged
-    chances: tuple[float, float] = (1.0, 1.0),  # of so few, and of so many, failures if the fix did nothing
+    # probabilities of so few, and of so many, failures if the fix did nothing
+    chances: tuple[float, float] = (1.0, 1.0),
     n_arms: int = 1,  # number of arms that are judged together
 ) -> tuple[str, str]:  # one of the four verdicts, and the reason, as in `ArmVerdict`
     "The verdict on one arm."
@@ -253,7 +254,7 @@ MOST_SEEDS = 100  # that are counted: our convention
 
 
 def more_seeds(
-    differences: Sequence[float],  # one a seed
+    differences: Sequence[float],  # one per seed: final loss of the arm minus that of the unchanged run
     level: float,  # final loss of the unchanged run, nats
     rescued: int = 0,  # seeds that the arm rescued
     n_arms: int = 1,  # number of arms that are judged together
@@ -303,13 +304,13 @@ class ArmVerdict:
     "The verdict of a trial on one arm."
 
     fix: str  # name of the arm
-    parameters: dict  # of its fixes
+    parameters: dict  # parameters of its fixes
     seeds: list[int]  # seeds that were compared
-    final_loss: list[float]  # one per seed, nats
+    final_loss: list[float]  # final losses, one per seed, nats
     diverged: int  # seeds on which it diverged
     verdict: str  # 'helps', 'does not help', 'harms', "can't tell yet"; 'unchanged' for the first arm
     effect: float  # mean difference of the final loss, nats; negative is better
-    interval: tuple[float, float]  # of the effect; those of all arms hold together with 95 %
+    interval: tuple[float, float]  # interval of the effect; those of all arms hold together with 95 %
     side_effects: dict = field(default_factory=dict)  # what else changed
     more_seeds: int = 0  # further seeds that would probably decide; 0: decided; `MOST_SEEDS`: so many or more
     postponed: int | None = None  # steps by which a remaining failure is delayed
@@ -476,10 +477,10 @@ def _n_judged(arms: Sequence[Arm], by_arm: dict[str, dict[int, ArmCurve]]) -> in
 
 def verdicts_of(
     arms: Sequence[Arm],  # the first is the unchanged run
-    curves: Sequence[ArmCurve],  # of all arms and seeds, in any order
+    curves: Sequence[ArmCurve],  # curves of all arms and seeds, in any order
     start_loss: float | None = None,  # loss before any training, nats; None: first loss of the curves
     failed_above: float | None = None,  # loss above which a run has failed, nats; None: unknown
-) -> list[ArmVerdict]:  # one per arm, in their order
+) -> list[ArmVerdict]:  # verdicts, one per arm, in the order of the arms
     "The verdicts on all arms of a trial."
     by_arm: dict[str, dict[int, ArmCurve]] = {arm.name: {} for arm in arms}
     if len(by_arm) < len(arms):

@@ -34,30 +34,30 @@ from .parts import StepChoice
 class Choice:
     "A fix that can become an arm."
 
-    name: str  # in the registry
+    name: str  # name of the fix in the registry
     what: str  # one sentence on what it does
     reasons: list[str]  # reasons for offering it
     reports: list[tuple[str, str, str]]  # (reported outcome, source, wording)
     parameters: dict[str, dict]  # name -> default, and low and high, or choices
-    is_control: bool = False  # expected not to help
+    is_control: bool = False  # whether it is expected not to help
 
 
 def choice_of(
-    name: str,  # in the registry
+    name: str,  # name of the fix in the registry
     reasons: Sequence[str] = (),  # reasons for offering it
-    is_control: bool = False,  # expected not to help
+    is_control: bool = False,  # whether it is expected not to help
 ) -> Choice:
-    "A fix with its parameters and reports."
+    "A fix of the registry with the ranges of its parameters and its reported outcomes."
     remedy = fix(name)
     reports = [(row.reported, row.source, row.note) for row in remedy.reports().itertuples(index=False)]
     return Choice(name, remedy.about.summary, list(reasons), reports, parameter_ranges(remedy), is_control)
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #28cc3786
 def choices(
-    findings: Sequence[Finding],  # of `diagnose`
-    run: xr.DataTree,  # their record
+    findings: Sequence[Finding],  # findings from `diagnose`
+    run: xr.DataTree,  # record that the findings belong to
     limit: int = 5,  # number of fixes, not counting the control
-) -> list[Choice]:  # most promising first; [] if none fits
+) -> list[Choice]:  # fixes, the most promising first; [] if none fits
     "The fixes worth a trial, with their parameters and reports."
     suggestions = suggest(findings, run, limit)
     return [choice_of(fix.name, fix.reasons, fix.is_control) for fix in suggestions]
@@ -83,9 +83,9 @@ def _arm_words(
 
 
 def arm_with(
-    name: str,  # of a fix
-    values: dict,  # its parameters
-) -> Arm:  # named after the non-default parameters, so two settings of one fix can be compared
+    name: str,  # name of a fix
+    values: dict,  # values of its parameters
+) -> Arm:  # arm named after its non-default parameters, so that two settings of a fix differ
     "One fix as an arm."
     remedy = fix(name, **values)
     words = _arm_words(remedy)

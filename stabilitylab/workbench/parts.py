@@ -23,7 +23,7 @@ from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #24368c3f
 def row(
-    *children: widgets.Widget,  # from left to right
+    *children: widgets.Widget,  # widgets from left to right
     **layout: str,  # CSS properties
 ) -> widgets.HBox:
     "Widgets in a row, wrapped on a narrow page."
@@ -31,7 +31,7 @@ def row(
 
 
 def column(
-    *children: widgets.Widget,  # from top to bottom
+    *children: widgets.Widget,  # widgets from top to bottom
     **layout: str,  # CSS properties
 ) -> widgets.VBox:
     "Widgets in a column."
@@ -62,8 +62,8 @@ _REFILLED: set[HasTraits] = set()  # choosers whose options are being exchanged
 
 
 def on(
-    source: HasTraits,  # a widget or a state
-    names: str,  # of its traits, separated by blanks
+    source: HasTraits,  # widget or state that has the traits
+    names: str,  # names of its traits, separated by blanks
     act: Callable[[Any], object],  # called with the new value
 ) -> None:
     "Calls a function whenever one of these traits changes, except by `refill`."
@@ -106,8 +106,8 @@ class StateView(widgets.VBox):
 
     def __init__(
         self,
-        shared: WorkbenchState,  # with a run
-        name: str,  # of the view, as in `WorkbenchState.visible`
+        shared: WorkbenchState,  # state of the workbench, with a run
+        name: str,  # name of the view, as in `WorkbenchState.visible`
     ):
         self.shared, self.name, self._drawn = shared, name, dict[str, tuple]()
         super().__init__()
@@ -120,7 +120,7 @@ class StateView(widgets.VBox):
 
     def is_new(
         self,
-        part: str,  # of the view
+        part: str,  # name of a part of the view
         *values: object,  # values that the part is drawn from
     ) -> bool:
         "Whether a part of the view was last drawn from other values; remembers the new values."
@@ -130,7 +130,7 @@ class StateView(widgets.VBox):
 
     def is_due(
         self,
-        part: str,  # of the view
+        part: str,  # name of a part of the view
         *values: object,  # values that the part is drawn from
     ) -> bool:
         "Whether the view is visible and a part of it was last drawn from other values."

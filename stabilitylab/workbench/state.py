@@ -202,7 +202,7 @@ class WorkbenchState(_Drawn):
 
     def update(
         self,
-        run: xr.DataTree,  # the record, grown
+        run: xr.DataTree,  # record of the same run, grown
     ) -> None:
         "Replaces the run by a longer version of itself."
         self.grow({self.name: run})
@@ -261,10 +261,10 @@ def open_state(
 
 # %% ../../nbs/api/workbench/01_state.ipynb #483d2c7c
 def around(
-    state: WorkbenchState,  # with a run
+    state: WorkbenchState,  # state of the workbench, with a run
     index: int,  # index of a finding
 ) -> tuple:  # (first, last) step: the finding with margins of its own length, at least 5 % of the run
-    "The steps to show for a finding."
+    "The range of steps to show for a finding."
     finding, step = state.findings[index], state.run["scalars"].step
     if finding.onset is None or not step.size:
         return ()
@@ -276,8 +276,8 @@ def around(
 
 
 def reveal(
-    state: WorkbenchState,  # with findings
-    index: int,  # of one of them
+    state: WorkbenchState,  # state of the workbench, with findings
+    index: int,  # index of a finding
 ) -> None:
     "Selects a finding; if it begins outside the visible steps, shows all steps."
     onset = state.findings[index].onset
@@ -293,14 +293,14 @@ def run_action(
     state: WorkbenchState,  # state that the action changes
     name: str,  # name of the action, as sent by the browser
 ) -> None:
-    "Runs an action that the browser requests, if it is in the list of actions."
+    "Runs an action that the browser asks for, if it is one of the known actions."
     if name not in _ACTIONS:
         raise bad_input("what", name, ", ".join(_ACTIONS))
     _ACTIONS[name](state)
 
 
 def steer(
-    picture: HasTraits,  # a `PictureWidget` whose axis is in steps
+    picture: HasTraits,  # a `PictureWidget` with steps on its x-axis
     state: WorkbenchState,  # state that the gestures change
     counts_steps: Callable[[], bool] = lambda: True,  # whether the axis counts steps; else a brush is ignored
 ) -> None:
@@ -328,8 +328,8 @@ _USUAL = (("activations", "absmax"), ("gradients", "grad_norm"), ("weights", "ab
 
 
 def module_series(
-    state: WorkbenchState,  # with a run
-) -> xr.DataArray | None:  # dims (step,), named after statistic and module; None: not a finding of a module
+    state: WorkbenchState,  # state of the workbench, with a run
+) -> xr.DataArray | None:  # (step,) named after statistic and module; None: not a finding of a module
     "The statistic of the first module that the selected finding names."
     finding, run = state.finding, state.run
     if finding is None or not finding.modules or finding.series in state.series:
@@ -360,16 +360,16 @@ def _drawn_from(state: WorkbenchState) -> tuple:
 
 
 def picture_of(
-    state: WorkbenchState,  # with a run
+    state: WorkbenchState,  # state of the workbench, with a run
     sharp: int = 1,  # factor on the resolution
-) -> tuple[bytes, list]:  # as `run_picture` gives them
+) -> tuple[bytes, list]:  # PNG and panels, as from `run_picture`
     "The picture of the current state as PNG."
     drawing = state.drawing if sharp == 1 else RunPicture(dpi=sharp * state.drawing.dpi)
     return drawing(*_drawn_from(state))
 
 
 def scene_shown(
-    state: WorkbenchState,  # with a run
-) -> tuple[dict, list]:  # as `RunPicture.scene` gives them
+    state: WorkbenchState,  # state of the workbench, with a run
+) -> tuple[dict, list]:  # sheet and panels, as from `RunPicture.scene`
     "The picture of the current state as a scene."
     return state.drawing.scene(*_drawn_from(state))

@@ -69,8 +69,8 @@ _OF_LAYERS = {"activations", "gradients", "weights", "updates", "optimizer"}  # 
 
 
 def views_without_data(
-    state: WorkbenchState,  # with a run
-) -> list[str]:  # names
+    state: WorkbenchState,  # state of the workbench, with a run
+) -> list[str]:  # names of these views
     "The views that have no data in this run."
     groups, steps = set(state.run.children), state.recording.steps
     has_data = {
@@ -248,7 +248,7 @@ class Workbench:
 
     def follow(
         self,
-        on: bool = True,  # start, or stop
+        on: bool = True,  # whether to follow
     ) -> None:
         "Starts or stops following a growing log, without blocking the kernel."
         if self._task is not None:

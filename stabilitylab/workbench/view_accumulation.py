@@ -52,8 +52,8 @@ def _text_lengths(
 
 def small_model(
     steps: int = 60,  # training steps, so that the loss depends on the position in the text
-    seed: int = 0,  # of the weights and the batches
-) -> LanguageModel:  # 20 thousand parameters
+    seed: int = 0,  # seed of the weights and the batches
+) -> LanguageModel:  # model with 20 thousand parameters
     "A small language model, briefly trained on the standard library."
     torch.manual_seed(seed)
     model = LanguageModel(ModelConfig.plain(seq=LONGEST, d_model=32, n_layer=1, n_head=2))

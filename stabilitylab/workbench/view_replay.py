@@ -119,8 +119,8 @@ _PICTURES: dict[str, Callable[[Any, bool], bytes]] = {
 
 
 def pictures(
-    result: dict,  # the JSON of a replay
-    dark: bool = False,  # for a dark page
+    result: dict,  # result of a replay, as JSON
+    dark: bool = False,  # whether to use the dark theme
 ) -> dict[str, bytes]:  # name -> PNG: swap, samples, precision, as far as the replay has them
     "The plots of a replay as PNG: heat map, gradient shares and errors."
     return {name: draw(result[name], dark) for name, draw in _PICTURES.items() if name in result}

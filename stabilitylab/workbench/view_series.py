@@ -57,7 +57,7 @@ class SeriesView(StateView):
 
     def __init__(
         self,
-        shared: WorkbenchState,  # with a run
+        shared: WorkbenchState,  # state of the workbench, with a run
     ):
         super().__init__(shared, "series")
         self.table, self.call = SortableTable(), CallLine()

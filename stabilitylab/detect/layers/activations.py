@@ -220,7 +220,7 @@ def find_dead_units(
 def ignored_layers(
     readings: list[dict],  # from `layer_readings`, one per module: module, kind, cost, loss, grad_share
     step: int | None = None,  # step at which the layers were measured
-) -> list[Finding]:  # at most one per kind of module
+) -> list[Finding]:  # findings, at most one per kind of module
     "Findings about layers whose removal changes the loss by less than the threshold."
     findings = []
     for kind in dict.fromkeys(reading["kind"] for reading in readings):
@@ -249,7 +249,7 @@ def find_ignored_layers_in_record(
 def collapsed_output(
     output: dict,  # information (nats), n_inputs, top_share
     step: int | None = None,  # step at which the outputs were measured
-) -> list[Finding]:  # at most one; [] if the output depends on the input
+) -> list[Finding]:  # list with at most one finding; [] if the output depends on the input
     "A finding if the model's output does not depend on its input."
     if not output["information"] < limit("tiny_nats"):
         return []

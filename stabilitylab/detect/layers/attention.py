@@ -111,7 +111,7 @@ def _grown(series: Curve) -> Finding | None:
 
 def find_logged_attention_logits(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one, for the series that passed the level first
+) -> list[Finding]:  # at most one finding, for the series that passed the level first
     "A finding if a logged maximum attention logit grew past the published alarm levels."
     findings = [f for series in attention_series(run, _ATTENTION_LOGIT) if (f := _grown(series)) is not None]
     return sorted(findings, key=lambda f: (f.onset, -f.evidence["peak"]))[:1]
@@ -219,7 +219,7 @@ def marked_modules(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #a8c0c7fd
 def find_attention_logit_growth(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # list with at most one finding
     "A finding if recorded attention logits grew past the published alarm levels, with the layers."
     data = attention_of(run, needs=("attn_logit_max",))
     if data is None:
@@ -253,7 +253,7 @@ def find_attention_logit_growth(
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #49d4427e
 def find_entropy_collapse(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # list with at most one finding
     "A finding about heads whose attention became nearly one-hot, on a different key for each query."
     data = attention_of(run, needs=("attn_entropy_rel", "sink_score"))
     if data is None:
@@ -333,7 +333,7 @@ def _commonest(values: np.ndarray) -> int | None:
 
 def find_attention_sink(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one for self-attention and one for cross-attention
+) -> list[Finding]:  # findings, at most one for self-attention and one for cross-attention
     "A finding about heads that attend to one position far more than uniform attention would."
     return _one_role(run, "self") + _one_role(run, "cross")
 

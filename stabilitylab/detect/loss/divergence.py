@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
 def smoothed_shape(
     series: Curve,  # a loss as arrays
-) -> Shape:  # its smoothed trajectory and noise
+) -> Shape:  # smoothed trajectory and noise
     "The smoothed trajectory of a series; the window is a bounded share of the run."
     share = int(limit("smooth_share") * len(series.value))
     window = int(np.clip(share, count_limit("few_records"), count_limit("window_most")))
@@ -41,7 +41,7 @@ def smoothed_shape(
 def records_in_share(
     n: int,  # length of the series, in records
     share: str,  # name of a limit that is a share of the run, in [0, 1]
-) -> int:  # at least the number that a median needs
+) -> int:  # number of records, at least as many as a median needs
     "The number of records in a given share of a series."
     return max(count_limit("median_records"), int(limit(share) * n))
 

@@ -37,8 +37,8 @@ class AttentionCall:
     documents: torch.Tensor | None = None  # (batch, key) int, packed sequences; None: derived from the masks
     scores: torch.Tensor | None = None  # (batch, head, query, key) the model's own, if only they are known
     module: str = ""  # name of the calling module
-    role: str = "self"  # one of ROLES
-    source: str = ""  # how the call was captured
+    role: str = "self"  # kind of attention, one of ROLES
+    source: str = ""  # way in which the call was captured
 
     def __post_init__(self):
         shapes = {n: tuple(getattr(self, n).shape) for n in ("q", "k")}
@@ -80,8 +80,8 @@ def _key_range(
 
 
 def blocks(
-    call: AttentionCall,  # the attention
-    size: int,  # most scores in memory at a time
+    call: AttentionCall,  # the attention call
+    size: int,  # largest number of scores in memory at a time
 ) -> Iterator[ScoreBlock]:  # blocks that cover every visible pair once
     "Blocks of the attention matrix, whose size does not grow with the square of the length."
     n_batch, n_kv, n_key = call.k.shape[:3]
@@ -98,9 +98,9 @@ def blocks(
 
 
 def query_heads(
-    call: AttentionCall,  # the attention
-    block: ScoreBlock,  # a piece of it
-) -> slice:  # heads of `q`
+    call: AttentionCall,  # the attention call
+    block: ScoreBlock,  # block of its attention matrix
+) -> slice:  # slice of the heads of `q`
     "The query heads that read a block's key-value heads."
     group = call.q.shape[1] // call.k.shape[1]
     return slice(block.heads.start * group, block.heads.stop * group)
@@ -144,8 +144,8 @@ def _in_order(call: AttentionCall, block: ScoreBlock) -> torch.Tensor | None:
 
 # %% ../../../nbs/api/probe/attention/20_call.ipynb #dd032a5c
 def visible(
-    call: AttentionCall,  # the attention
-    block: ScoreBlock,  # a piece of it
+    call: AttentionCall,  # the attention call
+    block: ScoreBlock,  # block of its attention matrix
 ) -> torch.Tensor | None:  # bool (batch|1, head|1, query, key); None: every query sees every key
     "Which query of a block sees which key."
     ordered = _in_order(call, block)
@@ -177,8 +177,8 @@ def visible(
 
 # %% ../../../nbs/api/probe/attention/20_call.ipynb #e7cbc340
 def products(
-    call: AttentionCall,  # the attention
-    block: ScoreBlock,  # a piece of it
+    call: AttentionCall,  # the attention call
+    block: ScoreBlock,  # block of its attention matrix
     dtype: torch.dtype = torch.float64,  # float32 or float64
     out: torch.Tensor | None = None,  # memory for the result; None: new
 ) -> torch.Tensor:  # (batch, head, query, key) factor·q·k, before capping and masks
@@ -195,7 +195,7 @@ def products(
 
 
 def is_plain(
-    call: AttentionCall,  # the attention
+    call: AttentionCall,  # the attention call
 ) -> bool:  # True: no cap and no bias
     "Whether the softmax sees the raw logits, masked at most."
     changed = call.softcap or call.score_mod or call.scores is not None
@@ -203,9 +203,9 @@ def is_plain(
 
 
 def biased_logits(
-    call: AttentionCall,  # the attention
-    block: ScoreBlock,  # a piece of it
-    raw: torch.Tensor,  # its raw logits
+    call: AttentionCall,  # the attention call
+    block: ScoreBlock,  # block of its attention matrix
+    raw: torch.Tensor,  # raw logits of the block
 ) -> torch.Tensor:  # same shape: the softmax input, before hidden keys are removed
     "The logits of a block after capping, score modification and added biases."
     if call.scores is not None:

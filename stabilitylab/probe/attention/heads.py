@@ -244,7 +244,7 @@ def _row_means(call: AttentionCall, sums: Sums) -> dict[str, torch.Tensor]:
 
 # %% ../../../nbs/api/probe/attention/22_heads.ipynb #5a43a54e
 def attention_statistics(
-    call: AttentionCall,  # the attention
+    call: AttentionCall,  # the attention call
     epsilon: float = 0.3,  # as for `_summarise`
     dtype: torch.dtype | None = None,  # as for `attention_sums`
     size: int | None = None,  # as for `attention_sums`

@@ -29,11 +29,11 @@ from ..slots import first_tensor
 class LayerReading:
     "How much the loss rises without one module."
 
-    module: str  # its name
+    module: str  # name of the module
     kind: str  # kind of the module, from `module_kinds`
     cost: float  # increase of the loss without the module, nats; negative if the model is better without it
     loss: float  # loss of the whole model, nats
-    grad_share: float  # its share of the squared gradient of all parameters, in [0, 1]
+    grad_share: float  # share of the module in the squared gradient of all parameters, in [0, 1]
 
     def to_dict(self) -> dict:
         "The reading as a dict."
@@ -84,7 +84,7 @@ def layer_readings(
     model: nn.Module,  # any model
     loss: Callable[[], torch.Tensor],  # () -> the loss of a batch, a scalar; it calls the model
     kinds: tuple[str, ...] = ("block", "attn", "cross_attn", "mlp"),  # kinds of module to remove
-) -> list[LayerReading]:  # in the order of the model
+) -> list[LayerReading]:  # one reading per layer, in the order of the model
     "How much the loss rises without each layer."
     model = eager_model(model)
     tried = {n: k for n, (k, _) in module_kinds(model).items() if k in kinds}
@@ -112,7 +112,7 @@ def layer_readings(
 def find_ignored_layers(
     readings: list[LayerReading],  # from `layer_readings`
     step: int | None = None,  # step of the state that was measured
-) -> list[Finding]:  # at most one finding per kind of module
+) -> list[Finding]:  # findings, at most one per kind of module
     "Layers whose removal costs less than the threshold."
     return ignored_layers([reading.to_dict() for reading in readings], step)
 
@@ -133,7 +133,7 @@ def mixing_weights(
 def find_ignored_by_mixture(
     weights: xr.DataArray,  # mixing weights after any softmax; dims (step, layer), or (layer,) for one state
     module: str = "",  # the parameter's name
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # list with at most one finding
     "Layers that a learned mixture has switched off, and since when."
     table = np.abs(np.atleast_2d(weights.transpose(..., "layer").values))
     steps = weights.step.values if "step" in weights.dims else [None]
@@ -185,8 +185,8 @@ def output_information(
 
 
 def find_output_collapse(
-    logits: torch.Tensor,  # as for `output_information`
+    logits: torch.Tensor,  # outputs, as for `output_information`
     step: int | None = None,  # step of the state that was measured
-) -> list[Finding]:  # at most one
+) -> list[Finding]:  # list with at most one finding
     "Findings for a model that gives the same output whatever the input."
     return collapsed_output(output_information(logits).to_dict(), step)

@@ -102,8 +102,8 @@ def _numbered(caught: Iterable[Caught]) -> list[tuple[Caught, int]]:
 def watch_attention(
     model: nn.Module,  # any model
     batch: object,  # as for `call_model`
-    epsilon: float = 0.3,  # a position that gets more than this is a sink
-    measure: Callable[[AttentionCall], object] | None = None,  # replaces the statistics; None: the usual ones
+    epsilon: float = 0.3,  # weight above which a position is a sink
+    measure: Callable[[AttentionCall], object] | None = None,  # own statistics; None: the usual ones
 ) -> AttentionWatch:  # captured calls, and modules that were not recognised
     "Runs an extra forward pass and measures its attention; model and random states are restored."
     inner = eager_model(model)
@@ -116,7 +116,7 @@ def attention_report(
     model: nn.Module,  # any model, unchanged
     batch: object,  # one tensor, a tuple of arguments, or a dict of named ones
     step: int = 0,  # step for which the record is made
-    epsilon: float = 0.3,  # a position that gets more than this is a sink (Gu et al., 2410.10781)
+    epsilon: float = 0.3,  # weight above which a position is a sink (Gu et al., 2410.10781)
     # () -> scalar loss of a batch; if given, the report includes the cost of removing each layer,
     # which takes one forward pass per layer; None: left out
     loss: Callable[[], torch.Tensor] | None = None,
@@ -142,9 +142,9 @@ def head_weights(
     model: nn.Module,  # any model, unchanged
     batch: object,  # as for `call_model`
     layer: int,  # index of the attention, as in the record's `layer`
-    head: int,  # which head
-    sequence: int = 0,  # which sequence of the batch
-    longest: int = 2048,  # most queries or keys; more raise an error
+    head: int,  # index of the head
+    sequence: int = 0,  # index of the sequence in the batch
+    longest: int = 2048,  # largest number of queries or keys; more raise an error
 ) -> xr.DataArray:  # dims (query, key), weights in [0, 1]; attrs: module, role
     "The attention weights of one head on one sequence."
     calls = watch_attention(model, batch, measure=lambda call: call).caught
@@ -188,7 +188,7 @@ class AttentionProbe:
     def __init__(
         self,
         model: nn.Module,  # the model, before or after torch.compile, inside or outside DDP
-        epsilon: float = 0.3,  # a position that gets more than this is a sink
+        epsilon: float = 0.3,  # weight above which a position is a sink
         attempt: Callable | None = None,  # called as attempt(function, *args); None: faults are raised
     ):
         self.model, self.epsilon, self.armed = eager_model(model), epsilon, None

@@ -108,7 +108,7 @@ class Caught:
 
     module: str  # name of the module that called it, without wrappers such as DDP's
     role: str  # 'self' or 'cross'
-    source: str  # how it was captured: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
+    source: str  # means of capture: sdpa, flex, nn.MultiheadAttention, eager, eager scores, registry
     statistics: Any  # `HeadStatistics` of its heads, or the result of `measure`
     tokens: (
         torch.Tensor | None

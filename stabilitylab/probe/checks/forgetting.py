@@ -32,7 +32,7 @@ class Forgetting:
     ordinary: tuple[float, ...]  # increase after each ordinary step, nats
     limit: float  # 95th percentile of `ordinary`
     grad_norm: float  # gradient norm of the step before clipping
-    clip_factor: float  # by which the clip multiplied the gradient, in (0, 1]
+    clip_factor: float  # factor by which the clip multiplied the gradient, in (0, 1]
 
     @property
     def has_forgotten(self) -> bool:
@@ -70,8 +70,8 @@ def _gradient_norm(model: nn.Module, batch: object, loss: Callable) -> float:
 
 # %% ../../../nbs/api/probe/checks/19_forgetting.ipynb #57745957
 def forgetting(
-    model: nn.Module,  # in the state before the step
-    optimizer: torch.optim.Optimizer,  # with its state
+    model: nn.Module,  # model in its state before the step
+    optimizer: torch.optim.Optimizer,  # optimizer with its state before the step
     loss: Callable,  # (model, batch) -> scalar loss
     batch: object,  # the batch of the huge step
     ordinary: Sequence,  # batches of ordinary steps, 5 or more
@@ -197,7 +197,7 @@ def longest_that_fits(
     optimizer: torch.optim.Optimizer,  # optimizer of the kind that will train it
     loss: Callable,  # (model, batch) -> scalar loss
     batch_of: Callable,  # (length) -> a batch of full size with sequences of that length
-    length: int,  # of the longest sequence of the data, >= 1
+    length: int,  # length of the longest sequence of the data, >= 1
     capacity: float | None = None,  # bytes; None: the memory of the device, without limit on a CPU
 ) -> (
     pd.DataFrame

@@ -188,7 +188,7 @@ def check_training(
 
 # %% ../../../nbs/api/probe/checks/09_invariants.ipynb #428e7cd7
 def growth_exponents(
-    model: torch.nn.Module,  # with its blocks in an nn.ModuleList
+    model: torch.nn.Module,  # model with its blocks in an nn.ModuleList
     run: Callable,  # called as () -> scalar loss of a forward pass
     # (activations from the first block's input to the last's output, gradients the other way), both per block
 ) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from ...numerics.formats import quantise
 
 # %% ../../../nbs/api/probe/checks/20_lead_signals.ipynb #92e005a0
 def gradient_curvature(
-    model: nn.Module,  # in the state before the step
+    model: nn.Module,  # model in its state before the step
     loss: Callable[[nn.Module], torch.Tensor],  # (model) -> scalar loss of one batch
     optimizer: torch.optim.Optimizer | None = None,  # Adam with moments: along its step; None: the gradient
 ) -> dict[str, float]:  # curvature along the step; rate; ratio: curvature*rate/2, above 1 the loss rises

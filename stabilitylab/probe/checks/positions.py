@@ -85,7 +85,7 @@ def _at_shift(model: nn.Module, run: Callable, shift: int) -> tuple[dict[str, to
 
 # %% ../../../nbs/api/probe/checks/17_positions.ipynb #eebdfe8b
 def shift_invariance(
-    model: nn.Module,  # with a table of positions, or an argument `position_ids`
+    model: nn.Module,  # model with a table of positions, or an argument `position_ids`
     run: Callable[[], torch.Tensor],  # () -> logits (batch, seq, vocab); it calls the model
     shifts: Sequence[int] = (1, 4, 16),  # shifts in positions
 ) -> pd.DataFrame:  # one row per shift: D of each block, and `output`: mean KL divergence of the output, nats

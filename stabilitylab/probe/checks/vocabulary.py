@@ -113,7 +113,7 @@ _HEADS = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhe
 
 
 def sizes_to_take(
-    model: nn.Module | None = None,  # its vocabulary, widths and heads are checked; None: lengths only
+    model: nn.Module | None = None,  # model with vocabulary, widths and heads to check; None: lengths only
     lengths: Sequence[int] = (),  # lengths of padded sequences
     multiple: int = 8,  # desired divisor of all sizes
 ) -> pd.DataFrame:  # one row per size that is not a multiple: what, size, take (the next multiple)

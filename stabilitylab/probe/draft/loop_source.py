@@ -224,7 +224,7 @@ def value_at(
 
 
 def find_call(
-    body: list[ast.stmt],  # of a function
+    body: list[ast.stmt],  # statements of a function
     is_wanted: Callable[[ast.Call], bool],  # whether a call is the wanted one
 ) -> tuple[list[list[ast.stmt]], ast.Call] | None:
     "The remaining statements from a call on, innermost block first, and the call."
@@ -329,10 +329,10 @@ class _Settle(ast.NodeTransformer):
 
 
 def settled(
-    statements: list[ast.stmt],  # in their order
+    statements: list[ast.stmt],  # statements in the order of the source
     scope: dict[str, Any],  # name -> value
     changing: frozenset[str] = frozenset(),  # names whose values change from step to step
-) -> list[ast.stmt]:  # copies
+) -> list[ast.stmt]:  # copies of the statements that remain
     "Statements in which conditions on settings are replaced by the executed branch."
     settle = _Settle(scope, changing)
     module = ast.Module(copy.deepcopy(statements), [])

@@ -200,7 +200,7 @@ _BY_RECORD = "This draft was made from what the record holds, without the model.
 
 def setup_source(
     model: nn.Module,  # the model without DDP or FSDP wrapper
-    optimizers: Iterable[Any],  # its optimizers
+    optimizers: Iterable[Any],  # optimizers of the model
     batch: Any,  # the first micro-batch
     record: str = "RUN",  # path of the record as a user would type it
     clip: float | str | None = None,  # largest gradient norm, or the source of a function; None: unknown

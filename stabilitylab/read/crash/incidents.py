@@ -32,12 +32,12 @@ from stabilitylab.read.crash.evidence import (
 class Crash:
     "Why a process, or one attempt of a run, ended."
 
-    cause: str  # one of CAUSES
+    cause: str  # cause of the crash, one of CAUSES
     name: str  # exception, signal or message of the system
     message: str  # message printed with it
     rank: int | None  # first rank that reported it; None: unknown
     followed: int  # other ranks that reported a crash
-    time: str | None  # such as '2025-02-20T20:27:14'; None: unknown
+    time: str | None  # time stamp such as '2025-02-20T20:27:14'; None: unknown
     step: int | None = None  # last step logged before it; None: none
     died: bool = True  # False: records follow, so this was an earlier attempt
     outside: bool = False  # whether something outside the run stopped it

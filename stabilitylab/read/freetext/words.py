@@ -126,7 +126,7 @@ def counter_words() -> frozenset[str]:  # in lower case and ASCII
     return frozenset(word for word in _STEP | _EPOCH | _FOLD if word.isascii())
 
 # %% ../../../nbs/api/read/freetext/00_words.ipynb #9f23cc13
-def metric_words() -> frozenset[str]:  # in lower case and ASCII, without digits
+def metric_words() -> frozenset[str]:  # words in lower case and ASCII, without digits
     "Words that make the number after them a loss or another metric."
     every = _LOSS | _PERPLEXITY | _METRIC | _TRIAL_OUTCOME | {"cross", "entropy"}
     return frozenset(word.rstrip("0123456789") for word in every if word.isascii())
@@ -134,7 +134,7 @@ def metric_words() -> frozenset[str]:  # in lower case and ASCII, without digits
 
 @lru_cache(_CACHED_NAMES)
 def meaning(
-    name: str,  # of a series, as the log writes it
+    name: str,  # name of a series, as the log writes it
 ) -> _Meaning:  # `setting` if a word of the name rules out a metric
     "The role of a number with this name: step, epoch, loss, metric or setting."
     words = split_words(name)
@@ -156,8 +156,8 @@ def meaning(
 
 
 def is_metric(
-    name: str,  # of a series; '' is none
-) -> bool:  # also for a loss and a perplexity
+    name: str,  # name of a series; '' for none
+) -> bool:  # True also for a loss and a perplexity
     "Whether a name says that its number measures learning."
     return meaning(name) in ("loss", "perplexity", "metric")
 
