@@ -37,7 +37,7 @@ class LogData:
     def skip(
         self,
         reason: str,  # why they were skipped
-        count: int = 1,  # number of skipped lines
+        count: int = 1,  # number of skipped records
     ) -> None:
         "Counts skipped records by reason."
         if count:
