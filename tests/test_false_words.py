@@ -669,6 +669,6 @@ def test_a_raised_rate_is_no_bad_batch_no_repeated_data_and_no_lost_moments_of_s
 
 def test_the_recorded_level_of_another_loss_bounds_no_arm():
     "The record holds half of what is optimized: the loss of the last of two micro-batches."
-    trial = SimpleNamespace(start=SimpleNamespace(loss_here=0.336), arms=[SimpleNamespace(name="unchanged")])
+    trial = SimpleNamespace(start=SimpleNamespace(next_loss=0.336), arms=[SimpleNamespace(name="unchanged")])
     curves = [SimpleNamespace(arm="unchanged", seed=0, loss=[loss]) for loss in (0.672, 0.35)]
     assert Trial._is_other_loss(trial, curves[:1]) and not Trial._is_other_loss(trial, curves[1:])

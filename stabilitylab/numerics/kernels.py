@@ -88,10 +88,8 @@ class _Address(ctypes.c_void_p):
         "Where its data begin."
         # an address alone lets the memory go: while C runs, other threads may write there
         if hasattr(value, "data_ptr"):
-            value = value.data_ptr()
-        elif hasattr(value, "ctypes"):
-            value = value.ctypes.data
-        return ctypes.c_void_p.from_param(value)
+            return ctypes.c_void_p(value.data_ptr())
+        return ctypes.c_void_p.from_param(value.ctypes.data if hasattr(value, "ctypes") else value)
 
 
 _ARGUMENTS = {"p": _Address, "i": ctypes.c_int, "l": ctypes.c_int64}

@@ -161,6 +161,9 @@ class AdamRule:
         return 1 / (1 - self.betas[0] ** step), 1 / (1 - self.betas[1] ** step), shrink / (1 - shrink)
 
 # %% ../../nbs/api/probe/01_stats.ipynb #a91ef91c
+_Numbers = ctypes.c_double * 5  # as `adam_sums` of the kernel takes them
+
+
 def adam_sums(
     g: torch.Tensor,  # gradient that the optimizer used
     w: torch.Tensor,  # weight after the step; same shape
@@ -183,7 +186,7 @@ def adam_sums(
     if lib is None:
         return adam_sums_in_pieces(tensors, numbers)
     out = torch.empty(12, dtype=torch.float64)
-    lib.adam_sums(*tensors, g.numel(), np.array(numbers), out)
+    lib.adam_sums(*tensors, g.numel(), _Numbers(*numbers), out)
     return out
 
 # %% ../../nbs/api/probe/01_stats.ipynb #2a48df90

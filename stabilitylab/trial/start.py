@@ -103,12 +103,11 @@ class Start:
         return np.empty(0) if loss is None else loss.values[loss["step"].values < self.step]
 
     @property
-    def loss_here(self) -> float | None:  # nats; None where no record has it
+    def next_loss(self) -> float | None:  # nats; None if not recorded
         "The recorded loss of the first step from this state."
         loss = _loss_series(self.path)
-        if loss is None or not (loss["step"].values == self.step).any():
-            return None
-        return float(loss.values[loss["step"].values == self.step][-1])
+        values = np.empty(0) if loss is None else loss.values[loss["step"].values == self.step]
+        return float(values[-1]) if len(values) else None
 
     @property
     def n_recorded(self) -> int | None:  # None: a function or the setup's loader makes the batches

@@ -141,7 +141,7 @@ class Trial(_TrialArms):
 
     def _is_other_loss(self, curves: list[ArmCurve]) -> bool:
         "Whether the record holds another loss than the trial, as that of the last micro-batch alone."
-        recorded = self.start.loss_here
+        recorded = self.start.next_loss
         own = [curve.loss[0] for curve in curves if (curve.arm, curve.seed) == (self.arms[0].name, 0)]
         if recorded is None or not own or not np.isfinite([recorded, *own]).all():
             return False

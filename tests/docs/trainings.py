@@ -19,6 +19,13 @@ Rows = list[dict]
 STEPS, CLASSES, INPUTS = 1500, 10, 20
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    "One step down the gradient of a loss."
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 @dataclass
 class Classifier:
     "A small network that learns the classes of a fixed random teacher."
@@ -168,9 +175,7 @@ def log_of_zero() -> Rows:
             group["lr"] = 3e-3 * 1.02**step
         chosen = run.network(inputs).softmax(1)[torch.arange(len(targets)), targets]
         loss = -chosen.log().mean()
-        run.optimizer.zero_grad()
-        loss.backward()
-        run.optimizer.step()
+        descend(run.optimizer, loss)
         rows.append({"step": step, "loss": loss.item(), "lr": run.optimizer.param_groups[0]["lr"]})
     return rows
 
@@ -206,9 +211,7 @@ def two_modes() -> Rows:
     for step in range(STEPS):
         inputs = torch.randn(256, 8)
         loss = (network(inputs) - inputs @ target - 0.3 * torch.randn(256, 8)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         rows.append({"step": step, "loss": loss.item()})
     return rows
 
@@ -226,9 +229,7 @@ def uneven_lengths() -> Rows:
             before = torch.cat([torch.tensor([32]), tokens[:-1]])
             losses.append(F.cross_entropy(table(before), tokens))
         loss = torch.stack(losses).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         rows.append({"step": step, "loss": loss.item(), "tokens_per_step": int(lengths.sum())})
     return rows
 
@@ -320,9 +321,7 @@ class Policy:
         chosen = old.gather(1, texts.reshape(-1, self.length).T).T.reshape(shape)
         entropy = -(old.exp() * old).sum(1).mean()
         loss = -(advantage[..., None] * chosen).mean() - self.entropy_bonus * entropy
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        descend(self.optimizer, loss)
         new = self.logits.detach().log_softmax(1)
         kl = (old.exp() * (old - new)).sum(1).mean().item()
         return {
@@ -379,9 +378,7 @@ def sharpening() -> Rows:
         picked = torch.arange(64), at
         logits, entropy = model(order, values, order[picked])
         loss = F.cross_entropy(logits, values[picked])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         rows.append({"step": step, "loss": loss.item(), "attention_entropy": entropy.item()})
     return rows
 
@@ -397,9 +394,7 @@ def drifting() -> Rows:
         before, after = torch.multinomial(share, 128, replacement=True).view(2, 64)
         logits = table(before)
         loss = F.cross_entropy(logits, after)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         log_z = logits.detach().logsumexp(1).mean()
         rows.append({"step": step, "loss": loss.item(), "log_z": log_z.item()})
     return rows

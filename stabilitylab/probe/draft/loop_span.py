@@ -178,12 +178,12 @@ def _joined(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #26e00001
 def _names(statements: list[ast.stmt]) -> set[str]:
-    "All names in some statements."
+    "The names that some statements read or set."
     return {n.id for statement in statements for n in ast.walk(statement) if isinstance(n, ast.Name)}
 
 
 def _in_slices(statements: list[ast.stmt], scope: dict[str, Any]) -> list[ast.stmt]:
-    "Statements in which a loop over slices of the batch, with a backward pass for each, has one behind it."
+    "The statements with one backward pass behind a loop over slices of the batch, in place of one in it."
     at = next((at for at, each in enumerate(statements) if backward_call(each) is not None), 0)
     loop = statements[at] if statements else None
     if isinstance(loop, ast.With):
