@@ -98,6 +98,9 @@ def _draw_beside_scale(ax: Axes, pixels: np.ndarray, **where: Any) -> AxesImage:
     return ax.imshow(np.ma.masked_invalid(kinds), cmap=colours, vmin=0, vmax=2, **where)
 
 # %% ../../nbs/api/plot/20_layers.ipynb #8aa81a68
+_MOST_NAMES = 44  # that fit beside the tallest map
+
+
 def plot_layers(
     da: xr.DataArray,  # any statistic; dims `(step, module)` or `(step, param)`, >= 0
     *,
@@ -108,8 +111,9 @@ def plot_layers(
     n_nonfinite: xr.DataArray | None = None,  # same dims: non-finite entries; tells NaN from missing
 ) -> Axes:  # the axes, one row per module, with a colour bar
     "A heat map of a statistic with logarithmic colours, modules over steps."
-    ax = ax or plt.subplots(figsize=(6, 3))[1]
     row = next(dim for dim in da.dims if dim != "step")
+    # 0.15 inches a row: as high as a name of 7 points
+    ax = ax or plt.subplots(figsize=(6, max(3, 0.15 * min(da.sizes[row], _MOST_NAMES))))[1]
     counts = None if n_nonfinite is None else n_nonfinite.transpose(row, "step").values
     step, values = da.step.values, _coded(da.transpose(row, "step").values, counts)
     pixels = _largest_in_pixels(values, columns)
@@ -124,7 +128,7 @@ def plot_layers(
     image = ax.imshow(masked, norm=norm, cmap=colours, **where)
     _draw_beside_scale(ax, pixels, **where)
     ax.set(xlim=(step[0], step[-1] + gap), ylim=(len(values), 0))
-    every = max(1, -(-len(values) // 44))  # so many names fit beside the tallest map
+    every = max(1, -(-len(values) // _MOST_NAMES))
     names = [_short_name(name) for name in da[row].values[::every]]
     ax.set_yticks(np.arange(0, len(values), every) + 0.5, names, fontsize=7)
     ax.grid(False)
