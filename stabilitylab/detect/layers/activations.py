@@ -83,7 +83,7 @@ def activation_crossings(
     run: xr.DataTree,  # a record
 ) -> Iterator[tuple[xr.Dataset, str, np.ndarray, np.ndarray]]:  # activations, variable, its `first_crossings`
     "Where modules leave their early range, forward and backward; nothing of a record that is too short."
-    activations = group_of(run, "activations", least=count_limit("least_records"))
+    activations = group_of(run, "activations", min_steps=count_limit("least_records"))
     if activations is None:
         return
     bounds = {
@@ -204,7 +204,7 @@ def find_dead_units(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
-    sampled = group_of(run, "sampled_activations", "zero_frac", least=2)
+    sampled = group_of(run, "sampled_activations", "zero_frac", min_steps=2)
     if sampled is None:
         return []
     zero, minimum = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
@@ -239,7 +239,7 @@ def find_ignored_layers_in_record(
     run: xr.DataTree,  # a record; attrs: layer_readings
 ) -> list[Finding]:  # [] where the layers were not tried
     "Layers that the report on a live model found to be worth nothing."
-    attention = group_of(run, "attention", least=1)
+    attention = group_of(run, "attention", min_steps=1)
     last = None if attention is None else int(attention.step.values[-1])
     return ignored_layers(run.attrs.get("layer_readings", []), last)
 

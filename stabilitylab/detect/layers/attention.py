@@ -198,7 +198,7 @@ def attention_of(
     needs: tuple[str, ...] = (),  # variables that the caller requires
 ) -> xr.Dataset | None:  # None if the group or one of `needs` is missing
     "The `/attention` group of a record."
-    data = group_of(run, "attention", *needs, least=1)
+    data = group_of(run, "attention", *needs, min_steps=1)
     if data is None:
         return None
     if role is not None:

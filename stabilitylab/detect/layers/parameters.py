@@ -30,7 +30,7 @@ def find_param_grad_explosion(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Parameters whose gradient norm grew far beyond its early range."
-    gradients = group_of(run, "gradients", "grad_norm", least=count_limit("least_records"))
+    gradients = group_of(run, "gradients", "grad_norm", min_steps=count_limit("least_records"))
     if gradients is None:
         return []
     # below it a gradient is the rounding noise of the others, as that of a key's bias
@@ -88,7 +88,7 @@ def find_grad_below_epsilon(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Parameters whose gradients are mostly below the optimizer's epsilon."
-    optimizer = group_of(run, "optimizer", "below_eps_frac", least=1)
+    optimizer = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
     if optimizer is None:
         return []
     is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
@@ -116,7 +116,7 @@ def find_no_gradient(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most two: biases on which the loss does not depend are a note
     "Trainable parameters that got no gradient in the whole run."
-    gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", least=1)
+    gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", min_steps=1)
     if gradients is None or _lacks_gradients(run):
         return []
     norm, nonfinite = gradients.grad_norm, gradients.nonfinite_count
@@ -173,7 +173,7 @@ def find_wide_init(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Matrices whose first weights are far wider than sqrt(2/(5H)) (Nguyen and Salazar, 1910.05895)."
-    weights, shapes = group_of(run, "weights", "weight_norm", least=1), run.attrs.get("shapes", {})
+    weights, shapes = group_of(run, "weights", "weight_norm", min_steps=1), run.attrs.get("shapes", {})
     if weights is None or int(weights.step.values[0]) != 0:
         return []
     too_wide = []  # (ratio, name, std, H)
@@ -265,7 +265,7 @@ def find_lost_updates(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Parameters kept in bf16 whose updates mostly vanish in rounding."
-    sampled, dtypes = group_of(run, "sampled_updates", "lost_frac", least=1), run.attrs.get("dtypes", {})
+    sampled, dtypes = group_of(run, "sampled_updates", "lost_frac", min_steps=1), run.attrs.get("dtypes", {})
     if sampled is None:
         return []
     is_bf16 = np.array([dtypes.get(str(name)) == "bfloat16" for name in sampled.param.values], bool)
