@@ -711,11 +711,12 @@ def test_a_component_without_enough_numbers_is_left_out():
 
 def test_the_rate_at_a_resume_is_that_of_the_last_attempt_over_its_step():
     steps, rates = np.r_[0:20, 10:20, 10:20], np.r_[np.full(20, 3.0), np.full(10, 2.0), np.full(10, 1.0)]
+    rates[20] = 2.5  # of the attempt before at the step from which this one goes on
     restarts = np.array([20, 30], np.int64)
     whole = make_scalars({"loss": Samples(steps, rates), "lr": Samples(steps, rates)}, restarts=restarts)
     loss, lr = curve(whole, "loss"), curve(whole, "lr")
     third = attempts(loss)[-1]
-    assert _rates(lr, third, loss) == (2.0, 1.0)
+    assert _rates(lr, third, loss) == (2.5, 1.0)
     for kept in (lr.segment < 2, lr.segment == 2):  # nothing logged of this attempt, or of those before
         part = lr._replace(step=lr.step[kept], value=lr.value[kept], segment=lr.segment[kept])
         assert np.isnan(_rates(part, third, loss)).all()
