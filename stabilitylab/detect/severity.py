@@ -203,7 +203,7 @@ def _climbs_throughout(f: Finding, context: _LossContext) -> str:
 
 def _came_back_before(f: Finding, context: _LossContext) -> str:
     "A rise at the end of the log, shorter than an earlier one of its height took to come back."
-    if f.kind != "divergence" or f.end is None:
+    if f.kind != "divergence":
         return ""
     height = f.evidence["final"] - f.evidence["baseline"]
     for other in context.findings:

@@ -92,8 +92,7 @@ def evidence(
     findings: Sequence[Finding] = (),  # findings detected in the record so far
 ) -> RunFacts:  # name -> (value, step); {} for a log without recorded layers
     "The evidence in a record for and against each cause, as numbers with their steps."
-    updates = group_of(run, "updates")
-    if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
+    if group_of(run, "updates", "update_norm", min_steps=1) is None:
         return {}
     steps = Steps(run)
     with warnings.catch_warnings():  # a column without a finite value has no median
