@@ -142,6 +142,9 @@ class LossJumps:
         loss = row.scalars.get("loss")
         if loss is None:
             return []
+        if self.losses and loss <= max(self.losses):  # most steps: no jump, or one that is not the first
+            self.losses.append(loss)
+            return []
         bound = loss_bound(np.array(self.losses), len(self.losses))
         if np.isfinite(bound) and not loss <= bound:  # NaN, too
             if self.high is None or row.step - self.high > _SHORT:
