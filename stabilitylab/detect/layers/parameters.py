@@ -99,6 +99,7 @@ def find_grad_below_epsilon(
     share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
     share[is_table] = 0  # rows of absent tokens have no gradient at all
     share[_is_key_bias(optimizer)] = 0
+    share[np.isin(optimizer.param.values.astype(str), _cancelled_biases(run))] = 0
     without = [name for finding in find_no_gradient(run) for name in finding.modules]
     share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
     order = np.argsort(-share)[: int((share > limit("majority")).sum())]
@@ -108,6 +109,19 @@ def find_grad_below_epsilon(
     modules = first_names(optimizer.param, order)
     onset = optimizer.step.values[0]
     return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
+
+
+_CANCELLED = 1e-5  # of its weight's gradient: a bias below has rounding noise alone; our convention
+
+
+def _cancelled_biases(run: xr.DataTree) -> list[str]:
+    "Biases on which the loss does not depend, such as before a batch norm: their gradient is rounding noise."
+    gradients = group_of(run, "gradients")
+    if gradients is None or "grad_norm" not in gradients:
+        return []
+    sizes = median_of_finite(gradients.grad_norm.transpose("step", "param").values)
+    norm = dict(zip(gradients.param.values.astype(str), np.nan_to_num(sizes), strict=True))
+    return [name for name, size in norm.items() if size < _CANCELLED * norm.get(_weight_beside(name), 0.0)]
 
 
 def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
