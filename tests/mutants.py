@@ -41,6 +41,7 @@ FILES = [
         "detect",
         "detect_limits",
         "detect_decisions",
+        "detect_relations",
         "detect_facts",
         "detect_parts",
         "detect_layers",

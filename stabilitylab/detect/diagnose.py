@@ -178,7 +178,7 @@ def _finished(f: Finding, context: RunContext, loss: str | None = None) -> Findi
     fitting = () if is_harmless else tuple(choose_remedies(f.kind, context))
     remedies = f.remedies or fitting
     # where a restart sets the step counter back, a finding ends at no earlier step than it begins
-    end = f.end if f.onset is None or f.end is None else max(f.onset, f.end)
+    end = f.end if f.onset is None else max(f.onset, f.last)
     return f.with_(explanation=f.explanation or about(loss, explain(f)), remedies=remedies, end=end)
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #cd5756b3

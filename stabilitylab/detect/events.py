@@ -121,18 +121,17 @@ def find_hardware_errors(
     if events is None:
         return []
     kind, text = events.event_kind.values, events.event_text.values
-    died_of = [crash["message"] for crash in run.attrs.get("crashes") or () if crash["died"]]
+    crashes = run.attrs.get("crashes") or ()
+    died_of = [crash["message"] for crash in crashes if crash["died"]]
     # backwards, so that of equal lines the first one stays
     lines = {
         (int(events.event_step.values[at]), str(text[at])): at for at in np.flatnonzero(kind == "xid")[::-1]
     }
     xid = [at for at in sorted(lines.values()) if not _is_said(str(text[at]), died_of)]
     findings = [_message(events, int(at), len(xid)) for at in xid[: count_limit("most_reported")]]
-    has_crash_report = any(
-        crash["died"] for crash in run.attrs.get("crashes") or ()
-    )  # then they are part of its end
-    messages = [crash["message"] for crash in run.attrs.get("crashes") or ()]
-    for name in () if has_crash_report else ("error", "signal"):
+    messages = [crash["message"] for crash in crashes]
+    # errors and signals of a process that died are part of its end
+    for name in () if died_of else ("error", "signal"):
         # errors and signals come by the hundred once one rank is gone: the first stands for all
         of_kind = np.flatnonzero(kind == name)
         of_machine = [at for at in of_kind if _names_the_machine(str(text[at]))]

@@ -67,9 +67,10 @@ def _shares_of_each(run: xr.DataTree) -> dict[str, Curve]:
             layers[f"{match['before']}experts{match['after']}"].append(series)
     diversities = {}
     for layer, experts in layers.items():
-        same = len(experts) > 1 and all(np.array_equal(e.step, experts[0].step) for e in experts)
-        tokens = np.array([expert.value for expert in experts]) if same else np.empty((0, 0))
-        if not same or tokens.min() < 0 or (tokens.sum(0) <= 0).any():
+        if not all(np.array_equal(expert.step, experts[0].step) for expert in experts):
+            continue
+        tokens = np.array([expert.value for expert in experts])
+        if tokens.min() < 0 or (tokens.sum(0) <= 0).any():
             continue
         shares = tokens / tokens.sum(0)
         entropy = -np.where(shares > 0, shares * np.log(np.where(shares > 0, shares, 1)), 0).sum(0)
@@ -92,10 +93,10 @@ def _routers(run: xr.DataTree) -> list[tuple[_Role, Curve, np.ndarray]]:
     "Each series that says how a router spreads its tokens, with its evenness."
     series = [(_ROLES[0], router) for router in _shares_of_each(run).values()]
     for name in map(str, scalars_of(run).data_vars):
-        role = next((role for role in _ROLES if re.search(role.pattern, name)), None)
-        router = curve(run, name) if role is not None else None
-        if role is not None and router is not None:
-            series.append((role, router))
+        router = curve(run, name)
+        roles = [role for role in _ROLES if re.search(role.pattern, name)]
+        if router is not None:
+            series += [(role, router) for role in roles[:1]]
     measured = [
         (role, router, _evenness(router.value, role.evenness))
         for role, router in series

@@ -236,8 +236,8 @@ def _gain(run: xr.DataTree, module: str, step: int, largest: float) -> float:
 # %% ../../nbs/api/detect/05_non_finite.ipynb #c37b66dd
 def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     "The first step at which a count of values that are not finite is above zero."
-    table = group_of(run, group)
-    if table is None or name not in table or not table.sizes["step"]:
+    table = group_of(run, group, name)
+    if table is None:
         return None
     what, comes_backwards = _COMPUTED_IN_ORDER[group, name]
     label = "module" if "module" in table.dims else "param"

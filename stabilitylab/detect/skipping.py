@@ -133,7 +133,7 @@ def _threshold(run: xr.DataTree) -> float | None:
     percent = _percent_clipped(run)
     names = [name for name in series_names(scalars_of(run)) if name != "clip" or percent is None]
     logged = [curve(run, name) for name in names if _CLIPS.match(name)]
-    said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None and len(c.value)}
+    said_so = {c.name: float(np.median(c.value)) for c in logged if c is not None}
     settings = {**said_so, **scalars_of(run).attrs, **run.attrs}
     config = settings.get("config")
     settings |= config if isinstance(config, dict) else {}

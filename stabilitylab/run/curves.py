@@ -29,9 +29,15 @@ class Curve(NamedTuple):
 def group_of(
     run: xr.DataTree,  # a record
     name: str,  # group name, such as 'activations'
-) -> xr.Dataset | None:  # None if the record has no such group
+    *needs: str,  # variables that the caller requires
+    min_steps: int = 0,  # steps that the caller requires
+) -> xr.Dataset | None:  # None if the group or one of `needs` is missing, or steps are too few
     "A group of a record as a table."
-    return run[name].to_dataset() if name in run.children else None
+    if name not in run.children:
+        return None
+    group = run[name].to_dataset()
+    is_whole = set(needs) <= set(group.data_vars)
+    return group if is_whole and group.sizes.get("step", 0) >= min_steps else None
 
 
 def scalars_of(

@@ -47,10 +47,15 @@ def _of_batches(steps: Steps) -> RunFacts:
         return {}
     table = pd.DataFrame(rows, columns=["step", "microbatch", "batch_id", "targets"])
     facts: RunFacts = {}
-    counts = table.dropna(subset=["targets"]).groupby("step").targets
+    counted = table.dropna(subset=["targets"])
+    counts = counted[counted.targets > 0].groupby("step").targets
     if len(counts):
         ratio = counts.max() / counts.min()
         facts["token_ratio"] = (float(ratio.median()), int((ratio >= ratio.median()).idxmax()))
+    none = counted[counted.targets == 0]
+    none = none[none.step.isin(steps.step[np.isnan(steps.loss)])]  # a mean over none is 0/0
+    if len(none):
+        facts["no_targets"] = (float(len(none)), int(none.step.iloc[0]))
     again = table[table.duplicated("batch_id")]
     if len(again):
         facts["batches_again"] = (float(len(again)), int(again.step.iloc[0]))
@@ -87,8 +92,7 @@ def evidence(
     findings: Sequence[Finding] = (),  # findings detected in the record so far
 ) -> RunFacts:  # name -> (value, step); {} for a log without recorded layers
     "The evidence in a record for and against each cause, as numbers with their steps."
-    updates = group_of(run, "updates")
-    if updates is None or "update_norm" not in updates or not updates.sizes["step"]:
+    if group_of(run, "updates", "update_norm", min_steps=1) is None:
         return {}
     steps = Steps(run)
     with warnings.catch_warnings():  # a column without a finite value has no median

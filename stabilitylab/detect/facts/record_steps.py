@@ -27,8 +27,7 @@ class Steps:
         self.run, self.scalars = run, scalars_of(run)
         updates = group_of(run, "updates")
         self.step = pd.unique(pd.Series([] if updates is None else updates.step.values))
-        name = loss_name(run)
-        self.loss = self.scalar(name or "")
+        self.loss = self.scalar(loss_name(run) or "")
         self.lr = self.scalar("lr")
         self.scale = self.scalar("loss_scale")
         self.skipped = self.scalar("skipped")
@@ -51,8 +50,8 @@ class Steps:
         variable: str,  # name of its variable
     ) -> xr.DataArray | None:  # (step, module or param), None where it was not recorded
         "A variable of every module or parameter at these steps."
-        data = group_of(self.run, group)
-        if data is None or variable not in data:
+        data = group_of(self.run, group, variable)
+        if data is None:
             return None
         is_last = ~pd.Index(data.step.values).duplicated(keep="last")
         label = next(str(dim) for dim in data[variable].dims if dim != "step")

@@ -83,8 +83,8 @@ def activation_crossings(
     run: xr.DataTree,  # a record
 ) -> Iterator[tuple[xr.Dataset, str, np.ndarray, np.ndarray]]:  # activations, variable, its `first_crossings`
     "Where modules leave their early range, forward and backward; nothing of a record that is too short."
-    activations = group_of(run, "activations")
-    if activations is None or activations.sizes["step"] < count_limit("least_records"):
+    activations = group_of(run, "activations", min_steps=count_limit("least_records"))
+    if activations is None:
         return
     bounds = {
         "absmax": {"min_peak": limit("explosion_factor")},  # from near zero to order one is learning
@@ -155,8 +155,8 @@ def find_overflow(
     format: str | None = None,  # 'bf16', 'fp16', 'fp8_e4m3' or 'fp8_e5m2'; None: that of the run
 ) -> list[Finding]:  # at most one, with the module that came near first
     "Activations within one bit of the largest value of their format."
-    activations, name = group_of(run, "activations"), _format_of(run, format)
-    if activations is None or "absmax" not in activations or not activations.sizes["step"]:
+    activations, name = group_of(run, "activations", "absmax"), _format_of(run, format)
+    if activations is None:
         return []
     largest = float(NUMBER_FORMATS[name].max)
     absmax = np.nan_to_num(activations.absmax.values.astype(float), nan=0.0, posinf=np.inf)
@@ -184,8 +184,8 @@ def find_underflow(
     format: str | None = None,  # as `find_overflow`
 ) -> list[Finding]:  # at most one
     "Gradients at module outputs that lie mostly below the normal range of their format."
-    sampled, name = group_of(run, "sampled_activations"), _format_of(run, format)
-    if sampled is None or "grad_exponents" not in sampled or not sampled.sizes["step"]:
+    sampled, name = group_of(run, "sampled_activations", "grad_exponents"), _format_of(run, format)
+    if sampled is None:
         return []
     minimum = int(np.log2(float(NUMBER_FORMATS[name].min_normal)))
     exponents = sampled.grad_exponents
@@ -204,8 +204,8 @@ def find_dead_units(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Modules whose output stays zero nearly everywhere."
-    sampled = group_of(run, "sampled_activations")
-    if sampled is None or "zero_frac" not in sampled or sampled.sizes["step"] < 2:
+    sampled = group_of(run, "sampled_activations", "zero_frac", min_steps=2)
+    if sampled is None:
         return []
     zero, minimum = np.nan_to_num(sampled.zero_frac.values), 1 - limit("small_share")
     share = np.nan_to_num(median_of_finite(sampled.zero_frac.values[len(zero) // 2 :]))
@@ -239,10 +239,8 @@ def find_ignored_layers_in_record(
     run: xr.DataTree,  # a record; attrs: layer_readings
 ) -> list[Finding]:  # [] where the layers were not tried
     "Layers that the report on a live model found to be worth nothing."
-    attention = group_of(run, "attention")
-    last = None
-    if attention is not None and attention.sizes.get("step", 0):
-        last = int(attention.step.values[-1])
+    attention = group_of(run, "attention", min_steps=1)
+    last = None if attention is None else int(attention.step.values[-1])
     return ignored_layers(run.attrs.get("layer_readings", []), last)
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #6d757851

@@ -16,7 +16,7 @@ import xarray as xr
 from ..findings import Finding
 from ..limits import count_limit, limit
 from ..relations import loss_events
-from ...run.curves import Curve, curve, scalars_of
+from ...run.curves import Curve, curve, group_of, scalars_of
 from ...run.scalars import series_names
 
 # %% ../../../nbs/api/detect/layers/70_attention.ipynb #8ccde57f
@@ -198,11 +198,8 @@ def attention_of(
     needs: tuple[str, ...] = (),  # variables that the caller requires
 ) -> xr.Dataset | None:  # None if the group or one of `needs` is missing
     "The `/attention` group of a record."
-    if "attention" not in run.children or not run["attention"].sizes.get("step"):
-        return None
-    data = run["attention"].to_dataset()
-    is_known = {"module", "role"} <= set(data.coords) and set(needs) <= set(data.data_vars)
-    if not is_known or "layer" not in data.sizes:
+    data = group_of(run, "attention", *needs, min_steps=1)
+    if data is None:
         return None
     if role is not None:
         data = data.isel(layer=np.flatnonzero(data.role.values == role))

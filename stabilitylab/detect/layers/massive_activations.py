@@ -65,7 +65,7 @@ def _massive(data: xr.Dataset) -> Finding | None:
     now = data.isel(step=row)
     location = {name: float(now[f"stream_{name}"][layer]) for name in ("position", "channel", "token")}
     evidence = {"peak": float(first[row, layer]), "ratio": float(ratio[row, layer])}
-    evidence |= {name: int(value) for name, value in location.items() if np.isfinite(value) and value >= 0}
+    evidence |= {name: int(value) for name, value in location.items() if value >= 0}
     evidence["sink_heads"], evidence["of_heads"] = _watchers(now, layer, location["position"])
     modules = tuple(str(data.module.values[i]) for i in np.flatnonzero(is_massive[row]))[
         : count_limit("most_modules")
@@ -109,14 +109,12 @@ def find_massive_activation(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one, with the blocks in the order in which it appeared
     "Values of the residual stream far above the median of their layer."
-    sampled, every = group_of(run, "sampled_activations"), group_of(run, "activations")
-    if sampled is None or every is None or "exponents" not in sampled or "absmax" not in every:
+    sampled, every = group_of(run, "sampled_activations", "exponents"), group_of(run, "activations", "absmax")
+    if sampled is None or every is None:
         return []
     is_block = sampled.kind.values.astype(str) == "block"
     is_common = np.isin(sampled.step.values, every.step.values)
     blocks = sampled.isel(module=is_block, step=is_common)
-    if not blocks.sizes["step"] or not blocks.sizes["module"]:
-        return []
     row = {int(step): i for i, step in enumerate(every.step.values)}  # a step taken twice: its last record
     rows = [row[int(step)] for step in blocks.step.values]
     peak = every.absmax.sel(module=blocks.module.values).values[rows].astype(float)

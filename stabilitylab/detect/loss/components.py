@@ -71,7 +71,7 @@ def _is_return(series: Curve, spike: Spike) -> bool:
     "Whether the loss was as high as the spike a few records before it, and only dipped between."
     first = max(spike.first - 2 * count_limit("near_records"), 0)
     before = series.value[first : spike.first]
-    return bool(before.size) and before.max() >= (1 - limit("level_share")) * spike.peak
+    return before.max(initial=-np.inf) >= (1 - limit("level_share")) * spike.peak
 
 
 def _spike_finding(series: Curve, spikes: list[Spike], others: list[str]) -> Finding:
