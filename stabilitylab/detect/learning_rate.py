@@ -85,9 +85,10 @@ _LOSS_EVENTS = ("divergence", "loss_spike", "slow_rise")
 
 
 def _without_batch_note(f: Finding, first: int, last: int) -> Finding:
-    "A note of single records that does not blame their batches, where one of them follows the jump."
-    follows = any(first <= step <= last for step in f.evidence.get("steps", ()))
-    if f.kind != "loss_spike" or f.evidence.get("note") != evidence_words("bad batches") or not follows:
+    "A note of single records that does not blame their batches, where all follow the jump."
+    if f.kind != "loss_spike" or f.evidence.get("note") != evidence_words("bad batches"):
+        return f
+    if not all(first <= step <= last for step in f.evidence["steps"]):
         return f
     return f.with_(evidence={name: value for name, value in f.evidence.items() if name != "note"})
 

@@ -54,9 +54,9 @@ def _forward(
 
 
 _NO_WAY = (
-    "`setup.loss` gives a number that depends on no parameter of the model, so the step has no gradient; allowed:"
-    " a loss that runs the model on the batch (a draft cannot read a loop that calls `backward` more than once,"
-    " or with a gradient of its own)"
+    "`setup.loss` gives a number that depends on no parameter of the model, so the step has no gradient;"
+    " allowed: a loss that runs the model on the batch (a draft cannot read a loop that calls `backward` more"
+    " than once, or with a gradient of its own)"
 )
 
 
