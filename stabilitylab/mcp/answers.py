@@ -7,10 +7,13 @@ __all__ = ['answer']
 
 # %% ../../nbs/api/mcp/01_answers.ipynb #bcc0b2a0
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..names.encode import plain
+from ..names.errors import bad_input
 
 # %% ../../nbs/api/mcp/01_answers.ipynb #3befd7fe
 _LONGEST = 12_000  # characters of an answer
@@ -52,3 +55,44 @@ def only(
 ) -> dict:
     "Those of the keys that are there, with their values."
     return {key: values[key] for key in keys if key in values}
+
+# %% ../../nbs/api/mcp/01_answers.ipynb #17ed9258
+_MOST_ENTRIES = 200_000  # of a folder that is looked through for links that leave it
+
+
+def allowed_path(
+    path: str,  # as the caller names it: absolute, or below one of the folders
+    roots: Sequence[Path],  # folders that may be read, resolved
+) -> Path:  # absolute, without links
+    "The file or folder at a path, if it and everything in it lies below the given folders."
+    folders = ", ".join(map(str, roots))
+    fix = "start the server with another --root to open it"
+    if "://" in path:
+        raise bad_input("path", path, f"a file or folder below {folders}", "addresses are not opened here")
+    candidates = [Path(path)] if Path(path).is_absolute() else [root / path for root in roots]
+    existing = [candidate.resolve() for candidate in candidates if candidate.exists()]
+    inside = [file for file in existing if _is_below(file, roots)]
+    if existing and not inside:
+        raise bad_input("path", path, f"a file or folder below {folders}", fix)
+    if not inside:
+        raise bad_input(
+            "path", path, f"a file or folder below {folders}", "nothing is there: check the spelling"
+        )
+    for count, entry in enumerate(_entries(inside[0])):
+        if count > _MOST_ENTRIES:
+            raise bad_input("path", path, f"a folder of at most {_MOST_ENTRIES:,} entries")
+        target = Path(entry).resolve() if os.path.islink(entry) else None
+        if target is not None and not _is_below(target, roots):
+            raise bad_input("path", path, "a folder without links that leave it", f"{entry} is one")
+    return inside[0]
+
+
+def _is_below(file: Path, roots: Sequence[Path]) -> bool:
+    "Whether a file lies in one of some folders, or is one of them."
+    return any(file.is_relative_to(root) for root in roots)
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    "Every file and folder below a folder; links are not followed."
+    for parent, folders, names in os.walk(folder):
+        yield from (os.path.join(parent, name) for name in (*folders, *names))

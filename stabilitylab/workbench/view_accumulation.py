@@ -21,7 +21,7 @@ from traitlets import HasTraits
 
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..numerics.accumulation.audit import SequenceGradients, sequence_gradients
 from ..numerics.accumulation.denominators import compare_denominators, microbatch_window

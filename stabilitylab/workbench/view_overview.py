@@ -19,8 +19,7 @@ from ..fixes.registry import fix, fixes
 from ..names.findings import FINDING_KINDS
 from ..plot.findings import flags_of, panels_of
 from ..plot.look import x_axes
-from ..plot.picture import in_range
-from ..plot.svg import page_svg
+from ..plot.picture import in_range, page_svg
 from ..plot.theme import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
