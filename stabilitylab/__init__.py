@@ -10,8 +10,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "names.glossary": ("define", "glossary"),
     "numerics.accumulation.accumulator": ("TokenMeanAccumulator",),
-    "numerics.accumulation.audit": ("audit_accumulation",),
-    "numerics.accumulation.denominators": ("compare_denominators", "microbatch_window"),
+    "numerics.accumulation.audit": ("audit_accumulation", "compare_denominators", "microbatch_window"),
     "numerics.accumulation.weights": ("make_window", "token_weights"),
     "cases.registry": ("case",),
     "checkpoint.open": ("open_checkpoint",),

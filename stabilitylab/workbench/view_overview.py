@@ -25,9 +25,9 @@ from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
 from ..report.words import spaced
-from .call import CallLine, run_lines
 from .figure import PictureWidget
 from stabilitylab.workbench.parts import (
+    CallLine,
     SortableTable,
     StateView,
     button,
@@ -35,6 +35,7 @@ from stabilitylab.workbench.parts import (
     on,
     refill,
     row,
+    run_lines,
     set_visible,
 )
 from stabilitylab.workbench.state import (

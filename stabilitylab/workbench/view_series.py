@@ -9,8 +9,7 @@ __all__ = ['SeriesView']
 from ..detect.findings import Findings
 from ..report.render import render
 from ..run.scalars import summary
-from .call import CallLine, run_lines
-from .parts import SortableTable, StateView, on
+from .parts import CallLine, SortableTable, StateView, on, run_lines
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #dd403410
