@@ -44,9 +44,9 @@ from stabilitylab.probe.settings import (
     this_rank,
     writes_parameters,
 )
+from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .trackers import Reports
-from .updates import SkippedSteps
 from .warning_action import WarningAction, pull_triggers, raise_bad, warning_action
 from .writer import Writer
 
