@@ -297,3 +297,8 @@ def test_the_loss_of_a_rank_is_told_where_its_values_are_not():
     values = np.ones((30, 2, 4))
     values[5:, 0, 1] = 50
     assert told(ranks_of(values, loss=loss)) == [("bad_batch_values", 1, ("a",), 5)]
+
+
+@pytest.mark.parametrize(("optimizer", "n"), [("SGD", 1), ("AdamW", 0), (["SGD", "AdamW"], 0)])
+def test_an_optimizer_without_moments_is_told(optimizer, n):
+    assert facts_of(ordinary(), "moments", optimizer=optimizer) == [(0, None) if n else None]

@@ -18,10 +18,20 @@ from stabilitylab.detect.layers.attention import (
     find_entropy_collapse,
     find_non_finite_attention,
 )
+from stabilitylab.detect.layers.parameters import find_wide_init
 from stabilitylab.detect.learning_rate import loss_after_jump, warmup_end
 from stabilitylab.detect.likely_cause import _fits, most_likely
+from stabilitylab.detect.loss.components import component_losses
 from stabilitylab.detect.loss.evaluations import evaluations_at_plateau, find_worse_evaluations
-from stabilitylab.detect.loss.spikes import Spike, _is_bad_batch, _is_early_low, _is_low_record, _is_tail_end
+from stabilitylab.detect.loss.objective import objective_type
+from stabilitylab.detect.loss.spikes import (
+    Spike,
+    _finding_of,
+    _is_bad_batch,
+    _is_early_low,
+    _is_low_record,
+    _is_tail_end,
+)
 from stabilitylab.detect.metrics import find_length_bias, find_loss_scale_collapse, rank_correlation
 from stabilitylab.detect.relations import (
     drop_explained_not_learning,
@@ -33,9 +43,12 @@ from stabilitylab.detect.relations import (
     resume_spikes,
     warnings_before,
 )
+from stabilitylab.detect.restarts import split_runs
+from stabilitylab.detect.rollbacks import _rates
 from stabilitylab.detect.severity import lower_severity
 from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.read.crash.incidents import Crash
+from stabilitylab.run.attempts import attempts
 from stabilitylab.run.curves import curve
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -657,3 +670,76 @@ def test_attention_that_is_no_number_is_told_with_its_steps():
     assert not find_non_finite_attention(attention()) and not find_non_finite_attention(run_of())
     assert not find_attention_sink(attention(steps=0)) and not find_entropy_collapse(attention(steps=0))
     assert not find_non_finite_attention(attention(steps=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "interval", "start", "has_level"),
+    [
+        ({}, 1, 1, True),
+        ({"first": 1}, 10, 10, True),  # its one record before is a mean of ten steps
+        ({"first": 1}, 1, 10, False),
+        ({"first": 1}, 10, 0, False),  # the first record is one step
+        ({"first": 0}, 10, 10, False),
+        ({"first": 1, "recovery": "none"}, 10, 10, False),
+    ],
+)
+def test_a_spike_has_a_level_before_it_where_records_stand_for_many_steps(
+    changes, interval, start, has_level
+):
+    spike = replace(RECORD, **changes)
+    loss = np.where(np.arange(100) == spike.first, 5.0, 3.0)
+    samples = Samples(start + interval * np.arange(100), loss)
+    told = _finding_of(curve(new_run(make_scalars({"loss": samples})), "loss"), spike, None)
+    assert (told.severity == "warning") == (has_level and spike.recovery == "fast")
+    assert ("note" not in told.evidence) == has_level
+
+
+@pytest.mark.parametrize(
+    ("level", "beside", "moving"), [(0.01, "reward", "policy"), (3.0, "reward", ""), (0.01, "lr", "")]
+)
+def test_a_loss_near_zero_beside_a_reward_is_of_a_policy(level, beside, moving):
+    run = run_of(loss=np.full(400, level), **{beside: np.full(400, 0.5)})
+    assert objective_type(run).moving == moving
+
+
+def test_a_component_without_enough_numbers_is_left_out():
+    ordinary = {"text_loss": np.full(400, 2.0)}
+    none, few = np.full(400, np.nan), np.where(STEPS < 10, 1.0, np.nan)
+    run = run_of(**ordinary, image_loss=none, audio_loss=few, negative_loss=np.full(400, -1.0))
+    assert [c.name for c in component_losses(run)] == ["loss", "text_loss"]
+
+
+def test_the_rate_at_a_resume_is_that_of_the_last_attempt_over_its_step():
+    steps, rates = np.r_[0:20, 10:20, 10:20], np.r_[np.full(20, 3.0), np.full(10, 2.0), np.full(10, 1.0)]
+    rates[20] = 2.5  # of the attempt before at the step from which this one goes on
+    restarts = np.array([20, 30], np.int64)
+    whole = make_scalars({"loss": Samples(steps, rates), "lr": Samples(steps, rates)}, restarts=restarts)
+    loss, lr = curve(whole, "loss"), curve(whole, "lr")
+    third = attempts(loss)[-1]
+    assert _rates(lr, third, loss) == (2.5, 1.0)
+    for kept in (lr.segment < 2, lr.segment == 2):  # nothing logged of this attempt, or of those before
+        part = lr._replace(step=lr.step[kept], value=lr.value[kept], segment=lr.segment[kept])
+        assert np.isnan(_rates(part, third, loss)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "n"),
+    [("mlp.fc1", (64, 64), 1), ("attn.q", (64, 64), 1), ("embed", (64, 64), 0), ("mlp.fc1", (64,), 0)],
+)
+def test_only_matrices_of_a_block_are_too_wide_at_the_start(kind, shape, n):
+    coords = {"step": [0], "param": ["w"], "kind": ("param", [kind]), "layer": ("param", [0])}
+    units = {"long_name": "made", "units": "1"}
+    weights = xr.Dataset({"weight_norm": (("step", "param"), [[640.0]], units)}, coords)
+    scalars = make_scalars({"loss": Samples(STEPS, UP)})
+    assert len(find_wide_init(new_run(scalars, attrs={"shapes": {"w": shape}}, weights=weights))) == n
+    late = weights.assign_coords(step=[5])
+    assert not find_wide_init(new_run(scalars, attrs={"shapes": {"w": shape}}, weights=late))
+
+
+@pytest.mark.parametrize(("again", "n"), [(0, 2), (150, 1)])
+def test_a_log_holds_another_run_where_the_steps_begin_anew(again, n):
+    fall = 1 + 4 * np.exp(-np.arange(200) / 30)
+    resumed = np.full(200, 1.3) if again else fall
+    samples = Samples(np.r_[0:200, again : again + 200], np.r_[fall, resumed])
+    run = new_run(make_scalars({"loss": samples}, restarts=np.array([200], np.int64)))
+    assert len(split_runs(curve(run, "loss"))) == n

@@ -117,8 +117,7 @@ def _in_layers(table: xr.Dataset) -> list[Finding]:
         values = table[name].transpose("step", "module", "rank").values.astype(float)
         outliers = list(_outliers(values, table.step.values, is_backward))
         first = _first_of(outliers, is_backward)
-        is_followed = any(f.onset is not None and first and f.onset <= first.onset for f in findings)
-        if first is None or is_followed:
+        if first is None or any(f.first <= first.onset for f in findings):
             continue  # wrong activations have wrong gradients
         own = np.flatnonzero(np.isfinite(values[..., first.rank]).any(0))
         is_input = not is_backward and first.module == own[0]

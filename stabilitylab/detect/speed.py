@@ -27,7 +27,7 @@ def _seconds_between(run: xr.DataTree) -> tuple[np.ndarray, np.ndarray, np.ndarr
         is_next = (np.diff(loss.segment) == 0) & (np.diff(loss.step) > 0) & np.isfinite(seconds)
         return loss.step[:-1][is_next], loss.step[1:][is_next], seconds[is_next]
     times = curve(run, "step_time")
-    if times is None or len(times.step) < 2:
+    if times is None:
         return None
     return times.step[:-1], times.step[1:], times.value[1:]
 
