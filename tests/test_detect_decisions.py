@@ -9,6 +9,7 @@ import xarray as xr
 
 from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.detect.layers.growth import sustained_growth
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_lost_updates
 from stabilitylab.detect.learning_rate import find_lr_jump
@@ -176,6 +177,39 @@ def test_a_slow_stretch_is_told_in_the_unit_that_was_logged(name):
 
 def test_a_learning_rate_that_is_nan_throughout_raises_nothing():
     assert not find_lr_jump(run_of(loss=noisy(3, 60), lr=np.full(60, np.nan)))
+
+
+@pytest.mark.parametrize(
+    ("rates", "step", "factor"),
+    [
+        ([1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 90, 90], 12, 30),  # the small one before it is beside the point
+        ([1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 15, 15], 6, 3),  # of alike ones the first
+        (
+            [4, 5, 2, 6, 3, 5, 6, 2, 5, 3, 2, 6, 200, 100],
+            12,
+            200 / 6,
+        ),  # the rate moves
+        ([4, 5, 2, 6, 3, 5, 6, 2, 5, 3, 2, 6, 30, 20], None, None),
+    ],
+)
+def test_a_jump_of_the_rate_is_the_first_large_one(rates, step, factor):
+    findings = find_lr_jump(run_of(loss=noisy(3, len(rates)), lr=rates))
+    assert [(f.onset, f.evidence["factor"]) for f in findings] == ([] if step is None else [(step, factor)])
+
+
+@pytest.mark.parametrize(("level", "severity"), [(0.0, "info"), (-0.01, "info"), (0.05, "warning")])
+def test_spikes_of_a_loss_that_changes_its_sign_again_and_again_are_notes(level, severity):
+    loss = noisy(level, 400)
+    loss[200:204] += 0.3
+    loss[:2] = abs(loss[:2])  # begins above zero
+    assert {f.severity for f in diagnose(run_of(loss=loss)) if f.kind == "loss_spike"} == {severity}
+
+
+def test_a_jump_is_no_growth():
+    step, noise = np.arange(120), 0.05 * rng(0).normal(size=120)
+    grows = np.exp(np.where(step < 60, 0, np.minimum(0.2 * (step - 60), 4)) + noise)
+    jumps = np.exp(np.where(step < 60, 0, np.where(step < 64, 0.1 * (step - 60), 4)) + noise)
+    assert sustained_growth(step, grows).onset in range(55, 65) and sustained_growth(step, jumps) is None
 
 
 @pytest.mark.parametrize("work", [np.full(400, np.nan), np.array([1.0, 2.0])])

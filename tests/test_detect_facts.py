@@ -106,6 +106,29 @@ def test_an_input_that_is_no_number_is_told_where_all_was_well_before(group, nam
     assert facts_of(data, "input_nonfinite") == [expected]
 
 
+@pytest.mark.parametrize(
+    ("later", "inputs", "expected"),
+    [
+        (2, np.nan, (500, 40)),  # only that batch is out of range
+        (500, np.nan, None),  # the module itself changed
+        (2, 1, None),  # what came in was recorded and ordinary
+    ],
+)
+def test_an_output_of_the_first_module_out_of_range_for_one_step_is_its_batch(later, inputs, expected):
+    data = ordinary()
+    data["activations"]["absmax"][40, 0], data["activations"]["absmax"][41:, 0] = 1000, later
+    data["activations"]["in_absmax"][:] = inputs
+    assert facts_of(data, "output_jump") == [expected]
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(0.0, (1, 30)), (2.0, None), (np.nan, None)])
+def test_a_loss_that_is_nan_without_any_gradient_is_dated(norm, expected):
+    data = ordinary()
+    data["scalars"]["grad_norm"] = np.full(N, 2.0)
+    data["scalars"]["loss"][30], data["scalars"]["grad_norm"][30] = np.nan, norm
+    assert facts_of(data, "nan_without_gradient") == [expected]
+
+
 def test_no_input_is_to_blame_where_every_value_is_finite_or_the_first_step_was_none():
     data = ordinary()
     assert facts_of(data, "input_nonfinite") == [None]

@@ -98,6 +98,12 @@ def test_a_record_of_a_slow_failure_replays_a_step_from_before_it(tmp_path):
     assert box[0] == 0 and len(box) <= 5
 
 
+def test_of_many_pinned_states_the_first_stays():
+    "The first event tells how a failure began."
+    limits = BoxLimits(every=10, keep=1, old=0, max_pinned=3)
+    assert _kept(limits, 60, pins={7, 20, 30, 40, 50})[-1] == [70, 400, 500, 590]
+
+
 def test_a_box_that_may_pin_nothing_pins_nothing():
     limits = BoxLimits(every=10, keep=1, old=1, max_pinned=0)
     assert 200 not in _kept(limits, 60, pins={20})[-1]

@@ -6,7 +6,7 @@ import pytest
 
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation import plan
-from stabilitylab.investigation.plan import _aimed, _first_step, _late_start
+from stabilitylab.investigation.plan import _aimed, _early_end, _first_step, _late_start
 from stabilitylab.trial.suggest import Suggestion
 
 
@@ -73,3 +73,10 @@ def test_as_many_batches_are_skipped_as_are_bad(monkeypatch, start, swap, kind, 
 )
 def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_data, is_late):
     assert bool(_late_start(step, onset, in_data)) == is_late
+
+
+@pytest.mark.parametrize(("length", "words"), [(40, "--steps 41 or more reach it"), (41, "")])
+def test_arms_that_end_before_the_failure_say_so(length, words):
+    failure = Findings([Finding("loss_spike", "warning", 100, 110)])
+    notes = _early_end(SimpleNamespace(step=60), failure, length)
+    assert words in "".join(notes) and bool(words) == bool(notes)

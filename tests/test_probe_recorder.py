@@ -747,16 +747,18 @@ def test_black_box_keeps_the_settings_of_replayable_steps_only(tmp_path):
     assert sorted(rows) == want and all(lr == 1 / (1 + step) for step, lr in rows.items())
 
 
-def test_a_rule_on_line_pins_the_spike(tmp_path):
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_the_step_of_a_spike_is_kept_with_and_without_a_rule(tmp_path, has_rule):
     import json
 
     from stabilitylab.detect.loss.spike_rules import OnlineRule
 
+    triggers = (OnlineRule(),) if has_rule else ()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 1))
     opt = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with Recorder(model, opt, tmp_path / "r", snapshot_every=10, triggers=(OnlineRule(),)) as rec:
-        for i in range(90):
+    with Recorder(model, opt, tmp_path / "r", snapshot_every=10, triggers=triggers) as rec:
+        for i in range(150):
             x = rec.batch(torch.randn(64, 8) + (20 if i == 75 else 0))
             loss = model(x).square().mean()
             loss.backward()
@@ -773,7 +775,8 @@ def test_a_rule_on_line_pins_the_spike(tmp_path):
         and pinned[0]["step"] == 70
         and (tmp_path / "r" / "blackbox" / "batch-75-0.pt").exists()
     )
-    assert 76 in open_run(tmp_path / "r")["sampled_weights"].step.values
+    if has_rule:
+        assert 76 in open_run(tmp_path / "r")["sampled_weights"].step.values
 
 
 def test_online_rules_agree_with_the_finished_curve():

@@ -39,12 +39,14 @@ def _jumps(
     rises_at_once = after > factor * before
     # a warm-up rises, too, but not out of a steady stretch
     was_steady = (before <= factor * start) & (start <= factor * before)
-    return few + np.flatnonzero(has_values & rises_at_once & was_steady)
+    highest = np.lib.stride_tricks.sliding_window_view(rate[:-1], few).max(axis=1)
+    is_far_above = after > limit("tenfold") * highest  # of a rate that moves all the time
+    return few + np.flatnonzero(has_values & rises_at_once & (was_steady | is_far_above))
 
 
 def find_lr_jump(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one, dated at the first jump to a rate that is new to the run
+) -> list[Finding]:  # at most one, dated at the first large jump to a rate that is new to the run
     "Where the learning rate rose at once; a note where it only returned to an earlier value."
     rate = curve(run, "lr")
     if rate is None or loss_name(run) is None:  # a table of settings is no training
@@ -59,7 +61,9 @@ def find_lr_jump(
         return []
     highest_before = np.maximum.accumulate(value)[jumps - 1]
     is_new = value[jumps] > (1 + limit("hardly_share")) * highest_before
-    at = jumps[int(np.argmax(is_new))]  # the first new one; where none is new, the first of all
+    factor = np.where(is_new, value[jumps] / value[jumps - 1], 0)
+    # the first new one that is not small beside the largest; where none is new, the first of all
+    at = jumps[int(np.argmax(factor >= limit("majority") * factor.max()))]
     evidence = {
         "lr_before": float(value[at - 1]),
         "lr_after": float(value[at]),

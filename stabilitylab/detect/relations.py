@@ -305,6 +305,11 @@ def _led_shortly(f: Finding, events: list[int], reach: int) -> Finding:
     return f
 
 
+def _risen(f: Finding) -> str:
+    "The severity of a sign that a loss event followed."
+    return "warning" if f.severity == "info" and f.kind == "grad_norm_explosion" else f.severity
+
+
 def layer_leads(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far
@@ -321,7 +326,7 @@ def layer_leads(
             return _led_shortly(f, events, reach)
         # once grown, these stay: whatever event of the loss comes next was led
         later = [event for event in events if event >= f.first]
-        return _led(f, f.first, later[0]) if later else f
+        return _led(f.with_(severity=_risen(f)), f.first, later[0]) if later else f
 
     return [led(f) for f in findings]
 

@@ -105,9 +105,9 @@ def _runs_away(f: Finding, context: _LossContext) -> bool:
     "Whether a loss stayed for many records at many times its start."
     reached = f.evidence.get("peak", f.evidence.get("final", 0.0))
     inside = (context.loss.step >= f.onset) & (context.loss.step <= f.end)
-    is_high = context.loss.value > limit("tenfold") * context.start
-    lasts = int((inside & is_high).sum()) > count_limit("near_records")
-    return lasts and reached > limit("tenfold") * context.start > 0
+    far = limit("tenfold") * abs(context.start)
+    lasts = int((inside & (context.loss.value > far)).sum()) > count_limit("near_records")
+    return lasts and reached > far > 0
 
 
 def _earns(onset: int, context: _LossContext) -> bool:

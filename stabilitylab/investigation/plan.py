@@ -99,6 +99,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if start is None:
         return Plan(None, [], length, notes, suggestions)
     # what a user names is refused with an error; what was only suggested is left out with a note
+    notes = [*notes, *_early_end(start, findings, length)]
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
@@ -201,6 +202,14 @@ def _late_start(step: int, onset: int | None, is_in_data: bool) -> list[str]:
     # a snapshot is the state before its step: it is good where the model is new or only the batch is bad
     is_before = onset is None or step < onset or step == 0 or (is_in_data and step == onset)
     return [] if is_before else [trial_note("late", onset=onset, step=step)]
+
+
+def _early_end(start: Start, findings: Sequence[Finding], length: int) -> list[str]:
+    "A note where the arms end before the failure began."
+    onset = failure_onset(findings)
+    if onset is None or start.step is None or onset < start.step + length:
+        return []
+    return [trial_note("early", onset=onset, steps=length, step=start.step, wanted=onset - start.step + 1)]
 
 
 def _other_training(start: Start) -> list[str]:

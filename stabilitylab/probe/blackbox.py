@@ -113,14 +113,19 @@ def _copied_setting(value: Any) -> Any:
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
-def _target_count(batch: object) -> int:
-    "How many labels of a batch count, those below 0 left out; 0 where it has none by name."
+_PAIR = 2  # inputs and labels
+
+
+def _target_count(batch: object) -> int | None:
+    "How many labels of a batch count, those below 0 left out; None where it has none by name or as a pair."
     batch = batch_alone(batch)
-    for name in ("targets", "labels"):
-        labels = batch.get(name) if isinstance(batch, dict) else None
+    candidates = [batch.get(name) for name in ("targets", "labels")] if isinstance(batch, dict) else []
+    if isinstance(batch, (list, tuple)) and len(batch) == _PAIR:
+        candidates = [batch[1]]
+    for labels in candidates:
         if torch.is_tensor(labels) and not labels.is_floating_point():
             return int((labels >= 0).sum())
-    return 0
+    return None
 
 
 def _save_checked(item: dict, path: Path) -> tuple[int, str]:
@@ -226,7 +231,15 @@ class BlackBox:
     ) -> None:
         "Pins the snapshot before `step` and the batches since, and takes a new snapshot at the next step."
         self.want = True
-        self._offer("pin", step)
+        self.keep(step)
+
+    def keep(
+        self,
+        step: int,  # step whose batches are to stay
+    ) -> None:
+        "Pins the snapshot before `step` and the batches since; training goes on as it was."
+        if self.thread.is_alive():
+            self._offer("pin", step)
 
     def close(self) -> None:
         "Writes the pending files and stops the thread."
@@ -274,7 +287,7 @@ class BlackBox:
         size, checksum = _save_checked(item, self.folder / name)
         entry = {"file": name, "step": step, "batch_id": item["batch_id"], "bytes": size, "crc32c": checksum}
         entry |= {"pinned": False} if is_snapshot else {"microbatch": item["microbatch"]}
-        if not is_snapshot and (targets := _target_count(item["batch"])):
+        if not is_snapshot and (targets := _target_count(item["batch"])) is not None:
             entry["targets"] = targets
         if not is_snapshot and (lost := lost_parts(item["form"])):
             entry["lost"] = lost

@@ -47,7 +47,13 @@ from stabilitylab.probe.settings import (
 from .skips import SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .trackers import Reports
-from .warning_action import WarningAction, pull_triggers, raise_bad, warning_action
+from stabilitylab.probe.warning_action import (
+    LossJumps,
+    WarningAction,
+    pull_triggers,
+    raise_bad,
+    warning_action,
+)
 from .writer import Writer
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #e94f515a
@@ -263,7 +269,7 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
     )
     if recorder.options.on_warning is not None and not rank.number:
         recorder.watch = guard.attempt("early warning", None, warning_action, recorder, not is_spread)
-        recorder.writer.on_row = None if recorder.watch is None else recorder.watch.see
+        recorder.writer.on_row += [] if recorder.watch is None else [recorder.watch.see]
     if recorder.options.report_to is not None and not rank.number:
         recorder.reports = guard.attempt("reporting", None, Reports, recorder)
         recorder.writer.on_item = None if recorder.reports is None else recorder.reports.see
@@ -276,6 +282,8 @@ def _open_record(recorder: Recorder, model: torch.nn.Module) -> None:
             recorder.writer.put(("note", recorder.n, text, time.time()))
     if recorder.options.snapshot_every:
         recorder.box = guard.attempt(_BOX, None, _black_box, recorder, model, rank.number)
+        if recorder.box is not None:
+            recorder.writer.on_row.append(LossJumps(recorder.box.keep).see)
 
 
 def _black_box(recorder: Recorder, model: torch.nn.Module, rank: int) -> BlackBox:

@@ -23,7 +23,7 @@ class BoxLimits:
 
     every: int = 100  # steps between snapshots, > 0
     keep: int = 2  # number of newest snapshots to keep, > 0
-    max_pinned: int = 4  # largest number of pinned snapshots; the oldest are deleted first
+    max_pinned: int = 4  # largest number of pinned snapshots: the first one and the newest
     max_bytes: int = 10 * 2**30  # total size of the files; old snapshots are deleted first, the newest stays
     old: int = 3  # number of older snapshots to keep, including the first one, >= 0
 
@@ -193,7 +193,10 @@ class RetainedFiles:
         earlier.sort(key=lambda shot: shot["step"])
         steps = thinned([shot["step"] for shot in earlier], limits.old, now)
         old = [shot for shot in earlier if shot["step"] in steps]
-        retained = _Retained(limits.every, old, newest, pinned[max(0, len(pinned) - limits.max_pinned) :])
+        if len(pinned) > limits.max_pinned:  # the first one tells how the failure began
+            first = pinned[: min(1, limits.max_pinned)]
+            pinned = first + pinned[len(pinned) - limits.max_pinned + 1 :]
+        retained = _Retained(limits.every, old, newest, pinned)
         rows = [batch for batch in batches if retained.needs(batch)]
         while len(retained.shots) > 1 and _total_bytes(retained.shots + rows) > limits.max_bytes:
             retained.drop_one(now)

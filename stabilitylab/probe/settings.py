@@ -73,7 +73,8 @@ class RecorderOptions:
     # scalars; None: nothing of the layers
     report_select: str | None = None
     snapshot_every: int = 0  # steps between snapshots of the black box; 0: no black box
-    keep_snapshots: int = 2  # newest snapshots that are kept, beside four that triggers pinned
+    # newest snapshots that are kept, beside four that stand before jumps of the loss and other triggers
+    keep_snapshots: int = 2
     # older snapshots that are kept, thinned logarithmically, the first one among them: a failure that
     # comes slowly has a state from before; each with the batches of one interval
     old_snapshots: int = 3

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stabilitylab.detect.facts.record_steps import loss_bound
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.params import groups_of
 from stabilitylab.probe.rows import StepRow
@@ -117,6 +118,38 @@ class WarningAction:
     def remove(self) -> None:
         "Take the hooks off."
         self.cut.remove()
+
+
+_SHORT = 20  # losses that give the level, and calm steps after which a jump is a new one
+
+
+class LossJumps:
+    "Keeps the steps at which the loss jumped above its level, so that they can be replayed later."
+
+    def __init__(
+        self,
+        keep: Callable[[int], None],  # called with such a step, in the thread that writes
+    ):
+        self.keep = keep
+        self.losses: deque[float] = deque(maxlen=_SHORT)  # the last finite ones
+        self.high: int | None = None  # last step above its level
+
+    def see(
+        self,
+        row: StepRow,  # a step as the writer has it
+    ) -> list[tuple]:  # no event
+        "Looks at the loss of one step; of jumps close to each other only the first is kept."
+        loss = row.scalars.get("loss")
+        if loss is None:
+            return []
+        bound = loss_bound(np.array(self.losses), len(self.losses))
+        if np.isfinite(bound) and not loss <= bound:  # NaN, too
+            if self.high is None or row.step - self.high > _SHORT:
+                self.keep(row.step)
+            self.high = row.step
+        if np.isfinite(loss):
+            self.losses.append(loss)
+        return []
 
 # %% ../../nbs/api/probe/23_warning_action.ipynb #201290e3
 def warning_action(

@@ -104,7 +104,7 @@ class Writer:
         on_bad: Callable[[int, str], None] | None = None,  # called with step and text at the first NaN or Inf
     ):
         self.store, self.guard, self.seconds, self.on_bad = store, guard, seconds, on_bad
-        self.on_row: Callable[[StepRow], list[tuple]] | None = None  # called with each step, gives events
+        self.on_row: list[Callable[[StepRow], list[tuple]]] = []  # called with each step, give events
         self.on_item: Callable[[StepRow | None, list[tuple]], None] | None = None  # with each step or event
         self.row_of = partial(
             step_row, modules=modules, params=params, counts=counts, only_modules=only_modules
@@ -191,8 +191,8 @@ class Writer:
         try:
             row = self.row_of(item)
             self.pending.rows.append(row)
-            if self.on_row is not None:
-                self.pending.events += self.guard.attempt("early warning", None, self.on_row, row) or []
+            for see in self.on_row:
+                self.pending.events += self.guard.attempt("early warning", None, see, row) or []
             if self.bad is None and row.bad is not None:
                 self._report(row, row.bad)
             return row

@@ -256,6 +256,8 @@ def trial_sheet(
 _NOTES = {
     "late": "The failure began at step {onset}, and the earliest snapshot is that of step {step}: every arm"
     " starts after the failure. Recorder(..., keep_snapshots=5) keeps more snapshots.",
+    "early": "The failure began at step {onset}, and these {steps} steps from step {step} on end before it;"
+    " --steps {wanted} or more reach it.",
     "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "no failure": "The run unchanged failed on no seed within {steps} steps: there was no failure to prevent,"
@@ -266,7 +268,7 @@ _NOTES = {
 
 
 def trial_note(
-    kind: str,  # late, setup, unfit, no failure, healthy or unfinished
+    kind: str,  # late, early, setup, unfit, no failure, healthy or unfinished
     **values: object,  # what the sentence names
 ) -> str:
     "A sentence on what limits the verdicts of a trial."

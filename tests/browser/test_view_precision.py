@@ -46,7 +46,11 @@ def test_a_step_is_measured(notebook, tmp_path):
     page.click(f'{PRECISION} button:has-text("Measure the step"):not([disabled])')
     page.wait_for_selector(f'{PRECISION} h3:text("Where the loss is rounded")', timeout=180_000)
     words = page.inner_text(PRECISION)
-    assert "its logits are bf16 numbers" in words and "blocks.2.attn" in words and "RMS(g)/ε" in words
+    assert (
+        "the outputs of the model are bf16 numbers" in words
+        and "blocks.2.attn" in words
+        and "RMS(g)/ε" in words
+    )
     room = page.locator(f"{PRECISION} img").nth(1)
     before = room.get_attribute("src")
     page.wait_for_timeout(500)

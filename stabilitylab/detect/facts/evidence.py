@@ -47,10 +47,15 @@ def _of_batches(steps: Steps) -> RunFacts:
         return {}
     table = pd.DataFrame(rows, columns=["step", "microbatch", "batch_id", "targets"])
     facts: RunFacts = {}
-    counts = table.dropna(subset=["targets"]).groupby("step").targets
+    counted = table.dropna(subset=["targets"])
+    counts = counted[counted.targets > 0].groupby("step").targets
     if len(counts):
         ratio = counts.max() / counts.min()
         facts["token_ratio"] = (float(ratio.median()), int((ratio >= ratio.median()).idxmax()))
+    none = counted[counted.targets == 0]
+    none = none[none.step.isin(steps.step[np.isnan(steps.loss)])]  # a mean over none is 0/0
+    if len(none):
+        facts["no_targets"] = (float(len(none)), int(none.step.iloc[0]))
     again = table[table.duplicated("batch_id")]
     if len(again):
         facts["batches_again"] = (float(len(again)), int(again.step.iloc[0]))

@@ -135,6 +135,32 @@ def _input_peak(steps: Steps) -> RunFacts:
     )
 
 
+def _output_peak(steps: Steps) -> RunFacts:
+    "Where no input is recorded: a first module's output that passed all before it, for one step."
+    table, short = steps.table("activations", "absmax"), int(limit("short_records"))
+    if table is None or not table.shape[1] or len(_first_input(steps)) or len(table) <= short + 1:
+        return {}
+    names = [str(name) for name in table.module.values]
+    containers = {name.rpartition(".")[0] for name in names}
+    leaf = next(i for i, name in enumerate(names) if name not in containers)
+    first = table.values[:, leaf]  # of a container the output is that of its last module
+    with np.errstate(all="ignore"):
+        passed = first[:-1] / pd.Series(first[:-1]).shift(1).cummax().to_numpy()
+    passed[:short] = np.nan
+    if not np.isfinite(passed).any():
+        return {}
+    at = int(np.nanargmax(passed))
+    usual = float(np.median(first[:at]))
+    # weights that made it so would still be there at the next step
+    is_back = first[at + 1] < limit("threefold") * usual
+    if not is_back or usual <= 0:
+        return {}
+    return {
+        "output_peak": (float(passed[at]), steps.step[at]),
+        "output_jump": (first[at] / usual, steps.step[at]),
+    }
+
+
 _FAR_FROM_OVERFLOW = 1000.0  # an output that was below it does not pass 65,504 in a step; our convention
 
 
@@ -190,7 +216,13 @@ def outlier_facts(
     steps: Steps,  # of a record
 ) -> RunFacts:
     "The batch, the update and the input that stand out of the run."
-    facts = _input_peak(steps) | _input_nonfinite(steps) | _update_peak(steps) | _repeats(steps)
+    facts = (
+        _input_peak(steps)
+        | _output_peak(steps)
+        | _input_nonfinite(steps)
+        | _update_peak(steps)
+        | _repeats(steps)
+    )
     # SGD divides by no moments: without its own an update is smaller, and a giant one has another cause
     optimizers = {str(name).lower() for name in np.atleast_1d(steps.run.attrs.get("optimizer", []))}
     return facts | ({"moments": (0.0, None)} if optimizers == {"sgd"} else {})

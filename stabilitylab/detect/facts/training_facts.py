@@ -178,7 +178,11 @@ def _of_format(steps: Steps) -> RunFacts:
     is_bad = ~np.isfinite(steps.loss)
     facts: RunFacts = {"nonfinite": (float(is_bad.mean()), None)}
     if is_bad.any():
-        facts["first_nonfinite"] = (1.0, steps.step[int(np.argmax(is_bad))])
+        at = int(np.argmax(is_bad))
+        facts["first_nonfinite"] = (1.0, steps.step[at])
+        # the norm of all parameters: NaN where an entry of a gradient is
+        if np.isnan(steps.loss[at]) and steps.scalar("grad_norm")[at] == 0:
+            facts["nan_without_gradient"] = (1.0, steps.step[at])
     if np.isfinite(steps.scale).any() and not (steps.scale[np.isfinite(steps.scale)] == 1).all():
         facts["scaled"] = (float(np.nanmin(steps.scale)), None)
     if np.isfinite(steps.skipped).any():

@@ -68,6 +68,12 @@ def _change_point(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
     return int(knot), slope, 1 - error / float(((y - y.mean()) ** 2).sum())
 
 # %% ../../../nbs/api/detect/layers/15_growth.ipynb #207b8fb7
+def _is_jump(log: np.ndarray, rise: float) -> bool:
+    "Whether most of a rise lies within two records, single records left out."
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(log, 3), axis=1) if len(log) > 4 else log
+    return bool((middle[2:] - middle[:-2] > limit("majority") * rise).any())
+
+
 def sustained_growth(
     step: np.ndarray,  # (n,) int, ascending
     value: np.ndarray,  # (n,) >= 0; values that are 0 or not finite are left out
@@ -91,7 +97,7 @@ def sustained_growth(
     is_large = rise > max(np.log(limit("tenfold")), limit("spike_sigma") * difference_noise(log))
     minor = limit("minor_share") * rise
     on_the_way = int(((climb > minor) & (climb < rise - minor)).sum())
-    if not is_large or on_the_way < few:
+    if not is_large or on_the_way < few or _is_jump(log[first : top + 1], rise):
         return None
     knot, slope, explained = _change_point(step[first : first + len(climb)].astype(float), climb)
     if explained < limit("near_share"):

@@ -43,7 +43,15 @@ def find_param_grad_explosion(
     evidence = {"ratio": float(ratio[order[0]]), "n": len(order)}
     evidence |= growth_evidence(gradients.step.values, gradients.grad_norm.values[:, order[0]])
     modules = first_names(gradients.param, order)
-    return [Finding("grad_norm_explosion", "warning", onset, modules=modules, evidence=evidence)]
+    # until `relations.layer_leads` sees the loss follow
+    severity = "info" if _stands(gradients.grad_norm.values, at[order[0]]) else "warning"
+    return [Finding("grad_norm_explosion", severity, onset, modules=modules, evidence=evidence)]
+
+
+def _stands(norms: np.ndarray, row: int) -> bool:
+    "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
+    total = np.sqrt(np.square(norms).sum(axis=1))
+    return bool((total[row:] < limit("threefold") * np.nanmax(total[:row])).all())
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ce535e98
 def rms_ceiling(
@@ -94,7 +102,7 @@ def find_grad_below_epsilon(
     is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
     share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
     share[is_table] = 0  # rows of absent tokens have no gradient at all
-    share[_is_key_bias(optimizer)] = 0
+    share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
     without = [name for finding in find_no_gradient(run) for name in finding.modules]
     share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
     order = np.argsort(-share)[: int((share > limit("majority")).sum())]
@@ -106,10 +114,14 @@ def find_grad_below_epsilon(
     return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
 
 
-def _is_key_bias(optimizer: xr.Dataset) -> np.ndarray:
-    "Biases of keys: they add the same to every score of a row, which softmax does not see."
-    kind, name = (optimizer[label].values.astype(str) for label in ("kind", "param"))
-    return (kind == "attn.k") & np.char.endswith(name, "bias")
+def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
+    "Biases with a gradient of zero but for rounding: those of keys, and those before a batch norm."
+    gradients = group_of(run, "gradients")
+    if gradients is None or "grad_norm" not in gradients:
+        return np.zeros(len(params), bool)
+    usual = median_of_finite(gradients.grad_norm.values)
+    noise = gradients.param.values.astype(str)[usual < np.finfo(np.float32).eps * np.nanmax(usual)]
+    return np.isin(params, noise) & np.char.endswith(params, "bias")
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #fe94f850
 def find_no_gradient(

@@ -28,7 +28,9 @@ _WORDS = json.loads(files("stabilitylab.detect.loss").joinpath("objectives.json"
 class Objective:
     "What kind of number the loss of a run is, as far as its log tells."
 
-    moving: str  # 'policy' or 'adversarial': its goal moves as the model learns; '' for an ordinary loss
+    # 'policy' or 'adversarial': its goal moves as the model learns; 'signed': it changes its sign again and
+    # again, near zero; '' for an ordinary loss
+    moving: str
     is_average: bool  # its name says that each record is a mean over many
 
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #7f864090
@@ -45,7 +47,7 @@ def _has_opponent(beside: list[set[str]]) -> bool:
 
 
 def _moving(own: set[str], beside: list[set[str]], loss: Curve) -> str:
-    "Whose loss it is: of a policy, of an adversary, or of neither."
+    "Whose loss it is: of a policy, of an adversary, of either as its signs show, or of neither."
     every = set().union(own, *beside)
     if every & set(_WORDS["preference"]):
         return ""
@@ -55,7 +57,10 @@ def _moving(own: set[str], beside: list[set[str]], loss: Curve) -> str:
         return "policy"
     has_reward = bool(every & set(_WORDS["reward"]))
     is_near_zero = float(np.median(np.abs(loss.value))) < limit("small_nats")
-    return "policy" if has_reward and is_near_zero else ""
+    is_signed = np.count_nonzero(np.diff(np.sign(loss.value))) >= limit("few_records")
+    if is_near_zero and has_reward:
+        return "policy"
+    return "signed" if is_near_zero and is_signed else ""
 
 
 def objective_type(
