@@ -10,8 +10,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "names.glossary": ("define", "glossary"),
     "numerics.accumulation.accumulator": ("TokenMeanAccumulator",),
-    "numerics.accumulation.audit": ("audit_accumulation",),
-    "numerics.accumulation.denominators": ("compare_denominators", "microbatch_window"),
+    "numerics.accumulation.audit": ("audit_accumulation", "compare_denominators", "microbatch_window"),
     "numerics.accumulation.weights": ("make_window", "token_weights"),
     "cases.registry": ("case",),
     "checkpoint.open": ("open_checkpoint",),
@@ -66,7 +65,7 @@ _MODULES = {
     "replay.swap": ("swap_test",),
     "report.html": ("write_html",),
     "report.json_report": ("run_json",),
-    "report.markdown": ("run_markdown",),
+    "report.terminal": ("run_markdown",),
     "numerics.rounding.attention_range": (
         "attention_inputs",
         "attention_scale_overflow",
@@ -78,8 +77,7 @@ _MODULES = {
     "numerics.rounding.lost_updates": ("adam_eps", "lost_updates"),
     "run.job": ("Job",),
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
-    "run.scalars": ("series",),
-    "run.summary": ("summary",),
+    "run.scalars": ("series", "summary"),
     "fixes.registry": ("fix", "apply_all"),
     "fixes.training": ("Training",),
     "models.config": ("ModelConfig",),

@@ -38,7 +38,6 @@ LOOSE = {  # page, or folder of pages -> (relative tolerance, reason)
     "nbs/api/cases/21_states.ipynb": (0.5, "trains small models"),
     "nbs/api/replay": (0.2, "replays steps of a run that diverges; differences of rounding are noise"),
     "nbs/api/cli/14_replay.ipynb": (0.2, "replays steps of a run that diverges"),
-    "nbs/api/cli/17_precision.ipynb": (0.2, "replays a step in 16 bits"),
     "nbs/api/probe": (0.1, "short training runs"),
     "nbs/tutorials/a_pure_bf16_run.ipynb": (0.2, "trains small models"),
     "nbs/tutorials/hugging_face_trainer.ipynb": (0.2, "trains a model at a rate that is too high"),

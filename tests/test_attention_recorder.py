@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.text import byte_batches, stdlib_bytes
+from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 from stabilitylab.probe.attention.report import attention_report
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run, save_run

@@ -19,9 +19,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from stabilitylab.checkpoint.diff import diff_checkpoints
-from stabilitylab.checkpoint.kernel import _library, _sums_torch, piece_sums
 from stabilitylab.checkpoint.open import open_checkpoint
-from stabilitylab.checkpoint.scan import scan_checkpoint
+from stabilitylab.checkpoint.scan import _library, _sums_torch, piece_sums, scan_checkpoint
 from tests.command import command
 
 OWN_PEAK = """

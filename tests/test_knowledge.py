@@ -11,11 +11,9 @@ from stabilitylab.cases import notes, registry
 from stabilitylab.cases.notes import is_found, run_call
 from stabilitylab.detect.likely_cause import _TABLE as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
-from stabilitylab.knowledge.choice import load_fits
 from stabilitylab.knowledge.crashes import explain_crash
 from stabilitylab.knowledge.phenomena import contradictions, load_rows, phenomena, search
-from stabilitylab.knowledge.remedies import remedies_for, remedies_table
-from stabilitylab.knowledge.sources import source_url
+from stabilitylab.knowledge.remedies import load_fits, remedies_for, remedies_table, source_url
 from stabilitylab.names.errors import InputError
 from stabilitylab.names.findings import FINDING_KINDS, REPORTED
 

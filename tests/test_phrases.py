@@ -8,7 +8,7 @@ import pytest
 
 from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.phrase import MODULE_PHRASES, PHRASES, explain
-from stabilitylab.names.numbers import format_count, format_number
+from stabilitylab.names.words import format_count, format_number
 
 NUMBERS = (0, 1, 2, 1.0, 0.5, 12345, 26_314_000.0, 3.7e39, 10**39, "inf", "nan")
 WORDS = {

@@ -14,8 +14,7 @@ from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.report.content import in_full_and_listed
 from stabilitylab.report.html import report_html, write_html
 from stabilitylab.report.json_report import run_json, runs_json
-from stabilitylab.report.markdown import run_markdown
-from stabilitylab.report.terminal import findings_text, run_text
+from stabilitylab.report.terminal import findings_text, run_markdown, run_text
 from stabilitylab.report.words import clean, number
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_events, make_scalars

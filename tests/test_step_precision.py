@@ -10,8 +10,12 @@ import torch
 from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
 from stabilitylab.names.errors import InputError
-from stabilitylab.numerics.accumulation.audit import audit_accumulation, sequence_gradients
-from stabilitylab.numerics.accumulation.denominators import compare_denominators, microbatch_window
+from stabilitylab.numerics.accumulation.audit import (
+    audit_accumulation,
+    compare_denominators,
+    microbatch_window,
+    sequence_gradients,
+)
 from stabilitylab.numerics.accumulation.weights import DENOMINATORS
 from stabilitylab.numerics.rounding.attention_range import attention_inputs, scale_overflows
 from stabilitylab.replay.find_setup import setup_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from stabilitylab.plot.loss import DRAWN
-from stabilitylab.workbench.call import run_lines
+from stabilitylab.workbench.parts import run_lines
 from stabilitylab.workbench.state import open_state
 from stabilitylab.workbench.view_layers import LayersView
 from stabilitylab.workbench.view_runs import RunsView

@@ -18,7 +18,7 @@ import xarray as xr
 from .case import Case
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..probe.recorder import Recorder
 from ..run.record import open_run
 

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from ..models.attention import Attention
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
 from ..probe.blackbox import pack_batches
 from ..probe.recorder import Recorder

@@ -20,7 +20,7 @@ from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..probe.recorder import Recorder
 from ..read.runs import read_runs
 from ..run.record import open_run

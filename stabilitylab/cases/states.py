@@ -20,7 +20,7 @@ from .layers import layer_case, scale_weight
 from ..detect.findings import Finding, Findings
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..numerics.accumulation.audit import Audit, audit_accumulation
 from ..probe.attention.layers import find_ignored_layers, find_output_collapse, layer_readings
 from ..probe.attention.report import AttentionProbe, attention_report

@@ -6,9 +6,11 @@
 __all__ = ['scan_checkpoint']
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #3658cf06
+import ctypes
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,65 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from .kernel import piece_sums
 from .open import open_checkpoint
 from .optimizer_names import optimizer_names
 from .tensors import Checkpoint, LazyTensor
 from ..names.errors import InputError, bad_input, printable
+from ..numerics.kernels import load_kernel
 from ..run.cluster import as_client, map_on
 from ..run.job import report_progress
+
+# %% ../../nbs/api/checkpoint/07_scan.ipynb #f88c8f44
+@cache
+def _library() -> ctypes.CDLL | None:  # None: the twin below is used
+    "The compiled function; how it reads is drawn in `numerics/c/checkpoint_sums.c`."
+    return load_kernel("checkpoint_sums", {"piece_sums": "pillpppp"})
+
+
+def piece_sums(
+    x: torch.Tensor,  # contiguous piece on the CPU; what is not float32 or bf16 is taken as float32
+    cols: int,  # values a row, > 0; the last row may be short
+    # (5,) float64, added to: sum, sum of squares, absmax, 1 where a lower half of float32 was in use, zeros
+    out: np.ndarray,
+    exponents: np.ndarray,  # (256,) int64, added to: entry 255 counts what is not finite
+    patterns: np.ndarray | None = None,  # (65536,) uint8: set to 1 at every upper half that occurs
+) -> np.ndarray:  # (rows,) float64, sum of squares of every row; what is not finite is left out
+    "Add the sums of a piece to `out` and `exponents`."
+    x = x.detach().reshape(-1)
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
+    rows, library = np.zeros(-(-x.numel() // cols)), _library()
+    if library is None:
+        return _sums_torch(x.float(), cols, out, exponents, patterns, rows)
+    library.piece_sums(x, x.dtype == torch.bfloat16, x.numel(), cols, out, exponents, patterns, rows)
+    return rows
+
+
+def _sums_torch(
+    x: torch.Tensor,
+    cols: int,
+    out: np.ndarray,
+    exponents: np.ndarray,
+    patterns: np.ndarray | None,
+    rows: np.ndarray,
+) -> np.ndarray:
+    "`piece_sums` in PyTorch's and NumPy's operators."
+    # a float32 is 1 bit of sign, 8 of the exponent and 23 of the significand; bf16 is its upper half
+    bits = x.contiguous().numpy().view(np.uint32)
+    exponents += np.bincount((bits >> 23) & 255, minlength=256)
+    if patterns is not None:
+        patterns[bits >> 16] = 1
+    finite = torch.where(torch.isfinite(x), x, torch.zeros(())).double().numpy()
+    if finite.size:
+        rows += np.add.reduceat(finite * finite, np.arange(0, finite.size, cols))
+    out[:] = (
+        out[0] + finite.sum(),
+        out[1] + rows.sum(),
+        max(out[2], np.abs(finite).max(initial=0)),
+        max(out[3], bool((bits & 0xFFFF).any())),
+        out[4] + (x == 0).sum().item(),
+    )
+    return rows
 
 # %% ../../nbs/api/checkpoint/07_scan.ipynb #ade1fb1d
 _FIRST = 2**20  # values of a tensor whose bf16 patterns are counted

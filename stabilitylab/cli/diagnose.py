@@ -192,7 +192,7 @@ def _write_files(args: argparse.Namespace, runs: dict, findings: dict, shared: "
 
         write_html(runs, findings, args.html, shared)
     if args.markdown:
-        from stabilitylab.report.markdown import runs_markdown
+        from stabilitylab.report.terminal import runs_markdown
 
         remedies = _remedies(args)
         Path(args.markdown).write_text(runs_markdown(runs, findings, shared, *remedies), encoding="utf-8")

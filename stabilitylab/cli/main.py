@@ -15,26 +15,26 @@ from importlib import import_module
 from typing import NoReturn
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
-# modules of `stabilitylab.cli`, each with a function `add_NAME`, in the order of the help
-_MODULES = (
-    "diagnose",
-    "explain",
-    "watch",
-    "audit",
-    "check",
-    "checkpoints",
-    "cluster",
-    "formats",
-    "lab",
-    "mcp",
-    "precision",
-    "preflight",
-    "replay",
-    "schema",
-    "skill",
-    "sweep",
-    "trial",
-)
+# command -> module of `stabilitylab.cli` with its `add_COMMAND`, in the order of the help
+_MODULES = {
+    "diagnose": "diagnose",
+    "explain": "explain",
+    "watch": "watch",
+    "audit": "audit",
+    "check": "preflight",
+    "checkpoints": "checkpoints",
+    "cluster": "cluster",
+    "formats": "explain",
+    "lab": "lab",
+    "mcp": "mcp",
+    "precision": "replay",
+    "preflight": "preflight",
+    "replay": "replay",
+    "schema": "schema",
+    "skill": "mcp",
+    "sweep": "sweep",
+    "trial": "trial",
+}
 
 
 _CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<got>.*?)' \(choose from (?P<names>.*)\)")
@@ -67,8 +67,8 @@ def make_parser() -> argparse.ArgumentParser:  # with every command
     )
     parser.add_argument("--version", action="version", version=f"stabilitylab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name in _MODULES:
-        getattr(import_module(f"stabilitylab.cli.{name}"), f"add_{name}")(commands)
+    for name, module in _MODULES.items():
+        getattr(import_module(f"stabilitylab.cli.{module}"), f"add_{name}")(commands)
     return parser
 
 # %% ../../nbs/api/cli/00_main.ipynb #9a36f3f2

@@ -121,7 +121,7 @@ def _run_sweep(
     settings = _settings(args)
     from stabilitylab.investigation.sweeping import plan_sweep, sweep_of
     from stabilitylab.replay.device import device_settings
-    from stabilitylab.report.sweep import sweep_json, sweep_text
+    from stabilitylab.report.trial import sweep_json, sweep_text
 
     here = "cpu" if args.scheduler else args.device  # this machine need not be like the workers
     with redirect_stdout(sys.stderr):  # what code of the user prints is no part of the answer

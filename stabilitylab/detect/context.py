@@ -14,7 +14,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
-from ..knowledge.choice import RunContext
+from ..knowledge.remedies import RunContext
 from ..run.curves import curve, loss_curve, scalars_of, step_interval
 
 # %% ../../nbs/api/detect/28_context.ipynb #ee39c052

@@ -22,7 +22,7 @@ from .phrase import explain
 from .restarts import find_other_environments
 from .speed import find_slow_sisters
 from ..run.curves import Curve, curve, loss_curve
-from ..run.intervals import stretches
+from ..run.rolling import stretches
 
 # %% ../../nbs/api/detect/31_cross_run.ipynb #fc853cfd
 def _poisson(count: int, mean: float) -> float:

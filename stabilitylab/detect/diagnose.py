@@ -16,7 +16,7 @@ from .facts.evidence import evidence
 from .findings import Finding, Findings
 from .limits import limits_read, use_limits
 from .phrase import about, explain
-from ..knowledge.choice import RunContext, choose_remedies
+from ..knowledge.remedies import RunContext, choose_remedies
 from ..names.errors import bad_input
 from ..run.curves import curve, group_of, loss_name, scalars_of
 from ..run.record import new_run

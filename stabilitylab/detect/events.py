@@ -13,8 +13,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit
-from ..knowledge.crashes import explain_crash
-from ..knowledge.xids import xid_row
+from ..knowledge.crashes import explain_crash, xid_row
 from ..run.curves import group_of
 
 # %% ../../nbs/api/detect/04_events.ipynb #b8d1569b

@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 
 import pandas as pd
 
-from ..knowledge.choice import REMEDIES_SHOWN
+from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.display import rendered_html
 from ..names.encode import plain, to_json
 from ..names.errors import bad_input

@@ -14,6 +14,7 @@ import xarray as xr
 
 from .findings import Finding
 from .limits import count_limit, limit
+from .phrase import evidence_words
 from ..run.curves import Curve, curve, loss_name, scalars_of
 
 # %% ../../nbs/api/detect/14_learning_rate.ipynb #958ec9a4
@@ -83,6 +84,15 @@ def find_lr_jump(
 _LOSS_EVENTS = ("divergence", "loss_spike", "slow_rise")
 
 
+def _without_batch_note(f: Finding, first: int, last: int) -> Finding:
+    "A note of single records that does not blame their batches, where all follow the jump."
+    if f.kind != "loss_spike" or f.evidence.get("note") != evidence_words("bad batches"):
+        return f
+    if not all(first <= step <= last for step in f.evidence["steps"]):
+        return f
+    return f.with_(evidence={name: value for name, value in f.evidence.items() if name != "note"})
+
+
 def loss_after_jump(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # found so far
@@ -93,6 +103,7 @@ def loss_after_jump(
         return findings
     first = int(np.searchsorted(rate.step, jump.onset))
     last = rate.step[min(first + count_limit("long_records"), len(rate.step) - 1)]
+    findings = [_without_batch_note(f, jump.onset, int(last)) for f in findings]
     onsets = [f.onset for f in findings if f.kind in _LOSS_EVENTS and f.severity != "info"]
     after = [onset for onset in onsets if onset is not None and jump.onset <= onset <= last]
     if not after and jump.evidence.get("effect") != "higher":  # as `detect.settings` has compared its levels

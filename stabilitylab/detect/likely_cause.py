@@ -95,6 +95,13 @@ def _candidates(findings: Findings) -> list[Finding]:
     return [f for f in findings if f.severity != "info" or (f.kind == "crash" and f.evidence.get("ended"))]
 
 
+def _is_older(finding: Finding, findings: Findings) -> bool:
+    "Whether it is a lack of gradient from the start, beside a loss that fell first and rose later."
+    rises = [f.first for f in findings if f.kind == "divergence" and f.first is not None]
+    is_lack = finding.kind == "no_gradient" and finding.first is not None
+    return is_lack and any(first > finding.first for first in rises)
+
+
 def _first(candidates: list[Finding], kind: str) -> Finding | None:
     "The first finding of a kind; None where there is none."
     return next((f for f in candidates if f.kind == kind), None)
@@ -174,7 +181,7 @@ def most_likely(
     if end is not None and end.evidence.get("next"):  # the table of crashes has answers of its own
         return MostLikely(end.evidence["why"], (end.explanation,), tuple(end.evidence["next"]))
     for row in _TABLE:
-        fitting = [f for f in candidates if _fits(f, row["where"])]
+        fitting = [f for f in candidates if _fits(f, row["where"]) and not _is_older(f, findings)]
         firsts = [_first(fitting, row["when"][0]), *(_first(candidates, kind) for kind in row["when"][1:])]
         chosen = [f for f in firsts if f is not None]
         if len(chosen) == len(firsts):

@@ -19,9 +19,8 @@ from .loss.spikes import high_grad_norm
 from .phrase import evidence_words
 from ..numerics.lattice import lattice
 from ..run.curves import Curve, curve, group_of, loss_curve, loss_name, scalars_of
-from ..run.intervals import stretches
 from ..run.loss_scale import read_loss_scale
-from ..run.rolling import before
+from ..run.rolling import before, stretches
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/detect/13_metrics.ipynb #4a120fd3

@@ -12,8 +12,7 @@ from importlib.resources import files
 
 from .findings import Finding
 from ..names.errors import bad_input
-from ..names.numbers import format_count
-from ..names.words import NOT_FINITE, fill
+from ..names.words import NOT_FINITE, fill, format_count
 
 # %% ../../nbs/api/detect/80_phrase.ipynb #4b6eb67c
 _TABLES = json.loads(files("stabilitylab.detect").joinpath("phrases.json").read_text(encoding="utf-8"))

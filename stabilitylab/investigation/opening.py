@@ -28,6 +28,13 @@ def open_recordings(
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
 
+def _why_none(recording: Recording) -> str:
+    "Why no step of a record can be replayed."
+    lost = recording.box().lost
+    reason = f": its batches could not be kept, {next(iter(lost.values()))[:120]}" if lost else ""
+    return f"it holds none{reason}"
+
+
 def suspect_step(
     path: str | Path,  # folder of a record with a black box
 ) -> int:  # a step of `replayable_steps`
@@ -35,7 +42,7 @@ def suspect_step(
     recording = opened(path)
     steps = recording.box().steps
     if not steps:
-        raise bad_input("path", str(path), "a record with a step that can be replayed", "it holds none")
+        raise bad_input("path", str(path), "a record with a step that can be replayed", _why_none(recording))
     if not recording.run.attrs.get("optimizer", True):  # a replay takes no step from a snapshot
         snapshot_steps = {row["step"] for row in recording.box().snapshots}
         steps = [step for step in steps if step in snapshot_steps] or steps

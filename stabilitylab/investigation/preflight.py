@@ -25,7 +25,7 @@ from ..detect.findings import Findings
 from ..detect.limits import count_limit, limit
 from ..detect.skipping import clipped_share
 from ..names.errors import InputError, bad_input
-from ..names.numbers import format_count
+from ..names.words import format_count
 from ..read.runs import read_runs
 from ..run.curves import group_of, loss_curve
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
 from ..investigation.opening import open_recordings
-from .answers import answer
-from .paths import allowed_path
+from .answers import allowed_path, answer
 from .trial_job import TrialJob
 from ..names.errors import bad_input
 from ..report.brief import MOST_CHARACTERS, Brief
@@ -24,8 +23,7 @@ from ..report.json_report import run_json
 from ..run.curves import loss_name, scalars_of
 from ..run.excerpt import series_between, tensor_rows
 from ..run.recording import Recording, nearest_step
-from ..run.scalars import series_names
-from ..run.summary import summary
+from ..run.scalars import series_names, summary
 
 # %% ../../nbs/api/mcp/02_reading.ipynb #9f65ca1e
 class Runs:

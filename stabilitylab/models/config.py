@@ -57,7 +57,7 @@ class ModelConfig(_Shape):
     activation: str = "gelu"  # activation function of the MLP; 'geglu' and 'swiglu' are gated
     act_module: bool = True  # the activation is a module, which hooks and fixes reach; False: a function
     bias: bool = False  # whether linear layers and LayerNorms have biases
-    init: str = "normal"  # rule for the standard deviation at the start, see `models.init`
+    init: str = "normal"  # rule for the standard deviation at the start, see `models.parts`
     init_std: float = 0.02  # standard deviation of matrices under the rule 'normal', > 0
     init_factor: float = 1.0  # multiplies the standard deviation of every rule, > 0
     truncated: bool = True  # whether to redraw entries beyond 3 standard deviations

@@ -11,8 +11,7 @@ from torch import nn
 
 from .config import ModelConfig
 from .decoder import Block, Embedder, next_token_loss
-from .init import init_weights
-from .parts import make_norm
+from .parts import init_weights, make_norm
 
 # %% ../../nbs/api/models/15_translation.ipynb #7bd5b3e3
 class LayerMix(nn.Module):

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from .attention import Attention
 from .config import ModelConfig
 from .decoder import Block, LanguageModel, next_token_loss
-from .init import init_weights
-from .parts import WithMLP, make_norm
+from .parts import WithMLP, init_weights, make_norm
 from .tasks import CAPTION_WORDS, COLOUR_WORDS, SHAPES, picture_task
 from ..names.errors import bad_input
 

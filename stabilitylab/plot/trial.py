@@ -16,8 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from .loss import DRAWN, log_axis
-from .picture import drawn_series, figure_png, new_figure, panel_of
-from .svg import figure_svg, inline_svg
+from .picture import drawn_series, figure_png, figure_svg, inline_svg, new_figure, panel_of
 from .theme import colour, label, theme
 
 # %% ../../nbs/api/plot/41_trial.ipynb #174244dd

@@ -17,10 +17,9 @@ from ..names.errors import InputError, bad_input
 from ..names.variables import canonical_name
 from .base import Format, LogData, head_of
 from .crash.incidents import add_crash_after_rows, add_crashes
-from .documents import is_document, mark_document
 from .logs.generic import read_generic
 from .logs.kernel import add_xids
-from .recognise import recognise
+from .recognise import is_document, mark_document, recognise
 from ..run.scalars import order_of
 
 # %% ../../nbs/api/read/20_files.ipynb #781eb072

@@ -48,7 +48,7 @@ FAULTS = {
     "autocast": "{words} the replay gives the recorded loss and gradient norm: `setup.loss` has to do as the"
     " loop does",
     "mode": "with the model in {words} mode the replay gives the recorded loss: where does the loop, or"
-    " `setup.loss`, call `train()` or `eval()`?",
+    " `setup.loss`, call `train()` or `eval()`, or set dropout to 0?",
     "dropout": "with dropout {words} the replay gives the recorded loss: `setup.model` has another rate",
     "seed": "without the random seed that the setup sets, the replay gives the recorded loss: the black box"
     " has the random state of every batch",

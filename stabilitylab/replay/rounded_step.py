@@ -23,8 +23,9 @@ from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .find_setup import setup_of
 from .snapshot import load_batch, load_snapshot
-from .state import Batch, Snapshot
+from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
+from .user_code import faults_in_one_line
 from ..run.job import report_progress
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
@@ -171,6 +172,12 @@ def step_precision(
         raise bad_input("fmt", fmt, " or ".join(_DTYPES))
     setup = setup_of(run, where)
     report_progress("going back to the step", 0.1)
+    with faults_in_one_line():
+        return _measured(run, step, setup, fmt)
+
+
+def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecision:
+    "The precision that a step of a checked request loses."
     snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
     report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]

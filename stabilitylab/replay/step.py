@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xarray as xr
 
-from ..names.errors import bad_input
+from ..names.errors import InputError, bad_input
 from ..numerics.pytree import map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.recorder import Recorder
@@ -53,6 +53,13 @@ def _forward(
         return setup.loss(model, part)
 
 
+_NO_WAY = (
+    "`setup.loss` gives a number that depends on no parameter of the model, so the step has no gradient;"
+    " allowed: a loss that runs the model on the batch (a draft cannot read a loop that calls `backward` more"
+    " than once, or with a gradient of its own)"
+)
+
+
 def _gradients(
     setup: Setup,
     model: torch.nn.Module,
@@ -65,6 +72,8 @@ def _gradients(
     total, divisor = 0.0, setup.divisor(batch.parts)
     for i in range(len(batch.parts)):
         loss = _forward(setup, model, batch, i, recorder, autocast) / divisor
+        if not loss.requires_grad:
+            raise InputError(_NO_WAY)
         (loss if scaler is None else scaler.scale(loss)).backward()
         total += float(loss.detach())
     return total

@@ -105,6 +105,21 @@ def _verdict_of(
         return "cannot tell", {}
     return _named(*(_excess(factors, part) > 0 for part in _PARTS)), _evidence(factors)
 
+
+def _highest_words(table: xr.Dataset) -> str:
+    "Where the suspect batch has by far the highest loss from every state, in words; '' elsewhere."
+    loss = table["loss"].transpose("state", "batch").values
+    others, last = loss[:, :-1], loss[:, -1]
+    if not np.isfinite(loss).all() or not (loss > 0).all():
+        return ""
+    if not (last - others.max(axis=1) > np.ptp(others, axis=1)).all():
+        return ""
+    times = float(np.median(last / np.median(others, axis=1)))
+    return (
+        "nothing is twice the others or more, but this batch has the highest loss from every state,"
+        f" {times:.3g} times the usual"
+    )
+
 # %% ../../nbs/api/replay/03_swap.ipynb #bb1cde8c
 @dataclass(frozen=True)
 class SwapTest:
@@ -128,7 +143,8 @@ class SwapTest:
         count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
         row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
         reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
-        return _VERDICTS[self.verdict] + row + reason
+        words = _highest_words(self.table) if self.verdict == "neither" else ""
+        return (words or _VERDICTS[self.verdict]) + row + reason
 
     def to_dict(self) -> dict:
         "The test as plain data for JSON."

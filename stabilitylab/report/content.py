@@ -292,6 +292,7 @@ def _recorded_steps(source: str) -> list[int]:
         # a replay starts from a snapshot and needs a batch: a step before the first snapshot has no state
         starts = [int(snapshot["step"]) for snapshot in index["snapshots"]]
         batches = {int(batch["step"]) for batch in index["batches"]}
+        batches -= {int(batch["step"]) for batch in index["batches"] if batch.get("lost")}
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return sorted(step for step in batches if starts and step >= min(starts))

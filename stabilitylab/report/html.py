@@ -14,9 +14,9 @@ import xarray as xr
 from markupsafe import Markup
 
 from ..detect.findings import Finding, Findings
-from ..knowledge.choice import REMEDIES_SHOWN
+from ..knowledge.remedies import REMEDIES_SHOWN
 from ..names.findings import FINDING_KINDS
-from ..plot.svg import css_colours, findings_svg
+from ..plot.picture import css_colours, findings_svg
 from stabilitylab.report.content import (
     SEVERITY_WORDS,
     Numbered,
@@ -31,7 +31,7 @@ from stabilitylab.report.content import (
     steps_text,
 )
 from .render import render
-from ..run.summary import Summary, summary
+from ..run.scalars import Summary, summary
 
 # %% ../../nbs/api/report/06_html.ipynb #15643904
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..knowledge.sources import source_url
+from ..knowledge.remedies import source_url
 from ..names.errors import bad_input
 from ..names.glossary import terms_in
 from .content import evidence_items, remedies_by_verdict, remedy_text, steps_text

@@ -19,10 +19,9 @@ from markupsafe import Markup
 
 from .. import __version__
 from ..detect.findings import Findings
-from ..knowledge.sources import source_url
+from ..knowledge.remedies import source_url
 from ..plot.findings import panels_of
-from ..plot.picture import in_range
-from ..plot.svg import css_colours, page_svg
+from ..plot.picture import css_colours, in_range, page_svg
 from .html import finding_card, finding_sheet, run_sheet
 from .render import render
 from .words import spaced

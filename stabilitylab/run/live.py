@@ -20,8 +20,8 @@ from ..names.errors import bad_input
 from ..names.files import try_lock, write_atomic
 from .checksums import sealed, unsealed
 from .closed import open_closed
-from .lost_ranks import write_beat
 from .parts import read_live
+from .ranks import write_beat
 from .record import RECORD_FILE, RECORD_MARKS, record_parts, save_run, unpack_run
 
 # %% ../../nbs/api/run/03_live.ipynb #a6431125

@@ -15,8 +15,14 @@ import xarray as xr
 from .checksums import Damage
 from .closed import open_closed
 from .heads import combine_heads, head_table
-from .lost_ranks import lost_ranks
-from .ranks import combine_shards, join_stages, rank_series, stack_ranks, stages_of
+from stabilitylab.run.ranks import (
+    combine_shards,
+    join_stages,
+    lost_ranks,
+    rank_series,
+    stack_ranks,
+    stages_of,
+)
 from stabilitylab.run.scalars import (
     Samples,
     concatenate_samples,

@@ -6,10 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/api/run/04_ranks.ipynb #6c8713d1
-from typing import Literal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
+
+from ..names.files import write_atomic
+from .checksums import sealed, unsealed
 
 # %% ../../nbs/api/run/04_ranks.ipynb #931b1522
 # how one number of all ranks comes from theirs, by the statistic's plain name
@@ -182,3 +188,70 @@ def rank_series(
         if np.isfinite(values).any():
             data[name] = (("step", "rank"), values, {"long_name": long_name, "units": units})
     return xr.Dataset(data, coords)
+
+# %% ../../nbs/api/run/04_ranks.ipynb #b2363b0b
+def write_beat(
+    live: Path,  # of a growing record
+    tag: str,  # `<start>-<rank>`
+    time: float,  # seconds since 1970
+) -> None:
+    "Leave the time, in place of the one before."
+    write_atomic(live / f"beat-{tag}.json", sealed({"time": time}))
+
+
+def _last_sign(live: Path, tag: str, arrays: Mapping) -> float:
+    "When a rank last wrote a step or a sign of life, in seconds since 1970; NaN: never."
+    times = [*arrays.get("scalars/time", ())[-1:]]
+    with suppress(OSError, ValueError, KeyError):
+        times.append(unsealed((live / f"beat-{tag}.json").read_bytes())["time"])
+    return float(max(times, default=np.nan))
+
+# %% ../../nbs/api/run/04_ranks.ipynb #c72edb92
+_SILENCE = 15.0  # s between the last signs of life, three times the Recorder's usual interval; ours
+
+
+def _is_silent_first(signs: dict[int, float], lost: list[int]) -> bool:
+    "Whether the first of the silent ranks fell silent long before the others."
+    others = [sign for rank, sign in signs.items() if rank != lost[0]]
+    return bool(np.median(others) - signs[lost[0]] > _SILENCE)
+
+
+def lost_ranks(
+    live: Path,  # of a growing record
+    segment: int,  # number of a start
+    shards: Mapping[int, Mapping[str, np.ndarray]],  # by rank: its rows; 'scalars/step' and 'scalars/time'
+) -> list[dict[str, Any]]:  # at most one, as the readers of logs tell of a crash
+    "The rank that was lost first, where one was."
+    if len(shards) < 2:
+        return []
+    tags = {rank: f"{segment}-{rank}" for rank in shards}
+    signs = {rank: _last_sign(live, tags[rank], arrays) for rank, arrays in shards.items()}
+    is_closed = {rank: (live / f"done-{tag}").exists() for rank, tag in tags.items()}
+    lost = sorted((r for r in shards if not is_closed[r] and np.isfinite(signs[r])), key=signs.__getitem__)
+    # all silent at the same moment is a job that was ended, not a rank that was lost
+    if not lost or not (any(is_closed.values()) or _is_silent_first(signs, lost)):
+        return []
+    return [_crash_of(lost, signs, shards)]
+
+
+def _crash_of(lost: list[int], signs: dict[int, float], shards: Mapping) -> dict[str, Any]:
+    "What is told of the first of the lost ranks."
+    first = lost[0]
+    last_steps = {
+        rank: int(arrays["scalars/step"][-1]) for rank, arrays in shards.items() if "scalars/step" in arrays
+    }
+    own = last_steps.get(first)
+    last_step = "no step" if own is None else f"step {own}"
+    message = f"rank {first} of {len(shards)} fell silent; {last_step} is the last that it wrote"
+    return {
+        "cause": "rank lost",
+        "name": "",
+        "message": message,
+        "rank": first,
+        "step": max(last_steps.values(), default=None),
+        "time": str(np.datetime64(round(signs[first]), "s")),
+        "died": True,
+        "outside": False,
+        "followed": len(lost) - 1,
+        "then": [],
+    }

@@ -20,7 +20,7 @@ from ..detect.likely_cause import MostLikely, most_likely
 from ..detect.phrase import evidence_words
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
-from ..names.numbers import format_count
+from ..names.words import format_count
 from ..run.curves import curve, group_of
 from .arm import Arm, arm_of
 

@@ -21,19 +21,22 @@ from traitlets import HasTraits
 
 from ..models.config import ModelConfig
 from ..models.decoder import LanguageModel
-from ..models.text import byte_batches, stdlib_bytes
+from ..models.tasks import byte_batches, stdlib_bytes
 from ..names.errors import bad_input
-from ..numerics.accumulation.audit import SequenceGradients, sequence_gradients
-from ..numerics.accumulation.denominators import compare_denominators, microbatch_window
+from stabilitylab.numerics.accumulation.audit import (
+    SequenceGradients,
+    compare_denominators,
+    microbatch_window,
+    sequence_gradients,
+)
 from ..numerics.accumulation.weights import DENOMINATORS, token_weights
 from ..plot.precision import plot_token_weights
 from ..plot.replay import replay_png
 from ..report.step import audit_html, heading_html, means_html
 from ..run.job import ThreadJob
-from .call import CallLine
 from .figure import picture_box, show_sharp
 from .panel import CommandPanel, JobPanel
-from .parts import SortableTable, StateView, column, on, row
+from .parts import CallLine, SortableTable, StateView, column, on, row
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/14_view_accumulation.ipynb #2c1cd6b7

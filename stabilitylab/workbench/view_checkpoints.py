@@ -18,9 +18,8 @@ from traitlets import HasTraits
 from ..names.errors import bad_input
 from ..report.render import render
 from ..report.step import heading_html, scan_html
-from .call import CallLine
 from .panel import CommandPanel
-from .parts import SortableTable, StateView, column_helps, on, row
+from .parts import CallLine, SortableTable, StateView, column_helps, on, row
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/12_view_checkpoints.ipynb #08e0c51c

@@ -17,9 +17,8 @@ from ..probe.environment import environment, environment_change
 from ..replay.faults import changed_place, recorded_changes
 from ..report.render import render
 from ..run.curves import group_of
-from .call import CallLine, run_lines
 from .panel import beside
-from .parts import SortableTable, StateView, on
+from .parts import CallLine, SortableTable, StateView, on, run_lines
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/17_view_environment.ipynb #387bcb31

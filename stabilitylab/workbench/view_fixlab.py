@@ -27,7 +27,6 @@ from ..trial.arm import Arm
 from ..trial.start import Start
 from ..trial.tasks import TrialState
 from ..trial.trial import TrialResult
-from .call import CallLine
 from .figure import PictureWidget
 from stabilitylab.workbench.fixlab import (
     Choice,
@@ -43,6 +42,7 @@ from stabilitylab.workbench.fixlab import (
 from .fixlab_widgets import ArmLine, ChoiceBox
 from .panel import JobPanel, beside
 from stabilitylab.workbench.parts import (
+    CallLine,
     SortableTable,
     StateView,
     button,

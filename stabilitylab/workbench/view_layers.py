@@ -17,9 +17,8 @@ from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
 from ..report.words import spaced
 from ..run.attempts import surviving_rows
-from .call import CallLine, run_lines
 from .figure import PictureWidget, picture_box, show_sharp
-from .parts import StateView, on, refill, row
+from .parts import CallLine, StateView, on, refill, row, run_lines
 from .state import WorkbenchState, reveal, steer
 
 # %% ../../nbs/api/workbench/10_view_layers.ipynb #37a0e0e4

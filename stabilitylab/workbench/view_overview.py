@@ -19,16 +19,15 @@ from ..fixes.registry import fix, fixes
 from ..names.findings import FINDING_KINDS
 from ..plot.findings import flags_of, panels_of
 from ..plot.look import x_axes
-from ..plot.picture import in_range
-from ..plot.svg import page_svg
+from ..plot.picture import in_range, page_svg
 from ..plot.theme import COLOURS
 from ..report.content import steps_text
 from ..report.html import finding_card
 from ..report.render import render
 from ..report.words import spaced
-from .call import CallLine, run_lines
 from .figure import PictureWidget
 from stabilitylab.workbench.parts import (
+    CallLine,
     SortableTable,
     StateView,
     button,
@@ -36,6 +35,7 @@ from stabilitylab.workbench.parts import (
     on,
     refill,
     row,
+    run_lines,
     set_visible,
 )
 from stabilitylab.workbench.state import (

@@ -31,10 +31,10 @@ from ..report.render import render
 from ..report.replay import foresight_html, replay_html
 from ..run.job import JobState
 from ..run.recording import Recording
-from .call import CallLine
 from .figure import PictureWidget, picture_box, show_sharp
 from .panel import JobPanel, panel_html
 from stabilitylab.workbench.parts import (
+    CallLine,
     StateView,
     StepChoice,
     column,

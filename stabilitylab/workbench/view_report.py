@@ -27,9 +27,8 @@ from stabilitylab.report.screen import (
 )
 from ..report.trial import trial_sheet
 from ..run.job import ThreadJob
-from .call import CallLine
 from .panel import JobPanel
-from .parts import StateView, on
+from .parts import CallLine, StateView, on
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/18_view_report.ipynb #b87224b4

@@ -24,16 +24,17 @@ from ..replay.find_setup import setup_files
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording
 from ..run.scalars import series, series_names
-from .call import CallLine, run_lines
 from .figure import picture_box, show_sharp
 from .panel import CommandPanel
 from stabilitylab.workbench.parts import (
+    CallLine,
     StateView,
     StepChoice,
     first_error,
     on,
     refill,
     row,
+    run_lines,
     set_visible,
     step_box,
 )

@@ -27,10 +27,17 @@ from ..report.screen import opened_setting
 from ..report.words import number, spaced
 from ..run.curves import loss_name
 from ..run.scalars import series
-from .call import CallLine, runs_lines
 from .figure import PictureWidget
 from .panel import beside
-from .parts import SortableTable, StateView, on, refill, set_visible
+from stabilitylab.workbench.parts import (
+    CallLine,
+    SortableTable,
+    StateView,
+    on,
+    refill,
+    runs_lines,
+    set_visible,
+)
 from .state import WorkbenchState, steer
 
 # %% ../../nbs/api/workbench/09_view_runs.ipynb #20c66740

@@ -8,9 +8,8 @@ __all__ = ['SeriesView']
 # %% ../../nbs/api/workbench/19_view_series.ipynb #d5007f19
 from ..detect.findings import Findings
 from ..report.render import render
-from ..run.summary import summary
-from .call import CallLine, run_lines
-from .parts import SortableTable, StateView, on
+from ..run.scalars import summary
+from .parts import CallLine, SortableTable, StateView, on, run_lines
 from .state import WorkbenchState
 
 # %% ../../nbs/api/workbench/19_view_series.ipynb #dd403410

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stabilitylab.workbench.call import CallLine
+from stabilitylab.workbench.parts import CallLine
 
 CALL = 'run = read_log("train.log")\nplot_findings(run)'
 PAGE = """

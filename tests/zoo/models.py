@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.text import stdlib_bytes
+from stabilitylab.models.tasks import stdlib_bytes
 
 SEQ, CLASSES = 32, 10
 _TEXT: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from stabilitylab.fixes.training import Training
 from stabilitylab.models.attention import Attention
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.text import byte_batches, stdlib_bytes
+from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 
 # Settings
 

@@ -15,7 +15,7 @@ import torch
 from reproductions.results import Check, Result
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.models.text import byte_batches, stdlib_bytes
+from stabilitylab.models.tasks import byte_batches, stdlib_bytes
 from stabilitylab.replay.resume import rerun_verdict
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.step import replay

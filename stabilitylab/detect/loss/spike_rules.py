@@ -17,8 +17,7 @@ import xarray as xr
 from .spikes import out_of_range
 from ...names.errors import InputError, bad_input
 from ...run.curves import loss_curve
-from ...run.intervals import stretches
-from ...run.rolling import MAD_TO_SD, before
+from ...run.rolling import MAD_TO_SD, before, stretches
 
 # %% ../../../nbs/api/detect/loss/21_spike_rules.ipynb #e48ebb0d
 class Rule(NamedTuple):

@@ -17,8 +17,7 @@ from ..phrase import evidence_words
 from ..restarts import split_runs
 from ...run.attempts import attempts, rolled_back_at, with_history
 from ...run.curves import Curve, curve, loss_curve, step_interval
-from ...run.intervals import stretches
-from ...run.rolling import before, level_and_noise
+from ...run.rolling import before, level_and_noise, stretches
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #f03fe904
 def _print_step(value: np.ndarray) -> float:

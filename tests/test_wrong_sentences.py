@@ -1,0 +1,66 @@
+"Sentences that were wrong of programs seen for the first time: one test a class."
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from stabilitylab.cases.samples import sample
+from stabilitylab.detect.causes import ranked_causes
+from stabilitylab.detect.findings import Finding
+from stabilitylab.detect.learning_rate import loss_after_jump
+from stabilitylab.detect.likely_cause import _is_older
+from stabilitylab.detect.phrase import evidence_words, explain
+from stabilitylab.names.errors import InputError
+from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.rounded_step import step_precision
+from stabilitylab.replay.swap import _highest_words
+from tests.test_detect_decisions import run_of
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "at step 25"), (3, "from step 25 on")])
+def test_a_single_value_that_is_no_number_is_dated_at_its_step(count, words):
+    evidence = {"count": count, "of": 40}
+    finding = Finding("non_finite", "warning", 25, end=25, series="loss", evidence=evidence)
+    assert explain(finding).startswith(f"{count} of 40 values of loss") and words in explain(finding)
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(3.13, True), (2.6, False)])
+def test_a_batch_whose_loss_is_highest_from_every_state_is_not_like_the_others(last, is_told):
+    loss = np.array([[2.575, 2.552, 2.526, 2.621, last], [2.522, 2.491, 2.445, 2.56, last]])
+    words = _highest_words(xr.Dataset({"loss": (("state", "batch"), loss)}))
+    assert ("highest loss from every state" in words) == is_told
+
+
+@pytest.mark.parametrize(("first", "is_cause"), [(0.085, False), (1.02, True)])
+def test_a_task_is_trivial_only_where_the_loss_began_as_a_cross_entropy_does(first, is_cause):
+    facts = {"embeds": (1.0, None), "end_over_chance": (0.01, 45), "first_over_chance": (first, 0)}
+    assert ("wrong_mask" in [cause.id for cause in ranked_causes(facts)]) == is_cause
+
+
+@pytest.mark.parametrize(("rise", "is_older"), [(42, True), (0, False)])
+def test_a_lack_from_the_start_is_no_cause_of_a_later_rise(rise, is_older):
+    lack = Finding("no_gradient", "warning", 0, modules=("eps",))
+    assert _is_older(lack, [lack, Finding("divergence", "info", rise, end=49)]) == is_older
+
+
+@pytest.mark.parametrize(("spike", "blames_batches"), [(26, False), (3, True)])
+def test_a_single_record_after_a_jump_of_the_rate_is_no_sign_of_a_batch(spike, blames_batches):
+    jump = Finding("lr_jump", "warning", 25)
+    evidence = {"steps": [spike], "note": evidence_words("bad batches")}
+    run = run_of(loss=np.ones(60), lr=np.where(np.arange(60) < 25, 1e-3, 3e-2))
+    _, single = loss_after_jump(run, [jump, Finding("loss_spike", "info", spike, evidence=evidence)])
+    assert ("note" in single.evidence) == blames_batches
+
+
+def test_a_loss_that_no_parameter_reaches_and_a_draft_left_open_are_told_as_such(monkeypatch):
+    path = sample("lm_high_lr")
+    setup = setup_of(path)
+    for loss, words in ((lambda model, batch: torch.ones(1), "depends on no parameter"),):
+        monkeypatch.setattr(
+            "stabilitylab.replay.rounded_step.setup_of", lambda *_, loss=loss: replace(setup, loss=loss)
+        )
+        with pytest.raises(InputError, match=words):
+            step_precision(path, 337)
