@@ -174,6 +174,10 @@ def setup():
     return Setup(Attention, loss, adam)
 
 
+def setup_of_another_loss():
+    return Setup(Attention, lambda model, batch: 3 * loss(model, batch), adam)
+
+
 def setup_of_float32():
     return Setup(lambda: Attention(makes_float32=True), loss, adam)
 """
@@ -195,6 +199,10 @@ def test_float_inputs_and_a_gradient_that_is_zero_but_for_rounding(tmp_path):
             recorder.step(loss)
     precision = step_precision(run, 3, f"{tmp_path / 'program.py'}:setup")
     assert set(precision.casts) == {"as recorded", "with weights in bf16"} and not precision.left_out
+    other = step_precision(run, 3, f"{tmp_path / 'program.py'}:setup_of_another_loss")
+    assert not precision.warning and "  warning    this replay is not the recorded step" in step_text(
+        other.to_dict()
+    )
     bias, weight = precision.eps["k.bias"], precision.eps["k.weight"]
     assert bias.ratio < 10 and bias.regime == "no gradient" and "leave eps" in bias.advice
     epsilon = step_text(precision.to_dict()).partition("epsilon")[2].partition("\n")[0]

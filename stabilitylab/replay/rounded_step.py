@@ -22,11 +22,14 @@ from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .find_setup import setup_of
-from .snapshot import load_batch, load_snapshot
+from .retrace import retrace
+from .setup_check import check_setup
+from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
 from .user_code import faults_in_one_line
 from ..run.job import report_progress
+from ..run.recording import opened
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +48,7 @@ class StepPrecision:
     # one row per module, columns as `scale_overflows`; None if scaled_dot_product_attention is not called
     attention: pd.DataFrame | None
     left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
+    warning: str = ""  # why the measured step is not the recorded one; '' where it is
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The results as plain data, with tables as lists of rows."
@@ -57,6 +61,7 @@ class StepPrecision:
             "eps": [{"param": name, **regime._asdict()} for name, regime in self.eps.items()],
             "attention": _rows(self.attention),
             "left_out": self.left_out,
+            "warning": self.warning,
         }
 
 
@@ -178,7 +183,11 @@ def step_precision(
 
 def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecision:
     "The precision that a step of a checked request loses."
-    snapshot, batch = load_snapshot(run, step, setup), load_batch(run, step, setup)
+    if step not in opened(run).box().steps:
+        load_snapshots(run, [step], setup)  # says why not, and which
+    way = retrace(run, step, setup)
+    check = check_setup(run, step, setup, way)
+    snapshot, batch = way.snapshot, load_batch(run, step, setup)
     report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]
     if not math.isfinite(after.loss):
@@ -197,4 +206,5 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
     regimes = _regimes(snapshot, batch, after.gradients, own_eps)
     casts, left_out = _casts(snapshot, model, part, fmt)
     attention = _attention(snapshot, batch)
-    return StepPrecision(str(run), step, fmt, casts, updates, regimes, attention, left_out)
+    warning = "" if check.is_step else check.words
+    return StepPrecision(str(run), step, fmt, casts, updates, regimes, attention, left_out, warning)

@@ -119,6 +119,7 @@ def step_html(
         "view_step",
         casts=result["casts"],
         left_out=result["left_out"],
+        warning=result["warning"],
         tables=tables,
         no_attention=result["attention"] is None,
     )

@@ -260,8 +260,8 @@ _NOTES = {
     " --steps {wanted} or more reach it.",
     "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
-    "no failure": "The run unchanged failed on no seed within {steps} steps: there was no failure to prevent,"
-    " and the verdicts are on the final loss. --steps and --step change where a trial looks.",
+    "no failure": "The run unchanged counts as failed on no seed within {steps} steps, so the verdicts are on"
+    " the final loss. --steps and --step change where a trial looks.",
     "healthy": "Nothing was found that a fix could answer: nothing is tried. --fix NAME tries one.",
     "unfinished": "The arms so far are in {folder}; the same call with --folder and this name resumes them.",
 }
