@@ -166,30 +166,30 @@ def test_many_runs_that_share_are_one_finding_that_names_them():
     assert "run0, run1, run2, run3 and 2 more" in found.explanation
 
 
-def test_a_key_bias_is_not_said_to_be_below_epsilon():
+@pytest.mark.parametrize(
+    ("norm", "share", "named"), [(1e-9, 0.0, []), (1e-9, 1.0, ["b.k.weight"]), (1e-3, 0.0, ["b.k.bias"])]
+)
+def test_a_bias_whose_gradient_is_rounding_is_not_said_to_be_below_epsilon(norm, share, named):
     import xarray as xr
 
     from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
 
-    names = ["b.k.weight", "b.k.bias"]
     labels = {
         "step": np.arange(9),
-        "param": names,
+        "param": ["b.k.weight", "b.k.bias"],
         "kind": ("param", ["attn.k", "attn.k"]),
         "layer": ("param", [0, 0]),
     }
-    told = {"long_name": "below epsilon", "units": "1"}
-    share = np.tile([0.0, 1.0], (9, 1))
-    table = xr.Dataset({"below_eps_frac": (("step", "param"), share, told)}, coords=labels)
-    assert find_grad_below_epsilon(new_run(optimizer=table)) == []
-    assert (
-        len(
-            find_grad_below_epsilon(
-                new_run(optimizer=table.assign(below_eps_frac=table.below_eps_frac * 0 + 1))
-            )
-        )
-        == 1
-    )
+
+    def table(name, of_weight, of_bias):
+        "A variable of the weight and of the bias, the same at every step."
+        values = np.tile([of_weight, of_bias], (9, 1))
+        units = {"long_name": "made", "units": "1"}
+        return xr.Dataset({name: (("step", "param"), values, units)}, coords=labels)
+
+    groups = {"optimizer": table("below_eps_frac", share, 1.0), "gradients": table("grad_norm", 1.0, norm)}
+    findings = find_grad_below_epsilon(new_run(**groups))
+    assert [list(finding.modules) for finding in findings] == [named] * bool(named)
 
 
 def test_the_rules_of_a_record_are_among_the_detectors():
