@@ -553,7 +553,9 @@ def test_nothing_is_said_of_a_loss_that_was_not_recorded(tmp_path):
 
 
 def test_a_precision_that_does_not_exist_is_refused_before_anything_runs(path, monkeypatch):
-    monkeypatch.setattr("stabilitylab.replay.examine.retrace", lambda *_: pytest.fail("the comparison ran"))
+    monkeypatch.setattr(
+        "stabilitylab.replay.setup_check.retrace", lambda *_: pytest.fail("the comparison ran")
+    )
     with pytest.raises(ValueError, match=r"fp4.*bf16_autocast"):
         examine(path, 3, SETUP, precisions=["fp4"])
 

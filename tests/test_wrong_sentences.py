@@ -1,10 +1,9 @@
 "Sentences that were wrong of programs seen for the first time: one test a class."
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 from stabilitylab.cases.samples import sample
@@ -13,8 +12,9 @@ from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.learning_rate import loss_after_jump
 from stabilitylab.detect.likely_cause import _is_older
 from stabilitylab.detect.phrase import evidence_words, explain
+from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.faults import FAULTS
 from stabilitylab.replay.rounded_step import step_precision
 from stabilitylab.replay.swap import _highest_words
 from tests.test_detect_decisions import run_of
@@ -55,12 +55,41 @@ def test_a_single_record_after_a_jump_of_the_rate_is_no_sign_of_a_batch(spike, b
     assert ("note" in single.evidence) == blames_batches
 
 
-def test_a_loss_that_no_parameter_reaches_and_a_draft_left_open_are_told_as_such(monkeypatch):
-    path = sample("lm_high_lr")
-    setup = setup_of(path)
-    for loss, words in ((lambda model, batch: torch.ones(1), "depends on no parameter"),):
-        monkeypatch.setattr(
-            "stabilitylab.replay.rounded_step.setup_of", lambda *_, loss=loss: replace(setup, loss=loss)
-        )
-        with pytest.raises(InputError, match=words):
-            step_precision(path, 337)
+PROGRAM = """
+from dataclasses import replace
+import torch
+from stabilitylab.cases.samples import sample
+from stabilitylab.replay.find_setup import setup_of
+
+def constant(model, batch):
+    return torch.ones(1)
+
+def left_open(model, batch):
+    return model(batch["tokens"]).mean() / accelerator.num_processes
+
+def of_constant():
+    return replace(setup_of(sample("lm_high_lr")), loss=constant)
+
+def of_left_open():
+    return replace(setup_of(sample("lm_high_lr")), loss=left_open)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "words"), [("of_constant", "depends on no parameter"), ("of_left_open", "'accelerator' is not")]
+)
+def test_a_loss_that_no_parameter_reaches_and_a_draft_left_open_are_told_as_such(tmp_path, setup, words):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with pytest.raises(InputError, match=words):
+        step_precision(sample("lm_high_lr"), 337, f"{tmp_path / 'program.py'}:{setup}")
+
+
+def test_a_record_whose_batches_could_not_be_kept_says_why():
+    box = SimpleNamespace(lost={0: "a batch holds objects"})
+    assert "a batch holds objects" in _why_none(SimpleNamespace(box=lambda: box))
+    box.lost = {}
+    assert _why_none(SimpleNamespace(box=lambda: box)) == "it holds none"
+
+
+def test_a_model_in_another_mode_may_also_be_one_without_dropout():
+    assert "set dropout to 0" in FAULTS["mode"].format(words="evaluation")

@@ -98,8 +98,8 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
         start, notes, length = small.start, small.words, small.steps
     if start is None:
         return Plan(None, [], length, notes, suggestions)
-    # what a user names is refused with an error; what was only suggested is left out with a note
     notes = [*notes, *_early_end(start, findings, length)]
+    # what a user names is refused with an error; what was only suggested is left out with a note
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)

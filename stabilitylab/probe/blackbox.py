@@ -113,14 +113,11 @@ def _copied_setting(value: Any) -> Any:
 _PATIENCE = 10.0  # seconds that the training loop waits once for a disk that does not keep up
 
 
-_PAIR = 2  # inputs and labels
-
-
 def _target_count(batch: object) -> int | None:
     "How many labels of a batch count, those below 0 left out; None where it has none by name or as a pair."
     batch = batch_alone(batch)
     candidates = [batch.get(name) for name in ("targets", "labels")] if isinstance(batch, dict) else []
-    if isinstance(batch, (list, tuple)) and len(batch) == _PAIR:
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:  # inputs and labels
         candidates = [batch[1]]
     for labels in candidates:
         if torch.is_tensor(labels) and not labels.is_floating_point():

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from stabilitylab.detect.facts.record_steps import loss_bound
+from stabilitylab.detect.limits import count_limit
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.params import groups_of
 from stabilitylab.probe.rows import StepRow
@@ -120,9 +121,6 @@ class WarningAction:
         self.cut.remove()
 
 
-_SHORT = 20  # losses that give the level, and calm steps after which a jump is a new one
-
-
 class LossJumps:
     "Keeps the steps at which the loss jumped above its level, so that they can be replayed later."
 
@@ -131,7 +129,8 @@ class LossJumps:
         keep: Callable[[int], None],  # called with such a step, in the thread that writes
     ):
         self.keep = keep
-        self.losses: deque[float] = deque(maxlen=_SHORT)  # the last finite ones
+        self.calm = count_limit("short_records")  # steps without a jump after which the next one is new
+        self.losses: deque[float] = deque(maxlen=self.calm)  # the last finite ones, which give the level
         self.high: int | None = None  # last step above its level
 
     def see(
@@ -147,7 +146,7 @@ class LossJumps:
             return []
         bound = loss_bound(np.array(self.losses), len(self.losses))
         if np.isfinite(bound) and not loss <= bound:  # NaN, too
-            if self.high is None or row.step - self.high > _SHORT:
+            if self.high is None or row.step - self.high > self.calm:
                 self.keep(row.step)
             self.high = row.step
         if np.isfinite(loss):

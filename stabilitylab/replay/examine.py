@@ -25,8 +25,8 @@ from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
 from .find_setup import setup_of
 from .rare_tokens import losses_by_frequency
-from .retrace import is_equal, retrace
-from .setup_check import SetupCheck, check_setup
+from .retrace import is_equal
+from .setup_check import SetupCheck, checked_retrace
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, replay
@@ -298,10 +298,7 @@ def _examined(
     "The same, with faults of the setup as they come."
     swap, samples, precisions, modules, states, batches = requested
     say("going back")
-    if step not in path.box().steps:
-        load_snapshots(path, [step], setup)  # says why not, and which
-    way = retrace(path, step, setup)
-    check = check_setup(path, step, setup, way)
+    way, check = checked_retrace(path, step, setup)
     snapshot, batch = way.snapshot, load_batch(path, step, setup)
     say("the step again")
     again, recorded = replay(snapshot, batch), way.steps[-1].recorded.get("loss")

@@ -22,14 +22,12 @@ from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .find_setup import setup_of
-from .retrace import retrace
-from .setup_check import check_setup
-from .snapshot import load_batch, load_snapshots
+from .setup_check import checked_retrace
+from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
 from .user_code import faults_in_one_line
 from ..run.job import report_progress
-from ..run.recording import opened
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -183,10 +181,7 @@ def step_precision(
 
 def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecision:
     "The precision that a step of a checked request loses."
-    if step not in opened(run).box().steps:
-        load_snapshots(run, [step], setup)  # says why not, and which
-    way = retrace(run, step, setup)
-    check = check_setup(run, step, setup, way)
+    way, check = checked_retrace(run, step, setup)
     snapshot, batch = way.snapshot, load_batch(run, step, setup)
     report_progress("the step again", 0.6)
     after, part = replay(snapshot, batch, record=False), batch.parts[0]

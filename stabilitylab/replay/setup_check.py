@@ -29,6 +29,7 @@ from stabilitylab.replay.retrace import (
     retrace,
     rounding_reach,
 )
+from .snapshot import load_snapshots
 from .state import Setup, Snapshot
 from .step import noise_floor, replay
 from ..run.recording import Recording, opened
@@ -262,3 +263,16 @@ def check_setup(
         checks=checks,
         missing=tuple(check.name for check in checks if check.state == "not recorded"),
     )
+
+# %% ../../nbs/api/replay/14_setup_check.ipynb #c4ecked1
+def checked_retrace(
+    path: str | Path | Recording,  # folder of a record with a black box
+    step: int,  # optimizer step
+    setup: Setup,  # setup that builds the model and runs its steps
+) -> tuple[Retrace, SetupCheck]:  # the steps from the last snapshot on, compared with the record
+    "Goes back to a step; raises where it cannot be replayed."
+    recording = opened(path)
+    if step not in recording.box().steps:
+        load_snapshots(recording, [step], setup)  # says why not, and which
+    way = retrace(recording, step, setup)
+    return way, check_setup(recording, step, setup, way)

@@ -70,8 +70,8 @@ def _change_point(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
 # %% ../../../nbs/api/detect/layers/15_growth.ipynb #207b8fb7
 def _is_jump(log: np.ndarray, rise: float) -> bool:
     "Whether most of a rise lies within two records, single records left out."
-    middle = np.median(np.lib.stride_tricks.sliding_window_view(log, 3), axis=1) if len(log) > 4 else log
-    return bool((middle[2:] - middle[:-2] > limit("majority") * rise).any())
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(log, 3), axis=1)
+    return bool((medians[2:] - medians[:-2] > limit("majority") * rise).any())
 
 
 def sustained_growth(

@@ -116,8 +116,8 @@ def find_grad_below_epsilon(
 
 def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     "Biases with a gradient of zero but for rounding: those of keys, and those before a batch norm."
-    gradients = group_of(run, "gradients")
-    if gradients is None or "grad_norm" not in gradients:
+    gradients = group_of(run, "gradients", "grad_norm")
+    if gradients is None:
         return np.zeros(len(params), bool)
     usual = median_of_finite(gradients.grad_norm.values)
     noise = gradients.param.values.astype(str)[usual < np.finfo(np.float32).eps * np.nanmax(usual)]
