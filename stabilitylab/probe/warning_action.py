@@ -120,39 +120,6 @@ class WarningAction:
         "Take the hooks off."
         self.cut.remove()
 
-
-class LossJumps:
-    "Keeps the steps at which the loss jumped above its level, so that they can be replayed later."
-
-    def __init__(
-        self,
-        keep: Callable[[int], None],  # called with such a step, in the thread that writes
-    ):
-        self.keep = keep
-        self.calm = count_limit("short_records")  # steps without a jump after which the next one is new
-        self.losses: deque[float] = deque(maxlen=self.calm)  # the last finite ones, which give the level
-        self.high: int | None = None  # last step above its level
-
-    def see(
-        self,
-        row: StepRow,  # a step as the writer has it
-    ) -> list[tuple]:  # no event
-        "Looks at the loss of one step; of jumps close to each other only the first is kept."
-        loss = row.scalars.get("loss")
-        if loss is None:
-            return []
-        if self.losses and loss <= max(self.losses):  # most steps: no jump, or one that is not the first
-            self.losses.append(loss)
-            return []
-        bound = loss_bound(np.array(self.losses), len(self.losses))
-        if np.isfinite(bound) and not loss <= bound:  # NaN, too
-            if self.high is None or row.step - self.high > self.calm:
-                self.keep(row.step)
-            self.high = row.step
-        if np.isfinite(loss):
-            self.losses.append(loss)
-        return []
-
 # %% ../../nbs/api/probe/23_warning_action.ipynb #201290e3
 def warning_action(
     recorder: Any,  # a `Recorder` that is being opened
@@ -192,3 +159,36 @@ def raise_bad(
         raise FloatingPointError(f"step {step}: a value is not finite, but the record does not say where")
     location = f"{bad['tensor']} of {bad['module']} {bad['dtype']}"
     raise FloatingPointError(f"step {step}: first non-finite value is the {location}")
+
+# %% ../../nbs/api/probe/23_warning_action.ipynb #1055a002
+class LossJumps:
+    "Keeps the steps at which the loss jumped above its level, so that they can be replayed later."
+
+    def __init__(
+        self,
+        keep: Callable[[int], None],  # called with such a step, in the thread that writes
+    ):
+        self.keep = keep
+        self.calm = count_limit("short_records")  # steps without a jump after which the next one is new
+        self.losses: deque[float] = deque(maxlen=self.calm)  # the last finite ones, which give the level
+        self.high: int | None = None  # last step above its level
+
+    def see(
+        self,
+        row: StepRow,  # a step as the writer has it
+    ) -> list[tuple]:  # no event
+        "Looks at the loss of one step; of jumps close to each other only the first is kept."
+        loss = row.scalars.get("loss")
+        if loss is None:
+            return []
+        if self.losses and loss <= max(self.losses):  # most steps: no jump, or one that is not the first
+            self.losses.append(loss)
+            return []
+        bound = loss_bound(np.array(self.losses), len(self.losses))
+        if np.isfinite(bound) and not loss <= bound:  # NaN, too
+            if self.high is None or row.step - self.high > self.calm:
+                self.keep(row.step)
+            self.high = row.step
+        if np.isfinite(loss):
+            self.losses.append(loss)
+        return []
