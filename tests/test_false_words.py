@@ -642,6 +642,25 @@ def test_rounding_noise_of_a_gradient_does_not_explode():
         assert bool(find_param_grad_explosion(tree)) is is_reported
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [1e15, 1e25, 1e36])
+def test_statistics_whose_square_float32_cannot_hold_are_read_like_others(factor):
+    "A rate that blew up: norms of 1e25 are recorded in float32, and their square was inf with a warning."
+    run = sl.open_run(sample("lm_high_lr"))
+    for name in ("gradients", "weights", "updates", "activations", "optimizer"):
+        group = run.get(name)
+        if group is None:
+            continue
+        data = group.to_dataset()
+        for variable, values in data.data_vars.items():
+            if values.dtype == np.float32:
+                blown = values.copy()
+                blown[-5:] = np.minimum(np.abs(values[-5:]) * factor, np.finfo(np.float32).max)
+                data[variable] = blown
+        run[name] = xr.DataTree(data)
+    assert "grad_norm_explosion" in {f.kind for f in diagnose(run)}
+
+
 def test_a_single_high_record_is_not_laid_on_its_batch():
     "A recurrent network: by the swap test neither batch nor state was bad alone, `bad batches` was told."
     loss = 2 + 0.01 * np.random.default_rng(0).standard_normal(200)

@@ -50,7 +50,8 @@ def find_param_grad_explosion(
 
 def _stands(norms: np.ndarray, row: int) -> bool:
     "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
-    total = np.sqrt(np.square(norms).sum(axis=1))
+    # a float32 norm beyond 1.8e19 has no float32 square
+    total = np.sqrt(np.square(norms.astype(float)).sum(axis=1))
     return bool((total[row:] < limit("threefold") * np.nanmax(total[:row])).all())
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ce535e98
