@@ -23,7 +23,7 @@ from .growth import growth_evidence
 from ..learning_rate import rate_at
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
-from ...run.curves import curve, group_of
+from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
@@ -151,9 +151,7 @@ def find_no_gradient(
 
 def _lacks_gradients(run: xr.DataTree) -> bool:
     "Whether the Recorder notes that it stopped reading gradients."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str)
-    return any(re.match("gradients (of .+ )?missing from step ", text) for text in texts)
+    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
 
 
 def _weight_beside(name: str) -> str:
@@ -217,8 +215,7 @@ def find_without_optimizer(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Trainable parameters that are in no optimizer."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str).tolist()
+    texts = [text for _, text in event_texts(run)]
     forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
     names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
     if not names:
