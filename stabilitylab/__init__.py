@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from .names.display import register_renderer
+from .names.encode import register_renderer
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _MODULES = {
     "detect.findings": ("Finding", "Findings"),
     "detect.loss.spike_rules": ("OnlineRule", "compare_rules"),
     "investigation.loop": ("investigate",),
-    "investigation.opening": ("open_recordings",),
+    "investigation.plan": ("open_recordings",),
     "knowledge.phenomena": ("contradictions", "phenomena"),
     "knowledge.remedies": ("remedies_for", "remedies_table"),
     "run.loss_scale": ("read_loss_scale",),

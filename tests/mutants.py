@@ -347,7 +347,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="so many mutants, the same each time; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--minutes", type=float, default=10, help="no further mutant is tried after so many")
-    parser.add_argument("--only", default="", help="those whose 'place:change' this pattern matches; nothing is stored")
+    parser.add_argument(
+        "--only", default="", help="those whose 'place:change' this pattern matches; nothing is stored"
+    )
     chosen = parser.parse_args()
     files = [str(path) for name in FILES if (path := ROOT / "tests" / name).exists()]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow or findings", *files]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from .opening import open_recordings
-from .plan import Plan, named_arms, plan_trial
+from .plan import Plan, named_arms, open_recordings, plan_trial
 from ..names.errors import InputError, bad_input
 from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words

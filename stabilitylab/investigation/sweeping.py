@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..detect.diagnose import diagnose
-from .opening import open_recordings
-from .plan import named_arms, recorded_start
+from .plan import named_arms, open_recordings, recorded_start
 from ..names.errors import InputError, bad_input
 from ..run.recording import Recording
 from ..trial.proxy import proxy
