@@ -63,7 +63,7 @@ def _run_replay(
     from stabilitylab.investigation.plan import suspect_step
     from stabilitylab.replay.examine import examine
     from stabilitylab.replay.find_setup import setup_of
-    from stabilitylab.report.replay import replay_text
+    from stabilitylab.report.step import replay_text
 
     shows_progress = sys.stderr.isatty()
 
