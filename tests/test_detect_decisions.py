@@ -11,7 +11,7 @@ from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.growth import sustained_growth
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
-from stabilitylab.detect.layers.parameters import find_lost_updates
+from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_lost_updates
 from stabilitylab.detect.learning_rate import find_lr_jump
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.components import component_losses
@@ -529,3 +529,15 @@ def test_what_to_do_next_is_said_once():
     for log in logs:
         likely = most_likely(diagnose(run_of(**log)))
         assert likely is not None and likely.next and len(set(likely.next)) == len(likely.next)
+
+
+def test_of_parameters_that_are_alike_the_first_are_named_on_every_machine():
+    names = [f"layer.{i:02d}.weight" for i in range(40)]
+    coords = {"step": np.arange(30), "param": names, "kind": ("param", ["mlp.fc1"] * 40)}
+    coords["layer"] = ("param", list(range(40)))
+    share = np.where(np.arange(40) % 3 == 0, 0.9, 1.0)
+    below = (("step", "param"), np.tile(share, (30, 1)), {"long_name": "made", "units": "1"})
+    run = new_run(attrs={"optimizer": "AdamW"}, optimizer=xr.Dataset({"below_eps_frac": below}, coords))
+    (finding,) = find_grad_below_epsilon(run)
+    alike = [name for name, value in zip(names, share, strict=True) if value == 1]
+    assert list(finding.modules) == alike[: len(finding.modules)]

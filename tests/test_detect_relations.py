@@ -48,8 +48,7 @@ from stabilitylab.detect.rollbacks import _rates
 from stabilitylab.detect.severity import lower_severity
 from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.read.crash.incidents import Crash
-from stabilitylab.run.attempts import attempts
-from stabilitylab.run.curves import curve
+from stabilitylab.run.curves import attempts, curve
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 

@@ -33,7 +33,7 @@ from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup
 from stabilitylab.report.content import replay_command
-from stabilitylab.report.replay import replay_text
+from stabilitylab.report.step import replay_text
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.trial import Trial

@@ -14,8 +14,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import count_limit, limit
 from .phrase import evidence_words
-from ..run.attempts import rolled_back_at
-from ..run.curves import Curve, group_of, loss_curve, scalars_of, step_interval
+from ..run.curves import Curve, group_of, loss_curve, rolled_back_at, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
 

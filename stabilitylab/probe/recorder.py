@@ -22,7 +22,7 @@ import torch
 from ..names.errors import InputError
 from .attention.report import AttentionRecording
 from .blackbox import BlackBox, BoxLimits
-from .checks.weight_faults import fault_words, weight_faults
+from .checks.vocabulary import fault_words, weight_faults
 from .draft.loop_values import with_loop_values
 from .draft.setup_template import write_setup
 from .guard import RECORDING, REPLAYED, Guard, transformed, warn_safely, whole_graphs
@@ -30,7 +30,7 @@ from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .params import UPDATES, ParamProbe, groups_of
 from .routers import RouterProbe
-from .scalars import LossScale, StepLoss, clean_scalars
+from .scalars import KeptGradients, LossScale, SkippedSteps, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
     RecorderOptions,
@@ -44,7 +44,6 @@ from stabilitylab.probe.settings import (
     this_rank,
     writes_parameters,
 )
-from .skips import KeptGradients, SkippedSteps
 from .stats import has_bad, stack_rows, to_host, when_ready
 from .trackers import Reports
 from stabilitylab.probe.warning_action import (

@@ -80,7 +80,7 @@ def find_update_rms_excess(
     row, column = divmod(int(np.nanargmax(rms)), rms.shape[1])
     rate = is_over[:, column].mean()
     steps = large.step.values[is_over[:, column]]
-    order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
+    order = np.argsort(-np.nan_to_num(rms).max(axis=0), kind="stable")[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
         # by the step, not the row: a record may begin late or keep every tenth step
@@ -106,7 +106,7 @@ def find_grad_below_epsilon(
     share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
     without = [name for finding in find_no_gradient(run) for name in finding.modules]
     share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
-    order = np.argsort(-share)[: int((share > limit("majority")).sum())]
+    order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
     if not len(order):
         return []
     evidence = {"n": len(order), "share": float(share[order[0]])}
@@ -241,7 +241,7 @@ def find_large_steps(
     if len(large) < count_limit("median_records"):
         return []
     at, lr = large[0], curve(run, "lr")
-    worst = np.argsort(-np.nan_to_num(ratio[at]))
+    worst = np.argsort(-np.nan_to_num(ratio[at]), kind="stable")
     evidence = {"ratio": float(np.nanmax(ratio[at])), "quarter": float(quarter[at]), "steps": len(large)}
     if lr is not None:
         evidence["lr_at_onset"] = rate_at(lr, int(updates.step.values[at]))

@@ -151,7 +151,7 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #d21372f1
 def _level_at(series: Curve, step: int) -> float:
     "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort()
+    nearest = np.abs(series.step - step).argsort(kind="stable")
     return float(np.median(series.value[nearest[: records_in_share(len(series.value), "smooth_share")]]))
 
 
