@@ -765,8 +765,8 @@ LEAKED = np.r_[np.linspace(9, 0.1, 8), np.full(392, 0.002)]
         ({"loss": LEAKED / 9, "perplexity": np.exp(LEAKED / 9)}, 1),
         ({"loss": LEAKED[8:]}, 0),  # the log begins in the middle
         ({"loss": np.r_[LEAKED[:20], np.full(380, 3.0)]}, 0),  # for some records only
-        ({"loss": np.r_[LEAKED[:20], -0.1, LEAKED[20:]]}, 0),  # no likelihood goes below zero
-        ({"loss": np.r_[np.full(100, 9.0), LEAKED]}, 0),  # it took its time
+        ({"loss": np.r_[LEAKED[:20], -0.1, LEAKED[21:]]}, 0),  # no likelihood goes below zero
+        ({"loss": np.r_[np.full(100, 9.0), LEAKED[:300]]}, 0),  # it took its time
         ({"loss": np.full(400, 3.0)}, 0),
         ({"loss": np.full(400, np.nan), "mse_loss": LEAKED}, 0),
     ],
