@@ -19,7 +19,7 @@ from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.loss.spike_rules import RULES
 from stabilitylab.detect.loss.spikes import find_loss_spikes
 from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
-from stabilitylab.detect.metrics import find_quantized_loss
+from stabilitylab.detect.metrics import find_quantized_loss, find_throughput_drop
 from stabilitylab.detect.policy import policy_series
 from stabilitylab.detect.restarts import find_broken_resume, find_changed_settings
 from stabilitylab.detect.speed import find_creeping_steps, find_hang
@@ -159,6 +159,12 @@ def test_a_witness_of_few_values_says_nothing_of_where_a_loss_was_cast(norm, whe
     (finding,) = find_quantized_loss(run_of(loss=coarse, grad_norm=np.float32(grad)))
     words = finding.evidence["likely_cast"]
     assert ("grad_norm" in words or "head" in words) == (where == "head"), words
+
+
+@pytest.mark.parametrize(("n", "told"), [(100, 1), (50, 0)])
+def test_a_slow_stretch_needs_records_before_it_and_in_it(n, told):
+    times = np.where(np.arange(n) < n // 2, 0.5, 1.5)
+    assert len(find_throughput_drop(run_of(loss=noisy(3, n), step_time=times))) == told
 
 
 @pytest.mark.parametrize("name", ["step_time", "throughput"])

@@ -211,6 +211,10 @@ def test_a_loss_scale_of_one_scales_nothing(scale, expected):
     assert facts_of(data, "scaled") == [expected]
 
 
+def test_a_record_from_the_middle_of_a_run_says_nothing_of_its_start():
+    assert facts_of(ordinary(), "fall", "first_over_chance", step=np.arange(N) + 500) == [None, None]
+
+
 def test_a_first_loss_that_no_such_logits_can_give_is_no_cross_entropy():
     data = ordinary()
     data["scalars"]["loss"][:] = 9.0

@@ -886,3 +886,4 @@ def test_few_records_show_no_number_format(n):
     loss = np.float32(3 + 0.5 * np.random.default_rng(0).normal(size=n))
     coarse = ((loss.view(np.uint32) + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)
     assert len(find_quantized_loss(run_of(loss=coarse.astype(float)))) == (n == 400)
+    assert not find_quantized_loss(run_of(loss=np.full(n, 0.333984375)))  # one number of bf16

@@ -153,7 +153,7 @@ def _output_peak(steps: Steps) -> RunFacts:
     usual = float(np.median(first[:at]))
     # weights that made it so would still be there at the next step
     is_back = first[at + 1] < limit("threefold") * usual
-    if not is_back or usual <= 0:
+    if not is_back:
         return {}
     return {
         "output_peak": (float(passed[at]), steps.step[at]),
