@@ -1,15 +1,20 @@
 "Sentences that were untrue of programs which nobody here had written."
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 
+from stabilitylab import Recorder, diagnose, read_runs
+from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide
+from stabilitylab.trial import start
 from tests.test_detect_decisions import run_of
 
 GRADIENTS = [[0.15, 0.26, 0.12], [0.16, 0.29, 0.13], [0.17, 0.30, 0.14], [1.15, 0.64, 1.27]]
@@ -67,3 +72,44 @@ def test_zeros_of_inactive_units_are_not_below_epsilon(rms, n):
     run["gradients"] = xr.DataTree(xr.Dataset(gradients, coordinates))
     run.attrs["eps"] = 1e-9
     assert len(find_grad_below_epsilon(run)) == n
+
+
+@pytest.mark.parametrize(
+    ("lengths", "accused"), [((10,) * 4, "reused_batches"), ((1,) * 20 + (20,), "repeated_data")]
+)
+def test_a_loop_that_means_to_take_several_steps_on_a_batch_is_no_loader_that_repeats_itself(
+    tmp_path, lengths, accused
+):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=10) as recorder:
+        for length in lengths:
+            data = torch.randn(8, 6), torch.randn(8, 1)
+            for _ in range(length):
+                x, y = recorder.batch(data)
+                loss = (model(x) - y).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                recorder.step(loss)
+    (run,) = read_runs(tmp_path / "run").values()
+    facts = diagnose(run).attrs["evidence"]
+    accusing = {"reused_batches", "repeated_data"} & {cause.id for cause in ranked_causes(facts)}
+    assert accusing == {accused}
+    assert ("same_batch" in facts) == (accused == "repeated_data")
+
+
+@pytest.mark.parametrize(
+    ("kept", "words", "n"),
+    [
+        ([30, 40, *range(50, 70)], "batches of steps 40, 50 to 69, repeated", 21),
+        ([*range(40, 60), *range(65, 70)], "batches of steps 40 to 59, repeated", 20),
+    ],
+)
+def test_a_trial_is_not_dealt_the_bad_batch_alone(monkeypatch, kept, words, n):
+    box = SimpleNamespace(steps=kept)
+    monkeypatch.setattr(start, "opened", lambda path: SimpleNamespace(box=lambda: box))
+    monkeypatch.setattr(start, "setup_of", lambda *_: SimpleNamespace(batches=None))
+    begun = start.Start("run", 40)
+    assert words in begun.words and begun.n_recorded == n

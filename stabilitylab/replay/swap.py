@@ -198,7 +198,7 @@ def _judged_factors(cells: dict[str, np.ndarray], min_factor: float) -> dict[str
 def _without_learning(
     by_name: dict[str, dict[str, float]], cells: dict[str, np.ndarray]
 ) -> dict[str, dict[str, float]]:
-    "The same with no state out of line for a larger gradient, where the state has a lower loss on every batch."
+    "The same with no state out of line for its gradient, where it has a lower loss on every batch."
     gradient = by_name.get("grad_norm")
     if gradient is None or not _has_learned(cells["loss"]):
         return by_name
