@@ -2,16 +2,15 @@
 
 from importlib import import_module
 
-from .names.display import register_renderer
+from .names.encode import register_renderer
 
 __version__ = "0.1.0"
 
 # module -> its public names; loaded at first use, so that `import stabilitylab` needs neither torch nor matplotlib
 _MODULES = {
     "names.glossary": ("define", "glossary"),
-    "numerics.accumulation.accumulator": ("TokenMeanAccumulator",),
+    "numerics.accumulation.weights": ("TokenMeanAccumulator", "make_window", "token_weights"),
     "numerics.accumulation.audit": ("audit_accumulation", "compare_denominators", "microbatch_window"),
-    "numerics.accumulation.weights": ("make_window", "token_weights"),
     "cases.registry": ("case",),
     "checkpoint.open": ("open_checkpoint",),
     "checkpoint.diff": ("diff_checkpoints",),
@@ -22,10 +21,10 @@ _MODULES = {
     "detect.findings": ("Finding", "Findings"),
     "detect.loss.spike_rules": ("OnlineRule", "compare_rules"),
     "investigation.loop": ("investigate",),
-    "investigation.opening": ("open_recordings",),
-    "knowledge.phenomena": ("contradictions", "phenomena"),
-    "knowledge.remedies": ("remedies_for", "remedies_table"),
+    "investigation.plan": ("open_recordings",),
+    "knowledge.remedies": ("contradictions", "phenomena", "remedies_for", "remedies_table"),
     "run.loss_scale": ("read_loss_scale",),
+    "numerics.rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
     "numerics.formats": ("quantise", "spacing", "stochastic_round"),
     "numerics.lattice": ("debias", "lattice"),
     "plot.findings": ("plot_findings",),
@@ -43,8 +42,7 @@ _MODULES = {
     "probe.checks.invariants": ("check_training", "growth_exponents"),
     "probe.checks.forgetting": ("forgetting", "longest_that_fits", "repetition"),
     "probe.checks.positions": ("padding_influence", "shift_invariance"),
-    "probe.checks.vocabulary": ("check_vocabulary", "sizes_to_take"),
-    "probe.checks.weight_faults": ("weight_faults",),
+    "probe.checks.vocabulary": ("check_vocabulary", "sizes_to_take", "weight_faults"),
     "probe.recorder": ("Recorder",),
     "read.follow": ("follow",),
     "read.recognise": ("formats",),
@@ -72,22 +70,19 @@ _MODULES = {
         "loss_rounding",
         "scale_overflows",
     ),
-    "numerics.rounding.loss_cast": ("find_loss_cast",),
-    "numerics.rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
-    "numerics.rounding.lost_updates": ("adam_eps", "lost_updates"),
+    "numerics.rounding.loss_cast": ("adam_eps", "find_loss_cast", "lost_updates"),
     "run.job": ("Job",),
     "run.record": ("new_run", "open_run", "save_run", "validate_run"),
     "run.scalars": ("series", "summary"),
-    "fixes.registry": ("fix", "apply_all"),
+    "fixes.registry": ("apply_all", "fix"),
     "fixes.training": ("Training",),
     "models.config": ("ModelConfig",),
-    "models.decoder": ("LanguageModel",),
-    "models.translation": ("TranslationModel",),
+    "models.decoder": ("LanguageModel", "TranslationModel"),
     "trial.start": ("Start", "last_snapshot_before"),
     "trial.suggest": ("suggest",),
     "trial.trial": ("Trial",),
     "trial.proxy": ("proxy",),
-    "trial.recipe": ("Recipe",),
+    "trial.settings": ("Recipe",),
     "trial.sweep": ("Sweep", "sweep"),
     "plot.trial": ("plot_trial",),
     "workbench.tabs": ("Workbench",),

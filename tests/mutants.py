@@ -303,7 +303,7 @@ class Mutants:
         checks = {name: c for name, c in checks.items() if not name.startswith(NOT_BEHAVIOUR)}
         modules = [path for path in sorted(DETECT.rglob("*.py")) if path.stem not in ("__init__", "limits")]
         mutants = [*limit_mutants(), *(m for path in modules for m in condition_mutants(path))]
-        chosen = [m for m in mutants if self.only in m.place + ":" + m.change]
+        chosen = [m for m in mutants if re.search(self.only, m.place + ":" + m.change)]
         order = {(m.place, m.change): i for i, m in enumerate(mutants)}
         random.Random(self.seed).shuffle(chosen)  # where time runs out, what was tried is a fair sample too
         chosen = chosen[: self.sample or None]
@@ -347,7 +347,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=200, help="so many mutants, the same each time; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--minutes", type=float, default=10, help="no further mutant is tried after so many")
-    parser.add_argument("--only", default="", help="those with this in 'place:change'; nothing is stored")
+    parser.add_argument(
+        "--only", default="", help="those whose 'place:change' this pattern matches; nothing is stored"
+    )
     chosen = parser.parse_args()
     files = [str(path) for name in FILES if (path := ROOT / "tests" / name).exists()]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow or findings", *files]

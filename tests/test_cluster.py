@@ -19,7 +19,7 @@ from stabilitylab.detect.cross_run import _common_steps
 from stabilitylab.names.errors import InputError, MissingExtra
 from stabilitylab.read.runs import read_runs
 from stabilitylab.run.cluster import as_client, job_script, make_cluster, map_on, n_workers
-from stabilitylab.trial.recipe import Recipe
+from stabilitylab.trial.settings import Recipe
 from stabilitylab.trial.sweep import Sweep
 
 distributed = pytest.importorskip("distributed", reason="SKIPPED: distributed is absent")

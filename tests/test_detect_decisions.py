@@ -11,7 +11,7 @@ from stabilitylab.detect.cross_run import compare_runs
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.growth import sustained_growth
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
-from stabilitylab.detect.layers.parameters import find_lost_updates
+from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_lost_updates
 from stabilitylab.detect.learning_rate import find_lr_jump
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.components import component_losses
@@ -19,7 +19,7 @@ from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.loss.spike_rules import RULES
 from stabilitylab.detect.loss.spikes import find_loss_spikes
 from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
-from stabilitylab.detect.metrics import find_quantized_loss
+from stabilitylab.detect.metrics import find_quantized_loss, find_throughput_drop
 from stabilitylab.detect.policy import policy_series
 from stabilitylab.detect.restarts import find_broken_resume, find_changed_settings
 from stabilitylab.detect.speed import find_creeping_steps, find_hang
@@ -135,6 +135,7 @@ def test_a_setting_that_only_one_pass_logged_is_no_change():
     both = np.r_[np.full(50, 1e-3), np.full(50, 1e-4)]
     loss = noisy(3, 100)
     assert not find_changed_settings(run_of(restarts=[50], loss=loss, lr=lr))
+    assert not find_changed_settings(run_of(restarts=[50], loss=loss, lr=lr[::-1]))
     assert len(find_changed_settings(run_of(restarts=[50], loss=loss, lr=both))) == 1
 
 
@@ -149,14 +150,21 @@ def test_a_copy_is_told_from_a_run_that_parted():
     assert [f.evidence["same_until"] for f in parted if "same_until" in f.evidence] == [199]
 
 
-@pytest.mark.parametrize(("norm", "where"), [("full", "head"), ("few", "anywhere")])
+@pytest.mark.parametrize(("norm", "where"), [("full", "head"), ("few", "anywhere"), ("half", "anywhere")])
 def test_a_witness_of_few_values_says_nothing_of_where_a_loss_was_cast(norm, where):
     loss = np.float32(np.linspace(3.4, 3.2, 400) + 0.02 * rng(0).normal(size=400))
     coarse = np.float32(np.asarray((loss.view(np.uint32) + 0x8000) & 0xFFFF0000, np.uint32).view(np.float32))
-    grad = rng(1).normal(1, 0.1, 400) if norm == "full" else np.resize([0.123456, 0.234567, 0.7654321], 400)
+    full, few = rng(1).normal(1, 0.1, 400), np.resize([0.123456, 0.234567, 0.7654321], 400)
+    grad = {"full": full, "few": few, "half": np.float16(full)}[norm]
     (finding,) = find_quantized_loss(run_of(loss=coarse, grad_norm=np.float32(grad)))
     words = finding.evidence["likely_cast"]
     assert ("grad_norm" in words or "head" in words) == (where == "head"), words
+
+
+@pytest.mark.parametrize(("n", "told"), [(100, 1), (50, 0)])
+def test_a_slow_stretch_needs_records_before_it_and_in_it(n, told):
+    times = np.where(np.arange(n) < n // 2, 0.5, 1.5)
+    assert len(find_throughput_drop(run_of(loss=noisy(3, n), step_time=times))) == told
 
 
 @pytest.mark.parametrize("name", ["step_time", "throughput"])
@@ -529,3 +537,15 @@ def test_what_to_do_next_is_said_once():
     for log in logs:
         likely = most_likely(diagnose(run_of(**log)))
         assert likely is not None and likely.next and len(set(likely.next)) == len(likely.next)
+
+
+def test_of_parameters_that_are_alike_the_first_are_named_on_every_machine():
+    names = [f"layer.{i:02d}.weight" for i in range(40)]
+    coords = {"step": np.arange(30), "param": names, "kind": ("param", ["mlp.fc1"] * 40)}
+    coords["layer"] = ("param", list(range(40)))
+    share = np.where(np.arange(40) % 3 == 0, 0.9, 1.0)
+    below = (("step", "param"), np.tile(share, (30, 1)), {"long_name": "made", "units": "1"})
+    run = new_run(attrs={"optimizer": "AdamW"}, optimizer=xr.Dataset({"below_eps_frac": below}, coords))
+    (finding,) = find_grad_below_epsilon(run)
+    alike = [name for name, value in zip(names, share, strict=True) if value == 1]
+    assert list(finding.modules) == alike[: len(finding.modules)]

@@ -104,6 +104,9 @@ def test_an_input_that_is_no_number_is_told_where_all_was_well_before(group, nam
     data["activations"]["nonfinite_count"][40:, 0] = 3
     data[group][name][at] = value
     assert facts_of(data, "input_nonfinite") == [expected]
+    if name != "loss":
+        del data[group][name]
+        assert facts_of(data, "input_nonfinite") == [None]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,8 @@ def test_a_weight_that_moved_by_more_than_its_update_was_written_to():
     assert facts_of(data, "weight_moved", step=step)[0][0] == 0
     data["weights"]["nonfinite_count"][30:, 2] = 1  # its norm counts finite entries only
     assert facts_of(data, "weight_moved")[0][0] == 0
+    del data["updates"]["update_norm"]
+    assert facts_of(data, "weight_moved") == [None]
 
 
 def test_a_part_that_outgrows_the_others_is_measured_against_them():
@@ -193,6 +198,8 @@ def test_early_updates_are_the_second_largest_of_matrices_and_need_five_steps():
     assert facts_of(data, "early_update") == [None]
     vectors = {name: (4,) for name in SHAPES}
     assert facts_of(ordinary(), "early_update", shapes=vectors) == [None]
+    lone = vectors | {"head.weight": (10, 4)}  # no other matrix to compare it with
+    assert facts_of(ordinary(), "early_update", "head_update", shapes=lone) == [(0.002, 0), None]
 
 
 @pytest.mark.parametrize(
@@ -204,10 +211,16 @@ def test_a_loss_scale_of_one_scales_nothing(scale, expected):
     assert facts_of(data, "scaled") == [expected]
 
 
+def test_a_record_from_the_middle_of_a_run_says_nothing_of_its_start():
+    assert facts_of(ordinary(), "fall", "first_over_chance", step=np.arange(N) + 500) == [None, None]
+
+
 def test_a_first_loss_that_no_such_logits_can_give_is_no_cross_entropy():
     data = ordinary()
     data["scalars"]["loss"][:] = 9.0
     assert facts_of(data, "first_over_chance") == [None]
+    shapes = SHAPES | {"tied.weight": (10, 4)}  # whose outputs are not recorded
+    assert facts_of(data, "first_over_chance", shapes=shapes) == [(3.91, 0)]
     data["activations"]["absmax"][:] = 4.0  # ln(10) + 2 * 4 is above 9
     assert facts_of(data, "first_over_chance") == [(3.91, 0)]
 
@@ -228,6 +241,8 @@ def test_a_jump_of_the_loss_has_what_came_before_it():
     assert jump[0] == pytest.approx(6.2, abs=0.3) and jump[1] == 40 and forward == (1, 40)
     data["gradients"]["grad_norm"][55] *= 100
     assert facts_of(data, "lone_event", "grad_jumps") == [(0, 40), (2, 39)]
+    data["gradients"]["grad_norm"][39:41] = np.nan
+    assert facts_of(data, "grad_jump") == [None]
 
 
 def test_a_loss_that_dipped_before_its_jump_had_learned_another_task():
@@ -239,6 +254,8 @@ def test_a_loss_that_dipped_before_its_jump_had_learned_another_task():
     plain = ordinary()
     plain["scalars"]["loss"][46] *= 4
     assert facts_of(plain, "dip", "low_before") == [(1, 46), (1, 46)]
+    plain["scalars"]["loss"][46:] = np.nan
+    assert facts_of(plain, "dip", "low_before", "nonfinite") == [None, None, (0.233, None)]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,14 @@ from stabilitylab.detect.loss.spikes import (
     _is_low_record,
     _is_tail_end,
 )
-from stabilitylab.detect.metrics import find_length_bias, find_loss_scale_collapse, rank_correlation
+from stabilitylab.detect.loss.trend import _plateau_to_the_end, find_leak, find_level_shift
+from stabilitylab.detect.metrics import (
+    find_grad_norm_explosion,
+    find_length_bias,
+    find_loss_scale_collapse,
+    find_quantized_loss,
+    rank_correlation,
+)
 from stabilitylab.detect.relations import (
     drop_explained_not_learning,
     grad_norm_and_loss,
@@ -45,11 +52,11 @@ from stabilitylab.detect.relations import (
 )
 from stabilitylab.detect.restarts import split_runs
 from stabilitylab.detect.rollbacks import _rates
+from stabilitylab.detect.settings import changes_and_events, find_setting_effects
 from stabilitylab.detect.severity import lower_severity
 from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.read.crash.incidents import Crash
-from stabilitylab.run.attempts import attempts
-from stabilitylab.run.curves import curve
+from stabilitylab.run.curves import attempts, curve
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -736,10 +743,147 @@ def test_only_matrices_of_a_block_are_too_wide_at_the_start(kind, shape, n):
     assert not find_wide_init(new_run(scalars, attrs={"shapes": {"w": shape}}, weights=late))
 
 
-@pytest.mark.parametrize(("again", "n"), [(0, 2), (150, 1)])
-def test_a_log_holds_another_run_where_the_steps_begin_anew(again, n):
+@pytest.mark.parametrize(("again", "level", "n"), [(0, None, 2), (150, 1.3, 1), (0, 1.3, 2), (0, 1.0, 1)])
+def test_a_log_holds_another_run_where_the_steps_begin_anew(again, level, n):
     fall = 1 + 4 * np.exp(-np.arange(200) / 30)
-    resumed = np.full(200, 1.3) if again else fall
+    resumed = fall if level is None else np.full(200, level)
     samples = Samples(np.r_[0:200, again : again + 200], np.r_[fall, resumed])
     run = new_run(make_scalars({"loss": samples}, restarts=np.array([200], np.int64)))
     assert len(split_runs(curve(run, "loss"))) == n
+
+
+LEAKED = np.r_[np.linspace(9, 0.1, 8), np.full(392, 0.002)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "n"),
+    [
+        ({}, 1),
+        ({"val_loss": np.full(400, 0.002)}, 1),
+        ({"val_loss": np.full(400, 3.0)}, 0),  # it learned the training data by heart
+        ({"loss": LEAKED / 9}, 0),  # so few answers are learned in no time
+        ({"loss": LEAKED / 9, "perplexity": np.exp(LEAKED / 9)}, 1),
+        ({"loss": LEAKED[8:]}, 0),  # the log begins in the middle
+        ({"loss": np.r_[LEAKED[:20], np.full(380, 3.0)]}, 0),  # for some records only
+        ({"loss": np.r_[LEAKED[:20], -0.1, LEAKED[21:]]}, 0),  # no likelihood goes below zero
+        ({"loss": np.r_[np.full(100, 9.0), LEAKED[:300]]}, 0),  # it took its time
+        ({"loss": np.full(400, 3.0)}, 0),
+        ({"loss": np.full(400, np.nan), "mse_loss": LEAKED}, 0),
+    ],
+)
+def test_a_text_whose_loss_is_zero_almost_at_once_leaks(changes, n):
+    told = find_leak(run_of(**{"loss": LEAKED} | changes))
+    assert [f.evidence["records_until"] for f in told] == [8] * n
+
+
+@pytest.mark.parametrize(
+    ("loss", "n"),
+    [
+        (np.r_[np.linspace(4, 2, 2000), np.full(4000, 2.0)], 1),
+        (np.r_[np.linspace(4, 2, 3400), np.full(2600, 2.0)], 0),  # less than half of it
+        (np.r_[np.linspace(4, 2, 800), np.full(1600, 2.0)], 0),  # too few steps
+        (np.r_[np.linspace(0.4, 0.05, 2000), np.full(4000, 0.05)], 0),  # nowhere to go
+        (np.r_[np.linspace(2.4, 2, 2000), np.full(4000, 2.0)], 0),  # it had hardly fallen before
+        (np.linspace(4, 2, 6000), 0),
+    ],
+)
+def test_a_loss_that_stood_still_to_the_end_had_fallen_and_could_fall(loss, n):
+    samples = Samples(np.arange(len(loss)), loss)
+    assert len(_plateau_to_the_end(curve(new_run(make_scalars({"loss": samples})), "loss"))) == n
+
+
+@pytest.mark.parametrize(
+    ("changes", "restart", "n"),
+    [
+        ({}, None, 1),
+        ({"loss": np.full(150, 3.0)}, None, 0),  # too short to judge
+        ({}, 350, 0),  # restarts tell of their changes
+        ({"loss": np.full(400, np.nan)}, None, 0),
+    ],
+)
+def test_a_setting_is_judged_where_the_loss_around_it_is_long_and_of_one_attempt(changes, restart, n):
+    series = {"loss": np.full(400, 3.0), "batch_size": np.where(STEPS < 100, 32.0, 64.0)} | changes
+    samples = {name: Samples(STEPS[: len(v)], v) for name, v in series.items()}
+    restarts = np.array([] if restart is None else [restart], np.int64)
+    assert len(find_setting_effects(new_run(make_scalars(samples, restarts=restarts)))) == n
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak", "is_told"),
+    [("slow_rise", 150, False), ("slow_rise", 350, True), ("slow_rise", None, True), ("plateau", 150, True)],
+)
+def test_a_slow_rise_within_a_change_is_the_change(kind, peak, is_told):
+    change = finding("environment_change", 100, 300, effect="higher", changed="lr", settings=["lr"])
+    rise = finding(kind, 120, 200, **({} if peak is None else {"peak_step": peak}))
+    told = changes_and_events(run_of(), [change, rise])
+    assert [f.kind for f in told] == ["environment_change", *[kind] * is_told]
+
+
+@pytest.mark.parametrize(
+    ("series", "change", "end"),
+    [
+        ({}, {}, 199),
+        ({"lr": np.where(STEPS < 100, 1.0, 9.0)}, {}, 100),  # it stayed
+        ({}, {"count": 2}, 100),
+        ({}, {"onset": None}, 100),
+        ({"lr": np.full(400, np.nan)}, {}, 100),
+        ({"loss": np.full(400, np.nan)}, {}, 100),
+    ],
+)
+def test_a_jump_of_the_rate_that_was_taken_back_has_an_end(series, change, end):
+    run = run_of(**{"lr": np.where((STEPS >= 100) & (STEPS < 200), 9.0, 1.0)} | series)
+    jump = finding("lr_jump", 100, count=2) if "count" in change else finding("lr_jump", 100)
+    (told,) = changes_and_events(run, [jump.with_(onset=None) if "onset" in change else jump])
+    assert told.end == end
+
+
+@pytest.mark.parametrize(
+    ("weight", "n", "told"),
+    [(0.3, 3000, 1), (0.1, 3000, 0), (0.3, 240, 0)],  # strong and certain; too weak; by chance
+)
+def test_a_loss_follows_its_lengths_strongly_and_not_by_chance(weight, n, told):
+    noise = np.random.default_rng(3).normal(size=(2, n))
+    samples = {"loss": 3 + noise[0] + weight * noise[1], "tokens_per_step": 1000 + 300 * noise[1]}
+    run = new_run(make_scalars({name: Samples(np.arange(n), v) for name, v in samples.items()}))
+    assert len(find_length_bias(run)) == told
+
+
+@pytest.mark.parametrize(
+    ("validation", "n"),
+    [
+        (np.full(600, 2.0), 1),
+        (np.where(np.isin(np.arange(600), [250, 350]), 2.0, np.nan), 0),  # two evaluations
+        (np.where(np.arange(600) > 310, 2.0, np.nan), 0),  # none before
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_shift_needs_a_validation_on_either_side(validation, n, sign):
+    rng = np.random.default_rng(0)
+    loss = 2 + 0.5 * (np.arange(600)[::sign] >= 300) + rng.normal(0, 0.01, 600)
+    samples = {"loss": Samples(np.arange(600), loss), "val_loss": Samples(np.arange(600), validation)}
+    assert len(find_level_shift(new_run(make_scalars(samples)))) == n
+
+
+@pytest.mark.parametrize(
+    ("skipped", "loss", "is_whole"), [(1, False, True), (0, False, False), (1, True, False)]
+)
+def test_a_log_of_skipped_steps_alone_is_of_a_run_that_skipped_all(skipped, loss, is_whole):
+    scale = 2.0 ** np.maximum(16 - np.maximum(STEPS - 100, 0) // 40, 4)
+    series = {"loss_scale": scale, "skipped": np.full(400, float(skipped))}
+    series |= {"loss": np.full(400, 3.0)} if loss else {}
+    run = new_run(make_scalars({name: Samples(STEPS, v) for name, v in series.items()}))
+    (told,) = find_loss_scale_collapse(run)
+    assert (told.evidence["all_steps_skipped"], told.severity == "error") == (is_whole, is_whole)
+
+
+@pytest.mark.parametrize("norm", [np.ones(2), np.zeros(400)])
+def test_a_gradient_norm_without_a_range_explodes_nowhere(norm):
+    assert find_grad_norm_explosion(run_of(grad_norm=norm)) == []
+
+
+@pytest.mark.parametrize("n", [30, 400])
+def test_few_records_show_no_number_format(n):
+    loss = np.float32(3 + 0.5 * np.random.default_rng(0).normal(size=n))
+    coarse = ((loss.view(np.uint32) + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    assert len(find_quantized_loss(run_of(loss=coarse.astype(float)))) == (n == 400)
+    assert not find_quantized_loss(run_of(loss=np.full(n, 0.333984375)))  # one number of bf16

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stabilitylab.fixes.registry import Fix, answers, apply_all, conflicts, fix, fixes, parameter_ranges
 from stabilitylab.fixes.submodules import embedding_tables, output_layer
 from stabilitylab.fixes.training import Training
-from stabilitylab.knowledge.phenomena import load_rows
+from stabilitylab.knowledge.remedies import load_rows
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.models.tasks import copy_task, model_loss

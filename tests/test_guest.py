@@ -22,9 +22,7 @@ from torch import nn
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.run.record import open_run
 
-ROOMS = (
-    "blackbox detail hooks kinds params recorder retention rows scalars settings skips slots stats updates"
-)
+ROOMS = "blackbox detail hooks kinds params recorder retention rows scalars settings slots stats updates"
 INSIDE = [*ROOMS.split(" "), "writer"]
 # the contract itself: what the user calls, and the guard that everything else stands behind
 OUTSIDE = {"Recorder.__init__", "Recorder.__enter__", "Recorder.__exit__", "Recorder.step", "Recorder.batch"}

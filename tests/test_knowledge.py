@@ -12,8 +12,16 @@ from stabilitylab.cases.notes import is_found, run_call
 from stabilitylab.detect.likely_cause import _TABLE as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
 from stabilitylab.knowledge.crashes import explain_crash
-from stabilitylab.knowledge.phenomena import contradictions, load_rows, phenomena, search
-from stabilitylab.knowledge.remedies import load_fits, remedies_for, remedies_table, source_url
+from stabilitylab.knowledge.remedies import (
+    contradictions,
+    load_fits,
+    load_rows,
+    phenomena,
+    remedies_for,
+    remedies_table,
+    search,
+    source_url,
+)
 from stabilitylab.names.errors import InputError
 from stabilitylab.names.findings import FINDING_KINDS, REPORTED
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from stabilitylab.models.config import CHOICES, ModelConfig
-from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.decoder import LanguageModel, TranslationModel
 from stabilitylab.models.parts import rotate, t5_buckets
 from stabilitylab.models.tasks import (
     addition_task,
@@ -19,7 +19,6 @@ from stabilitylab.models.tasks import (
     text_task,
     translation_task,
 )
-from stabilitylab.models.translation import TranslationModel
 from stabilitylab.models.vision import VisionLanguageModel, part_config, pretrained_parts
 from stabilitylab.names.errors import InputError
 

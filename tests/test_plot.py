@@ -14,11 +14,19 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.plot.downsample import broken_points, keep_extremes, line_pieces
 from stabilitylab.plot.findings import panels_of, plot_findings
 from stabilitylab.plot.heads import extra_view_picture, extra_views
 from stabilitylab.plot.look import moving_mean, x_values
-from stabilitylab.plot.loss import _restart_steps, plot_loss, plot_series, short_number, wants_log
+from stabilitylab.plot.loss import (
+    _restart_steps,
+    broken_points,
+    keep_extremes,
+    line_pieces,
+    plot_loss,
+    plot_series,
+    short_number,
+    wants_log,
+)
 from stabilitylab.plot.picture import findings_svg
 from stabilitylab.plot.theme import COLOURS, colour, theme
 from stabilitylab.plot.trial import plot_trial

@@ -12,9 +12,14 @@ from stabilitylab.numerics.rounding.attention_range import (
     distinct_positions,
     loss_rounding,
 )
-from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
+from stabilitylab.numerics.rounding.loss_cast import (
+    adam_eps,
+    decay_holds,
+    find_loss_cast,
+    lost_updates,
+    sum_limit,
+)
 from stabilitylab.numerics.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
-from stabilitylab.numerics.rounding.lost_updates import adam_eps, decay_holds, lost_updates, sum_limit
 from stabilitylab.run.loss_scale import read_loss_scale
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"

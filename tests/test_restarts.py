@@ -12,8 +12,7 @@ from stabilitylab.detect.rollbacks import rollback_ledger
 from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.detect.speed import find_hang
 from stabilitylab.read.text import message_events
-from stabilitylab.run.attempts import rolled_back_at, surviving
-from stabilitylab.run.curves import Curve, loss_curve
+from stabilitylab.run.curves import Curve, loss_curve, rolled_back_at, surviving
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_events, make_scalars
 from tests.logs.make import FOLDER, LOGS

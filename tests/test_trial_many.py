@@ -16,7 +16,7 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.run.cluster import as_client
 from stabilitylab.trial.arm import Arm, arm_of, read_curve, run_arm
 from stabilitylab.trial.batched import BatchedTraining, forward_signature, train_batched
-from stabilitylab.trial.recipe import Recipe, proxy_training
+from stabilitylab.trial.settings import Recipe, proxy_training
 from stabilitylab.trial.sweep import Sweep, lr_sensitivity, points_of, sweep
 from stabilitylab.trial.trial import Trial
 

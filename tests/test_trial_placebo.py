@@ -6,7 +6,7 @@ import torch
 
 from stabilitylab.trial.arm import Arm, ArmCurve, null_arm
 from stabilitylab.trial.batched import BatchedTraining
-from stabilitylab.trial.recipe import proxy_training
+from stabilitylab.trial.settings import proxy_training
 from stabilitylab.trial.verdict import failure_chance, outcome, verdicts_of
 
 ARMS = [Arm(), Arm(({"name": "placebo"},))]

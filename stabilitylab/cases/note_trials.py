@@ -17,11 +17,10 @@ import xarray as xr
 from torch import nn
 
 from ..models.config import ModelConfig
-from ..models.decoder import LanguageModel
+from ..models.decoder import LanguageModel, LayerMix, TranslationModel
 from ..models.tasks import copy_task, picture_task, translation_task
-from ..models.translation import LayerMix, TranslationModel
 from ..models.vision import VisionLanguageModel
-from ..probe.checks.lead_signals import gradient_curvature
+from ..probe.checks.invariants import gradient_curvature
 
 # %% ../../nbs/api/cases/31_note_trials.ipynb #7af6cc2e
 def _trained(

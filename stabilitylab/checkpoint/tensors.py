@@ -6,6 +6,7 @@
 __all__ = ['Reader', 'LazyTensor', 'Checkpoint']
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #2d417f9d
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,51 @@ import torch
 
 from ..names.errors import InputError, bad_input, printable
 from ..names.remote import RemoteFile
+
+# %% ../../nbs/api/checkpoint/00_tensors.ipynb #a2cfbe1b
+class FileSlice(io.RawIOBase):
+    "A part of a file as a file of its own."
+
+    def __init__(
+        self,
+        path: Path,  # the file
+        begin: int,  # its first byte
+        size: int,  # bytes
+    ):
+        self.file = open(path, "rb")  # noqa: SIM115 closed in `close`
+        self.begin, self.size, self.at = begin, size, 0  # `at`: next byte, from the beginning of the part
+
+    def readable(self) -> bool:
+        "It can be read."
+        return True
+
+    def seekable(self) -> bool:
+        "It can be read from any byte on."
+        return True
+
+    def seek(
+        self,
+        to: int,  # byte
+        whence: int = 0,  # 0: from the beginning, 1: from here, 2: from the end
+    ) -> int:  # the next byte
+        "Go to a byte; before the first is the first, after the last nothing is left."
+        self.at = max(0, (0, self.at, self.size)[whence] + to)
+        return self.at
+
+    def readinto(
+        self,
+        buffer: Any,  # bytes that can be written, from `io.RawIOBase.read`
+    ) -> int:  # bytes that were read; 0 at the end of the part
+        "Fill a buffer with the next bytes, none of them after the part."
+        self.file.seek(self.begin + self.at)
+        count = self.file.readinto(memoryview(buffer)[: max(0, self.size - self.at)])
+        self.at += count
+        return count
+
+    def close(self) -> None:
+        "Close the file that it is a part of."
+        self.file.close()
+        super().close()
 
 # %% ../../nbs/api/checkpoint/00_tensors.ipynb #538085ee
 Reader = Callable[[int, int], torch.Tensor]  # (first, last) -> what lies between, `last` left out

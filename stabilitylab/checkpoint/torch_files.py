@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .file_slice import FileSlice
 from .pickles import Pickle, read_pickle
 from .stubs import StoredTensor, StubObject, UnreadableTensor
-from .tensors import Checkpoint, LazyTensor, held_params, in_file, in_memory
+from .tensors import Checkpoint, FileSlice, LazyTensor, held_params, in_file, in_memory
 from ..names.errors import InputError, printable
 
 # %% ../../nbs/api/checkpoint/03_torch_files.ipynb #93de6e7c

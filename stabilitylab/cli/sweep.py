@@ -119,7 +119,7 @@ def _run_sweep(
 ) -> int:  # exit code 0
     "Trains the points and prints their table."
     settings = _settings(args)
-    from stabilitylab.investigation.sweeping import plan_sweep, sweep_of
+    from stabilitylab.investigation.loop import plan_sweep, sweep_of
     from stabilitylab.replay.device import device_settings
     from stabilitylab.report.trial import sweep_json, sweep_text
 

@@ -15,8 +15,7 @@ from typing import Any, cast, overload
 import pandas as pd
 
 from ..knowledge.remedies import REMEDIES_SHOWN
-from ..names.display import rendered_html
-from ..names.encode import plain, to_json
+from ..names.encode import plain, rendered_html, to_json
 from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS, SEVERITIES
 

@@ -14,8 +14,7 @@ import xarray as xr
 from .findings import Finding
 from .limits import count_limit, limit
 from .phrase import evidence_words
-from ..run.attempts import rolled_back_at
-from ..run.curves import Curve, group_of, loss_curve, scalars_of, step_interval
+from ..run.curves import Curve, group_of, loss_curve, rolled_back_at, scalars_of, step_interval
 from ..run.rolling import before, difference_noise
 from ..run.scalars import series, series_names
 
@@ -110,7 +109,7 @@ def _changed_settings(scalars: xr.Dataset, number: int) -> dict[str, tuple[float
         data = series(scalars, name)
         before = data.isel(step=np.flatnonzero(data.segment.values == number - 1))
         after = data.isel(step=np.flatnonzero(data.segment.values == number))
-        pair = _changed(before, after) if before.size and after.size else None
+        pair = _changed(before, after) if after.size else None
         if pair is not None:
             changed[name] = pair
     return changed
@@ -121,7 +120,7 @@ def find_changed_settings(
 ) -> list[Finding]:  # a finding a restart at which the learning rate or another logged setting is another one
     "Restarts that went on with other settings."
     scalars = scalars_of(run)
-    if "segment" not in scalars.coords or not scalars.sizes["step"]:
+    if "segment" not in scalars.coords:
         return []
     segment, findings = scalars.segment.values, []
     for number in np.unique(segment)[1:]:

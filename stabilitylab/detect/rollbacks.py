@@ -16,8 +16,16 @@ from .findings import Finding
 from .limits import count_limit, limit
 from .loss.divergence import find_divergence
 from .loss.spikes import find_loss_spikes
-from ..run.attempts import Attempt, attempts, surviving
-from ..run.curves import Curve, curve, group_of, loss_curve, scalars_of
+from stabilitylab.run.curves import (
+    Attempt,
+    Curve,
+    attempts,
+    curve,
+    group_of,
+    loss_curve,
+    scalars_of,
+    surviving,
+)
 from ..run.rolling import MAD_TO_SD
 from ..run.scalars import series_names
 

@@ -21,7 +21,7 @@ import torch
 
 from .training import Training
 from .undo_log import UndoLog
-from ..knowledge.phenomena import load_rows
+from ..knowledge.remedies import load_rows
 from ..names.errors import InputError, bad_input, closest
 
 # %% ../../nbs/api/fixes/02_registry.ipynb #1694698a

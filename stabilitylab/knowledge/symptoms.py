@@ -16,8 +16,7 @@ from importlib.resources import files
 
 import pandas as pd
 
-from .phenomena import phenomena
-from .remedies import remedies_for, source_url
+from .remedies import phenomena, remedies_for, source_url
 from ..names.errors import bad_input
 from ..names.findings import FINDING_KINDS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .translation import END, PAD, START
+from .decoder import END, PAD, START
 from ..names.errors import bad_input
 
 # %% ../../nbs/api/models/16_tasks.ipynb #4f28f22d

@@ -19,8 +19,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from ..numerics.formats import binade_table
-from .downsample import keep_extremes
-from .loss import short_number
+from .loss import keep_extremes, short_number
 from .picture import figure_png, new_figure, scene_of
 from .scene import line_mark
 from .theme import colour, label, theme

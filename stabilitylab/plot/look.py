@@ -14,8 +14,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from .downsample import keep_extremes
-from .loss import DRAWN, short_number
+from .loss import DRAWN, keep_extremes, short_number
 from .theme import colour
 
 # %% ../../nbs/api/plot/08_look.ipynb #e697045b

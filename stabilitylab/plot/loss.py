@@ -6,6 +6,7 @@
 __all__ = ['plot_loss']
 
 # %% ../../nbs/api/plot/02_loss.ipynb #c94a8057
+from collections.abc import Iterator
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -15,8 +16,90 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from .downsample import broken_points, keep_extremes, line_pieces
+from ..names.errors import bad_input
 from .theme import colour, label
+
+# %% ../../nbs/api/plot/02_loss.ipynb #7f2b7a44
+def keep_extremes(
+    x: np.ndarray,  # ascending, (n,)
+    y: np.ndarray,  # finite, (n,)
+    bins: int = 1200,  # parts of the x-axis, about one a pixel; >= 1
+) -> np.ndarray:  # indices to draw, ascending; at most 4 a part; all of them where there are few
+    "Indices of the points that a figure of this width can show: per part the first, last, lowest, highest."
+    if bins < 1:
+        raise bad_input("bins", bins, "1 or more")
+    if len(x) <= 4 * bins:
+        return np.arange(len(x))
+    # parts of equal width on the axis, not of equally many points: a log may be dense in places
+    edges = x[0] + (x[-1] - x[0]) / bins * np.arange(1, bins)  # x is sorted: edges are searched in x
+    start = np.unique(np.r_[0, np.searchsorted(x, edges)])
+    size = np.diff(np.r_[start, len(x)])
+    indices = [start, start + size - 1]  # first and last of each part, then its extremes
+    for extreme in (np.minimum, np.maximum):
+        at = np.flatnonzero(y == np.repeat(extreme.reduceat(y, start), size))
+        part = np.searchsorted(start, at, side="right")
+        indices.append(at[np.unique(part, return_index=True)[1]])
+    return np.unique(np.concatenate(indices))
+
+# %% ../../nbs/api/plot/02_loss.ipynb #ef458294
+def _repeated(step: np.ndarray, segment: np.ndarray) -> np.ndarray:
+    "Whether a later segment repeats the step of a point, (n,) bool."
+    redone = np.zeros(len(step), bool)
+    for part in np.unique(segment)[:-1]:
+        redone |= (segment == part) & (step >= step[segment > part].min())
+    return redone
+
+
+def line_pieces(
+    da: xr.DataArray,  # one series from `run.series`; dims `(step,)`, with coord `segment` where known
+    bins: int = 1200,  # parts of the x-axis
+    gap: float = 0.02,  # a gap without finite values longer than this share of the x-axis cuts the line
+    # (step, value, whether a later segment repeats these steps); repeated ones first
+) -> list[tuple[np.ndarray, np.ndarray, bool]]:
+    "The lines that draw a series: abandoned attempts, which a restart repeated, and the final trajectory."
+    step, value = da.step.values, np.asarray(da.values, float)
+    if not len(step):
+        return []
+    longest = max(1, gap * int(np.ptp(step)))
+    segment = da.segment.values if "segment" in da.coords else np.zeros(len(step), int)
+    if (segment == segment[0]).all():
+        return [(x, y, False) for x, y in _cut(step, value, bins, longest)]
+    redone, pieces = _repeated(step, segment), []
+    parts = [(redone & (segment == part), True) for part in np.unique(segment)]
+    for chosen, pale in [*parts, (~redone, False)]:
+        pieces += [(x, y, pale) for x, y in _cut(step[chosen], value[chosen], bins, longest)]
+    return pieces
+
+
+def _cut(
+    step: np.ndarray,  # (n,) ascending
+    value: np.ndarray,  # (n,)
+    bins: int,  # parts of the x-axis
+    longest: float,  # a longer run of steps with non-finite values only cuts the line
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # (step, value) of a piece
+    "The finite points of one segment, thinned, cut where over `longest` steps hold non-finite values only."
+    is_finite, cuts = np.isfinite(value), np.zeros(0, int)
+    if not is_finite.all():
+        nonfinite = np.cumsum(~is_finite)[is_finite]
+        step, value = step[is_finite], value[is_finite]
+        cuts = np.flatnonzero((np.diff(step) > longest) & (np.diff(nonfinite) > 0)) + 1
+    if not len(step):
+        return
+    for x, y in zip(np.split(step, cuts), np.split(value, cuts), strict=True):
+        at = keep_extremes(x, y, bins)
+        yield x[at], y[at]
+
+# %% ../../nbs/api/plot/02_loss.ipynb #c7977c1b
+def broken_points(
+    da: xr.DataArray,  # one series from `run.series`
+    positive: bool = False,  # the y-axis is logarithmic: zero and negative values have no place either
+) -> dict[str, np.ndarray]:  # 'NaN', 'inf', '-inf', and '≤ 0' if `positive` -> steps; only kinds that occur
+    "The steps at which a series has a value that the axis cannot show."
+    values, step = np.asarray(da.values, float), da.step.values
+    kinds = {"NaN": np.isnan(values), "inf": values == np.inf, "-inf": values == -np.inf}
+    if positive:
+        kinds["≤ 0"] = np.isfinite(values) & (values <= 0)
+    return {kind: step[at] for kind, at in kinds.items() if at.any()}
 
 # %% ../../nbs/api/plot/02_loss.ipynb #2fdb4153
 def wants_log(

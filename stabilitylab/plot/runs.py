@@ -14,9 +14,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 
-from .downsample import broken_points, keep_extremes, line_pieces
 from .look import moving_mean, x_axes, x_values
-from .loss import DRAWN, set_axes, wants_log
+from .loss import DRAWN, broken_points, keep_extremes, line_pieces, set_axes, wants_log
 from .picture import in_range, new_figure, scene_of
 from .theme import label, theme
 from ..run.curves import loss_name

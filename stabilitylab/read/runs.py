@@ -16,9 +16,8 @@ import xarray as xr
 from ..names.errors import InputError, bad_input
 from ..names.files import Scratch
 from ..names.remote import fetched, is_remote, shown_address
-from .base import head_of
+from .base import head_of, to_dataset
 from .companions import companion_files, join_companion_logs, join_kernel_logs
-from .dataset import to_dataset
 from stabilitylab.read.files import (
     LogFile,
     ReadOptions,

@@ -17,8 +17,13 @@ from ..names.errors import InputError, bad_input
 from ..names.words import say
 from ..numerics.pytree import map_tensors
 from ..numerics.rounding.attention_range import attention_inputs, scale_overflows
-from ..numerics.rounding.loss_cast import LossCast, find_loss_cast
-from ..numerics.rounding.lost_updates import EpsRegime, adam_eps, lost_updates
+from stabilitylab.numerics.rounding.loss_cast import (
+    EpsRegime,
+    LossCast,
+    adam_eps,
+    find_loss_cast,
+    lost_updates,
+)
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 from .find_setup import setup_of

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from ..names.display import rendered_html
+from ..names.encode import rendered_html
 from ..names.errors import InputError, bad_input
 from ..names.variables import scalar_attrs
 

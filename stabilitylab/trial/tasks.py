@@ -20,10 +20,9 @@ from ..names.encode import to_json
 from ..names.errors import bad_input
 from ..names.files import Scratch, try_lock, write_atomic
 from ..replay.device import chosen_devices, free_memory, kind_of
-from ..run.cluster import as_client
+from ..run.cluster import ClusterJob, as_client, begin_work
 from ..run.job import Job, JobState, report_progress
 from .arm import Arm, done_file, seed_folder
-from .cluster import ClusterJob, begin_work
 from .start import Start
 
 # %% ../../nbs/api/trial/03_tasks.ipynb #6f76daae

@@ -16,7 +16,7 @@ import ipywidgets as widgets
 from ..names.errors import InputError
 from ..replay.find_setup import SetupFile, setup_files, todo_lines
 from ..replay.setup_file import draft_setup
-from ..report.replay import setup_html
+from ..report.step import setup_html
 from ..run.job import Job, JobState
 from .panel import JobPanel
 from .parts import button, column, on, row, set_visible

@@ -22,12 +22,11 @@ from ..names.errors import bad_input
 from ..plot.findings import panels_of
 from ..plot.look import Look
 from ..plot.picture import RunPicture
-from ..read.follow import Follower
+from ..read.follow import FolderFollower, Follower
 from ..read.runs import read_runs
 from ..report.words import spaced
 from ..run.recording import Recording
 from ..run.scalars import series_names
-from .folder import FolderFollower
 from .panel import beside
 
 # %% ../../nbs/api/workbench/01_state.ipynb #8365a1f1

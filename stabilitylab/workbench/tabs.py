@@ -22,9 +22,8 @@ from traitlets import HasTraits, TraitError
 from ..names.errors import InputError
 from ..names.files import write_atomic
 from ..plot.heads import extra_views
-from ..read.follow import Follower
+from ..read.follow import FolderFollower, Follower
 from ..report.render import render
-from .folder import FolderFollower
 from .parts import column, on, refill
 from .state import WorkbenchState, open_state
 from .view_checkpoints import checkpoints_below

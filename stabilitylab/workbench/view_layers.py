@@ -16,7 +16,7 @@ from ..detect.findings import Findings
 from ..plot.layers import LayerMap, module_picture
 from ..report.render import render
 from ..report.words import spaced
-from ..run.attempts import surviving_rows
+from ..run.curves import surviving_rows
 from .figure import PictureWidget, picture_box, show_sharp
 from .parts import CallLine, StateView, on, refill, row, run_lines
 from .state import WorkbenchState, reveal, steer
@@ -139,7 +139,7 @@ def _layers_call(
     group, name = look.statistic
     rows = _row_dim(_table(state.run, group, name))
     lines = [*run_lines(state), "from stabilitylab.plot.layers import plot_layers"]
-    lines.append("from stabilitylab.run.attempts import surviving_rows")
+    lines.append("from stabilitylab.run.curves import surviving_rows")
     lines.append(f"table = surviving_rows(run[{group!r}][{name!r}])")
     if look.find:
         is_named = f"{look.find.lower()!r} in str(name).lower() for name in table[{rows!r}].values"

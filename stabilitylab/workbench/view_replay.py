@@ -28,7 +28,7 @@ from ..replay.faults import changed_place
 from ..replay.job import ReplayJob
 from ..replay.setup_file import foresee
 from ..report.render import render
-from ..report.replay import foresight_html, replay_html
+from ..report.step import foresight_html, replay_html
 from ..run.job import JobState
 from ..run.recording import Recording
 from .figure import PictureWidget, picture_box, show_sharp

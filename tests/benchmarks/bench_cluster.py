@@ -15,7 +15,7 @@ from distributed import Client
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.read.runs import read_runs
 from stabilitylab.run.cluster import make_cluster, map_on
-from stabilitylab.trial.recipe import Recipe
+from stabilitylab.trial.settings import Recipe
 from stabilitylab.trial.trial import Trial
 
 

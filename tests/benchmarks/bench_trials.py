@@ -12,7 +12,7 @@ import torch
 from stabilitylab.run.job import Job
 from stabilitylab.trial.arm import Arm, ArmTraining
 from stabilitylab.trial.batched import BatchedTraining
-from stabilitylab.trial.recipe import Recipe, proxy_training
+from stabilitylab.trial.settings import Recipe, proxy_training
 
 RATES = [3e-4 * 10 ** (place / 5) for place in range(16)]  # three decades
 SHAPE = {"d_model": 64, "n_layer": 4, "clip": 1.0}  # 0.2 M parameters

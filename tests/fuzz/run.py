@@ -16,7 +16,7 @@ from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.pickles import read_pickle
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.names.errors import InputError
-from stabilitylab.read.dataset import to_dataset
+from stabilitylab.read.base import to_dataset
 from stabilitylab.read.recognise import recognise
 from stabilitylab.read.runs import read_runs
 from stabilitylab.report.json_report import run_json

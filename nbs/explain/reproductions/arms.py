@@ -32,9 +32,8 @@ from stabilitylab.detect.loss.spikes import out_of_range
 from stabilitylab.fixes.registry import Fix, fix
 from stabilitylab.fixes.training import grad_norm
 from stabilitylab.models.config import ModelConfig
-from stabilitylab.models.decoder import LanguageModel
+from stabilitylab.models.decoder import LanguageModel, TranslationModel
 from stabilitylab.models.tasks import Task, translation_task
-from stabilitylab.models.translation import TranslationModel
 
 # Language models
 # Measured at the end: loss on held-out text, the largest attention logit, the number of records out of

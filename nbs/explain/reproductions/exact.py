@@ -23,9 +23,9 @@ from stabilitylab.fixes.registry import fix
 from stabilitylab.fixes.training import Training, grad_norm
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
-from stabilitylab.numerics.accumulation.accumulator import TokenMeanAccumulator
 from stabilitylab.numerics.accumulation.audit import audit_accumulation
 from stabilitylab.numerics.accumulation.weights import (
+    TokenMeanAccumulator,
     effective_share,
     make_window,
     mean_of_means_bias,

@@ -19,7 +19,7 @@ from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit
 from ...names.errors import InputError
-from ...run.curves import group_of
+from ...run.curves import group_of, kept_gradients
 from ...run.record import is_run
 from ...run.recording import opened
 
@@ -34,6 +34,12 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
         return {}
     step = table.drop_duplicates("step").step.to_numpy()
     return {"same_batch": (float(stretch[at]), int(step[at - int(stretch[at])]))}
+
+
+def _of_notes(run: xr.DataTree) -> RunFacts:
+    "What the Recorder noted of the training loop: that it does not clear gradients."
+    at = kept_gradients(run)
+    return {} if at is None else {"gradients_kept": (1.0, at)}
 
 
 _REPEATS = ("batches_again", "same_batch", "same_inputs")  # facts that accuse a loader
@@ -120,7 +126,7 @@ def evidence(
     with warnings.catch_warnings():  # a column without a finite value has no median
         warnings.simplefilter("ignore", RuntimeWarning)
         of_batches = _of_batches(steps)
-        facts = training_facts(steps) | outlier_facts(steps) | of_batches
+        facts = training_facts(steps) | outlier_facts(steps) | of_batches | _of_notes(run)
         at = loss_event(steps.loss)
         if at is not None:
             facts |= jump_facts(steps, at) | _swap_test(steps, int(steps.step[at]))

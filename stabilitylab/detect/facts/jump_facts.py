@@ -138,7 +138,7 @@ def _input_peak(steps: Steps) -> RunFacts:
 def _output_peak(steps: Steps) -> RunFacts:
     "Where no input is recorded: a first module's output that passed all before it, for one step."
     table, short = steps.table("activations", "absmax"), int(limit("short_records"))
-    if table is None or not table.shape[1] or len(_first_input(steps)) or len(table) <= short + 1:
+    if table is None or len(_first_input(steps)) or len(table) <= short + 1:
         return {}
     names = [str(name) for name in table.module.values]
     containers = {name.rpartition(".")[0] for name in names}
@@ -153,7 +153,7 @@ def _output_peak(steps: Steps) -> RunFacts:
     usual = float(np.median(first[:at]))
     # weights that made it so would still be there at the next step
     is_back = first[at + 1] < limit("threefold") * usual
-    if not is_back or usual <= 0:
+    if not is_back:
         return {}
     return {
         "output_peak": (float(passed[at]), steps.step[at]),
@@ -169,7 +169,7 @@ def _input_nonfinite(steps: Steps) -> RunFacts:
     came_in = steps.table("activations", "in_nonfinite_count")
     bad, size = steps.table("activations", "nonfinite_count"), steps.table("activations", "absmax")
     weights = steps.table("weights", "nonfinite_count")
-    if bad is None or size is None or weights is None or not bad.shape[1]:
+    if bad is None or size is None or weights is None:
         return {}
     at = int(np.argmax(bad.values[:, 0] > 0))
     # of a convolution no input is recorded: finite weights and small outputs before it leave the batch alone

@@ -183,8 +183,9 @@ def _of_format(steps: Steps) -> RunFacts:
         # the norm of all parameters: NaN where an entry of a gradient is
         if np.isnan(steps.loss[at]) and steps.scalar("grad_norm")[at] == 0:
             facts["nan_without_gradient"] = (1.0, steps.step[at])
-    if np.isfinite(steps.scale).any() and not (steps.scale[np.isfinite(steps.scale)] == 1).all():
-        facts["scaled"] = (float(np.nanmin(steps.scale)), None)
+    scale = steps.scale[np.isfinite(steps.scale)]
+    if not (scale == 1).all():
+        facts["scaled"] = (float(scale.min()), None)
     if np.isfinite(steps.skipped).any():
         facts["skipped"] = (float(np.nanmean(steps.skipped)), None)
     return facts

@@ -23,7 +23,7 @@ from .growth import growth_evidence
 from ..learning_rate import rate_at
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
-from ...run.curves import curve, group_of
+from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
@@ -80,7 +80,7 @@ def find_update_rms_excess(
     row, column = divmod(int(np.nanargmax(rms)), rms.shape[1])
     rate = is_over[:, column].mean()
     steps = large.step.values[is_over[:, column]]
-    order = np.argsort(-np.nan_to_num(rms).max(axis=0))[: count_limit("most_modules")]
+    order = np.argsort(-np.nan_to_num(rms).max(axis=0), kind="stable")[: count_limit("most_modules")]
     evidence = {
         "peak": float(rms[row, column]),
         # by the step, not the row: a record may begin late or keep every tenth step
@@ -107,7 +107,7 @@ def find_grad_below_epsilon(
     without = [name for finding in find_no_gradient(run) for name in finding.modules]
     share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
     share[_is_sparse(run, optimizer.param.values.astype(str))] = 0
-    order = np.argsort(-share)[: int((share > limit("majority")).sum())]
+    order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
     if not len(order):
         return []
     evidence = {"n": len(order), "share": float(share[order[0]])}
@@ -164,9 +164,7 @@ def find_no_gradient(
 
 def _lacks_gradients(run: xr.DataTree) -> bool:
     "Whether the Recorder notes that it stopped reading gradients."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str)
-    return any(re.match("gradients (of .+ )?missing from step ", text) for text in texts)
+    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
 
 
 def _weight_beside(name: str) -> str:
@@ -230,8 +228,7 @@ def find_without_optimizer(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Trainable parameters that are in no optimizer."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str).tolist()
+    texts = [text for _, text in event_texts(run)]
     forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
     names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
     if not names:
@@ -257,7 +254,7 @@ def find_large_steps(
     if len(large) < count_limit("median_records"):
         return []
     at, lr = large[0], curve(run, "lr")
-    worst = np.argsort(-np.nan_to_num(ratio[at]))
+    worst = np.argsort(-np.nan_to_num(ratio[at]), kind="stable")
     evidence = {"ratio": float(np.nanmax(ratio[at])), "quarter": float(quarter[at]), "steps": len(large)}
     if lr is not None:
         evidence["lr_at_onset"] = rate_at(lr, int(updates.step.values[at]))

@@ -16,8 +16,7 @@ from ..findings import Finding
 from ..limits import count_limit, limit
 from .spikes import spike_events
 from ..restarts import longest_run
-from ...run.attempts import rolled_back_at, surviving, with_history
-from ...run.curves import Curve, curve, loss_curve
+from ...run.curves import Curve, curve, loss_curve, rolled_back_at, surviving, with_history
 from ...run.rolling import MAD_TO_SD, difference_noise, smooth
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #4f3c9031
@@ -68,7 +67,7 @@ def validation_improved(
     if validation is None or len(validation.value) < count_limit("median_records"):
         return False
     few = count_limit("median_records")
-    then = np.median(validation.value[np.abs(validation.step - step).argsort()[:few]])
+    then = np.median(validation.value[np.abs(validation.step - step).argsort(kind="stable")[:few]])
     return bool(np.median(validation.value[-few:]) < (1 - limit("rise_share")) * then)
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #20756f34

@@ -100,7 +100,7 @@ def find_worse_evaluations(
 
 def _level_at(series: Curve, step: int) -> float:
     "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort()[: count_limit("short_records")]
+    nearest = np.abs(series.step - step).argsort(kind="stable")[: count_limit("short_records")]
     return float(np.median(series.value[nearest]))
 
 # %% ../../../nbs/api/detect/loss/17_evaluations.ipynb #58db4f49

@@ -15,8 +15,15 @@ from ..findings import Finding
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
 from ..restarts import split_runs
-from ...run.attempts import attempts, rolled_back_at, with_history
-from ...run.curves import Curve, curve, loss_curve, step_interval
+from stabilitylab.run.curves import (
+    Curve,
+    attempts,
+    curve,
+    loss_curve,
+    rolled_back_at,
+    step_interval,
+    with_history,
+)
 from ...run.rolling import before, level_and_noise, stretches
 
 # %% ../../../nbs/api/detect/loss/10_spikes.ipynb #f03fe904

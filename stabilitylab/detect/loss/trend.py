@@ -151,7 +151,7 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #d21372f1
 def _level_at(series: Curve, step: int) -> float:
     "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort()
+    nearest = np.abs(series.step - step).argsort(kind="stable")
     return float(np.median(series.value[nearest[: records_in_share(len(series.value), "smooth_share")]]))
 
 
@@ -232,8 +232,7 @@ def _is_tiny_too(validation: Curve | None, tiny: float) -> bool:
     "Whether validation ends as low, or is not logged at all."
     if validation is None:
         return True
-    end = validation.value[-count_limit("median_records") :]
-    return len(end) > 0 and float(np.median(end)) < tiny
+    return float(np.median(validation.value[-count_limit("median_records") :])) < tiny
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #622e7a8f
 def find_zero_loss(
@@ -364,7 +363,7 @@ def _level_shift(
     val_before, val_after = _validation_around(series, validation, at, at_step, look)
     is_above_zero = before > limit("tiny_nats")
     val_rise = val_after - val_before
-    validation_stayed = np.isfinite(val_rise) and val_rise < limit("minor_share") * rise
+    validation_stayed = val_rise < limit("minor_share") * rise  # not where it is NaN
     if not is_above_zero or not validation_stayed:
         return []
     evidence = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..base import Format, LogData, register_formats
-from ..protobuf import fields
+from .tensorboard import fields
 from ...run.scalars import Samples
 
 # %% ../../../nbs/api/read/logs/wandb_offline.ipynb #105ef206
