@@ -78,7 +78,7 @@ class Recorder:
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
-        self.clip: float | str | None = None  # largest gradient norm, where a framework says it
+        self.clip: float | str | None = None  # largest gradient norm, or "None", where a framework says it
         self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
         self.trainer: Any = None  # of Hugging Face, where it computes its own loss
         self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression

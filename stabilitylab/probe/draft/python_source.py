@@ -464,4 +464,5 @@ def script_lines(
     values = _script_values(draft, text)
     inner = "".join(f"\n    {key!r}: {source}," for key, source in values.items())
     arguments = f"{where}, {name!r}" + (f", {{{inner}\n}}" if inner else "")
-    return f"\n# its imports, functions and classes; nothing of it runs\ndefinitions({arguments})\n"
+    runs = "its imports, functions and classes; of its other lines only those that set a name used here"
+    return f"\n# {runs}\ndefinitions({arguments})\n"

@@ -317,6 +317,8 @@ def _framework_lines(loss: str, model: nn.Module, recorder: Any) -> tuple[list[s
 
 def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, str]:
     "The clipping in a draft, and what is known of it."
+    if clip == "None":
+        return {"clip": clip, "clip_words": "the trainer does not clip"}
     if clip is not None:
         return {"clip": clip if isinstance(clip, str) else repr(clip), "clip_words": "largest gradient norm"}
     if code is not None and code.clip is not None:
