@@ -26,7 +26,7 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import LOOP, tensors_of
+from ...numerics.pytree import LOOP, graph_class, tensors_of
 from .loop_code import LoopCode, loop_code
 from .loop_setup import known_arguments, model_code
 from .loop_values import kept_in, kept_words
@@ -219,8 +219,7 @@ def setup_source(
     lines, model_words = _model_lines(draft, model, frame)
     made_optimizers = [optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
-    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch):
-        draft.name_of(type(batch))  # a replay finds it here
+    _import_class(draft, batch)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     script = script_lines(draft)
@@ -250,6 +249,13 @@ def _refuse_what_is_no_python(text: str) -> None:
     except SyntaxError as error:
         line = text.splitlines()[(error.lineno or 1) - 1].strip()
         raise InputError(f"line {error.lineno} of it is no Python: {line}") from error
+
+
+def _import_class(draft: Draft, batch: Any) -> None:
+    "Import the class of a batch, so that a replay finds it."
+    of_graph = graph_class(type(batch))
+    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch) or of_graph:
+        draft.name_of(of_graph or type(batch))
 
 
 def _trainer_code(
@@ -342,7 +348,8 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
         draft.unseen = []
         own = model_code(frame, model, _LoopValues(draft, model))
         if own is not None:
-            lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"]
+            last = f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"
+            lines = [*own[:-1], *([last] if last != "model = model" else [])]
             model_words = "The program's own lines."
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
@@ -353,7 +360,7 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
     if dtype is not None:
         draft.imports.add("from stabilitylab.replay.script import mixed")
         return [*lines, f"return mixed(model, {dtype})"], model_words
-    if len(lines) == 1:
+    if len(lines) == 1 and lines[0].startswith("model = "):
         return [lines[0].replace("model = ", "return ", 1)], model_words
     return [*lines, "return model"], model_words
 
