@@ -490,7 +490,7 @@ def training_function():
             x, y = recorder.batch((x, y))
             with accelerator.accumulate(model):
                 outputs = model(x)
-                loss = F.cross_entropy(outputs, y)
+                loss = F.cross_entropy(outputs, y) * accelerator.num_processes
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
@@ -1212,6 +1212,81 @@ with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
         else:
             loss = criterion(model(x), y, weights)
             loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+"""
+)
+
+PROGRAMS["a critic whose passes begin with gradients of their own"] = (
+    HEAD
+    + """
+torch.manual_seed(0)
+netD = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+netG = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
+optimizerD = torch.optim.RMSprop(netD.parameters(), lr=5e-3)
+optimizerG = torch.optim.RMSprop(netG.parameters(), lr=5e-3)
+one = torch.tensor(1, dtype=torch.float)
+mone = one * -1
+with Recorder(netD, optimizerD, "run", snapshot_every=3) as recorder:
+    for i in range(8):
+        real = torch.randn(16, 2) + 2
+        for p in netD.parameters():
+            p.requires_grad = True
+        netD.zero_grad()
+        errD_real = netD(recorder.batch(real)).mean()
+        errD_real.backward(one)
+        noise = torch.randn(16, 3)
+        with torch.no_grad():
+            fake = netG(noise)
+        errD_fake = netD(fake).mean()
+        errD_fake.backward(mone)
+        errD = errD_real - errD_fake
+        optimizerD.step()
+        recorder.step(errD)
+        for p in netD.parameters():
+            p.requires_grad = False
+        netG.zero_grad()
+        errG = netD(netG(torch.randn(16, 3))).mean()
+        errG.backward(one)
+        optimizerG.step()
+"""
+)
+
+PROGRAMS["a criterion that holds the model"] = (
+    HEAD
+    + """
+class Encoder(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(30, width)
+
+    def forward(self, ids):
+        return F.normalize(self.embedding(ids), dim=-1)
+
+
+class RankingLoss(nn.Module):
+    def __init__(self, model, scale=20.0, base=None):
+        super().__init__()
+        self.net = model
+        self.scale = scale
+        self.base = base or nn.CrossEntropyLoss()
+
+    def forward(self, features, labels=None):
+        a, b = [self.net(ids) for ids in features]
+        scores = self.scale * a @ b.T
+        return self.base(scores, torch.arange(len(scores)))
+
+
+torch.manual_seed(0)
+model = Encoder()
+criterion = RankingLoss(model, scale=10.0, base=nn.CrossEntropyLoss(label_smoothing=0.1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+    for _ in range(6):
+        features = [torch.randint(0, 30, (8, 5)), torch.randint(0, 30, (8, 5))]
+        optimizer.zero_grad()
+        loss = criterion(recorder.batch(features))
+        loss.backward()
         optimizer.step()
         recorder.step(loss)
 """

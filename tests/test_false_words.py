@@ -2,6 +2,7 @@
 
 import ast
 import os
+import warnings
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -690,3 +691,62 @@ def test_the_recorded_level_of_another_loss_bounds_no_arm():
     trial = SimpleNamespace(start=SimpleNamespace(next_loss=0.336), arms=[SimpleNamespace(name="unchanged")])
     curves = [SimpleNamespace(arm="unchanged", seed=0, loss=[loss]) for loss in (0.672, 0.35)]
     assert Trial._is_other_loss(trial, curves[:1]) and not Trial._is_other_loss(trial, curves[1:])
+
+
+def clear_by_data(model, optimizer):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.zero_()
+
+
+def clear_nothing(model, optimizer):
+    pass
+
+
+CLEARINGS = {
+    "to None": lambda model, optimizer: optimizer.zero_grad(),
+    "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by hand": clear_by_data,
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "never": clear_nothing,
+}
+
+
+@pytest.mark.parametrize("name", CLEARINGS)
+@pytest.mark.parametrize("is_critic", [False, True], ids=["alone", "critic"])
+@pytest.mark.filterwarnings("ignore:.*gradients are not cleared")
+def test_gradients_that_are_never_cleared_are_the_cause_and_no_others(tmp_path, name, is_critic):
+    "The loss of a generator leaves gradients in the critic, which are cleared before its own passes."
+    torch.manual_seed(0)
+    model, generator = torch.nn.Linear(2, 1), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(8):
+            CLEARINGS[name](model, optimizer)
+            for _ in range(2):
+                loss = model(torch.randn(4, 2)).square().mean()
+                loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+            if is_critic:
+                model(generator(torch.randn(4, 2))).mean().backward()
+    causes = ranked_causes(evidence(sl.open_run(tmp_path / "run")))
+    assert ("gradients_not_cleared" in [cause.id for cause in causes]) is (name == "never")
+
+
+def test_a_closure_that_clears_its_gradients_is_no_fault(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with warnings.catch_warnings(action="error"), Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(8):
+            x = torch.randn(4, 2)
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = (model(x) - 1).square().mean()
+                loss.backward()
+                return loss
+
+            recorder.step(optimizer.step(closure))
+    assert "gradients_kept" not in evidence(sl.open_run(tmp_path / "run"))

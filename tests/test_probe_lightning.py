@@ -40,6 +40,7 @@ class Loop:
     "Lightning's order of hooks; the last step of an epoch has a micro-batch too few, as there."
 
     precision_plugin, gradient_clip_algorithm = SimpleNamespace(), None
+    lightning_module = None
 
     def __init__(self, callback, share, clip, precision):
         self.callback, self.accumulate_grad_batches = callback, share
@@ -54,7 +55,8 @@ class Loop:
             self.callback.on_train_batch_start(self, module, batch, i)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16-mixed"):
                 outputs = module.training_step(batch, i)
-            (outputs["loss"] / share).backward()
+            outputs = {"loss": outputs["loss"] / share}  # as Lightning hands it to callbacks
+            outputs["loss"].backward()
             if (i + 1) % share == 0 or i + 1 == len(batches):
                 if self.gradient_clip_val:
                     nn.utils.clip_grad_norm_(module.parameters(), self.gradient_clip_val)
@@ -113,7 +115,12 @@ def test_lightning_itself(tmp_path, package):
 
     trainer = pl.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        accumulate_grad_batches=2, callbacks=[LightningCallback(tmp_path / "run")],
+        accumulate_grad_batches=2, callbacks=[LightningCallback(tmp_path / "run", snapshot_every=1)],
     )  # fmt: skip
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(8, 3)), 2))
-    assert open_run(tmp_path / "run")["scalars"].loss.values.size == 2
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(8, 3)
+    first = net.inner(x[:4]).square().mean().item()  # two micro-batches of two samples make the first step
+    trainer.fit(net, DataLoader(TensorDataset(x), 2))
+    losses = open_run(tmp_path / "run")["scalars"].loss.values
+    assert losses.size == 2 and abs(losses[0] - first) < 1e-6
+    assert "clip=None,  # the trainer does not clip" in (tmp_path / "run/replay_setup.py").read_text()

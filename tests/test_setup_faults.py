@@ -67,6 +67,7 @@ class Recipe:
     lr: float | None = None
     late: bool = False
     partial: bool = False
+    clears: bool = True  # the gradients of each step
     average: bool = False  # of the weights, in place, behind a step
     second_rate: float | None = None  # of the last group
 
@@ -154,7 +155,8 @@ def recorded(recipe, path):
             elif setup.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), setup.clip)
             optimizer.step()
-            optimizer.zero_grad()
+            if recipe.clears:
+                optimizer.zero_grad()
             recorder.step(total)
             if recipe.average and step == 2:
                 model.fc.weight.data.mul_(0.9)
@@ -200,6 +202,7 @@ FAULTS = {
     "epsilon of Adam": ({}, {"eps": 1e-6}, "setting"),
     "rate of one group": ({}, {"second_rate": 0.02}, "setting"),
     "another optimizer": ({}, {"optimizer": "NAdam"}, "refused"),
+    "gradients that are not cleared": ({"clears": False}, {}, "not cleared"),
     "an average of weights": ({"average": True}, {"average": False}, "outside"),
     "a group left out": ({}, {"partial": True}, "refused"),
     "dropout off": ({}, {"dropout": 0.0}, "dropout or mode"),

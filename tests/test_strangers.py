@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stabilitylab import Recorder, diagnose, open_run, replayable_steps
 from stabilitylab.cli.main import main
@@ -36,6 +37,7 @@ def model_of(source):
     "What the draft's `make_model` returns."
     part = source[source.index("def make_model") : source.index("def loss(")]
     scope = {"torch": torch}
+    exec("\n".join(line for line in source.splitlines() if line.startswith("from transformers.")), scope)
     exec(compile(ast.parse(part), "draft", "exec"), scope)
     return scope["make_model"]()
 
@@ -49,6 +51,21 @@ def test_containers_of_torch_are_drafted_with_what_they_contain():
     assert {k: v.shape for k, v in made.state_dict().items()} == {
         k: v.shape for k, v in model.state_dict().items()
     }
+
+
+def test_a_draft_switches_off_the_dropout_that_a_trainer_switched_off():
+    "TRL's trainers set every dropout to 0 after the model is made, and the configuration keeps its 0.1."
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8))
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    def rates(module):
+        return {part.p for part in module.modules() if isinstance(part, nn.Dropout)}
+
+    assert rates(model_of(setup_source(model, sgd, torch.zeros(2, 4)))) == {0.1}
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    assert rates(model_of(setup_source(model, sgd, torch.zeros(2, 4)))) == {0.0}
 
 
 class Hidden(nn.Module):

@@ -18,7 +18,7 @@ from .limits import count_limit, limit
 from .phrase import evidence_words
 from ..names.findings import SEVERITIES
 from ..numerics.formats import NUMBER_FORMATS
-from ..run.curves import curve, group_of, loss_name, scalars_of
+from ..run.curves import curve, event_texts, group_of, loss_name, scalars_of
 from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #7695ed58
@@ -132,8 +132,7 @@ _DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "bf16"}  # float32:
 
 def _reported(run: xr.DataTree, step: int) -> tuple[str, str, float]:
     "What the recorder saw first at a step: module, its format, the largest number before it; '', '', NaN."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values[events.event_step.values == step].astype(str)
+    texts = [text for at, text in event_texts(run) if at == step]
     match = next((match for match in map(_REPORT.match, texts) if match), None)
     if match is None:
         return "", "", np.nan
@@ -197,9 +196,7 @@ _SAME_SIZE = 0.1  # an input of up to ten times a row's largest value can come o
 
 def _start_notes(run: xr.DataTree, pattern: re.Pattern) -> list[re.Match]:
     "What the recorder said of the weights before the first step."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str)
-    return [match for match in map(pattern.match, texts) if match]
+    return [match for _, text in event_texts(run) if (match := pattern.match(text))]
 
 
 def _rows_at_the_start(run: xr.DataTree) -> list[dict]:

@@ -254,7 +254,8 @@ def _other_training(start: Start) -> list[str]:
     check = start.compare()
     if check is None or check.is_step:
         return []
-    return [trial_note("setup", words=check.words[:1].upper() + check.words[1:].rstrip("?"))]
+    kind = "not cleared" if check.fault == "not cleared" else "setup"
+    return [trial_note(kind, words=check.words[:1].upper() + check.words[1:].rstrip("?"))]
 
 
 def _absolute(setup: str) -> str:

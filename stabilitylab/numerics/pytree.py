@@ -104,18 +104,19 @@ def map_leaves(
 def map_tensors(
     function: Callable,  # (tensor) -> tensor
     batch: object,  # nested tensors and other values
+    also: tuple[type, ...] = (),  # other classes whose instances are replaced, such as arrays
 ) -> object:  # same nesting and classes; other values are unchanged
     "Applies a function to every tensor of a nested batch."
-    if torch.is_tensor(batch):
+    if torch.is_tensor(batch) or isinstance(batch, also):
         return function(batch)
     kind = container_kind(batch)
     if not kind:
         return batch
     parts = parts_of(batch)
     if isinstance(parts, dict):
-        parts = {key: map_tensors(function, part) for key, part in parts.items()}
+        parts = {key: map_tensors(function, part, also) for key, part in parts.items()}
     else:
-        parts = type(parts)([map_tensors(function, part) for part in parts])
+        parts = type(parts)([map_tensors(function, part, also) for part in parts])
     return container_of(kind, type(batch), parts)
 
 # %% ../../nbs/api/numerics/04_pytree.ipynb #852eeb0e

@@ -137,7 +137,7 @@ class RecorderCallback(_StepCallback):
         _OPEN[str(self.path)] = self
         own = {"scaler": getattr(optimizer, "scaler", None), "first_step": state.global_step}
         self.recorder = Recorder(model, optimizer, self.path, **(own | self.options)).__enter__()
-        self.recorder.clip = getattr(args, "max_grad_norm", None) or None  # for the draft of the setup
+        self.recorder.clip = getattr(args, "max_grad_norm", None) or "None"  # for the draft of the setup
         trainer, self.before, self.trainer = _running_trainer(), None, None
         if trainer is not None and is_own_loss(trainer):
             self.recorder.trainer = trainer

@@ -33,6 +33,12 @@ _MANUAL = (
     " with several losses cannot be replayed; for one use `Recorder(model, optimizer, path)` within it"
 )
 
+
+def _clips_by_itself(module: Any) -> bool:
+    "Whether a LightningModule has a rule of its own for clipping gradients."
+    rule = getattr(type(module), "configure_gradient_clipping", None)
+    return rule is not None and rule.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+
 # %% ../../nbs/api/probe/08_lightning.ipynb #1a6e0008
 class LightningCallback(_base()):  # type: ignore[misc]
     "A callback that records the run of a Lightning Trainer."
@@ -73,6 +79,8 @@ class LightningCallback(_base()):  # type: ignore[misc]
             self.recorder.clip = f"lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), {limit})"
             if "value" not in rule:
                 self.recorder.clip = limit
+        elif not _clips_by_itself(trainer.lightning_module):
+            self.recorder.clip = "None"
 
     def on_train_batch_start(
         self,
@@ -98,7 +106,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
             return
         loss = outputs.get("loss") if hasattr(outputs, "get") else outputs
         if torch.is_tensor(loss):
-            self.losses.append(loss.detach() / trainer.accumulate_grad_batches)
+            self.losses.append(loss.detach())  # Lightning has divided it by the number of micro-batches
         # under accumulation most batches take no step
         if trainer.global_step > self.last_step:
             losses, self.losses, self.last_step = self.losses, [], trainer.global_step

@@ -30,7 +30,7 @@ from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .params import UPDATES, ParamProbe, groups_of
 from .routers import RouterProbe
-from .scalars import LossScale, SkippedSteps, StepLoss, clean_scalars
+from .scalars import KeptGradients, LossScale, SkippedSteps, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
     RecorderOptions,
@@ -78,7 +78,7 @@ class Recorder:
         self.sample_next = False  # whether the next step takes the costly statistics whatever its number
         # modules met in a whole graph, and inside a transform, so far
         self.graphs, self.transformed = whole_graphs[0], transformed[0]
-        self.clip: float | str | None = None  # largest gradient norm, where a framework says it
+        self.clip: float | str | None = None  # largest gradient norm, or "None", where a framework says it
         self.autocast: torch.dtype | None = None  # number format of its autocast, where a framework says it
         self.trainer: Any = None  # of Hugging Face, where it computes its own loss
         self.loop_values: dict[str, str] = {}  # values of the loop that its loss needs: name -> expression
@@ -88,6 +88,7 @@ class Recorder:
         self.modules: ModuleProbe | NoModules = NoModules(self.guard)
         self.params: Any = None
         self.skips: SkippedSteps | None = None  # also where steps are not skipped
+        self.clearing: KeptGradients | None = None  # also where ranks train together
         self.watch: WarningAction | None = None  # also where no warning is asked for
         self.reports: Reports | None = None  # also where nothing is reported
         self.own_loss: Any = None
@@ -236,6 +237,8 @@ def _open(recorder: Recorder, model: torch.nn.Module) -> None:
     if options.on_nonfinite == "skip":
         recorder.skips = SkippedSteps(params, guard)
     _open_record(recorder, model)
+    if not recorder.is_spread:  # a wrapper may keep gradients elsewhere
+        recorder.clearing = guard.attempt("kept gradients", None, KeptGradients, params, guard)
     recorder.own_loss = guard.attempt("the model's own loss", None, StepLoss, model, guard)
     recorder.attention = AttentionRecording(model, options.attention_every, guard)
     recorder.routers = guard.attempt(_ROUTERS, None, RouterProbe, model, options.kinds, guard)
@@ -308,6 +311,7 @@ def _unhook(recorder: Recorder) -> None:
         recorder.attention,
         recorder.routers,
         recorder.skips,
+        recorder.clearing,
         recorder.watch,
     ):
         if part is not None:
@@ -355,6 +359,8 @@ def _hand_over(recorder: Recorder, elapsed: float, values: dict[str, Any]) -> bo
     parts, uses, order = guard.attempt(OUTPUTS, None, recorder.modules.take) or ({}, {}, [])
     details, tops = guard.attempt("costly statistics", None, _take_details, recorder, uses) or ({}, {})
     grads, step_rows, stepped = guard.attempt(UPDATES, None, recorder.params.take) or ({}, {}, set())
+    if recorder.clearing is not None:
+        guard.attempt("kept gradients", None, recorder.clearing.take, bool(stepped))
     # after an overflow a GradScaler does not call `step` at all: gradients without a step are a skipped one
     is_withheld = recorder.skips is not None and recorder.skips.take()
     heads, attention_scalars = recorder.attention.take()

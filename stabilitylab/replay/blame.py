@@ -18,29 +18,43 @@ import torch
 
 from ..names.encode import plain
 from ..names.errors import InputError, bad_input
-from ..numerics.pytree import batch_alone, loop_tensors, map_batch, map_tensors, tensors_of
+from stabilitylab.numerics.pytree import (
+    batch_alone,
+    loop_tensors,
+    map_batch,
+    map_leaves,
+    map_tensors,
+    tensors_of,
+)
 from ..probe.blackbox import rng_state, set_rng_state
 from .state import Batch, Setup, Snapshot, has_items
 
 # %% ../../nbs/api/replay/06_blame.ipynb #37a489b3
+def _is_array(leaf: Any) -> bool:
+    "Whether a part of a batch is a tensor or an array."
+    return torch.is_tensor(leaf) or isinstance(leaf, np.ndarray)
+
+
 def _count_samples(part: Any) -> int:
     "How many samples a micro-batch has: the first dimension that all its tensors share."
-    sizes = {t.shape[0] for t in tensors_of(batch_alone(part)) if t.ndim}
+    sizes: set[int] = set()
+    map_leaves(lambda leaf: sizes.update(leaf.shape[:1]) if _is_array(leaf) else None, batch_alone(part))
     if loop_tensors(part):
         raise InputError(
             "values of the loop that are kept with `batch` hold tensors, which no sample has a part of"
         )
     if len(sizes) != 1:
         raise InputError(
-            f"`batch` has tensors with first dimensions {sorted(sizes)};"
-            " allowed: one first dimension, the samples"
+            f"the first dimensions of what `batch` holds are {sorted(sizes)}; allowed: one first dimension,"
+            " the samples, that all tensors and arrays have"
         )
     return sizes.pop()
 
 
 def _sample(part: Any, i: int) -> object:
     "One sample as a micro-batch."
-    return map_batch(partial(map_tensors, lambda t: t[i : i + 1] if t.ndim else t), part)
+    of_sample = partial(map_tensors, lambda t: t[i : i + 1] if t.ndim else t, also=(np.ndarray,))
+    return map_batch(of_sample, part)
 
 
 def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,14 +100,15 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
     if setup.token_loss is not None:
         return [int(count) for count in _token_losses(setup, model, part)[1].sum(1)], has_items(part)
     n_samples = _count_samples(part)
-    if has_items(part) or n_samples == 1:
+    if n_samples == 1:
         return None, has_items(part)
     with torch.no_grad():
         losses = np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
         together = float(setup.loss(model, part))
     if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
         return None, False  # they weigh the same, whatever their length
-    if np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
+    # not every model that is given the number of items divides by it
+    if has_items(part) or np.isclose(losses.sum(), together, rtol=_ADDS_UP, atol=0):
         return None, True
     for counts in _label_counts(part):
         some = np.array(counts) > 0
@@ -192,6 +207,8 @@ def blame(
         batch_grad = batch_grad + sample.weight * grad
         gradients.append(grad if has_room else None)
     square = float(batch_grad @ batch_grad)
+    if square == 0:
+        raise InputError("the gradient of this batch is zero, so no sample has a share in it")
     together = _refuse_what_does_not_add_up(model, samples, losses, step_loss)
     is_part = all(sample.is_part for sample in samples)
     level = 1.0 if is_part else _level(samples, together, recorded_loss)

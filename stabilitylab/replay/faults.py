@@ -31,6 +31,7 @@ from stabilitylab.replay.retrace import (
 )
 from .snapshot import Walk, load_batch
 from .state import Batch, Setup
+from ..run.curves import kept_gradients
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/13_faults.ipynb #f101512a
@@ -78,6 +79,8 @@ FAULTS = {
     "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"
     " {names} itself: replay a step at which a snapshot was taken, or give the Recorder what moves them",
     "frozen": "the gradient is of other parameters: {names} are frozen in one of the two, not in the other",
+    "not cleared": "the run does not clear gradients between steps, so that its gradient is the sum of all"
+    " since the first step; a replay begins each step without one",
     "gradient": "the loss agrees, its gradient does not: a loss that is added without being handed over,"
     " a checkpointed part that draws other random numbers, a hook that changes gradients, or one rank of"
     " several",
@@ -296,6 +299,8 @@ def _is_uniform(step: Retraced, name: str, facts: StepFacts) -> bool:
 def _grad_norm_fault(step: Retraced, is_first: bool, facts: StepFacts) -> tuple[str, dict]:
     "The gradient differs; the loss agrees, or was not recorded."
     count = len(facts.first.parts)
+    if kept_gradients(facts.path.run) is not None:
+        return "not cleared", {}
     if _is_multiple(step, "grad_norm", count):
         return "accumulation", {"count": count}
     if tied := _untied(facts):

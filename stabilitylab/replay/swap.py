@@ -106,6 +106,23 @@ def _verdict_of(
     return _named(*(_excess(factors, part) > 0 for part in _PARTS)), _evidence(factors)
 
 
+def _has_learned(loss: np.ndarray) -> bool:
+    "Whether the last state has a lower loss than every other one, on each batch before the last."
+    return bool((loss[-1, :-1] < loss[:-1, :-1].min(axis=0)).all())
+
+
+def _learned_words(table: xr.Dataset) -> str:
+    "Where the suspect state has a larger gradient and has only learned, in words; '' elsewhere."
+    ordered = table.transpose("state", "batch")
+    factors = _factors(ordered["grad_norm"].values, 2.0)
+    if factors is None or _excess(factors, "state") <= 0 or not _has_learned(ordered["loss"].values):
+        return ""
+    return (
+        f"the gradient of this state is {np.exp(factors['state']):.3g} times that of earlier states, but its"
+        " loss is lower on every batch, so the state is not bad"
+    )
+
+
 def _highest_words(table: xr.Dataset) -> str:
     "Where the suspect batch has by far the highest loss from every state, in words; '' elsewhere."
     loss = table["loss"].transpose("state", "batch").values
@@ -143,7 +160,7 @@ class SwapTest:
         count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
         row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
         reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
-        words = _highest_words(self.table) if self.verdict == "neither" else ""
+        words = _learned_words(self.table) or _highest_words(self.table) if self.verdict == "neither" else ""
         return (words or _VERDICTS[self.verdict]) + row + reason
 
     def to_dict(self) -> dict:
@@ -178,12 +195,27 @@ def _judged_factors(cells: dict[str, np.ndarray], min_factor: float) -> dict[str
     return {name: factors for name, factors in judged if factors is not None}
 
 
+def _without_learning(
+    by_name: dict[str, dict[str, float]], cells: dict[str, np.ndarray]
+) -> dict[str, dict[str, float]]:
+    "The same with no state out of line for its gradient, where it has a lower loss on every batch."
+    gradient = by_name.get("grad_norm")
+    if gradient is None or not _has_learned(cells["loss"]):
+        return by_name
+    # an update that grew by more than the gradient is the optimizer's doing
+    follows = [
+        n for n in ("grad_norm", "update_norm") if n in by_name and by_name[n]["state"] <= gradient["state"]
+    ]
+    return by_name | {name: by_name[name] | {"state": min(by_name[name]["state"], 0.0)} for name in follows}
+
+
 def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, dict[str, float]]:
     "(verdict, decided by, evidence) of gradient norm, loss and norm of the update together."
     by_name = _judged_factors(cells, min_factor)
     if not by_name:
         return "cannot tell", _JUDGED[0], {}
-    out = [_is_out(list(by_name.values()), part) for part in _PARTS]
+    judged = _without_learning(by_name, cells)
+    out = [_is_out(list(judged.values()), part) for part in _PARTS]
     verdict = _named(*(is_part_out is True for is_part_out in out))
     if verdict == "neither" and None in out:
         verdict = "cannot tell"

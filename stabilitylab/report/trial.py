@@ -259,6 +259,7 @@ _NOTES = {
     "early": "The failure began at step {onset}, and these {steps} steps from step {step} on end before it;"
     " --steps {wanted} or more reach it.",
     "setup": "{words}. Correct the setup first: the verdicts are on the training that it builds.",
+    "not cleared": "{words}. The verdicts are on training that clears them.",
     "unfit": "{name} was suggested and cannot be tried: {why}.",
     "no failure": "The run unchanged counts as failed on no seed within {steps} steps, so the verdicts are on"
     " the final loss. --steps and --step change where a trial looks.",
@@ -268,7 +269,7 @@ _NOTES = {
 
 
 def trial_note(
-    kind: str,  # late, early, setup, unfit, no failure, healthy or unfinished
+    kind: str,  # late, early, setup, not cleared, unfit, no failure, healthy or unfinished
     **values: object,  # what the sentence names
 ) -> str:
     "A sentence on what limits the verdicts of a trial."

@@ -114,7 +114,7 @@ class Start:
         "The number of recorded batches that the arms of a trial share."
         if self.function or setup_of(self.path, self.setup).batches is not None:
             return None
-        return len(_recorded_steps(self.path, self.step))
+        return len(_dealt_steps(self.path, self.step))
 
     @property
     def words(self) -> str:
@@ -123,9 +123,9 @@ class Start:
             settings = str(self.arguments or "its defaults")
             settings = settings if len(settings) < 200 else f"{len(self.arguments)} settings"
             return f"{self.function.rpartition(':')[2]} with {settings}"
-        steps = _recorded_steps(self.path, self.step)
+        dealt = _ranges(_dealt_steps(self.path, self.step))
         return (
-            f"step {self.step} of {Path(self.path).name}; batches of steps {steps[0]} to {steps[-1]},"
+            f"step {self.step} of {Path(self.path).name}; batches of steps {dealt},"
             " repeated where they end and in another order for every seed but 0"
         )
 
@@ -147,12 +147,36 @@ def _recorded_steps(
     return steps
 
 
+_ENOUGH = 16  # batches from which a trial can be dealt: our convention
+
+
+def _dealt_steps(
+    path: str | Path,  # folder of a record with a black box
+    step: int,  # the first of them
+) -> list[int]:  # steps whose batches the arms of a trial share
+    "The recorded steps from `step` on; where few follow it, those after gaps too."
+    steps = _recorded_steps(path, step)
+    if len(steps) >= _ENOUGH:
+        return steps
+    return [*steps, *sorted(later for later in opened(path).box().steps if later > steps[-1])]
+
+
+def _ranges(steps: list[int]) -> str:
+    "Steps in words, such as '40, 50 to 69'."
+    starts = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
+
+
 class _RecordedBatches:
     "(step) -> micro-batches: the recorded ones, or those of the user's loader after them."
 
     def __init__(self, start: Start, setup: Setup, seed: int, dropped: frozenset[int] = frozenset()):
         self.start, self.setup, self.seed, self.dropped = start, setup, seed, dropped
-        self.steps = _recorded_steps(start.path, start.step)
+        # a loader has the batches after a gap
+        of = _dealt_steps if setup.batches is None else _recorded_steps
+        self.steps = of(start.path, start.step)
 
     def __call__(self, step: int) -> list:  # step: of the run, not of the trial
         position, n_dropped = step - self.start.step, len(self.dropped)

@@ -412,8 +412,8 @@ def _is_unchanged(arm: Sequence[ArmCurve], base: Sequence[ArmCurve]) -> bool:
 
 
 def _is_idle(arm: Sequence[ArmCurve], base: Sequence[ArmCurve]) -> bool:
-    "The same where it can be told: what comes after a loss that is no number tells no arm from another."
-    return _is_unchanged(arm, base) and all(np.isfinite(curve.loss).all() for curve in arm)
+    "The same where it can be told: losses that stay no numbers tell no arm from another."
+    return _is_unchanged(arm, base) and all(np.isfinite(curve.loss[-1:]).all() for curve in arm)
 
 
 def _verdict_of(

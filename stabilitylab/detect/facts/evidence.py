@@ -19,7 +19,7 @@ from .training_facts import training_facts
 from ..findings import Finding
 from ..limits import limit
 from ...names.errors import InputError
-from ...run.curves import group_of
+from ...run.curves import group_of, kept_gradients
 from ...run.record import is_run
 from ...run.recording import opened
 
@@ -34,6 +34,31 @@ def _same_batch(table: pd.DataFrame) -> RunFacts:
         return {}
     step = table.drop_duplicates("step").step.to_numpy()
     return {"same_batch": (float(stretch[at]), int(step[at - int(stretch[at])]))}
+
+
+def _of_notes(run: xr.DataTree) -> RunFacts:
+    "What the Recorder noted of the training loop: that it does not clear gradients."
+    at = kept_gradients(run)
+    return {} if at is None else {"gradients_kept": (1.0, at)}
+
+
+_REPEATS = ("batches_again", "same_batch", "same_inputs")  # facts that accuse a loader
+
+
+def _reuse(table: pd.DataFrame, steps: Steps) -> RunFacts | None:
+    "How many steps a loop takes on each batch, if the loss jumps between them; None: not as many on each."
+    first = table.drop_duplicates("step").sort_values("step")
+    step, ids = first.step.to_numpy(), first.batch_id.to_numpy()
+    is_next = np.diff(step) == 1  # else batches between were not kept, and the stretch may be longer
+    starts = np.flatnonzero(np.r_[True, (ids[1:] != ids[:-1]) | ~is_next])
+    lengths = np.diff(np.r_[starts, len(step)])
+    begins = np.r_[True, is_next[starts[1:] - 1]]
+    whole = lengths[begins & np.r_[begins[1:], False]]
+    if len(whole) < 2 or whole[0] < 2 or (whole != whole[0]).any() or lengths.max() > whole[0]:
+        return None
+    at = np.searchsorted(steps.step, step[starts[1:][begins[1:]]])
+    rises = steps.loss[at] > steps.loss[at - 1]
+    return {"reuse": (float(whole[0]), int(steps.step[at[0]]))} if rises.mean() > 0.5 else {}
 
 
 def _of_batches(steps: Steps) -> RunFacts:
@@ -60,7 +85,10 @@ def _of_batches(steps: Steps) -> RunFacts:
     if len(again):
         facts["batches_again"] = (float(len(again)), int(again.step.iloc[0]))
         facts |= _same_batch(table)
-    return facts
+    reused = _reuse(table, steps)
+    if reused is None:
+        return facts
+    return {name: fact for name, fact in facts.items() if name not in _REPEATS} | reused
 
 # %% ../../../nbs/api/detect/facts/85_evidence.ipynb #944bafbc
 # the swap test: states 64, 32 and 16 steps before and the suspect one, each from the snapshot before it;
@@ -97,10 +125,13 @@ def evidence(
     steps = Steps(run)
     with warnings.catch_warnings():  # a column without a finite value has no median
         warnings.simplefilter("ignore", RuntimeWarning)
-        facts = training_facts(steps) | outlier_facts(steps) | _of_batches(steps)
+        of_batches = _of_batches(steps)
+        facts = training_facts(steps) | outlier_facts(steps) | of_batches | _of_notes(run)
         at = loss_event(steps.loss)
         if at is not None:
             facts |= jump_facts(steps, at) | _swap_test(steps, int(steps.step[at]))
+        if "reuse" in of_batches:
+            facts = {name: fact for name, fact in facts.items() if name not in _REPEATS}
         facts |= _of_findings(steps, findings, facts)
     return {name: fact for name, fact in facts.items() if not np.isnan(fact[0])}
 

@@ -23,7 +23,7 @@ from .growth import growth_evidence
 from ..learning_rate import rate_at
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
-from ...run.curves import curve, group_of
+from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
@@ -106,6 +106,7 @@ def find_grad_below_epsilon(
     share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
     without = [name for finding in find_no_gradient(run) for name in finding.modules]
     share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
+    share[_is_sparse(run, optimizer.param.values.astype(str))] = 0
     order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
     if not len(order):
         return []
@@ -113,6 +114,18 @@ def find_grad_below_epsilon(
     modules = first_names(optimizer.param, order)
     onset = optimizer.step.values[0]
     return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
+
+
+_FAR_ABOVE = 100  # times epsilon: entries of a gradient of that size are below it where they are zero; ours
+
+
+def _is_sparse(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
+    "Gradients far above epsilon, so that the entries below it are zeros, as those of inactive units are."
+    gradients, eps = group_of(run, "gradients", "rms"), run.attrs.get("eps")
+    if gradients is None or eps is None:
+        return np.zeros(len(params), bool)
+    is_far = median_of_finite(gradients.rms.values) > _FAR_ABOVE * float(eps)
+    return np.isin(params, gradients.param.values.astype(str)[is_far])
 
 
 def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
@@ -151,9 +164,7 @@ def find_no_gradient(
 
 def _lacks_gradients(run: xr.DataTree) -> bool:
     "Whether the Recorder notes that it stopped reading gradients."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str)
-    return any(re.match("gradients (of .+ )?missing from step ", text) for text in texts)
+    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
 
 
 def _weight_beside(name: str) -> str:
@@ -217,8 +228,7 @@ def find_without_optimizer(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
     "Trainable parameters that are in no optimizer."
-    events = group_of(run, "events")
-    texts = [] if events is None else events.event_text.values.astype(str).tolist()
+    texts = [text for _, text in event_texts(run)]
     forgotten = [text.removeprefix(_FORGOTTEN) for text in texts if text.startswith(_FORGOTTEN)]
     names = tuple(dict.fromkeys(name for text in forgotten for name in text.split(", ")))
     if not names:

@@ -163,10 +163,18 @@ def backward_call(
 # %% ../../../nbs/api/probe/draft/26_loop_source.ipynb #d726fdd6
 def optimized_loss(
     call: ast.Call,  # of `backward`
+    scope: dict[str, Any],  # name -> value
 ) -> ast.expr:
-    "The loss of which `backward` is called: its argument where it has one, else what it belongs to."
+    "What is differentiated: the argument of a framework's `backward`, else what `backward` belongs to."
     assert isinstance(call.func, ast.Attribute)
-    loss = call.args[0] if call.args else call.func.value
+    owner, by_name = call.func.value, [word.value for word in call.keywords if word.arg == "gradient"]
+    weights = call.args[:1] or by_name
+    # a framework's object was there before the loop; a loss comes from its lines
+    is_tensor = isinstance(scope.get(root_name(owner) or ""), (torch.Tensor, type(None)))
+    if is_tensor and weights:
+        product = ast.BinOp(owner, ast.Mult(), weights[0])
+        return ast.Call(ast.Attribute(product, "sum", ast.Load()), [], [])
+    loss = weights[0] if weights else owner
     is_scaled = (
         isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale"
     )

@@ -167,9 +167,9 @@ def _joined(statements: list[ast.stmt], scope: dict[str, Any], optimizers: list[
     within = [at for at in passes if at >= first]
     if not within or len(passes) == 1:
         return statements
-    total = optimized_loss(backward_call(statements[within[-1]]))  # type: ignore[arg-type]
+    total = optimized_loss(backward_call(statements[within[-1]]), scope)  # type: ignore[arg-type]
     for number, at in enumerate(within[:-1]):
-        loss = optimized_loss(backward_call(statements[at]))  # type: ignore[arg-type]
+        loss = optimized_loss(backward_call(statements[at]), scope)  # type: ignore[arg-type]
         name = f"earlier_{number}"
         statements[at] = ast.parse(f"{name} = passed_back({ast.unparse(loss)})").body[0]
         total = ast.BinOp(total, ast.Add(), ast.Name(name, ast.Load()))
@@ -191,7 +191,7 @@ def _in_slices(statements: list[ast.stmt], scope: dict[str, Any]) -> list[ast.st
     opened = up_to_backward(loop.body, scope) if isinstance(loop, ast.For) else []
     if not isinstance(loop, ast.For) or not opened or not _is_plain_pass(opened[-1], scope):
         return statements
-    loss = optimized_loss(backward_call(opened[-1]))  # type: ignore[arg-type]
+    loss = optimized_loss(backward_call(opened[-1]), scope)  # type: ignore[arg-type]
     needed = _names([ast.Expr(loss)])
     # a slice may need what the one before it left
     needed |= _names(relevant(opened[:-1], set(needed)))
@@ -272,7 +272,7 @@ def loop_span(
     backward = backward_call(opened[-1]) if opened else None
     if backward is None:
         return None
-    loss = optimized_loss(backward)
+    loss = optimized_loss(backward, scope)
     rename = _Rename(ast.dump(call))
     renamed = [rename.visit(statement) for statement in opened[:-1]]
     return LoopSpan(renamed, rename.visit(loss), inside, scope, call.args[0], loops, backward, source.scope)

@@ -29,10 +29,10 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 def is_same_model(
     value: Any,  # anything
-    model: torch.nn.Module,  # the recorded one
+    model: torch.nn.Module | None,  # the recorded one
 ) -> bool:
     "Whether a value is the recorded model, or what spreads, compiles or wraps it."
-    if not isinstance(value, torch.nn.Module):
+    if not isinstance(value, torch.nn.Module) or model is None:
         return False
     return model_itself(value) is model or getattr(value, "module", None) is model
 
@@ -104,6 +104,18 @@ def _is_of_framework(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric")
 
 
+# their properties that stay the same in all of a run
+_FRAMEWORK_CONSTANTS = (
+    "device",
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "is_main_process",
+    "is_local_main_process",
+    "world_size",
+    "global_rank",
+    "local_rank",
+)
 _MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as accelerate names them
 
 
@@ -212,8 +224,9 @@ class _Inline(ast.NodeTransformer):
         if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
             return self.generic_visit(node)
         value = value_at(node, self.scope)
-        if value is None and node.attr == "device" and _is_of_framework(value_at(node.value, self.scope)):
-            value = value_at(node.value, self.scope).device
+        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
+            owner: Any = value_at(node.value, self.scope)
+            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
         if is_same_model(value, self.model):
             return ast.Name("model", ast.Load())
         if is_same_model(self.scope.get(root), self.model) and _has_graph(value):

@@ -23,6 +23,7 @@ from torch import nn
 
 from ...numerics.pytree import container_kind, parts_of
 from .loop_span import bare_optimizer
+from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
 from .trainer_code import peft_source
 from ..params import groups_of
@@ -50,6 +51,7 @@ class _Imports:
         self.imports: set[str] = set()
         self.folders: list[str] = []  # where what is imported stands, beside the script
         self.unseen: list[str] = []  # arguments that could not be seen and have a default
+        self.model: nn.Module | None = None  # the recorded one, which a criterion may hold
         self.uses_script = False  # whether something of the running script is imported
 
     def name_of(
@@ -196,7 +198,47 @@ def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
         return True, model._buffers[name]
     return False, None
 
+# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa01
+def _kept_as_given(cls: type) -> dict[str, str]:
+    "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
+    try:
+        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    pairs = [
+        (attribute, name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        for attribute, value in _spread(target, node.value)
+        for name in _alternatives(value)
+    ]
+    return {
+        name: attribute.removeprefix("self.") for attribute, name in pairs if attribute.startswith("self.")
+    }
 
+
+def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    "The targets of an assignment, each with its value: `self.a, self.b = a, b` has two."
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(map(ast.unparse, target.elts), value.elts, strict=False))
+    return [(ast.unparse(target), value)]
+
+
+def _alternatives(node: ast.expr) -> list[str]:
+    "The names that an expression may be the value of: `loss or Default()` is that of `loss`."
+    if isinstance(node, ast.Name):
+        return [node.id]
+    parts = node.values if isinstance(node, ast.BoolOp) else []
+    parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else parts
+    return [name for part in parts for name in _alternatives(part)]
+
+
+def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
+    "A module that another one was given: the recorded model by its name, any other by its call."
+    return ("model", []) if is_same_model(part, draft.model) else model_source(draft, part)
+
+# %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa02
 _FROM_STATE = ("device", "dtype")  # arguments that a state brings by itself
 _CONTAINERS = {nn.Sequential: "{}", nn.ModuleList: "[{}]", nn.ModuleDict: "{{{}}}"}
 
@@ -215,13 +257,17 @@ def _container_source(draft: Draft, model: nn.Module) -> tuple[str, list[str]]:
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #29bd4571
 def _arguments(draft: Draft, model: nn.Module) -> tuple[list[str], list[str]]:
     "(arguments of a model's class, those that it needs and that cannot be seen)."
-    arguments, missing = [], []
+    arguments, missing, attributes = [], [], _kept_as_given(type(model))
     parameters = inspect.signature(type(model)).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in named:
         key, default = parameter.name, parameter.default
         is_seen, value = _argument_value(model, key)
         source = draft.literal(value) if is_seen else None
+        part = model._modules.get(attributes.get(key, ""))
+        if part is not None:
+            source, absent = _part_source(draft, part)
+            missing += absent
         if source is None and default is parameter.empty:
             missing.append(key)
             arguments.append(f"{key}=TODO")
@@ -418,4 +464,5 @@ def script_lines(
     values = _script_values(draft, text)
     inner = "".join(f"\n    {key!r}: {source}," for key, source in values.items())
     arguments = f"{where}, {name!r}" + (f", {{{inner}\n}}" if inner else "")
-    return f"\n# its imports, functions and classes; nothing of it runs\ndefinitions({arguments})\n"
+    runs = "its imports, functions and classes; of its other lines only those that set a name used here"
+    return f"\n# {runs}\ndefinitions({arguments})\n"

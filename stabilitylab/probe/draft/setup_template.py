@@ -51,6 +51,7 @@ from stabilitylab.probe.draft.running_script import (
 )
 from stabilitylab.probe.draft.trainer_code import (
     TrainerCode,
+    dropout_off,
     forward_patches,
     kept_file,
     trainer_code,
@@ -86,6 +87,7 @@ class _LoopValues:
 
     def __init__(self, draft: Draft, model: nn.Module, frame: types.FrameType | None = None):
         self.draft, self.model = draft, model
+        draft.model = model
         self.frame = frame  # of the loop
         self.makers: list[str] = []  # functions that make other modules
         self.submodules = {id(child): name for name, child in model.named_modules() if name}
@@ -131,10 +133,11 @@ class _LoopValues:
         return self._import(f"from {module} import {qualified}", name, qualified)
 
     def _module(self, value: nn.Module) -> str | None:
-        "A part of the model, or a module without parameters such as a criterion."
+        "A part of the model, or a criterion: a module without parameters, or with those of the model alone."
         if id(value) in self.submodules:
             return f"model.get_submodule({self.submodules[id(value)]!r})"
-        if next(value.parameters(), None) is not None:
+        own = {id(p) for p in self.model.parameters()}
+        if any(id(p) not in own for p in value.parameters()):
             return None
         unseen = list(self.draft.unseen)
         source, missing = model_source(self.draft, value)
@@ -314,6 +317,8 @@ def _framework_lines(loss: str, model: nn.Module, recorder: Any) -> tuple[list[s
 
 def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, str]:
     "The clipping in a draft, and what is known of it."
+    if clip == "None":
+        return {"clip": clip, "clip_words": "the trainer does not clip"}
     if clip is not None:
         return {"clip": clip if isinstance(clip, str) else repr(clip), "clip_words": "largest gradient norm"}
     if code is not None and code.clip is not None:
@@ -340,7 +345,7 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
             lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"]
             model_words = "The program's own lines."
     draft.unseen = unseen
-    lines += patches
+    lines += [*patches, *dropout_off(model)]
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
     if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
         lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]

@@ -207,6 +207,23 @@ def forward_patches(
             lines.append(call[1].format(f"model.get_submodule({name!r})" if name else "model"))
     return lines, imports
 
+# %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #c1d0ff01
+def dropout_off(
+    model: torch.nn.Module,  # the recorded one
+) -> list[str]:  # lines; [] where its configuration has no dropout, or some part still drops
+    "Lines that switch off the dropout of a model's configuration, as TRL's trainers do after building it."
+    parts = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
+    configs = [getattr(model, "config", None), *getattr(model, "peft_config", {}).values()]
+    settings = [setting for config in configs for setting in getattr(config, "__dict__", {}).items()]
+    has_rate = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings)
+    if not has_rate or not parts or any(part.p for part in parts):
+        return []
+    return [
+        "for part in model.modules():  # the run had switched off the dropout of the configuration",
+        "    if isinstance(part, torch.nn.Dropout):",
+        "        part.p = 0.0",
+    ]
+
 # %% ../../../nbs/api/probe/draft/27_trainer_code.ipynb #fd277b6a
 def peft_source(
     model: Any,  # a module
