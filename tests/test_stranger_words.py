@@ -8,8 +8,8 @@ import torch
 import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
-from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
+from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
