@@ -33,7 +33,6 @@ from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.relations import (
     drop_explained_rises,
-    first_changes,
     grad_norm_and_loss,
     hardware_and_spikes,
     high_learning_rate,
@@ -347,20 +346,6 @@ def test_the_context_of_a_run_is_what_its_settings_say():
     phases = [at_step(context, span, step).phase for step in (None, 2, 30, 80)]
     assert phases == ["", "start", "middle", "late"] and at_step(context, None, 2).phase == ""
     assert loss_span(series(loss=[1.0, 2.0])) is None
-
-
-def test_modules_that_changed_are_listed_in_their_order():
-    values = planted(1, 40, (2,))
-    values[STEPS >= 40, 1] = 90
-    data = group("module", absmax=values, grad_absmax=planted(1, 2, (0,)))
-    changes = first_changes(new_run(activations=data))
-    assert changes[["module", "what", "step"]].values.tolist() == [["c", "output", 30], ["b", "output", 40]]
-    assert changes.attrs["loss_onset"] is None and first_changes(new_run()).empty
-    assert first_changes(new_run(activations=data.isel(step=slice(0, 5)))).empty
-    loss = np.full(60, 2.0) + 0.01 * np.sin(np.arange(60))
-    loss[45:] = 9
-    scalars = make_scalars({"loss": Samples(np.arange(60), loss)})
-    assert first_changes(new_run(scalars, activations=data)).attrs["loss_onset"] == 45
 
 
 def test_three_steps_as_large_as_the_weights_are_needed():

@@ -32,7 +32,13 @@ from stabilitylab.detect.loss.spikes import (
     _is_low_record,
     _is_tail_end,
 )
-from stabilitylab.detect.loss.trend import _plateau_to_the_end, find_leak, find_level_shift
+from stabilitylab.detect.loss.trend import (
+    _plateau_to_the_end,
+    find_leak,
+    find_level_shift,
+    find_not_learning,
+    find_zero_loss,
+)
 from stabilitylab.detect.metrics import (
     find_grad_norm_explosion,
     find_length_bias,
@@ -55,6 +61,7 @@ from stabilitylab.detect.rollbacks import _rates
 from stabilitylab.detect.settings import changes_and_events, find_setting_effects
 from stabilitylab.detect.severity import lower_severity
 from stabilitylab.detect.skipping import clipped_share
+from stabilitylab.detect.speed import find_memory_growth
 from stabilitylab.read.crash.incidents import Crash
 from stabilitylab.run.curves import attempts, curve
 from stabilitylab.run.record import new_run
@@ -887,3 +894,35 @@ def test_few_records_show_no_number_format(n):
     coarse = ((loss.view(np.uint32) + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32)
     assert len(find_quantized_loss(run_of(loss=coarse.astype(float)))) == (n == 400)
     assert not find_quantized_loss(run_of(loss=np.full(n, 0.333984375)))  # one number of bf16
+
+
+ENDED = np.where(STEPS < 200, 3.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["leak_suspected"]),
+        ({"grad_norm": np.where(STEPS < 200, 1.0, np.nan)}, ["non_finite"]),
+        ({"grad_norm": np.ones(400)}, ["leak_suspected"]),
+        ({"loss": np.where(STEPS == 100, 0.0, ENDED)}, []),  # often zero: of a rare event
+        ({"loss": np.where(STEPS < 397, 3.0, 0.0)}, []),  # a few records
+        ({"loss": ENDED / 100}, []),  # it was small before
+        ({"loss": np.where(STEPS < 3, 3.0, 0.0)}, []),  # too little before
+        ({"loss": np.full(400, 3.0)}, []),
+    ],
+)
+def test_a_loss_that_is_zero_to_the_end_was_no_small_number_before(changes, kinds):
+    told = find_zero_loss(run_of(**{"loss": ENDED} | changes))
+    assert [f.kind for f in told] == kinds and all(f.onset == 200 for f in told)
+
+
+@pytest.mark.parametrize(("level", "sd", "severity"), [(10.8, 3.0, "warning"), (3.0, 0.15, "info")])
+def test_a_flat_loss_near_a_guess_is_judged_by_longer_windows(level, sd, severity):
+    loss = level + sd * np.random.default_rng(0).normal(size=400)
+    assert [f.severity for f in find_not_learning(run_of(loss=loss))] == [severity]
+
+
+@pytest.mark.parametrize(("n", "told"), [(400, 1), (40, 0)])
+def test_a_memory_grows_over_records_enough(n, told):
+    assert len(find_memory_growth(run_of(memory=np.linspace(10, 20, n)))) == told

@@ -15,12 +15,11 @@ import xarray as xr
 import stabilitylab as sl
 from stabilitylab import Recorder, diagnose
 from stabilitylab.cases.samples import sample
-from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow
 from stabilitylab.detect.layers.parameters import find_no_gradient, find_param_grad_explosion
-from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.phrase import explain
 from stabilitylab.names.errors import InputError

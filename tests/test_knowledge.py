@@ -9,7 +9,7 @@ import pytest
 
 from stabilitylab.cases import notes, registry
 from stabilitylab.cases.notes import is_found, run_call
-from stabilitylab.detect.likely_cause import _TABLE as LIKELY_CAUSES
+from stabilitylab.detect.likely_cause import _BY_FINDINGS as LIKELY_CAUSES
 from stabilitylab.fixes.registry import fix, fixes
 from stabilitylab.knowledge.crashes import explain_crash
 from stabilitylab.knowledge.remedies import (

@@ -16,7 +16,6 @@ from stabilitylab.numerics.formats import (
     quantise,
     spacing,
     stochastic_round,
-    ulp_distance,
 )
 from stabilitylab.numerics.kernels import compile_c
 
@@ -91,16 +90,11 @@ def test_the_way_taken_on_a_gpu_gives_the_same(name):
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_spacing_and_distance_count_the_numbers(name):
+def test_spacing_is_the_distance_of_the_next_number(name):
     v = every_value(name)
     v = np.unique(v[np.isfinite(v)])
     up = v[v >= 0]
     assert same(spacing(up[:-1], name), np.diff(up))
-    assert (ulp_distance(v[:-1], v[1:], name) == 1).all()
-    assert (
-        ulp_distance(torch.tensor(v), torch.tensor(v[::-1].copy()), name).numpy()
-        == abs(np.arange(len(v)) * 2 - len(v) + 1)
-    ).all()
     f = number_format(name)
     assert (v.max(), up[1], v[np.searchsorted(v, 1.0) + 1] - 1) == (f.max, f.min_subnormal, f.eps)
 

@@ -305,6 +305,14 @@ def test_a_trainer_console_without_bars_counts_from_its_resumes(every, prefix, t
     assert 4000 in [f.evidence["resumed_at"] for f in diagnose(run).of("resume_spike")]
 
 
+def test_a_rollback_before_any_jump_has_no_reason():
+    steps = np.r_[0:150, 100:300, 100:500]
+    loss = 2 + np.exp(-steps / 100) + np.random.default_rng(0).normal(0, 0.01, len(steps))
+    loss[330:350] += 3  # steps 280 to 299 of the second attempt, which goes back to where the third begins
+    ledger = rollback_ledger(new_run(make_scalars({"loss": Samples(steps, loss)})))
+    assert ledger.reason.ne("").tolist() == [False, True] and ledger.onset.tolist()[1] == 280
+
+
 def test_a_trainer_console_that_begins_with_a_resume_has_its_steps(tmp_path):
     lines = trainer_lines(5000, 7000, 10, 1000, 0.0, np.random.default_rng(4))
     (tmp_path / "a.log").write_text("\n".join(["  Continuing training from global step 5000", *lines]))

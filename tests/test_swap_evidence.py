@@ -10,11 +10,10 @@ import torch
 from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
 from stabilitylab.cli.main import main
-from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.findings import Findings
-from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.investigation.plan import open_recordings
 from stabilitylab.investigation.swap import swap_facts, with_swap_test
 from stabilitylab.mcp.tools import Tools

@@ -7,10 +7,9 @@ import pytest
 import xarray as xr
 
 from stabilitylab.cases.samples import sample
-from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.learning_rate import loss_after_jump
-from stabilitylab.detect.likely_cause import _is_older
+from stabilitylab.detect.likely_cause import _is_older, ranked_causes
 from stabilitylab.detect.phrase import evidence_words, explain
 from stabilitylab.investigation.plan import _why_none
 from stabilitylab.names.errors import InputError

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from stabilitylab.cli.main import main
-from stabilitylab.detect.causes import TABLE, ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.facts.record_steps import loss_event
 from stabilitylab.detect.findings import Finding, Findings
-from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.likely_cause import _CAUSES as TABLE
+from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.fixes.registry import fixes
 from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.run.record import new_run, save_run

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stabilitylab.detect.causes import ranked_causes
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.findings import Findings
-from stabilitylab.detect.likely_cause import most_likely
+from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.investigation.plan import open_recordings
 from stabilitylab.names.encode import to_json
 from stabilitylab.report.brief import brief

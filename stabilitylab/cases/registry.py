@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 
 from .case import Case, CaseScore, score
-from .layers import LAYER_CASES
+from .layers import LAYER_CASES, SOURCE_CASES
 from .logs import LOG_CASES, onset_of
-from .sources import SOURCE_CASES
 from .states import FORMAT_CASES, STATE_CASES
 from ..detect.cross_run import compare_runs
 from ..names.errors import bad_input

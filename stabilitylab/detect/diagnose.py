@@ -82,7 +82,7 @@ DETECTORS = [
     "layers.activations:find_underflow",
     "layers.massive_activations:find_massive_activation",
     "layers.activations:find_dead_units",
-    "causes:find_recorded_faults",
+    "likely_cause:find_recorded_faults",
     "layers.parameters:find_lost_updates",
     "layers.attention:find_logged_attention_logits",
     "layers.attention:find_output_logit_drift",

@@ -7,16 +7,11 @@ __all__ = []
 
 # %% ../../nbs/api/detect/30_relations.ipynb #a5a50933
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from .findings import Finding
-from .layers.activations import activation_crossings
 from .learning_rate import rate_at
 from .limits import count_limit, limit
-from .loss.divergence import find_divergence
-from .loss.spikes import find_loss_spikes
-from .non_finite import find_non_finite
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
 # %% ../../nbs/api/detect/30_relations.ipynb #44791d6e
@@ -356,36 +351,3 @@ def warnings_before(
         return f.with_(evidence=f.evidence | {"warned": int(step)} | words)
 
     return [warned(f) for f in findings]
-
-# %% ../../nbs/api/detect/30_relations.ipynb #7c90ed2b
-_COLUMNS = ["module", "kind", "layer", "what", "step", "ratio"]
-
-
-def _rows(activations: xr.Dataset, what: str, at: np.ndarray, ratio: np.ndarray) -> list[tuple]:
-    "One row a module that left its early range in one direction."
-    modules, kinds, layers = (activations[label].values for label in ("module", "kind", "layer"))
-    steps = activations.step.values
-    return [
-        (str(modules[i]), str(kinds[i]), int(layers[i]), what, int(steps[at[i]]), float(ratio[i]))
-        for i in np.flatnonzero(at >= 0)
-    ]
-
-
-def first_changes(
-    run: xr.DataTree,  # a record
-) -> (
-    pd.DataFrame
-):  # module, kind, layer, what ('output', 'gradient'), step, ratio; attrs['loss_onset']: step or None
-    "Every module that left its early range, in that order; the ratio is to its early largest value."
-    rows: list[tuple] = []
-    for activations, name, at, ratio in activation_crossings(run):
-        rows += _rows(activations, "output" if name == "absmax" else "gradient", at, ratio)
-    table = pd.DataFrame(rows, columns=_COLUMNS)
-    table = table.sort_values(["step", "ratio"], ascending=[True, False], kind="stable", ignore_index=True)
-    events = []
-    if "scalars" in run.children:
-        events = loss_events([*find_loss_spikes(run), *find_divergence(run), *find_non_finite(run)])
-    # a loss event before any module changed is another event, and no module led it
-    earliest = table.step.min() if len(table) else -np.inf
-    table.attrs["loss_onset"] = next((event for event in events if event >= earliest), None)
-    return table

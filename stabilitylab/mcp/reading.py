@@ -20,8 +20,7 @@ from ..report.brief import MOST_CHARACTERS, Brief
 from ..report.brief import brief as brief_of
 from ..report.content import step_to_replay
 from ..report.json_report import run_json
-from ..run.curves import loss_name, scalars_of
-from ..run.excerpt import series_between, tensor_rows
+from ..run.curves import loss_name, scalars_of, series_between, tensor_rows
 from ..run.recording import Recording, nearest_step
 from ..run.scalars import series_names, summary
 

@@ -210,18 +210,3 @@ def init_weights(
             if module.bias is not None:
                 module.bias.zero_()
     return model
-
-# %% ../../nbs/api/models/11_parts.ipynb #597716f8
-def mup_groups(
-    model: nn.Module,  # model of this package, made with init='mup'
-    lr: float,  # rate at the base width
-    base_width: int = 128,  # width at which nothing changes
-) -> list[dict]:  # parameter groups: matrices by number of inputs, then the rest
-    "Parameter groups whose learning rates fall with the number of inputs of each matrix."
-    groups: dict[float, list] = {}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for parameter in model.parameters():
-        is_matrix = parameter.ndim == 2 and id(parameter) not in embeddings
-        rate = lr * base_width / parameter.shape[1] if is_matrix else lr
-        groups.setdefault(rate, []).append(parameter)
-    return [{"params": parameters, "lr": rate} for rate, parameters in groups.items()]

@@ -220,32 +220,6 @@ def quantise(
             out[i : i + _BLOCK] = _quantise_block(flat[i : i + _BLOCK], fmt)
     return out.reshape(x.shape)
 
-# %% ../../nbs/api/numerics/00_formats.ipynb #99ceeb63
-def ulp_distance(
-    a: Array,  # rounded to `fmt` first
-    b: Array,  # same shape as `a`
-    fmt: str | NumberFormat,  # the format
-    # int64, same shape: steps of `fmt` from `a` to `b`, >= 0; -1 where either is not finite after rounding
-) -> Array:
-    "Number of steps from `a` to `b` on the grid of `fmt`."
-    fmt = number_format(fmt)
-    indices = [_grid_index(quantise(v, fmt), fmt) for v in (a, b)]
-    is_defined = (indices[0] >= -(2**61)) & (indices[1] >= -(2**61))
-    return _library(is_defined).where(is_defined, abs(indices[0] - indices[1]), -1)
-
-
-def _grid_index(y: Array, fmt: NumberFormat) -> Array:
-    "Index of each number of `fmt` counted from zero; -2**62 where not finite."
-    lib = _library(y)
-    y = y.to(lib.float64) if _is_tensor(y) else y.astype(np.float64)
-    low, high = fmt.min_exponent + 1023, int(np.log2(fmt.max)) + 1023
-    # subnormals share the binade of the smallest normal: their steps simply count up from zero
-    binade = ((y.view(lib.int64) >> 52) & 2047).clip(low, high) - low
-    good = abs(y) <= fmt.max
-    steps = abs(lib.where(good, y, 0.0)) / _unit(y, fmt)
-    index = (steps.to(lib.int64) if _is_tensor(y) else steps.astype(np.int64)) + binade * 2**fmt.mantissa_bits
-    return lib.where(good, lib.where(y < 0, -index, index), -(2**62))
-
 # %% ../../nbs/api/numerics/00_formats.ipynb #9d6de078
 def _bf16_at_random(x: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     "float32 to bf16, and where that is not to be used: values that are not finite, or would not be."

@@ -20,8 +20,7 @@ from ..detect.likely_cause import MostLikely, most_likely
 from ..names.encode import plain, to_json
 from .content import Facts, change_text, count_text, facts, replay_command, steps_text
 from .words import clean, number
-from ..run.curves import loss_name, scalars_of
-from ..run.excerpt import changes_at, series_between
+from ..run.curves import changes_at, loss_name, scalars_of, series_between
 from ..run.scalars import series_names
 
 # %% ../../nbs/api/report/13_brief.ipynb #3c3ab2c5

@@ -5,15 +5,18 @@
 # %% auto #0
 __all__ = ['NOT_CLEARED', 'Curve', 'group_of', 'scalars_of', 'event_texts', 'kept_gradients', 'curve', 'step_interval',
            'loss_name', 'loss_curve', 'Attempt', 'attempts', 'rolled_back_at', 'with_history', 'surviving',
-           'surviving_rows']
+           'surviving_rows', 'series_between', 'tensor_rows', 'changes_at']
 
 # %% ../../nbs/api/run/08_curves.ipynb #6e373a0f
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
+from ..names.errors import bad_input
+from .rolling import MAD_TO_SD
 from .scalars import Samples, make_scalars, series, series_names
 
 # %% ../../nbs/api/run/08_curves.ipynb #ab8f66cf
@@ -208,3 +211,99 @@ def surviving_rows(
     later = np.minimum.accumulate(first[::-1])[::-1][1:]  # of each start: the first step of those after it
     keeps = step < later[inverse]
     return table if keeps.all() else table.isel(step=keeps)
+
+# %% ../../nbs/api/run/08_curves.ipynb #bea1abd6
+def series_between(
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+    names: Sequence[str] = (),  # names of series; (): all
+    first: int | None = None,  # lowest step; None: the first step
+    last: int | None = None,  # highest step; None: the last step
+    every: int = 1,  # keep every n-th row that has a value
+) -> pd.DataFrame:  # columns step, segment and one per series; NaN where a series has no record
+    "The values of several series between two steps."
+    scalars = scalars_of(run)
+    allowed = series_names(scalars)
+    for name in names:
+        if name not in allowed:
+            raise bad_input("names", name, allowed)
+    if every < 1:
+        raise bad_input("every", every, "1 or more")
+    chosen = list(names or allowed)
+    step = scalars.step.values
+    is_between = np.ones(len(step), bool)
+    if first is not None:
+        is_between &= step >= first
+    if last is not None:
+        is_between &= step <= last
+    part = scalars.isel(step=np.flatnonzero(is_between))
+    part = part.assign_coords(row=("step", np.arange(part.sizes["step"])))
+    has_record = np.zeros(part.sizes["step"], bool)
+    for name in chosen:
+        has_record[series(part, name).row.values] = True  # a logged NaN is a record
+    table = {name: part[name].values for name in chosen}
+    rows = pd.DataFrame({"step": part.step.values, "segment": part.segment.values, **table})
+    return rows[has_record].iloc[::every].reset_index(drop=True)
+
+# %% ../../nbs/api/run/08_curves.ipynb #9e15aacc
+def tensor_rows(
+    run: xr.DataTree,  # a record whose layers were recorded
+    group: str,  # name such as 'activations', 'gradients', 'weights', 'updates', 'optimizer'
+    variable: str,  # statistic, such as 'absmax' or 'rms'
+    step: int,  # the last recorded step at or before this one is used
+    top: int = 10,  # number of rows, largest first; NaN and inf precede all
+) -> pd.DataFrame:  # columns name, kind, value, early, ratio; attrs step and early_step
+    "The modules or parameters with the largest statistic at a step, compared with the first recorded step."
+    groups = [name for name in run.children if set(run[name].dims) & {"module", "param"}]
+    if group not in groups:
+        raise bad_input("group", group, groups, "" if groups else "this run recorded no layers")
+    data = run[group].to_dataset()
+    unit = "module" if "module" in data.dims else "param"
+    variables = [str(name) for name, values in data.data_vars.items() if values.dims == ("step", unit)]
+    if variable not in variables:
+        raise bad_input("variable", variable, variables)
+    steps = data.step.values
+    if not len(steps) or step < steps.min():
+        raise bad_input("step", step, f"{steps.min()} or later" if len(steps) else "a group with steps")
+    at = int(np.flatnonzero(steps <= step)[-1])
+    value, early = (data[variable].isel(step=i).values.astype(float) for i in (at, 0))
+    order = np.argsort(np.where(np.isfinite(value), -value, -np.inf), kind="stable")[: max(top, 0)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = value / early
+    columns = {"name": data[unit].values.astype(str), "kind": data.kind.values.astype(str)}
+    columns |= {"value": value, "early": early, "ratio": ratio}
+    table = pd.DataFrame(columns).iloc[order].reset_index(drop=True)
+    table.attrs = {"step": int(steps[at]), "early_step": int(steps[0])}
+    return table
+
+# %% ../../nbs/api/run/08_curves.ipynb #64eb8243
+_BEFORE = 16  # records before the step, the usual range of a series: our convention
+_ENOUGH = 4  # of them, below which nothing is said
+_FAR = 5.0  # robust standard deviations that count as a change: our convention
+
+
+def changes_at(
+    run: xr.DataTree | xr.Dataset,  # a record, or its `/scalars` group
+    step: int,  # the first record at or after this step is compared with earlier ones
+) -> pd.DataFrame:  # columns series, before, at, after, deviations; largest deviation first
+    "The series that leave their usual range at a step."
+    scalars = scalars_of(run)
+    rows = []
+    for name in series_names(scalars):
+        data = series(scalars, name)
+        earlier = data.values[data.step.values < step][-_BEFORE:].astype(float)
+        later = np.flatnonzero(data.step.values >= step)
+        earlier = earlier[np.isfinite(earlier)]
+        if len(earlier) < _ENOUGH or not len(later):
+            continue
+        before, after = float(np.median(earlier)), float(data.values[later[0]])
+        floor = 1e-6 * abs(before) + 1e-30  # a constant series has no noise, but the rounding of its digits
+        noise = max(MAD_TO_SD * float(np.median(np.abs(earlier - before))), floor)
+        deviations = abs(after - before) / noise if np.isfinite(after) else np.inf
+        if deviations > _FAR:
+            at = int(data.step.values[later[0]])
+            rows.append(
+                {"series": name, "before": before, "at": at, "after": after, "deviations": deviations}
+            )
+    columns = ["series", "before", "at", "after", "deviations"]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.sort_values("deviations", ascending=False, kind="stable").reset_index(drop=True)

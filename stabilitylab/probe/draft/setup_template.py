@@ -29,7 +29,7 @@ from ...names.files import write_atomic
 from ...numerics.pytree import LOOP, graph_class, tensors_of
 from .loop_code import LoopCode, loop_code
 from .loop_setup import known_arguments, model_code
-from .loop_values import kept_in, kept_words
+from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
 from stabilitylab.probe.draft.python_source import (
     Draft,
     call_source,
@@ -79,6 +79,7 @@ def own_loss(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #0dc5e51a
+_SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
 _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
 
 
@@ -184,6 +185,9 @@ class _LoopValues:
         holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
         if self.depth or name in _OWN_NAMES or holds_parameters:
             return None
+        if main.get(name) is value and tensor_to_keep(value) is not None:
+            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
+            return f"kept_values(__file__)[{name!r}]"
         if module is not None and name in assigned_names() and main.get(name) is value:
             self.draft.uses_script = True
             return self._import(f"from {module} import {name}", name, name)
@@ -434,6 +438,10 @@ def write_setup(
         text = _draft_or_note(recorder, draft)
         if CELLS_FILE in text:
             write_atomic(path.with_name(CELLS_FILE), notebook_cells())
+        main = vars(sys.modules["__main__"])
+        tensors = {name: tensor_to_keep(main[name]) for name in _SCRIPT_TENSOR.findall(text)}
+        if tensors:
+            torch.save(tensors, path.with_name(VALUES_FILE))
         write_atomic(path, text)
     if box.folder.name == "blackbox":
         recorder.loop_values = kept_in(path.read_text(encoding="utf-8"))
