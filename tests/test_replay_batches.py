@@ -18,6 +18,7 @@ from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.pytree import batch_form, is_same, loop_tensors, restore_batch, storable_copy
+from stabilitylab.probe.draft.setup_template import setup_source
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import _count_samples, _sample, blame
 from stabilitylab.replay.contents import batch_rows
@@ -339,3 +340,14 @@ def test_graphs_come_back_as_the_class_that_they_were(tmp_path):
         restored = restore_batch(torch.load(tmp_path / "batch.pt", weights_only=True), batch_form(batch))
         assert type(restored["graph"]) is type(graph) and is_same(restored, batch)
         assert restored["graph"].num_nodes == graph.num_nodes
+
+
+class Rows(dict):
+    "A mapping of one's own."
+
+
+def test_a_draft_imports_the_classes_inside_of_a_batch():
+    model = nn.Linear(2, 1)
+    batch = {"rows": [Rows(x=torch.zeros(1, 2))]}
+    text = setup_source(model, [torch.optim.SGD(model.parameters(), lr=0.1)], batch)
+    assert f"from {Rows.__module__} import Rows" in text

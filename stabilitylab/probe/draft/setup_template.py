@@ -13,7 +13,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import LOOP, graph_class, tensors_of
+from ...numerics.pytree import LOOP, container_kind, graph_class, parts_of, tensors_of
 from .loop_code import LoopCode, loop_code
 from .loop_setup import known_arguments, model_code
 from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
@@ -223,7 +222,7 @@ def setup_source(
     lines, model_words = _model_lines(draft, model, frame)
     made_optimizers = [optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
-    _import_class(draft, batch)
+    _import_classes(draft, batch)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     script = script_lines(draft)
@@ -255,11 +254,16 @@ def _refuse_what_is_no_python(text: str) -> None:
         raise InputError(f"line {error.lineno} of it is no Python: {line}") from error
 
 
-def _import_class(draft: Draft, batch: Any) -> None:
-    "Import the class of a batch, so that a replay finds it."
-    of_graph = graph_class(type(batch))
-    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch) or of_graph:
-        draft.name_of(of_graph or type(batch))
+def _import_classes(draft: Draft, batch: Any) -> None:
+    "Import the classes of a batch and of what it contains, so that a replay finds them."
+    kind = container_kind(batch)
+    if not kind:
+        return
+    if kind != "plain":
+        draft.name_of(graph_class(type(batch)) or type(batch))
+    parts = parts_of(batch)
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        _import_classes(draft, part)
 
 
 def _trainer_code(
