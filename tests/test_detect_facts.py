@@ -245,7 +245,6 @@ def test_a_jump_of_the_loss_has_what_came_before_it():
     assert facts_of(data, "grad_jump") == [None]
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_loss_that_dipped_before_its_jump_had_learned_another_task():
     data = ordinary()
     data["scalars"]["loss"][31:46] /= 4
