@@ -107,7 +107,7 @@ def _dip(steps: Steps, at: int) -> RunFacts:
     loss, few, short = steps.loss, int(limit("few_records")), int(limit("short_records"))
     smooth = pd.Series(loss).rolling(few).median().to_numpy()
     after = smooth[at + few : at + short]
-    if at < 2 * short:
+    if at < 2 * short or not np.isfinite(after).any():
         return {}
     low, later, end = float(smooth[at - 1]), float(np.nanmedian(after)), float(np.nanmedian(loss[-short:]))
     start = max(0, at - int(np.argmax(smooth[at - 1 :: -1] > later))) if low < later else at
