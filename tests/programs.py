@@ -1291,3 +1291,49 @@ with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
         recorder.step(loss)
 """
 )
+
+PROGRAMS["batches of graphs of PyTorch Geometric"] = """
+import torch
+import torch.nn.functional as F
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+from torch_geometric.nn import GCNConv, global_mean_pool
+from stabilitylab import Recorder
+
+
+class GCN(torch.nn.Module):
+    def __init__(self, channels, hidden, classes):
+        super().__init__()
+        self.conv = GCNConv(channels, hidden)
+        self.head = torch.nn.Linear(hidden, classes)
+
+    def forward(self, x, edge_index, batch):
+        x = F.dropout(self.conv(x, edge_index).relu(), p=0.2, training=self.training)
+        return self.head(global_mean_pool(x, batch))
+
+
+def graph():
+    n = int(torch.randint(5, 12, ()))
+    return Data(x=torch.randn(n, 6), edge_index=torch.randint(0, n, (2, 3 * n)), y=torch.randint(0, 3, (1,)))
+
+
+def main():
+    torch.manual_seed(0)
+    loader = DataLoader([graph() for _ in range(32)], batch_size=8, shuffle=True)
+    model = GCN(6, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Recorder(model, optimizer, "run", snapshot_every=3) as recorder:
+        for epoch in range(2):
+            for data in loader:
+                data = recorder.batch(data)
+                out = model(data.x, data.edge_index, data.batch)
+                loss = F.cross_entropy(out, data.y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                recorder.step(loss)
+
+
+if __name__ == "__main__":
+    main()
+"""

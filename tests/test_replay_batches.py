@@ -17,7 +17,7 @@ from torch import nn
 from stabilitylab.models.config import ModelConfig
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.names.errors import InputError
-from stabilitylab.numerics.pytree import loop_tensors
+from stabilitylab.numerics.pytree import batch_form, is_same, loop_tensors, restore_batch, storable_copy
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.blame import _count_samples, _sample, blame
 from stabilitylab.replay.contents import batch_rows
@@ -119,8 +119,6 @@ def test_a_batch_that_cannot_come_back_is_not_offered(tmp_path):
 
 
 def test_a_class_that_nobody_imported_is_not_imported(tmp_path):
-    from stabilitylab.names.errors import InputError
-    from stabilitylab.numerics.pytree import restore_batch
 
     with pytest.raises(InputError, match="import Batch there"):
         restore_batch({"x": 1}, [[[], "dataclass", "this:Batch"]])
@@ -325,3 +323,19 @@ def test_rows_are_not_dropped_where_a_hidden_state_has_them_too():
     fix("batch_warmup", start=0.5, steps=10).apply(training)
     with pytest.raises(InputError, match="hidden"):
         training.batches(0)
+
+
+def test_graphs_come_back_as_the_class_that_they_were(tmp_path):
+    "PyTorch Geometric makes the class of a batch of graphs while it runs: no module has it under its name."
+    data = pytest.importorskip("torch_geometric.data")
+    plain = data.Data(x=torch.randn(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]), y=torch.tensor([1]))
+    several = data.HeteroData()
+    several["user"].x, several["item"].x = torch.randn(2, 4), torch.randn(3, 4)
+    several["user", "rates", "item"].edge_index = torch.tensor([[0, 1], [2, 0]])
+    joined = [data.Batch.from_data_list([graph, graph]) for graph in (plain, several)]
+    for graph in (plain, several, *joined):
+        batch = {"graph": graph, "step": 3}
+        torch.save(storable_copy(batch), tmp_path / "batch.pt")
+        restored = restore_batch(torch.load(tmp_path / "batch.pt", weights_only=True), batch_form(batch))
+        assert type(restored["graph"]) is type(graph) and is_same(restored, batch)
+        assert restored["graph"].num_nodes == graph.num_nodes

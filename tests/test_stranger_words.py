@@ -11,6 +11,7 @@ from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.names.errors import InputError
+from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide
@@ -58,8 +59,19 @@ def test_samples_are_found_in_arrays_and_refused_where_the_gradient_is_zero():
     rows = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
     of_arrays = state_of(lambda m, b: m(torch.from_numpy(b[0])).square().mean())
     assert len(blame(of_arrays, Batch([(rows, rows)]))) == 5
+    seen = np.array([[1, 0, 0], [2, 3, 4]])  # two samples of one token and of three
+
+    def over_tokens(model, batch):
+        ids = torch.from_numpy(batch[0])
+        return model(ids)[ids > 0].square().mean()
+
+    table = torch.nn.Embedding(5, 2)
+    by_tokens = Snapshot(Setup(lambda: torch.nn.Embedding(5, 2), over_tokens), table.state_dict())
+    assert blame(by_tokens, Batch([(seen, seen)])).tokens.tolist() == [1, 3]
     with pytest.raises(InputError, match="gradient of this batch is zero"):
         blame(state_of(lambda m, b: m(b).sum() * 0), Batch([torch.ones(2, 3)]))
+    with pytest.raises(InputError, match="sparse tensor"):
+        blame(of_arrays, Batch([(torch.eye(3).to_sparse(), torch.ones(3, 3))]))
 
 
 @pytest.mark.parametrize(("rms", "n"), [(0.2, 0), (3e-9, 1)])
@@ -113,3 +125,17 @@ def test_a_trial_is_not_dealt_the_bad_batch_alone(monkeypatch, kept, words, n):
     monkeypatch.setattr(start, "setup_of", lambda *_: SimpleNamespace(batches=None))
     begun = start.Start("run", 40)
     assert words in begun.words and begun.n_recorded == n
+
+
+def test_labels_as_numbers_are_no_outputs_of_the_model():
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(5, 3), torch.randn(8, 5), torch.randint(0, 3, (8,))
+
+    def dice(model, batch):
+        shares, wanted = model(x).softmax(1), torch.nn.functional.one_hot(y, 3).float()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss += 1 - 2 * (shares * wanted).sum() / (shares.sum() + wanted.sum())
+        return loss
+
+    cast = find_loss_cast(model, None, dice)
+    assert cast.place == "none" and cast.logits_fmt == "" and cast.steps.operation[0] in ("addmm", "mm")

@@ -23,6 +23,21 @@ from torch.utils import _pytree
 
 from ..names.errors import bad_input
 
+# %% ../../nbs/api/numerics/04_pytree.ipynb #aa40c001
+def graph_class(
+    cls: type,  # of any object
+) -> type | None:  # None for the class of anything else
+    "The class of a graph of PyTorch Geometric; of a batch of graphs the class of each."
+    of_library = [base for base in cls.__mro__ if base.__module__.startswith("torch_geometric.data.")]
+    if not any(base.__name__ == "BaseData" for base in of_library):
+        return None
+    return next(b for b in cls.__bases__ if b.__name__ != "Batch") if _is_batch_of_graphs(cls) else cls
+
+
+def _is_batch_of_graphs(cls: type) -> bool:
+    "Whether a class is one that PyTorch Geometric makes of `Batch` and of the class of a graph."
+    return any(base.__name__ == "Batch" for base in cls.__bases__)
+
 # %% ../../nbs/api/numerics/04_pytree.ipynb #ec54115f
 _PLAIN = (dict, list, tuple)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
@@ -30,13 +45,13 @@ _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 
 def container_kind(
     value: object,  # part of a batch
-) -> str:  # 'plain', 'mapping', 'sequence', 'dataclass' or 'namespace'; '' for a leaf
-    "The kind of a container: plain, mapping, sequence, dataclass or namespace; empty for a leaf."
+) -> str:  # 'plain', 'graph', 'graphs', 'mapping', 'sequence', 'dataclass' or 'namespace'; '' for a leaf
+    "The kind of a container: plain, graph, mapping, sequence, dataclass or namespace; empty for a leaf."
     # a class that is a dataclass is no container, and neither is a tensor, although one can iterate over it
-    if isinstance(value, type) or torch.is_tensor(value):
-        return ""
-    if type(value) in _PLAIN:
-        return "plain"
+    if isinstance(value, type) or torch.is_tensor(value) or type(value) in _PLAIN:
+        return "plain" if type(value) in _PLAIN else ""
+    if hasattr(value, "to_dict") and graph_class(type(value)) is not None:
+        return "graphs" if _is_batch_of_graphs(type(value)) else "graph"
     if hasattr(value, "items") and hasattr(value, "keys"):
         return "mapping"
     if isinstance(value, (list, tuple)):
@@ -51,6 +66,8 @@ def parts_of(
 ) -> dict | list | tuple:  # items in a plain container
     "The items of a container, in a plain dict, list or tuple."
     match container_kind(value):
+        case "graph" | "graphs":
+            return value.to_dict()
         case "mapping":
             return dict(value.items())
         case "sequence":
@@ -68,6 +85,8 @@ def container_of(
     parts: Any,  # from `parts_of`
 ) -> object:  # of that class
     "A container of a class with these parts."
+    if kind in ("graph", "graphs"):
+        return _graph_of(kind, graph_class(cls) or cls, parts)
     if kind == "dataclass":
         instance: object = object.__new__(cls)  # the parts are as they were after `__init__`
         for name, part in parts.items():
@@ -81,6 +100,19 @@ def container_of(
     if kind == "sequence" and hasattr(cls, "_make"):
         return cls._make(parts)
     return parts if kind == "plain" else cls(parts)
+
+
+def _graph_of(kind: str, cls: type, parts: dict) -> object:
+    "A graph of a class, or a batch of such graphs; one of several kinds of nodes has a dict for each kind."
+    batch_class: Any = import_module("torch_geometric.data").Batch
+    graph = batch_class(_base_cls=cls) if kind == "graphs" else cls()
+    for key, part in parts.items():
+        if isinstance(part, dict) and hasattr(graph, "node_types"):
+            store = getattr(graph, key) if key == "_global_store" else graph[key]
+            store.update(part)
+        else:
+            graph[key] = part
+    return graph
 
 
 def _is_special(value: object) -> bool:
@@ -200,7 +232,7 @@ def _rows(value: object, path: list) -> Iterator[_Row]:
     for key, part in items:
         yield from _rows(part, [*path, key])
     if kind != "plain":
-        yield [path, kind, _name_of(type(value))]
+        yield [path, kind, _name_of(graph_class(type(value)) or type(value))]
 
 
 def batch_form(
@@ -249,6 +281,8 @@ _IMPORTABLE = {  # classes that may be imported because a file names them
     "collections:defaultdict",
     "collections:UserDict",
     "torch:Size",
+    "torch_geometric.data.data:Data",
+    "torch_geometric.data.hetero_data:HeteroData",
     "transformers.tokenization_utils_base:BatchEncoding",
     "transformers.feature_extraction_utils:BatchFeature",
     "transformers.image_processing_base:BatchFeature",

@@ -132,17 +132,32 @@ def _save_checked(item: dict, path: Path) -> tuple[int, str]:
     return path.stat().st_size, file_checksum(path)
 
 # %% ../../nbs/api/probe/03_blackbox.ipynb #7c1c480e
+_MOST_ENTRIES = 1000  # of a tensor that is kept as an attribute: our convention
+
+
 def plain_attributes(
     model: torch.nn.Module,  # any model
-) -> dict[str, dict[str, Any]]:  # module -> attribute -> number, text or None
-    "Attributes of a model's modules that are not tensors, such as a counter."
+) -> dict[str, dict[str, Any]]:  # module -> attribute -> number, text, None or small tensor
+    "Attributes of a model's modules that its state dict has not, such as a counter."
     return {name: _plain_values(module) for name, module in model.named_modules()}
 
 
 def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
-    "The numbers, texts and None among a module's attributes, whether it trains left out."
+    "The numbers, texts, None and small tensors among a module's attributes, whether it trains left out."
     kinds = (bool, int, float, str, type(None))
-    return {key: v for key, v in vars(module).items() if type(v) in kinds and key != "training"}
+    values = {key: v for key, v in vars(module).items() if type(v) in kinds and key != "training"}
+    for key, v in vars(module).items():
+        # a result of a forward pass has a graph, and the next one replaces it
+        if type(v) is torch.Tensor and v.grad_fn is None and v.numel() <= _MOST_ENTRIES:
+            values[key] = v.detach().clone()
+    return values
+
+
+def _is_other(value: Any, was: Any) -> bool:
+    "Whether an attribute changed."
+    if torch.is_tensor(value) and torch.is_tensor(was):
+        return value.shape != was.shape or not torch.equal(value, was.to(value.device))
+    return type(value) is not type(was) or value != was
 
 
 def changed_attributes(
@@ -153,7 +168,7 @@ def changed_attributes(
     rows = {}
     for name, values in now.items():
         was = before.get(name, {})
-        changed = {key: value for key, value in values.items() if key in was and was[key] != value}
+        changed = {key: value for key, value in values.items() if key in was and _is_other(value, was[key])}
         if changed:
             rows[name] = changed
     return rows

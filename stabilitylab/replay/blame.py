@@ -37,6 +37,8 @@ def _is_array(leaf: Any) -> bool:
 
 def _count_samples(part: Any) -> int:
     "How many samples a micro-batch has: the first dimension that all its tensors share."
+    if any(tensor.layout != torch.strided for tensor in tensors_of(batch_alone(part))):
+        raise InputError("`batch` holds a sparse tensor, which has no rows to take as samples")
     sizes: set[int] = set()
     map_leaves(lambda leaf: sizes.update(leaf.shape[:1]) if _is_array(leaf) else None, batch_alone(part))
     if loop_tensors(part):
@@ -83,7 +85,9 @@ class _Sample:
 
 def _label_counts(part: object) -> Iterator[list[int]]:
     "Entries of each sample that labels or a mask may leave in the loss, shifted by one position or not."
-    for values in tensors_of(part):
+    arrays: list[torch.Tensor] = []
+    map_leaves(lambda leaf: arrays.append(torch.as_tensor(leaf)) if _is_array(leaf) else None, part)
+    for values in arrays:
         if values.ndim == 2 and not values.is_floating_point():
             # labels leave out what is below 0, masks what is 0; causal models drop the first position of
             # either

@@ -72,8 +72,9 @@ FAULTS = {
     "memory": "the first loss is another one although the weights are those of the record: a second call of"
     " `setup.loss` on the same weights, batch and random numbers gives another loss, as it changes {names},"
     " which no snapshot keeps",
-    "outside": "all agrees before step {before}: something changed the weights, or the batch, outside of"
-    " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again)",
+    "outside": "all agrees before step {before}: something changed the model, or the batch, outside of"
+    " forward, backward and the optimizer's step (a moving average, a weight that is reset or tied again, an"
+    " attribute that the loop sets)",
     "second optimizer": "{names} take part in training, and no optimizer that the Recorder was given holds"
     " them: give it all optimizers",
     "no optimizer": "the Recorder was given no optimizer, so that a replay takes no step; the loop moves"

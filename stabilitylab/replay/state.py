@@ -181,7 +181,10 @@ def _set_attributes(model: torch.nn.Module, attributes: dict) -> None:
     modules = dict(model.named_modules())
     for name, values in attributes.items():
         here = modules[name].__dict__ if name in modules else {}
-        here.update({key: value for key, value in values.items() if key in here})
+        for key in values.keys() & here.keys():
+            # another state of the same snapshot must not share the tensor
+            is_moved = torch.is_tensor(values[key]) and torch.is_tensor(here[key])
+            here[key] = values[key].to(here[key].device, copy=True) if is_moved else values[key]
 
 # %% ../../nbs/api/replay/00_state.ipynb #7ffe293c
 def set_training(

@@ -133,24 +133,32 @@ def _fix_of(
     return say(f"mend {cast.place}")
 
 # %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #372a7794
+def _from_products(mode: _Twice) -> list[bool]:
+    "Of each operation, whether a matrix product is what it comes from: labels as numbers do not."
+    derived: list[bool] = []
+    for index, done in enumerate(mode.operations):
+        producers = [mode.producer_of[id(t)] for t in done.inputs if id(t) in mode.producer_of]
+        derived.append(done.name in _PRODUCTS or any(derived[i] for i in producers if i < index))
+    return derived
+
+
 def _path(
     mode: _Twice,  # after the loss was computed inside it
     loss: torch.Tensor,  # the scalar
 ) -> list[_Operation]:  # in the order in which they ran
     "The operations from the last matrix product to the loss."
-    path, index = [], mode.producer_of.get(id(loss))
+    path, index, derived = [], mode.producer_of.get(id(loss)), _from_products(mode)
     while index is not None:
         path.append(mode.operations[index])
         if path[-1].name in _PRODUCTS:
             break
         producers = [
-            (t.numel(), mode.producer_of[id(t)]) for t in path[-1].inputs if id(t) in mode.producer_of
+            (mode.producer_of[id(t)], t.numel()) for t in path[-1].inputs if id(t) in mode.producer_of
         ]
-        earlier = [
-            (size, producer) for size, producer in producers if producer < index
-        ]  # a tensor changed in place is later
+        # a tensor changed in place is later
+        earlier = [(derived[producer], size, producer) for producer, size in producers if producer < index]
         # the loss comes along the largest input; masks, weights and counts are smaller
-        index = max(earlier)[1] if earlier else None
+        index = max(earlier)[2] if earlier else None
     return path[::-1]
 
 

@@ -11,7 +11,7 @@ import ast
 import copy
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from stabilitylab.probe.draft.loop_source import (
     stored_names,
     value_at,
 )
+from .loop_span import function_source
 from stabilitylab.probe.draft.name_sources import (
     PLAIN,
     ValueSource,
@@ -205,10 +206,27 @@ def _argument(node: ast.expr, scope: dict[str, Any]) -> Any:
     return node.value if isinstance(node, ast.Constant) else value_at(node, scope)
 
 
-def _called_with(cls: type, frame: types.FrameType) -> dict[str, Any]:
-    "What the functions around a frame give a class, where it can be looked up without running code."
+def _constructors(cls: type, frame: types.FrameType) -> Iterator[Source]:
+    "The `__init__` of each object around a frame that holds a model of a class, with what it was given."
+    owners = [owner for at in _frames(frame) for owner in at.f_locals.values() if hasattr(owner, "__dict__")]
+    for owner in {id(owner): owner for owner in owners}.values():
+        init = getattr(type(owner), "__init__", None)
+        holds_model = any(isinstance(value, cls) for value in vars(owner).values())
+        source = function_source(init) if holds_model and isinstance(init, types.FunctionType) else None
+        if source is None:
+            continue
+        parameters = inspect.signature(type(owner)).parameters.values()
+        arguments = {p.name: p.default for p in parameters if p.default is not p.empty}
+        arguments |= _called_with(type(owner), [frame_source(at) for at in _frames(frame)])
+        changed = set().union(*map(stored_names, source.body))
+        unchanged = {name: value for name, value in arguments.items() if name not in changed}
+        yield Source(source.body, {**source.scope, **unchanged, "self": owner}, 0)
+
+
+def _called_with(cls: type, sources: Iterable[Source | None]) -> dict[str, Any]:
+    "What functions give a class, where it can be looked up without running code."
     values: dict[str, Any] = {}
-    for source in filter(None, map(frame_source, _frames(frame))):
+    for source in filter(None, sources):
         nodes = [node for statement in source.body for node in ast.walk(statement)]
         for call in [n for n in nodes if isinstance(n, ast.Call) and _called_name(n) == cls.__name__]:
             words = {word.arg: word.value for word in call.keywords if word.arg}
@@ -231,7 +249,8 @@ def known_arguments(
     frame: types.FrameType,  # of the function that calls `recorder.batch`; those around it are looked at, too
 ) -> dict[str, Any]:  # name -> value, of those that the program shows
     "Arguments of a model's class that the model itself does not keep."
-    values = _called_with(cls, frame)
+    around = [frame_source(at) for at in _frames(frame)]
+    values = _called_with(cls, _constructors(cls, frame)) | _called_with(cls, around)
     scope = {**frame.f_globals, **frame.f_locals}
     objects = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
     namespaces = list({id(v): v for v in objects if isinstance(v, argparse.Namespace)}.values())

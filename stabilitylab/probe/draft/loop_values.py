@@ -10,6 +10,7 @@ import ast
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,25 @@ def restored(
     module.load_state_dict(saved["state"])
     device = next((t.device for t in saved["state"].values()), torch.device("cpu"))
     return module.to(device).train(saved["training"])
+
+
+def tensor_to_keep(
+    value: Any,  # of the script
+) -> torch.Tensor | None:  # without a graph; None for what is not kept
+    "A tensor that is data and small enough to be kept once beside a draft."
+    is_data = isinstance(value, torch.Tensor) and value.grad_fn is None
+    return value.detach() if is_data and value.numel() * value.element_size() <= _LARGEST else None
+
+
+VALUES_FILE = "replay_values.pt"  # beside a draft: tensors of the script that its loss needs
+
+
+def kept_values(
+    draft: str,  # path of the draft
+) -> dict[str, torch.Tensor]:  # by their names in the script
+    "The tensors that a script had computed when a draft was written: a second run may compute others."
+    device = None if torch.cuda.is_available() else "cpu"
+    return torch.load(Path(draft).with_name(VALUES_FILE), map_location=device, weights_only=True)
 
 
 def passed_back(

@@ -26,10 +26,10 @@ from torch import nn
 
 from ...names.errors import InputError
 from ...names.files import write_atomic
-from ...numerics.pytree import LOOP, tensors_of
+from ...numerics.pytree import LOOP, graph_class, tensors_of
 from .loop_code import LoopCode, loop_code
 from .loop_setup import known_arguments, model_code
-from .loop_values import kept_in, kept_words
+from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
 from stabilitylab.probe.draft.python_source import (
     Draft,
     call_source,
@@ -79,6 +79,7 @@ def own_loss(
     )
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #0dc5e51a
+_SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
 _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
 
 
@@ -184,6 +185,9 @@ class _LoopValues:
         holds_parameters = any(isinstance(tensor, nn.Parameter) for tensor in tensors_of(value))
         if self.depth or name in _OWN_NAMES or holds_parameters:
             return None
+        if main.get(name) is value and tensor_to_keep(value) is not None:
+            self.draft.imports.add("from stabilitylab.probe.draft.loop_values import kept_values")
+            return f"kept_values(__file__)[{name!r}]"
         if module is not None and name in assigned_names() and main.get(name) is value:
             self.draft.uses_script = True
             return self._import(f"from {module} import {name}", name, name)
@@ -219,8 +223,7 @@ def setup_source(
     lines, model_words = _model_lines(draft, model, frame)
     made_optimizers = [optimizer_source(draft, optimizer, names) for optimizer in optimizers]
     single = made_optimizers[0] if len(made_optimizers) == 1 else "[" + ", ".join(made_optimizers) + "]"
-    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch):
-        draft.name_of(type(batch))  # a replay finds it here
+    _import_class(draft, batch)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [str(Path(file).resolve().parent if file else Path.cwd()), *draft.folders]
     script = script_lines(draft)
@@ -250,6 +253,13 @@ def _refuse_what_is_no_python(text: str) -> None:
     except SyntaxError as error:
         line = text.splitlines()[(error.lineno or 1) - 1].strip()
         raise InputError(f"line {error.lineno} of it is no Python: {line}") from error
+
+
+def _import_class(draft: Draft, batch: Any) -> None:
+    "Import the class of a batch, so that a replay finds it."
+    of_graph = graph_class(type(batch))
+    if (isinstance(batch, tuple) and hasattr(batch, "_fields")) or is_dataclass(batch) or of_graph:
+        draft.name_of(of_graph or type(batch))
 
 
 def _trainer_code(
@@ -342,7 +352,8 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
         draft.unseen = []
         own = model_code(frame, model, _LoopValues(draft, model))
         if own is not None:
-            lines = [*own[:-1], f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"]
+            last = f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"
+            lines = [*own[:-1], *([last] if last != "model = model" else [])]
             model_words = "The program's own lines."
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
@@ -353,7 +364,7 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
     if dtype is not None:
         draft.imports.add("from stabilitylab.replay.script import mixed")
         return [*lines, f"return mixed(model, {dtype})"], model_words
-    if len(lines) == 1:
+    if len(lines) == 1 and lines[0].startswith("model = "):
         return [lines[0].replace("model = ", "return ", 1)], model_words
     return [*lines, "return model"], model_words
 
@@ -427,6 +438,10 @@ def write_setup(
         text = _draft_or_note(recorder, draft)
         if CELLS_FILE in text:
             write_atomic(path.with_name(CELLS_FILE), notebook_cells())
+        main = vars(sys.modules["__main__"])
+        tensors = {name: tensor_to_keep(main[name]) for name in _SCRIPT_TENSOR.findall(text)}
+        if tensors:
+            torch.save(tensors, path.with_name(VALUES_FILE))
         write_atomic(path, text)
     if box.folder.name == "blackbox":
         recorder.loop_values = kept_in(path.read_text(encoding="utf-8"))
