@@ -318,7 +318,7 @@ def find_quantized_loss(
     if loss is None or len(loss.value) < count_limit("least_long"):
         return []
     grid = lattice(loss.value)
-    if grid.fmt is None or grid.n_distinct < 2:
+    if grid.fmt is None:
         return []
     slope = abs(_slope(loss))
     evidence = {

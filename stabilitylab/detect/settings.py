@@ -102,9 +102,8 @@ def find_setting_effects(
 ) -> list[Finding]:  # one a change
     "Settings that were changed while the run went on, each with what the loss did."
     scalars, loss = scalars_of(run), loss_curve(run)
-    is_short = loss is None or len(loss.value) < limit("least_trend")
     went_back = "segment" in scalars.coords and scalars.sizes["step"] and np.ptp(scalars.segment.values)
-    if loss is None or is_short or went_back:
+    if loss is None or len(loss.value) < limit("least_trend") or went_back:
         return []
     mixtures = [name for name in series_names(scalars) if set(name.split("_")) & _MIXTURES]
     findings = []
