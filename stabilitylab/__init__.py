@@ -21,7 +21,7 @@ _MODULES = {
     "detect.findings": ("Finding", "Findings"),
     "detect.loss.spike_rules": ("OnlineRule", "compare_rules"),
     "investigation.loop": ("investigate",),
-    "investigation.plan": ("open_recordings",),
+    "investigation.opening": ("open_recordings",),
     "knowledge.remedies": ("contradictions", "phenomena", "remedies_for", "remedies_table"),
     "run.loss_scale": ("read_loss_scale",),
     "numerics.rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),

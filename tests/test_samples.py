@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from stabilitylab.cases.lm_high_lr import CONFIG, replay_setup
 from stabilitylab.cases.samples import sample
 from stabilitylab.detect.diagnose import diagnose
-from stabilitylab.investigation.plan import suspect_step
+from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.probe.blackbox import pack_batches
 from stabilitylab.read.runs import read_runs

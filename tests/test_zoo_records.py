@@ -14,7 +14,7 @@ import pytest
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.findings import Findings
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
-from stabilitylab.investigation.plan import open_recordings
+from stabilitylab.investigation.opening import open_recordings
 from stabilitylab.names.encode import to_json
 from stabilitylab.report.brief import brief
 from tests.zoo.pack import PACKED, RECORDS

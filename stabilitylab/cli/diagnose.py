@@ -86,7 +86,7 @@ def _read_paths(
     client: Any = None,  # of workers that read; None: this process
 ) -> dict:  # name -> record; names are those of files, with their folders where two are alike
     "Every run at these paths, each with a name of its own."
-    from stabilitylab.investigation.plan import open_recordings
+    from stabilitylab.investigation.opening import open_recordings
     from stabilitylab.names.remote import shown_address
 
     runs: dict = {}

@@ -60,7 +60,7 @@ def _run_replay(
     args: argparse.Namespace,  # what `add_replay` declares
 ) -> int:  # exit code 0
     "Replays the step and prints what came out."
-    from stabilitylab.investigation.plan import suspect_step
+    from stabilitylab.investigation.opening import suspect_step
     from stabilitylab.replay.examine import examine
     from stabilitylab.replay.find_setup import setup_of
     from stabilitylab.report.step import replay_text
@@ -124,7 +124,7 @@ def _run_precision(
     args: argparse.Namespace,  # what `add_precision` declares
 ) -> int:  # exit code 0
     "Measures the step and prints what 16 bits would lose."
-    from stabilitylab.investigation.plan import suspect_step
+    from stabilitylab.investigation.opening import suspect_step
     from stabilitylab.names.encode import to_json
     from stabilitylab.replay.rounded_step import step_precision
     from stabilitylab.report.step import step_text

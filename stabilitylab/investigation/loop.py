@@ -14,7 +14,8 @@ from typing import Any
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from .plan import Plan, named_arms, open_recordings, plan_trial, recorded_start
+from .opening import open_recordings
+from .plan import Plan, named_arms, plan_trial, recorded_start
 from ..names.errors import InputError, bad_input
 from ..report.html import report_html
 from ..report.trial import trial_note, trial_sheet, trial_text, trial_words

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..detect.diagnose import diagnose
 from ..detect.findings import Findings
-from ..investigation.plan import open_recordings
+from ..investigation.opening import open_recordings
 from .answers import allowed_path, answer
 from .trial_job import TrialJob
 from ..names.errors import bad_input

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from stabilitylab.cases.samples import sample
-from stabilitylab.investigation.plan import open_recordings
+from stabilitylab.investigation.opening import open_recordings
 from tests.zoo.pack import RECORDS
 
 CHANGES = 144  # seeds 0 to 143
