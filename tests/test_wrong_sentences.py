@@ -11,7 +11,7 @@ from stabilitylab.detect.findings import Finding
 from stabilitylab.detect.learning_rate import loss_after_jump
 from stabilitylab.detect.likely_cause import _is_older, ranked_causes
 from stabilitylab.detect.phrase import evidence_words, explain
-from stabilitylab.investigation.plan import _why_none
+from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.faults import FAULTS
 from stabilitylab.replay.rounded_step import step_precision
