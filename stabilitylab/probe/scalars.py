@@ -8,7 +8,7 @@ __all__ = ['SkippedSteps']
 # %% ../../nbs/api/probe/15_scalars.ipynb #9bd09828
 import re
 import sys
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -256,13 +256,13 @@ class KeptGradients:
         owned = [p for o in params.optimizers for group in groups_of(o) for p in group["params"]]
         leaves = [p for p in owned if p.requires_grad and p.is_leaf]
         self.handles = [
-            p.register_hook(unserializable_hook(partial(self._look_safely, p)))
+            p.register_hook(unserializable_hook(self._looking_at(p)))
             for p in sorted(leaves, key=torch.Tensor.numel)[:_WATCHED]
         ]
 
-    def _look_safely(self, p: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    def _looking_at(self, p: torch.nn.Parameter) -> Callable:
         "The hook before a gradient is added to that of a parameter."
-        self.guard.attempt("kept gradients", None, self._look, p)
+        return lambda gradient: self.guard.attempt("kept gradients", None, self._look, p)
 
     def _look(self, p: torch.nn.Parameter) -> None:
         "Whether there is nothing that a new gradient would be added to."
