@@ -42,7 +42,7 @@ def _of_notes(run: xr.DataTree) -> RunFacts:
     return {} if at is None else {"gradients_kept": (1.0, at)}
 
 
-_REPEATS = ("batches_again", "same_batch", "same_inputs")  # facts that accuse a loader
+_REPEATS = ("batches_again", "same_batch")  # facts that accuse a loader
 
 
 def _reuse(table: pd.DataFrame, steps: Steps) -> RunFacts | None:
@@ -131,7 +131,7 @@ def evidence(
         if at is not None:
             facts |= jump_facts(steps, at) | _swap_test(steps, int(steps.step[at]))
         if "reuse" in of_batches:
-            facts = {name: fact for name, fact in facts.items() if name not in _REPEATS}
+            facts.pop("same_inputs", None)  # accuses a loader, too
         facts |= _of_findings(steps, findings, facts)
     return {name: fact for name, fact in facts.items() if not np.isnan(fact[0])}
 

@@ -166,17 +166,27 @@ class Draft(_Imports):
         return None if name is None or text is None else f"{name}(**{text})"
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d41f730d
-def _is_computed(cls: type, name: str) -> bool:
-    "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
+def _assigned(cls: type) -> list[tuple[str, ast.expr]]:
+    "What a class's `__init__` keeps: each attribute of `self` with the value that it is given."
     try:
         tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
     except (OSError, TypeError, SyntaxError):
-        return False
-    values = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and f"self.{name}" in map(ast.unparse, node.targets)
-    ]
+        return []
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    pairs = [pair for node in assigned for target in node.targets for pair in _spread(target, node.value)]
+    return [(name.removeprefix("self."), value) for name, value in pairs if name.startswith("self.")]
+
+
+def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    "The targets of an assignment, each with its value: `self.a, self.b = a, b` has two."
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(map(ast.unparse, target.elts), value.elts, strict=False))
+    return [(ast.unparse(target), value)]
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    "Whether a class keeps under the name of an argument what it computes from it, as `[0] + splits`."
+    values = [value for attribute, value in _assigned(cls) if attribute == name]
     operations = [n for value in values for n in ast.walk(value) if isinstance(n, (ast.BinOp, ast.UnaryOp))]
     operands = [n for operation in operations for n in ast.walk(operation)]
     return any(isinstance(n, ast.Name) and n.id == name for n in operands)
@@ -201,28 +211,7 @@ def _argument_value(model: nn.Module, name: str) -> tuple[bool, Any]:
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa01
 def _kept_as_given(cls: type) -> dict[str, str]:
     "Arguments of a class that its objects keep unchanged, each with the attribute: `self.net = model`."
-    try:
-        tree = ast.parse(dedent(inspect.getsource(cls.__init__)))  # type: ignore[misc]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    pairs = [
-        (attribute, name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        for attribute, value in _spread(target, node.value)
-        for name in _alternatives(value)
-    ]
-    return {
-        name: attribute.removeprefix("self.") for attribute, name in pairs if attribute.startswith("self.")
-    }
-
-
-def _spread(target: ast.expr, value: ast.expr) -> list[tuple[str, ast.expr]]:
-    "The targets of an assignment, each with its value: `self.a, self.b = a, b` has two."
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        return list(zip(map(ast.unparse, target.elts), value.elts, strict=False))
-    return [(ast.unparse(target), value)]
+    return {name: attribute for attribute, value in _assigned(cls) for name in _alternatives(value)}
 
 
 def _alternatives(node: ast.expr) -> list[str]:
