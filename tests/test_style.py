@@ -89,10 +89,8 @@ def without_annotation(tree: ast.AST) -> list[str]:
 
 
 def without_description(tree: ast.Module, lines: list[str]) -> list[str]:
-    "Parameters of public functions and methods at the top of a module without a comment."
-    top = [n for n in tree.body if not getattr(n, "name", "_").startswith("_")]
-    own = [f for n in top for f in (n.body if isinstance(n, ast.ClassDef) else [n])]
-    public = [f for f in own if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
+    "Parameters of public functions without a comment: methods and functions inside others, too."
+    public = [f for f in functions(tree) if not f.name.startswith("_")]
     return [f"{f.name}({p.arg})" for f in public for p in parameters(f) if not is_described(p, lines)]
 
 

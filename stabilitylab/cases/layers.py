@@ -66,7 +66,9 @@ def _ramp(start: int, factor: float) -> Callable:
     "A learning rate that grows at every step from one on."
 
     def change(
-        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+        _: LanguageModel,  # unused
+        optimizer: torch.optim.Optimizer,  # its rates are set in place
+        step: int,  # from 0 on
     ) -> None:  # called before each step
         "Raises the rate after the first step."
         if step > start:
@@ -287,7 +289,9 @@ def _in_folder(folder: tempfile.TemporaryDirectory) -> Findings:
 def _fault_case(kind: str, fault: str, at: int, *also: str) -> Case:
     "A fault of the classifier as a case."
 
-    def build(seed: int) -> xr.DataTree:
+    def build(
+        seed: int,  # of the weights and of the data
+    ) -> xr.DataTree:
         "Its record."
         return record_classifier(seed, fault, at)
 

@@ -63,7 +63,9 @@ def swapped_positions(
     "What a trained model loses when its absolute positions are replaced."
     task = copy_task(length=5, vocab=16, batch=16)
 
-    def model_with(kind: str) -> LanguageModel:
+    def model_with(
+        kind: str,  # of positions, as in `ModelConfig`
+    ) -> LanguageModel:
         "A model with these positions, drawn anew."
         torch.manual_seed(seed)
         shape: dict[str, Any] = {"vocab": 16, "seq": 16, "d_model": 32, "n_layer": 2, "n_head": 2}
@@ -93,7 +95,9 @@ def frozen_losses(
     model = VisionLanguageModel(gate=1.0, pretrained_first=pretrained_first)
     task = picture_task(batch=16)
 
-    def text_at(step: int) -> dict:
+    def text_at(
+        step: int,  # from 0 on
+    ) -> dict:
         "Text that is no caption: captions read backwards, without their pictures."
         batch = task.at(10_000 + step)
         words = torch.cat([batch["tokens"], batch["targets"][:, -1:]], dim=1).flip(1)
@@ -184,7 +188,9 @@ def rare_token_loss(
     chance = 1 / np.arange(1, 65)
     successor = torch.from_numpy(np.random.default_rng(0).permutation(64))
 
-    def batch_at(step: int) -> dict:
+    def batch_at(
+        step: int,  # from 0 on; seeds the draw
+    ) -> dict:
         "Tokens by Zipf's law."
         draw = np.random.default_rng([7, step]).choice(64, (8, 16), p=chance / chance.sum())
         tokens = torch.from_numpy(draw)

@@ -175,7 +175,9 @@ def _eleven_losses(rng: np.random.Generator) -> Columns:
 def _steps_of(seconds: float) -> Callable[[np.random.Generator], Columns]:
     "A run whose steps take so long."
 
-    def columns(rng: np.random.Generator) -> Columns:
+    def columns(
+        rng: np.random.Generator,  # source of the noise
+    ) -> Columns:
         "The run."
         step = np.arange(600)
         return {"step": step, "loss": _falling(rng, step), "step_time": seconds * rng.lognormal(0, 0.03, 600)}

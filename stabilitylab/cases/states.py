@@ -31,7 +31,9 @@ def _forget_moments(at: int) -> Callable:
     "Make the second moments a thousandth, as a bad resume does."
 
     def change(
-        _: LanguageModel, optimizer: torch.optim.Optimizer, step: int
+        _: LanguageModel,  # unused
+        optimizer: torch.optim.Optimizer,  # its state is changed in place
+        step: int,  # from 0 on
     ) -> None:  # called before each step
         "Scales the moments at its step."
         if step == at:

@@ -258,7 +258,11 @@ class _Assembler:
         self.checked = False  # whether the pieces are known to lie apart
         self.opened: dict[_Piece, LazyTensor] = opened  # of all tensors of the checkpoint
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
+    def rows(
+        self,
+        first: int,  # first row, from 0 on
+        last: int,  # one after the last row
+    ) -> torch.Tensor:
         "Rows first..last-1."
         wanted = (last - first) * math.prod(self.shape[1:])
         stored = sum(math.prod(piece.size) for piece in self.pieces)
@@ -296,14 +300,23 @@ class _Assembler:
                 raise InputError(f"`{self.folder}`: parts of {name} overlap; its list is damaged or forged")
         return True
 
-    def incomplete(self, count: int, wanted: int) -> InputError:
+    def incomplete(
+        self,
+        count: int,  # values that the shards hold
+        wanted: int,  # values that the tensor has
+    ) -> InputError:
         "The error where shards hold `count` of the `wanted` values."
         name = printable(self.name)
         return InputError(
             f"`{self.folder}`: {name} is not whole: {count} of {wanted} values are in the shards"
         )
 
-    def part(self, piece: _Piece, begin: int, end: int) -> torch.Tensor:
+    def part(
+        self,
+        piece: _Piece,  # one stored block of the tensor
+        begin: int,  # first row of the whole tensor
+        end: int,  # one after the last row
+    ) -> torch.Tensor:
         "Rows begin..end-1 of the whole tensor, as far as a piece holds them."
         tensor, row = self.open(piece), math.prod(piece.size[1:])
         low, high = begin - piece.offset[0], end - piece.offset[0]
@@ -312,7 +325,10 @@ class _Assembler:
         )
         return values.reshape(high - low, *piece.size[1:])
 
-    def open(self, piece: _Piece) -> LazyTensor:
+    def open(
+        self,
+        piece: _Piece,  # one stored block of the tensor
+    ) -> LazyTensor:
         "One piece, not read yet."
         if piece not in self.opened:
             path = inside(self.folder, piece.file)

@@ -100,7 +100,11 @@ class _Contents:
     path: list = field(default_factory=list)  # ids of the containers around the value at hand
     visited: set = field(default_factory=set)  # ids of objects
 
-    def take(self, value: object, name: str) -> None:
+    def take(
+        self,
+        value: object,  # anything that the unpickler returns
+        name: str,  # dotted path to it; '' for the whole file
+    ) -> None:
         "Sort one value and everything in it; `name` is the dotted path to it, '' for the whole."
         self.visits -= 1
         if self.visits < 0 or len(self.path) > _MAX_DEPTH or len(name) > 4096:
@@ -112,7 +116,11 @@ class _Contents:
         else:
             self.take_plain(value, name)
 
-    def take_plain(self, value: object, name: str) -> None:
+    def take_plain(
+        self,
+        value: object,  # a leaf of the nested containers
+        name: str,  # dotted path to it
+    ) -> None:
         "A value that holds no others: a number, a text, a NumPy scalar or array, or what was left out."
         if isinstance(value, UnreadableTensor):
             self.left_out[name] = value.reason
@@ -121,14 +129,22 @@ class _Contents:
         elif isinstance(value, int | float | complex | str) and len(self.extra) < _MAX_SCALARS:
             self.extra[name] = value
 
-    def take_array(self, array: np.ndarray, name: str) -> None:
+    def take_array(
+        self,
+        array: np.ndarray,  # of any shape and type
+        name: str,  # dotted path to it
+    ) -> None:
         "An array of NumPy that stood in the pickle."
         try:
             self.tensors[name] = in_memory(name, torch.from_numpy(array))
         except TypeError:
             self.left_out[name] = f"torch has no type for {array.dtype}"
 
-    def enter(self, value: object, name: str) -> None:
+    def enter(
+        self,
+        value: object,  # a dict, list, tuple or object
+        name: str,  # dotted path to it
+    ) -> None:
         "Everything inside a dict, list or object, unless it is inside itself."
         is_object = isinstance(value, StubObject)
         if id(value) in self.path or (is_object and id(value) in self.visited):
@@ -144,7 +160,10 @@ class _Contents:
             self.take(part, f"{name}.{key}" if name and key != "" else name or str(key))
         self.path.pop()
 
-    def take_groups(self, groups: object) -> None:
+    def take_groups(
+        self,
+        groups: object,  # `param_groups` of an optimizer's state dict
+    ) -> None:
         "The settings of every group of an optimizer; ignored where these are no groups."
         if not isinstance(groups, list | tuple):
             return
@@ -156,7 +175,11 @@ class _Contents:
             if self.visits < 0:
                 return
 
-    def setting(self, value: object, name: str) -> object:
+    def setting(
+        self,
+        value: object,  # such as a learning rate or a pair of betas
+        name: str,  # of the setting, for errors
+    ) -> object:
         "One setting as a plain value: small tensors as numbers, objects as the name of their class."
         if isinstance(value, StoredTensor):
             is_small = math.prod(value.shape) <= 64
@@ -276,7 +299,10 @@ class _Archive:
             )
         return False
 
-    def verify(self, key: str) -> None:
+    def verify(
+        self,
+        key: str,  # of a storage in the archive
+    ) -> None:
         "Compare the bytes of a storage with their CRC-32, once."
         if not self.has_checksums:
             return
@@ -302,7 +328,11 @@ class _Archive:
         if order.strip() != b"little":
             raise InputError(f"`{self.path}` has byte order {printable(order[:20])}; allowed: little")
 
-    def locate(self, name: str, tensor: StoredTensor) -> LazyTensor:
+    def locate(
+        self,
+        name: str,  # dotted path to the tensor
+        tensor: StoredTensor,  # as the pickle describes it
+    ) -> LazyTensor:
         "A described tensor as one that can be read."
         key = tensor.storage.key
         lazy = _stored_tensor(name, tensor, self.path, *self.ranges[key])

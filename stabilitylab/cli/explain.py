@@ -56,7 +56,10 @@ def _plain(markdown: str, width: int) -> str:
     "The same text for a terminal: wrapped, headings without marks, addresses as numbered sources at the end."
     numbers: dict[str, int] = {}  # address -> its number
 
-    def numbered(link: re.Match[str]) -> str:
+    def numbered(
+        link: re.Match[str],  # a Markdown link: (text, address)
+    ) -> str:
+        "The text of a link with the number of its source."
         return f"{link[1]} [{numbers.setdefault(link[2], len(numbers) + 1)}]"
 
     lines = []

@@ -43,7 +43,10 @@ _CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '(?P<got>.*?)' \(
 class _Parser(argparse.ArgumentParser):
     "A parser whose faults are raised as every other error is."
 
-    def error(self, message: str) -> NoReturn:
+    def error(
+        self,
+        message: str,  # as argparse words it
+    ) -> NoReturn:
         "Raises the fault as one sentence, with the name that was probably meant."
         from stabilitylab.names.errors import InputError, closest
 

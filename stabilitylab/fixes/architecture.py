@@ -36,7 +36,10 @@ class _DynamicTanh(nn.Module):
         super().__init__()
         self.weight, self.slope = nn.Parameter(gain.detach().clone()), nn.Parameter(torch.tensor(slope))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,  # activations, (..., width)
+    ) -> torch.Tensor:
         "The vectors, bounded by the gain."
         return self.weight * torch.tanh(self.slope.to(x.dtype) * x)
 
@@ -61,7 +64,9 @@ def _rms_norm(log: UndoLog) -> None:
     "RMSNorm in place of every LayerNorm."
     names = [n for n, m in norm_layers(log.training.model).items() if isinstance(m, nn.LayerNorm)]
 
-    def rms_norm_of(old: nn.LayerNorm) -> nn.Module:
+    def rms_norm_of(
+        old: nn.LayerNorm,  # the norm to replace; its bias is dropped
+    ) -> nn.Module:
         "An RMSNorm with the gain of a LayerNorm."
         new = nn.RMSNorm(old.normalized_shape, eps=old.eps)
         new.weight.data.copy_(old.weight)
@@ -223,12 +228,20 @@ def _is_post_norm(training: Training) -> bool:
     norm_outputs: list[torch.Tensor] = []
     branch_outputs: list[torch.Tensor] = []
 
-    def on_norm(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def on_norm(
+        module: nn.Module,  # the norm
+        args: tuple,  # its inputs; the first one is (..., width)
+        output: torch.Tensor,  # (..., width)
+    ) -> None:
         "Keeps what a norm takes and returns."
         norm_inputs.append(args[0])
         norm_outputs.append(output)
 
-    def on_branch(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def on_branch(
+        module: nn.Module,  # the attention or the MLP of a block
+        args: tuple,  # its inputs
+        output: torch.Tensor,  # (..., width)
+    ) -> None:
         "Keeps what a branch adds to the stream."
         branch_outputs.append(output)
 

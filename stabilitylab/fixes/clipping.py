@@ -69,7 +69,10 @@ class _ZScoreClipping(Hook):
         self.alpha, self.limit, self.warmup, self.maximum = alpha, limit, warmup, maximum
         self.mean, self.variance, self.warmup_norms = 0.0, 0.0, list[float]()
 
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clips the gradient and updates the running mean with the clipped norm."
         norm = grad_norm(training.model.parameters())
         if not math.isfinite(norm):
@@ -81,7 +84,10 @@ class _ZScoreClipping(Hook):
             _scale_gradients(with_gradients(training), target / (norm + 1e-6))
         self.update(min(norm, target))
 
-    def target(self, norm: float) -> float:
+    def target(
+        self,
+        norm: float,  # L2 norm before clipping, >= 0
+    ) -> float:
         "The norm after clipping."
         deviation = math.sqrt(self.variance)
         if len(self.warmup_norms) < self.warmup or deviation == 0:
@@ -89,7 +95,10 @@ class _ZScoreClipping(Hook):
         z = (norm - self.mean) / deviation
         return self.mean + self.limit * deviation / (z / self.limit) if z > self.limit else norm
 
-    def update(self, norm: float) -> None:
+    def update(
+        self,
+        norm: float,  # L2 norm after clipping, >= 0
+    ) -> None:
         "Updates mean and variance; they start with those of the warmup."
         if len(self.warmup_norms) < self.warmup:
             self.warmup_norms = [*self.warmup_norms, norm]
@@ -129,7 +138,10 @@ class _RunningNormClipping(Hook):
         self.factor, self.beta, self.warmup, self.most = factor, beta, warmup, most
         self.steps, self.running = 0, dict[str, float]()
 
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clips every tensor; during the warmup globally, tracking each tensor's smallest norm."
         parameters = _named_with_gradients(training)
         norms = {name: grad_norm([parameter]) for name, parameter in parameters.items()}
@@ -145,11 +157,19 @@ class _RunningNormClipping(Hook):
             self.update(name, norm * factor)
         self.steps += 1
 
-    def clip_factor(self, name: str, norm: float) -> float:
+    def clip_factor(
+        self,
+        name: str,  # of the tensor
+        norm: float,  # L2 norm of its gradient before clipping, >= 0
+    ) -> float:
         "The factor of one tensor's gradient, in (0, 1]."
         return min(1.0, self.factor * self.running.get(name, norm) / norm) if norm else 1.0
 
-    def update(self, name: str, norm: float) -> None:
+    def update(
+        self,
+        name: str,  # of the tensor
+        norm: float,  # L2 norm after clipping, >= 0
+    ) -> None:
         "Updates the running norm of one tensor with its clipped norm."
         old = self.running.get(name, norm)
         is_warm = self.steps >= self.warmup
@@ -194,7 +214,10 @@ class _UnitClipping(Hook):
         self.ratio, self.eps = ratio, eps
 
     @torch.no_grad()
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Scales down each unit whose gradient is too large for its weights."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True
@@ -239,7 +262,10 @@ class _CoordinateClipping(Hook):
         self.steps, self.rates = 0, list[float]()
 
     @torch.no_grad()
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clips every coordinate whose square is far above its running mean."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True
@@ -254,7 +280,10 @@ class _CoordinateClipping(Hook):
             is_large = (parameter.grad.abs() > limit) & (second > 0)
             parameter.grad.copy_(torch.where(is_large, parameter.grad.sign() * limit, parameter.grad))
 
-    def before_update(self, training: Training) -> None:
+    def before_update(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Resets the moments at the interval, with a cosine warmup of the learning rate afterwards."
         since = self.steps % self.interval
         if self.steps and since == 0:
@@ -265,7 +294,10 @@ class _CoordinateClipping(Hook):
             for group in training.optimizer.param_groups:
                 group["lr"] *= factor
 
-    def after_step(self, training: Training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Restores the learning rates."
         for group, rate in zip(training.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
@@ -299,7 +331,10 @@ class _RunningMaximumClipping(Hook):
         self.theta, self.gamma1, self.gamma2, self.interval = theta, gamma1, gamma2, interval
         self.steps, self.running = 0, dict[str, tuple[float, float, float, int]]()
 
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clips every tensor by its own running values."
         if not math.isfinite(grad_norm(training.model.parameters())):
             training.skip = True

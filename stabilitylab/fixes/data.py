@@ -84,7 +84,9 @@ def _shuffle(
     "Shuffle the coming batches in blocks."
     first = log.training.step
 
-    def permuted(step: int) -> int:
+    def permuted(
+        step: int,  # from 0 on
+    ) -> int:
         "The step whose batch comes at `step`."
         if step < first:
             return step
@@ -187,7 +189,9 @@ def _filtered(part: Any, scores: torch.Tensor, limit: float) -> Any:
 def _filter_rows(log: UndoLog, score: Callable[[Any], torch.Tensor], limit: float, what: str) -> None:
     "Replaces rows whose score is above a limit by other rows of their micro-batch."
 
-    def filtered(parts: list) -> list:
+    def filtered(
+        parts: list,  # the micro-batches of a step
+    ) -> list:
         "The micro-batches of a step, of the same size."
         return _rescale_item_counts(parts, [_filtered(part, score(part), limit) for part in parts])
 
@@ -209,7 +213,9 @@ def _drop_repeats(
     "Replace rows with long repetitions by other rows of their batch."
     _require_tokens(log)
 
-    def repeated(part: Any) -> torch.Tensor:
+    def repeated(
+        part: Any,  # one micro-batch
+    ) -> torch.Tensor:
         "The fraction of repeated tokens of each row."
         return torch.tensor([_repeated_share(row, times=times) for row in _tokens_of(part)])
 
@@ -232,7 +238,9 @@ def _drop_hard(
     training = log.training
 
     @torch.no_grad()
-    def is_hard(part: Any) -> torch.Tensor:
+    def is_hard(
+        part: Any,  # one micro-batch
+    ) -> torch.Tensor:
         "1 for the hardest rows, 0 for the others."
         count = len(_tokens_of(part))
         rows = [_select_rows(part, torch.tensor([i])) for i in range(count)]
@@ -259,7 +267,10 @@ def _larger_batch(
     "Use the batches of several steps for one."
     first = log.training.step
 
-    def joined(base: Callable, step: int) -> list:
+    def joined(
+        base: Callable,  # (step) -> micro-batches, without the fix
+        step: int,  # from 0 on
+    ) -> list:
         "The micro-batches of several steps as those of one."
         if step < first:
             return base(step)
@@ -290,7 +301,10 @@ def _curriculum(
     _require_tokens(log)
     first = log.training.step
 
-    def shortened(base: Callable, step: int) -> list:
+    def shortened(
+        base: Callable,  # (step) -> micro-batches, without the fix
+        step: int,  # from 0 on
+    ) -> list:
         "The micro-batches of a step, cut to its length."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)
@@ -317,7 +331,9 @@ def _has_targets(part: Any) -> bool:
 def _cut_length(part: Any, share: float) -> Any:
     "The first tokens of every sequence (a tensor of two dims) of a micro-batch."
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
+    def cut(
+        tensor: torch.Tensor,  # of a micro-batch; (batch, seq) is cut, another shape is not
+    ) -> torch.Tensor:
         "A shorter tensor, contiguous for models that call `view`."
         if tensor.ndim != 2:
             return tensor.contiguous()
@@ -342,7 +358,10 @@ def _batch_warmup(
     "Start with small batches."
     first = log.training.step
 
-    def smaller(base: Callable, step: int) -> list:
+    def smaller(
+        base: Callable,  # (step) -> micro-batches, without the fix
+        step: int,  # from 0 on
+    ) -> list:
         "The micro-batches of a step, with their first rows."
         share = min(1.0, start + (1 - start) * max(step - first, 0) / steps)
         parts = base(step)

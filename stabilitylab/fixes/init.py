@@ -132,7 +132,10 @@ class _LearnedScale(nn.Module):
         super().__init__()
         self.size = nn.Parameter(torch.tensor(start))
 
-    def forward(self, product: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        product: torch.Tensor,  # W x, (..., out)
+    ) -> torch.Tensor:
         "γ·W x, from W x."
         return self.size.to(product.dtype) * product
 

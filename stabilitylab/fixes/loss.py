@@ -103,7 +103,11 @@ def _z_loss(
     "Add c·mean(log² Z) to the loss."
     training = log.training
 
-    def with_z_loss(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+    def with_z_loss(
+        logits: torch.Tensor,  # (token, vocab)
+        targets: torch.Tensor,  # class indices, (token,)
+        settings: dict,  # further arguments of `F.cross_entropy`
+    ) -> torch.Tensor:
         "Cross-entropy, with z-loss from the step `start` on."
         value = F.cross_entropy(logits, targets, **settings)
         if training.step < start:
@@ -126,7 +130,11 @@ def _z_loss(
 def _loss_fp32(log: UndoLog) -> None:
     "Compute the loss in float32."
 
-    def in_float32(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+    def in_float32(
+        logits: torch.Tensor,  # (token, vocab)
+        targets: torch.Tensor,  # class indices, (token,)
+        settings: dict,  # further arguments of `F.cross_entropy`
+    ) -> torch.Tensor:
         "Cross-entropy of float32 logits."
         with torch.autocast(logits.device.type, enabled=False):
             return F.cross_entropy(logits.float(), targets, **settings)
@@ -149,7 +157,11 @@ def _label_smoothing(
 ) -> None:
     "Mix the target with a uniform distribution over all tokens."
 
-    def smoothed(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+    def smoothed(
+        logits: torch.Tensor,  # (token, vocab)
+        targets: torch.Tensor,  # class indices, (token,)
+        settings: dict,  # further arguments of `F.cross_entropy`
+    ) -> torch.Tensor:
         "Cross-entropy with label smoothing."
         return F.cross_entropy(logits, targets, **settings | {"label_smoothing": share})
 
@@ -175,7 +187,11 @@ def _targets_of_loss(training: Training, part: Any) -> tuple[torch.Tensor, int]:
     "The targets of the loss on a micro-batch, and the one that it ignores; modes and random state stay."
     compared: list[tuple] = []
 
-    def record(logits: torch.Tensor, targets: torch.Tensor, settings: dict) -> torch.Tensor:
+    def record(
+        logits: torch.Tensor,  # (token, vocab)
+        targets: torch.Tensor,  # class indices, (token,)
+        settings: dict,  # further arguments of `F.cross_entropy`
+    ) -> torch.Tensor:
         "The cross-entropy itself."
         compared.append((targets.detach().flatten(), settings.get("ignore_index", -100)))
         return F.cross_entropy(logits, targets, **settings)
@@ -216,7 +232,9 @@ def _token_mean(log: UndoLog) -> None:
         raise bad_input("fix", "token_mean", allowed, hint)
     count = _counter_of_targets(log.training)
 
-    def token_shares(parts: list) -> list[float]:
+    def token_shares(
+        parts: list,  # the micro-batches of a step
+    ) -> list[float]:
         "Each micro-batch's fraction of the tokens, sum 1."
         counts = [count(part) for part in parts]
         return [n / max(sum(counts), 1) for n in counts]
@@ -232,12 +250,19 @@ class _Predivision(Hook):
     def __init__(self, factor: float):
         self.factor = factor
 
-    def scale_loss(self, training: Training, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(
+        self,
+        training: Training,  # the training in progress
+        loss: torch.Tensor,  # of one micro-batch, a scalar
+    ) -> torch.Tensor:
         "The divided loss."
         return loss / self.factor
 
     @torch.no_grad()
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Restores the size of the gradients."
         for parameter in training.model.parameters():
             if parameter.grad is not None:

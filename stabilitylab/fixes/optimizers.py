@@ -71,7 +71,10 @@ class _Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(
+        self,
+        closure: Any = None,  # not called; the signature is PyTorch's
+    ) -> Any:
         "One step."
         for group in self.param_groups:
             ahead, memory = group["betas"]
@@ -90,7 +93,10 @@ class _Mars(torch.optim.AdamW):
         self.gamma = gamma
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(
+        self,
+        closure: Any = None,  # not called; the signature is PyTorch's
+    ) -> Any:
         "One step; the gradients are as they were afterwards."
         plain = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         for group in self.param_groups:
@@ -115,7 +121,10 @@ class _ScheduleFree(torch.optim.Optimizer):
         super().__init__(groups, {**adam, "highest": 0.0, "total": 0.0})  # rate so far; sum of its squares
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(
+        self,
+        closure: Any = None,  # not called; the signature is PyTorch's
+    ) -> Any:
         "One step; the parameters are y."
         for group in self.param_groups:
             group["highest"] = max(group["lr"], group["highest"])
@@ -162,7 +171,10 @@ class _Soap(torch.optim.AdamW):
         super().__init__(groups, betas=(0.95, 0.95))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(
+        self,
+        closure: Any = None,  # not called; the signature is PyTorch's
+    ) -> Any:
         "One step; the first one of a matrix only measures its basis."
         matrices = [
             (p, g) for g in self.param_groups for p in g["params"] if p.grad is not None and p.ndim > 1
@@ -287,7 +299,10 @@ class _MuonWithAdamW(torch.optim.AdamW):
         super().__init__([g for g in split + rest if g["params"]])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(
+        self,
+        closure: Any = None,  # not called; the signature is PyTorch's
+    ) -> Any:
         "One step of both."
         matrices = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"] if p.grad is not None]
         gradients = [p.grad for p, _ in matrices]

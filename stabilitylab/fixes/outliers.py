@@ -25,7 +25,10 @@ class _RunningWindow:
     def __init__(self, size: int, min_count: int, unbiased: bool = True):
         self.values, self.min_count, self.unbiased = deque[float](maxlen=size), min_count, unbiased
 
-    def limit(self, sigma: float) -> float:
+    def limit(
+        self,
+        sigma: float,  # standard deviations above the mean
+    ) -> float:
         "Mean plus so many standard deviations; inf while there are too few values."
         count = len(self.values)
         if count < max(self.min_count, 1):
@@ -44,11 +47,18 @@ class _StepSkipping(Hook):
     def __init__(self):
         self.skipped: list[int] = []
 
-    def is_outlier(self, loss: float, norm: float) -> bool:
+    def is_outlier(
+        self,
+        loss: float,  # of the step, finite
+        norm: float,  # L2 norm of the gradient, finite
+    ) -> bool:
         "Whether a finite step is skipped."
         return False
 
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Decides by loss and gradient norm."
         norm = grad_norm(training.model.parameters())
         is_finite = math.isfinite(norm) and math.isfinite(training.last_loss)
@@ -67,7 +77,11 @@ class _SkipAbove(_StepSkipping):
         super().__init__()
         self.threshold, self.after, self.steps = threshold, after, 0
 
-    def is_outlier(self, loss: float, norm: float) -> bool:
+    def is_outlier(
+        self,
+        loss: float,  # of the step, finite
+        norm: float,  # L2 norm of the gradient, finite
+    ) -> bool:
         "Whether the norm is above the threshold, after the first steps."
         self.steps += 1
         return self.steps > self.after and norm > self.threshold
@@ -98,7 +112,11 @@ class _SkipOutliers(_StepSkipping):
         self.sigma = sigma
         self.windows = {name: _RunningWindow(window, min_count) for name in ("loss", "norm")}
 
-    def is_outlier(self, loss: float, norm: float) -> bool:
+    def is_outlier(
+        self,
+        loss: float,  # of the step, finite
+        norm: float,  # L2 norm of the gradient, finite
+    ) -> bool:
         "Whether one of the two is too large for the values before it; both join their windows."
         values = {"loss": loss, "norm": norm}
         is_large = any(values[name] > window.limit(self.sigma) for name, window in self.windows.items())
@@ -112,7 +130,10 @@ class _SkipOutliers(_StepSkipping):
         windows = {name: list(window.values) for name, window in self.windows.items()}
         return {"skipped": list(self.skipped), "windows": windows}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # what `state_dict` returned
+    ) -> None:
         "Restores them."
         self.skipped = list(state["skipped"])
         for name, window in self.windows.items():
@@ -164,12 +185,19 @@ class _UpdateClipping(Hook):
     order = 90
 
     @torch.no_grad()
-    def before_update(self, training: Training) -> None:
+    def before_update(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Copies the weights."
         self.before = {p: p.detach().clone() for p in with_gradients(training)}
 
     @torch.no_grad()
-    def scale_update(self, parameter: Any, factor: float) -> None:
+    def scale_update(
+        self,
+        parameter: Any,  # updated in place
+        factor: float,  # > 0; 1 or more leaves the update as it is
+    ) -> None:
         "Multiplies the update of one tensor by a factor below 1."
         if factor < 1:
             old = self.before[parameter]
@@ -183,7 +211,10 @@ class _UpdateRMSClipping(_UpdateClipping):
         self.threshold = threshold
 
     @torch.no_grad()
-    def after_step(self, training: Training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Scales the updates; needs Adam's second moment."
         for group in training.optimizer.param_groups:
             for parameter in group["params"]:
@@ -219,7 +250,10 @@ class _UpdateNormClipping(_UpdateClipping):
         self.sigma, self.window = sigma, _RunningWindow(window, max(window // 2, 2), unbiased=False)
 
     @torch.no_grad()
-    def after_step(self, training: Training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clips the norm of the whole update, which then joins the window."
         if training.skip:
             return
@@ -238,7 +272,10 @@ class _UpdateNormClipping(_UpdateClipping):
         "The recent norms."
         return {"window": list(self.window.values)}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(
+        self,
+        state: dict,  # what `state_dict` returned
+    ) -> None:
         "Restores them."
         self.window.values.clear()
         self.window.values.extend(state["window"])

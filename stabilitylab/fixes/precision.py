@@ -200,12 +200,19 @@ class _LossScaler(Hook):
         self.scale, self.window, self.floor, self.clean, self.overflows = start, window, floor, 0, 0
         self.looks_ahead = looks_ahead
 
-    def scale_loss(self, training: Training, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(
+        self,
+        training: Training,  # the training in progress
+        loss: torch.Tensor,  # of one micro-batch, a scalar
+    ) -> torch.Tensor:
         "The scaled loss."
         return loss * self.scale
 
     @torch.no_grad()
-    def after_backward(self, training: Training) -> None:
+    def after_backward(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Unscales the gradients, or skips the step and halves the scale."
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         if all(bool(torch.isfinite(g).all()) for g in gradients):
@@ -254,12 +261,18 @@ class _FP32Accumulation(Hook):
     def __init__(self):
         self.sums: dict = {}
 
-    def before_step(self, training: Training) -> None:
+    def before_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Clears the sums."
         self.sums = {}
 
     @torch.no_grad()
-    def after_microbatch(self, training: Training) -> None:
+    def after_microbatch(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Adds the gradients of a micro-batch, and clears them."
         for parameter in training.model.parameters():
             if parameter.grad is not None:
@@ -267,7 +280,10 @@ class _FP32Accumulation(Hook):
                 total = self.sums.get(parameter)
                 self.sums[parameter] = gradient if total is None else total + gradient
 
-    def after_accumulation(self, training: Training) -> None:
+    def after_accumulation(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "The sums become the gradients, rounded once."
         for parameter, total in self.sums.items():
             parameter.grad = total.to(parameter.dtype)

@@ -99,7 +99,9 @@ def define_fix(
 ) -> Callable[[_Change], _Change]:  # decorator of a function (log, **parameters)
     "A decorator that enters a function into the registry as a fix."
 
-    def register(change: _Change) -> _Change:
+    def register(
+        change: _Change,  # the function of the fix
+    ) -> _Change:
         "The same function, registered."
         # by its name, not by identity: a cell of a notebook that runs again makes a new function
         if name in REGISTRY and REGISTRY[name].change.__name__ != change.__name__:

@@ -153,15 +153,24 @@ class _RunningMean(Hook):
         self.mean = {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
     @torch.no_grad()
-    def after_step(self, training: Training) -> None:
+    def after_step(
+        self,
+        training: Training,  # the training in progress
+    ) -> None:
         "Moves the mean towards the weights; parameters that came later begin at themselves."
         for name, parameter in training.model.named_parameters():
             self.mean.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 1 - self.decay)
 
-    def measured(self, measure: Callable) -> Callable[[torch.nn.Module, Any], torch.Tensor]:
+    def measured(
+        self,
+        measure: Callable,  # (model, micro-batch) -> loss
+    ) -> Callable[[torch.nn.Module, Any], torch.Tensor]:
         "The same measure of the mean instead of the weights."
 
-        def of_mean(model: torch.nn.Module, part: Any) -> torch.Tensor:
+        def of_mean(
+            model: torch.nn.Module,  # the one whose weights are averaged
+            part: Any,  # one micro-batch
+        ) -> torch.Tensor:
             "The loss of a micro-batch with the mean in place of the weights."
             pairs = [(p, self.mean[name]) for name, p in model.named_parameters() if name in self.mean]
             weights = [parameter.data for parameter, _ in pairs]

@@ -71,7 +71,10 @@ class _LowRankUpdate(nn.Module):
         self.up = nn.Parameter(torch.zeros(outputs, rank))
         self.factor = factor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,  # inputs (..., in) of a matrix, or row indices of a table
+    ) -> torch.Tensor:
         "The update of the output, from the inputs of a matrix or the row indices of a table."
         # a table is a matrix that takes one-hot rows
         down = F.linear(x, self.down) if x.is_floating_point() else F.embedding(x, self.down.t())

@@ -212,7 +212,9 @@ def investigate(  # noqa: PLR0913 - one call answers one question, each setting 
     work.begin(seeds, budget, folder, device, client)
     begun(work)
 
-    def look(state: TrialState) -> None:
+    def look(
+        state: TrialState,  # of the trial that is running
+    ) -> None:
         "Reports how far the arms are, and stops them on request."
         heard(f"training: {state.done} of {state.total} done", state.share)
         if is_cancelled():

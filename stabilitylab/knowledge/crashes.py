@@ -92,7 +92,11 @@ class _Failure(NamedTuple):
     next: tuple[str, ...]  # what to do, in this order
     source: str
 
-    def fits(self, crash: dict, text: str) -> bool:
+    def fits(
+        self,
+        crash: dict,  # as `crash` findings describe it: "cause", "outside", ...
+        text: str,  # the message of the crash
+    ) -> bool:
         "Whether a crash is such a failure."
         if crash["outside"] and not self.causes:
             return False

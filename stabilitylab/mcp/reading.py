@@ -107,7 +107,12 @@ def _with_brief(report: dict, short: Brief) -> dict:
 class _CurveTools(Runs):
     "What happened to a run, and its series."
 
-    def diagnose(self, run: str, brief: bool = True, remedies: bool = False) -> dict:
+    def diagnose(
+        self,
+        run: str,  # path of a log, a run folder or a record
+        brief: bool = True,  # only the short form, which every answer carries
+        remedies: bool = False,  # with what teams who met the findings tried
+    ) -> dict:
         "What happened to a run, when, and why: cause, rival, steps, the series around it, findings."
         recording, findings = self._open(run)
         report = {} if brief else run_json(recording.run, findings, run, remedies)
@@ -136,11 +141,11 @@ class _CurveTools(Runs):
 
     def series(
         self,
-        run: str,
-        names: list[str] | None = None,
-        first: int | None = None,
-        last: int | None = None,
-        every: int = 1,
+        run: str,  # path of a log, a run folder or a record
+        names: list[str] | None = None,  # of logged series; None: the table of all series
+        first: int | None = None,  # step, included; None: the first one
+        last: int | None = None,  # step, included; None: the last one
+        every: int = 1,  # one of so many values, >= 1
     ) -> dict:
         "Values of logged series between two steps; without names the table of all series, a row each."
         recording, symptom = self._open(run)[0], self._symptom(run)

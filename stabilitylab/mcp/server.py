@@ -79,7 +79,13 @@ def make_server(
     class Server(MCPServer):
         "A server whose refusals of arguments are JSON, as its answers are."
 
-        async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        async def call_tool(
+            self,
+            name: str,  # of the tool
+            arguments: dict[str, Any],  # as the client sent them, unchecked
+            context: Any = None,  # of the request, as the SDK gives it
+        ) -> Any:
+            "The answer of a tool; a refused call is answered with the reason."
             try:
                 _check_names(getattr(tools, name) if name in TOOLS else None, name, arguments)
                 return await super().call_tool(name, arguments, context)
@@ -100,13 +106,17 @@ def make_server(
         )
 
     @server.resource("stabilitylab://findings/{+run}", mime_type="application/json", name="findings")
-    def findings(run: str) -> str:
+    def findings(
+        run: str,  # path relative to the first root
+    ) -> str:
         "Every finding of a run with its evidence, as JSON."
         recording, all_findings = tools._open(run)
         return json.dumps(run_json(recording.run, all_findings, run))
 
     @server.resource("stabilitylab://figure/{+run}", mime_type="image/png", name="figure")
-    def figure(run: str) -> bytes:
+    def figure(
+        run: str,  # path relative to the first root
+    ) -> bytes:
         "The loss curve of a run with its findings marked."
         return _figure(*tools._open(run))
 

@@ -16,7 +16,10 @@ from ..trial.arm import arm_of
 class _KnowledgeTools(Runs):
     "What words mean, and what checkpoints hold."
 
-    def explain(self, words: str) -> dict:
+    def explain(
+        self,
+        words: str,  # a finding kind, a symptom or a word of the glossary
+    ) -> dict:
         "What a finding kind, a symptom or a word of the glossary means; the causes and what separates them."
         from stabilitylab.knowledge.symptoms import symptom
         from stabilitylab.names.glossary import define
@@ -35,7 +38,12 @@ class _KnowledgeTools(Runs):
             return answer(report, "explain", words=page["kind"])
         return answer(report, "diagnose", run=str(last), remedies=True)
 
-    def scan(self, checkpoint: str, select: str = "", top: int = 20) -> dict:
+    def scan(
+        self,
+        checkpoint: str,  # path of a checkpoint, a file or a folder
+        select: str = "",  # prefix of the tensors' names; '': all
+        top: int = 20,  # most rows of the answer, >= 1
+    ) -> dict:
         "Statistics of the tensors of a checkpoint, those with a note or values that are not finite first."
         from stabilitylab.checkpoint.open import open_checkpoint
         from stabilitylab.checkpoint.scan import scan_checkpoint
@@ -54,7 +62,12 @@ class _KnowledgeTools(Runs):
             select=first,
         )
 
-    def diff(self, a: str, b: str, top: int = 20) -> dict:
+    def diff(
+        self,
+        a: str,  # path of the earlier checkpoint
+        b: str,  # path of the later checkpoint
+        top: int = 20,  # most rows of the answer, >= 1
+    ) -> dict:
         "What changed between two checkpoints, by tensor: what became NaN first, then by change."
         from stabilitylab.checkpoint.diff import diff_checkpoints
 

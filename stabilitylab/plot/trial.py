@@ -24,16 +24,24 @@ class SeedCurve(Protocol):
     "The curve of one arm and seed."
 
     @property
-    def arm(self) -> str: ...  # its name
+    def arm(self) -> str:
+        "Its name."
+        ...
 
     @property
-    def seed(self) -> int: ...  # of the order of batches
+    def seed(self) -> int:
+        "Of the order of batches."
+        ...
 
     @property
-    def step(self) -> np.ndarray: ...  # (step,)
+    def step(self) -> np.ndarray:
+        "Optimizer steps, (step,)."
+        ...
 
     @property
-    def loss(self) -> np.ndarray: ...  # (step,), nats
+    def loss(self) -> np.ndarray:
+        "Training loss, (step,), nats."
+        ...
 
 
 _COLOURS = ("lr", "loss", "val_loss", "grad_norm", "loss_scale", "z_loss", "other")

@@ -51,7 +51,13 @@ class _StepCallback(_Base):
         count = getattr(trainer.accelerator, "gradient_accumulation_steps", 1)
 
         @functools.wraps(compute_loss)
-        def watched_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched_loss(
+            model: Any,  # the Trainer's, maybe wrapped
+            inputs: Any,  # of one micro-batch, by argument name
+            *args: Any,  # further arguments of `compute_loss`, passed on
+            **kwargs: Any,  # its named arguments, passed on
+        ) -> Any:
+            "The loss of `compute_loss`; the batch is recorded first."
             if self.recorder is not None and model.training and torch.is_grad_enabled():
                 items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
                 counted = {} if items is None else {"num_items_in_batch": items}
@@ -59,7 +65,12 @@ class _StepCallback(_Base):
             return compute_loss(model, inputs, *args, **kwargs)
 
         @functools.wraps(backward)
-        def watched_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched_backward(
+            loss: Any,  # of one micro-batch, a scalar
+            *args: Any,  # further arguments of `backward`, passed on
+            **kwargs: Any,  # its named arguments, passed on
+        ) -> Any:
+            "The backward pass; the loss is kept first."
             if torch.is_tensor(loss):
                 # accelerate divides by the accumulation inside its own `backward`
                 self.losses.append(loss.detach() / count)

@@ -70,7 +70,11 @@ class RouterProbe:
     def _hook(self, module: nn.Module, label: str, n_experts: int, per_token: int) -> None:
         "Count what one router chooses."
 
-        def hook(module: nn.Module, args: tuple, out: Any) -> None:
+        def hook(
+            module: nn.Module,  # the router
+            args: tuple,  # its inputs
+            out: Any,  # its logits (token, expert), or a container that holds them
+        ) -> None:
             "Looks at a pass with gradients, once."
             # activations that are computed again for the backward pass would count their tokens twice
             if torch.is_grad_enabled() and graph_task() == -1:

@@ -216,7 +216,10 @@ class _Reporter:
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"stabilitylab-{name}")
         self.thread.start()
 
-    def put(self, item: tuple | TrackerEvent | None) -> None:
+    def put(
+        self,
+        item: tuple | TrackerEvent | None,  # (step, time, values), an event, or None for the end
+    ) -> None:
         "Hand over a step (step, time, values), an event, or the end (None), which always fits."
         if not self.thread.is_alive():
             return

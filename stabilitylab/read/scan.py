@@ -285,7 +285,7 @@ class _PieceReader:
     def read(
         self,
         todo: np.ndarray,  # lines that are still to be read
-        alike: type[SameLayout] | type[SameShape],
+        alike: type[SameLayout] | type[SameShape],  # what the lines of a group share
         small: float = 0.0,  # lines of a group that is small
     ) -> np.ndarray:  # the lines that are left
         "Reads groups of lines that are alike, until several in a row are small."

@@ -194,7 +194,11 @@ class SameLayout(_Alike):
         return self._base, at
 
     def _decimals(self, parts: NumberParts, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        def integers(a: int, b: int) -> np.ndarray:
+        def integers(
+            a: int,  # first byte of a run of digits, from the start of the number
+            b: int,  # one after its last digit
+        ) -> np.ndarray:
+            "The run of digits in every line as integers, (line,)."
             return fixed_integers(self.piece.words, self._base, start + b, b - a)
 
         # 10**19 leaves int64; runs so long are read one by one anyway

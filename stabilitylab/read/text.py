@@ -174,7 +174,12 @@ def _fields_of_pairs(pairs: bytes) -> _FieldsOf:
     "The reading of the names and values that stand in a record, as `pairs` matches them."
     pair = re.compile(pairs.replace(b"%N", b"(?P<value>" + NUMBER + b")"))
 
-    def fields(line: bytes, record: re.Match[bytes], end: int) -> list[_Field]:
+    def fields(
+        line: bytes,  # without its line break
+        record: re.Match[bytes],  # the match of the record's head
+        end: int,  # offset at which the record ends
+    ) -> list[_Field]:
+        "Each name with the span of its value."
         matches = pair.finditer(line, _pairs_begin(record), end)
         return [(match["name"].decode("utf-8", "replace").strip(), *match.span("value")) for match in matches]
 
@@ -263,7 +268,9 @@ def with_messages(
 ) -> Parser:  # the same, and for lines it does not know `message_events`
     "The parser of a format and of the messages between its records."
 
-    def read(line: bytes) -> list[Hit]:
+    def read(
+        line: bytes,  # without its line break
+    ) -> list[Hit]:
         "The records of a line, else its events; a message of the GPU driver is never a record."
         return message_events(line) if _XID in line else parse(line) or message_events(line)
 

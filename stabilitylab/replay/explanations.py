@@ -82,7 +82,12 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     # the class itself is patched, as a loss may have imported it under any name
     original = torch.autocast.__init__
 
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any,
+        device_type: str,  # such as "cuda"
+        *args: Any,  # as torch takes them; replaced
+        **kwargs: Any,  # as torch takes them; replaced
+    ) -> None:
         "That of torch, with the other type."
         original(self, device_type, dtype or torch.bfloat16, enabled=dtype is not None)
 
@@ -93,7 +98,10 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
 def _under(setup: Setup, dtype: torch.dtype) -> Setup:
     "A setup whose loss runs under autocast."
 
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def loss(
+        model: torch.nn.Module,  # the model of the step
+        batch: Any,  # one micro-batch
+    ) -> torch.Tensor:
         "The loss of the setup."
         with torch.autocast(next(model.parameters()).device.type, dtype):
             return setup.loss(model, batch)
@@ -104,7 +112,10 @@ def _under(setup: Setup, dtype: torch.dtype) -> Setup:
 def _evaluating(setup: Setup) -> Setup:
     "A setup whose model is in evaluation mode."
 
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def loss(
+        model: torch.nn.Module,  # the model of the step
+        batch: Any,  # one micro-batch
+    ) -> torch.Tensor:
         "The loss of the setup."
         model.eval()
         return setup.loss(model, batch)
@@ -150,7 +161,9 @@ def _of_dropout(setup: Setup, calls: dict[Callable, dict]) -> list[Alternative]:
     "Other rates of dropout, where a model has any."
     used = [function for function in _DROPOUT_NAMES if function in calls]
 
-    def at(rate: float) -> Callable:
+    def at(
+        rate: float,  # probability of dropping a value, 0..1
+    ) -> Callable:
         "All calls of dropout with one rate."
         return lambda: _Called({f: _constant(**{_DROPOUT_NAMES[f]: rate}) for f in used})
 
@@ -165,7 +178,11 @@ def _changing(function: Callable, **values: Any) -> Callable:
 def _shifted(function: Callable, rows: list[int]) -> list[Callable]:
     "The same for labels that are those of the next, or of the previous, position of each row."
 
-    def shift(arguments: dict, length: int, by: int) -> dict:
+    def shift(
+        arguments: dict,  # of the cross-entropy: "input" (token, vocab), "target" (token,)
+        length: int,  # positions of a row
+        by: int,  # 1: compare with the next label, -1: with the previous one
+    ) -> dict:
         "Predictions and labels that stand apart by one."
         logits, labels = arguments["input"], arguments["target"]
         if labels.ndim != 1 or logits.ndim != 2 or len(labels) % length:
@@ -176,7 +193,10 @@ def _shifted(function: Callable, rows: list[int]) -> list[Callable]:
         logits, labels = logits[:, of_logits], labels[:, of_labels]
         return {"input": logits.flatten(0, 1), "target": labels.flatten(0, 1)}
 
-    def around(length: int, by: int) -> Callable:
+    def around(
+        length: int,  # positions of a row
+        by: int,  # 1: compare with the next label, -1: with the previous one
+    ) -> Callable:
         "One length of a row, one direction."
         return lambda: _Called({function: lambda arguments: shift(arguments, length, by)})
 

@@ -171,7 +171,12 @@ class _Watched(dict):
         self.read.add(key)
         return super().__getitem__(key)
 
-    def get(self, key: object, default: object = None) -> object:
+    def get(
+        self,
+        key: object,  # of the batch
+        default: object = None,  # returned where there is no such key
+    ) -> object:
+        "The value of a key, which counts as read."
         self.read.add(key)
         return super().get(key, default)
 

@@ -180,7 +180,11 @@ def _run(
     "One step, forward and backward."
     run = _Run({}, {}, {}, {})
 
-    def visit(key: _Key, x: torch.Tensor, around: tuple | None = None) -> None:
+    def visit(
+        key: _Key,  # module, micro-batch and role of the tensor
+        x: torch.Tensor,  # the tensor, of any shape
+        around: tuple | None = None,  # what the module was given and returned; None: not kept
+    ) -> None:
         "Keeps a tensor, or its error."
         key = key._replace(module=rename(key.module))
         run.roundoff[key] = torch.finfo(x.dtype).eps / 2

@@ -55,13 +55,19 @@ class _Names(dict):
             raise KeyError(name)
         return self[name]
 
-    def run(self, statement: ast.stmt) -> None:
+    def run(
+        self,
+        statement: ast.stmt,  # at the top level of the script
+    ) -> None:
         "Execute one statement of the script."
         code = compile(ast.Module([statement], []), str(self.path), "exec")
         with own_arguments(self.path):
             exec(code, self)
 
-    def wait(self, statement: ast.stmt) -> None:
+    def wait(
+        self,
+        statement: ast.stmt,  # an assignment or an import at the top level of the script
+    ) -> None:
         "Keep a statement until one of its names is asked for."
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -137,7 +143,9 @@ def definitions(
     module.__file__ = str(file)
     names |= values or {}
 
-    def look(attribute: str) -> Any:
+    def look(
+        attribute: str,  # a global name
+    ) -> Any:
         "A name of the script."
         try:
             return names[attribute]
@@ -184,11 +192,17 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, path: str):
         self.path = path
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(
+        self,
+        spec: importlib.machinery.ModuleSpec,  # as the finder made it
+    ) -> ModuleType:
         "The module itself."
         return definitions(self.path, spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(
+        self,
+        module: ModuleType,  # as `create_module` made it
+    ) -> None:
         "Nothing is left to do."
 
 # %% ../../nbs/api/replay/09_script.ipynb #6fdb3cc6
@@ -196,7 +210,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     "Finds scripts that would train."
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,  # dotted name of the module
+        path: Sequence[str] | None = None,  # of the parent package; None at the top level
+        target: ModuleType | None = None,  # of a reload; unused
     ) -> importlib.machinery.ModuleSpec | None:
         "How such a script is loaded; None for every other module."
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

@@ -160,6 +160,7 @@ def _step_by_closure(
     norms: list[tuple[float, float | None]] = []
 
     def closure() -> Any:
+        "The loss of one evaluation, after its backward pass."
         model.zero_grad(set_to_none=True)
         loss = _forward(setup, model, batch, len(losses), recorder, autocast)
         loss.backward()

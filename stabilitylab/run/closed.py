@@ -143,7 +143,11 @@ class _Sorter:
         for key, why in faults.items():
             self.sort(key, why)
 
-    def sort(self, key: str, why: str) -> None:
+    def sort(
+        self,
+        key: str,  # of the damaged file in the store
+        why: str,  # the fault, in words
+    ) -> None:
         "What one damaged file costs."
         group, name = _array_key(key)
         is_metadata = key.split("/")[-1] in _METADATA
@@ -154,7 +158,13 @@ class _Sorter:
         elif name:
             self.chunk(group, name, key, why)
 
-    def chunk(self, group: str, name: str, key: str, why: str) -> None:
+    def chunk(
+        self,
+        group: str,  # of the record, such as "scalars"
+        name: str,  # of the variable
+        key: str,  # of the damaged file in the store
+        why: str,  # the fault, in words
+    ) -> None:
         "One chunk: NaN where its variable says so, else the whole variable."
         layout = _layout(self.files, group, name)
         chunks = [k for k in (*self.files, *self.faults) if k.startswith(f"{group}/{name}/")]
@@ -167,7 +177,12 @@ class _Sorter:
         else:
             self.chunks.setdefault((group, name), []).append(key)
 
-    def lose(self, group: str, name: str, why: str) -> None:
+    def lose(
+        self,
+        group: str,  # of the record, such as "scalars"
+        name: str,  # of the variable
+        why: str,  # the fault, in words
+    ) -> None:
         "A variable; with one that names rows or columns, its group."
         self.lost[group, "" if name in _NEEDED else name] = why
 

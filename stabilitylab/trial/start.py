@@ -186,7 +186,11 @@ class _RecordedBatches:
         index = _batch_index(len(self.steps), self.seed, position, self.dropped)
         return load_batch(self.start.path, self.steps[index], self.setup).parts
 
-    def without(self, first: int, count: int) -> "_RecordedBatches":
+    def without(
+        self,
+        first: int,  # the first step that is left out
+        count: int,  # how many steps are left out, >= 1
+    ) -> "_RecordedBatches":
         "The same, in which the batches recorded at `count` steps from `first` on come at no time."
         named = frozenset(i for i, step in enumerate(self.steps) if first <= step < first + count)
         dropped = self.dropped | named
@@ -207,7 +211,11 @@ def _recorded_changes(path: str, first: int) -> Callable | None:
     # what the run did not change is left to fixes
     set_recorded = recorded_schedule([_only(names, row) for row in rows])
 
-    def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    def schedule(
+        optimizer: torch.optim.Optimizer,  # its rates are set in place
+        step: int,  # of the run
+    ) -> None:
+        "Sets the recorded changes, and the rate of groups that a fix added."
         if set_recorded is not None:
             set_recorded(optimizer, step)
         for group in optimizer.param_groups[len(groups[0]) :]:  # of fixes: at the first group's rate

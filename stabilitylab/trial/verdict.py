@@ -395,7 +395,12 @@ class _Basis:
     ceiling: float  # at which final losses are capped
     n_arms: int  # number of arms that are judged together
 
-    def chances(self, arm: Arm, base: list[Outcome], own: list[Outcome]) -> tuple[float, float]:
+    def chances(
+        self,
+        arm: Arm,  # the one that is judged
+        base: list[Outcome],  # outcomes of the run unchanged, one a seed
+        own: list[Outcome],  # outcomes of the arm, one a seed
+    ) -> tuple[float, float]:
         "Probabilities of so few and of so many failures over all arms if no fix did anything."
         # the run in another order is the run unchanged once more: twice the seeds to compare failures with
         null = base + ([] if arm.is_null else list(self.outcomes.get(ANOTHER_ORDER, {}).values()))

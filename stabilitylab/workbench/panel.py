@@ -21,9 +21,13 @@ from ..run.job import Job, JobState
 class Pollable(Protocol):
     "Work that goes on by itself."
 
-    def poll(self) -> JobState: ...  # how far it is
+    def poll(self) -> JobState:
+        "How far it is."
+        ...
 
-    def cancel(self) -> None: ...  # ends it
+    def cancel(self) -> None:
+        "Ends it."
+        ...
 
 
 def panel_html(

@@ -305,7 +305,9 @@ def steer(
 ) -> None:
     "Connects a picture to the state: brush to zoom every view, Z and Y to undo and redo, dark mode."
 
-    def brushed(change: dict) -> None:
+    def brushed(
+        change: dict,  # as traitlets gives it; its "new" holds the range
+    ) -> None:
         "Shows the steps of a brush."
         if counts_steps():
             state.set_trait("x_range", tuple(change["new"]["range"]))

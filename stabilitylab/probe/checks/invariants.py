@@ -118,7 +118,10 @@ def _autocast(model: torch.nn.Module, batch: object, loss: Callable) -> dict[str
     low = [p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     active: list[torch.dtype] = []
 
-    def look(module: torch.nn.Module, args: tuple) -> None:
+    def look(
+        module: torch.nn.Module,  # the one that is called
+        args: tuple,  # its inputs
+    ) -> None:
         "Notes whether autocast is on in a forward pass."
         kind = next((p.device.type for p in model.parameters()), "cpu")
         if torch.is_autocast_enabled(kind):

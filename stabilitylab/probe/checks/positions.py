@@ -59,7 +59,12 @@ def _block_outputs(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     names = [name for name, (kind, _) in module_kinds(model).items() if kind == "block"]
     modules = dict(model.named_modules())
 
-    def keep(name: str, _module: nn.Module, _args: tuple, out: Any) -> None:
+    def keep(
+        name: str,  # of the block
+        _module: nn.Module,  # the block
+        _args: tuple,  # its inputs
+        out: Any,  # its output: a tensor (batch, seq, d_model), or a container whose first is one
+    ) -> None:
         "The hook of one block."
         tensor = first_tensor(out)
         if tensor is not None:

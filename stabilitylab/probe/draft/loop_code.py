@@ -39,7 +39,10 @@ class _Localize(ast.NodeTransformer):
             if text.replace(".", "").isidentifier() and not is_same_model(scope.get(root or ""), model)
         }
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(
+        self,
+        node: ast.Attribute,  # such as `self.loss`
+    ) -> ast.AST:
         "A name in place of such an attribute."
         name = self.names.get(ast.unparse(node))
         return self.generic_visit(node) if name is None else ast.Name(name, node.ctx)

@@ -319,7 +319,10 @@ class _Settle(ast.NodeTransformer):
     def __init__(self, scope: dict[str, Any], changing: frozenset[str]):
         self.scope, self.changing = scope, changing
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+    def visit_If(
+        self,
+        node: ast.If,  # an `if` of the loop
+    ) -> ast.AST | list[ast.stmt]:
         "The branch, where the condition can be looked up and does not change from step to step."
         self.generic_visit(node)
         # a value that a branch sets is not the one that was tested
@@ -331,7 +334,10 @@ class _Settle(ast.NodeTransformer):
             return node
         return chosen or ast.copy_location(ast.Pass(), node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(
+        self,
+        node: ast.FunctionDef,  # a function defined inside the loop
+    ) -> ast.AST:
         "A function has names of its own."
         return node
 

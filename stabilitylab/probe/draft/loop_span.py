@@ -224,7 +224,10 @@ class _Rename(ast.NodeTransformer):
     def __init__(self, dump: str):
         self.dump = dump  # of the call
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(
+        self,
+        node: ast.Call,  # any call in the statements
+    ) -> ast.AST:
         "The call itself, or what stands in another one."
         return ast.Name("batch", ast.Load()) if ast.dump(node) == self.dump else self.generic_visit(node)
 
@@ -238,7 +241,9 @@ def loop_span(
     if source is None:
         return None
 
-    def is_batch(call: ast.Call) -> bool:
+    def is_batch(
+        call: ast.Call,  # any call in the loop
+    ) -> bool:
         "Whether a call is the one of `recorder.batch` that runs now."
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "batch":
             return False

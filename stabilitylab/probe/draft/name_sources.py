@@ -177,7 +177,10 @@ class _Inline(ast.NodeTransformer):
         self.bound: set[str] = set()  # names that the statements set
         self.new_names: dict[str, str] = {}  # new name -> source
 
-    def visit(self, node: ast.AST) -> Any:
+    def visit(
+        self,
+        node: ast.AST,  # any part of the loop's source
+    ) -> Any:
         "A part of the batch by its place in the batch; anything else by its kind."
         if isinstance(node, ast.expr) and not isinstance(getattr(node, "ctx", ast.Load()), ast.Store):
             replacement = self.parts.get(ast.dump(node))
@@ -185,26 +188,38 @@ class _Inline(ast.NodeTransformer):
                 return ast.parse(replacement, mode="eval").body
         return super().visit(node)
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:
+    def visit_Name(
+        self,
+        node: ast.Name,  # a name that is read or set
+    ) -> ast.AST:
         "The model by its name in the draft."
         is_free = isinstance(node.ctx, ast.Load) and node.id not in self.bound
         if is_free and is_same_model(self.scope.get(node.id), self.model):
             return ast.Name("model", ast.Load())
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+    def visit_IfExp(
+        self,
+        node: ast.IfExp,  # a conditional expression
+    ) -> ast.AST:
         "The branch that a setting of the loop chooses; the other one is never run."
         self.generic_visit(node)
         if not isinstance(node.test, ast.Constant):
             return node
         return node.body if node.test.value else node.orelse
 
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+    def visit_Subscript(
+        self,
+        node: ast.Subscript,  # such as `x.shape[1]`
+    ) -> ast.AST:
         "A number of the data, such as `x.shape[1]`, as a constant where the model is made."
         number = _number_of_data(node, self.scope) if self.is_model else None
         return self.generic_visit(node) if number is None else ast.Constant(number)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
+    def visit_Call(
+        self,
+        node: ast.Call,  # any call
+    ) -> ast.AST:
         "The length of a list of the loop as a number; any other call by its parts."
         number = _number_of_data(node, self.scope) if self.is_model else None
         if number is not None:
@@ -218,7 +233,10 @@ class _Inline(ast.NodeTransformer):
             return ast.Constant(len(values))
         return self.generic_visit(node)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(
+        self,
+        node: ast.Attribute,  # a chain such as `self.config.dtype`
+    ) -> ast.AST:
         "A chain that begins with an object of the loop, by what it leads to."
         root = root_name(node)
         if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):

@@ -144,7 +144,10 @@ class _LoopValues:
         self.draft.unseen = unseen
         return None if missing else source
 
-    def maker(self, value: nn.Module) -> str | None:
+    def maker(
+        self,
+        value: nn.Module,  # a module that is not the model itself
+    ) -> str | None:
         "A function without arguments that makes another module; None where it cannot be written."
         lines, _ = _model_lines(self.draft, value, self.frame)
         if any("TODO" in line for line in lines):
@@ -275,7 +278,9 @@ def _trainer_code(
     if trainer is None or name is None:
         return None
 
-    def lines(other: nn.Module) -> list[str]:
+    def lines(
+        other: nn.Module,  # a module that is not the model itself
+    ) -> list[str]:
         "Lines that make another model of the trainer."
         return _model_lines(draft, other, None)[0]
 

@@ -212,7 +212,11 @@ class _Log:
     first_failure: int = 0  # position of the first evidence
 
     @classmethod
-    def of(cls, data: bytes | mmap.mmap, log: LogData | None) -> "_Log":
+    def of(
+        cls,
+        data: bytes | mmap.mmap,  # the bytes of the log
+        log: LogData | None,  # its parsed values; None where no step can be read
+    ) -> "_Log":
         "The text with the records of its longest series; without any where positions are not known."
         named = {} if log is None else log.samples
         longest = max(named.values(), key=lambda samples: len(samples.step), default=None)
@@ -224,7 +228,11 @@ class _Log:
         order, first = np.unique(np.concatenate([part.order for part in parts]), return_index=True)
         return cls(data, order, np.concatenate([part.step for part in parts])[first])
 
-    def was_flushed_after(self, position: int, before: int) -> bool:
+    def was_flushed_after(
+        self,
+        position: int,  # byte offset of the first evidence of a failure
+        before: int,  # how many records stand before it
+    ) -> bool:
         "Whether the records after a position, `before` records from the start, were buffered at the crash."
         # output to a file is buffered while tracebacks are not, so the last records may stand below the crash
         first_after = int(self.order[before])

@@ -258,7 +258,12 @@ class _Names:
         self.line, self.numbers = line, numbers  # the numbers so far; they grow as the line is read
         self.prefix, self.waiting_name = "", ""
 
-    def name_and_kind(self, gap: bytes, is_integer: bool, after: int) -> tuple[str, str]:
+    def name_and_kind(
+        self,
+        gap: bytes,  # the bytes between the number before and this one
+        is_integer: bool,  # whether the number has no decimal point
+        after: int,  # offset of the first byte after the number
+    ) -> tuple[str, str]:
         "What a number is called, and whether it is a value, the average of the one before, or its total."
         last = self.numbers[-1] if self.numbers and self.numbers[-1].kind == "value" else None
         if last and last.is_integer and is_integer and _OF.match(gap):  # `[100/2826]`

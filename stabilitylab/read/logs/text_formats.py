@@ -60,7 +60,10 @@ def _table() -> list[dict]:
 def _first_of(parsers: list[Parser]) -> Parser:
     "A parser that gives the records of the first of several that finds any."
 
-    def parse(line: bytes) -> list[Hit]:
+    def parse(
+        line: bytes,  # without its line break
+    ) -> list[Hit]:
+        "The records of one line."
         return next((hits for parser in parsers if (hits := parser(line))), [])
 
     return parse
