@@ -26,6 +26,8 @@ from ..trial.verdict import MOST_SEEDS, ArmVerdict
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _INTERVAL = "({low} to {high})"
+
+# %% ../../nbs/api/report/11_trial.ipynb #9bd60f40
 _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ("helps", "loss"): "{name} helps: the final loss is {gain} lower {interval} over {n} seeds",
     ("harms", "loss"): "{name} harms: the final loss is {loss} higher {interval} over {n} seeds",
@@ -83,7 +85,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "fails later": "; where it still fails, it fails {steps} steps later",
 }
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #6ef7aa40
 def _is_capped(arm: ArmVerdict) -> bool:
     "Whether no seed of it can be compared, as both final losses are above the initial one."
     return bool(arm.seeds) and arm.capped == len(arm.seeds)

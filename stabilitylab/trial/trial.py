@@ -160,7 +160,7 @@ class Trial(_TrialArms):
         failures = self._failures()
         return TrialResult(self.start, self.steps, verdicts, curves, complete, failures, self.notes, device)
 
-
+# %% ../../nbs/api/trial/03_trial.ipynb #fd20dab8
 def _settings_of(devices: list[str]) -> dict:
     "What decides the digits of the first device, and how many there are."
     return device_settings(devices[0]) | ({"devices": devices} if len(devices) > 1 else {})

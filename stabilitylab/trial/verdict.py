@@ -59,7 +59,7 @@ def _products(changes: np.ndarray, trend: np.ndarray | float) -> np.ndarray:
     clean = np.clip(clean, -limit, limit)
     return np.array([np.sum(clean[1:] * clean[:-1]), np.sum(clean**2)])
 
-
+# %% ../../nbs/api/trial/02_verdict.ipynb #4e497b61
 def _noise(loss: np.ndarray) -> float:
     "Standard deviation of one value around the trend: robust, from the changes between steps."
     return _spread(np.diff(loss)) / 2**0.5
