@@ -19,10 +19,11 @@ from ..plot.trial import trial_svg
 from .terminal import columns_text
 from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
+from ..trial.significance import MOST_SEEDS
 from ..trial.suggest import Suggestion
 from ..trial.sweep import SweepResult
 from ..trial.trial import TrialResult
-from ..trial.verdict import MOST_SEEDS, ArmVerdict
+from ..trial.verdict import ArmVerdict
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _INTERVAL = "({low} to {high})"

@@ -244,8 +244,8 @@ def _batch_call(source: Source, recorder: Any) -> tuple[list[list[ast.stmt]], as
         is_here = call.lineno <= source.line <= (call.end_lineno or call.lineno)
         return is_here and value_at(call.func.value, source.scope) is recorder
 
-    found = find_call(source.body, is_batch)
-    return found if found is not None and found[1].args else None
+    batch_call = find_call(source.body, is_batch)
+    return batch_call if batch_call is not None and batch_call[1].args else None
 
 
 def _through_backward(blocks: list[list[ast.stmt]], source: Source) -> tuple[list[ast.stmt], Source] | None:
