@@ -92,6 +92,19 @@ def test_few_records_of_noise_are_no_divergence():
     assert len(errors) <= 0.05 * len(runs)  # 7 % without `_chance_walk`
 
 
+def test_records_of_noise_are_no_divergence_not_even_in_a_note():
+    runs = [correlated(n, rho, seed) for n in (40, 80, 200) for rho in (0, 0.5, 0.8) for seed in range(15)]
+    notes = [f for loss in runs for f in find_divergence(run_of(loss)) if f.severity == "info"]
+    assert len(notes) <= 0.05 * len(runs)  # 29 % without `_level_noise`
+
+
+@pytest.mark.parametrize(("records", "noise"), [(700, 0.01), (2500, 0.2)])
+def test_a_rise_that_only_many_records_show_is_still_noted(records, noise):
+    step, rng = np.arange(records) / records, np.random.default_rng(0)
+    loss = 2 + 4 * np.exp(-step / 0.1) + 1.5 * np.maximum(step - 0.6, 0) + noise * rng.normal(size=records)
+    assert [f.kind for f in find_divergence(run_of(loss))] == ["divergence"]
+
+
 def test_few_records_that_diverge_are_told():
     told = 0
     for seed in range(30):

@@ -121,8 +121,10 @@ def outcome(
     if not len(loss):
         return Outcome(float("inf"), True, None, 0, None, seconds)
     is_bad = ~np.isfinite(loss)
-    if is_bad[-1]:
-        begin, _ = _true_ranges(is_bad)[-1]
+    begin, _ = _true_ranges(is_bad)[-1] if is_bad[-1] else (len(loss), 0)
+    # a few batches without labels have no loss and leave the weights as they were
+    is_by_batch = curve.is_loss_alone and len(loss) - begin < _SHORTEST and not is_bad.all()
+    if is_bad[-1] and not is_by_batch:
         return Outcome(float("inf"), True, int(step[begin]), 0, None, seconds)
     finite, steps = loss[~is_bad], step[~is_bad]
     window = max(len(finite) // 10, min(_SHORTEST, len(finite)))

@@ -81,6 +81,15 @@ def _wander(value: np.ndarray) -> float:
     return max(difference_noise(value, lag) for lag in lags)
 
 
+def _level_noise(loss: np.ndarray, window: int, scatter: float) -> float:
+    "Standard deviation of a smoothed loss by chance alone, a steady fall or rise left out."
+    spans = len(loss) // 8 // window  # as few as eight of them make a median
+    lags = [window * 2**k for k in range(int(np.log2(spans)) + 1)] if spans else []
+    # second differences hold no slope; of white noise they have six times the variance of a record
+    bends = [loss[: -2 * lag] - 2 * loss[lag:-lag] + loss[2 * lag :] for lag in lags]
+    return max((MAD_TO_SD * float(np.median(np.abs(b))) / np.sqrt(6) for b in bends), default=scatter)
+
+
 def _chance_walk(
     value: np.ndarray,  # (n,) float64, finite
     best: int,  # index of the lowest
@@ -115,7 +124,11 @@ def _divergence(
         limit("rise_share") * abs(best),
         limit("level_share") * abs(float(loss[0]) - best),
     )
-    if rise <= least_rise or _is_on_its_way_back(loss[at_best:]):
+    walk = limit("back_sigma") * _chance_walk(series.value, at_best)
+    # nor is it more than smoothed records get by chance, unless they multiplied
+    level_noise = _level_noise(loss, window, scatter)
+    is_chance = rise <= max(limit("trend_sigma") * level_noise, walk) and final < limit("threefold") * best
+    if rise <= least_rise or is_chance or _is_on_its_way_back(loss[at_best:]):
         return None
     # it left for good after the last record near its best, not at the best itself: a flat bottom has many
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))
@@ -128,13 +141,12 @@ def _divergence(
         "noise": noise,
         "window": window,
     }
-    walk = _chance_walk(series.value, at_best)
-    # not more than single records scatter, or than a walk of a few records gets
-    is_mild = rise < limit("trend_sigma") * scatter or rise < limit("back_sigma") * walk
     improved = validation_improved(validation, int(series.step[left]))
     # a loss of that size is a sum or another scale, of which a share says less
     severity = "warning" if best > limit("most_nats") else "error"
     ends_at_once = n - left < count_limit("median_records")
+    # not more than single records scatter
+    is_mild = rise < max(limit("trend_sigma") * scatter, walk)
     if is_mild or improved or ends_at_once:
         severity = "info"
     return Finding(
