@@ -125,8 +125,8 @@ def unlabelled(seed=0, **recipe):
 
 @pytest.mark.parametrize("steps", [10, 12, 16])
 def test_batches_without_labels_end_no_arm_and_are_no_divergence(tmp_path, steps):
+    from stabilitylab.trial.outcome import outcome
     from stabilitylab.trial.start import Start
-    from stabilitylab.trial.verdict import outcome
 
     start = Start(function="tests.test_trial_many:unlabelled", arguments=dict(TINY, lr=1e-3))
     run_arm(start.to_dict(), arm_of("unchanged").to_dict(), 0, steps, str(tmp_path / "arm"))

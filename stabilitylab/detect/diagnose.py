@@ -96,7 +96,7 @@ DETECTORS = [
     "layers.activations:find_output_collapse_in_record",
 ]
 
-
+# %% ../../nbs/api/detect/90_diagnose.ipynb #65d188f8
 # severity first, as what became a note explains no other finding; then spikes are named after their restart,
 # before those that are left are joined to a divergence
 _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order

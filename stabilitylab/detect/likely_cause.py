@@ -182,7 +182,7 @@ _REPLAY = "Replay the suspect step from the checkpoint before it, in the precisi
 _RESUME = "Resume from the last checkpoint with a Recorder (three lines): a log holds no step to replay"
 _RECORD = "Record the next run: activations and gradients show which layer moves first"
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #a9100ac7
 def _open(findings: Findings, candidates: list[Finding]) -> MostLikely:
     "No cause; a run whose layers were recorded is not told to record them."
     is_recorded = "evidence" in findings.attrs
@@ -348,8 +348,8 @@ def with_fitting_remedies(
     if likely is None or likely.confidence != "high" or likely.family not in _FITTING_TOPICS:
         return findings
     topics = _FITTING_TOPICS[likely.family]
-    fitting = [
-        f.with_(remedies=tuple(remedy for remedy in f.remedies if remedy["topic"] in topics))
-        for f in findings
-    ]
+    fitting = []
+    for finding in findings:
+        remedies = tuple(remedy for remedy in finding.remedies if remedy["topic"] in topics)
+        fitting.append(finding.with_(remedies=remedies))
     return Findings(fitting, findings.attrs)

@@ -290,7 +290,7 @@ def _with_joint_count(parts: list, steps: list[list]) -> list:
         return parts
     return [map_batch(lambda batch: batch | {_ITEMS: sum(counts)}, part) for part in parts]
 
-
+# %% ../../nbs/api/fixes/20_data.ipynb #7a24a301
 @define_fix(
     "curriculum", "data", "BLOOM: did not work", rows=("mle-17j",), slots=("data.length",), is_control=True
 )

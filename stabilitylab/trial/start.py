@@ -168,7 +168,7 @@ def _ranges(steps: list[int]) -> str:
     pairs = zip(starts, ends, strict=True)
     return ", ".join(f"{start}" if start == end else f"{start} to {end}" for start, end in pairs)
 
-
+# %% ../../nbs/api/trial/00_start.ipynb #6c321a01
 class _RecordedBatches:
     "(step) -> micro-batches: the recorded ones, or those of the user's loader after them."
 
