@@ -228,11 +228,11 @@ def _movement(moved: np.ndarray, update: np.ndarray) -> float:
 
 def _stochastic_sd(target: np.ndarray, update: np.ndarray, fmt: str) -> float:
     "Standard deviation of `_movement` over draws of a stochastic rounding; NaN for an update of zeros."
-    unit, wide = spacing(target, fmt).astype(float), update.astype(float)
+    unit, update64 = spacing(target, fmt).astype(float), update.astype(float)
     share = np.abs(quantise(target, fmt) - target.astype(float)) / unit  # to the nearer neighbour
     # a step of one spacing with probability p has variance p (1 - p) in squared spacings
-    variance = (wide * unit) ** 2 * share * (1 - share)
-    wanted = float(wide @ wide)
+    variance = (update64 * unit) ** 2 * share * (1 - share)
+    wanted = float(update64 @ update64)
     return float(np.sqrt(variance.sum()) / wanted) if wanted else float("nan")
 
 
