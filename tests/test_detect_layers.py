@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from torch import nn
+from torch.nn import functional as F
 
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.non_finite import find_first_non_finite
@@ -49,6 +51,39 @@ def test_the_module_that_was_blown_up_is_named(tmp_path):
 def test_a_healthy_run_is_silent(tmp_path):
     found = record(tmp_path / "r", width=32)
     assert found.kinds == [] or set(found.kinds) <= {"misaligned_shape"}
+
+
+class Tagger(nn.Module):
+    "A table of words, a frozen projection and a head of three classes."
+
+    def __init__(self, words=101, width=16, tied=False):
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(words, width), nn.Linear(width, width + 4)
+        self.middle.requires_grad_(False)
+        self.lm_head = nn.Linear(width, words if tied else 3, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        return self.lm_head(hidden + self.middle(hidden)[..., : hidden.shape[-1]])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_matrices_that_are_multiplied_and_trained_want_sides_of_8(tmp_path, tied):
+    torch.manual_seed(0)
+    model = Tagger(tied=tied)
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with Recorder(model, opt, tmp_path / "run", merge=False) as rec:
+        for _ in range(3):
+            x = torch.randint(0, 101, (4, 8))
+            loss = F.cross_entropy(model(x).flatten(0, 1), (x % 3).flatten())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            rec.step(loss)
+    found = diagnose(open_run(tmp_path / "run")).of("misaligned_shape")
+    assert [f.modules for f in found] == ([("embed.weight",)] if tied else [])
 
 
 def test_causes_by_construction(tmp_path):

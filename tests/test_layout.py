@@ -308,6 +308,34 @@ def used_in_other_rooms(page: Path, names: set[str], used_in: dict[str, set[str]
     return any(used_in[name] - {room} for name in names)
 
 
+LONGEST = 60  # lines of an exporting cell
+
+
+def is_too_long(source: str) -> bool:
+    "Whether a cell exports more lines than a reader takes in at once; one class or table may be longer."
+    if not re.search(r"^#\s*\|\s*exporti?\b", source, re.MULTILINE) or len(source.splitlines()) <= LONGEST:
+        return False
+    body = ast.parse(source).body
+    return len(body) > 1 or not isinstance(body[0], ast.ClassDef | ast.Assign | ast.AnnAssign)
+
+
+def test_exporting_cells_are_short():
+    long = []
+    for page in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        for number, cell in enumerate(json.loads(page.read_text(encoding="utf-8"))["cells"]):
+            if cell["cell_type"] == "code" and is_too_long("".join(cell["source"])):
+                long.append(f"{page.relative_to(ROOT)}: cell {number}")
+    assert not long, f"split by subject, at most {LONGEST} lines a cell:\n" + "\n".join(long)
+
+
+def test_a_long_cell_is_seen():
+    long = "\n".join(f"    {n},  # a row" for n in range(LONGEST))
+    assert is_too_long(f"#| export\nx = 1\ntable = (\n{long}\n)")
+    assert is_too_long(f"#| exporti\ndef f():\n    return (\n{long}\n)")
+    assert not is_too_long(f"#| export\ntable = (\n{long}\n)")
+    assert not is_too_long(f"table = (\n{long}\n)\nx = 1")
+
+
 def test_requirements_are_what_is_imported():
     "Each requirement is imported by some module, and each imported library is required."
     settings = configparser.ConfigParser()

@@ -16,10 +16,12 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.read.runs import read_runs
 from stabilitylab.report.trial import trial_text, trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm, scaled_to
+from stabilitylab.trial.outcome import failure_bound
 from stabilitylab.trial.settings import recipe_of
+from stabilitylab.trial.significance import detectable_gain, judge, paired_interval
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial, TrialResult
-from stabilitylab.trial.verdict import detectable_gain, failure_bound, judge, paired_interval, verdicts_of
+from stabilitylab.trial.verdict import verdicts_of
 from tests.command import command
 
 START = Start(str(sample()), 300)
@@ -210,6 +212,10 @@ def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
         apply_all(training, [fix("shuffle", block=64), fix("skip_batches", count=40)])
         dealt = {tokens(part) for step in range(300, 420) for part in training.batches(step)}
         assert dealt == set(recorded[40:]) - set(recorded[:40]) and len(dealt) == 60
+    training = start.build(0)
+    apply_all(training, [fix("skip_batches", count=2, after=10)])
+    dealt = {tokens(part) for step in range(300, 398) for part in training.batches(step)}
+    assert dealt == set(recorded) - set(recorded[10:12])
     with pytest.raises(InputError, match=r"1\.\.99"):
         fix("skip_batches", count=100).apply(start.build(0))
     trial = Trial(start, ["skip_batches", "zclip", "adagc:warmup=5"], 40, folder=tmp_path, device="cpu")

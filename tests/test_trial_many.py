@@ -113,6 +113,28 @@ def broken(seed=0, at=6, **recipe):
     return training
 
 
+def unlabelled(seed=0, **recipe):
+    "A training whose batches of four steps in a row have no loss, and no gradient that is not a number."
+    training = proxy_training(seed=seed, **recipe)
+    plain = training.loss
+    training.loss = training.measure = lambda model, batch: (
+        plain(model, batch) + (float("nan") if 8 <= training.step < 12 else 0.0)
+    )
+    return training
+
+
+@pytest.mark.parametrize("steps", [10, 12, 16])
+def test_batches_without_labels_end_no_arm_and_are_no_divergence(tmp_path, steps):
+    from stabilitylab.trial.outcome import outcome
+    from stabilitylab.trial.start import Start
+
+    start = Start(function="tests.test_trial_many:unlabelled", arguments=dict(TINY, lr=1e-3))
+    run_arm(start.to_dict(), arm_of("unchanged").to_dict(), 0, steps, str(tmp_path / "arm"))
+    curve = read_curve(tmp_path / "arm", "unchanged", 0)
+    assert len(curve.loss) == steps and np.isnan(curve.loss).sum() == min(steps - 8, 4)
+    assert not outcome(curve).diverged and np.isfinite(outcome(curve).final)
+
+
 def test_an_arm_that_is_not_finite_leaves_the_others(tmp_path):
     from stabilitylab.trial.start import Start
 
@@ -189,7 +211,9 @@ def test_a_step_that_overflows_is_left_out_and_halves_the_scale():
     training.run_step()
     before = [p.detach().clone() for p in training.model.parameters()]
     plain = training.loss
-    training.loss = lambda model, batch: plain(model, batch) + model.lm_head.weight.sum() * float("inf")
+    training.loss = training.measure = lambda model, batch: (
+        plain(model, batch) + model.lm_head.weight.sum() * float("inf")
+    )
     assert training.run_step().skipped and training.scaler.get_scale() == 2.0**19
     assert all(torch.equal(p, q) for p, q in zip(before, training.model.parameters(), strict=True))
     training.loss = plain

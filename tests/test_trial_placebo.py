@@ -6,8 +6,10 @@ import torch
 
 from stabilitylab.trial.arm import Arm, ArmCurve, null_arm
 from stabilitylab.trial.batched import BatchedTraining
+from stabilitylab.trial.outcome import outcome
 from stabilitylab.trial.settings import proxy_training
-from stabilitylab.trial.verdict import failure_chance, outcome, verdicts_of
+from stabilitylab.trial.significance import failure_chance
+from stabilitylab.trial.verdict import verdicts_of
 
 ARMS = [Arm(), Arm(({"name": "placebo"},))]
 TINY = {"d_model": 16, "n_layer": 1, "n_head": 2, "seq": 16, "batch": 4, "clip": None}

@@ -17,10 +17,11 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.replay.user_code import _forget, function_at
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, with_unique_names
 from stabilitylab.trial.batched import why_not_batched
+from stabilitylab.trial.outcome import outcome
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.suggest import failure_onset
 from stabilitylab.trial.trial import Trial, TrialResult, unfit_arms
-from stabilitylab.trial.verdict import outcome, verdicts_of
+from stabilitylab.trial.verdict import verdicts_of
 
 pytestmark = pytest.mark.slow  # trials of other people's programs
 

@@ -310,6 +310,8 @@ def _hardware(columns: dict, t: np.ndarray, rng: np.random.Generator) -> Log:
 
 # %% ../../nbs/api/cases/20_logs.ipynb #02d0fcb0
 _NOTES = ("loss_spike", "not_learning")  # of a loss that is noise around zero
+
+# %% ../../nbs/api/cases/20_logs.ipynb #49b7f5e2
 _PLANTS: dict[str, tuple] = {  # name -> (kind, function that plants it, fields of the Case)
     "healthy log": ("", lambda columns, t, rng: _log(columns), {"onset": None}),
     "bad batch": ("loss_spike", _spike, {"also": ("grad_norm_explosion",)}),

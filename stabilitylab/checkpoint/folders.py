@@ -246,7 +246,7 @@ def _dtype(properties: StubObject) -> torch.dtype | None:
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #6fc32c78
 _OPENED = 64  # pieces of a checkpoint whose description is held, about 20 kB each
 
-
+# %% ../../nbs/api/checkpoint/04_folders.ipynb #5fea949b
 class _Assembler:
     "Rows of a tensor from the pieces that hold them."
 

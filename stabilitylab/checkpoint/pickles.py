@@ -29,7 +29,7 @@ from ..names.errors import InputError, printable
 # %% ../../nbs/api/checkpoint/02_pickles.ipynb #386a44e1
 _SIZED = (str, bytes, list, tuple, dict)
 
-
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #2d48a67f
 class _Machine:
     "A restricted unpickler: the stack, its marks, the memo, and the storages that were referred to."
 
@@ -90,7 +90,7 @@ class _Machine:
         "Add keys and values in turn to the dict on the stack, or to the object that is a kind of dict."
         _update(self.stack[-1], values)
 
-
+# %% ../../nbs/api/checkpoint/02_pickles.ipynb #3899b2a0
 def _update(owner: object, values: list) -> object:
     "A dict, or an object that is a kind of dict, with keys and values added that stand in turn."
     entries = owner.entries if isinstance(owner, StubObject) else owner

@@ -84,7 +84,7 @@ _MAX_VISITS = 5_000_000
 _MAX_SCALARS = 1000  # numbers and words beside the tensors
 _MODEL = ("_parameters", "_buffers", "_modules")
 
-
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #5c089666
 @dataclass
 class _Contents:
     "The tensors of a file, and what stands beside them."
@@ -222,7 +222,7 @@ _ZIP_FAULTS = (
     EOFError,
 )
 
-
+# %% ../../nbs/api/checkpoint/03_torch_files.ipynb #7ee0cd61
 class _Archive:
     "The entries of a torch file, and where their bytes lie."
 

@@ -51,7 +51,7 @@ def run_explain(
     )
     return 0
 
-
+# %% ../../nbs/api/cli/20_explain.ipynb #92e8f6a5
 def _plain(markdown: str, width: int) -> str:
     "The same text for a terminal: wrapped, headings without marks, addresses as numbered sources at the end."
     numbers: dict[str, int] = {}  # address -> its number

@@ -14,6 +14,7 @@ import xarray as xr
 from .context import at_step, loss_span, run_context
 from .facts.evidence import evidence
 from .findings import Finding, Findings
+from .likely_cause import with_fitting_remedies
 from .limits import limits_read, use_limits
 from .phrase import about, explain
 from ..knowledge.remedies import RunContext, choose_remedies
@@ -95,7 +96,7 @@ DETECTORS = [
     "layers.activations:find_output_collapse_in_record",
 ]
 
-
+# %% ../../nbs/api/detect/90_diagnose.ipynb #65d188f8
 # severity first, as what became a note explains no other finding; then spikes are named after their restart,
 # before those that are left are joined to a divergence
 _RELATIONS = [  # 'module:function', each (run, findings so far) -> findings, in this order
@@ -220,4 +221,5 @@ def diagnose(
         findings = finish(findings, run)
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
     shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
-    return Findings(findings, origin | _span(run) | {name: v for name, v in shown_by.items() if v})
+    attrs = origin | _span(run) | {name: v for name, v in shown_by.items() if v}
+    return with_fitting_remedies(Findings(findings, attrs))

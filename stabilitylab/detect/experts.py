@@ -41,7 +41,7 @@ _ROLES = (
 _EACH = re.compile(r"^(?P<before>.*?)experts?_?(?P<number>\d+)(?P<after>.*)$")
 _COUNTED = re.compile(r"token|load|share|frac|usage|util|count|percent")
 
-
+# %% ../../nbs/api/detect/16_experts.ipynb #9f90148d
 # every trainer has a measure of its own: as an evenness of at most 1 one rule judges them all
 def _evenness(values: np.ndarray, way: str) -> np.ndarray | None:
     "A series as a measure of at most 1; None where its values are no such thing."

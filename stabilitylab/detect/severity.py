@@ -34,7 +34,7 @@ _SPIKES = ("loss_spike", "resume_spike")
 _RISES = (*_SPIKES, "slow_rise")
 _COURSES = (*_RISES, "divergence", "not_learning", "overfitting", "level_shift", "leak_suspected")
 
-
+# %% ../../nbs/api/detect/27_severity.ipynb #ce5b271b
 @dataclass(frozen=True)
 class _LossContext:
     "The loss of a run, as the rules look at it."

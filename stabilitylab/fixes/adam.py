@@ -138,7 +138,7 @@ def _remove_group(groups: list, group: dict) -> None:
     # `list.remove` would compare groups, and with them tensors
     groups[:] = [g for g in groups if g is not group]
 
-
+# %% ../../nbs/api/fixes/14_adam.ipynb #741faab1
 class _DecayRule(Hook):
     "Sets the weight decay of each step from its learning rate, and restores it after the step."
 

@@ -43,7 +43,7 @@ class _DynamicTanh(nn.Module):
         "The vectors, bounded by the gain."
         return self.weight * torch.tanh(self.slope.to(x.dtype) * x)
 
-
+# %% ../../nbs/api/fixes/10_architecture.ipynb #361bee04
 def _replace(log: UndoLog, names: list[str], make: Callable[[Any], nn.Module]) -> None:
     "Replaces each named module by one that is made from it."
     for name in names:

@@ -59,7 +59,7 @@ def _scale_gradients(parameters: list, factor: float) -> None:
     for parameter in parameters:
         parameter.grad.mul_(factor)
 
-
+# %% ../../nbs/api/fixes/16_clipping.ipynb #2da5538f
 class _ZScoreClipping(Hook):
     "Clips norms that lie far above their running mean."
 
@@ -128,7 +128,7 @@ def _zclip(
     hook = _ZScoreClipping(alpha, limit, warmup, most or math.inf)
     log.add_hook(hook, f"norms above z = {limit:g} are clipped")
 
-
+# %% ../../nbs/api/fixes/16_clipping.ipynb #12505e51
 class _RunningNormClipping(Hook):
     "Clips each tensor by its own running norm."
 
@@ -303,7 +303,7 @@ class _CoordinateClipping(Hook):
             group["lr"] = rate
         self.steps += 1
 
-
+# %% ../../nbs/api/fixes/16_clipping.ipynb #8cf6e1c7
 @define_fix(
     "spam",
     "optimizer",

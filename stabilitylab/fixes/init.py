@@ -139,7 +139,7 @@ class _LearnedScale(nn.Module):
         "γ·W x, from W x."
         return self.size.to(product.dtype) * product
 
-
+# %% ../../nbs/api/fixes/13_init.ipynb #1e0b754a
 def _scale_output(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     "A linear layer's output, its matrix multiplied by the learned scale, its bias not."
     layer: Any = module

@@ -67,7 +67,7 @@ class _StepSkipping(Hook):
             training.skip = True
             self.skipped.append(training.step)
 
-
+# %% ../../nbs/api/fixes/17_outliers.ipynb #423f0e33
 class _SkipAbove(_StepSkipping):
     "Skips steps above a fixed norm."
 

@@ -231,7 +231,7 @@ class _LossScaler(Hook):
         training.skip, self.clean, self.overflows = True, 0, self.overflows + 1
         self.scale = max(self.scale / 2, self.floor)
 
-
+# %% ../../nbs/api/fixes/21_precision.ipynb #c36b2fce
 @define_fix(
     "loss_scaling",
     "precision",

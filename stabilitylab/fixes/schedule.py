@@ -43,7 +43,7 @@ def _scale_rates(log: UndoLog, factor: Callable[[int], float], what: str) -> Non
     new = _ScaledSchedule(training.schedule, factor, training.optimizer.param_groups)
     log.set(training, "schedule", new, "training", what)
 
-
+# %% ../../nbs/api/fixes/19_schedule.ipynb #4cf53fd9
 @define_fix(
     "lower_lr",
     "schedule",

@@ -87,7 +87,7 @@ def _embedding_parameters(model: nn.Module) -> set[int]:
     modules = [*embedding_tables(model).values(), *([head[1]] if head else [])]
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
-
+# %% ../../nbs/api/fixes/12_trainable.ipynb #8f6c697e
 def _add_low_rank(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
     "A module's output plus its low-rank update."
     update: Any = module.low_rank

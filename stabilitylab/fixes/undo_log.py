@@ -43,7 +43,7 @@ def _preview_text(value: Any) -> str:
 # %% ../../nbs/api/fixes/01_undo_log.ipynb #5c910b6a
 _ABSENT = object()
 
-
+# %% ../../nbs/api/fixes/01_undo_log.ipynb #93821480
 class _ChangeLog:
     "Changes of settings and of tensors."
 

@@ -30,7 +30,7 @@ from ..trial.trial import Trial, TrialResult, unfit_arms
 # %% ../../nbs/api/investigation/02_loop.ipynb #0f49ea2d
 ENDED = TrialState(0, 0, (), 0.0, True, ())  # of a trial that was not begun
 
-
+# %% ../../nbs/api/investigation/02_loop.ipynb #69a384b1
 class _RunningTrial:
     "A run with its findings and the trial of a plan, which trains while it is polled."
 

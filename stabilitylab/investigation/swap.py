@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..detect.facts.record_steps import RunFacts
 from ..detect.findings import Findings
+from ..detect.likely_cause import with_fitting_remedies
 from ..names.errors import InputError
 from ..run.recording import Recording
 
@@ -38,7 +39,8 @@ def with_verdict(
     "The findings of a run whose swap test was run."
     facts = findings.attrs.get("evidence", {})
     new_facts = swap_facts(swap.get("verdict", ""), swap.get("bad_in_a_row", 0), swap["step"])
-    return Findings(findings, findings.attrs | {"swap": swap, "evidence": facts | new_facts})
+    answered = Findings(findings, findings.attrs | {"swap": swap, "evidence": facts | new_facts})
+    return with_fitting_remedies(answered)
 
 # %% ../../nbs/api/investigation/05_swap.ipynb #896a6d5c
 def with_swap_test(

@@ -103,7 +103,7 @@ def _with_brief(report: dict, short: Brief) -> dict:
             return answered
         text = shorter
 
-
+# %% ../../nbs/api/mcp/02_reading.ipynb #26d63b25
 class _CurveTools(Runs):
     "What happened to a run, and its series."
 

@@ -156,7 +156,7 @@ def _described(method: Callable) -> inspect.Signature:
     ]
     return signature.replace(parameters=described, return_annotation=inspect.Signature.empty)
 
-
+# %% ../../nbs/api/mcp/05_server.ipynb #24c1418c
 def _answering(method: Callable, lock: AbstractContextManager) -> Callable:
     "A tool whose answer is JSON, whatever happens."
     from mcp.types import CallToolResult, TextContent

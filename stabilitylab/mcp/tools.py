@@ -135,7 +135,7 @@ class _ReplayTools(ReadingTools, _KnowledgeTools):
 # %% ../../nbs/api/mcp/04_tools.ipynb #9437cc0f
 _LONGEST_WAIT = 50.0  # seconds: clients give up after a minute
 
-
+# %% ../../nbs/api/mcp/04_tools.ipynb #ddb290fb
 class Tools(_ReplayTools):
     "The tools over the runs below some folders; each returns plain data that ends with `next`."
 

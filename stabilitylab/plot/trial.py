@@ -43,7 +43,7 @@ class SeedCurve(Protocol):
         "Training loss, (step,), nats."
         ...
 
-
+# %% ../../nbs/api/plot/41_trial.ipynb #4e206785
 _COLOURS = ("lr", "loss", "val_loss", "grad_norm", "loss_scale", "z_loss", "other")
 
 

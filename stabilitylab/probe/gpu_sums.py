@@ -29,28 +29,51 @@ def _compiled(function: Any) -> Any:
 
 
 @_compiled
+def _is_bad(x):
+    "1 where a value is NaN or infinite, else 0."
+    return tl.where(tl.abs(x) < float("inf"), 0.0, 1.0)
+
+
+@_compiled
+def _finite(x):
+    "The values; 0 where one is NaN or infinite."
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@_compiled
+def _square(x):
+    "The squares in float64."
+    return x.to(tl.float64) * x.to(tl.float64)
+
+
+@_compiled
+def _store_size(out, squares, top, bad):
+    "Three columns: the sum of squares, the largest magnitude, the count of values that are not finite."
+    tl.store(out, tl.sum(squares, 0))
+    tl.store(out + 1, tl.max(top, 0))
+    tl.store(out + 2, tl.sum(bad, 0))
+
+
+@_compiled
 def _sums_kernel(x_ptr, out_ptr, n, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     "The columns `SUMS` of each piece of a tensor."
     piece = tl.program_id(0)
-    total, squares = tl.full([BLOCK], 0.0, tl.float64), tl.full([BLOCK], 0.0, tl.float64)
-    top, bad = tl.full([BLOCK], 0.0, tl.float64), tl.full([BLOCK], 0.0, tl.float64)
+    zero = tl.full([BLOCK], 0.0, tl.float64)
+    total, squares, top, bad = zero, zero, zero, zero
     start = piece.to(tl.int64) * BLOCK
     while start < n:
         at = start + tl.arange(0, BLOCK)
         start += PIECES * BLOCK
         x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float64)
-        is_finite = tl.abs(x) < float("inf")
-        x = tl.where(is_finite, x, 0.0)
+        bad += _is_bad(x)
+        x = _finite(x)
         total += x
         squares += x * x
         top = tl.maximum(top, tl.abs(x))
-        bad += tl.where(is_finite, 0.0, 1.0)
     out = out_ptr + piece * 5
     tl.store(out, tl.where(piece == 0, n, 0).to(tl.float64))
     tl.store(out + 1, tl.sum(total, 0))
-    tl.store(out + 2, tl.sum(squares, 0))
-    tl.store(out + 3, tl.max(top, 0))
-    tl.store(out + 4, tl.sum(bad, 0))
+    _store_size(out + 2, squares, top, bad)
 
 # %% ../../nbs/api/probe/09_gpu_sums.ipynb #c00ffa04
 @_compiled
@@ -72,30 +95,25 @@ def _adam_kernel(  # noqa: PLR0913 - a kernel takes pointers and numbers, nothin
         m, v = tl.load(m_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
         root = tl.sqrt(tl.load(top_ptr + at, mask=inside, other=0.0) * second)
         u = lr * (m * first) / (root + eps)
-        u = u + shrink * (w + u)
-        g_bad += tl.where(tl.abs(g) < float("inf"), 0.0, 1.0)
-        w_bad += tl.where(tl.abs(w) < float("inf"), 0.0, 1.0)
-        s_bad += tl.where((tl.abs(m) < float("inf")) & (tl.abs(v) < float("inf")), 0.0, 1.0)
-        g = tl.where(tl.abs(g) < float("inf"), g, 0.0)
-        w = tl.where(tl.abs(w) < float("inf"), w, 0.0)
-        u = tl.where(tl.abs(u) < float("inf"), u, 0.0)
+        u = _finite(u + shrink * (w + u))
+        g_bad += _is_bad(g)
+        w_bad += _is_bad(w)
+        s_bad += tl.maximum(_is_bad(m), _is_bad(v))
+        g, w = _finite(g), _finite(w)
         ratio = g * g / tl.maximum(v * second, eps * eps)
-        ratios += tl.where(inside & (ratio < float("inf")), ratio, 0.0).to(tl.float64)
-        g_squares += g.to(tl.float64) * g.to(tl.float64)
-        w_squares += w.to(tl.float64) * w.to(tl.float64)
-        u_squares += tl.where(inside, u, 0.0).to(tl.float64) * u.to(tl.float64)
+        # past the end of the tensor 0/0 and a root below epsilon stand for no entry
+        ratios += tl.where(inside, _finite(ratio), 0.0).to(tl.float64)
+        g_squares += _square(g)
+        w_squares += _square(w)
+        u_squares += tl.where(inside, _square(u), 0.0)
         g_top = tl.maximum(g_top, tl.abs(g).to(tl.float64))
         w_top = tl.maximum(w_top, tl.abs(w).to(tl.float64))
         g_below += tl.where(inside & (tl.abs(g) < eps), 1.0, 0.0)
         v_below += tl.where(inside & (root < eps), 1.0, 0.0)
     out = out_ptr + piece * 12
     tl.store(out, tl.where(piece == 0, n, 0).to(tl.float64))
-    tl.store(out + 1, tl.sum(g_squares, 0))
-    tl.store(out + 2, tl.max(g_top, 0))
-    tl.store(out + 3, tl.sum(g_bad, 0))
-    tl.store(out + 4, tl.sum(w_squares, 0))
-    tl.store(out + 5, tl.max(w_top, 0))
-    tl.store(out + 6, tl.sum(w_bad, 0))
+    _store_size(out + 1, g_squares, g_top, g_bad)
+    _store_size(out + 4, w_squares, w_top, w_bad)
     tl.store(out + 7, tl.sum(s_bad, 0))
     tl.store(out + 8, tl.sum(u_squares, 0))
     tl.store(out + 9, tl.sum(ratios, 0))

@@ -30,7 +30,7 @@ from .hooks import OUTPUTS, ModuleProbe, NoModules
 from .kinds import module_kinds
 from .params import UPDATES, ParamProbe, groups_of
 from .routers import RouterProbe
-from .scalars import KeptGradients, LossScale, SkippedSteps, StepLoss, clean_scalars
+from .scalars import LossScale, StepLoss, clean_scalars
 from stabilitylab.probe.settings import (
     LEVELS,
     RecorderOptions,
@@ -45,6 +45,7 @@ from stabilitylab.probe.settings import (
     writes_parameters,
 )
 from .stats import has_bad, stack_rows, to_host, when_ready
+from .step_gradients import KeptGradients, SkippedSteps
 from .trackers import Reports
 from stabilitylab.probe.warning_action import (
     LossJumps,

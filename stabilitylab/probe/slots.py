@@ -64,7 +64,7 @@ def version_of(
 # %% ../../nbs/api/probe/13_slots.ipynb #775993c6
 TENSOR_ROLES = ("out", "in", "grad")  # what the three rows of a module hold
 
-
+# %% ../../nbs/api/probe/13_slots.ipynb #aab7320b
 class SlotRows:
     "The rows of sums of one step, and which of them hold the tensors of each slot."
 

@@ -62,7 +62,7 @@ def join_pieces(
         joined[..., top] = rows[..., top].amax(-1)
     return joined
 
-
+# %% ../../nbs/api/probe/01_stats.ipynb #da656696
 def add_sums(
     x: torch.Tensor,  # any shape, floating point, any device
     out: torch.Tensor,  # from `empty_row`: (5,), which is added to; or (PIECES, 5), which is written

@@ -48,7 +48,7 @@ _STATE_SAVED = re.compile(
     rb"^(?!.*[Ll]oss).*?\b[Ss]av(?:ed|ing)\b.{0,200}?(?:step[-_=]?|checkpoint(?:-|_\d+_|_|s/))(\d+)(?![\d_])"
 )
 
-
+# %% ../../nbs/api/read/06_text.ipynb #261b3972
 # (event kind, words that must all stand in the line, what the message looks like; its group 1 is the step)
 _EVENTS = [
     (
@@ -125,7 +125,7 @@ _EVENTS = [
     ("error", (b"KeyboardInterrupt",), re.compile(rb"^KeyboardInterrupt")),
 ]
 
-
+# %% ../../nbs/api/read/06_text.ipynb #45a19cd2
 # a line that has not all words of one of these reports no event; of the second, not without a digit
 EVENT_WORDS = tuple(dict.fromkeys([(_XID,), *(words for _, words, shape in _EVENTS if not shape.groups)]))
 NUMBERED_EVENT_WORDS = tuple(dict.fromkeys(words for _, words, shape in _EVENTS if shape.groups))

@@ -65,7 +65,7 @@ def _token_losses(setup: Setup, model: torch.nn.Module, part: object) -> tuple[t
         losses, mask = cast(Callable, setup.token_loss)(model, part)
     return losses.detach().double(), mask.detach().bool()
 
-
+# %% ../../nbs/api/replay/06_blame.ipynb #e5c36760
 def _frozen(snapshot: Snapshot) -> torch.nn.Module:
     "The model with dropout off and batch statistics frozen: a sample alone must do what it did in the batch."
     model, _ = snapshot.build()

@@ -94,7 +94,7 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     with patch.object(torch.autocast, "__init__", init):
         yield
 
-
+# %% ../../nbs/api/replay/13_explanations.ipynb #d3841d81
 def _under(setup: Setup, dtype: torch.dtype) -> Setup:
     "A setup whose loss runs under autocast."
 

@@ -39,7 +39,7 @@ class _Key(NamedTuple):
 # %% ../../nbs/api/replay/16_implementations.ipynb #ea94e106
 _LOSS = _Key("", 0, "loss")
 
-
+# %% ../../nbs/api/replay/16_implementations.ipynb #46545409
 class _Watch:
     "Hands every tensor that enters or leaves a module to a function, in the order of execution."
 

@@ -114,7 +114,7 @@ def _exact_update(
     before = {name: param.detach() for name, param in params.items()}
     return before, {name: weights[name].detach() - weight for name, weight in before.items()}
 
-
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #4ff05b61
 def _epsilons(optimizer: torch.optim.Optimizer | list | None) -> dict[int, float]:
     "Epsilon of each parameter that has one, by the parameter's id."
     every = [group for each in as_list(optimizer) for group in each.param_groups]
@@ -151,7 +151,7 @@ def _regimes(
         regimes[name] = regimes[name]._replace(regime="no gradient", advice=say("epsilon no gradient"))
     return regimes
 
-
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #581ce603
 def _attention(
     snapshot: Snapshot,  # the state before the step
     batch: Batch,  # of the step

@@ -15,7 +15,7 @@ import torch
 from ..names.encode import plain
 from ..probe.blackbox import checksums, rng_state, set_rng_state
 from .device import kind_of, recorded_device
-from .faults import FAULTS, HARMLESS, StepFacts, facts_of, fault_of
+from .faults import FAULTS, HARMLESS, fault_of
 from .ranks import files_at
 from stabilitylab.replay.retrace import (
     DRIFT,
@@ -32,6 +32,7 @@ from stabilitylab.replay.retrace import (
 from .snapshot import load_snapshots
 from .state import Setup, Snapshot
 from .step import noise_floor, replay
+from .step_facts import StepFacts, facts_of
 from ..run.recording import Recording, opened
 
 # %% ../../nbs/api/replay/14_setup_check.ipynb #8c51a30c

@@ -16,11 +16,11 @@ from ..names.errors import InputError, bad_input
 from ..names.files import write_atomic
 from ..probe.draft.setup_template import FILE, record_source
 from .device import AUTO, replay_device
-from .faults import changed_place, recorded_changes
 from .find_setup import setup_of
 from .retrace import retrace
 from .setup_check import SetupCheck, check_setup
 from .snapshot import load_batch
+from .step_facts import changed_place, recorded_changes
 from .user_code import faults_in_one_line
 from ..run.job import report_progress
 from ..run.recording import Recording, opened

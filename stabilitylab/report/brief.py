@@ -280,7 +280,7 @@ def _first(sentences: list[str], longest: int) -> list[str]:
     fitting = [s for s, total in zip(sentences, lengths, strict=True) if total <= longest]
     return fitting or [clean(sentence, longest) for sentence in sentences[:1]]
 
-
+# %% ../../nbs/api/report/13_brief.ipynb #8c743d5a
 def _table_lines(around: dict) -> list[str]:
     "Rows of series as text, aligned by single spaces."
     if not around:

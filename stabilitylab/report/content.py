@@ -89,7 +89,7 @@ def facts(
         final=final,
     )
 
-
+# %% ../../nbs/api/report/01_content.ipynb #aa73789b
 def _reading(attrs: dict) -> dict:
     "What the general reader took for step and loss, and how many lines that explains."
     if "lines_used" not in attrs:

@@ -19,13 +19,16 @@ from ..plot.trial import trial_svg
 from .terminal import columns_text
 from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
+from ..trial.significance import MOST_SEEDS
 from ..trial.suggest import Suggestion
 from ..trial.sweep import SweepResult
 from ..trial.trial import TrialResult
-from ..trial.verdict import MOST_SEEDS, ArmVerdict
+from ..trial.verdict import ArmVerdict
 
 # %% ../../nbs/api/report/11_trial.ipynb #ba2af4e5
 _INTERVAL = "({low} to {high})"
+
+# %% ../../nbs/api/report/11_trial.ipynb #9bd60f40
 _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     ("helps", "loss"): "{name} helps: the final loss is {gain} lower {interval} over {n} seeds",
     ("harms", "loss"): "{name} harms: the final loss is {loss} higher {interval} over {n} seeds",
@@ -83,7 +86,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     "fails later": "; where it still fails, it fails {steps} steps later",
 }
 
-
+# %% ../../nbs/api/report/11_trial.ipynb #6ef7aa40
 def _is_capped(arm: ArmVerdict) -> bool:
     "Whether no seed of it can be compared, as both final losses are above the initial one."
     return bool(arm.seeds) and arm.capped == len(arm.seeds)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..fixes.registry import Fix, apply_all, fix, parameter_ranges
 from ..fixes.training import Stepped, Training
@@ -186,6 +187,8 @@ class ArmCurve:
     seconds: np.ndarray = field(default_factory=lambda: np.empty(0))  # (step,) of each step
     state_bytes: int = 0  # parameters, gradients and optimizer state
     error: str = ""  # why it ended early; '': it did not
+    # whether its weights were finite after the last step although its loss was not: a batch without labels
+    is_loss_alone: bool = False
 
 
 def _column(rows: dict[int, dict], name: str) -> np.ndarray:
@@ -226,11 +229,17 @@ def read_curve(
         rows[row["step"]] = row  # a step that was taken again after a resume counts once
     steps = sorted(rows)
     loss, norm, seconds = (_column(rows, name) for name in ("loss", "grad_norm", "seconds"))
-    size = rows[steps[-1]].get("state_bytes", 0) if steps else 0
-    return ArmCurve(arm, seed, np.array(steps, np.int64), loss, norm, seconds, size, error)
+    last = rows[steps[-1]] if steps else {}
+    size, is_loss_alone = last.get("state_bytes", 0), last.get("is_loss_alone", False)
+    return ArmCurve(arm, seed, np.array(steps, np.int64), loss, norm, seconds, size, error, is_loss_alone)
 
 # %% ../../nbs/api/trial/01_arm.ipynb #42916463
 _NON_FINITE_END = 3  # steps in a row; our convention
+
+
+def _is_loss_alone(step: Stepped, model: nn.Module) -> bool:
+    "Whether a loss is not finite though all weights are: the next batch may have a loss again."
+    return not math.isfinite(step.loss) and all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 def _state_bytes(training: Training) -> int:
@@ -269,7 +278,7 @@ class ArmTraining:
         return self.training.step - self.first
 
     @property
-    def ended(self) -> bool:  # all steps taken, or the loss was not finite
+    def ended(self) -> bool:  # all steps taken, or loss and weights were not finite
         "Whether it takes no more steps."
         return self.steps_done >= self.steps or self.n_non_finite >= _NON_FINITE_END
 
@@ -289,9 +298,11 @@ class ArmTraining:
             "seconds": round(seconds, 6),
             "state_bytes": self._bytes,
         }
+        is_loss_alone = _is_loss_alone(step, self.training.model)
+        row |= {"is_loss_alone": True} if is_loss_alone else {}
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(row) + "\n")
-        self.n_non_finite = 0 if math.isfinite(step.loss) else self.n_non_finite + 1
+        self.n_non_finite = 0 if is_loss_alone or math.isfinite(step.loss) else self.n_non_finite + 1
 
     def save(self) -> None:
         "Saves the state, atomically."

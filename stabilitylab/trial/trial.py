@@ -18,9 +18,10 @@ from ..fixes.registry import apply_all, fix
 from ..names.errors import InputError, bad_input
 from ..replay.device import chosen_devices, device_settings
 from .arm import Arm, ArmCurve, arm_of, read_curve, scaled_to, with_unique_names
+from .outcome import failure_bound
 from .start import Start
 from .tasks import ArmTask, TaskQueue
-from .verdict import ArmVerdict, failure_bound, verdicts_of
+from .verdict import ArmVerdict, verdicts_of
 
 # %% ../../nbs/api/trial/03_trial.ipynb #096a1b30
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Trial(_TrialArms):
         failures = self._failures()
         return TrialResult(self.start, self.steps, verdicts, curves, complete, failures, self.notes, device)
 
-
+# %% ../../nbs/api/trial/03_trial.ipynb #fd20dab8
 def _settings_of(devices: list[str]) -> dict:
     "What decides the digits of the first device, and how many there are."
     return device_settings(devices[0]) | ({"devices": devices} if len(devices) > 1 else {})

@@ -17,7 +17,7 @@ from ..names.errors import bad_input
 # %% ../../nbs/api/workbench/00_figure.ipynb #48323a1f
 _HERE = files("stabilitylab.workbench")
 
-
+# %% ../../nbs/api/workbench/00_figure.ipynb #153add01
 class PictureWidget(anywidget.AnyWidget):
     "A picture that tells values and returns clicks, brushes and keys in data coordinates."
 

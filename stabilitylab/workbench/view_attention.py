@@ -133,7 +133,7 @@ def _detail_picture(data: xr.Dataset, look: HeadLook, dark: bool) -> bytes:
     layer, head = divmod(look.row, data.sizes["head"])
     return head_picture(data, look.statistic, look.step, layer, head, dark)
 
-
+# %% ../../nbs/api/workbench/16_view_attention.ipynb #b696c07b
 def _heads_call(
     state: WorkbenchState,  # with a run
     statistic: str,  # variable of /attention

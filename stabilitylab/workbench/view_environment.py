@@ -14,7 +14,7 @@ from importlib.resources import files
 import xarray as xr
 
 from ..probe.environment import environment, environment_change
-from ..replay.faults import changed_place, recorded_changes
+from ..replay.step_facts import changed_place, recorded_changes
 from ..report.render import render
 from ..run.curves import group_of
 from .panel import beside

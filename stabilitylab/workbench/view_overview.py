@@ -181,7 +181,7 @@ def _overview_call(
     ]
     return "\n".join(lines)
 
-
+# %% ../../nbs/api/workbench/03_view_overview.ipynb #d0737422
 def _export_html(
     state: WorkbenchState,  # with a run
 ) -> str:  # HTML: links that save a file

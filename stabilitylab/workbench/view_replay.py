@@ -24,9 +24,9 @@ from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, s
 from ..replay.compare_formats import PRECISIONS
 from ..replay.device import AUTO, devices
 from ..replay.examine import controls
-from ..replay.faults import changed_place
 from ..replay.job import ReplayJob
 from ..replay.setup_file import foresee
+from ..replay.step_facts import changed_place
 from ..report.render import render
 from ..report.step import foresight_html, replay_html
 from ..run.job import JobState

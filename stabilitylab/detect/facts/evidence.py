@@ -41,7 +41,7 @@ def _of_notes(run: xr.DataTree) -> RunFacts:
     at = kept_gradients(run)
     return {} if at is None else {"gradients_kept": (1.0, at)}
 
-
+# %% ../../../nbs/api/detect/facts/85_evidence.ipynb #a18d112b
 _REPEATS = ("batches_again", "same_batch")  # facts that accuse a loader
 
 

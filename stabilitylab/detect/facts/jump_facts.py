@@ -160,7 +160,7 @@ def _output_peak(steps: Steps) -> RunFacts:
         "output_jump": (first[at] / usual, steps.step[at]),
     }
 
-
+# %% ../../../nbs/api/detect/facts/82_jump_facts.ipynb #c3a56e31
 _FAR_FROM_OVERFLOW = 1000.0  # an output that was below it does not pass 65,504 in a step; our convention
 
 

@@ -175,14 +175,30 @@ def _weight_beside(name: str) -> str:
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #c12c0669
 def _has_odd_side(shape: list[int]) -> bool:
     "Whether tensor cores need padding for a matrix of this shape."
-    return len(shape) == 2 and any(side % count_limit("aligned_sides") for side in shape)
+    sides = count_limit("aligned_sides")
+    # fewer entries than one tile are a size of the data, such as the number of classes
+    return len(shape) == 2 and min(shape) >= sides and any(side % sides for side in shape)
+
+
+def _lookup_tables(run: xr.DataTree) -> set[str]:
+    "Parameters that are looked up and never multiplied; the table of a tied head is."
+    weights, modules = group_of(run, "weights"), group_of(run, "activations")
+    if weights is None or modules is None:
+        return set()
+    shapes, kinds = run.attrs.get("shapes", {}), modules.kind.values.astype(str)
+    heads = modules.module.values[kinds == "lm_head"].astype(str)
+    tables = np.isin(weights.kind.values.astype(str), ("embed", "pos_embed"))
+    is_tied = any(f"{head}.weight" not in shapes for head in heads)
+    return set() if is_tied else set(weights.param.values[tables].astype(str))
 
 
 def find_misaligned_shape(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one
-    "Matrices with a side that slows down tensor cores."
-    bad = {name: shape for name, shape in run.attrs.get("shapes", {}).items() if _has_odd_side(shape)}
+    "Trained matrices with a side that slows down tensor cores."
+    shapes, tables = run.attrs.get("shapes", {}), _lookup_tables(run)
+    trained = [name for name in run.attrs.get("trainable", shapes) if name in shapes and name not in tables]
+    bad = {name: shapes[name] for name in trained if _has_odd_side(shapes[name])}
     if not bad:
         return []
     first = next(iter(bad.values()))

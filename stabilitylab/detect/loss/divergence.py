@@ -207,7 +207,7 @@ class Rise:
     z: float  # the climb over the noise of a difference of two blocks
     is_open: bool  # whether it is still up at the end
 
-
+# %% ../../../nbs/api/detect/loss/11_divergence.ipynb #2414cd8d
 def _largest_rise(
     value: np.ndarray,  # (n,) float64, finite
     width: int,  # records of a block

@@ -51,7 +51,7 @@ def _fall_of(series: Curve) -> _Fall:
     drop = float(max(start, coarse[0]) - coarse.min())
     return _Fall(shape, drop, has_moved or _fell_at_once(series, shape), is_near_guess, float(by_noise))
 
-
+# %% ../../../nbs/api/detect/loss/12_trend.ipynb #b8699307
 def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`

@@ -141,7 +141,7 @@ def _autocast(model: torch.nn.Module, batch: object, loss: Callable) -> dict[str
     stored, cast = (str(dtype).removeprefix("torch.") for dtype in (low[0], active[0]))
     return {"autocast": f"on ({cast}), and {len(low)} of {count} weights are {stored} already: turn it off"}
 
-
+# %% ../../../nbs/api/probe/checks/09_invariants.ipynb #f61d7800
 def _described(faults: dict[str, str]) -> str:
     "What a check found, the first eight places in full."
     first = "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:8])

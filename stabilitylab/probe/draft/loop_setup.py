@@ -230,7 +230,7 @@ def _constructors(cls: type, frame: types.FrameType) -> Iterator[Source]:
         unchanged = {name: value for name, value in arguments.items() if name not in changed}
         yield Source(source.body, {**source.scope, **unchanged, "self": owner}, 0)
 
-
+# %% ../../../nbs/api/probe/draft/27_loop_setup.ipynb #4f8d18c1
 def _called_with(cls: type, sources: Iterable[Source | None]) -> dict[str, Any]:
     "What functions give a class, where it can be looked up without running code."
     values: dict[str, Any] = {}

@@ -232,48 +232,60 @@ class _Rename(ast.NodeTransformer):
         return ast.Name("batch", ast.Load()) if ast.dump(node) == self.dump else self.generic_visit(node)
 
 # %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #95524227
-def loop_span(
-    frame: types.FrameType,  # of the function that calls `recorder.batch`
-    recorder: Any,  # the Recorder
-) -> LoopSpan | None:  # None where the lines do not lead from a batch to a backward pass
-    "The statements of a loop from its batch to its backward pass."
-    source = frame_source(frame)
-    if source is None:
-        return None
+def _batch_call(source: Source, recorder: Any) -> tuple[list[list[ast.stmt]], ast.Call] | None:
+    "The statements after the call of `recorder.batch` that runs now, as `find_call` has them, and the call."
 
     def is_batch(
         call: ast.Call,  # any call in the loop
     ) -> bool:
-        "Whether a call is the one of `recorder.batch` that runs now."
+        "Whether a call is the one that runs now."
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "batch":
             return False
         is_here = call.lineno <= source.line <= (call.end_lineno or call.lineno)
         return is_here and value_at(call.func.value, source.scope) is recorder
 
     batch_call = find_call(source.body, is_batch)
-    if batch_call is None or not batch_call[1].args:
-        return None
-    blocks, call = batch_call
+    return batch_call if batch_call is not None and batch_call[1].args else None
+
+
+def _through_backward(blocks: list[list[ast.stmt]], source: Source) -> tuple[list[ast.stmt], Source] | None:
+    "The statements through a backward pass, and the function that takes it; None where none is taken."
     statements: list[ast.stmt] = []
     for block in blocks:
         statements = statements + block
         if any(map(backward_call, block)):
-            break
-    scope, inside = source.scope, source
-    if not any(map(backward_call, statements)):
-        step = _called_step(statements, scope)
-        if step is None:
-            return None
-        statements, inside = step
-        scope = inside.scope
-    loops = _loop_names(source.body, source.line)
-    scope = {**scope, passed_back.__name__: passed_back}
-    optimizers = getattr(getattr(recorder, "box", None), "optimizers", [])
+            return statements, source
+    return _called_step(statements, source.scope)
+
+
+def _one_pass(
+    statements: list[ast.stmt], scope: dict[str, Any], loops: set[str], optimizers: list[Any]
+) -> list[ast.stmt]:
+    "The statements with one backward pass in place of several, and without the branches that did not run."
     changing = frozenset(loops).union(*map(stored_names, statements))
     # of a loop that may take slices both ways stand there, one of which ran
     statements = _in_slices(settled(statements, scope, changing), scope)
-    statements = _joined(statements, scope, optimizers)
-    opened = up_to_backward(statements, scope)
+    return up_to_backward(_joined(statements, scope, optimizers), scope)
+
+# %% ../../../nbs/api/probe/draft/26_loop_span.ipynb #9d09ed53
+def loop_span(
+    frame: types.FrameType,  # of the function that calls `recorder.batch`
+    recorder: Any,  # the Recorder
+) -> LoopSpan | None:  # None where the lines do not lead from a batch to a backward pass
+    "The statements of a loop from its batch to its backward pass."
+    source = frame_source(frame)
+    batch_call = None if source is None else _batch_call(source, recorder)
+    if source is None or batch_call is None:
+        return None
+    blocks, call = batch_call
+    step = _through_backward(blocks, source)
+    if step is None:
+        return None
+    statements, inside = step
+    scope = {**inside.scope, passed_back.__name__: passed_back}
+    loops = _loop_names(source.body, source.line)
+    optimizers = getattr(getattr(recorder, "box", None), "optimizers", [])
+    opened = _one_pass(statements, scope, loops, optimizers)
     backward = backward_call(opened[-1]) if opened else None
     if backward is None:
         return None

@@ -82,7 +82,7 @@ def own_loss(
 _SCRIPT_TENSOR = re.compile(r"kept_values\(__file__\)\['(\w+)'\]")
 _OWN_NAMES = ("make_model", "loss", "make_optimizer", "setup", "Setup", "own_loss", "sys", "torch")
 
-
+# %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #3e64c2d2
 class _LoopValues:
     "Sources of the values that a loop uses."
 

@@ -201,7 +201,7 @@ _FINISHED = re.compile(
 _AT_START = {"SyntaxError", "IndentationError", "TabError", "ModuleNotFoundError", "ImportError"}
 _CHAINED = re.compile(rb"During handling of the above|was the direct cause of")
 
-
+# %% ../../../nbs/api/read/crash/01_incidents.ipynb #1103cb67
 @dataclass(frozen=True)
 class _Log:
     "A text, and where its records stand."

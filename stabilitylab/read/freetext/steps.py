@@ -127,7 +127,7 @@ def _step_slot(table: LineTable, epoch: Slot | None, chosen: str | None) -> Slot
         return max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)))
     return complete or _unnamed_count(values, epoch)  # `(epoch 3) 1200: 2.31`
 
-
+# %% ../../../nbs/api/read/freetext/04_steps.ipynb #f0e2529e
 def _epoch_slot(table: LineTable) -> Slot | None:
     "The number that counts epochs in the lines of a table."
     named = (slot for slot in table.slots if slot.kind == "value" and meaning(slot.name) == "epoch")
