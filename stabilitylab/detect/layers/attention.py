@@ -43,7 +43,7 @@ def attention_series(
     curves = [curve(run, n) for n in findings]
     return [c for c in curves if c is not None and len(c.value) > 1]
 
-# %% ../../../nbs/api/detect/layers/70_attention.ipynb #9d14cdc3
+# %% ../../../nbs/api/detect/layers/70_attention.ipynb #1e3d3ddb
 @dataclass(frozen=True)
 class Growth:
     "The growth of a series to a level."
@@ -55,7 +55,7 @@ class Growth:
     last: float  # last value of the series
     doubling: float  # steps per doubling on the way to the level; inf if the series starts above it
 
-# %% ../../../nbs/api/detect/layers/70_attention.ipynb #1e3d3ddb
+
 def _first_records(series: Curve) -> int:
     "How many records give the typical value at the start."
     return max(1, min(count_limit("near_records"), len(series.value) // 4))
