@@ -30,7 +30,7 @@ def leaf_modules(
     "The modules of a model that have no modules inside."
     return [(name, m) for name, m in model.named_modules() if name and not list(m.children())]
 
-
+# %% ../../nbs/api/replay/04_compare_formats.ipynb #683bbc1f
 def _straight_through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     "The rounded values, with the gradient of the ones that were not rounded."
     return x + (rounded - x.detach())
