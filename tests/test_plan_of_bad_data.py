@@ -36,26 +36,32 @@ def test_a_trial_of_bad_data_starts_right_before_the_bad_batch(family, step, sta
     assert _first_step(run(starts), step, None) in (60, 100)
 
 
+def test_a_bad_batch_that_is_the_last_one_kept_is_no_start():
+    last = run(starts=(0, 60, 100), steps=(*range(60, 80), 100))
+    assert _first_step(last, 100, cause()) == 60
+
+
 def test_a_snapshot_whose_batch_was_not_kept_is_no_start():
     assert _first_step(run(steps=range(60, 80)), 100, cause()) == 60
 
 
 @pytest.mark.parametrize(
-    ("start", "swap", "kind", "count"),
+    ("start", "swap", "kind", "skipped"),
     [
-        (100, {"bad_in_a_row": 3}, "loss_spike", 3),
-        (60, {"bad_in_a_row": 3}, "loss_spike", 43),
-        (100, {}, "loss_spike", 7),
-        (100, {}, "divergence", 1),
-        (100, {"bad_in_a_row": 60}, "loss_spike", None),  # no batch would be left
+        (100, {"bad_in_a_row": 3}, "loss_spike", {"count": 3, "after": 0}),
+        (60, {"bad_in_a_row": 3}, "loss_spike", {"count": 3, "after": 40}),
+        (101, {"bad_in_a_row": 3}, "loss_spike", {"count": 2, "after": 0}),
+        (100, {}, "loss_spike", {"count": 7, "after": 0}),
+        (100, {}, "divergence", {"count": 1, "after": 0}),
+        (103, {"bad_in_a_row": 3}, "loss_spike", {}),  # they lie behind
     ],
 )
-def test_as_many_batches_are_skipped_as_are_bad(monkeypatch, start, swap, kind, count):
+def test_the_batches_that_are_bad_are_skipped_and_no_others(monkeypatch, start, swap, kind, skipped):
     monkeypatch.setattr(plan, "cause_of", lambda findings, run: cause())
     found = Findings([Finding(kind, "warning", onset=100, end=107)], {"swap": swap})
     at = SimpleNamespace(step=start, n_recorded=60)
     skip = _aimed(Suggestion("skip_batches", 1.0, []), found, run(), at)
-    assert skip.parameters.get("count") == count
+    assert skip.parameters == skipped
     clip = Suggestion("clip_norm", 1.0, [])
     assert _aimed(clip, found, run(), at) == clip
 

@@ -215,3 +215,15 @@ def test_slingshot_spikes_are_a_matter_of_precision(seed):
         late = np.array(losses[300:])
         spikes[dtype] = int(((late[1:] > 1e-3) & (late[:-1] <= 1e-3)).sum())
     assert spikes[torch.float32] >= 1 and spikes[torch.float64] == 0
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_how_far_one_draw_of_stochastic_rounding_may_be_off(fmt):
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(20, generator=generator) * 0.05
+    u = torch.randn(20, generator=generator) * 1e-5
+    draws = [lost_updates({"w": w}, {"w": u}, fmt, seed).loc["w"] for seed in range(400)]
+    kept = np.array([draw.kept_stochastic for draw in draws])
+    sd = draws[0].kept_stochastic_sd
+    assert kept.std() == pytest.approx(sd, rel=0.15)
+    assert abs(kept.mean() - 1) < 4 * sd / np.sqrt(len(draws))

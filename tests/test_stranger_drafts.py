@@ -1,8 +1,12 @@
 "Drafts of programs that nobody here had written, as far as they can be made without running one."
 
+import enum
+import functools
 import sys
+import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,7 +14,8 @@ from stabilitylab import Recorder
 from stabilitylab.probe.draft import setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
-from stabilitylab.probe.draft.python_source import Draft
+from stabilitylab.probe.draft.python_source import Draft, model_source
+from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
@@ -85,3 +90,98 @@ def test_a_tensor_that_the_loop_sets_on_the_model_comes_back_with_a_snapshot_or_
     checks = {n: check_setup(tmp_path / "run", n, setup, retrace(tmp_path / "run", n, setup)) for n in (5, 7)}
     assert checks[7].is_exact and not checks[5].is_step
     assert "an attribute that the loop sets" in checks[5].words
+
+
+class Mixer(nn.Module):
+    "Keeps what it computes from its arguments, and tensors of three kinds."
+
+    def __init__(self, width, twice, kind=torch.relu):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Sequential(Actor(width, 3, 0.1), nn.ReLU())])
+        self.scale, self.kind = nn.Parameter(torch.ones(width)), kind
+        self.register_buffer("count", torch.tensor(2 * twice))
+        self.register_buffer("shift", torch.full((width,), 0.5), persistent=False)
+
+    def forward(self, x):
+        return self.layers[1][0].body(self.kind(self.layers[0](x) * self.scale + self.shift)) * self.count
+
+
+def made_by(lines, draft):
+    "What the lines of a draft return."
+    names = {}
+    source = "\n".join(
+        [*sorted(draft.imports), "import torch", "def make():", *(f"    {line}" for line in lines)]
+    )
+    exec(source, names)
+    return names["make"]()
+
+
+def test_a_model_whose_arguments_nothing_shows_is_put_together_from_its_parts():
+    model, draft, x = Mixer(4, 3), Draft(), torch.randn(2, 4)
+    lines, words = setup_template._model_lines(draft, model, None)
+    copy = made_by("\n".join(lines).split("\n"), draft)
+    copy.load_state_dict(model.state_dict())
+    assert torch.equal(copy(x), model(x)) and "from its parts" in words
+    assert [name for name, _ in copy.named_parameters()] == [name for name, _ in model.named_parameters()]
+    # two names of one weight would be two weights, and an open file has no source
+    model.layers[0].weight = model.layers[1][0].body.weight
+    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+    model = Mixer(4, 3)
+    model.log = sys.stderr
+    assert "TODO" in str(setup_template._model_lines(Draft(), model, None)[0])
+
+
+class Task(nn.Module):
+    "What a configuration file builds: a network, and an optimizer still without its parameters."
+
+    def __init__(self, net, optimizer, schedule):
+        super().__init__()
+        self.net, self.hparams = net, {"optimizer": optimizer, "schedule": schedule}
+
+
+def test_what_a_configuration_file_gives_a_task_is_written_down():
+    optimizer = functools.partial(torch.optim.Adam, lr=0.1)
+    schedule = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=3)
+    task, draft = Task(Mixer(4, 1), optimizer, schedule), Draft()
+    source, missing = model_source(draft, task)
+    copy = made_by([*f"return {source}".split("\n")], draft)
+    assert not missing and not draft.unseen
+    assert isinstance(copy.net, Mixer) and copy.hparams["optimizer"].keywords == {"lr": 0.1}
+    assert copy.hparams["schedule"].func is torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+class Kind(enum.Enum):
+    NOISE = enum.auto()
+
+
+def test_arrays_and_members_of_an_enumeration_have_a_source():
+    draft = Draft()
+    for value in (np.linspace(0, 1, 1000), np.float32(0.1), Kind.NOISE):
+        names = {}
+        source = draft.literal(value)
+        exec("\n".join([*draft.imports, "import torch", f"value = {source}"]), names)
+        assert np.array_equal(names["value"], value) and type(names["value"]) is type(value)
+    assert draft.literal(np.zeros(1001)) is None
+
+
+def test_the_running_script_under_the_name_of_multiprocessing_is_no_other_module(monkeypatch, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("")
+    main = SimpleNamespace(__file__=str(file))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    monkeypatch.setitem(sys.modules, "beside", SimpleNamespace(__file__=str(tmp_path / "beside.py")))
+    assert sorted(local_modules()) == ["__main__", "beside"]
+
+
+def test_looking_for_the_owner_of_a_model_does_not_run_code_of_what_the_program_holds():
+    class Warns:
+        def __getattribute__(self, name):
+            warnings.warn("asked", stacklevel=1)
+            return super().__getattribute__(name)
+
+    old, held = Warns(), Agent(6, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert held.update()["width"] == 8 and type(old) is Warns
+        assert known_arguments(Actor, ["width"], sys._getframe()) == {"width": 8}

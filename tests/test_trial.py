@@ -212,6 +212,10 @@ def test_what_is_skipped_of_a_record_never_comes_with_any_seed(tmp_path):
         apply_all(training, [fix("shuffle", block=64), fix("skip_batches", count=40)])
         dealt = {tokens(part) for step in range(300, 420) for part in training.batches(step)}
         assert dealt == set(recorded[40:]) - set(recorded[:40]) and len(dealt) == 60
+    training = start.build(0)
+    apply_all(training, [fix("skip_batches", count=2, after=10)])
+    dealt = {tokens(part) for step in range(300, 398) for part in training.batches(step)}
+    assert dealt == set(recorded) - set(recorded[10:12])
     with pytest.raises(InputError, match=r"1\.\.99"):
         fix("skip_batches", count=100).apply(start.build(0))
     trial = Trial(start, ["skip_batches", "zclip", "adagc:warmup=5"], 40, folder=tmp_path, device="cpu")

@@ -140,7 +140,8 @@ def missing_measures(
     "What was not measured and would tell the causes of a jump apart."
     if "loss_jump" not in facts:
         return []
-    return [words for name, words in _TELLS.items() if name not in facts]
+    measured = {*facts, *(["input_jump"] if "input_nonfinite" in facts else [])}  # NaN is no jump
+    return [words for name, words in _TELLS.items() if name not in measured]
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)

@@ -56,16 +56,18 @@ def _without(batches: Callable, first: int, count: int) -> Callable:
     "PaLM, ML Engineering, BLOOM",
     rows=("mle-6", "mle-17d", "own-17"),
     slots=("data.offset",),
-    equation="batch(t) -> batch(t + n); recorded ones: those of the next n steps never come",
+    equation="batch(t) -> batch(t + n) from step a on; recorded ones: those of n steps from a on never come",
 )
 def _skip_batches(
     log: UndoLog,
     count: Annotated[int, Range(1, 1_000_000)] = 200,  # how many; PaLM: 200 to 500
+    after: Annotated[int, Range(0, 1_000_000)] = 0,  # steps that still take their batches before
 ) -> None:
     "Skip the next batches."
     training = log.training
-    left = _without(training.batches, training.step, count)
-    log.set(training, "batches", left, "training", f"{count} batches skipped")
+    first = training.step + after
+    left = _without(training.batches, first, count)
+    log.set(training, "batches", left, "training", f"{count} batches from step {first} on skipped")
 
 
 @define_fix(

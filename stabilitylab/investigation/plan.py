@@ -156,7 +156,10 @@ def _first_step(recording: Recording, onset: int | None, cause: MostLikely | Non
     box = recording.box()
     at = cause.step if cause is not None and cause.family == "data" else None
     is_kept = at in set(box.starts) & set(box.steps)  # else the batches between may not be recorded
-    return at if at is not None and is_kept else recording.snapshot_before(onset)
+    # without a batch after it nothing is left to train on where it is skipped
+    if at is not None and is_kept and max(box.steps) > at:
+        return at
+    return recording.snapshot_before(onset)
 
 
 def _aimed(
@@ -164,18 +167,17 @@ def _aimed(
     findings: Sequence[Finding],  # of the run
     recording: Recording,  # the run
     start: Start,  # of the trial
-) -> Suggestion:  # `skip_batches` skips up to the last bad batch; every other is unchanged
+) -> Suggestion:  # `skip_batches` skips the bad batches; every other is unchanged
     "A suggestion that is aimed at what is known of the bad batches."
     cause = cause_of(findings, recording.run)
     if suggestion.name != "skip_batches" or cause is None or cause.family != "data" or cause.step is None:
         return suggestion
     in_a_row = getattr(findings, "attrs", {}).get("swap", {}).get("bad_in_a_row", 0)
     ends = [f.end for f in findings if f.kind == "loss_spike" and f.onset == cause.step and f.end is not None]
-    length = in_a_row or max([1, *(end - cause.step for end in ends)])
-    count = cause.step - start.step + length
-    if count < 1 or count >= (start.n_recorded or count + 1):
-        return suggestion
-    return replace(suggestion, parameters=suggestion.parameters | {"count": count})
+    length, after = in_a_row or max([1, *(end - cause.step for end in ends)]), cause.step - start.step
+    # a start after the bad batches has some of them behind it
+    bad = {"count": length + min(after, 0), "after": max(after, 0)}
+    return replace(suggestion, parameters=suggestion.parameters | bad) if bad["count"] > 0 else suggestion
 
 
 def recorded_start(

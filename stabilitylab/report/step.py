@@ -85,6 +85,7 @@ _UPDATES = {
     "lost": ("without effect", ".1%"),
     "kept": ("movement kept, to nearest", ".1%"),
     "kept_stochastic": ("kept, stochastically", ".1%"),
+    "kept_stochastic_sd": ("± (standard deviation)", ".1%"),
     "update_rms": ("RMS of the update", ".2g"),
     "spacing_median": ("spacing", ".2g"),
 }

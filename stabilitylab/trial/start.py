@@ -195,8 +195,11 @@ class _RecordedBatches:
         named = frozenset(i for i, step in enumerate(self.steps) if first <= step < first + count)
         dropped = self.dropped | named
         if len(dropped) == len(self.steps) and self.setup.batches is None:
-            hint = f"{len(self.steps)} are recorded from step {self.start.step} on, and some must be left"
-            raise bad_input("count", count, f"1..{len(self.steps) - 1}", hint)
+            n_left = len(self.steps) - 1
+            allowed = f"1..{n_left}" if n_left else "an earlier start, which has more batches"
+            n_recorded = f"{len(self.steps)} are" if n_left else "one is"
+            hint = f"{n_recorded} recorded from step {self.start.step} on, and some must be left"
+            raise bad_input("count", count, allowed, hint)
         return _RecordedBatches(self.start, self.setup, self.seed, dropped)
 
 # %% ../../nbs/api/trial/00_start.ipynb #fc311484

@@ -29,8 +29,9 @@ from ...run.curves import curve, event_texts, group_of
 def _stands(norms: np.ndarray, row: int) -> bool:
     "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
     # a float32 norm beyond 1.8e19 has no float32 square
-    total = np.sqrt(np.square(norms.astype(float)).sum(axis=1))
-    return bool((total[row:] < limit("threefold") * np.nanmax(total[:row])).all())
+    # and a frozen parameter has no gradient
+    total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
+    return bool((total[row:] < limit("threefold") * total[:row].max()).all())
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
@@ -133,11 +134,17 @@ def find_wide_init(
     weights, shapes = group_of(run, "weights", "weight_norm", min_steps=1), run.attrs.get("shapes", {})
     if weights is None or int(weights.step.values[0]) != 0:
         return []
+    updates = group_of(run, "updates", "update_norm", min_steps=1)
+    moved = {}
+    if updates is not None:
+        moved = dict(zip(updates.param.values.astype(str), updates.update_norm.values[0], strict=True))
     too_wide = []  # (ratio, name, std, H)
     norms = weights.weight_norm.values[0]
     for name, kind, norm in zip(weights.param.values, weights.kind.values, norms, strict=True):
         shape = shapes.get(str(name), [])
-        if len(shape) != 2 or not str(kind).startswith(("attn.", "mlp.")):
+        is_judged = len(shape) == 2 and str(kind).startswith(("attn.", "mlp."))
+        # the first record is of after the first step
+        if not is_judged or moved.get(str(name), 0.0) > limit("level_share") * norm:
             continue
         # the narrow side is the model's width, of both matrices of an MLP
         H, std = min(shape), float(norm) / np.sqrt(np.prod(shape))
@@ -191,6 +198,14 @@ def find_update_rms_excess(
     modules = first_names(large.param, order[is_over[:, order].any(axis=0)])
     return [Finding("update_rms_excess", "info", steps[0], modules=modules, evidence=evidence)]
 
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #8ca44ea5
+def _is_finite(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
+    "Whether all gradients were finite, at each of some steps."
+    gradients = group_of(run, "gradients", "nonfinite_count", min_steps=1)
+    if gradients is None:
+        return np.ones(len(steps), bool)
+    return ~np.isin(steps, gradients.step.values[(gradients.nonfinite_count > 0).any("param").values])
+
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #7ff9c6fd
 _FAR_ABOVE = 100  # times epsilon: entries of a gradient of that size are below it where they are zero; ours
 
@@ -200,8 +215,12 @@ def _is_sparse(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     gradients, eps = group_of(run, "gradients", "rms"), run.attrs.get("eps")
     if gradients is None or eps is None:
         return np.zeros(len(params), bool)
+    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
     is_far = median_of_finite(gradients.rms.values) > _FAR_ABOVE * float(eps)
     return np.isin(params, gradients.param.values.astype(str)[is_far])
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #857c404b
+_SUMMED = 100  # roundings that a sum over a batch adds up to; ours
 
 
 def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
@@ -209,9 +228,15 @@ def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     gradients = group_of(run, "gradients", "grad_norm")
     if gradients is None:
         return np.zeros(len(params), bool)
+    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
     usual = median_of_finite(gradients.grad_norm.values)
-    noise = gradients.param.values.astype(str)[usual < np.finfo(np.float32).eps * np.nanmax(usual)]
-    return np.isin(params, noise) & np.char.endswith(params, "bias")
+    names = gradients.param.values.astype(str)
+    usual_of = dict(zip(names, usual, strict=True))
+    beside = np.array([usual_of.get(_weight_beside(name), np.nan) for name in names])
+    rounding = np.finfo(np.float32).eps
+    # what a batch norm cancels is a sum over the batch, whose terms are as large as those of the weight
+    is_noise = (usual < rounding * np.nanmax(usual)) | (usual < _SUMMED * rounding * beside)
+    return np.isin(params, names[is_noise]) & np.char.endswith(params, "bias")
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #6daf38ca
 def find_grad_below_epsilon(
@@ -220,6 +245,10 @@ def find_grad_below_epsilon(
     "Parameters whose gradients are mostly below the optimizer's epsilon."
     optimizer = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
     if optimizer is None:
+        return []
+    # a gradient that is not finite is not small
+    optimizer = optimizer.isel(step=_is_finite(run, optimizer.step.values))
+    if not optimizer.sizes["step"]:
         return []
     is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
     share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
@@ -233,7 +262,8 @@ def find_grad_below_epsilon(
         return []
     evidence = {"n": len(order), "share": float(share[order[0]])}
     modules = first_names(optimizer.param, order)
-    onset = optimizer.step.values[0]
+    is_below = optimizer.below_eps_frac.values[:, order[0]] > limit("majority")
+    onset = optimizer.step.values[np.flatnonzero(is_below)[0]]
     return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #db35cd3f

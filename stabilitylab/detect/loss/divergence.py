@@ -128,7 +128,9 @@ def _divergence(
     # nor is it more than smoothed records get by chance, unless they multiplied
     level_noise = _level_noise(loss, window, scatter)
     is_chance = rise <= max(limit("trend_sigma") * level_noise, walk) and final < limit("threefold") * best
-    if rise <= least_rise or is_chance or _is_on_its_way_back(loss[at_best:]):
+    # the records themselves: a smoothed loss is still up where a few high ones came just before the end
+    is_back = float(series.value[-1]) <= best
+    if rise <= least_rise or is_chance or is_back or _is_on_its_way_back(loss[at_best:]):
         return None
     # it left for good after the last record near its best, not at the best itself: a flat bottom has many
     near_best = np.flatnonzero(loss[at_best:] <= best + min(least_rise, limit("minor_share") * rise))

@@ -226,6 +226,16 @@ def _movement(moved: np.ndarray, update: np.ndarray) -> float:
     return float(moved.astype(float) @ update / wanted) if wanted else float("nan")
 
 
+def _stochastic_sd(target: np.ndarray, update: np.ndarray, fmt: str) -> float:
+    "Standard deviation of `_movement` over draws of a stochastic rounding; NaN for an update of zeros."
+    unit, update64 = spacing(target, fmt).astype(float), update.astype(float)
+    share = np.abs(quantise(target, fmt) - target.astype(float)) / unit  # to the nearer neighbour
+    # a step of one spacing with probability p has variance p (1 - p) in squared spacings
+    variance = (update64 * unit) ** 2 * share * (1 - share)
+    wanted = float(update64 @ update64)
+    return float(np.sqrt(variance.sum()) / wanted) if wanted else float("nan")
+
+
 def _lost_row(weight: np.ndarray, update: np.ndarray, fmt: str, seed: int) -> dict[str, float]:
     "What rounding takes from the update of one parameter; both arrays (n,) float32, the weights on the grid."
     is_update, unit, target = update != 0, spacing(weight, fmt), weight + update
@@ -238,6 +248,7 @@ def _lost_row(weight: np.ndarray, update: np.ndarray, fmt: str, seed: int) -> di
         "below_half": float(below_half[is_update].mean()) if has_updates else float("nan"),
         "kept": _movement(nearest, update),
         "kept_stochastic": _movement(drawn, update),
+        "kept_stochastic_sd": _stochastic_sd(target, update, fmt),
         "update_rms": float(np.sqrt(update.astype(float) @ update / len(update))),
         "spacing_median": float(np.median(unit)),
     }
@@ -247,15 +258,15 @@ def _flat(tensor: torch.Tensor) -> np.ndarray:
     "A tensor as one float32 row."
     return tensor.detach().float().cpu().numpy().ravel()
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #bb11fd8d
 def lost_updates(
     weights: dict,  # parameter -> tensor before the step, any float dtype
     updates: dict,  # parameter -> full-precision update, same names and shapes
     fmt: str = "bf16",  # format in which the weights are stored
     seed: int = 0,  # seed of the stochastic rounding
     # one row per parameter: lost (share of non-zero updates without effect), below_half (share below half
-    # a spacing), kept and kept_stochastic (actual / wanted movement along the update), update_rms,
-    # spacing_median
+    # a spacing), kept and kept_stochastic (actual / wanted movement along the update, the latter is a draw),
+    # kept_stochastic_sd (standard deviation of such draws, whose mean is 1), update_rms, spacing_median
 ) -> pd.DataFrame:
     "The share of weight updates that survive rounding."
     if set(weights) != set(updates):
@@ -266,7 +277,8 @@ def lost_updates(
         if before.shape != update.shape:
             raise bad_input("updates", f"{name}: {update.shape}", f"shape {before.shape}")
         rows[name] = _lost_row(before, update, fmt, seed + i)
-    columns = ["lost", "below_half", "kept", "kept_stochastic", "update_rms", "spacing_median"]
+    columns = ["lost", "below_half", "kept", "kept_stochastic", "kept_stochastic_sd"]
+    columns += ["update_rms", "spacing_median"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
     return table.rename_axis("param")
 

@@ -11,7 +11,7 @@ import ast
 import copy
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -206,12 +206,20 @@ def _argument(node: ast.expr, scope: dict[str, Any]) -> Any:
     return node.value if isinstance(node, ast.Constant) else value_at(node, scope)
 
 
+def _own_attributes(value: Any) -> Mapping[str, Any]:
+    "What an object holds, without running code of its class: torch warns of some of its objects when asked."
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
 def _constructors(cls: type, frame: types.FrameType) -> Iterator[Source]:
     "The `__init__` of each object around a frame that holds a model of a class, with what it was given."
-    owners = [owner for at in _frames(frame) for owner in at.f_locals.values() if hasattr(owner, "__dict__")]
+    owners = [owner for at in _frames(frame) for owner in at.f_locals.values() if _own_attributes(owner)]
     for owner in {id(owner): owner for owner in owners}.values():
         init = getattr(type(owner), "__init__", None)
-        holds_model = any(isinstance(value, cls) for value in vars(owner).values())
+        holds_model = any(isinstance(value, cls) for value in _own_attributes(owner).values())
         source = function_source(init) if holds_model and isinstance(init, types.FunctionType) else None
         if source is None:
             continue
@@ -253,7 +261,7 @@ def known_arguments(
     values = _called_with(cls, _constructors(cls, frame)) | _called_with(cls, around)
     scope = {**frame.f_globals, **frame.f_locals}
     objects = [*scope.values(), *getattr(scope.get("self"), "__dict__", {}).values()]
-    namespaces = list({id(v): v for v in objects if isinstance(v, argparse.Namespace)}.values())
+    namespaces = list({id(v): v for v in objects if issubclass(type(v), argparse.Namespace)}.values())
     # of several, nothing says whose settings the model was given
     if len(namespaces) == 1:
         settings = vars(namespaces[0])

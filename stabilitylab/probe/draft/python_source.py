@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #cbe2b9d1
 import ast
+import enum
+import functools
 import inspect
 import math
 import pprint
@@ -18,11 +20,13 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ...numerics.pytree import container_kind, parts_of
 from .loop_span import bare_optimizer
+from .model_parts import assembled_source
 from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
 from .trainer_code import peft_source
@@ -66,10 +70,9 @@ class _Imports:
         if module is None or "<locals>" in cls.__qualname__:
             return None
         self.uses_script |= is_main
-        if module.startswith("torch.optim"):
-            return f"torch.optim.{cls.__name__}"
-        if module.startswith("torch.nn"):
-            return f"torch.nn.{cls.__name__}"
+        for library in (torch.optim, torch.nn):
+            if module.startswith(library.__name__) and getattr(library, cls.__name__, None) is cls:
+                return f"{library.__name__}.{cls.__name__}"
         self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
         self._note_folder(module)
         return cls.__qualname__
@@ -95,10 +98,11 @@ class Draft(_Imports):
         value: Any,  # of a setting
     ) -> str | None:
         "A value as source; None where it has none."
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"float('{value}')"
+        if isinstance(value, (enum.Enum, functools.partial)):
+            return self._member(value) if isinstance(value, enum.Enum) else self._partial(value)
         if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
-            return repr(value)
+            is_number = not isinstance(value, float) or math.isfinite(value)
+            return repr(value) if is_number else f"float('{value}')"
         if hasattr(value, "to_diff_dict"):
             return self._transformers_config(value)
         if is_dataclass(value) and not isinstance(value, type):
@@ -110,9 +114,12 @@ class Draft(_Imports):
         return self._container(value) if kind == "plain" else self._tensor(value)
 
     def _tensor(self, value: Any) -> str | None:
-        "A small tensor by its values; a device by its name; None for anything else."
+        "A small tensor or array by its values; a device by its name; None for anything else."
         if isinstance(value, torch.device):
             return f"torch.device({str(value)!r})"
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "fiub":
+            source = self._tensor(torch.from_numpy(np.array(value)))
+            return source and f"{source}.numpy()" + "[()]" * isinstance(value, np.generic)
         if not isinstance(value, torch.Tensor):
             return None
         is_plain = value.layout == torch.strided and not value.requires_grad and not value.is_complex()
@@ -136,6 +143,21 @@ class Draft(_Imports):
         if name is None or None in parts.values():
             return None
         return f"{name}({', '.join(f'{key}={part}' for key, part in parts.items())})"
+
+    def _member(self, value: enum.Enum) -> str | None:
+        "A member of an enumeration by its name."
+        name = self.name_of(type(value))
+        return None if name is None else f"{name}.{value.name}"
+
+    def _partial(self, value: functools.partial) -> str | None:
+        "A class with some of its arguments, as Hydra makes one of an optimizer."
+        if value.args or not isinstance(value.func, type):
+            return None
+        name, words = self.name_of(value.func), {k: self.literal(v) for k, v in value.keywords.items()}
+        if name is None or None in words.values():
+            return None
+        self.imports.add("import functools")
+        return f"functools.partial({', '.join([name, *(f'{key}={text}' for key, text in words.items())])})"
 
     def _container(self, value: Any) -> str | None:
         "A plain container of values that have a source."
@@ -225,7 +247,16 @@ def _alternatives(node: ast.expr) -> list[str]:
 
 def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
     "A module that another one was given: the recorded model by its name, any other by its call."
-    return ("model", []) if is_same_model(part, draft.model) else model_source(draft, part)
+    if is_same_model(part, draft.model):
+        return "model", []
+    unseen = list(draft.unseen)
+    source, missing = model_source(draft, part)
+    is_guess = bool(missing) or draft.unseen != unseen
+    from_parts = assembled_source(draft, part, model_source) if is_guess else None
+    if from_parts is None:
+        return source, missing
+    draft.unseen = unseen
+    return from_parts, []
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa02
 _FROM_STATE = ("device", "dtype")  # arguments that a state brings by itself

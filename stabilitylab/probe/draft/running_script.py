@@ -52,8 +52,12 @@ def assigned_names() -> set[str]:
 
 def local_modules() -> list[str]:
     "Modules that stand beside the running script, or in folders beside it."
-    file = main_file()
-    modules = [(name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items())]
+    file, main = main_file(), sys.modules.get("__main__")
+    modules = [
+        (name, getattr(module, "__file__", None))
+        for name, module in list(sys.modules.items())
+        if name == "__main__" or module is not main  # multiprocessing names it `__mp_main__` too
+    ]
     return [
         name
         for name, path in modules

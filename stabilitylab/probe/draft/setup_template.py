@@ -29,6 +29,7 @@ from ...numerics.pytree import LOOP, container_kind, graph_class, parts_of, tens
 from .loop_code import LoopCode, loop_code
 from .loop_setup import known_arguments, model_code
 from .loop_values import VALUES_FILE, kept_in, kept_words, tensor_to_keep
+from .model_parts import assembled_source
 from stabilitylab.probe.draft.python_source import (
     Draft,
     call_source,
@@ -349,6 +350,9 @@ def _clip_parts(clip: float | str | None, code: LoopCode | None) -> dict[str, st
     return {"clip": "None", "clip_words": "TODO: the largest gradient norm, where the loop clips"}
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #a095ae75
+_FROM_PARTS = "Put together from its parts: what its class was given could not all be seen."
+
+
 def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) -> tuple[list[str], str]:
     "(lines that make a model and return it, what could be seen of it)."
     unseen, draft.unseen = draft.unseen, []
@@ -364,6 +368,9 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
             last = f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"
             lines = [*own[:-1], *([last] if last != "model = model" else [])]
             model_words = "The program's own lines."
+    from_parts = assembled_source(draft, model, model_source) if "TODO" in f"{lines}{model_words}" else None
+    if from_parts is not None:
+        lines, model_words = [f"model = {from_parts}{cast_source(model)}"], _FROM_PARTS
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
