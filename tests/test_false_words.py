@@ -18,9 +18,15 @@ from stabilitylab.cases.samples import sample
 from stabilitylab.detect.facts.evidence import evidence
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.activations import find_overflow
-from stabilitylab.detect.layers.parameters import find_no_gradient, find_param_grad_explosion
-from stabilitylab.detect.likely_cause import most_likely, ranked_causes
+from stabilitylab.detect.layers.parameters import (
+    find_grad_below_epsilon,
+    find_no_gradient,
+    find_param_grad_explosion,
+    find_wide_init,
+)
+from stabilitylab.detect.likely_cause import missing_measures, most_likely, ranked_causes
 from stabilitylab.detect.loss.divergence import find_divergence
+from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.draft import setup_template
@@ -763,3 +769,112 @@ def test_a_closure_that_clears_its_gradients_is_no_fault(tmp_path):
 
             recorder.step(optimizer.step(closure))
     assert "gradients_kept" not in evidence(sl.open_run(tmp_path / "run"))
+
+
+def params_of(run, group, **values):
+    "A group of a run with values of its parameters: name -> dict of (step, param) arrays."
+    names, kinds = values.pop("names"), values.pop("kinds", None)
+    steps = np.arange(len(next(iter(values.values()))))
+    kind = ("param", kinds or ["other"] * len(names))
+    data = {key: (("step", "param"), np.asarray(rows, float)) for key, rows in values.items()}
+    coords = {"step": steps, "param": np.array(names), "kind": kind}
+    run[group] = xr.DataTree(xr.Dataset(data, coords=coords))
+    return run
+
+
+def below_epsilon(run):
+    return [(f.modules, f.onset) for f in find_grad_below_epsilon(run)]
+
+
+def test_a_bias_before_a_batch_norm_is_not_below_epsilon():
+    "Its gradient of 1e-8 is what rounding leaves of a sum that cancels; the weight beside has one of 1."
+    names, run = ["fc.weight", "fc.bias"], run_of(np.linspace(3, 2, 30))
+    for bias, is_reported in ((1e-7, False), (1e-4, True)):
+        norms = np.tile([0.1, bias], (30, 1))
+        params_of(run, "gradients", names=names, grad_norm=norms, rms=norms / 4, nonfinite_count=0 * norms)
+        params_of(run, "optimizer", names=names, below_eps_frac=np.tile([0.0, 0.9], (30, 1)))
+        run.attrs["eps"] = 1e-4
+        assert bool(below_epsilon(run)) is is_reported
+
+
+def test_gradients_below_epsilon_begin_where_they_are_and_not_where_they_are_nan():
+    names, run = ["q.weight"], run_of(np.linspace(3, 2, 30))
+    late = (np.arange(30) > 11).astype(float)[:, None]
+    norms = np.full((30, 1), 1e-9)
+    params_of(run, "gradients", names=names, grad_norm=norms, rms=norms, nonfinite_count=0 * norms)
+    params_of(run, "optimizer", names=names, below_eps_frac=late)
+    assert below_epsilon(run) == [(("q.weight",), 12)]
+    params_of(run, "gradients", names=names, grad_norm=norms, rms=norms, nonfinite_count=late)
+    assert not below_epsilon(run)
+
+
+def test_weights_that_the_first_step_moved_were_not_drawn_too_wide():
+    "A rate of 0.3 made a std of 0.3 of weights that began at 0.02."
+    run = run_of(np.linspace(3, 2, 30))
+    run.attrs["shapes"] = {"fc.weight": [32, 64]}
+    for update, is_reported in ((13.0, False), (0.01, True)):
+        one = {"names": ["fc.weight"], "kinds": ["mlp.fc1"]}
+        params_of(run, "weights", weight_norm=np.full((30, 1), 13.6), **one)
+        params_of(run, "updates", update_norm=np.full((30, 1), update), **one)
+        assert bool(find_wide_init(run)) is is_reported
+
+
+def test_parameters_whose_gradients_begin_at_zero_do_not_explode_beside_a_frozen_one():
+    "Blocks that begin as the identity: their gradients grow from nothing, that of the whole model does not."
+    late = np.where(np.arange(30) < 10, 1e-3, 2e-2)
+    run = run_of(np.linspace(3, 2, 30))
+    params_of(
+        run,
+        "gradients",
+        names=["head", "block", "frozen"],
+        grad_norm=np.stack([np.ones(30), late, np.full(30, np.nan)], 1),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (finding,) = find_param_grad_explosion(run)
+    assert finding.severity == "info"
+
+
+def test_one_parameter_is_named_and_not_given_as_an_example():
+    one = Finding("no_gradient", "warning", 0, modules=("eps",), evidence={"n": 1})
+    assert explain(one) == "1 parameter that should train gets no gradient: eps."
+    two = Finding("no_gradient", "warning", 0, modules=("eps", "w"), evidence={"n": 2})
+    assert explain(two) == "2 parameters that should train get no gradient, such as eps."
+
+
+def test_one_bad_batch_is_not_told_as_several():
+    loss = 3 + 0.01 * np.random.default_rng(0).standard_normal(80)
+    loss[40] = 4.5
+    (finding,) = [f for f in diagnose(run_of(loss)) if f.kind == "loss_spike"]
+    assert "of them" not in explain(finding) and "Single records" not in explain(finding)
+
+
+def test_a_loss_that_ends_at_its_lowest_has_not_diverged():
+    "Four bad batches in a row just before the end, after which the loss was the lowest of the run."
+    fall = 0.7 + 0.6 * np.exp(-np.arange(67) / 15)
+    loss = fall + 0.005 * np.random.default_rng(0).standard_normal(67)
+    loss[[10, 30, 62, 63, 64, 65]] = 1.5
+    loss[66] = 0.69
+    assert not find_divergence(run_of(loss))
+    loss[66] = 1.5
+    assert find_divergence(run_of(loss))
+
+
+def test_a_batch_that_is_not_finite_is_not_blamed_on_the_container_that_passes_it_on():
+    run, names = run_of(np.where(np.arange(30) < 20, 2.0, np.nan)), ["net", "net.0", "net.1"]
+    bad = (np.arange(30) >= 20)[:, None]
+    unknown = np.full((30, 1), np.nan)
+    first = np.hstack([unknown, bad * 1.0, bad * 8.0])
+    for in_count, cause in ((first, "batch"), (np.hstack([0 * bad, first[:, 1:]]), "input")):
+        data = {"nonfinite_count": np.hstack([bad, bad, bad]) * 8.0, "in_nonfinite_count": in_count}
+        coords = {"step": np.arange(30), "module": np.array(names), "kind": ("module", ["other"] * 3)}
+        run["activations"] = xr.DataTree(
+            xr.Dataset({k: (("step", "module"), v) for k, v in data.items()}, coords=coords)
+        )
+        findings = [f for f in find_first_non_finite(run) if "cause" in f.evidence]
+        assert [f.evidence["cause"] for f in findings] == [cause]
+
+
+def test_values_of_a_batch_that_are_nan_are_measured():
+    facts = {"loss_jump": (9.0, 3), "update_before": (1.0, 3), "forward_jump": (1.0, 3)}
+    assert missing_measures(facts) and not missing_measures(facts | {"input_nonfinite": (1.0, 3)})

@@ -162,9 +162,10 @@ def missing_measures(
     "What was not measured and would tell the causes of a jump apart."
     if "loss_jump" not in facts:
         return []
+    measured = {*facts, *(["input_jump"] if "input_nonfinite" in facts else [])}  # NaN is no jump
     # token ids have no size that could be out of range
-    has_ids = facts.get("embeds", (0.0, None))[0] == 1
-    return [words for n, words in _TELLS.items() if n not in facts and not (n == "input_jump" and has_ids)]
+    measured |= {"input_jump"} if facts.get("embeds", (0.0, None))[0] == 1 else set()
+    return [words for name, words in _TELLS.items() if name not in measured]
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def step_times(
         return None
     return rate._replace(value=1 / rate.value)
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #215ce6fe
 def as_logged(
     times: Curve,  # from `step_times`
     **levels: float,  # name -> a time of a step
@@ -145,7 +145,7 @@ def as_logged(
         return {f"{name}_step_time": level for name, level in levels.items()}
     return {f"{name}_throughput": 1 / level for name, level in levels.items()}
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #888dd9b5
 def _normal_again(ahead: np.ndarray, first: int, level: float) -> int:
     "Index from which the records to come are no longer slow; the length where they stay so."
     for start in range(first, len(ahead), _CHUNK):

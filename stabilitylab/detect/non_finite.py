@@ -157,10 +157,13 @@ def _leaves_first(at_step: xr.Dataset, bad: np.ndarray, reported: str) -> np.nda
 def _of_input(names: np.ndarray, order: np.ndarray, came_in: np.ndarray) -> dict:
     "What made the input of a module that was not finite already: the batch, or code between modules."
     first = order[0]
-    if first == 0:
+    outer = [i for i in order if names[first].startswith(f"{names[i]}.")]
+    # a container whose input was not measured, as it holds no weight, passes on what it is given
+    is_first = all(str(names[first]).startswith(f"{name}.") for name in names[:first])
+    if is_first and not any(came_in[i] == 0 for i in outer):
         return {"cause": "batch"}
-    outer = [str(names[i]) for i in order if not came_in[i] > 0 and names[first].startswith(f"{names[i]}.")]
-    return {"cause": "input", "code": max(outer, key=len, default="the model")}
+    made_it = [str(names[i]) for i in outer if not came_in[i] > 0]
+    return {"cause": "input", "code": max(made_it, key=len, default="the model")}
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #a21c0007
 def _cause(run: xr.DataTree, at_step: xr.Dataset, order: np.ndarray, format: str, before: float) -> dict:

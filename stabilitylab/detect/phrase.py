@@ -29,6 +29,7 @@ _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence i
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
 _MULTIPLES = ("z", "factor")  # left out where they are not finite
 _NAMED = 4  # runs that a sentence names
+_COUNTS = ("n", "without_optimizer", "cancels")  # how many parameters a finding speaks of
 
 
 def _joined(names: list[str]) -> str:
@@ -51,6 +52,8 @@ def _fields(finding: Finding) -> dict:
     fields |= {name: None for name in _MULTIPLES if fields.get(name) in NOT_FINITE}
     if finding.modules:
         fields["module"] = finding.modules[0]
+        n = next((fields[name] for name in _COUNTS if fields.get(name)), 1)
+        fields["example"] = f", such as {fields['module']}" if n > 1 else f": {fields['module']}"
     for field in ("names", "scores_still", "scores_rising", "ignored", "jumped_too", "stayed"):
         if fields.get(field):
             fields[f"{field}_words"] = _joined([str(name) for name in fields[field]])

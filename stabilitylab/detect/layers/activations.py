@@ -58,7 +58,7 @@ def crossing_order(
     hit = np.flatnonzero(at >= 0)
     return hit[np.lexsort((-ratio[hit], at[hit]))]
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #4f0729b1
 def first_names(
     labels: xr.DataArray,  # (module,) or (param,) names
     order: np.ndarray,  # indices, those to be told first
@@ -66,22 +66,10 @@ def first_names(
     "The modules or parameters that a finding names."
     return tuple(str(labels.values[i]) for i in order[: count_limit("most_modules")])
 
-# %% ../../../nbs/api/detect/layers/60_activations.ipynb #f97dc38c
-def find_activation_explosion(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one, with the module that moved first
-    "Activations, forward or backward, that grew far beyond their early range."
-    exploded = [
-        _explosion(activations, name, at, ratio, order)
-        for activations, name, at, ratio in activation_crossings(run)
-        if len(order := crossing_order(at, ratio))
-    ]
-    return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
-
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #e0d63148
 _DIRECTIONS = {"absmax": "The output", "grad_absmax": "The gradient at the output"}
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #6dd26ede
 def activation_crossings(
     run: xr.DataTree,  # a record
 ) -> Iterator[tuple[xr.Dataset, str, np.ndarray, np.ndarray]]:  # activations, variable, its `first_crossings`
@@ -98,7 +86,7 @@ def activation_crossings(
         if name in activations:
             yield activations, name, *first_crossings(activations[name].values, **bounds[name])
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #bdf82927
 def _explosion(
     activations: xr.Dataset, name: str, at: np.ndarray, ratio: np.ndarray, order: np.ndarray
 ) -> tuple[int, Finding]:
@@ -121,6 +109,18 @@ def _explosion(
     )
     return int(at[first]), finding
 
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #f97dc38c
+def find_activation_explosion(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one, with the module that moved first
+    "Activations, forward or backward, that grew far beyond their early range."
+    exploded = [
+        _explosion(activations, name, at, ratio, order)
+        for activations, name, at, ratio in activation_crossings(run)
+        if len(order := crossing_order(at, ratio))
+    ]
+    return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
+
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5fd1050e
 def columns_above(
     share: np.ndarray,  # (module,) shares in [0, 1]
@@ -129,7 +129,7 @@ def columns_above(
     "Columns whose share is above a limit, in descending order."
     return np.argsort(-share, kind="stable")[: int((share > limit(name)).sum())]
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #efbb35a4
 def median_of_finite(
     values: np.ndarray,  # (step, module)
 ) -> np.ndarray:  # (module,); NaN where a column has no finite value

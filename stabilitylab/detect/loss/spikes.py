@@ -244,7 +244,7 @@ def high_grad_norm(
     high, level, _ = out_of_range(log, limit("grad_sigma"))
     return high, level, log
 
-
+# %% ../../../nbs/api/detect/loss/10_spikes.ipynb #9442383a
 def _high_steps(run: xr.DataTree) -> np.ndarray:
     "The steps at which the gradient norm left its range."
     grad_norm = curve(run, "grad_norm")
@@ -405,8 +405,8 @@ def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
     worst = max((spike for _, spike in single), key=lambda spike: spike.z)
     steps = [int(loss.step[spike.first]) for loss, spike in single]
     (loss, last) = single[-1]
-    evidence = {
-        "count": len(single),
+    is_one = len(single) == 1
+    evidence = ({} if is_one else {"count": len(single)}) | {
         "steps": steps[: count_limit("most_steps")],
         "baseline": worst.baseline,
         "peak": worst.peak,
@@ -414,7 +414,7 @@ def _bad_batches(single: list[tuple[Curve, Spike]]) -> Finding:
         "z": worst.z,
         "recovery": "fast",
         "recovery_steps": worst.recovery_steps,
-        "note": evidence_words("bad batches"),
+        "note": evidence_words("bad batch" if is_one else "bad batches"),
     }
     return Finding(
         "loss_spike",

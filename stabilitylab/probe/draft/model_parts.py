@@ -85,7 +85,7 @@ def _source(draft: Any, model: nn.Module, model_source: ModelSource) -> str | No
     words = [f"{key}={_dict(sources)}" for key, sources in tensors.items() if sources]
     return f"assembled({', '.join([name, _dict(parts), _dict(attributes), *words])})"
 
-
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #6dab0d77
 def _part(draft: Any, part: nn.Module, model_source: ModelSource) -> str | None:
     "The source of a submodule: its call, where its class shows all of its arguments, else its own parts."
     n_unseen = len(draft.unseen)
