@@ -28,12 +28,14 @@ from stabilitylab.detect.likely_cause import missing_measures, most_likely, rank
 from stabilitylab.detect.loss.divergence import find_divergence
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
+from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.draft import setup_template
 from stabilitylab.probe.draft.loop_code import LoopCode
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.kinds import module_kinds
 from stabilitylab.replay.blame import blame
+from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup
@@ -878,3 +880,21 @@ def test_a_batch_that_is_not_finite_is_not_blamed_on_the_container_that_passes_i
 def test_values_of_a_batch_that_are_nan_are_measured():
     facts = {"loss_jump": (9.0, 3), "update_before": (1.0, 3), "forward_jump": (1.0, 3)}
     assert missing_measures(facts) and not missing_measures(facts | {"input_nonfinite": (1.0, 3)})
+
+
+def test_a_loop_that_hands_over_no_batch_is_told_at_once_and_afterwards(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match=r"call `recorder.batch\(batch\)` before each forward pass"),
+        sl.Recorder(model, optimizer, tmp_path / "run", snapshot_every=5) as recorder,
+    ):
+        for _ in range(3):
+            loss = model(torch.ones(4, 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    for question in (suspect_step, setup_of):
+        with pytest.raises(InputError, match="its loop handed over no batch"):
+            question(tmp_path / "run")

@@ -167,6 +167,8 @@ class Recorder:
                 "`step` came before `with`: the hooks are put in place now, this step has no layers"
             )
             self.__enter__()
+        if self.options.snapshot_every and not self.micro and self.n == self.options.first_step:
+            self.guard.note(_NO_BATCH)
         elapsed, self.begin = time.perf_counter() - self.begin, time.perf_counter()
         values = ({} if loss is None else {"loss": loss}) | scalars
         is_bad = self.guard.attempt(RECORDING, None, _hand_over, self, elapsed, values)
@@ -224,6 +226,10 @@ class Recorder:
 
 # %% ../../nbs/api/probe/06_recorder.ipynb #5c4fa96f
 _BOX, _ROUTERS = "the black box", "routers"  # the kinds of statistics that they stand for
+_NO_BATCH = (
+    "no batch was handed over in the first step, so no step can be replayed: "
+    "call `recorder.batch(batch)` before each forward pass"
+)
 
 
 def _open(recorder: Recorder, model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from ..names.errors import InputError, bad_input
 from ..probe.draft.setup_template import FILE
 from .state import Setup
 from .user_code import load_setup
+from ..run.recording import opened
 
 # %% ../../nbs/api/replay/11_find_setup.ipynb #1107cb01
 _OWN = "stabilitylab."  # only the project's own sample runs may name code in a data file
@@ -90,6 +91,7 @@ def setup_of(
         )
     files = setup_files(path)
     if not files:
+        opened(path).box()  # without batches a setup would not help
         raise InputError(
             f"`setup` is missing for `{path}`; allowed: 'file.py:function' that returns a"
             " stabilitylab.Setup; the record holds weights and batches, but not how the model is built"

@@ -59,7 +59,14 @@ def nearest_step(
     return min(steps, key=lambda step: abs(step - wanted), default=None)
 
 # %% ../../nbs/api/run/12_recording.ipynb #401f5ced
-_NO_BOX = "record the run with Recorder(..., snapshot_every=100), or make a Snapshot of a checkpoint"
+_NO_BOX = (
+    "record the run with Recorder(..., snapshot_every=100) and recorder.batch(batch) before each forward "
+    "pass, or make a Snapshot of a checkpoint"
+)
+_EMPTY_BOX = (
+    "the Recorder had snapshot_every, but its loop handed over no batch: call recorder.batch(batch) before "
+    "each forward pass"
+)
 
 
 def _read_index(path: Path, rank: int) -> BoxIndex:
@@ -67,7 +74,11 @@ def _read_index(path: Path, rank: int) -> BoxIndex:
     folder = path / "blackbox" / (f"rank-{rank}" if rank else "")
     file = folder / "index.json"
     if not file.is_file() and rank == 0:
-        raise bad_input("path", str(path), "a record with a black box", _NO_BOX)
+        if not folder.is_dir():
+            raise bad_input("path", str(path), "a record with a black box", _NO_BOX)
+        is_cut = any(folder.iterdir())
+        why = f"{file} is missing: copy the record anew" if is_cut else _EMPTY_BOX
+        raise bad_input("path", str(path), "a record with a black box that holds batches", why)
     if not file.is_file():
         why = f"a step of several ranks is replayed with the batches of all; rank {rank} has no Recorder"
         raise bad_input("path", str(path), "a record with the black box of every rank", why)

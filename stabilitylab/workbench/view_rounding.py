@@ -58,7 +58,7 @@ def _grid_html(
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #294eaeb8
 _NO_BOX = (
     "This run has no black box, so its steps cannot be run again. "
-    "Record the next one with Recorder(model, optimizer, path, snapshot_every=100)."
+    "Record the next one with Recorder(model, optimizer, path, snapshot_every=100) and recorder.batch(batch)."
 )
 
 
