@@ -49,8 +49,8 @@ def find_grad_norm_explosion(
         return []
     peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in ranges]
     worst = max(peaks, key=lambda at: log[at] - level[at])
-    evidence: dict[str, Any] = {
-        "count": len(ranges),
+    evidence: dict[str, Any] = {"count": len(ranges)} if len(ranges) > 1 else {}
+    evidence |= {
         "steps": [int(norm.step[first]) for first, _ in ranges][: count_limit("most_steps")],
         "peak": float(norm.value[worst]),
         "peak_step": int(norm.step[worst]),

@@ -24,6 +24,7 @@ def first_crossings(
     values: np.ndarray,  # (step, module) largest magnitude or norm, >= 0; NaN where there is none
     beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
     min_peak: float = 0.0,  # columns that never reach this value do not cross
+    lasts: bool = False,  # whether a crossing is one only where the next record crosses too, or none follows
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # row of each module's first crossing, -1: none; ratio to its early largest there
@@ -43,6 +44,8 @@ def first_crossings(
     # these rows have set the range
     is_over[:n] = False
     is_over &= (values >= min_peak).any(axis=0)
+    if lasts:
+        is_over[:-1] &= is_over[1:]
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)
 
@@ -76,7 +79,8 @@ def activation_crossings(
         return
     bounds = {
         "absmax": {"min_peak": limit("explosion_factor")},  # from near zero to order one is learning
-        "grad_absmax": {"beyond": limit("threefold")},
+        # one record of large gradients is a batch of few samples, whose mean divides by less
+        "grad_absmax": {"beyond": limit("threefold"), "lasts": True},
     }
     for name in bounds:
         if name in activations:
