@@ -73,7 +73,8 @@ def grad_norm(factor, sd=0.3):
 def grad_norm_events(apart):
     norm = np.exp(noise(400, 0.1))
     norm[[300, 300 + apart]] = 50
-    return words(find_grad_norm_explosion(run_of(grad_norm=norm)), "count")
+    (found,) = find_grad_norm_explosion(run_of(grad_norm=norm))
+    return len(found.evidence["steps"])
 
 
 def printed(decimals):
@@ -181,6 +182,16 @@ def explosion(ratio):
     values[40:, 1] = ratio
     run = run_of(groups={"activations": columns("module", ["a", "b"], absmax=values)})
     return words(find_activation_explosion(run), "severity")
+
+
+@pytest.mark.parametrize(
+    ("large", "explodes"), [([96], False), ([60, 96], False), ([96, 97], True), ([159], True)]
+)
+def test_one_record_of_large_gradients_is_a_small_batch_and_no_explosion(large, explodes):
+    gradient = np.full((160, 1), 1e-4)
+    gradient[large] *= 15
+    group = columns("module", ["out"], absmax=np.ones((160, 1)), grad_absmax=gradient)
+    assert bool(find_activation_explosion(run_of(groups={"activations": group}))) is explodes
 
 
 def test_logits_that_grow_by_learning_do_not_explode():

@@ -72,7 +72,7 @@ def test_a_mean_that_begins_anew_is_quiet_and_a_real_rise_of_it_is_told(epochs):
 
 def test_means_that_the_reader_marked_are_quiet():
     rng, per = np.random.default_rng(3), 150
-    batch = 2 + rng.normal(0, 0.3, N)
+    batch = 2 + 2 * np.exp(-np.arange(N) / 400) + rng.normal(0, 0.3, N)
     running = np.concatenate([np.cumsum(part) / np.arange(1, per + 1) for part in np.split(batch, N // per)])
     running[per * 4] += 0.5
     run = run_of(running)

@@ -15,7 +15,7 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.numerics.pytree import is_same
 from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
-from stabilitylab.replay.compare_formats import compare_precision
+from stabilitylab.replay.compare_formats import PRECISIONS, compare_precision
 from stabilitylab.replay.examine import _before_onset, controls, examine
 from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.resume import rerun_verdict, resume_check
@@ -428,3 +428,14 @@ def test_a_state_with_nan_is_the_same_after_save_and_load():
     assert table.empty and table.attrs["next_step_equal"], table
     assert not is_same(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
     assert not is_same(torch.zeros(1), 0.0) and not is_same(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_the_roundoff_of_a_precision_is_what_rounding_moves_a_number_by():
+    "The largest relative error over the numbers from 1 to 2, which tells noise from a first wrong module."
+    numbers = 1 + torch.arange(2**16, dtype=torch.float64) / 2**16
+    formats = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    formats |= {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    for name, dtype in formats.items():
+        apart = float((numbers.to(dtype).double() - numbers).abs().max())
+        assert PRECISIONS[name].roundoff == pytest.approx(apart, rel=1e-3), name
+        assert PRECISIONS.get(f"{name}_autocast", PRECISIONS[name]).roundoff == PRECISIONS[name].roundoff

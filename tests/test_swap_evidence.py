@@ -13,7 +13,7 @@ from stabilitylab.cli.main import main
 from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.facts import evidence
 from stabilitylab.detect.findings import Findings
-from stabilitylab.detect.likely_cause import most_likely, ranked_causes
+from stabilitylab.detect.likely_cause import missing_measures, most_likely, ranked_causes
 from stabilitylab.investigation.opening import open_recordings
 from stabilitylab.investigation.swap import swap_facts, with_swap_test
 from stabilitylab.mcp.tools import Tools
@@ -198,3 +198,29 @@ def test_a_jump_that_cannot_be_replayed_is_named_as_such():
     findings = Findings([], {"evidence": {"swap_seconds": (1.0, 44)}})
     why = with_swap_test(recording, findings).attrs["swap"]["left_out"]
     assert why.startswith("step 44 cannot be replayed; allowed: one of 300-399") and "`step`" not in why
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (
+            {"input_jump": 1.0, "forward_jump": 1.0, "update_before": 1.0},
+            "inputs, activations and the update before it are ordinary, so its labels are the suspect",
+        ),
+        ({"forward_jump": 1.0}, "activations are ordinary, so its inputs or labels are the suspect"),
+        ({"update_before": 1.0}, "the update before it is ordinary, so its inputs or labels are the suspect"),
+        ({}, "at step 100: its inputs or labels are the suspect"),
+    ],
+)
+def test_only_what_was_measured_of_a_batch_is_called_ordinary(measured, words):
+    facts = {"loss_jump": 5.0, "event_step": 100.0, "back_at_once": 0.9} | measured
+    causes = ranked_causes({name: (value, 100) for name, value in facts.items()})
+    assert words in next(cause.words for cause in causes if cause.id == "bad_labels")
+
+
+def test_of_token_ids_no_size_is_missed():
+    facts = {"loss_jump": (5.0, 100)}
+    assert any("values of the batches" in words for words in missing_measures(facts))
+    assert not any(
+        "values of the batches" in words for words in missing_measures(facts | {"embeds": (1.0, None)})
+    )

@@ -48,7 +48,7 @@ def _stated_formats(settings: dict) -> list[str]:
     flags = [name for name in ("bf16", "fp16") if settings.get(name) is True]
     return [*(name for name, _ in dtype_counts.most_common(1)), *stated, *flags]
 
-
+# %% ../../nbs/api/detect/28_context.ipynb #feb05a51
 def scales_its_loss(
     run: xr.DataTree,  # a record
 ) -> bool:  # False where the scale is 1 in every record, as bf16 engines log it
@@ -111,7 +111,7 @@ def run_context(
         traits=_traits(settings, findings),
     )
 
-# %% ../../nbs/api/detect/28_context.ipynb #ffad4417
+# %% ../../nbs/api/detect/28_context.ipynb #9b6b1e8d
 @dataclass(frozen=True)
 class LossSpan:
     "The steps of a run, as far as its loss shows them."
@@ -120,7 +120,7 @@ class LossSpan:
     last: int  # highest step
     shows_start: bool  # whether it begins near step 0
 
-# %% ../../nbs/api/detect/28_context.ipynb #9b6b1e8d
+
 def loss_span(
     run: xr.DataTree,  # a record
 ) -> LossSpan | None:  # None where its loss is too short for phases

@@ -51,11 +51,33 @@ def _holds(facts: Mapping, name: str, sign: str, value: float) -> bool:
     return _COMPARE[sign](facts[name][0], value) if name in facts else bool(otherwise)
 
 
+_OF_BATCH = {"input_jump": "inputs", "forward_jump": "activations", "update_before": "the update before it"}
+
+
+def _ordinary_words(facts: Mapping) -> str:
+    "Which measures of a batch were ordinary, as far as they were taken, and what of it is left to suspect."
+    measured = [words for name, words in _OF_BATCH.items() if name in facts]
+    suspect = "its labels are" if "input_jump" in facts else "its inputs or labels are"
+    if not measured:
+        return f"{suspect} the suspect"
+    *others, last = measured
+    names, is_one = (
+        ", ".join(others) + (" and " if others else "") + last,
+        measured == ["the update before it"],
+    )
+    return f"{names} {'is' if is_one else 'are'} ordinary, so {suspect} the suspect"
+
+
 def _filled(words: str, facts: Mapping, at: int | None) -> str:
     "Words with the measures in their holes."
     values = {name: value for name, (value, _) in facts.items()}
     jump = facts.get("loss_jump", (0, None))[1]
-    return words.format(**values | {"at": "the start" if at is None else f"{at:,}", "jump_at": jump})
+    derived = {
+        "at": "the start" if at is None else f"{at:,}",
+        "jump_at": jump,
+        "ordinary": _ordinary_words(facts),
+    }
+    return words.format(**values | derived)
 
 
 def _candidate(row: dict, facts: Mapping) -> Cause | None:
@@ -129,7 +151,7 @@ def _symptom(step: int, facts: Mapping) -> dict[str, int]:
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #1e8b4557
 _TELLS = {  # measure that was not taken -> what would take it
     "update_before": "the size of the updates in the steps before it, at level 'normal'",
-    "input_jump": "the values of the batches, which a record has unless the first module is a convolution",
+    "input_jump": "the values of the batches, which a record has where no convolution comes first",
     "forward_jump": "the activations of that step and of those before it, at level 'normal'",
 }
 
@@ -141,6 +163,8 @@ def missing_measures(
     if "loss_jump" not in facts:
         return []
     measured = {*facts, *(["input_jump"] if "input_nonfinite" in facts else [])}  # NaN is no jump
+    # token ids have no size that could be out of range
+    measured |= {"input_jump"} if facts.get("embeds", (0.0, None))[0] == 1 else set()
     return [words for name, words in _TELLS.items() if name not in measured]
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3

@@ -56,7 +56,7 @@ def limit(
         reads[name] = value
     return value
 
-
+# %% ../../nbs/api/detect/01_limits.ipynb #02b83fc2
 def count_limit(
     name: str,  # name of a limit that counts something: records, steps, modules
 ) -> int:  # current value

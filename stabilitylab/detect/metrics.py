@@ -49,8 +49,8 @@ def find_grad_norm_explosion(
         return []
     peaks = [first + int(np.argmax(norm.value[first : last + 1])) for first, last in ranges]
     worst = max(peaks, key=lambda at: log[at] - level[at])
-    evidence: dict[str, Any] = {
-        "count": len(ranges),
+    evidence: dict[str, Any] = {"count": len(ranges)} if len(ranges) > 1 else {}
+    evidence |= {
         "steps": [int(norm.step[first]) for first, _ in ranges][: count_limit("most_steps")],
         "peak": float(norm.value[worst]),
         "peak_step": int(norm.step[worst]),
@@ -133,7 +133,7 @@ def step_times(
         return None
     return rate._replace(value=1 / rate.value)
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #215ce6fe
 def as_logged(
     times: Curve,  # from `step_times`
     **levels: float,  # name -> a time of a step
@@ -145,7 +145,7 @@ def as_logged(
         return {f"{name}_step_time": level for name, level in levels.items()}
     return {f"{name}_throughput": 1 / level for name, level in levels.items()}
 
-
+# %% ../../nbs/api/detect/13_metrics.ipynb #888dd9b5
 def _normal_again(ahead: np.ndarray, first: int, level: float) -> int:
     "Index from which the records to come are no longer slow; the length where they stay so."
     for start in range(first, len(ahead), _CHUNK):

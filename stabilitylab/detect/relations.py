@@ -210,7 +210,7 @@ def z_loss_and_loss(
 
     return [ordered(f) if f.kind == "z_loss_collapse" else f for f in findings]
 
-
+# %% ../../nbs/api/detect/30_relations.ipynb #d40c78e3
 def high_learning_rate(
     run: xr.DataTree,  # a record
     findings: list[Finding],  # so far

@@ -30,7 +30,7 @@ def leaf_modules(
     "The modules of a model that have no modules inside."
     return [(name, m) for name, m in model.named_modules() if name and not list(m.children())]
 
-
+# %% ../../nbs/api/replay/04_compare_formats.ipynb #683bbc1f
 def _straight_through(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     "The rounded values, with the gradient of the ones that were not rounded."
     return x + (rounded - x.detach())
@@ -106,8 +106,8 @@ class Precision:
 
 PRECISIONS = {
     "fp32": Precision(torch.float32, None, None, 2.0**-24),
-    "bf16_autocast": Precision(torch.float32, torch.bfloat16, None, 2.0**-9),
-    "bf16": Precision(torch.bfloat16, None, None, 2.0**-9),
+    "bf16_autocast": Precision(torch.float32, torch.bfloat16, None, 2.0**-8),
+    "bf16": Precision(torch.bfloat16, None, None, 2.0**-8),
     "fp16_autocast": Precision(torch.float32, torch.float16, None, 2.0**-11),
     "fp16": Precision(torch.float16, None, None, 2.0**-11),
     "fp8_e4m3": Precision(torch.float32, None, "fp8_e4m3", 2.0**-4),

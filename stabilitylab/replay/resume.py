@@ -57,7 +57,7 @@ def wrong_decay_groups(
             wrong.append((name, decay[name], "none" if wants_none else "some"))
     return pd.DataFrame(wrong + outside, columns=["param", "weight_decay", "expected"])
 
-# %% ../../nbs/api/replay/07_resume.ipynb #f0e72860
+# %% ../../nbs/api/replay/07_resume.ipynb #d0560114
 class Difference(NamedTuple):
     "Something that is not the same in a run that went on and in one that was saved and loaded."
 

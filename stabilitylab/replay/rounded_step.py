@@ -34,6 +34,11 @@ from .step import Replayed, norm_of, replay
 from .user_code import faults_in_one_line
 from ..run.job import report_progress
 
+# %% ../../nbs/api/replay/07_rounded_step.ipynb #b8653b4b
+def _rows(table: pd.DataFrame | None) -> list[dict] | None:
+    "A table as a list of rows, its index among the columns."
+    return None if table is None else table.reset_index().to_dict("records")
+
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #85584156
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,11 +71,6 @@ class StepPrecision:
             "left_out": self.left_out,
             "warning": self.warning,
         }
-
-
-def _rows(table: pd.DataFrame | None) -> list[dict] | None:
-    "A table as a list of rows, its index among the columns."
-    return None if table is None else table.reset_index().to_dict("records")
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
 def _in_format(part: object, dtype: torch.dtype) -> object:

@@ -43,7 +43,19 @@ def replayable_steps(
     "The steps of a record that can be replayed."
     return list(opened(path).box().steps)
 
+# %% ../../nbs/api/replay/02_snapshot.ipynb #752876a8
+def _ranges(steps: Iterable[int]) -> str:
+    "Steps as text: 320-339, 345."
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(words) or "none"
 
+# %% ../../nbs/api/replay/02_snapshot.ipynb #f877bc95
 def _refuse_step(path: str | Path | Recording, step: int) -> InputError:
     "Why a step cannot be replayed, and which can."
     index = opened(path).box()
@@ -96,17 +108,14 @@ def load_batch(
         ids=[file["batch_id"] for file in files],
     )
 
-# %% ../../nbs/api/replay/02_snapshot.ipynb #752876a8
-def _ranges(steps: Iterable[int]) -> str:
-    "Steps as text: 320-339, 345."
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return ", ".join(words) or "none"
+# %% ../../nbs/api/replay/02_snapshot.ipynb #a550ec74
+def _set_group(group: dict, settings: dict) -> None:
+    "Set what a group has."
+    for key, value in settings.items():
+        if torch.is_tensor(group.get(key)):
+            group[key].fill_(value)
+        elif key in group:
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #3f407273
 def recorded_schedule(
@@ -126,15 +135,6 @@ def recorded_schedule(
                 _set_group(group, settings)
 
     return schedule
-
-
-def _set_group(group: dict, settings: dict) -> None:
-    "Set what a group has."
-    for key, value in settings.items():
-        if torch.is_tensor(group.get(key)):
-            group[key].fill_(value)
-        elif key in group:
-            group[key] = tuple(value) if isinstance(value, list) else value
 
 # %% ../../nbs/api/replay/02_snapshot.ipynb #980025bd
 def saved_snapshot(

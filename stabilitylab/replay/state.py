@@ -46,7 +46,7 @@ def _takes_loop(function: Callable) -> bool:
     except (TypeError, ValueError):  # a function that is not written in Python
         return False
 
-
+# %% ../../nbs/api/replay/00_state.ipynb #37e51405
 @dataclass(frozen=True)
 class OfPart:
     "A function (model, batch) of a setup, to be called with a kept micro-batch."
@@ -133,7 +133,7 @@ class Batch:
     name: str = ""  # name in tables
     ids: list = field(default_factory=list)  # hashes of the contents, equal on every machine
 
-
+# %% ../../nbs/api/replay/00_state.ipynb #a8e93412
 def _refuse_other_shapes(model: torch.nn.Module, state: dict) -> None:
     "Raises where tensors of a model and of a checkpoint have the same name and other shapes."
     own = {name: tuple(t.shape) for name, t in model.state_dict().items() if torch.is_tensor(t)}

@@ -32,7 +32,7 @@ def norm_of(
     parts = [torch.linalg.vector_norm(t.detach().double()) for t in tensors]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #4ec61ebf
 def _forward(
     setup: Setup,
     model: torch.nn.Module,
@@ -93,7 +93,7 @@ class StepNumbers:
     clipped_grad_norm: float | None  # norm after clipping; None if the setup does not clip
     lr: float | None  # learning rate of the first parameter group; None without an optimizer
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #792d096b
 def _clip(setup: Setup, model: torch.nn.Module) -> float | None:
     "Clips as the loop did; the norm that is left, None where nothing is clipped."
     if setup.clip is None:
@@ -138,7 +138,7 @@ def needs_closure(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #17acccdd
 def _refuse_beside_closure(optimizers: list, scaler: torch.amp.GradScaler | None) -> None:
     "Raises where an optimizer with a closure does not stand alone."
     if len(optimizers) > 1 or scaler is not None:
@@ -221,7 +221,7 @@ class Replayed:
         clipped = self.clipped_grad_norm
         return numbers if clipped is None else numbers | {"clipped_grad_norm": clipped}
 
-
+# %% ../../nbs/api/replay/01_step.ipynb #c97b2c8e
 def _take_step(
     snapshot: Snapshot,
     model: torch.nn.Module,

@@ -35,7 +35,7 @@ class ArmTask:
     seed: int  # seed of the batch order
     start: Start | None = field(default=None, compare=False)  # the state from which it trains
 
-# %% ../../nbs/api/trial/03_tasks.ipynb #48e61c7b
+# %% ../../nbs/api/trial/03_tasks.ipynb #88bbf16f
 @dataclass(frozen=True)
 class TrialState:
     "Progress of a trial or a sweep."
@@ -47,7 +47,7 @@ class TrialState:
     ended: bool  # whether all work has ended
     failed: tuple[str, ...]  # errors of tasks that did not finish
 
-# %% ../../nbs/api/trial/03_tasks.ipynb #88bbf16f
+
 class _Work(Protocol):
     "A trial or a sweep."
 

@@ -24,6 +24,7 @@ def first_crossings(
     values: np.ndarray,  # (step, module) largest magnitude or norm, >= 0; NaN where there is none
     beyond: float = 0.0,  # a crossing is also at least this many times the largest early value of all columns
     min_peak: float = 0.0,  # columns that never reach this value do not cross
+    lasts: bool = False,  # whether a crossing is one only where the next record crosses too, or none follows
 ) -> tuple[
     np.ndarray, np.ndarray
 ]:  # row of each module's first crossing, -1: none; ratio to its early largest there
@@ -43,6 +44,8 @@ def first_crossings(
     # these rows have set the range
     is_over[:n] = False
     is_over &= (values >= min_peak).any(axis=0)
+    if lasts:
+        is_over[:-1] &= is_over[1:]
     at = np.where(is_over.any(axis=0), is_over.argmax(axis=0), -1)
     return at, np.where(at >= 0, ratio[at, np.arange(modules)], np.nan)
 
@@ -55,7 +58,7 @@ def crossing_order(
     hit = np.flatnonzero(at >= 0)
     return hit[np.lexsort((-ratio[hit], at[hit]))]
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #4f0729b1
 def first_names(
     labels: xr.DataArray,  # (module,) or (param,) names
     order: np.ndarray,  # indices, those to be told first
@@ -63,22 +66,10 @@ def first_names(
     "The modules or parameters that a finding names."
     return tuple(str(labels.values[i]) for i in order[: count_limit("most_modules")])
 
-# %% ../../../nbs/api/detect/layers/60_activations.ipynb #f97dc38c
-def find_activation_explosion(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one, with the module that moved first
-    "Activations, forward or backward, that grew far beyond their early range."
-    exploded = [
-        _explosion(activations, name, at, ratio, order)
-        for activations, name, at, ratio in activation_crossings(run)
-        if len(order := crossing_order(at, ratio))
-    ]
-    return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
-
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #e0d63148
 _DIRECTIONS = {"absmax": "The output", "grad_absmax": "The gradient at the output"}
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #6dd26ede
 def activation_crossings(
     run: xr.DataTree,  # a record
 ) -> Iterator[tuple[xr.Dataset, str, np.ndarray, np.ndarray]]:  # activations, variable, its `first_crossings`
@@ -88,13 +79,14 @@ def activation_crossings(
         return
     bounds = {
         "absmax": {"min_peak": limit("explosion_factor")},  # from near zero to order one is learning
-        "grad_absmax": {"beyond": limit("threefold")},
+        # one record of large gradients is a batch of few samples, whose mean divides by less
+        "grad_absmax": {"beyond": limit("threefold"), "lasts": True},
     }
     for name in bounds:
         if name in activations:
             yield activations, name, *first_crossings(activations[name].values, **bounds[name])
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #bdf82927
 def _explosion(
     activations: xr.Dataset, name: str, at: np.ndarray, ratio: np.ndarray, order: np.ndarray
 ) -> tuple[int, Finding]:
@@ -117,6 +109,18 @@ def _explosion(
     )
     return int(at[first]), finding
 
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #f97dc38c
+def find_activation_explosion(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one, with the module that moved first
+    "Activations, forward or backward, that grew far beyond their early range."
+    exploded = [
+        _explosion(activations, name, at, ratio, order)
+        for activations, name, at, ratio in activation_crossings(run)
+        if len(order := crossing_order(at, ratio))
+    ]
+    return [min(exploded, key=lambda pair: pair[0])[1]] if exploded else []
+
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #5fd1050e
 def columns_above(
     share: np.ndarray,  # (module,) shares in [0, 1]
@@ -125,7 +129,7 @@ def columns_above(
     "Columns whose share is above a limit, in descending order."
     return np.argsort(-share, kind="stable")[: int((share > limit(name)).sum())]
 
-
+# %% ../../../nbs/api/detect/layers/60_activations.ipynb #efbb35a4
 def median_of_finite(
     values: np.ndarray,  # (step, module)
 ) -> np.ndarray:  # (module,); NaN where a column has no finite value

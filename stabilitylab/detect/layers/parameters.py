@@ -25,6 +25,14 @@ from ..limits import count_limit, limit
 from ..phrase import evidence_words
 from ...run.curves import curve, event_texts, group_of
 
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #95dcda8c
+def _stands(norms: np.ndarray, row: int) -> bool:
+    "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
+    # a float32 norm beyond 1.8e19 has no float32 square
+    # and a frozen parameter has no gradient
+    total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
+    return bool((total[row:] < limit("threefold") * total[:row].max()).all())
+
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ea08c54b
 def find_param_grad_explosion(
     run: xr.DataTree,  # a record
@@ -47,119 +55,16 @@ def find_param_grad_explosion(
     severity = "info" if _stands(gradients.grad_norm.values, at[order[0]]) else "warning"
     return [Finding("grad_norm_explosion", severity, onset, modules=modules, evidence=evidence)]
 
-
-def _stands(norms: np.ndarray, row: int) -> bool:
-    "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
-    # a float32 norm beyond 1.8e19 has no float32 square
-    # and a frozen parameter has no gradient
-    total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
-    return bool((total[row:] < limit("threefold") * total[:row].max()).all())
-
-# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ce535e98
-def rms_ceiling(
-    step: int | np.ndarray,  # steps taken, from 1
-    beta2: float,  # second-moment decay, in [0, 1)
-) -> float | np.ndarray:  # the largest possible RMS_t
-    "The exact ceiling of RMS_t."
-    return np.sqrt((1 - beta2 ** np.asarray(step, float)) / (1 - beta2))
-
-# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #64ee9ab7
-def find_update_rms_excess(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one; an info, until `relate.layer_leads` sees the loss follow
-    "Large parameters whose gradient outran its second moment."
-    optimizer, shapes = group_of(run, "optimizer", "update_rms"), run.attrs.get("shapes", {})
-    betas: tuple[float, ...] = tuple(run.attrs.get("betas") or ())
-    if optimizer is None or len(betas) != 2:
-        return []
-    entries = np.array([np.prod(shapes.get(str(name), [0])) for name in optimizer.param.values])
-    large = optimizer.isel(param=np.flatnonzero(entries >= count_limit("update_entries")))
-    rms = large.update_rms.values
-    is_over = rms >= limit("update_rms")
-    if not is_over.any():
-        return []
-    row, column = divmod(int(np.nanargmax(rms)), rms.shape[1])
-    rate = is_over[:, column].mean()
-    steps = large.step.values[is_over[:, column]]
-    order = np.argsort(-np.nan_to_num(rms).max(axis=0), kind="stable")[: count_limit("most_modules")]
-    evidence = {
-        "peak": float(rms[row, column]),
-        # by the step, not the row: a record may begin late or keep every tenth step
-        "ceiling": float(rms_ceiling(int(large.step.values[row]) + 1, betas[1])),
-        # that a crossing falls into the records before a spike anyway, were crossings independent
-        "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
-        "steps": steps[: count_limit("most_crossings")].tolist(),
-    }
-    modules = first_names(large.param, order[is_over[:, order].any(axis=0)])
-    return [Finding("update_rms_excess", "info", steps[0], modules=modules, evidence=evidence)]
-
-# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #6daf38ca
-def find_grad_below_epsilon(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
-    "Parameters whose gradients are mostly below the optimizer's epsilon."
-    optimizer = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
-    if optimizer is None:
-        return []
-    # a gradient that is not finite is not small
-    optimizer = optimizer.isel(step=_is_finite(run, optimizer.step.values))
-    if not optimizer.sizes["step"]:
-        return []
-    is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
-    share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
-    share[is_table] = 0  # rows of absent tokens have no gradient at all
-    share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
-    without = [name for finding in find_no_gradient(run) for name in finding.modules]
-    share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
-    share[_is_sparse(run, optimizer.param.values.astype(str))] = 0
-    order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
-    if not len(order):
-        return []
-    evidence = {"n": len(order), "share": float(share[order[0]])}
-    modules = first_names(optimizer.param, order)
-    is_below = optimizer.below_eps_frac.values[:, order[0]] > limit("majority")
-    onset = optimizer.step.values[np.flatnonzero(is_below)[0]]
-    return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
-
-# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #b78b1d4e
-def _is_finite(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
-    "Whether all gradients were finite, at each of some steps."
-    gradients = group_of(run, "gradients", "nonfinite_count", min_steps=1)
-    if gradients is None:
-        return np.ones(len(steps), bool)
-    return ~np.isin(steps, gradients.step.values[(gradients.nonfinite_count > 0).any("param").values])
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #868b8701
+def _lacks_gradients(run: xr.DataTree) -> bool:
+    "Whether the Recorder notes that it stopped reading gradients."
+    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
 
 
-_FAR_ABOVE = 100  # times epsilon: entries of a gradient of that size are below it where they are zero; ours
-
-
-def _is_sparse(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
-    "Gradients far above epsilon, so that the entries below it are zeros, as those of inactive units are."
-    gradients, eps = group_of(run, "gradients", "rms"), run.attrs.get("eps")
-    if gradients is None or eps is None:
-        return np.zeros(len(params), bool)
-    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
-    is_far = median_of_finite(gradients.rms.values) > _FAR_ABOVE * float(eps)
-    return np.isin(params, gradients.param.values.astype(str)[is_far])
-
-
-_SUMMED = 100  # roundings that a sum over a batch adds up to; ours
-
-
-def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
-    "Biases with a gradient of zero but for rounding: those of keys, and those before a batch norm."
-    gradients = group_of(run, "gradients", "grad_norm")
-    if gradients is None:
-        return np.zeros(len(params), bool)
-    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
-    usual = median_of_finite(gradients.grad_norm.values)
-    names = gradients.param.values.astype(str)
-    usual_of = dict(zip(names, usual, strict=True))
-    beside = np.array([usual_of.get(_weight_beside(name), np.nan) for name in names])
-    rounding = np.finfo(np.float32).eps
-    # what a batch norm cancels is a sum over the batch, whose terms are as large as those of the weight
-    is_noise = (usual < rounding * np.nanmax(usual)) | (usual < _SUMMED * rounding * beside)
-    return np.isin(params, names[is_noise]) & np.char.endswith(params, "bias")
+def _weight_beside(name: str) -> str:
+    "The weight of the module of a bias; '' for another parameter."
+    module, _, last = name.rpartition(".")
+    return f"{module}.weight".lstrip(".") if last == "bias" else ""
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #fe94f850
 def find_no_gradient(
@@ -184,17 +89,6 @@ def find_no_gradient(
         evidence = {count: len(names)}
         findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
     return [finding for finding in findings if finding.modules]
-
-
-def _lacks_gradients(run: xr.DataTree) -> bool:
-    "Whether the Recorder notes that it stopped reading gradients."
-    return any(re.match("gradients (of .+ )?missing from step ", text) for _, text in event_texts(run))
-
-
-def _weight_beside(name: str) -> str:
-    "The weight of the module of a bias; '' for another parameter."
-    module, _, last = name.rpartition(".")
-    return f"{module}.weight".lstrip(".") if last == "bias" else ""
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #c12c0669
 def _has_odd_side(shape: list[int]) -> bool:
@@ -265,6 +159,112 @@ def find_wide_init(
     evidence = {"std": std, "ratio": float(ratio), "allowed": allowed, "H": int(H)}
     modules = tuple(row[1] for row in too_wide[: count_limit("most_modules")])
     return [Finding("init_std_too_large", "warning", 0, modules=modules, evidence=evidence)]
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #ce535e98
+def rms_ceiling(
+    step: int | np.ndarray,  # steps taken, from 1
+    beta2: float,  # second-moment decay, in [0, 1)
+) -> float | np.ndarray:  # the largest possible RMS_t
+    "The exact ceiling of RMS_t."
+    return np.sqrt((1 - beta2 ** np.asarray(step, float)) / (1 - beta2))
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #64ee9ab7
+def find_update_rms_excess(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one; an info, until `relate.layer_leads` sees the loss follow
+    "Large parameters whose gradient outran its second moment."
+    optimizer, shapes = group_of(run, "optimizer", "update_rms"), run.attrs.get("shapes", {})
+    betas: tuple[float, ...] = tuple(run.attrs.get("betas") or ())
+    if optimizer is None or len(betas) != 2:
+        return []
+    entries = np.array([np.prod(shapes.get(str(name), [0])) for name in optimizer.param.values])
+    large = optimizer.isel(param=np.flatnonzero(entries >= count_limit("update_entries")))
+    rms = large.update_rms.values
+    is_over = rms >= limit("update_rms")
+    if not is_over.any():
+        return []
+    row, column = divmod(int(np.nanargmax(rms)), rms.shape[1])
+    rate = is_over[:, column].mean()
+    steps = large.step.values[is_over[:, column]]
+    order = np.argsort(-np.nan_to_num(rms).max(axis=0), kind="stable")[: count_limit("most_modules")]
+    evidence = {
+        "peak": float(rms[row, column]),
+        # by the step, not the row: a record may begin late or keep every tenth step
+        "ceiling": float(rms_ceiling(int(large.step.values[row]) + 1, betas[1])),
+        # that a crossing falls into the records before a spike anyway, were crossings independent
+        "chance": float(1 - (1 - rate) ** count_limit("rms_lead")),
+        "steps": steps[: count_limit("most_crossings")].tolist(),
+    }
+    modules = first_names(large.param, order[is_over[:, order].any(axis=0)])
+    return [Finding("update_rms_excess", "info", steps[0], modules=modules, evidence=evidence)]
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #8ca44ea5
+def _is_finite(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
+    "Whether all gradients were finite, at each of some steps."
+    gradients = group_of(run, "gradients", "nonfinite_count", min_steps=1)
+    if gradients is None:
+        return np.ones(len(steps), bool)
+    return ~np.isin(steps, gradients.step.values[(gradients.nonfinite_count > 0).any("param").values])
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #7ff9c6fd
+_FAR_ABOVE = 100  # times epsilon: entries of a gradient of that size are below it where they are zero; ours
+
+
+def _is_sparse(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
+    "Gradients far above epsilon, so that the entries below it are zeros, as those of inactive units are."
+    gradients, eps = group_of(run, "gradients", "rms"), run.attrs.get("eps")
+    if gradients is None or eps is None:
+        return np.zeros(len(params), bool)
+    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
+    is_far = median_of_finite(gradients.rms.values) > _FAR_ABOVE * float(eps)
+    return np.isin(params, gradients.param.values.astype(str)[is_far])
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #857c404b
+_SUMMED = 100  # roundings that a sum over a batch adds up to; ours
+
+
+def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
+    "Biases with a gradient of zero but for rounding: those of keys, and those before a batch norm."
+    gradients = group_of(run, "gradients", "grad_norm")
+    if gradients is None:
+        return np.zeros(len(params), bool)
+    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
+    usual = median_of_finite(gradients.grad_norm.values)
+    names = gradients.param.values.astype(str)
+    usual_of = dict(zip(names, usual, strict=True))
+    beside = np.array([usual_of.get(_weight_beside(name), np.nan) for name in names])
+    rounding = np.finfo(np.float32).eps
+    # what a batch norm cancels is a sum over the batch, whose terms are as large as those of the weight
+    is_noise = (usual < rounding * np.nanmax(usual)) | (usual < _SUMMED * rounding * beside)
+    return np.isin(params, names[is_noise]) & np.char.endswith(params, "bias")
+
+# %% ../../../nbs/api/detect/layers/61_parameters.ipynb #6daf38ca
+def find_grad_below_epsilon(
+    run: xr.DataTree,  # a record
+) -> list[Finding]:  # at most one
+    "Parameters whose gradients are mostly below the optimizer's epsilon."
+    optimizer = group_of(run, "optimizer", "below_eps_frac", min_steps=1)
+    if optimizer is None:
+        return []
+    # a gradient that is not finite is not small
+    optimizer = optimizer.isel(step=_is_finite(run, optimizer.step.values))
+    if not optimizer.sizes["step"]:
+        return []
+    is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
+    share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
+    share[is_table] = 0  # rows of absent tokens have no gradient at all
+    share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
+    without = [name for finding in find_no_gradient(run) for name in finding.modules]
+    share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
+    share[_is_sparse(run, optimizer.param.values.astype(str))] = 0
+    order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
+    if not len(order):
+        return []
+    evidence = {"n": len(order), "share": float(share[order[0]])}
+    modules = first_names(optimizer.param, order)
+    is_below = optimizer.below_eps_frac.values[:, order[0]] > limit("majority")
+    onset = optimizer.step.values[np.flatnonzero(is_below)[0]]
+    return [Finding("grad_below_epsilon", "warning", onset, modules=modules, evidence=evidence)]
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #db35cd3f
 _FORGOTTEN = "trainable but in no optimizer: "

@@ -23,16 +23,6 @@ from ...run.scalars import series_names
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #f56e0879
 _WORDS = json.loads(files("stabilitylab.detect.loss").joinpath("objectives.json").read_text(encoding="utf-8"))
 
-
-@dataclass(frozen=True)
-class Objective:
-    "What kind of number the loss of a run is, as far as its log tells."
-
-    # 'policy' or 'adversarial': its goal moves as the model learns; 'signed': it changes its sign again and
-    # again, near zero; '' for an ordinary loss
-    moving: str
-    is_average: bool  # its name says that each record is a mean over many
-
 # %% ../../../nbs/api/detect/loss/26_objective.ipynb #7f864090
 def _words(scalars: xr.Dataset, name: str) -> set[str]:
     "The words of a series' name, and of the name that the log has for it."
@@ -61,6 +51,16 @@ def _moving(own: set[str], beside: list[set[str]], loss: Curve) -> str:
     if is_near_zero and has_reward:
         return "policy"
     return "signed" if is_near_zero and is_signed else ""
+
+# %% ../../../nbs/api/detect/loss/26_objective.ipynb #52fc81f2
+@dataclass(frozen=True)
+class Objective:
+    "What kind of number the loss of a run is, as far as its log tells."
+
+    # 'policy' or 'adversarial': its goal moves as the model learns; 'signed': it changes its sign again and
+    # again, near zero; '' for an ordinary loss
+    moving: str
+    is_average: bool  # its name says that each record is a mean over many
 
 
 def objective_type(

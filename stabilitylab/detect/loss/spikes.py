@@ -244,7 +244,7 @@ def high_grad_norm(
     high, level, _ = out_of_range(log, limit("grad_sigma"))
     return high, level, log
 
-
+# %% ../../../nbs/api/detect/loss/10_spikes.ipynb #9442383a
 def _high_steps(run: xr.DataTree) -> np.ndarray:
     "The steps at which the gradient norm left its range."
     grad_norm = curve(run, "grad_norm")

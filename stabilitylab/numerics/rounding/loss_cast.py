@@ -258,7 +258,7 @@ def _flat(tensor: torch.Tensor) -> np.ndarray:
     "A tensor as one float32 row."
     return tensor.detach().float().cpu().numpy().ravel()
 
-
+# %% ../../../nbs/api/numerics/rounding/02_loss_cast.ipynb #bb11fd8d
 def lost_updates(
     weights: dict,  # parameter -> tensor before the step, any float dtype
     updates: dict,  # parameter -> full-precision update, same names and shapes

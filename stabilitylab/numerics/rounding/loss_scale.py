@@ -58,23 +58,6 @@ def simulate_loss_scale(
             scale, clean, patience = scale * 2, 0, rule.hysteresis
     return np.array(scales), np.array(skipped)
 
-# %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #6ae29bf4
-@dataclass(frozen=True)
-class ScaleCause:
-    "The reason for overflows in an fp16 step."
-
-    cause: str  # 'activations', 'gradients' or 'none'
-    module: (
-        str  # first module in order of execution whose output or output gradient overflows; '' without one
-    )
-    # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
-    scale_that_fits: float
-    absmax: float  # largest finite unscaled |value| of that cause
-
-    def to_dict(self) -> dict:  # field -> value
-        "The cause as plain data."
-        return asdict(self)
-
 # %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #6df238b4
 class _Largest:
     "Collects the largest magnitude of every output and of every gradient of a backward pass, in order."
@@ -132,6 +115,23 @@ def _passes(
     return largest_values
 
 # %% ../../../nbs/api/numerics/rounding/03_loss_scale.ipynb #5bc24067
+@dataclass(frozen=True)
+class ScaleCause:
+    "The reason for overflows in an fp16 step."
+
+    cause: str  # 'activations', 'gradients' or 'none'
+    module: (
+        str  # first module in order of execution whose output or output gradient overflows; '' without one
+    )
+    # largest power of two at which the gradients of this batch fit fp16; 0 where activations overflow
+    scale_that_fits: float
+    absmax: float  # largest finite unscaled |value| of that cause
+
+    def to_dict(self) -> dict:  # field -> value
+        "The cause as plain data."
+        return asdict(self)
+
+
 def _scale_that_fits(
     absmax: float,  # largest |gradient|, >= 0, inf or NaN
 ) -> float:  # a power of two; 0 where none fits, inf where every one does

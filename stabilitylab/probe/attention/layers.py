@@ -24,21 +24,6 @@ from .watch import eager_model, preserve_state
 from ..kinds import module_kinds
 from ..slots import first_tensor
 
-# %% ../../../nbs/api/probe/attention/27_layers.ipynb #5d586114
-@dataclass(frozen=True)
-class LayerReading:
-    "How much the loss rises without one module."
-
-    module: str  # name of the module
-    kind: str  # kind of the module, from `module_kinds`
-    cost: float  # increase of the loss without the module, nats; negative if the model is better without it
-    loss: float  # loss of the whole model, nats
-    grad_share: float  # share of the module in the squared gradient of all parameters, in [0, 1]
-
-    def to_dict(self) -> dict:
-        "The reading as a dict."
-        return asdict(self)
-
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #41bc479d
 def _without(module: nn.Module, kind: str) -> torch.utils.hooks.RemovableHandle:
     "A hook that skips a block or silences a part of one."
@@ -80,6 +65,21 @@ def _grad_shares(model: nn.Module, loss: Callable, names: list[str]) -> dict[str
     return {module: _sum_within(module, squares) / total for module in names}
 
 # %% ../../../nbs/api/probe/attention/27_layers.ipynb #ddae0beb
+@dataclass(frozen=True)
+class LayerReading:
+    "How much the loss rises without one module."
+
+    module: str  # name of the module
+    kind: str  # kind of the module, from `module_kinds`
+    cost: float  # increase of the loss without the module, nats; negative if the model is better without it
+    loss: float  # loss of the whole model, nats
+    grad_share: float  # share of the module in the squared gradient of all parameters, in [0, 1]
+
+    def to_dict(self) -> dict:
+        "The reading as a dict."
+        return asdict(self)
+
+
 def layer_readings(
     model: nn.Module,  # any model
     loss: Callable[[], torch.Tensor],  # () -> the loss of a batch, a scalar; it calls the model

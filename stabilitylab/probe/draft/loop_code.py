@@ -133,7 +133,7 @@ def _unmarked(statements: list[ast.stmt]) -> list[ast.stmt]:
             plain.append(statement if statement.targets else ast.Expr(statement.value))
     return plain
 
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #60af328d
+# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #5c1e433d
 @dataclass
 class LoopCode:
     "Code of a loop, as it stands by itself."
@@ -144,7 +144,7 @@ class LoopCode:
     missing: list[str] = field(default_factory=list)  # what has no source
     expressions: dict[str, str] = field(default_factory=dict)  # of values that are kept: by their names
 
-# %% ../../../nbs/api/probe/draft/28_loop_code.ipynb #5c1e433d
+
 def loop_code(
     frame: types.FrameType,  # of the function that calls `recorder.batch`
     recorder: Any,  # the Recorder
