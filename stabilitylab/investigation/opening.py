@@ -28,7 +28,7 @@ def open_recordings(
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
 
-_KEPT = "tensors, arrays, numbers and text, in dicts, lists, tuples and dataclasses"
+_BATCH_WORDS = "tensors, arrays, numbers and text, in dicts, lists, tuples and dataclasses"
 
 
 def _why_none(recording: Recording) -> str:
@@ -37,7 +37,7 @@ def _why_none(recording: Recording) -> str:
     if not lost:
         return "it holds none"
     parts = next(iter(lost.values()))[:120]
-    return f"it holds none: its batches could not be kept, {parts}; `recorder.batch` keeps {_KEPT}"
+    return f"it holds none: its batches could not be kept, {parts}; `recorder.batch` keeps {_BATCH_WORDS}"
 
 
 def suspect_step(
