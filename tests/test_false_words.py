@@ -39,7 +39,7 @@ from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup
-from stabilitylab.report.content import replay_command
+from stabilitylab.report.content import replay_command, run_sentences
 from stabilitylab.report.step import replay_text
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -561,6 +561,8 @@ def test_samples_of_a_gradient_that_is_not_finite_have_no_share():
         line.split("samples")[1].strip()
         == "the gradient of the batch is not finite, so none of its 2 has a share"
     )
+    rows[1]["loss"] = "nan"
+    assert samples_line(rows).endswith("has a share; the loss of sample 1 is not finite")
 
 
 def test_samples_that_are_not_the_batch_are_left_out_or_told():
@@ -898,3 +900,45 @@ def test_a_loop_that_hands_over_no_batch_is_told_at_once_and_afterwards(tmp_path
     for question in (suspect_step, setup_of):
         with pytest.raises(InputError, match="its loop handed over no batch"):
             question(tmp_path / "run")
+
+
+def test_a_loss_of_pairs_is_not_taken_of_one_sample():
+    "The chosen half of a batch beside the rejected one: `chunk` of one row failed."
+
+    def of_pairs(model, part):
+        chosen, rejected = model(part).chunk(2)
+        return (rejected - chosen).exp().mean()
+
+    torch.manual_seed(0)
+    setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    with pytest.raises(InputError, match="cannot be taken of one sample alone"):
+        blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
+
+
+def test_a_step_that_was_not_kept_is_not_the_one_that_is_replayed(monkeypatch):
+    run, findings = (
+        run_of(np.linspace(3, 2, 30)),
+        Findings([Finding("loss_spike", "warning", 22, evidence={})]),
+    )
+    for steps, words in (([20, 22], "Replay the suspect step:"), ([10, 19], "Step 22 was not kept")):
+        monkeypatch.setattr("stabilitylab.report.content._recorded_steps", lambda folder, steps=steps: steps)
+        text = run_sentences(run, findings, "runs/mine")
+        assert text.replay_words.startswith(words) and text.replay.endswith(f"--step {steps[-1]}")
+
+
+@pytest.mark.parametrize(("rate", "blown", "words"), [(50.0, 1.0, "its updates are 50 times"), (1.0, 50.0, "the state is")])
+def test_a_state_whose_rate_alone_is_out_of_line_has_no_bad_weights(rate, blown, words):
+    torch.manual_seed(0)
+    setup = Setup(
+        lambda: torch.nn.Linear(3, 1),
+        lambda model, batch: model(batch).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.001),
+    )
+    weights = setup.model().state_dict()
+    plain = torch.optim.SGD(setup.model().parameters(), lr=0.001).state_dict()
+    raised = {**plain, "param_groups": [plain["param_groups"][0] | {"lr": 0.001 * rate}]}
+    states = [Snapshot(setup, weights, plain) for _ in range(3)]
+    states.append(Snapshot(setup, {name: blown * w for name, w in weights.items()}, raised))
+    batches = [Batch([torch.randn(16, 3)]) for _ in range(4)]
+    result = swap_test(states, batches, progress=False)
+    assert result.verdict == "bad state" and words in result.words

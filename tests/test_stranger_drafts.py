@@ -14,7 +14,7 @@ from stabilitylab import Recorder
 from stabilitylab.probe.draft import setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
-from stabilitylab.probe.draft.python_source import Draft, model_source
+from stabilitylab.probe.draft.python_source import Draft, call_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
@@ -185,3 +185,7 @@ def test_looking_for_the_owner_of_a_model_does_not_run_code_of_what_the_program_
         warnings.simplefilter("error")
         assert held.update()["width"] == 8 and type(old) is Warns
         assert known_arguments(Actor, ["width"], sys._getframe()) == {"width": 8}
+
+
+def test_parts_of_a_batch_that_are_alike_are_named_once():
+    assert call_source([Kind.NOISE] * 32)[1] == "a list of 32 × Kind"

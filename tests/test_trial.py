@@ -174,9 +174,12 @@ def test_a_fix_that_never_acted_says_so():
     ]
     verdicts = verdicts_of(arms, curves)
     assert [verdict.acted for verdict in verdicts] == [True, False, True, True]
-    words = trial_words(TrialResult(START, 60, verdicts, curves, True))
-    assert words.count("it never acted: every loss is that of the run unchanged") == 1
-    assert "skip_above does not help" in words and verdicts[1].to_dict()["acted"] is False
+    result = TrialResult(START, 60, verdicts, curves, True)
+    words = trial_words(result)
+    assert words.count("skip_above never acted: every loss is that of the run unchanged") == 1
+    assert "skip_above does not help" not in words and verdicts[1].to_dict()["acted"] is False
+    (line,) = [line for line in trial_text(result).splitlines() if line.startswith("skip_above")]
+    assert "never acted" in line
 
 
 def test_arms_that_became_nan_alike_are_not_called_idle():

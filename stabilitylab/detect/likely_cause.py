@@ -79,7 +79,7 @@ def _filled(words: str, facts: Mapping, at: int | None) -> str:
     }
     return words.format(**values | derived)
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #6a5cf16a
 def _candidate(row: dict, facts: Mapping) -> Cause | None:
     "What a row makes of the facts; None where something that it needs is not there."
     if not all(_holds(facts, *condition) for condition in row["need"]):
@@ -103,7 +103,7 @@ def _candidate(row: dict, facts: Mapping) -> Cause | None:
         {name: facts[name][0] for name in names if name in facts},
     )
 
-
+# %% ../../nbs/api/detect/91_likely_cause.ipynb #f0da2a96
 def ranked_causes(
     facts: RunFacts,  # evidence in the record, from `evidence`
 ) -> list[Cause]:  # causes, most likely first; [] if the evidence supports none

@@ -28,11 +28,16 @@ def open_recordings(
     return {name: Recording(run.attrs.get("source", path), run, name) for name, run in runs.items()}
 
 
+_BATCH_WORDS = "tensors, arrays, numbers and text, in dicts, lists, tuples and dataclasses"
+
+
 def _why_none(recording: Recording) -> str:
     "Why no step of a record can be replayed."
     lost = recording.box().lost
-    reason = f": its batches could not be kept, {next(iter(lost.values()))[:120]}" if lost else ""
-    return f"it holds none{reason}"
+    if not lost:
+        return "it holds none"
+    parts = next(iter(lost.values()))[:120]
+    return f"it holds none: its batches could not be kept, {parts}; `recorder.batch` keeps {_BATCH_WORDS}"
 
 
 def suspect_step(

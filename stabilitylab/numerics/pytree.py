@@ -247,7 +247,7 @@ def lost_parts(
 ) -> str:  # '' if everything can be restored
     "Describes the parts of a batch that cannot be stored."
     lost = [f"{_as_index(path)} is a {of.partition(':')[2]}" for path, kind, of in form if kind == "lost"]
-    return "; ".join(lost[:3])
+    return "; ".join([*lost[:3], *([f"{len(lost) - 3} more parts are lost"] if len(lost) > 3 else [])])
 
 
 def _as_index(path: list) -> str:

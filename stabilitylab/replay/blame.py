@@ -43,7 +43,8 @@ def _count_samples(part: Any) -> int:
     map_leaves(lambda leaf: sizes.update(leaf.shape[:1]) if _is_array(leaf) else None, batch_alone(part))
     if loop_tensors(part):
         raise InputError(
-            "values of the loop that are kept with `batch` hold tensors, which no sample has a part of"
+            "the loss also depends on tensors of the loop that are saved with the batch, such as a hidden"
+            " state, and nothing says which part of them belongs to a sample"
         )
     if len(sizes) != 1:
         raise InputError(
@@ -99,6 +100,17 @@ def _label_counts(part: object) -> Iterator[list[int]]:
 _ADDS_UP = 0.01  # by which share the samples' losses may miss that of the batch: our convention
 
 
+def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples: int) -> np.ndarray:
+    "The loss of each sample; raises where the loss is one of several samples together."
+    try:
+        return np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
+    except Exception as error:  # code that nobody here has read
+        setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
+        raise InputError(
+            f"the loss cannot be taken of one sample alone, as one of pairs cannot: {error}"
+        ) from error
+
+
 def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list[int] | None, bool]:
     "Tokens of each sample in the loss, from the setup or the losses; and whether the losses are added up."
     if setup.token_loss is not None:
@@ -107,7 +119,7 @@ def _tokens_of(setup: Setup, model: torch.nn.Module, part: object) -> tuple[list
     if n_samples == 1:
         return None, has_items(part)
     with torch.no_grad():
-        losses = np.array([float(setup.loss(model, _sample(part, i))) for i in range(n_samples)])
+        losses = _losses_alone(setup, model, part, n_samples)
         together = float(setup.loss(model, part))
     if np.isclose(losses.mean(), together, rtol=1e-5, atol=0):
         return None, False  # they weigh the same, whatever their length
@@ -168,7 +180,8 @@ def _refuse_what_does_not_add_up(
     pairs = zip(samples, losses, strict=True)
     together = float(sum(sample.weight * loss for sample, loss in pairs if sample.tokens != 0))
     has_statistics = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if step_loss is None or not has_statistics:
+    # where the step has no number, the samples that have none are the answer
+    if step_loss is None or not has_statistics or not np.isfinite(step_loss):
         return together
     if not np.isclose(together, step_loss, rtol=_ADDS_UP, atol=0):
         raise InputError(

@@ -123,6 +123,20 @@ def _learned_words(table: xr.Dataset) -> str:
     )
 
 
+def _update_words(table: xr.Dataset) -> str:
+    "Where of the suspect state only the updates are out of line, in words; '' elsewhere."
+    ordered = table.transpose("state", "batch")
+    factors = {name: _factors(ordered[name].values, 2.0) for name in _JUDGED}
+    beyond = {name for name, row in factors.items() if row is not None and _excess(row, "state") > 0}
+    update = factors["update_norm"]
+    if beyond != {"update_norm"} or update is None:
+        return ""
+    return (
+        f"its updates are {np.exp(update['state']):.3g} times those of earlier states with every batch, its losses"
+        " and gradients are ordinary: look at its learning rate and its optimizer, not at its weights"
+    )
+
+
 def _highest_words(table: xr.Dataset) -> str:
     "Where the suspect batch has by far the highest loss from every state, in words; '' elsewhere."
     loss = table["loss"].transpose("state", "batch").values
@@ -160,7 +174,9 @@ class SwapTest:
         count = f"{self.bad_in_a_row}{' or more' if self.is_longer else ''}"
         row = f"; {count} batches in a row are" if self.bad_in_a_row > 1 else ""
         reason = f"; {self.reason}" if self.reason and "bad state" in self.verdict else ""
-        words = _learned_words(self.table) or _highest_words(self.table) if self.verdict == "neither" else ""
+        words = _update_words(self.table) if self.verdict == "bad state" else ""
+        if self.verdict == "neither":
+            words = _learned_words(self.table) or _highest_words(self.table)
         return (words or _VERDICTS[self.verdict]) + row + reason
 
     def to_dict(self) -> dict:

@@ -197,7 +197,7 @@ def audit_html(
     return render("view_audit", result=result, logged=logged, true_loss=f"{result['true_loss']:.6g}")
 
 # %% ../../nbs/api/report/07_step.ipynb #c4edc1fa
-_HEAVIEST = 3  # samples that a line names
+_HEAVIEST, _MOST_NAMED = 3, 8  # samples that a line names
 _SAME_LOSS = 0.01  # by which two losses may differ and are called one: our convention
 _SPACING = 2.0**-23  # of float32 beside 1: IEEE 754
 
@@ -206,6 +206,15 @@ def _finite_shares(samples: list[dict]) -> list[dict]:
     "Samples whose share of the gradient is finite, the largest first."
     finite = [row for row in samples if not isinstance(row["share"], str)]
     return sorted(finite, key=lambda row: -row["share"])
+
+
+def _without_loss(samples: list[dict]) -> str:
+    "Which samples have a loss that is not finite, where others have one that is."
+    numbers = [str(row["sample"]) for row in samples if isinstance(row["loss"], str)]
+    if not 0 < len(numbers) < len(samples):
+        return ""
+    which = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(numbers[:_MOST_NAMED])}"
+    return f"; the loss of {which}{' and others' * (len(numbers) > _MOST_NAMED)} is not finite"
 
 
 def replay_text(
@@ -221,6 +230,7 @@ def replay_text(
         words["other_loss"] = losses[0]
     both = [loss for loss in map(result.get, ("recorded_loss", "loss")) if isinstance(loss, float)]
     words["is_rounding"] = len(both) == 2 and isclose(*both, rel_tol=_SPACING)
+    words["samples_without_loss"] = _without_loss(result.get("samples", []))
     where = device_words(result.get("device", {}))
     return render("replay", **words, where=where, **result)
 

@@ -146,11 +146,11 @@ def run_text(
     if len(findings) and findings[0].severity != "info":
         lines += ["", "  " + _paint(_EXPLAIN, "head", colour) + f" stabilitylab explain {findings[0].kind}"]
     if text.replay:
-        lines += ["", "  " + _paint(_REPLAY, "head", colour) + " " + text.replay]
+        lines += ["", "  " + _paint(text.replay_words, "head", colour) + " " + text.replay]
     return "\n".join(lines)
 
 
-_CAUSE, _NEXT, _REPLAY = "Most likely cause:", "What to do next:", "Replay the suspect step:"
+_CAUSE, _NEXT = "Most likely cause:", "What to do next:"
 _SWAP = "Swap test of"
 _RIVAL, _TELLS, _EXPLAIN = "Runner-up:", "What would tell:", "Causes of the first, told apart:"
 

@@ -68,19 +68,21 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
         "raised",
     ): "{name} does not lower the final loss: it is {loss} higher {interval} over {n}"
     " seeds, which may be more or less than 1 %",
-    ("can't tell yet", "capped"): "{name} cannot be compared: on all {n} seeds both final losses are above"
+    ("can't tell yet", "capped"): "{name} cannot be compared: {on_seeds} both final losses are above"
     " the initial loss or no numbers, and are capped there",
     "null": "{name} of the same batches, nothing else changed: the final loss changes by {effect} on"
     " average ({seeds}): so much is chance",
     "null idle": "{name} of the same batches: every loss is that of the run unchanged, so that all seeds are"
     " one run and the intervals do not tell what is chance",
-    "null capped": "{name} of the same batches, nothing else changed: on all {n} seeds both final losses are"
+    "null capped": "{name} of the same batches, nothing else changed: {on_seeds} both final losses are"
     " above the initial loss or no numbers, and are capped there, so this trial does not tell what is chance",
     "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} would probably decide",
+    "one seed capped": "{name} cannot be compared yet: {on_seeds} both final losses are above the initial"
+    " loss or no numbers, and are capped there",
     "all capped": "{name} does not help: it fails on no fewer seeds; the final losses are above the"
     " initial loss or no numbers, are capped there and cannot be compared",
-    "idle": "; it never acted: every loss is that of the run unchanged",
+    "idle": "{name} never acted: every loss is that of the run unchanged",
     "fails": "; it diverges on {diverged} of {n} seeds, the unchanged run on {base}",
     "postponed": "; it only postpones the failure, by {steps} steps",
     "fails later": "; where it still fails, it fails {steps} steps later",
@@ -103,8 +105,10 @@ def _template(arm: ArmVerdict) -> str:
     "The sentence that fits a verdict."
     if arm.fix == ANOTHER_ORDER:
         return _SENTENCES[_null_key(arm)]
+    if not arm.acted:
+        return _SENTENCES["idle"]
     if not math.isfinite(arm.interval[0]):
-        return _SENTENCES["one seed"]
+        return _SENTENCES["one seed capped" if _is_capped(arm) else "one seed"]
     if arm.decided_by == "failures" and _is_capped(arm):
         return _SENTENCES["all capped"]
     return _SENTENCES[arm.verdict, arm.decided_by]
@@ -138,6 +142,7 @@ def _arm_sentence(
         interval=_INTERVAL.format(low=low, high=high),
         n=n,
         seeds=format_count(n, "seed|seeds"),
+        on_seeds=f"on all {n} seeds" if n > 1 else "on the one seed",
         more=_seeds_needed(arm.more_seeds),
         rescued=arm.rescued,
         broken=arm.broken,
@@ -146,16 +151,18 @@ def _arm_sentence(
         detectable=number(arm.detectable),
         share=f"{1 - 0.05 ** (1 / n):.0%}",
     )
-    is_idle = not arm.acted and arm.fix != ANOTHER_ORDER
-    sentence += _SENTENCES["idle"] if is_idle else ""
     if arm.diverged or base.diverged:
-        sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=base.diverged)
+        of_base = "" if len(base.seeds) == n else f" of {len(base.seeds)}"
+        sentence += _SENTENCES["fails"].format(diverged=arm.diverged, n=n, base=f"{base.diverged}{of_base}")
     if arm.postponed:
         key = "fails later" if arm.verdict == "helps" else "postponed"
         sentence += _SENTENCES[key].format(steps=arm.postponed)
     return sentence
 
 # %% ../../nbs/api/report/11_trial.ipynb #4ef37565
+_STOPPED = ": stopped"  # of what was told to end, as when its time was up
+
+
 def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     "Where a trial started, the result of each arm, and what is missing."
     base, *arms = result.arms
@@ -166,9 +173,12 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
     n_arms = base.n_arms
     sentences += [_SENTENCES["corrected"].format(k=n_arms)] if n_arms > 1 and len(base.seeds) > 1 else []
+    stopped = [why.removesuffix(_STOPPED) for why in result.failed if why.endswith(_STOPPED)]
     if not result.complete:
-        sentences.append("Not all requested arms were trained.")
-    return sentences + [f"A child process ended early: {why}." for why in result.failed[:3]]
+        which = f": {len(stopped)} stopped before the end, such as {stopped[0]}" if stopped else ""
+        sentences.append(f"Not all requested arms were trained{which}.")
+    failures = [why for why in result.failed if not why.endswith(_STOPPED)]
+    return sentences + [f"A child process ended early: {why}." for why in failures[:3]]
 
 
 def trial_words(
@@ -191,6 +201,14 @@ _DECIDED = {
 }
 
 
+def _verdict_cell(arm: ArmVerdict) -> str:
+    "The verdict of one arm in a word or two."
+    if arm.fix == ANOTHER_ORDER:
+        return "chance"
+    is_idle = not arm.acted and arm.verdict != "unchanged"
+    return "never acted" if is_idle else _DECIDED.get(arm.decided_by, arm.verdict)
+
+
 def _cells(arm: ArmVerdict) -> tuple[str, ...]:
     "One line of the table."
     finals = [value for value in arm.final_loss if math.isfinite(value)]
@@ -204,7 +222,7 @@ def _cells(arm: ArmVerdict) -> tuple[str, ...]:
         effect = "(capped)"
     return (
         arm.fix,
-        "chance" if arm.fix == ANOTHER_ORDER else _DECIDED.get(arm.decided_by, arm.verdict),
+        _verdict_cell(arm),
         f"{np.mean(finals):.3f}" if finals else "not finite",
         effect,
         f"{arm.diverged} of {len(arm.seeds)}",

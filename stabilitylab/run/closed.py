@@ -38,7 +38,7 @@ def write_checksums(
     files = {key: file_checksum(file) for key, file in _tree_files(folder).items() if key != CHECKSUMS}
     write_atomic(folder / CHECKSUMS, sealed({"files": files}))
 
-
+# %% ../../nbs/api/run/14_closed.ipynb #8952f579
 def _checksums_in(text: bytes | None) -> dict[str, str]:
     "File -> checksum, as the list says."
     if text is None:
@@ -48,23 +48,7 @@ def _checksums_in(text: bytes | None) -> dict[str, str]:
         raise ValueError("it lists no files")
     return files
 
-# %% ../../nbs/api/run/14_closed.ipynb #a91b6d4b
-def closed_faults(
-    path: str | Path,  # folder of a closed record, packed or not
-) -> tuple[dict[str, str], int]:  # (file -> reason of the damage, number of files with a checksum)
-    "The damaged files of a closed record."
-    path = Path(path)
-    if (path / RECORD_FILE).is_file():
-        return _packed_faults(path / RECORD_FILE)
-    listing = path / CHECKSUMS
-    try:
-        checksums = _checksums_in(listing.read_bytes() if listing.is_file() else None)
-    except ValueError as error:
-        return {CHECKSUMS: printable(error, 80)}, 0
-    faults = {key: file_fault(path / key, checksum) for key, checksum in checksums.items()}
-    return {key: why for key, why in faults.items() if why}, len(checksums)
-
-
+# %% ../../nbs/api/run/14_closed.ipynb #c8dce130
 def _packed_faults(file: Path) -> tuple[dict[str, str], int]:
     "The same of a packed record."
     faults, complete, text = {}, set(), None
@@ -83,6 +67,22 @@ def _packed_faults(file: Path) -> tuple[dict[str, str], int]:
         faults[RECORD_FILE] = "its list of entries is cut off"
     faults |= {name: "missing" for name in checksums if name not in complete and name not in faults}
     return faults, len(complete | set(faults))
+
+# %% ../../nbs/api/run/14_closed.ipynb #a91b6d4b
+def closed_faults(
+    path: str | Path,  # folder of a closed record, packed or not
+) -> tuple[dict[str, str], int]:  # (file -> reason of the damage, number of files with a checksum)
+    "The damaged files of a closed record."
+    path = Path(path)
+    if (path / RECORD_FILE).is_file():
+        return _packed_faults(path / RECORD_FILE)
+    listing = path / CHECKSUMS
+    try:
+        checksums = _checksums_in(listing.read_bytes() if listing.is_file() else None)
+    except ValueError as error:
+        return {CHECKSUMS: printable(error, 80)}, 0
+    faults = {key: file_fault(path / key, checksum) for key, checksum in checksums.items()}
+    return {key: why for key, why in faults.items() if why}, len(checksums)
 
 # %% ../../nbs/api/run/14_closed.ipynb #3ff23ce8
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")

@@ -210,7 +210,7 @@ def scalar_samples(
         samples[name] = Samples(logged.step.values, logged.values, logged.row.values, seconds)
     return samples
 
-
+# %% ../../nbs/api/run/06_parts.ipynb #99dc119e
 def segment_starts(
     scalars: xr.Dataset,  # the `/scalars` group of a record
 ) -> list[int]:  # first row of every segment but the first

@@ -98,7 +98,7 @@ def combine_shards(
             out[name] = (first.dims, joint.astype(first.dtype), first.attrs)
     return out
 
-
+# %% ../../nbs/api/run/04_ranks.ipynb #82ee5d77
 def _same_steps(shards: list[xr.Dataset]) -> list[xr.Dataset]:
     "The shards at the steps that all have."
     steps = shards[0].step.values

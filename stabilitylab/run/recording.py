@@ -77,7 +77,7 @@ def _read_index(path: Path, rank: int) -> BoxIndex:
         if not folder.is_dir():
             raise bad_input("path", str(path), "a record with a black box", _NO_BOX)
         is_cut = any(folder.iterdir())
-        why = f"{file} is missing: copy the record anew" if is_cut else _EMPTY_BOX
+        why = "its list of files, index.json, is missing: copy the record anew" if is_cut else _EMPTY_BOX
         raise bad_input("path", str(path), "a record with a black box that holds batches", why)
     if not file.is_file():
         why = f"a step of several ranks is replayed with the batches of all; rank {rank} has no Recorder"

@@ -210,7 +210,7 @@ def _n_teams(reports: list[dict]) -> int:
     "How many teams wrote these reports."
     return len({row["source"] for row in reports})
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #99ebe51a
 def cause_of(
     findings: Sequence[Finding],  # findings from `diagnose`
     run: xr.DataTree,  # record of that run
@@ -221,7 +221,7 @@ def cause_of(
     facts = evidence(run, findings)
     return most_likely(Findings(findings, {"evidence": facts} if facts else {}))
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #36dc171b
 def _set_already(name: str, parameters: dict, settings: dict) -> str:
     "Why a fix of Adam changes nothing under the settings of a run; '' where it does."
     optimizer = str(settings.get("optimizer", "")).lower()
@@ -253,7 +253,7 @@ def unsuited(
         return f"the model has no module of kind {wanted[0]}"
     return _set_already(name, parameters, attrs)
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #c2d401b2
 def _cures(cause: MostLikely) -> list[tuple[str, str]]:
     "The cures of a cause, each with the cause that it answers; in the second place one of the runner-up."
     cures = [(text, cause.cause) for text in cause.cures]

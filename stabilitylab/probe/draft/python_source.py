@@ -10,6 +10,7 @@ import ast
 import enum
 import functools
 import inspect
+import itertools
 import math
 import pprint
 import sys
@@ -371,7 +372,8 @@ def call_source(
         words = ", ".join(f"{key}: {_described(part)}" for key, part in parts.items())
         call = "model(**batch)" if kind in ("plain", "mapping") else "model(**vars(batch))"
         return call, f"a {type(batch).__name__} with {words}"
-    words = ", ".join(map(_described, parts))
+    groups = [(text, len(list(same))) for text, same in itertools.groupby(map(_described, parts))]
+    words = ", ".join(text if count == 1 else f"{count} × {text}" for text, count in groups)
     return "model(*batch)", f"a {type(batch).__name__} of {words}"
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #3fd2ed75
