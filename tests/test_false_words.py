@@ -926,7 +926,9 @@ def test_a_step_that_was_not_kept_is_not_the_one_that_is_replayed(monkeypatch):
         assert text.replay_words.startswith(words) and text.replay.endswith(f"--step {steps[-1]}")
 
 
-@pytest.mark.parametrize(("rate", "blown", "words"), [(50.0, 1.0, "its updates are 50 times"), (1.0, 50.0, "the state is")])
+@pytest.mark.parametrize(
+    ("rate", "blown", "words"), [(50.0, 1.0, "its updates are 50 times"), (1.0, 50.0, "the state is")]
+)
 def test_a_state_whose_rate_alone_is_out_of_line_has_no_bad_weights(rate, blown, words):
     torch.manual_seed(0)
     setup = Setup(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from stabilitylab.cli.main import main
+from stabilitylab.names.errors import InputError
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
@@ -22,6 +23,7 @@ from stabilitylab.replay.snapshot import load_batch, load_snapshot, replayable_s
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.step import replay
 from stabilitylab.replay.user_code import load_setup
+from stabilitylab.run.recording import opened
 
 
 class Net(nn.Module):
@@ -602,3 +604,10 @@ def test_no_recorder_continues_a_record_that_is_replayed(tmp_path):
 def test_with_json_an_error_is_json(tmp_path, capsys):
     code, out, error = command(capsys, tmp_path / "nothing", "--json")
     assert code == 2 and "nothing" in json.loads(out)["error"] and "Traceback" not in error
+
+
+def test_a_black_box_without_its_list_of_files_was_not_copied_whole(tmp_path):
+    (tmp_path / "blackbox").mkdir()
+    (tmp_path / "blackbox" / "snapshot-0.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"index.json, is missing: copy the record anew"):
+        opened(tmp_path).box()

@@ -132,8 +132,8 @@ def _update_words(table: xr.Dataset) -> str:
     if beyond != {"update_norm"} or update is None:
         return ""
     return (
-        f"its updates are {np.exp(update['state']):.3g} times those of earlier states with every batch, its losses"
-        " and gradients are ordinary: look at its learning rate and its optimizer, not at its weights"
+        f"its updates are {np.exp(update['state']):.3g} times those of earlier states with every batch, its"
+        " losses and gradients are ordinary: look at its learning rate and its optimizer, not at its weights"
     )
 
 
