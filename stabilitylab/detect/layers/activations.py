@@ -7,6 +7,7 @@ __all__ = ['ignored_layers', 'collapsed_output']
 
 # %% ../../../nbs/api/detect/layers/60_activations.ipynb #e6d388ea
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -77,7 +78,7 @@ def activation_crossings(
     activations = group_of(run, "activations", min_steps=count_limit("least_records"))
     if activations is None:
         return
-    bounds = {
+    bounds: dict[str, dict[str, Any]] = {
         "absmax": {"min_peak": limit("explosion_factor")},  # from near zero to order one is learning
         # one record of large gradients is a batch of few samples, whose mean divides by less
         "grad_absmax": {"beyond": limit("threefold"), "lasts": True},

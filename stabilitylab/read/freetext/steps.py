@@ -13,6 +13,14 @@ from functools import cached_property
 
 import numpy as np
 
+from stabilitylab.read.freetext.counts import (
+    epoch_slot,
+    is_complete,
+    is_count,
+    outer_bar,
+    outer_total,
+    step_slot,
+)
 from .lines import LineTable, Slot, unit_factor
 from .words import meaning, split_words
 
@@ -55,110 +63,6 @@ class StepCounter:
     ) -> np.ndarray | None:  # int64, one a line; None: the lines have none
         "The steps of one table."
         return None if self.step is None else self.step[np.searchsorted(self.order, table.order)]
-
-# %% ../../../nbs/api/read/freetext/04_steps.ipynb #37c09e33
-_NAME_RANK = {"global": 0, "step": 1, "iteration": 2, "iter": 2, "update": 3, "timestep": 4, "batch": 5}
-_PARTS = {"critic", "actor", "discriminator", "generator", "disc", "gen"}
-_TIME_UNITS = ("s", "ms", "us", "sec", "secs", "min", "h")  # of `Step: 75ms`, a duration
-
-
-def _is_count(value: np.ndarray) -> bool:
-    "Whether all numbers are whole, not negative, and small enough to be exact in float64."
-    if len(value) == 1:  # of free text most columns
-        number = float(value[0])
-        return number.is_integer() and 0 <= number < 2**53
-    is_whole = value == np.floor(value)  # never of a NaN
-    return bool((is_whole & (value >= 0) & (value < 2**53)).all())
-
-
-def _name_rank(slot: Slot) -> int:
-    "How well the name of a count fits the step of the run; the lower the better."
-    words = split_words(slot.name)
-    of_a_part = 10 * (not _PARTS.isdisjoint(words))  # `Critic_Steps` beside `Iteration`
-    joined = " ".join(words)
-    return of_a_part + min((rank for word, rank in _NAME_RANK.items() if word in joined), default=3)
-
-
-def _unnamed_count(values: list[Slot], epoch: Slot | None) -> Slot | None:
-    "A number without a name that counts: the one after the epoch, or the first of a line if it increases."
-    unnamed = {slot.position: slot for slot in values if not slot.name and not slot.unit}
-    if epoch is not None:
-        after = unnamed.get(epoch.position + 1)
-        return after if after is not None and len(np.unique(after.value)) > 1 else None
-    first = unnamed.get(0)
-    is_rising = first is not None and len(first.value) > 2 and (np.diff(first.value) > 0).mean() > 0.9
-    return first if is_rising else None
-
-# %% ../../../nbs/api/read/freetext/04_steps.ipynb #574ca8da
-def _restarts_low(count: np.ndarray) -> bool:
-    "Whether a count falls to its beginning where it falls; `7671/50000` right answers only fluctuate."
-    falls = np.flatnonzero(np.diff(count) < 0)
-    return len(falls) == 0 or float((count[falls + 1] <= 0.5 * count[falls]).mean()) >= 0.5
-
-
-def _is_complete(table: LineTable, slot: Slot) -> bool:
-    "Whether a progress bar is printed only when it is full, so that it counts nothing."
-    total = table.totals(slot)
-    return total is not None and bool((slot.value == total).all())
-
-
-def _may_count(slot: Slot, chosen: str | None) -> bool:
-    "Whether a number may be the step by its name: by the one that a user asked for, where there is one."
-    if chosen:
-        return slot.name.lower() == chosen.lower()
-    return not slot.name or slot.has_total or meaning(slot.name) == "step"
-
-
-def _step_slot(table: LineTable, epoch: Slot | None, chosen: str | None) -> Slot | None:
-    "The number that counts steps in the lines of a table; None where none does."
-    values = [slot for slot in table.slots if slot.kind == "value" and _may_count(slot, chosen)]
-    values = [slot for slot in values if _is_count(slot.value)]
-    if chosen:
-        return next(iter(values), None)
-    # `batch 3 | global step 120 | loss 2.5`: both count, and the name says which counts the run
-    named = [s for s in values if meaning(s.name) == "step" and s.unit not in _TIME_UNITS]
-    if named:
-        return min(named, key=lambda slot: (_name_rank(slot), slot.position))
-    # `Epoch 2: 37%|###7 | 174/469 [00:10<00:17, loss=0.21]`: of several bars the one that moves most
-    candidates = (slot for slot in values if slot.has_total and slot is not epoch and not slot.is_metric)
-    bars = [slot for slot in candidates if _restarts_low(slot.value)]
-    complete = next((slot for slot in bars if _is_complete(table, slot)), None)
-    if bars and complete is None:
-        return max(bars, key=lambda slot: np.count_nonzero(np.diff(slot.value)))
-    return complete or _unnamed_count(values, epoch)  # `(epoch 3) 1200: 2.31`
-
-# %% ../../../nbs/api/read/freetext/04_steps.ipynb #f0e2529e
-def _epoch_slot(table: LineTable) -> Slot | None:
-    "The number that counts epochs in the lines of a table."
-    named = (slot for slot in table.slots if slot.kind == "value" and meaning(slot.name) == "epoch")
-    return next((slot for slot in named if np.isfinite(slot.value).all()), None)
-
-
-def _two_bars(table: LineTable) -> tuple[Slot, Slot] | None:
-    "The two counts without a name of lines such as `003/200: 50%|###  | 2/4 [`; None for all others."
-    bars = [slot for slot in table.slots if slot.kind == "value" and slot.has_total and not slot.name]
-    return (bars[0], bars[1]) if len(bars) == 2 and (bars[0].value >= 1).all() else None
-
-
-def _outer_total(table: LineTable) -> float | None:
-    "`N` of the first of two bars where it moves only as the second starts over; None where it does not."
-    bars = _two_bars(table)
-    total = None if bars is None else table.totals(bars[0])
-    if bars is None or total is None or (total != total[0]).any():
-        return None
-    outer, inner = np.diff(bars[0].value), np.diff(bars[1].value)
-    has_moved = outer != 0
-    # to the next, or to the first of a new run
-    goes_on = (outer == 1) | (has_moved & (bars[0].value[1:] == 1))
-    is_outer = has_moved.any() and goes_on[has_moved].all() and (inner[has_moved] <= 0).all()
-    return float(total[0]) if is_outer else None
-
-
-def _outer_bar(table: LineTable, totals: set[float | None]) -> Slot | None:
-    "The first of two bars, where bars of that many epochs are in the log."
-    bars = _two_bars(table)
-    total = None if bars is None else table.totals(bars[0])
-    return bars[0] if bars is not None and total is not None and set(total) <= totals else None
 
 # %% ../../../nbs/api/read/freetext/04_steps.ipynb #b97ee09d
 def _with_epochs(count: np.ndarray, epoch: np.ndarray, total: np.ndarray | None) -> tuple[np.ndarray, str]:
@@ -323,8 +227,8 @@ def _counted(members: list[_Member], headers: StepCounter | None = None) -> Step
     order = order[by_position]
     epoch = _concatenated([None if slot is None else slot.value for _, _, slot in members], by_position)
     counted = [(table, slot) for table, slot, _ in members if slot is not None]
-    is_complete = all(_is_complete(table, slot) for table, slot in counted)
-    if counted and not (is_complete and len(order) > 1):  # lines with a count of their own
+    are_complete = all(is_complete(table, slot) for table, slot in counted)
+    if counted and not (are_complete and len(order) > 1):  # lines with a count of their own
         count = np.concatenate([slot.value for _, slot in counted])[by_position]
         total = _concatenated([table.totals(slot) for table, slot in counted], by_position)
         factors = [np.full(len(slot.value), unit_factor(slot.name, slot.unit)) for _, slot in counted]
@@ -335,7 +239,7 @@ def _counted(members: list[_Member], headers: StepCounter | None = None) -> Step
         counter = StepCounter(tables, step.astype(np.int64), order, epoch, description, "step", bool(name))
         return _without_partial_means(counter, count, total, by_position)
     # `Epoch 3: train loss 0.21, val loss 0.25`: about one line an epoch, so the epoch is the step
-    if epoch is not None and _is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
+    if epoch is not None and is_count(epoch) and (np.diff(epoch, prepend=-1) != 0).mean() > 0.6:
         return StepCounter(tables, epoch.astype(np.int64), order, epoch, "epoch", "epoch", True)
     return StepCounter(tables, None, order, epoch, "", "", False)
 
@@ -347,10 +251,10 @@ def count_steps(
     "The steps that the lines of a log carry themselves."
     groups: dict[tuple, list[_Member]] = {}
     tables = list(tables)
-    totals = {_outer_total(table) for table in tables} - {None}
+    totals = {outer_total(table) for table in tables} - {None}
     for table in tables:
-        epoch = _epoch_slot(table) or _outer_bar(table, totals)
-        step = _step_slot(table, epoch, chosen)
+        epoch = epoch_slot(table) or outer_bar(table, totals)
+        step = step_slot(table, epoch, chosen)
         groups.setdefault(_key(table, step, epoch), []).append((table, step, epoch))
     counters = {key: _counted_alone(members) or _counted(members) for key, members in groups.items()}
     headers = _epochs_that_begin_again(groups.values())
@@ -365,7 +269,7 @@ def _epochs_that_begin_again(groups: Iterable[list[_Member]]) -> StepCounter | N
     "The lines that name the epochs of others and fall back to the first one; None where no epoch falls."
     falling: list[tuple[LineTable, np.ndarray]] = []
     for table, step, epoch in itertools.chain.from_iterable(groups):
-        if step is not None or epoch is None or table.is_evaluation or not _is_count(epoch.value):
+        if step is not None or epoch is None or table.is_evaluation or not is_count(epoch.value):
             continue
         if (epoch.value[1:][np.diff(epoch.value) < 0] <= 1).any():
             falling.append((table, epoch.value))
