@@ -911,7 +911,7 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
 
     torch.manual_seed(0)
     setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(InputError, match="cannot be taken of one sample alone"):
+    with pytest.raises(InputError, match="cannot be computed for one sample alone"):
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
 
 
@@ -944,3 +944,12 @@ def test_a_state_whose_rate_alone_is_out_of_line_has_no_bad_weights(rate, blown,
     batches = [Batch([torch.randn(16, 3)]) for _ in range(4)]
     result = swap_test(states, batches, progress=False)
     assert result.verdict == "bad state" and words in result.words
+
+
+def test_a_run_with_a_gradient_is_not_told_that_no_gradient_reaches_its_weights():
+    loss = 3.7 + 0.001 * np.random.default_rng(0).standard_normal(100)
+    for norm, is_possible in ((0.1, False), (0.0, True)):
+        samples = {"loss": loss, "grad_norm": np.full(100, norm)}
+        scalars = make_scalars({name: Samples(np.arange(100), values) for name, values in samples.items()})
+        likely = most_likely(diagnose(new_run(scalars)))
+        assert "learning rate is far too" in likely.cause and ("No gradient" in likely.cause) is is_possible

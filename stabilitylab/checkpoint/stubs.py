@@ -107,7 +107,7 @@ def storage(
         raise ValueError(f"storage type {kind.name[:40]}")
     return Storage(_STORAGES[kind.name], str(key), count)
 
-
+# %% ../../nbs/api/checkpoint/01_stubs.ipynb #33a7a2af
 def _sizes(values: Iterable) -> tuple[int, ...]:
     "A shape or a stride: integers >= 0 that fit 63 bits."
     numbers = tuple(values)
@@ -138,7 +138,7 @@ def _meta(dtype: GlobalName, shape: tuple, *_: object) -> UnreadableTensor:
     size = "×".join(map(str, _sizes(shape))) or "scalar"
     return UnreadableTensor(f"on the meta device ({size}): a shape without values")
 
-
+# %% ../../nbs/api/checkpoint/01_stubs.ipynb #facad4ce
 def torch_dtype(
     name: object,  # name such as GlobalName('torch', 'float32')
 ) -> torch.dtype | None:  # None: not a dtype of torch

@@ -139,7 +139,7 @@ def grad_norm(
     norms = [torch.linalg.vector_norm(p.grad.detach().float()) for p in parameters if p.grad is not None]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
-
+# %% ../../nbs/api/fixes/00_training.ipynb #85d89f83
 def load_optimizer(
     optimizer: torch.optim.Optimizer,  # changed in place
     saved: dict,  # state from its `state_dict`

@@ -107,7 +107,7 @@ def _losses_alone(setup: Setup, model: torch.nn.Module, part: object, n_samples:
     except Exception as error:  # code that nobody here has read
         setup.loss(model, part)  # what fails for the whole batch too is no matter of samples
         raise InputError(
-            f"the loss cannot be taken of one sample alone, as one of pairs cannot: {error}"
+            f"the loss cannot be computed for one sample alone, as with a loss over pairs: {error}"
         ) from error
 
 

@@ -74,6 +74,9 @@ def find_not_learning(
         "drop": fall.drop,
         "noise": fall.shape.noise,
     }
+    norms = curve(run, "grad_norm")
+    if norms is not None and np.median(norms.value) > 0:
+        evidence["has_gradient"] = True
     least_visible = limit("minor_share") if fall.is_near_guess else limit("level_share")
     severity = "warning"
     if fall.noise >= least_visible * abs(start):
