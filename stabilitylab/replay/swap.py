@@ -105,7 +105,7 @@ def _verdict_of(
         return "cannot tell", {}
     return _named(*(_excess(factors, part) > 0 for part in _PARTS)), _evidence(factors)
 
-
+# %% ../../nbs/api/replay/03_swap.ipynb #a35e0012
 def _has_learned(loss: np.ndarray) -> bool:
     "Whether the last state has a lower loss than every other one, on each batch before the last."
     return bool((loss[-1, :-1] < loss[:-1, :-1].min(axis=0)).all())
