@@ -132,6 +132,7 @@ def test_an_arm_that_only_stops_failing_is_not_said_to_do_nothing():
     assert still.verdict == "can't tell yet" and still.decided_by == "prevented"
     words = trial_words(TrialResult(Start(function="a:b"), 60, [base, still, null], curves, True))
     assert "still prevents the failure on 3 of 3 seeds (p <= 1/" in words and "lowers no loss" in words
+    assert "hold together" not in words  # one interval
 
 
 def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
@@ -151,6 +152,7 @@ def test_a_state_that_had_failed_is_compared_with_the_recorded_level():
     words = trial_words(TrialResult(Start(function="a:b"), 60, [base, back, half, null], curves, True))
     assert "3 of 3 seeds (p <= 1/102 if the fix did nothing, corrected for 3 arms)" in words
     assert "half lessens the failure" in words and "does not help" not in words
+    assert "The intervals of the 2 arms hold together with 95 % (Bonferroni over 3)." in words
     assert "another order of the same batches, nothing else changed: the final loss changes by" in words
 
 

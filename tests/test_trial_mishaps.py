@@ -13,8 +13,9 @@ from stabilitylab.cases.samples import sample
 from stabilitylab.investigation.loop import _unfinished
 from stabilitylab.names.errors import InputError
 from stabilitylab.names.files import Scratch
+from stabilitylab.trial.arm import arm_of
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.trial import Trial
+from stabilitylab.trial.trial import Trial, unfit_arms
 
 pytestmark = pytest.mark.slow  # trials in processes that are stopped or killed
 
@@ -103,3 +104,8 @@ def test_a_temporary_folder_goes_with_the_trial():
     assert place.is_dir()
     del trial
     assert not place.exists()
+
+
+def test_a_fix_that_changes_nothing_says_what_it_needs():
+    needs = unfit_arms(START, [arm_of("unfreeze")], "cpu")["unfreeze"]
+    assert needs == "it needs a training on which it changes something"

@@ -76,7 +76,7 @@ _SENTENCES = {  # (verdict, decided by) -> what a trial says of an arm
     " one run and the intervals do not tell what is chance",
     "null capped": "{name} of the same batches, nothing else changed: {on_seeds} both final losses are"
     " above the initial loss or no numbers, and are capped there, so this trial does not tell what is chance",
-    "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni).",
+    "corrected": "The intervals of the {k} arms hold together with 95 % (Bonferroni over {n}).",
     "one seed": "{name}: can't tell from one seed ({effect}); {more} would probably decide",
     "one seed capped": "{name} cannot be compared yet: {on_seeds} both final losses are above the initial"
     " loss or no numbers, and are capped there",
@@ -171,8 +171,8 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     sentences += [f"Trained on {trained_on}."] if trained_on else []
     sentences += [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
-    n_arms = base.n_arms
-    sentences += [_SENTENCES["corrected"].format(k=n_arms)] if n_arms > 1 and len(base.seeds) > 1 else []
+    shown = [arm for arm in arms if arm.acted and arm.fix != ANOTHER_ORDER and math.isfinite(arm.interval[0])]
+    sentences += [_SENTENCES["corrected"].format(k=len(shown), n=base.n_arms)] if len(shown) > 1 else []
     stopped = [why.removesuffix(_STOPPED) for why in result.failed if why.endswith(_STOPPED)]
     if not result.complete:
         which = f": {len(stopped)} stopped before the end, such as {stopped[0]}" if stopped else ""

@@ -186,8 +186,16 @@ def unfit_arms(
         try:
             _take_a_step(start, arm, device)
         except Exception as error:
-            unfit[arm.name] = str(error) if isinstance(error, InputError) else _one_line(error)
+            unfit[arm.name] = _why_unfit(error)
     return unfit
+
+
+def _why_unfit(error: Exception) -> str:
+    "Why a fix cannot be tried, in one line; nobody gave the name that an error quotes, it was suggested."
+    if not isinstance(error, InputError):
+        return _one_line(error)
+    needs = str(error).partition("is not accepted; allowed: ")[2]
+    return f"it needs {needs}" if needs and error.argument == "fix" else str(error)
 
 
 def _take_a_step(start: Start, arm: Arm, device: str) -> None:
