@@ -171,8 +171,14 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     sentences += [f"Trained on {trained_on}."] if trained_on else []
     sentences += [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
     sentences += [_arm_sentence(arm, base) + "." for arm in arms]
-    shown = [arm for arm in arms if arm.acted and arm.fix != ANOTHER_ORDER and math.isfinite(arm.interval[0])]
-    sentences += [_SENTENCES["corrected"].format(k=len(shown), n=base.n_arms)] if len(shown) > 1 else []
+    with_interval = [
+        arm for arm in arms if arm.acted and arm.fix != ANOTHER_ORDER and math.isfinite(arm.interval[0])
+    ]
+    sentences += (
+        [_SENTENCES["corrected"].format(k=len(with_interval), n=base.n_arms)]
+        if len(with_interval) > 1
+        else []
+    )
     stopped = [why.removesuffix(_STOPPED) for why in result.failed if why.endswith(_STOPPED)]
     if not result.complete:
         which = f": {len(stopped)} stopped before the end, such as {stopped[0]}" if stopped else ""
