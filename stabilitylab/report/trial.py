@@ -174,11 +174,8 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     with_interval = [
         arm for arm in arms if arm.acted and arm.fix != ANOTHER_ORDER and math.isfinite(arm.interval[0])
     ]
-    sentences += (
-        [_SENTENCES["corrected"].format(k=len(with_interval), n=base.n_arms)]
-        if len(with_interval) > 1
-        else []
-    )
+    if len(with_interval) > 1:
+        sentences.append(_SENTENCES["corrected"].format(k=len(with_interval), n=base.n_arms))
     stopped = [why.removesuffix(_STOPPED) for why in result.failed if why.endswith(_STOPPED)]
     if not result.complete:
         which = f": {len(stopped)} stopped before the end, such as {stopped[0]}" if stopped else ""
