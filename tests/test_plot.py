@@ -1,5 +1,7 @@
 "Figures as data: nothing lost by thinning, every broken value counted, marks where the findings are."
 
+import re
+
 import matplotlib
 
 matplotlib.use("agg")
@@ -262,3 +264,14 @@ def test_the_further_views_of_a_record_that_does_not_begin_at_step_0():
     run = new_run(attention=xr.Dataset(data, coords))
     assert [name for _, name in extra_views(run)] == ["massive"]
     assert extra_view_picture(run, "massive", at=113.0).startswith(b"\x89PNG")
+
+
+def test_numbers_on_the_axes_of_a_report_are_whole():
+    loss, rate = np.linspace(3, 2, 60), np.linspace(0.001, 0.004, 60)
+    run = new_run(
+        make_scalars({name: Samples(np.arange(60), v) for name, v in {"loss": loss, "lr": rate}.items()})
+    )
+    svg = findings_svg(run, Findings([]))
+    labels = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert {"0.0015", "0.003"} <= set(labels)
+    assert not re.search(r'="[^"<>]*\.\d{3}', svg)  # places have hundredths of a point

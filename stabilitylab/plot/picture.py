@@ -268,7 +268,8 @@ def inline_svg(
     # clip paths, markers and hatches are referred to by their ids; nothing refers to the others
     svg = re.sub(r' id="(?!p|m|h)[^"]*"', "", svg)
     svg = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda colour: _VARIABLE.get(colour[0], colour[0]), svg)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)  # hundredths of a point are enough
+    # hundredths of a point are enough for places; a number that is written on an axis stays whole
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     svg = re.sub(r" \n(?=[A-Zz])", "", svg)  # between the commands of a path nothing is needed
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]+", r"\1 var(--font)", svg)
