@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from stabilitylab.checkpoint.diff import diff_checkpoints
 from stabilitylab.checkpoint.open import open_checkpoint
 from stabilitylab.checkpoint.scan import _library, _sums_torch, piece_sums, scan_checkpoint
+from stabilitylab.cli.main import main
 from tests.command import command
 
 OWN_PEAK = """
@@ -398,3 +399,13 @@ def test_the_commands_refuse_in_one_line(tmp_path, monkeypatch):
         out = command(*words)
         assert out.returncode == 2 and out.stdout == "" and len(out.stderr.strip().splitlines()) == 1, words
         assert not os.path.exists("executed"), words
+
+
+def test_a_random_state_is_not_beyond_fp16_and_a_rate_is_printed_short(tmp_path, capsys):
+    state = {"model": {"w": torch.full((4, 4), 1e5)}, "rng": {"python": torch.full((600,), 2**31)}}
+    state["optimizer"] = {"state": {}, "param_groups": [{"lr": 0.3 * 0.0005, "params": [0]}]}
+    torch.save(state, tmp_path / "c.pt")
+    assert main(["scan", str(tmp_path / "c.pt")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "beyond the range of fp16" in line] == ["model.w"]
+    assert any("lr 0.00015" in line and "0.000150" not in line for line in lines)

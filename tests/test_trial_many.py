@@ -14,10 +14,10 @@ import torch
 from stabilitylab.fixes.registry import apply_all, fix
 from stabilitylab.names.errors import InputError
 from stabilitylab.run.cluster import as_client
-from stabilitylab.trial.arm import Arm, arm_of, read_curve, run_arm
+from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, read_curve, run_arm
 from stabilitylab.trial.batched import BatchedTraining, forward_signature, train_batched
 from stabilitylab.trial.settings import Recipe, proxy_training
-from stabilitylab.trial.sweep import Sweep, lr_sensitivity, points_of, sweep
+from stabilitylab.trial.sweep import Point, Sweep, SweepResult, lr_sensitivity, points_of, sweep
 from stabilitylab.trial.trial import Trial
 
 TINY = {"d_model": 16, "n_layer": 1, "n_head": 2, "seq": 16, "batch": 4, "steps": 12}
@@ -181,6 +181,14 @@ def test_sensitivity_against_its_definition():
     final, first = [2.49, 2.35, 2.30, 2.63, float("nan"), 9.0], 4.85
     by_hand = sum(min(f, first) if f == f else first for f in final) / 6 - 2.30
     assert lr_sensitivity(final, first) == pytest.approx(by_hand)
+
+
+def test_a_sweep_from_the_middle_of_a_run_is_capped_at_the_loss_before_training():
+    levels = {"lr=0.1": 0.553, "lr=1": 0.552, "lr=3": 0.56}  # all above the loss of the state: 0.53
+    points = [Point({"lr": float(label[3:])}, START, Arm()) for label in levels]
+    curves = [ArmCurve(p.label, 0, np.arange(10), np.r_[0.53, np.full(9, levels[p.label])]) for p in points]
+    swept = SweepResult({"lr": [0.1, 1.0, 3.0]}, points, 10, curves, bounds=(3.48, None))
+    assert swept.sensitivity().sensitivity[0] == pytest.approx(np.mean(list(levels.values())) - 0.552)
 
 
 @pytest.mark.slow  # trains in processes

@@ -260,7 +260,7 @@ def _note(tensor: LazyTensor, statistics: dict, is_bf16: bool) -> str:
     is_wide = tensor.dtype == torch.float32 and count > 5000
     if statistics["nonfinite"]:
         words.append(f"{statistics['nonfinite']} NaN or infinite")
-    if statistics["absmax"] > 65504:
+    if statistics["absmax"] > 65504 and tensor.dtype.is_floating_point:  # a random state is no weight
         words.append("beyond the range of fp16")
     if count > 1 and zeros == count:
         words.append("all zero")

@@ -108,13 +108,18 @@ def _run_scan(
         print(_scan_line(names.get(name, name), row))
     for i, group in enumerate(ckpt.groups):
         settings = {what: value for what, value in group.items() if value is not None and value is not False}
-        words = [f"{printable(what)} {printable(value)}" for what, value in settings.items()]
+        words = [f"{printable(what)} {_setting_text(value)}" for what, value in settings.items()]
         print(f"optimizer group {i}: {', '.join(words)}")
     for name, why in table.attrs["left_out"].items():
         print(f"left out: {_short(name)}: {why}")
     for line in _unnamed_lines(table.attrs["unnamed"]):
         print(line)
     return 0
+
+
+def _setting_text(value: object) -> str:
+    "A setting of an optimizer, a number in six digits."
+    return f"{value:.6g}" if isinstance(value, float) else printable(value)
 
 
 def _diff_line(name: object, row: dict) -> str:
@@ -131,7 +136,7 @@ def _print_rest(table: "pd.DataFrame", extra: dict) -> None:
     for name, other in extra["renamed"][:3]:
         print(f"the same parameter: {printable(name)} and {printable(other)}")
     for what, before, after in extra["settings"]:
-        print(f"{printable(what)}: {printable(before)} -> {printable(after)}")
+        print(f"{printable(what)}: {_setting_text(before)} -> {_setting_text(after)}")
     still = int((table.change == 0).sum())
     if still:
         print(f"{still} of {len(table)} tensors did not move")

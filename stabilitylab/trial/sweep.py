@@ -154,7 +154,10 @@ class SweepResult:
             raise bad_input("axis", axis, f"one of {', '.join(self.axes)}")
         table, others = self.table(), [name for name in self.axes if name != axis]
         groups = table.groupby(others, sort=False) if others else [((), table)]
-        rows = [dict(zip(others, key, strict=True)) | _sensitivity_of(group, axis) for key, group in groups]
+        rows = [
+            dict(zip(others, key, strict=True)) | _sensitivity_of(group, axis, self.bounds[0])
+            for key, group in groups
+        ]
         return pd.DataFrame(rows)
 
 
@@ -171,10 +174,14 @@ def _row_of(curve: ArmCurve, bounds: tuple[float | None, float | None]) -> dict:
     }
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #3d0db48a
-def _sensitivity_of(rows: pd.DataFrame, axis: str) -> dict:
+def _sensitivity_of(rows: pd.DataFrame, axis: str, untrained: float | None) -> dict:
     "Sensitivity of one combination, its interval over seeds, and the best value of the axis."
     by_seed = [group for _, group in rows.groupby("seed")]
-    each = [lr_sensitivity(group.final_loss, float(group.first_loss.mean())) for group in by_seed]
+    # a sweep from the middle of a run begins at a loss that its arms need not reach again
+    firsts = [group.first_loss.mean() if untrained is None else untrained for group in by_seed]
+    each = [
+        lr_sensitivity(group.final_loss, float(first)) for group, first in zip(by_seed, firsts, strict=True)
+    ]
     mean = rows.groupby(axis).final_loss.mean()
     low, high = paired_interval(each)
     return {"sensitivity": float(np.mean(each)), "low": low, "high": high, "best": mean.idxmin()}
