@@ -3,8 +3,13 @@
 import time
 
 import pytest
+import torch
 
+from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
+from stabilitylab.detect.diagnose import diagnose
+from stabilitylab.investigation.opening import open_recordings
+from stabilitylab.investigation.plan import first_step
 from stabilitylab.names.errors import InputError
 from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run
@@ -12,6 +17,7 @@ from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.settings import recipe_of
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial
+from stabilitylab.workbench.fixlab import FixLab, choices
 from stabilitylab.workbench.state import open_state
 from stabilitylab.workbench.tabs import Workbench
 from stabilitylab.workbench.view_fixlab import FixLabView
@@ -160,3 +166,26 @@ def test_a_proxy_that_fails_or_does_not_show_the_symptom_is_told():
             words in view.texts["proxied"].value and view.work.go.disabled and view.texts["plan"].value == ""
         )
         view.controls["origin"].value = "choose …"
+
+
+def test_a_lab_starts_where_the_command_does_and_skips_the_bad_batches(tmp_path):
+    "A run that only warned, of a bad batch, began its trials at step 0."
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=20) as recorder:
+        for step in range(80):
+            x = recorder.batch(torch.randint(0, 9, (64,)))
+            loss = torch.nn.functional.cross_entropy(model(x), (x + 1 + 3 * (step in (60, 61))) % 9)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    recording = next(iter(open_recordings(tmp_path / "run").values()))
+    findings = diagnose(recording)
+    lab = FixLab()
+    lab.open(recording, findings)
+    assert lab.step == first_step(recording, findings) == 60
+    offered = {choice.name: choice for choice in choices(findings, recording.run, recording=recording)}
+    skip = offered["skip_batches"]
+    assert [skip.parameters[name]["default"] for name in ("count", "after")] == [2, 0]

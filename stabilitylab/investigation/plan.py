@@ -103,7 +103,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     if arms:
         _refuse(start, arms, device)
         return Plan(start, arms, length, notes, suggestions)
-    aim = partial(_aimed, findings=findings, recording=recording, start=start)
+    aim = partial(aimed, findings=findings, recording=recording, first=start.step)
     suggestions, refused = _that_fit(start, list(map(aim, suggestions)), device)
     unfit = _unsuited(findings, recording) | refused
     notes = [*notes, *(trial_note("unfit", name=name, why=why) for name, why in unfit.items())]
@@ -151,6 +151,24 @@ def _unsuited(findings: Sequence[Finding], recording: Recording) -> dict[str, st
     return unfit
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #342ff0a6
+def _failure(findings: Sequence[Finding], recording: Recording) -> tuple[int | None, MostLikely | None]:
+    "The step at which a run failed, or the earlier one of its likely cause, and that cause."
+    onset, cause = failure_onset(findings), cause_of(findings, recording.run)
+    if cause is not None and cause.family == "initialisation":
+        onset = 0  # a cause that was there from the beginning
+    elif cause is not None and cause.step is not None:
+        onset = cause.step if onset is None else min(onset, cause.step)
+    return onset, cause
+
+
+def first_step(
+    recording: Recording,  # an opened run with a black box
+    findings: Sequence[Finding],  # of `diagnose`
+) -> int:  # a step that can be replayed
+    "The step from which a trial starts where nobody names one: before the failure."
+    return _first_step(recording, *_failure(findings, recording))
+
+
 def _first_step(recording: Recording, onset: int | None, cause: MostLikely | None) -> int:
     "The step of the last snapshot before a failure; of bad data that before the very batch, if there is one."
     box = recording.box()
@@ -161,20 +179,21 @@ def _first_step(recording: Recording, onset: int | None, cause: MostLikely | Non
         return at
     return recording.snapshot_before(onset)
 
-
-def _aimed(
+# %% ../../nbs/api/investigation/01_plan.ipynb #a35e0022
+def aimed(
     suggestion: Suggestion,  # one of the plan
     findings: Sequence[Finding],  # of the run
     recording: Recording,  # the run
-    start: Start,  # of the trial
+    first: int | None,  # step from which the trial starts; None: not from the run
 ) -> Suggestion:  # `skip_batches` skips the bad batches; every other is unchanged
     "A suggestion that is aimed at what is known of the bad batches."
     cause = cause_of(findings, recording.run)
-    if suggestion.name != "skip_batches" or cause is None or cause.family != "data" or cause.step is None:
+    at = cause.step if cause is not None and cause.family == "data" else None
+    if suggestion.name != "skip_batches" or at is None or first is None:
         return suggestion
     in_a_row = getattr(findings, "attrs", {}).get("swap", {}).get("bad_in_a_row", 0)
-    ends = [f.end for f in findings if f.kind == "loss_spike" and f.onset == cause.step and f.end is not None]
-    length, after = in_a_row or max([1, *(end - cause.step for end in ends)]), cause.step - start.step
+    ends = [f.end for f in findings if f.kind == "loss_spike" and f.onset == at and f.end is not None]
+    length, after = in_a_row or max([1, *(end - at + 1 for end in ends)]), at - first
     # a start after the bad batches has some of them behind it
     bad = {"count": length + min(after, 0), "after": max(after, 0)}
     return replace(suggestion, parameters=suggestion.parameters | bad) if bad["count"] > 0 else suggestion
@@ -187,11 +206,7 @@ def recorded_start(
     setup: str | None = None,  # 'file.py:function' that returns a Setup; None: what the run brings along
 ) -> tuple[Start, list[str]]:  # the start, and sentences on it
     "A state of the run itself, and what to know about it."
-    onset, cause = failure_onset(findings), cause_of(findings, recording.run)
-    if cause is not None and cause.family == "initialisation":
-        onset = 0  # a cause that was there from the beginning
-    elif cause is not None and cause.step is not None:
-        onset = cause.step if onset is None else min(onset, cause.step)
+    onset, cause = _failure(findings, recording)
     first = _first_step(recording, onset, cause) if step is None else step
     start = Start(str(recording.path.resolve()), first, None if setup is None else _absolute(setup))
     is_in_data = cause is not None and cause.family == "data"

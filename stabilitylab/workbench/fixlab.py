@@ -6,7 +6,7 @@
 __all__ = ['Choice', 'choice_of', 'choices', 'other_fixes', 'arm_with']
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #98245a5e
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..fixes.registry import Fix, fix, fixes, parameter_ranges
 from ..investigation.loop import ENDED, Investigation
-from ..investigation.plan import Plan
+from ..investigation.plan import Plan, aimed, first_step
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
 from ..replay.device import AUTO
@@ -46,21 +46,28 @@ def choice_of(
     name: str,  # name of the fix in the registry
     reasons: Sequence[str] = (),  # reasons for offering it
     is_control: bool = False,  # whether it is expected not to help
+    values: Mapping[str, float] | None = None,  # of its parameters, in place of their defaults; None: none
 ) -> Choice:
     "A fix of the registry with the ranges of its parameters and its reported outcomes."
     remedy = fix(name)
     reports = [(row.reported, row.source, row.note) for row in remedy.reports().itertuples(index=False)]
-    return Choice(name, remedy.about.summary, list(reasons), reports, parameter_ranges(remedy), is_control)
+    chosen = {key: {"default": value} for key, value in (values or {}).items()}
+    parameters = {key: rule | chosen.get(key, {}) for key, rule in parameter_ranges(remedy).items()}
+    return Choice(name, remedy.about.summary, list(reasons), reports, parameters, is_control)
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #28cc3786
 def choices(
     findings: Sequence[Finding],  # findings from `diagnose`
     run: xr.DataTree,  # record that the findings belong to
     limit: int = 5,  # number of fixes, not counting the control
+    recording: Recording | None = None,  # the run, so that skipped batches are its bad ones; None: a log
 ) -> list[Choice]:  # fixes, the most promising first; [] if none fits
     "The fixes worth a trial, with their parameters and reports."
     suggestions = suggest(findings, run, limit)
-    return [choice_of(fix.name, fix.reasons, fix.is_control) for fix in suggestions]
+    if recording is not None and recording.steps:
+        first = first_step(recording, findings)
+        suggestions = [aimed(suggestion, findings, recording, first) for suggestion in suggestions]
+    return [choice_of(fix.name, fix.reasons, fix.is_control, fix.parameters) for fix in suggestions]
 
 
 def other_fixes(
@@ -147,13 +154,9 @@ class FixLab(StepChoice):
         findings: Findings,  # what was found in it
     ) -> None:
         "Takes another run; a trial that trains goes on."
-        failures = [finding.onset for finding in findings if finding.severity == "error"]
-        onsets = [onset for onset in failures if onset is not None]
         self.recording, self.findings, self.origin = recording, findings, None
-        try:
-            self.offer(recording.steps, recording.snapshot_before(onsets[0] if onsets else None))
-        except InputError:  # no black box
-            self.offer([], None)
+        steps = recording.steps  # none without a black box
+        self.offer(steps, first_step(recording, findings) if steps else None)
 
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #4a1cf77e
 class TrialLab(FixLab):
