@@ -182,6 +182,11 @@ def test_every_module_has_its_notebook():
         )
 
 
+def test_no_folder_has_too_many_modules_to_look_through():
+    folders = collections.Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in folders.items() if n > 25} == {}
+
+
 def test_pages_of_the_tables_exist():
     "The tables of `tests/pages.py` follow when a page moves."
     from tests.pages import LOOSE, SLOWEST

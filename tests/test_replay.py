@@ -327,7 +327,7 @@ def test_blame_in_little_memory_and_over_micro_batches(trained):
 def test_a_job_in_a_child_process_says_what_the_function_says(tmp_path):
     import time
 
-    from stabilitylab.replay.job import ReplayJob
+    from stabilitylab.replay.examine import ReplayJob
 
     job = ReplayJob(sample(), 350, swap=False, modules=True)
     told = job.wait(120).result

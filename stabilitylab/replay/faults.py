@@ -8,18 +8,22 @@ __all__ = ['FAULTS', 'HARMLESS']
 # %% ../../nbs/api/replay/13_faults.ipynb #f206e3f5
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..probe.settings import as_list
-from .clip_search import clip_that_fits
 from .explanations import explanation, named_tensors
 from stabilitylab.replay.retrace import (
     EQUAL,
     ROUNDING,
+    Meter,
     Retraced,
     distance,
     recorded_params,
 )
+from .snapshot import Walk
 from stabilitylab.replay.step_facts import (
     StepFacts,
     carried_state,
@@ -264,3 +268,61 @@ def fault_of(
 ) -> tuple[str, dict]:  # a key of FAULTS, and what its words name
     "The fault that a difference speaks for."
     return _RULES[name](step, step.step == facts.way.start.step, facts)
+
+# %% ../../nbs/api/replay/13_faults.ipynb #5129d010
+_CLIP_SEARCH_STEPS = 10  # steps after a snapshot that are replayed for every clipping; our convention
+_CLIPS = (1.0, 0.5, 0.1, 0.25, 0.3, 2.0, 5.0, 10.0)  # largest norms that loops use
+_BISECTIONS = 16  # of five decades: a norm to three digits and more
+_VALUE_CLIPS = (1.0, 0.5, 0.1, 0.01, 0.05, 0.25, 5.0)  # largest values that loops use
+
+
+def _by_value(value: float) -> Callable:
+    "What clips every entry of a gradient."
+    return lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), value)
+
+
+def _update_with(clip: Any, step: Retraced, facts: StepFacts) -> float:
+    "The norm of the update of a step when it and all before it, from the snapshot on, are clipped so."
+    start = replace(facts.way.start, setup=replace(facts.way.start.setup, clip=clip))
+    meter = Meter(Walk(facts.path, start))
+    while meter.walk.step <= step.step:
+        numbers, _ = meter.take()
+    meter.probe.remove()
+    return numbers["update_norm"]
+
+
+def clip_that_fits(
+    step: Retraced,  # recorded and replayed
+    facts: StepFacts,  # of the replayed steps
+) -> float | str | None:  # largest norm; 'none': without clipping; None: nothing fits, or the snapshot is far
+    "A clipping with which the step has the recorded update; looked for near the snapshot only."
+    if step.step - facts.way.start.step > _CLIP_SEARCH_STEPS:
+        return None
+    usual = _usual_clip(step, facts)
+    return _round_clip(step, facts) if usual is None else usual
+
+
+def _usual_clip(step: Retraced, facts: StepFacts) -> float | str | None:
+    "Of the clippings that loops use the one that fits; 'none' where the step fits without any."
+    norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
+    candidates: dict[float | str, Any] = {"none": None}  # first: a limit that nothing passes does the same
+    candidates |= {clip: clip for clip in _CLIPS if clip < norm}
+    candidates |= {f"{value} by value": _by_value(value) for value in _VALUE_CLIPS}
+    apart = {name: distance(_update_with(clip, step, facts), wanted) for name, clip in candidates.items()}
+    nearest = min(apart, key=lambda clip: apart[clip])  # under Adam all of them are near
+    return nearest if apart[nearest] <= EQUAL else None
+
+
+def _round_clip(step: Retraced, facts: StepFacts) -> float | None:
+    "The largest norm, with as few digits as fit, that bisection comes to; None where none fits."
+    norm, wanted = step.replayed["grad_norm"], step.recorded["update_norm"]
+    low, high = 1e-5 * norm, norm
+    for _ in range(_BISECTIONS):
+        # halved in the logarithm: the limit may lie anywhere in five decades
+        middle = (low * high) ** 0.5
+        is_low = _update_with(middle, step, facts) < wanted
+        low, high = (middle, high) if is_low else (low, middle)
+    # loops use round numbers, so that the fewest digits which fit are the likeliest
+    roundest = dict.fromkeys(float(f"{high:.{digits}g}") for digits in (1, 2, 3, 4))
+    fitting = (clip for clip in roundest if distance(_update_with(clip, step, facts), wanted) <= EQUAL)
+    return next(fitting, None)

@@ -23,8 +23,7 @@ from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.compare_formats import PRECISIONS
 from ..replay.device import AUTO, devices
-from ..replay.examine import controls
-from ..replay.job import ReplayJob
+from ..replay.examine import ReplayJob, controls
 from ..replay.setup_file import foresee
 from ..replay.step_facts import changed_place
 from ..report.render import render
