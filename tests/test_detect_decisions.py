@@ -73,9 +73,7 @@ def test_a_lone_record_is_told_from_a_pair_of_records_of_the_same_height():
     heavy = 2 + 0.1 * rng(3).standard_t(2.2, size=600).clip(-3, 9)
     lone = heavy.copy()
     lone[500] = lone[:500].max() * 0.98
-    assert not [
-        f for f in find_loss_spikes(run_of(loss=lone)) if f.onset == 500 and "count" not in f.evidence
-    ]
+    assert not [f for f in find_loss_spikes(run_of(loss=lone)) if f.onset == 500 and "note" not in f.evidence]
 
 
 def test_kl_and_entropy_without_a_reward_are_no_policy():

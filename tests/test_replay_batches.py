@@ -242,7 +242,7 @@ def test_samples_are_cut_from_the_batch_and_not_from_the_loops_values():
     assert _count_samples(part) == _count_samples(batch) == 3
     assert _sample(part, 1)["loop"] == {"step": 7} and _sample(part, 1)["batch"]["y"].tolist() == [1]
     assert _sample(batch, 1)["y"].tolist() == [1]
-    with pytest.raises(InputError, match="no sample has a part of"):
+    with pytest.raises(InputError, match="nothing says which part of them belongs to a sample"):
         _count_samples({"batch": batch, "loop": {"hidden": torch.zeros(3, 4)}})
 
 

@@ -53,7 +53,7 @@ def _fields(finding: Finding) -> dict:
     if finding.modules:
         fields["module"] = finding.modules[0]
         n = next((fields[name] for name in _COUNTS if fields.get(name)), 1)
-        fields["example"] = f", such as {fields['module']}" if n > 1 else f": {fields['module']}"
+        fields["example"] = f", such as {fields['module']}" if n != 1 else f": {fields['module']}"
     for field in ("names", "scores_still", "scores_rising", "ignored", "jumped_too", "stayed"):
         if fields.get(field):
             fields[f"{field}_words"] = _joined([str(name) for name in fields[field]])
