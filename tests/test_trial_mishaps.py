@@ -11,11 +11,10 @@ import pytest
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.investigation.loop import _unfinished
-from stabilitylab.names.errors import InputError
+from stabilitylab.names.errors import InputError, bad_input
 from stabilitylab.names.files import Scratch
-from stabilitylab.trial.arm import arm_of
 from stabilitylab.trial.start import Start
-from stabilitylab.trial.trial import Trial, unfit_arms
+from stabilitylab.trial.trial import Trial, _why_unfit
 
 pytestmark = pytest.mark.slow  # trials in processes that are stopped or killed
 
@@ -107,5 +106,6 @@ def test_a_temporary_folder_goes_with_the_trial():
 
 
 def test_a_fix_that_changes_nothing_says_what_it_needs():
-    needs = unfit_arms(START, [arm_of("unfreeze")], "cpu")["unfreeze"]
-    assert needs == "it needs a training on which it changes something"
+    nothing = bad_input("fix", "normformer", "a training on which it changes something")
+    assert _why_unfit(nothing) == "it needs a training on which it changes something"
+    assert _why_unfit(bad_input("count", 9, "1..3")) == "`count`=9 is not accepted; allowed: 1..3"

@@ -56,7 +56,7 @@ def test_an_arm_is_stopped_another_added_and_both_are_told():
     view = opened()
     view.lab.seeds, view.lab.length = 1, 5000  # more than any machine trains meanwhile
     view.work.start()
-    base, fixed, null = "unchanged", "lower_lr", "another order"
+    base, fixed, null = "unchanged", "lower_lr:factor=0.045", "another order"
     assert view.lines.keys() == {base, fixed, null}
     until(view, lambda: all(view.lines[name].bar.value > 0 for name in (base, fixed)))
     assert view.picture.png and view.picture.panels[0]["series"][0]["name"] == base

@@ -25,8 +25,8 @@ def assembled(
     cls: type[nn.Module],  # of the module
     parts: dict[str, nn.Module | None],  # name -> submodule, in their order
     attributes: dict[str, Any],  # name -> what else it keeps
-    parameters: dict[str, tuple[int, ...]] | None = None,  # name -> shape of a parameter of its own
-    buffers: dict[str, torch.Tensor] | None = None,  # name -> buffer of its own that a state holds
+    parameters: dict[str, tuple[int, ...] | None] | None = None,  # name -> its shape; None: there is none
+    buffers: dict[str, torch.Tensor | None] | None = None,  # name -> buffer of its own that a state holds
     unsaved: dict[str, torch.Tensor] | None = None,  # name -> buffer of its own that no state holds
 ) -> nn.Module:  # whose weights a state brings
     "A module, created without its `__init__` from what it holds."
@@ -34,7 +34,7 @@ def assembled(
     nn.Module.__init__(module)
     vars(module).update(attributes)
     for name, shape in (parameters or {}).items():
-        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        module.register_parameter(name, None if shape is None else nn.Parameter(torch.zeros(shape)))
     for tensors, is_saved in ((buffers, True), (unsaved, False)):
         for name, tensor in (tensors or {}).items():
             module.register_buffer(name, tensor, persistent=is_saved)
@@ -72,20 +72,39 @@ def _source(draft: Any, model: nn.Module, model_source: ModelSource) -> str | No
         for key, part in model._modules.items()
     }
     attributes = {key: _attribute(draft, value) for key, value in own.items()}
-    own_buffers = {key: tensor for key, tensor in model._buffers.items() if tensor is not None}
-    is_unsaved = model._non_persistent_buffers_set.__contains__
-    saved = [(key, tensor) for key, tensor in own_buffers.items() if not is_unsaved(key)]
-    buffers = {key: f"torch.zeros({tuple(t.shape)}, dtype={t.dtype})" for key, t in saved}
-    unsaved = {key: draft.literal(tensor) for key, tensor in own_buffers.items() if is_unsaved(key)}
+    is_unsaved = {key: key in model._non_persistent_buffers_set for key in model._buffers}
+    # a bias that a layer does without is registered as None, and its class reads it
+    buffers = {key: _zeros(t) for key, t in model._buffers.items() if not is_unsaved[key]}
+    unsaved = {key: draft.literal(t) for key, t in model._buffers.items() if is_unsaved[key]}
     if name is None or None in [*parts.values(), *attributes.values(), *unsaved.values()]:
         return None
+    if (container := _container(model, parts)) is not None:
+        return container
     draft.imports.add("from stabilitylab.probe.draft.model_parts import assembled")
-    shapes = {key: str(tuple(p.shape)) for key, p in model._parameters.items() if p is not None}
+    shapes = {key: str(None if p is None else tuple(p.shape)) for key, p in model._parameters.items()}
     tensors = {"parameters": shapes, "buffers": buffers, "unsaved": unsaved}
     words = [f"{key}={_dict(sources)}" for key, sources in tensors.items() if sources]
     return f"assembled({', '.join([name, _dict(parts), _dict(attributes), *words])})"
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #6dab0d77
+def _zeros(buffer: torch.Tensor | None) -> str:
+    "The source of a buffer whose values a state brings."
+    return "None" if buffer is None else f"torch.zeros({tuple(buffer.shape)}, dtype={buffer.dtype})"
+
+
+def _container(model: nn.Module, parts: Mapping[str, str | None]) -> str | None:
+    "A container of torch that holds nothing but its parts, as a program writes it; None for another module."
+    kind, holds_more = type(model), set(vars(model)) - _STATE
+    if holds_more or model._parameters or model._buffers:
+        return None
+    if kind is nn.ModuleDict:
+        return f"torch.nn.ModuleDict({_dict(parts)})"
+    if kind not in (nn.Sequential, nn.ModuleList) or list(parts) != [str(i) for i in range(len(parts))]:
+        return None
+    values = ", ".join(str(source) for source in parts.values())
+    return f"torch.nn.Sequential({values})" if kind is nn.Sequential else f"torch.nn.ModuleList([{values}])"
+
+
 def _part(draft: Any, part: nn.Module, model_source: ModelSource) -> str | None:
     "The source of a submodule: its call, where its class shows all of its arguments, else its own parts."
     n_unseen = len(draft.unseen)

@@ -252,7 +252,9 @@ def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
         return "model", []
     unseen = list(draft.unseen)
     source, missing = model_source(draft, part)
-    is_guess = bool(missing) or draft.unseen != unseen
+    # what a layer of torch does not keep is legacy or its default
+    is_torch = getattr(nn, type(part).__name__, None) is type(part)
+    is_guess = bool(missing) or (draft.unseen != unseen and not is_torch)
     from_parts = assembled_source(draft, part, model_source) if is_guess else None
     if from_parts is None:
         return source, missing
