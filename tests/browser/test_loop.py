@@ -60,7 +60,7 @@ def trained(page, folder):
     page.click(f'{FIXLAB} button[title^="stop qk_norm"]')
     page.wait_for_selector(f'{FIXLAB} .widget-label:has-text("qk_norm"):has-text("stopped")', timeout=60_000)
     (folder / "second").touch()
-    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=150_000)
+    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr:factor=0.045")', timeout=150_000)
 
 
 def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook, tmp_path):
@@ -98,7 +98,7 @@ def test_from_the_open_sample_to_a_verdict_that_outlives_a_reload(notebook, tmp_
     shown(page)
     assert "learning rate is too high" in page.inner_text(".stl-likely")
     tab(page, "Fix lab")
-    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr")', timeout=60_000)
+    page.wait_for_selector(f'{FIXLAB} tr.trial td:text-is("lower_lr:factor=0.045")', timeout=60_000)
     shot(page, "loop-reloaded")
     page.locator(f'{FIXLAB} button:has-text("Open as a run")').last.click()
     opened = "[...document.querySelectorAll('select')].some(s => /lower_lr/.test(s.selectedOptions[0]?.text))"
