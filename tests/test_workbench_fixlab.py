@@ -186,6 +186,6 @@ def test_a_lab_starts_where_the_command_does_and_skips_the_bad_batches(tmp_path)
     lab = FixLab()
     lab.open(recording, findings)
     assert lab.step == first_step(recording, findings) == 60
-    offered = {choice.name: choice for choice in choices(findings, recording.run, recording=recording)}
+    offered = {choice.name: choice for choice in choices(findings, recording)}
     skip = offered["skip_batches"]
     assert [skip.parameters[name]["default"] for name in ("count", "after")] == [2, 0]

@@ -19,6 +19,7 @@ from stabilitylab.replay import setup_file
 from stabilitylab.replay.setup_file import checked
 from stabilitylab.run.curves import curve
 from stabilitylab.run.job import JobState, report_progress
+from stabilitylab.run.recording import Recording
 from stabilitylab.workbench import setup_panel
 from stabilitylab.workbench.fixlab import choices
 from stabilitylab.workbench.setup_panel import SetupPanel
@@ -238,7 +239,8 @@ def test_environment_and_replay_say_the_same_of_this_machine(run, changed, is_ex
 def test_overview_and_fix_lab_name_the_same_logits_and_rates():
     run = open_run(DATA / "lm_high_lr")
     findings = diagnose(run)
-    reasons = " ".join(reason for choice in choices(findings, run) for reason in choice.reasons)
+    offered = choices(findings, Recording(DATA / "lm_high_lr", run))
+    reasons = " ".join(reason for choice in offered for reason in choice.reasons)
     told = {finding.kind: finding for finding in findings}
     growth, rate = told["attention_logit_growth"], told["lr_too_high"]
     grown = re.search(r"grew from \S+ to [\d.]+ \w+", growth.explanation)[0]

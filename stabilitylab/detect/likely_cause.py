@@ -18,7 +18,7 @@ import xarray as xr
 from .facts.evidence import evidence
 from .facts.record_steps import RunFacts
 from .findings import Finding, Findings
-from .phrase import about
+from .phrase import about, joined
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #36b18c0c
 @dataclass(frozen=True)
@@ -60,12 +60,8 @@ def _ordinary_words(facts: Mapping) -> str:
     suspect = "its labels are" if "input_jump" in facts else "its inputs or labels are"
     if not measured:
         return f"{suspect} the suspect"
-    *others, last = measured
-    names, is_one = (
-        ", ".join(others) + (" and " if others else "") + last,
-        measured == ["the update before it"],
-    )
-    return f"{names} {'is' if is_one else 'are'} ordinary, so {suspect} the suspect"
+    is_one = measured == [_OF_BATCH["update_before"]]
+    return f"{joined(measured)} {'is' if is_one else 'are'} ordinary, so {suspect} the suspect"
 
 
 def _filled(words: str, facts: Mapping, at: int | None) -> str:
@@ -162,10 +158,10 @@ def missing_measures(
     "What was not measured and would tell the causes of a jump apart."
     if "loss_jump" not in facts:
         return []
-    measured = {*facts, *(["input_jump"] if "input_nonfinite" in facts else [])}  # NaN is no jump
-    # token ids have no size that could be out of range
-    measured |= {"input_jump"} if facts.get("embeds", (0.0, None))[0] == 1 else set()
-    return [words for name, words in _TELLS.items() if name not in measured]
+    # NaN is no jump, and token ids have no size that could be out of range
+    has_no_size = "input_nonfinite" in facts or facts.get("embeds", (0.0, None))[0] == 1
+    known = {*facts, "input_jump"} if has_no_size else {*facts}
+    return [words for name, words in _TELLS.items() if name not in known]
 
 # %% ../../nbs/api/detect/91_likely_cause.ipynb #c6a576b3
 @dataclass(frozen=True)

@@ -136,7 +136,8 @@ def _is_well(findings: Sequence[Finding], recording: Recording) -> bool:
 def _refuse(start: Start, arms: list[Arm], device: str) -> None:
     "Raises for a requested arm that cannot be tried."
     refused = unfit_arms(start, arms, device)
-    for name, why in refused.items():
+    if refused:
+        name, why = next(iter(refused.items()))
         raise InputError(f"{name} cannot be tried: {why}")
 
 

@@ -67,9 +67,8 @@ def _swap_answer(recording: Recording, step: int, setup: "Setup | str | None") -
     try:
         examination = examine(recording, step, setup, samples=False)
     except InputError as error:
-        why = str(error)
-        if error.argument == "step":  # nobody gave it: the run decided
-            why = f"step {step} cannot be replayed; {why.partition('is not accepted; ')[2]}"
+        is_of_step = error.argument == "step"  # nobody gave it: the run decided
+        why = f"step {step} cannot be replayed; allowed: {error.allowed}" if is_of_step else str(error)
         return {"step": step, "left_out": why}
     if examination.swap is None:
         reasons = (examination.left_out.get("swap"), examination.check.words)

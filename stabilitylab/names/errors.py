@@ -46,8 +46,14 @@ class InputError(ValueError):
         self.argument = ""  # of `bad_input`: what was given, for a command that has other names
         self.got: object = None
 
+    @property
+    def allowed(self) -> str:  # of `bad_input`, with the fix; '' for another message
+        "What is allowed, for a sentence about a value that nobody gave."
+        return str(self).partition(_ALLOWED)[2]
+
 
 _LONGEST = 4000  # characters of a message
+_ALLOWED = "is not accepted; allowed: "
 
 # %% ../../nbs/api/names/00_errors.ipynb #815a8bfa
 class MissingExtra(ImportError):
@@ -77,7 +83,7 @@ def bad_input(
     fixes = [f"did you mean {nearest!r}?" if nearest else "", fix]
     what_to_do = "".join(f"; {words}" for words in fixes if words)
     words = allowed if isinstance(allowed, str) else _joined_names([str(name) for name in allowed])
-    error = InputError(f"`{argument}`={quoted[:200]} is not accepted; allowed: {words}{what_to_do}")
+    error = InputError(f"`{argument}`={quoted[:200]} {_ALLOWED}{words}{what_to_do}")
     error.argument, error.got = argument, got
     return error
 

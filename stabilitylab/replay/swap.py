@@ -31,6 +31,7 @@ _VERDICTS = {
 }
 _UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table
 _JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
+_MIN_FACTOR = 2.0  # smallest ratio to the controls that counts as out of line: our convention
 _PARTS = ("batch", "state", "beyond")  # what may be out of line; beyond: the suspect cell more than both
 _CLEARLY = 1.25  # factor beyond the limit at which one variable is enough; our convention
 _LATER = 8  # batches after the suspect one that are run, at most; our convention
@@ -95,7 +96,7 @@ def _evidence(factors: dict[str, float]) -> dict[str, float]:
 def _verdict_of(
     values: np.ndarray,  # (states, batches), the suspect state last and the suspect batch last
     # factor over the control cells that counts as out of line, > 1; more where the controls themselves spread
-    min_factor: float = 2.0,
+    min_factor: float = _MIN_FACTOR,
 ) -> tuple[
     str, dict[str, float]
 ]:  # a key of VERDICTS; factors of the batch, the state, the cell, and the limit
@@ -114,7 +115,7 @@ def _has_learned(loss: np.ndarray) -> bool:
 def _learned_words(table: xr.Dataset) -> str:
     "Where the suspect state has a larger gradient and has only learned, in words; '' elsewhere."
     ordered = table.transpose("state", "batch")
-    factors = _factors(ordered["grad_norm"].values, 2.0)
+    factors = _factors(ordered["grad_norm"].values, _MIN_FACTOR)
     if factors is None or _excess(factors, "state") <= 0 or not _has_learned(ordered["loss"].values):
         return ""
     return (
@@ -126,7 +127,7 @@ def _learned_words(table: xr.Dataset) -> str:
 def _update_words(table: xr.Dataset) -> str:
     "Where of the suspect state only the updates are out of line, in words; '' elsewhere."
     ordered = table.transpose("state", "batch")
-    factors = {name: _factors(ordered[name].values, 2.0) for name in _JUDGED}
+    factors = {name: _factors(ordered[name].values, _MIN_FACTOR) for name in _JUDGED}
     beyond = {name for name, row in factors.items() if row is not None and _excess(row, "state") > 0}
     update = factors["update_norm"]
     if beyond != {"update_norm"} or update is None:
@@ -286,7 +287,7 @@ def swap_test(
     snapshots: Sequence[Snapshot],  # states to run from, at least two, the suspect one last
     batches: Sequence[Batch],  # batches to run, at least two, the suspect one last
     device: str | None = None,  # device to run on; None: that of the setup
-    min_factor: float = 2.0,  # smallest ratio to the controls that counts as abnormal
+    min_factor: float = _MIN_FACTOR,  # smallest ratio to the controls that counts as abnormal
     progress: bool = True,  # show a progress bar
     later: Iterable[Batch] = (),  # batches after the suspect one, to count consecutive bad ones
 ) -> SwapTest:  # the verdict and the table behind it

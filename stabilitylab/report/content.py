@@ -316,19 +316,18 @@ def step_to_replay(
     return None if suspect is None else suspect.onset
 
 # %% ../../nbs/api/report/01_content.ipynb #7a10c0df
-def _recorded_step(run: xr.DataTree, findings: Findings, source: str | None) -> int | None:
-    "The replayable step nearest to the suspect one; None without one."
+def _replay(run: xr.DataTree, findings: Findings, source: str | None, setup: str | None) -> tuple[str, str]:
+    "The command that replays the suspect step, or the nearest one that was kept, and what it replays."
     folder, wanted = source or str(run.attrs.get("source", "")), step_to_replay(findings)
     # of two at the same distance the earlier: the state before the event shows more than the one after
-    return None if wanted is None or not folder else nearest_step(_recorded_steps(folder), wanted)
-
-
-def _replay_words(run: xr.DataTree, findings: Findings, source: str | None) -> str:
-    "What the command replays: the suspect step, or the nearest one whose batch and state were kept."
-    wanted, step = step_to_replay(findings), _recorded_step(run, findings, source)
-    if step is None or step == wanted:
-        return "Replay the suspect step:"
-    return f"Step {wanted:,} was not kept for a replay; replay the nearest that was:"
+    step = None if wanted is None or not folder else nearest_step(_recorded_steps(folder), wanted)
+    if step is None:
+        return "", ""
+    option = f" --setup {shlex.quote(setup)}" if setup else ""
+    words = "Replay the suspect step:"
+    if step != wanted:
+        words = f"Step {wanted:,} was not kept for a replay; replay the nearest that was:"
+    return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}", words
 
 
 def replay_command(
@@ -338,11 +337,7 @@ def replay_command(
     setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> str:  # '' where there is no black box, or nothing to replay
     "The command that replays the suspect step."
-    folder, step = source or str(run.attrs.get("source", "")), _recorded_step(run, findings, source)
-    if step is None:
-        return ""
-    option = f" --setup {shlex.quote(setup)}" if setup else ""
-    return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}"
+    return _replay(run, findings, source, setup)[0]
 
 # %% ../../nbs/api/report/01_content.ipynb #9401333f
 def _unseen_line(run: xr.DataTree) -> str:
@@ -362,7 +357,7 @@ class RunText:
     likely: MostLikely | None  # the cause that explains the findings; None where nothing needs one
     unseen: str  # what the record cannot show; '' for a log
     replay: str  # the command that replays the suspect step; '' where there is none
-    replay_words: str  # what that command replays
+    replay_words: str  # what that command replays; '' where there is none
 
 
 def run_sentences(
@@ -372,7 +367,7 @@ def run_sentences(
     setup: str | None = None,  # 'file.py:function' that was given for the run; None: none was
 ) -> RunText:
     "The sentences of a report on one run."
-    head = facts(run, source)
+    head, (command, what) = facts(run, source), _replay(run, findings, source, setup)
     return RunText(
         source=head.source,
         facts=_facts_line(head),
@@ -380,6 +375,6 @@ def run_sentences(
         verdict=_verdict_line(head, findings),
         likely=most_likely(findings),
         unseen=_unseen_line(run),
-        replay=replay_command(run, findings, source, setup),
-        replay_words=_replay_words(run, findings, source),
+        replay=command,
+        replay_words=what,
     )

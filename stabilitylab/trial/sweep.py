@@ -176,12 +176,10 @@ def _row_of(curve: ArmCurve, bounds: tuple[float | None, float | None]) -> dict:
 # %% ../../nbs/api/trial/09_sweep.ipynb #3d0db48a
 def _sensitivity_of(rows: pd.DataFrame, axis: str, untrained: float | None) -> dict:
     "Sensitivity of one combination, its interval over seeds, and the best value of the axis."
-    by_seed = [group for _, group in rows.groupby("seed")]
     # a sweep from the middle of a run begins at a loss that its arms need not reach again
-    firsts = [group.first_loss.mean() if untrained is None else untrained for group in by_seed]
-    each = [
-        lr_sensitivity(group.final_loss, float(first)) for group, first in zip(by_seed, firsts, strict=True)
-    ]
+    capped = rows if untrained is None else rows.assign(first_loss=untrained)
+    by_seed = [group for _, group in capped.groupby("seed")]
+    each = [lr_sensitivity(group.final_loss, float(group.first_loss.mean())) for group in by_seed]
     mean = rows.groupby(axis).final_loss.mean()
     low, high = paired_interval(each)
     return {"sensitivity": float(np.mean(each)), "low": low, "high": high, "best": mean.idxmin()}

@@ -194,8 +194,7 @@ def _why_unfit(error: Exception) -> str:
     "Why a fix cannot be tried, in one line; nobody gave the name that an error quotes, it was suggested."
     if not isinstance(error, InputError):
         return _one_line(error)
-    needs = str(error).partition("is not accepted; allowed: ")[2]
-    return f"it needs {needs}" if needs and error.argument == "fix" else str(error)
+    return f"it needs {error.allowed}" if error.argument == "fix" else str(error)
 
 
 def _take_a_step(start: Start, arm: Arm, device: str) -> None:

@@ -58,13 +58,12 @@ def choice_of(
 # %% ../../nbs/api/workbench/06_fixlab.ipynb #28cc3786
 def choices(
     findings: Sequence[Finding],  # findings from `diagnose`
-    run: xr.DataTree,  # record that the findings belong to
+    recording: Recording,  # run that the findings belong to
     limit: int = 5,  # number of fixes, not counting the control
-    recording: Recording | None = None,  # the run, so that skipped batches are its bad ones; None: a log
 ) -> list[Choice]:  # fixes, the most promising first; [] if none fits
     "The fixes worth a trial, with their parameters and reports."
-    suggestions = suggest(findings, run, limit)
-    if recording is not None and recording.steps:
+    suggestions = suggest(findings, recording.run, limit)
+    if recording.steps:
         first = first_step(recording, findings)
         suggestions = [aimed(suggestion, findings, recording, first) for suggestion in suggestions]
     return [choice_of(fix.name, fix.reasons, fix.is_control, fix.parameters) for fix in suggestions]

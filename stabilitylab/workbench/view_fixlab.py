@@ -263,7 +263,7 @@ class FixLabView(StateView):
         self.set_origin(origins[0])
         self.offers.say("Looking for fixes …")
         # in a thread, as the page must not wait for it
-        beside(self._take_offers, partial(choices, lab.findings, shared.run, recording=lab.recording))
+        beside(self._take_offers, partial(choices, lab.findings, shared.recording))
 
     def _take_offers(self, offered: list[Choice]) -> None:
         "Offers fixes, and ticks the one that was asked for beside a remedy."

@@ -21,6 +21,7 @@ from ..numerics.lattice import Lattice, debias, lattice, records_to_move
 from ..plot.precision import plot_lattice, plot_scaling
 from ..plot.replay import replay_png
 from ..replay.find_setup import setup_files
+from ..report.render import render
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording
 from ..run.scalars import series, series_names
@@ -56,12 +57,6 @@ def _grid_html(
     return lattice_html(grid.to_dict(), name, records_to_move(finite, grid.spacing))
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #294eaeb8
-_NO_BOX = (
-    "This run has no black box, so its steps cannot be run again. "
-    "Record the next one with Recorder(model, optimizer, path, snapshot_every=100) and recorder.batch(batch)."
-)
-
-
 class RoundingState(StepChoice):
     "What the user of this view looks at."
 
@@ -216,7 +211,7 @@ class PrecisionView(StateView):
         "Shows the run of the state."
         look, recording = self.look, self.shared.recording
         refill(self.controls["name"], look.open(recording, self.shared.findings), look.name)
-        self.notice.value = "" if look.steps else heading_html("", _NO_BOX)
+        self.notice.value = "" if look.steps else render("view_replay_notice")
         set_visible(self.body, bool(look.steps))
         if look.steps:
             # a sample needs no file: the command finds its model by name

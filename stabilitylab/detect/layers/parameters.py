@@ -28,8 +28,7 @@ from ...run.curves import curve, event_texts, group_of
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #95dcda8c
 def _stands(norms: np.ndarray, row: int) -> bool:
     "Whether the gradient of the whole model stays in its range while that of some parameters leaves theirs."
-    # a float32 norm beyond 1.8e19 has no float32 square
-    # and a frozen parameter has no gradient
+    # a float32 norm beyond 1.8e19 has no float32 square, and a frozen parameter has no gradient
     total = np.sqrt(np.nansum(np.square(norms.astype(float)), axis=1))
     return bool((total[row:] < limit("threefold") * total[:row].max()).all())
 
@@ -98,6 +97,9 @@ def _has_odd_side(shape: list[int]) -> bool:
     return len(shape) == 2 and min(shape) >= sides and any(side % sides for side in shape)
 
 
+_TABLES = ("embed", "pos_embed")  # kinds of parameters whose rows are looked up
+
+
 def _lookup_tables(run: xr.DataTree) -> set[str]:
     "Parameters that are looked up and never multiplied; the table of a tied head is."
     weights, modules = group_of(run, "weights"), group_of(run, "activations")
@@ -105,7 +107,7 @@ def _lookup_tables(run: xr.DataTree) -> set[str]:
         return set()
     shapes, kinds = run.attrs.get("shapes", {}), modules.kind.values.astype(str)
     heads = modules.module.values[kinds == "lm_head"].astype(str)
-    tables = np.isin(weights.kind.values.astype(str), ("embed", "pos_embed"))
+    tables = np.isin(weights.kind.values.astype(str), _TABLES)
     is_tied = any(f"{head}.weight" not in shapes for head in heads)
     return set() if is_tied else set(weights.param.values[tables].astype(str))
 
@@ -207,15 +209,20 @@ def _is_finite(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
     return ~np.isin(steps, gradients.step.values[(gradients.nonfinite_count > 0).any("param").values])
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #7ff9c6fd
+def _finite_gradients(run: xr.DataTree, variable: str) -> xr.Dataset | None:
+    "The gradients of the steps at which all were finite; None where the variable is not recorded."
+    gradients = group_of(run, "gradients", variable)
+    return None if gradients is None else gradients.isel(step=_is_finite(run, gradients.step.values))
+
+
 _FAR_ABOVE = 100  # times epsilon: entries of a gradient of that size are below it where they are zero; ours
 
 
 def _is_sparse(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     "Gradients far above epsilon, so that the entries below it are zeros, as those of inactive units are."
-    gradients, eps = group_of(run, "gradients", "rms"), run.attrs.get("eps")
+    gradients, eps = _finite_gradients(run, "rms"), run.attrs.get("eps")
     if gradients is None or eps is None:
         return np.zeros(len(params), bool)
-    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
     is_far = median_of_finite(gradients.rms.values) > _FAR_ABOVE * float(eps)
     return np.isin(params, gradients.param.values.astype(str)[is_far])
 
@@ -225,10 +232,9 @@ _SUMMED = 100  # roundings that a sum over a batch adds up to; ours
 
 def _is_rounding(run: xr.DataTree, params: np.ndarray) -> np.ndarray:
     "Biases with a gradient of zero but for rounding: those of keys, and those before a batch norm."
-    gradients = group_of(run, "gradients", "grad_norm")
+    gradients = _finite_gradients(run, "grad_norm")
     if gradients is None:
         return np.zeros(len(params), bool)
-    gradients = gradients.isel(step=_is_finite(run, gradients.step.values))
     usual = median_of_finite(gradients.grad_norm.values)
     names = gradients.param.values.astype(str)
     usual_of = dict(zip(names, usual, strict=True))
@@ -250,13 +256,11 @@ def find_grad_below_epsilon(
     optimizer = optimizer.isel(step=_is_finite(run, optimizer.step.values))
     if not optimizer.sizes["step"]:
         return []
-    is_table = np.isin(optimizer.kind.values.astype(str), ("embed", "pos_embed"))
-    share = np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values))
-    share[is_table] = 0  # rows of absent tokens have no gradient at all
-    share[_is_rounding(run, optimizer.param.values.astype(str))] = 0
-    without = [name for finding in find_no_gradient(run) for name in finding.modules]
-    share[np.isin(optimizer.param.values.astype(str), without)] = 0  # a finding of its own
-    share[_is_sparse(run, optimizer.param.values.astype(str))] = 0
+    params = optimizer.param.values.astype(str)
+    is_table = np.isin(optimizer.kind.values.astype(str), _TABLES)  # rows of absent tokens have no gradient
+    without = [name for finding in find_no_gradient(run) for name in finding.modules]  # a finding of its own
+    is_excused = is_table | np.isin(params, without) | _is_rounding(run, params) | _is_sparse(run, params)
+    share = np.where(is_excused, 0, np.nan_to_num(median_of_finite(optimizer.below_eps_frac.values)))
     order = np.argsort(-share, kind="stable")[: int((share > limit("majority")).sum())]
     if not len(order):
         return []

@@ -71,21 +71,25 @@ def validation_improved(
     return bool(np.median(validation.value[-few:]) < (1 - limit("rise_share")) * then)
 
 # %% ../../../nbs/api/detect/loss/11_divergence.ipynb #20756f34
+def _doubling_lags(n: int, first: int = 1) -> list[int]:
+    "Lags from the first on, doubled, while eight of them lie in `n` records: a median needs as many."
+    spans = n // 8 // first
+    return [first * 2**k for k in range(int(np.log2(spans)) + 1)] if spans else []
+
+
 def _wander(value: np.ndarray) -> float:
     "How far records lie apart that are up to an eighth of the series apart, as a standard deviation."
     if len(value) < count_limit("least_long"):  # a median of a few differences is no estimate
         # x0 - 2 x1 + x2 of white noise has 1 + 4 + 1 times the variance of a record
         return float(np.diff(value, 2).std()) / np.sqrt(6)  # second ones hold no slope
-    # noise with a memory shows only between records that lie far apart; eight spans at least make a median
-    lags = [2**k for k in range(int(np.log2(len(value) // 8)) + 1)]
-    return max(difference_noise(value, lag) for lag in lags)
+    # noise with a memory shows only between records that lie far apart
+    return max(difference_noise(value, lag) for lag in _doubling_lags(len(value)))
 
 
 def _level_noise(loss: np.ndarray, window: int, scatter: float) -> float:
     "Standard deviation of a smoothed loss by chance alone, a steady fall or rise left out."
-    spans = len(loss) // 8 // window  # as few as eight of them make a median
-    lags = [window * 2**k for k in range(int(np.log2(spans)) + 1)] if spans else []
     # second differences hold no slope; of white noise they have six times the variance of a record
+    lags = _doubling_lags(len(loss), window)
     bends = [loss[: -2 * lag] - 2 * loss[lag:-lag] + loss[2 * lag :] for lag in lags]
     return max((MAD_TO_SD * float(np.median(np.abs(b))) / np.sqrt(6) for b in bends), default=scatter)
 

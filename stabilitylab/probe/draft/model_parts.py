@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_LONG = 90  # characters of a dict that stands in one line
+LONG = 90  # characters of a dict that stands in one line
+CONTAINERS = {nn.Sequential: "{}", nn.ModuleList: "[{}]", nn.ModuleDict: "{{{}}}"}
 
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #6bf0f4b9
 _STATE = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -86,35 +87,48 @@ def _source(draft: Any, model: nn.Module, model_source: ModelSource) -> str | No
     words = [f"{key}={_dict(sources)}" for key, sources in tensors.items() if sources]
     return f"assembled({', '.join([name, _dict(parts), _dict(attributes), *words])})"
 
+# %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #a35e0032
+def is_of_torch(
+    module: nn.Module,  # any
+) -> bool:  # False for a class of one's own that inherits from one of torch
+    "Whether a module is a layer or a loss of `torch.nn` itself."
+    return getattr(nn, type(module).__name__, None) is type(module)
+
+
+def _container(model: nn.Module, parts: Mapping[str, str | None]) -> str | None:
+    "A container of torch that holds nothing but its parts, as a program writes it; None for another module."
+    holds_more = set(vars(model)) - _STATE or model._parameters or model._buffers
+    is_numbered = list(parts) == [str(i) for i in range(len(parts))]
+    if type(model) not in CONTAINERS or holds_more or not (is_numbered or type(model) is nn.ModuleDict):
+        return None
+    return container_source(type(model), parts)
+
+
+def container_source(
+    kind: type[nn.Module],  # a key of `CONTAINERS`
+    sources: Mapping[str, str | None],  # name -> source of a part, in their order
+) -> str:
+    "A container of torch by what it contains."
+    parts = [f"{name!r}: {text}" if kind is nn.ModuleDict else str(text) for name, text in sources.items()]
+    text = ", ".join(parts)
+    if len(text) > LONG:
+        text = "\n" + indent(",\n".join(parts), " " * 4) + ",\n"
+    return f"torch.nn.{kind.__name__}({CONTAINERS[kind].format(text)})"
+
 # %% ../../../nbs/api/probe/draft/27_model_parts.ipynb #6dab0d77
 def _zeros(buffer: torch.Tensor | None) -> str:
     "The source of a buffer whose values a state brings."
     return "None" if buffer is None else f"torch.zeros({tuple(buffer.shape)}, dtype={buffer.dtype})"
 
 
-def _container(model: nn.Module, parts: Mapping[str, str | None]) -> str | None:
-    "A container of torch that holds nothing but its parts, as a program writes it; None for another module."
-    kind, holds_more = type(model), set(vars(model)) - _STATE
-    if holds_more or model._parameters or model._buffers:
-        return None
-    if kind is nn.ModuleDict:
-        return f"torch.nn.ModuleDict({_dict(parts)})"
-    if kind not in (nn.Sequential, nn.ModuleList) or list(parts) != [str(i) for i in range(len(parts))]:
-        return None
-    values = ", ".join(str(source) for source in parts.values())
-    return f"torch.nn.Sequential({values})" if kind is nn.Sequential else f"torch.nn.ModuleList([{values}])"
-
-
 def _part(draft: Any, part: nn.Module, model_source: ModelSource) -> str | None:
     "The source of a submodule: its call, where its class shows all of its arguments, else its own parts."
     n_unseen = len(draft.unseen)
-    is_container = type(part) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    if not is_container:
+    if type(part) not in CONTAINERS:
         call, missing = model_source(draft, part)
-        is_torch = getattr(nn, type(part).__name__, None) is type(part)
-        if not missing and (is_torch or len(draft.unseen) == n_unseen):
+        if not missing and (is_of_torch(part) or len(draft.unseen) == n_unseen):
             return call
-        if is_torch:
+        if is_of_torch(part):
             return None
     return _source(draft, part, model_source)
 
@@ -122,7 +136,7 @@ def _part(draft: Any, part: nn.Module, model_source: ModelSource) -> str | None:
 def _dict(sources: Mapping[str, str | None]) -> str:
     "Sources by name as the source of a dict, one a line where they are modules."
     inner = ", ".join(f"{key!r}: {source}" for key, source in sources.items())
-    if "(" not in inner or len(inner) < _LONG:
+    if "(" not in inner or len(inner) < LONG:
         return "{" + inner + "}"
     lines = ",\n".join(f"{key!r}: {source}" for key, source in sources.items())
     return "{\n" + indent(lines, "    ") + ",\n}"
@@ -138,5 +152,5 @@ def _attribute(draft: Any, value: Any) -> str | None:
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not value:
         return None
     draft.imports.add(f"from {module} import {name}")
-    draft._note_folder(module)
+    draft.note_folder(module)
     return name

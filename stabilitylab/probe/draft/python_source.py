@@ -18,7 +18,7 @@ import sysconfig
 import types
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,13 @@ from torch import nn
 
 from ...numerics.pytree import container_kind, parts_of
 from .loop_span import bare_optimizer
-from .model_parts import assembled_source
+from stabilitylab.probe.draft.model_parts import (
+    CONTAINERS,
+    LONG,
+    assembled_source,
+    container_source,
+    is_of_torch,
+)
 from .name_sources import is_same_model
 from .running_script import CELLS_FILE, main_file, main_module, notebook_cells
 from .trainer_code import peft_source
@@ -44,7 +50,6 @@ _CONFIGS = (
     "conf",
     "opt",
 )  # attributes that hold arguments
-_LONG = 90  # characters of a dict that stands in one line
 _MAX_ENTRIES = 1000  # entries of a tensor that is written out, such as weights of classes
 _UNSAID = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path")
 
@@ -75,10 +80,13 @@ class _Imports:
             if module.startswith(library.__name__) and getattr(library, cls.__name__, None) is cls:
                 return f"{library.__name__}.{cls.__name__}"
         self.imports.add(f"from {module} import {cls.__qualname__.partition('.')[0]}")
-        self._note_folder(module)
+        self.note_folder(module)
         return cls.__qualname__
 
-    def _note_folder(self, module: str) -> None:
+    def note_folder(
+        self,
+        module: str,  # name of a module that the draft imports
+    ) -> None:
         "Keep the folder of a module that the program found by a path of its own."
         name = module.partition(".")[0]
         top = sys.modules.get(name)
@@ -166,7 +174,7 @@ class Draft(_Imports):
             parts = {key: self.literal(part) for key, part in value.items()}
             inner = [f"{key!r}: {part}" for key, part in parts.items()]
             text = ", ".join(inner)
-            if len(text) > _LONG:
+            if len(text) > LONG:
                 text = "\n        " + ",\n        ".join(inner) + ",\n    "
             return None if None in parts.values() else "{" + text + "}"
         sources = [self.literal(part) for part in value]
@@ -253,8 +261,7 @@ def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
     unseen = list(draft.unseen)
     source, missing = model_source(draft, part)
     # what a layer of torch does not keep is legacy or its default
-    is_torch = getattr(nn, type(part).__name__, None) is type(part)
-    is_guess = bool(missing) or (draft.unseen != unseen and not is_torch)
+    is_guess = bool(missing) or (draft.unseen != unseen and not is_of_torch(part))
     from_parts = assembled_source(draft, part, model_source) if is_guess else None
     if from_parts is None:
         return source, missing
@@ -263,19 +270,13 @@ def _part_source(draft: Draft, part: nn.Module) -> tuple[str, list[str]]:
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #d1a0aa02
 _FROM_STATE = ("device", "dtype")  # arguments that a state brings by itself
-_CONTAINERS = {nn.Sequential: "{}", nn.ModuleList: "[{}]", nn.ModuleDict: "{{{}}}"}
 
 
 def _container_source(draft: Draft, model: nn.Module) -> tuple[str, list[str]]:
     "A container of torch by what it contains."
-    sources = {name: model_source(draft, child) for name, child in model.named_children()}
-    is_dict = type(model) is nn.ModuleDict
-    parts = [f"{name!r}: {source}" if is_dict else source for name, (source, _) in sources.items()]
-    text = ", ".join(parts)
-    if len(text) > _LONG:
-        text = "\n" + indent(",\n".join(parts), " " * 8) + ",\n    "
-    missing = [what for _, absent in sources.values() for what in absent]
-    return f"torch.nn.{type(model).__name__}({_CONTAINERS[type(model)].format(text)})", missing
+    calls = {name: model_source(draft, child) for name, child in model.named_children()}
+    missing = [what for _, absent in calls.values() for what in absent]
+    return container_source(type(model), {name: call for name, (call, _) in calls.items()}), missing
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #29bd4571
 def _arguments(draft: Draft, model: nn.Module) -> tuple[list[str], list[str]]:
@@ -309,7 +310,7 @@ def model_source(
     model: nn.Module,  # or a part of one
 ) -> tuple[str, list[str]]:  # the call, arguments that it needs and that cannot be seen
     "A call that makes a model."
-    if type(model) in _CONTAINERS:
+    if type(model) in CONTAINERS:
         return _container_source(draft, model)
     adapted = peft_source(model, lambda base: model_source(draft, base)[0], draft.construct_known)
     if adapted is not None:
@@ -467,7 +468,7 @@ def _script_values(draft: Draft, text: str) -> dict[str, str]:
         is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, torch.Tensor, type(None)))
         part = Draft()
         source = None if is_code or name in plain else part.literal(value)
-        if source is not None and len(source) < 20 * _LONG and not part.uses_script:
+        if source is not None and len(source) < 20 * LONG and not part.uses_script:
             draft.imports |= part.imports
             values[name] = source
     return values

@@ -130,7 +130,7 @@ class _LoopValues:
             return None if main is None else self._import(f"from {main} import {qualified}", name, qualified)
         if getattr(sys.modules.get(module), qualified, None) is not value:
             return None
-        self.draft._note_folder(module)
+        self.draft.note_folder(module)
         return self._import(f"from {module} import {qualified}", name, qualified)
 
     def _module(self, value: nn.Module) -> str | None:
@@ -198,7 +198,7 @@ class _LoopValues:
         other = next((each for each in others if vars(sys.modules[each]).get(name) is value), None)
         if other is None or not isinstance(value, (dict, list, tuple)):
             return None
-        self.draft._note_folder(other)
+        self.draft.note_folder(other)
         return self._import(f"from {other} import {name}", name, name)
 
 # %% ../../../nbs/api/probe/draft/29_setup_template.ipynb #37136d3e
