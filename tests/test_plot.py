@@ -1,6 +1,7 @@
 "Figures as data: nothing lost by thinning, every broken value counted, marks where the findings are."
 
 import re
+from unittest import mock
 
 import matplotlib
 
@@ -31,7 +32,7 @@ from stabilitylab.plot.loss import (
 )
 from stabilitylab.plot.picture import findings_svg
 from stabilitylab.plot.theme import COLOURS, colour, theme
-from stabilitylab.plot.trial import plot_trial
+from stabilitylab.plot.trial import plot_trial, trial_picture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars, series
 from stabilitylab.trial.arm import ArmCurve
@@ -275,3 +276,21 @@ def test_numbers_on_the_axes_of_a_report_are_whole():
     labels = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert {"0.0015", "0.003"} <= set(labels)
     assert not re.search(r'="[^"<>]*\.\d{3}', svg)  # places have hundredths of a point
+
+
+def test_the_legend_of_a_running_trial_stands_within_the_picture():
+    names = ["unchanged", "skip_batches:count=3", "lower_lr:factor=0.045,since=a_step_far_away"]
+    curves = [ArmCurve(name, 0, np.arange(9), np.linspace(3, 2, 9)) for name in names]
+    texts = []
+
+    def keep(figure, **options):
+        figure.canvas.draw()
+        (ax,) = figure.axes
+        texts.extend(text.get_text() for text in ax.get_legend().get_texts())
+        assert ax.get_legend().get_window_extent().x1 <= figure.bbox.x1
+        return b"png"
+
+    with mock.patch("stabilitylab.plot.trial.figure_png", keep):
+        _, (panel,) = trial_picture(curves)
+    assert texts[1] == "skip_batches\ncount=3"
+    assert [series["name"] for series in panel["series"]] == names

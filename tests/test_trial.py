@@ -373,3 +373,16 @@ def test_the_detectable_gain_is_found_in_four_of_five_trials(seeds):
     gain = np.median([detectable_gain(row, 0.0) for row in differences])
     helped = np.mean([judge(row - gain, 0.0, (0, 0))[0] == "helps" for row in differences])
     assert 0.74 < helped < 0.86, helped
+
+
+def test_seeds_that_fail_alike_are_one_sentence_and_what_was_stopped_is_no_fault():
+    curves = [made("unchanged", s, noisy(2, s)) for s in range(2)]
+    (base,) = verdicts_of([Arm()], curves, 5.0)
+    failed = [f"far:lr=1, seed {s}: it diverged: NaN" for s in range(3)]
+    failed += ["slow, seed 1: stopped", "near, seed 0: the child was killed"]
+    result = TrialResult(Start(function="a:b"), 60, [base], curves, False, tuple(failed))
+    assert result.stopped == ["slow, seed 1"] and len(result.faults) == 4
+    words = trial_words(result)
+    assert "Not all requested arms were trained: 1 stopped before the end, such as slow, seed 1." in words
+    assert "far:lr=1 ended early on 3 seeds: it diverged: NaN." in words
+    assert "near ended early on 1 seed: the child was killed." in words

@@ -155,9 +155,8 @@ class Investigation(_RunningTrial):
 # %% ../../nbs/api/investigation/02_loop.ipynb #6d66bcaa
 def _unfinished(trial: Trial, result: TrialResult, has_folder: bool) -> list[str]:
     "A note where a stopped trial can be resumed; raises where no arm could be trained at all."
-    faults = [why for why in result.failed if not why.endswith(": stopped")]
-    if faults and not result.curves:
-        raise InputError(f"no arm could be trained: {faults[0]}")
+    if result.faults and not result.curves:
+        raise InputError(f"no arm could be trained: {result.faults[0]}")
     return [] if result.complete or has_folder else [trial_note("unfinished", folder=trial.keep())]
 
 

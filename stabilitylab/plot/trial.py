@@ -122,13 +122,16 @@ def trial_picture(
         return b"", []
     with theme(dark, 9):
         figure = new_figure(width, 3.1)
-        ax = figure.add_axes((0.72 / width, 0.15, 0.66, 0.81))
+        ax = figure.add_axes((0.72 / width, 0.15, 0.62, 0.81))
         plot_trial(started, ax=ax, arms=arms)
         if log_name != "loss":
             ax.set_ylabel(f"loss ({label(log_name, 24)}) [nats]")
         if _wants_log(started):
             log_axis(ax)
-        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+        legend = ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+        for text in legend.get_texts():  # beside the axes is room for a fix or for its parameters
+            fix, *parameters = text.get_text().split(":", 1)
+            text.set_text("\n".join(label(line, 17) for line in (fix, *parameters)))
         for line in ax.lines:
             if not str(line.get_label()).startswith("_"):
                 line.set_gid(f"{DRAWN}{line.get_label()}")

@@ -7,6 +7,7 @@ __all__ = ['trial_words', 'trial_text', 'TrialSheet', 'trial_sheet', 'trial_note
 
 # %% ../../nbs/api/report/11_trial.ipynb #bbb43d03
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -160,7 +161,15 @@ def _arm_sentence(
     return sentence
 
 # %% ../../nbs/api/report/11_trial.ipynb #4ef37565
-_STOPPED = ": stopped"  # of what was told to end, as when its time was up
+def _fault_sentences(faults: Sequence[str]) -> list[str]:
+    "What ended early and why; seeds of one arm that failed alike are one sentence."
+    alike: Counter[tuple[str, str]] = Counter()
+    for fault in faults:
+        task, _, why = fault.partition(": ")
+        alike[task.rpartition(", seed ")[0] or task, why] += 1
+    return [
+        f"{arm} ended early on {format_count(n, 'seed|seeds')}: {why}." for (arm, why), n in alike.items()
+    ]
 
 
 def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
@@ -176,12 +185,11 @@ def _sentences(result: TrialResult, foreword: Sequence[str]) -> list[str]:
     ]
     if len(with_interval) > 1:
         sentences.append(_SENTENCES["corrected"].format(k=len(with_interval), n=base.n_arms))
-    stopped = [why.removesuffix(_STOPPED) for why in result.failed if why.endswith(_STOPPED)]
     if not result.complete:
+        stopped = result.stopped
         which = f": {len(stopped)} stopped before the end, such as {stopped[0]}" if stopped else ""
         sentences.append(f"Not all requested arms were trained{which}.")
-    failures = [why for why in result.failed if not why.endswith(_STOPPED)]
-    return sentences + [f"A child process ended early: {why}." for why in failures[:3]]
+    return sentences + _fault_sentences(result.faults)[:3]
 
 
 def trial_words(

@@ -24,6 +24,9 @@ from .tasks import ArmTask, TaskQueue
 from .verdict import ArmVerdict, verdicts_of
 
 # %% ../../nbs/api/trial/03_trial.ipynb #096a1b30
+_STOPPED = ": stopped"  # how a task ends in `failed` that was told to end
+
+
 @dataclass(frozen=True)
 class TrialResult:
     "The verdicts of a trial on the seeds that have finished."
@@ -36,6 +39,16 @@ class TrialResult:
     failed: tuple[str, ...] = ()  # errors of tasks that did not finish
     notes: tuple[str, ...] = ()  # changes forced by the machine, such as fewer arms at once
     device: dict = field(default_factory=dict)  # from `device_settings`, of the first device; {} on a cluster
+
+    @property
+    def stopped(self) -> list[str]:  # 'arm, seed n'
+        "Tasks that were told to end, as when the time was up."
+        return [why.removesuffix(_STOPPED) for why in self.failed if why.endswith(_STOPPED)]
+
+    @property
+    def faults(self) -> list[str]:  # 'arm, seed n: why'
+        "Errors of tasks that nobody told to end."
+        return [why for why in self.failed if not why.endswith(_STOPPED)]
 
     def to_dict(self) -> dict:
         "Plain data, as `stabilitylab trial --json` prints it, without the words."

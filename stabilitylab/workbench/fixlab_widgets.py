@@ -80,12 +80,12 @@ class ArmLine(widgets.HBox):
         is_base: bool,  # whether it is the run unchanged, which cannot be stopped alone
     ):
         self.bar = widgets.FloatProgress(max=1, layout=widgets.Layout(width="90px"))
-        self.words = widgets.Label(name, layout=widgets.Layout(min_width="220px"))
+        self.words = widgets.Label(name)
         self.stop = button("", "stop", f"stop {name}, the others go on", lambda: stop(name))
         self.stop.layout.visibility = "hidden" if is_base else "visible"
         tooltip = f"the record of {name} in this workbench"
         self.show = button("Open as a run", "folder-open", tooltip, lambda: show(name))
-        super().__init__([self.words, self.bar, self.stop, self.show])
+        super().__init__([self.bar, self.stop, self.show, self.words])  # words of any length come last
 
     def take(
         self,
