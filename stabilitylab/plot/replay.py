@@ -100,13 +100,12 @@ def step_picture(
     steps: list[int],  # steps that can be replayed
     step: int | None = None,  # selected step; None: none
     dark: bool = False,  # whether to use the dark theme
-    width: float = 7.5,  # inches
-) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `run_picture` gives them
+) -> tuple[bytes, list[dict]]:  # PNG bytes and the panel, as `RunPicture` gives them
     "The loss over the replayable steps, with the selected step marked."
     loss = series(run, "loss") if "loss" in run["scalars"] else None
     with theme(dark, 8):
-        figure = new_figure(width, 1.9)
-        ax = figure.add_axes((0.55 / width, 0.2, 1 - 0.7 / width, 0.72))
+        figure = new_figure(7.5, 1.9)
+        ax = figure.add_axes((0.55 / 7.5, 0.2, 6.8 / 7.5, 0.72))
         if loss is not None:
             part = loss.isel(step=(loss.step.values >= steps[0]) & (loss.step.values <= steps[-1]))
             ax.plot(part.step, part, color=colour("loss", ax), marker=".", markersize=4)
@@ -172,11 +171,11 @@ def plot_lattice(
 def plot_scaling(
     layers: pd.DataFrame | None = None,  # columns head_dim and product_max, one row a layer; None: no model
     growth: float = 1.0,  # factor on queries and keys, > 0
-    limit: float = NUMBER_FORMATS["fp16"].max,  # largest number of the format
     *,
     ax: Axes | None = None,  # axes to draw on; None: new axes
 ) -> Axes:  # the axes
-    "The largest |q·k| of every layer against the range of a format, scaled after and before the product."
+    "The largest |q·k| of every layer against the range of fp16, scaled after and before the product."
+    limit = NUMBER_FORMATS["fp16"].max
     ax = ax or plt.subplots(figsize=(6.5, 2.4))[1]
     dims = np.array([8, 512])
     ax.plot(dims, [limit] * 2, color=colour("error", ax))
