@@ -12,7 +12,6 @@ from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.growth import sustained_growth
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_lost_updates
-from stabilitylab.detect.learning_rate import find_lr_jump
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.components import component_losses
 from stabilitylab.detect.loss.divergence import find_divergence
@@ -22,6 +21,7 @@ from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_quantized_loss, find_throughput_drop
 from stabilitylab.detect.policy import policy_series
 from stabilitylab.detect.restarts import find_broken_resume, find_changed_settings
+from stabilitylab.detect.settings import find_lr_jump
 from stabilitylab.detect.speed import find_creeping_steps, find_hang
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars

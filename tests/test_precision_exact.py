@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stabilitylab.detect.skipping import read_loss_scale
 from stabilitylab.numerics.formats import quantise, stochastic_round
 from stabilitylab.numerics.lattice import debias, lattice
 from stabilitylab.numerics.rounding.attention_range import (
@@ -20,7 +21,6 @@ from stabilitylab.numerics.rounding.loss_cast import (
     sum_limit,
 )
 from stabilitylab.numerics.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
-from stabilitylab.run.loss_scale import read_loss_scale
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"
 

@@ -18,8 +18,8 @@ from stabilitylab.numerics.accumulation.audit import (
 )
 from stabilitylab.numerics.accumulation.weights import DENOMINATORS
 from stabilitylab.numerics.rounding.attention_range import attention_inputs, scale_overflows
-from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.rounded_step import step_precision
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
 from stabilitylab.report.step import step_text

@@ -15,9 +15,9 @@ from ..detect.diagnose import as_run
 from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.layers.attention import growth_to
-from ..detect.learning_rate import rate_at
 from ..detect.likely_cause import MostLikely, most_likely
 from ..detect.phrase import evidence_words
+from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
 from ..names.words import format_count

@@ -20,9 +20,9 @@ from stabilitylab.detect.layers.activations import (
     median_of_finite,
 )
 from .growth import growth_evidence
-from ..learning_rate import rate_at
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
+from ..settings import rate_at
 from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #95dcda8c
