@@ -113,6 +113,18 @@ def test_the_typical_magnitude_is_the_binade_of_the_median_entry():
     assert float(typical_magnitude(exponents)) == pytest.approx(2**2.5)
 
 
+@pytest.mark.parametrize(("end", "kinds"), [(2.32, ["not_learning"]), (1.6, [])])
+def test_a_loss_that_rises_and_only_comes_back_to_the_untrained_one_has_learned_nothing(end, kinds):
+    rise = 0.8 * np.exp(-np.arange(240) / 20) * (np.arange(240) > 0)
+    loss = noisy(0, 240, sd=0.03) + np.linspace(2.38, end, 240) + rise
+    found = find_not_learning(run_of(loss=loss))
+    assert [f.kind for f in found if f.kind == "not_learning"] == kinds
+    assert all(f.evidence["first"] == loss[0] for f in found)
+    # where a log begins later, its first record is not that of an untrained model
+    late = find_not_learning(new_run(make_scalars({"loss": Samples(np.arange(2, 242), loss)})))
+    assert "not_learning" not in {f.kind for f in late}
+
+
 def test_a_flat_loss_is_a_warning_where_the_noise_allows_it_and_a_note_else():
     calm = find_not_learning(run_of(loss=noisy(6, 200, sd=0.05)))
     wild = find_not_learning(run_of(loss=noisy(6, 40, sd=3.0)))

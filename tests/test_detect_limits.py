@@ -295,8 +295,8 @@ def lead(steps, crossings=1, n=400):
     return next(f.evidence.get("lead_steps") for f in found if f.kind == "update_rms_excess")
 
 
-def side(entries):
-    return bool(find_misaligned_shape(run_of(attrs={"shapes": {"w": [64, entries]}})))
+def side(entries, other=512):
+    return bool(find_misaligned_shape(run_of(attrs={"shapes": {"w": [other, entries]}})))
 
 
 def wide_modules(count):
@@ -425,7 +425,8 @@ DECIDES = {  # limits -> what is looked at, {quantity: what is found}
     "most_crossings": (lambda n: update_rms(4, crossings=n), {1200: 1000}),
     "rms_lead": (lead, {6: 6, 12: None}),
     "rms_chance": (lambda n: lead(3, n), {1: 3, 4: None}),
-    "aligned_sides": (side, {12: True, 24: False}),
+    "aligned_sides": (side, {100: True, 104: False}),
+    "tile_side": (lambda entries: side(100, entries), {32: False, 128: True}),
     "most_modules": (wide_modules, {12: (8, 12)}),
     "twofold": (width, {1.5: False, 3: True}),
     "massive_value": (lambda x: massive(x, 0.01), {70: False, 150: True}),

@@ -7,7 +7,8 @@ import pytest
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation import plan
 from stabilitylab.investigation.plan import _early_end, _first_step, _late_start, aimed
-from stabilitylab.trial.suggest import Suggestion
+from stabilitylab.run.record import new_run
+from stabilitylab.trial.suggest import Suggestion, _evidence_of
 
 
 def run(starts=(0, 60, 100), steps=(*range(20), *range(60, 80), *range(100, 160))):
@@ -78,6 +79,14 @@ def test_the_batches_that_are_bad_are_skipped_and_no_others(monkeypatch, start, 
 )
 def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_data, is_late):
     assert bool(_late_start(step, onset, in_data)) == is_late
+
+
+@pytest.mark.parametrize(("excess", "factor"), [(None, None), (0.5, None), (15.0, 0.033)])
+def test_a_rate_far_beyond_the_usual_is_lowered_to_half_of_that(excess, factor):
+    facts = {} if excess is None else {"rate_excess": (excess, 4)}
+    in_run = _evidence_of("lower_lr", Findings([], {"evidence": facts}), new_run())
+    assert in_run.parameters.get("factor") == factor
+    assert ("15 times the largest usual" in in_run.reason) == (factor is not None)
 
 
 @pytest.mark.parametrize(("length", "words"), [(40, "--steps 41 or more reach it"), (41, "")])

@@ -33,6 +33,12 @@ def test_eleven_values_are_every_bf16_number_of_the_range():
     )
 
 
+def test_a_few_large_entries_do_not_hide_that_epsilon_dominates_the_others():
+    g = np.r_[np.zeros(50), np.full(60, 1e-10), np.full(40, 1e-4)]
+    assert adam_eps(g).regime == "dominates" and adam_eps(g).ratio > 1000 and adam_eps(g).below == 0.6
+    assert adam_eps(np.where(g < 1e-8, 0, g))[1:] == (0.0, 1e-8, "no effect", "leave eps as it is")
+
+
 @pytest.mark.parametrize("dtype,fmt", [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_lost_updates_against_a_torch_loop(dtype, fmt):
     g = torch.Generator().manual_seed(0)

@@ -204,6 +204,7 @@ def test_float_inputs_and_a_gradient_that_is_zero_but_for_rounding(tmp_path):
         other.to_dict()
     )
     bias, weight = precision.eps["k.bias"], precision.eps["k.weight"]
+    assert precision.micro_batches == 1 and "micro-batches" not in step_text(precision.to_dict())
     assert bias.ratio < 10 and bias.regime == "no gradient" and "leave eps" in bias.advice
     epsilon = step_text(precision.to_dict()).partition("epsilon")[2].partition("\n")[0]
     assert weight.regime == "no effect" and "k.bias" not in epsilon

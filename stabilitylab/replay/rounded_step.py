@@ -50,12 +50,14 @@ class StepPrecision:
     run: str  # folder of the record
     step: int  # optimizer step
     fmt: str  # requested format, 'bf16' or 'fp16'
-    casts: dict[str, LossCast]  # 'as recorded' and 'with weights in …' -> where the loss becomes 16-bit
+    # 'as recorded' and 'with weights in …' -> where the loss of the first micro-batch becomes 16-bit
+    casts: dict[str, LossCast]
     updates: pd.DataFrame | None  # one row per param, columns as `lost_updates`; None without an optimizer
     eps: dict[str, EpsRegime]  # parameter -> effect of epsilon; {} for an optimizer without one
     # one row per module, columns as `scale_overflows`; None if scaled_dot_product_attention is not called
     attention: pd.DataFrame | None
     left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
+    micro_batches: int = 1  # of the step
     warning: str = ""  # why the measured step is not the recorded one; '' where it is
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
@@ -64,6 +66,7 @@ class StepPrecision:
             "run": self.run,
             "step": self.step,
             "format": self.fmt,
+            "micro_batches": self.micro_batches,
             "casts": {words: cast.to_dict() for words, cast in self.casts.items()},
             "updates": _rows(self.updates),
             "eps": [{"param": name, **regime._asdict()} for name, regime in self.eps.items()],
@@ -207,4 +210,6 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
     casts, left_out = _casts(snapshot, model, part, fmt)
     attention = _attention(snapshot, batch)
     warning = "" if check.is_step else check.words
-    return StepPrecision(str(run), step, fmt, casts, updates, regimes, attention, left_out, warning)
+    return StepPrecision(
+        str(run), step, fmt, casts, updates, regimes, attention, left_out, len(batch.parts), warning
+    )

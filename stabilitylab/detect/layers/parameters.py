@@ -93,8 +93,8 @@ def find_no_gradient(
 def _has_odd_side(shape: list[int]) -> bool:
     "Whether tensor cores need padding for a matrix of this shape."
     sides = count_limit("aligned_sides")
-    # fewer entries than one tile are a size of the data, such as the number of classes
-    return len(shape) == 2 and min(shape) >= sides and any(side % sides for side in shape)
+    # a side of less than one tile is often a size of the data, such as the number of classes
+    return len(shape) == 2 and min(shape) >= count_limit("tile_side") and any(side % sides for side in shape)
 
 
 _TABLES = ("embed", "pos_embed")  # kinds of parameters whose rows are looked up

@@ -31,6 +31,7 @@ class _Fall:
     is_clear: bool  # whether it fell further than noise and a small share of its start
     is_near_guess: bool  # whether a long loss in nats ends where a guess over a vocabulary would
     noise: float  # of the levels that judge it, in units of the loss
+    start: float  # level of the first records, or the first loss where a rise only came back to it
 
 
 def _fall_of(series: Curve) -> _Fall:
@@ -49,7 +50,13 @@ def _fall_of(series: Curve) -> _Fall:
     if is_near_guess:  # judged by the coarse curve: its records are many
         by_noise = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
     drop = float(max(start, coarse[0]) - coarse.min())
-    return _Fall(shape, drop, has_moved or _fell_at_once(series, shape), is_near_guess, float(by_noise))
+    is_clear = has_moved or _fell_at_once(series, shape)
+    untrained = float(series.value[0]) if series.step[0] <= 1 else np.inf
+    gain = untrained - float(coarse.min())
+    if start - untrained > by_noise and 0 <= gain < limit("level_share") * untrained:
+        # it rose in the first steps and came back to the loss of the untrained model
+        is_clear, start, drop = False, untrained, gain
+    return _Fall(shape, drop, is_clear, is_near_guess, float(by_noise), start)
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b8699307
 def find_not_learning(
@@ -67,7 +74,7 @@ def find_not_learning(
         return _plateau(series, fall.shape.loss, fall.drop)
     if objective_type(run).moving == "adversarial":
         return []  # it follows the other network: its height does not tell what was learned
-    start, lowest = float(fall.shape.loss[0]), float(fall.shape.loss.min())
+    start, lowest = fall.start, float(fall.shape.loss.min())
     evidence: dict[str, Any] = {
         "first": start,
         "best": lowest,
