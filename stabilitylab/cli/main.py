@@ -32,7 +32,7 @@ _MODULES = {
     "replay": "replay",
     "schema": "schema",
     "skill": "mcp",
-    "sweep": "sweep",
+    "sweep": "trial",
     "trial": "trial",
 }
 

@@ -41,7 +41,7 @@ DETECTORS = [
     "loss.divergence:find_divergence",
     "loss.divergence:find_slow_rise",
     "loss.trend:find_not_learning",
-    "loss.trend:find_overfitting",
+    "loss.evaluations:find_overfitting",
     "loss.trend:find_leak",
     "loss.trend:find_zero_loss",
     "loss.trend:find_level_shift",

@@ -20,7 +20,7 @@ from .objective import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
-from ...run.rolling import difference_noise, smooth
+from ...run.rolling import smooth
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #6e1b811f
 @dataclass(frozen=True)
@@ -163,45 +163,6 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
     return [
         Finding("plateau", "info", series.step[first], series.step[-1], evidence=evidence, series=series.name)
     ]
-
-# %% ../../../nbs/api/detect/loss/12_trend.ipynb #d21372f1
-def _level_at(series: Curve, step: int) -> float:
-    "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort(kind="stable")
-    return float(np.median(series.value[nearest[: records_in_share(len(series.value), "smooth_share")]]))
-
-
-def find_overfitting(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
-    "Validation loss that rises from its best while training loss goes on falling."
-    training, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
-    if training is None or len(training.value) < count_limit("least_records"):
-        return []
-    if validation is None or len(validation.value) < count_limit("median_records"):
-        return []
-    n, at_best = len(validation.value), int(np.argmin(validation.value))
-    best = float(validation.value[at_best])
-    # one evaluation may be an outlier, so the end is a median; the best is one value, since a model was
-    # kept there
-    final = float(np.median(validation.value[-max(1, int(limit("slight_share") * n)) :]))
-    noise = difference_noise(validation.value)
-    is_higher = final - best > max(limit("trend_sigma") * noise, limit("level_share") * abs(best))
-    is_best_long_ago = n - 1 - at_best >= count_limit("median_records")
-    if not is_higher or not is_best_long_ago:
-        return []
-    at_best_step, end_step = validation.step[at_best], validation.step[-1]
-    train_at_best, final_train = _level_at(training, at_best_step), _level_at(training, end_step)
-    # where training rose too the run diverged: that is another finding, with other cures
-    if final_train >= train_at_best:
-        return []
-    evidence = {
-        "best_val": best,
-        "final_val": final,
-        "train_at_best_val": train_at_best,
-        "final_train": final_train,
-    }
-    return [Finding("overfitting", "warning", at_best_step, end_step, evidence=evidence, series="val_loss")]
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b0ebaeed
 def find_leak(
