@@ -125,6 +125,12 @@ def test_a_loss_that_rises_and_only_comes_back_to_the_untrained_one_has_learned_
     assert "not_learning" not in {f.kind for f in late}
 
 
+@pytest.mark.parametrize(("level", "is_guess"), [(0.69, True), (1.39, True), (1.1, False), (6.0, False)])
+def test_a_loss_that_rests_at_a_guess_between_two_classes_may_be_that_of_a_discriminator(level, is_guess):
+    (finding,) = find_not_learning(run_of(loss=noisy(level, 200, sd=0.005)))
+    assert ("discriminator" in finding.evidence.get("note", "")) == is_guess
+
+
 def test_a_flat_loss_is_a_warning_where_the_noise_allows_it_and_a_note_else():
     calm = find_not_learning(run_of(loss=noisy(6, 200, sd=0.05)))
     wild = find_not_learning(run_of(loss=noisy(6, 40, sd=3.0)))

@@ -31,11 +31,12 @@ _CANNOT = {  # what acts on something that a trial from a snapshot does not have
     "init": "it sets how weights begin, which is not the most likely cause",
     "restart": "a trial starts from one state; roll back by choosing an earlier one",
 }
-_NEEDS: dict[
-    str, tuple[str, ...]
-] = {  # first part of a fix's slot -> beginnings of kinds of modules, one of which it needs
+# a fix's slot, or its first part -> beginnings of kinds of modules, one of which it needs
+_NEEDS: dict[str, tuple[str, ...]] = {
     "attention": ("attn",),
     "norms": ("norm",),
+    "norms.output": ("block",),
+    "norms.scale": ("block",),
     "embedding": ("embed",),
     "positions": ("pos_embed",),
     "output": ("lm_head",),
@@ -262,7 +263,8 @@ def unsuited(
         return _CANNOT[about.acts_on]
     table = group_of(run, "activations")
     kinds = () if table is None else tuple(map(str, table["kind"].values))
-    wanted = _NEEDS.get(about.slots[0].partition(".")[0] if about.slots else "", ())
+    slot = about.slots[0] if about.slots else ""
+    wanted = _NEEDS.get(slot, _NEEDS.get(slot.partition(".")[0], ()))
     if kinds and wanted and not any(kind.startswith(wanted) for kind in kinds):
         return f"the model has no module of kind {wanted[0]}"
     return _set_already(name, parameters, attrs)

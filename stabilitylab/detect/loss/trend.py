@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #99ed2c81
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,9 @@ def _fall_of(series: Curve) -> _Fall:
     return _Fall(shape, drop, is_clear, is_near_guess, float(by_noise), start)
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b8699307
+_COIN_FLIP = (math.log(2), 2 * math.log(2))  # nats of a guess between two classes, of one and of two of them
+
+
 def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
@@ -88,6 +92,8 @@ def find_not_learning(
     severity = "warning"
     if fall.noise >= least_visible * abs(start):
         severity, evidence["note"] = "info", evidence_words("too noisy")
+    elif min(abs(float(fall.shape.loss[-1]) / chance - 1) for chance in _COIN_FLIP) < limit("hardly_share"):
+        evidence["note"] = evidence_words("a coin flip")
     return [
         Finding(
             "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name
