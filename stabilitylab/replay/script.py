@@ -97,7 +97,10 @@ def _look_up(names: _Names, statement: ast.stmt) -> None:
     if isinstance(statement, ast.ClassDef):
         bodies = [part for part in statement.body if not isinstance(part, _DEFINED)]
         for node in [n for part in bodies for n in ast.walk(part)]:
-            if isinstance(node, ast.Name) and node.id in names.waiting:
+            is_read = isinstance(node, ast.Name) and isinstance(
+                node.ctx, ast.Load
+            )  # a field's name is written
+            if is_read and node.id in names.waiting:
                 names[node.id]
 
 

@@ -56,8 +56,8 @@ def heading_html(
 def _most_lost(result: Mapping, limit: int) -> list[dict]:
     "The parameters that lose most; those of unknown share last."
     # the share is NaN where it could not be measured; NaN is not >= 0
-    measured = [row for row in result["updates"] if _as_number(row["lost"]) >= 0]
-    unmeasured = [row for row in result["updates"] if not _as_number(row["lost"]) >= 0]
+    measured = [row for row in result["updates"] or () if _as_number(row["lost"]) >= 0]
+    unmeasured = [row for row in result["updates"] or () if not _as_number(row["lost"]) >= 0]
     return (sorted(measured, key=lambda row: -_as_number(row["lost"])) + unmeasured)[:limit]
 
 
@@ -67,9 +67,9 @@ def _ratio(row: Mapping) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
-def _smallest_first(row: Mapping) -> tuple[bool, float]:
-    "A key to sort parameters by: the smallest ratio first, those without a gradient last."
-    return row["regime"] == "no gradient", _ratio(row)
+def _smallest_first(row: Mapping) -> tuple[bool, bool, float]:
+    "A key to sort by: an epsilon of zero first, then the smallest ratio, those without a gradient last."
+    return row["regime"] != "zero", row["regime"] == "no gradient", _ratio(row)
 
 
 def step_text(
