@@ -62,12 +62,21 @@ class OfPart:
     takes_part: bool = False  # whether it calls another such function, and is given what that one needs
 
     def __call__(self, model: torch.nn.Module, part: Any) -> Any:
-        "What the function returns for the batch, whatever is kept beside it."
+        "What the function returns for a copy of the batch, whatever is kept beside it."
+        # a forward pass may change its inputs in place, and the same batch is used again
+        return self.on_itself(model, part, _copy)
+
+    def on_itself(
+        self,
+        model: torch.nn.Module,  # as the function takes it
+        part: Any,  # a kept micro-batch
+        prepare: Callable = lambda value: value,  # applied to the batch and to the values of the loop
+    ) -> Any:
+        "What the function returns for the batch itself."
         if self.takes_part:
             return self.function(model, part)
-        values = [loop_values(part)] if self.takes_loop else []
-        # a forward pass may change its inputs in place, and the same batch is used again
-        return self.function(model, *(_copy(value) for value in (batch_alone(part), *values)))
+        values = [batch_alone(part), *([loop_values(part)] if self.takes_loop else [])]
+        return self.function(model, *map(prepare, values))
 
 # %% ../../nbs/api/replay/00_state.ipynb #3e3f8390
 def has_items(
