@@ -15,7 +15,7 @@ from stabilitylab.fixes.training import Training
 from stabilitylab.replay import setup_check
 from stabilitylab.replay.device import chosen_devices, device_settings
 from stabilitylab.replay.examine import examine
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.run.job import JobState
 from stabilitylab.run.recording import opened

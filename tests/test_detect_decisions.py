@@ -12,7 +12,6 @@ from stabilitylab.detect.diagnose import diagnose
 from stabilitylab.detect.layers.growth import sustained_growth
 from stabilitylab.detect.layers.massive_activations import typical_magnitude
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_lost_updates
-from stabilitylab.detect.learning_rate import find_lr_jump
 from stabilitylab.detect.likely_cause import most_likely
 from stabilitylab.detect.loss.components import component_losses
 from stabilitylab.detect.loss.divergence import find_divergence
@@ -22,6 +21,7 @@ from stabilitylab.detect.loss.trend import find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_quantized_loss, find_throughput_drop
 from stabilitylab.detect.policy import policy_series
 from stabilitylab.detect.restarts import find_broken_resume, find_changed_settings
+from stabilitylab.detect.settings import find_lr_jump
 from stabilitylab.detect.speed import find_creeping_steps, find_hang
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -111,6 +111,24 @@ def test_the_typical_magnitude_is_the_binade_of_the_median_entry():
     share[126 - 3], share[126 + 2], share[126 + 5] = 0.3, 0.4, 0.3  # 2^-3, 2^2 (holds the median), 2^5
     exponents = xr.DataArray(share, dims="exponent", coords={"exponent": np.arange(-126, 128)})
     assert float(typical_magnitude(exponents)) == pytest.approx(2**2.5)
+
+
+@pytest.mark.parametrize(("end", "kinds"), [(2.32, ["not_learning"]), (1.6, [])])
+def test_a_loss_that_rises_and_only_comes_back_to_the_untrained_one_has_learned_nothing(end, kinds):
+    rise = 0.8 * np.exp(-np.arange(240) / 20) * (np.arange(240) > 0)
+    loss = noisy(0, 240, sd=0.03) + np.linspace(2.38, end, 240) + rise
+    found = find_not_learning(run_of(loss=loss))
+    assert [f.kind for f in found if f.kind == "not_learning"] == kinds
+    assert all(f.evidence["first"] == loss[0] for f in found)
+    # where a log begins later, its first record is not that of an untrained model
+    late = find_not_learning(new_run(make_scalars({"loss": Samples(np.arange(2, 242), loss)})))
+    assert "not_learning" not in {f.kind for f in late}
+
+
+@pytest.mark.parametrize(("level", "is_guess"), [(0.69, True), (1.39, True), (1.1, False), (6.0, False)])
+def test_a_loss_that_rests_at_a_guess_between_two_classes_may_be_that_of_a_discriminator(level, is_guess):
+    (finding,) = find_not_learning(run_of(loss=noisy(level, 200, sd=0.005)))
+    assert ("discriminator" in finding.evidence.get("note", "")) == is_guess
 
 
 def test_a_flat_loss_is_a_warning_where_the_noise_allows_it_and_a_note_else():

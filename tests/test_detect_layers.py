@@ -56,7 +56,7 @@ def test_a_healthy_run_is_silent(tmp_path):
 class Tagger(nn.Module):
     "A table of words, a frozen projection and a head of three classes."
 
-    def __init__(self, words=101, width=16, tied=False):
+    def __init__(self, words=101, width=64, tied=False):
         super().__init__()
         self.embed, self.middle = nn.Embedding(words, width), nn.Linear(width, width + 4)
         self.middle.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_only_matrices_that_are_multiplied_and_trained_want_sides_of_8(tmp_path,
 def test_causes_by_construction(tmp_path):
     assert "init_std_too_large" in record(tmp_path / "a", 3, std=0.5).kinds
     assert "grad_below_epsilon" in record(tmp_path / "b", 3, eps=1.0).kinds
-    assert "misaligned_shape" in record(tmp_path / "c", 3, width=36).kinds
+    assert "misaligned_shape" in record(tmp_path / "c", 3, width=68).kinds
     assert "no_gradient" in record(tmp_path / "d", 3, freeze=True).kinds
 
 

@@ -17,9 +17,10 @@ from stabilitylab.detect.layers.parameters import (
 )
 from stabilitylab.detect.limits import LIMITS
 from stabilitylab.detect.loss.divergence import find_divergence, find_slow_rise, smoothed_shape
+from stabilitylab.detect.loss.evaluations import find_overfitting
 from stabilitylab.detect.loss.objective import is_smooth
 from stabilitylab.detect.loss.spikes import find_loss_spikes
-from stabilitylab.detect.loss.trend import find_leak, find_level_shift, find_not_learning, find_overfitting
+from stabilitylab.detect.loss.trend import find_leak, find_level_shift, find_not_learning
 from stabilitylab.detect.metrics import find_grad_norm_explosion, find_throughput_drop
 from stabilitylab.detect.relations import layer_leads
 from stabilitylab.detect.restarts import find_changed_settings, find_resumed_segments
@@ -295,8 +296,8 @@ def lead(steps, crossings=1, n=400):
     return next(f.evidence.get("lead_steps") for f in found if f.kind == "update_rms_excess")
 
 
-def side(entries):
-    return bool(find_misaligned_shape(run_of(attrs={"shapes": {"w": [64, entries]}})))
+def side(entries, other=512):
+    return bool(find_misaligned_shape(run_of(attrs={"shapes": {"w": [other, entries]}})))
 
 
 def wide_modules(count):
@@ -425,7 +426,8 @@ DECIDES = {  # limits -> what is looked at, {quantity: what is found}
     "most_crossings": (lambda n: update_rms(4, crossings=n), {1200: 1000}),
     "rms_lead": (lead, {6: 6, 12: None}),
     "rms_chance": (lambda n: lead(3, n), {1: 3, 4: None}),
-    "aligned_sides": (side, {12: True, 24: False}),
+    "aligned_sides": (side, {100: True, 104: False}),
+    "tile_side": (lambda entries: side(100, entries), {32: False, 128: True}),
     "most_modules": (wide_modules, {12: (8, 12)}),
     "twofold": (width, {1.5: False, 3: True}),
     "massive_value": (lambda x: massive(x, 0.01), {70: False, 150: True}),

@@ -19,7 +19,6 @@ from stabilitylab.detect.layers.attention import (
     find_non_finite_attention,
 )
 from stabilitylab.detect.layers.parameters import find_wide_init
-from stabilitylab.detect.learning_rate import loss_after_jump, warmup_end
 from stabilitylab.detect.likely_cause import _fits, most_likely
 from stabilitylab.detect.loss.components import component_losses
 from stabilitylab.detect.loss.evaluations import evaluations_at_plateau, find_worse_evaluations
@@ -58,7 +57,7 @@ from stabilitylab.detect.relations import (
 )
 from stabilitylab.detect.restarts import split_runs
 from stabilitylab.detect.rollbacks import _rates
-from stabilitylab.detect.settings import changes_and_events, find_setting_effects
+from stabilitylab.detect.settings import changes_and_events, find_setting_effects, loss_after_jump, warmup_end
 from stabilitylab.detect.severity import lower_severity
 from stabilitylab.detect.skipping import clipped_share
 from stabilitylab.detect.speed import find_memory_growth

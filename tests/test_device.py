@@ -18,7 +18,7 @@ from stabilitylab.models.decoder import LanguageModel
 from stabilitylab.numerics.pytree import map_tensors
 from stabilitylab.probe import stats
 from stabilitylab.probe.recorder import Recorder
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
 from stabilitylab.run.record import open_run

@@ -35,7 +35,7 @@ from stabilitylab.probe.draft.loop_code import LoopCode
 from stabilitylab.probe.guard import Guard
 from stabilitylab.probe.kinds import module_kinds
 from stabilitylab.replay.blame import blame
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup

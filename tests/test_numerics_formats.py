@@ -11,7 +11,6 @@ from stabilitylab.numerics.formats import (
     NUMBER_FORMATS,
     _rounded,
     _rounded_bits,
-    exponent_histogram,
     number_format,
     quantise,
     spacing,
@@ -119,16 +118,6 @@ def test_stochastic_rounding_keeps_numbers_of_the_format(name):
     v = every_value(name)
     assert same(stochastic_round(v, name), v)
     assert same(stochastic_round(torch.tensor(v), name).numpy(), v)
-
-
-def test_exponents_against_frexp():
-    x = dense_sample()
-    good = np.isfinite(x) & (abs(x) >= 2.0**-126)
-    slow = np.bincount(np.frexp(x[good])[1] - 1 + 127, minlength=256)
-    slow[0], slow[255] = (np.isfinite(x) & ~good).sum(), (~np.isfinite(x)).sum()
-    assert (exponent_histogram(x) == slow).all() and (
-        exponent_histogram(torch.tensor(x)).numpy() == slow
-    ).all()
 
 
 def test_shapes_and_no_change_of_the_input():

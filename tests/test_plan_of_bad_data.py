@@ -2,12 +2,23 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import xarray as xr
 
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation import plan
 from stabilitylab.investigation.plan import _early_end, _first_step, _late_start, aimed
-from stabilitylab.trial.suggest import Suggestion
+from stabilitylab.run.record import new_run
+from stabilitylab.trial.suggest import Suggestion, _evidence_of, unsuited
+
+NEEDS = [
+    (["norm", "other"], "rms_norm", True),
+    (["norm", "other"], "normformer", False),
+    (["norm", "block"], "normformer", True),
+    (["norm", "block"], "qk_norm", False),
+    (["attn.q", "block"], "qk_norm", True),
+]
 
 
 def run(starts=(0, 60, 100), steps=(*range(20), *range(60, 80), *range(100, 160))):
@@ -78,6 +89,24 @@ def test_the_batches_that_are_bad_are_skipped_and_no_others(monkeypatch, start, 
 )
 def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_data, is_late):
     assert bool(_late_start(step, onset, in_data)) == is_late
+
+
+@pytest.mark.parametrize(("excess", "factor"), [(None, None), (0.5, None), (15.0, 0.033)])
+def test_a_rate_far_beyond_the_usual_is_lowered_to_half_of_that(excess, factor):
+    facts = {} if excess is None else {"rate_excess": (excess, 4)}
+    in_run = _evidence_of("lower_lr", Findings([], {"evidence": facts}), new_run())
+    assert in_run.parameters.get("factor") == factor
+    assert ("15 times the largest usual" in in_run.reason) == (factor is not None)
+
+
+@pytest.mark.parametrize(("kinds", "name", "is_fit"), NEEDS)
+def test_a_fix_needs_the_modules_that_it_changes(kinds, name, is_fit):
+    coordinates = {"step": [0, 1], "module": [f"m{i}" for i in range(len(kinds))], "kind": ("module", kinds)}
+    run = new_run()
+    run["activations"] = xr.DataTree(
+        xr.Dataset({"absmax": (("step", "module"), np.ones((2, len(kinds))))}, coordinates)
+    )
+    assert (not unsuited(name, {}, run)) == is_fit
 
 
 @pytest.mark.parametrize(("length", "words"), [(40, "--steps 41 or more reach it"), (41, "")])

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stabilitylab.detect.skipping import read_loss_scale
 from stabilitylab.numerics.formats import quantise, stochastic_round
 from stabilitylab.numerics.lattice import debias, lattice
 from stabilitylab.numerics.rounding.attention_range import (
@@ -20,7 +21,6 @@ from stabilitylab.numerics.rounding.loss_cast import (
     sum_limit,
 )
 from stabilitylab.numerics.rounding.loss_scale import Scaler, find_scale_cause, simulate_loss_scale
-from stabilitylab.run.loss_scale import read_loss_scale
 
 MEMO = "1.6562 1.6641 1.6719 1.6797 1.6875 1.6953 1.7031 1.7109 1.7188 1.7266 1.7344"
 
@@ -31,6 +31,12 @@ def test_eleven_values_are_every_bf16_number_of_the_range():
     assert (
         " ".join(f"{v:.4f}" for v in inside) == MEMO and lattice(np.array(MEMO.split(), float)).fmt == "bf16"
     )
+
+
+def test_a_few_large_entries_do_not_hide_that_epsilon_dominates_the_others():
+    g = np.r_[np.zeros(50), np.full(60, 1e-10), np.full(40, 1e-4)]
+    assert adam_eps(g).regime == "dominates" and adam_eps(g).ratio > 1000 and adam_eps(g).below == 0.6
+    assert adam_eps(np.where(g < 1e-8, 0, g))[1:] == (0.0, 1e-8, "no effect", "leave eps as it is")
 
 
 @pytest.mark.parametrize("dtype,fmt", [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

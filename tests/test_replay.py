@@ -17,8 +17,8 @@ from stabilitylab.replay.bisect import bisect_precision
 from stabilitylab.replay.blame import blame
 from stabilitylab.replay.compare_formats import PRECISIONS, compare_precision
 from stabilitylab.replay.examine import _before_onset, controls, examine
-from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.resume import rerun_verdict, resume_check
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import Batch, Setup, Snapshot, load_batch, load_snapshot, replayable_steps
 from stabilitylab.replay.step import noise_floor, norm_of, replay
 from stabilitylab.replay.swap import swap_test

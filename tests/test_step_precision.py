@@ -18,8 +18,8 @@ from stabilitylab.numerics.accumulation.audit import (
 )
 from stabilitylab.numerics.accumulation.weights import DENOMINATORS
 from stabilitylab.numerics.rounding.attention_range import attention_inputs, scale_overflows
-from stabilitylab.replay.find_setup import setup_of
 from stabilitylab.replay.rounded_step import step_precision
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import replay
 from stabilitylab.report.step import step_text
@@ -204,6 +204,7 @@ def test_float_inputs_and_a_gradient_that_is_zero_but_for_rounding(tmp_path):
         other.to_dict()
     )
     bias, weight = precision.eps["k.bias"], precision.eps["k.weight"]
+    assert precision.micro_batches == 1 and "micro-batches" not in step_text(precision.to_dict())
     assert bias.ratio < 10 and bias.regime == "no gradient" and "leave eps" in bias.advice
     epsilon = step_text(precision.to_dict()).partition("epsilon")[2].partition("\n")[0]
     assert weight.regime == "no effect" and "k.bias" not in epsilon

@@ -210,8 +210,8 @@ def precision_of(**fields):
 def test_a_loss_in_evaluation_mode_says_what_the_step_had_where_that_is_another_number():
     assert "exact 1.42 (evaluation mode);" in precision_of(loss=1.421)
     assert "exact 1.42 (evaluation mode; the step had 41.5);" in precision_of(loss=41.5)
-    of_two = precision_of(loss=2.85, microbatches=2)
-    assert "(evaluation mode, the first of 2 micro-batches; the step had 2.85)" in of_two
+    of_two = precision_of(loss=2.85, micro_batches=2)
+    assert "(first of 2 micro-batches, evaluation mode; the step had 2.85)" in of_two
 
 
 def test_an_epsilon_that_is_zero_in_fp16_is_told():
@@ -220,8 +220,15 @@ def test_an_epsilon_that_is_zero_in_fp16_is_told():
     assert _regimes(None, None, gradients, half)["a"].regime == "zero"
     assert _regimes(None, None, gradients, half, is_fused=True)["a"].regime == "no effect"
     assert _regimes(None, None, gradients, {"b": 1e-8})["b"].regime == "no effect"
-    rows = [{"param": "b", "ratio": 3.0, "eps": 1e-8, "regime": "shrinks", "advice": "-"}]
-    zero = {"param": "a", "ratio": float("inf"), "eps": 0.0, "regime": "zero", "advice": "raise eps"}
+    rows = [{"param": "b", "ratio": 3.0, "eps": 1e-8, "regime": "shrinks", "advice": "-", "below": 0.0}]
+    zero = {
+        "param": "a",
+        "ratio": float("inf"),
+        "eps": 0.0,
+        "regime": "zero",
+        "advice": "raise eps",
+        "below": 0.0,
+    }
     assert "epsilon    0 in the format of a; raise eps" in precision_of(eps=[*rows, zero], loss=1.42)
 
 

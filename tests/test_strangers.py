@@ -22,9 +22,9 @@ from stabilitylab.probe.attention.stream import attention_sums
 from stabilitylab.probe.draft.python_source import Draft
 from stabilitylab.probe.draft.setup_template import _LoopValues, setup_source
 from stabilitylab.replay.examine import examine
-from stabilitylab.replay.find_setup import todo_lines
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.setup_check import check_setup
+from stabilitylab.replay.setup_file import todo_lines
 from stabilitylab.replay.state import Setup
 from stabilitylab.replay.trainer import trainer_like
 from stabilitylab.trial import start

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stabilitylab import diagnose, open_run
-from stabilitylab.detect.learning_rate import rate_at
+from stabilitylab.detect.settings import rate_at
 from stabilitylab.names.errors import InputError
 from stabilitylab.probe.environment import environment
 from stabilitylab.probe.recorder import Recorder

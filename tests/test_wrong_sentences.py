@@ -8,9 +8,9 @@ import xarray as xr
 
 from stabilitylab.cases.samples import sample
 from stabilitylab.detect.findings import Finding
-from stabilitylab.detect.learning_rate import loss_after_jump
 from stabilitylab.detect.likely_cause import _is_older, ranked_causes
 from stabilitylab.detect.phrase import evidence_words, explain
+from stabilitylab.detect.settings import loss_after_jump
 from stabilitylab.investigation.opening import _why_none
 from stabilitylab.names.errors import InputError
 from stabilitylab.replay.faults import FAULTS
@@ -58,7 +58,7 @@ PROGRAM = """
 from dataclasses import replace
 import torch
 from stabilitylab.cases.samples import sample
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.setup_file import setup_of
 
 def constant(model, batch):
     return torch.ones(1)

@@ -53,7 +53,7 @@ FORMAT_CASES = {  # name -> Case
         scalars={"loss_scale": 65536.0},
     ),
     "gradients below fp16": layer_case("underflow", "", scalars={"loss_scale": 2.0}),
-    "sides of 60": layer_case("misaligned_shape", "", config={"d_model": 60}),
+    "sides of 68": layer_case("misaligned_shape", "", config={"d_model": 68}),
     "moments forgotten": layer_case(
         "update_rms_excess",
         "",

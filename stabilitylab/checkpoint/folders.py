@@ -8,8 +8,6 @@ __all__ = ['inside', 'newest', 'rank_files']
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #204a3bf0
 import json
 import math
-import struct
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,98 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from .pickles import read_pickle
 from .stubs import StubObject, torch_dtype
-from .tensors import LazyTensor, in_file
+from .tensors import LazyTensor
 from .torch_files import read_archive
 from ..names.errors import InputError, printable
-from ..names.remote import RemoteFile
-
-# %% ../../nbs/api/checkpoint/04_folders.ipynb #ac234ad6
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-
-# %% ../../nbs/api/checkpoint/04_folders.ipynb #a1120518
-def _bytes(path: Path | RemoteFile, begin: int, end: int) -> bytes:
-    "A range of the bytes of a file."
-    if isinstance(path, RemoteFile):
-        return path.read(begin, end)
-    with open(path, "rb") as file:
-        file.seek(begin)
-        return file.read(end - begin)
-
-
-def _checked_names(path: Path | RemoteFile, header: bytes, size: int) -> list[str]:
-    "The names of the tensors, checked by the safetensors library; of a file elsewhere on its header alone."
-    if isinstance(path, Path):
-        # not "pt": that maps the file as writable, which the system refuses where it exceeds the memory
-        with safe_open(str(path), "np") as opened:
-            return list(opened.keys())
-    with tempfile.TemporaryDirectory() as folder:
-        # the library compares the header with the file's size: a hole of that size costs no bytes
-        sparse = Path(folder) / "header.safetensors"
-        with open(sparse, "wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            file.truncate(size)
-        return _checked_names(sparse, header, size)
-
-
-def _described(name: str, entry: dict, path: Path | RemoteFile, begin: int) -> LazyTensor:
-    "A tensor of the header."
-    if entry["dtype"] not in _DTYPES:
-        raise InputError(
-            f"`{path}`: tensor {printable(name)} has type {printable(entry['dtype'])};"
-            f" known: {', '.join(_DTYPES)}"
-        )
-    dtype = _DTYPES[entry["dtype"]]
-    return in_file(name, path, begin + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
-
-# %% ../../nbs/api/checkpoint/04_folders.ipynb #2c1d0b78
-def read_safetensors(
-    path: Path | RemoteFile,  # the file
-) -> dict:  # name -> LazyTensor
-    "The tensors of a safetensors file."
-    available = path.size if isinstance(path, RemoteFile) else path.stat().st_size
-    # layout: 8 bytes with the size of the header (little-endian), the header as JSON, then the values
-    size = struct.unpack("<Q", _bytes(path, 0, 8))[0] if available >= 8 else available
-    if size + 8 > available:
-        raise InputError(
-            f"`{path}` says its safetensors header has {size:,} bytes, but the file has {available:,};"
-            " it is cut or forged"
-        )
-    text = _bytes(path, 8, 8 + size)
-    try:
-        names = _checked_names(path, text, available)
-        header = json.loads(text)
-        return {name: _described(name, header[name], path, 8 + size) for name in names}
-    except InputError:
-        raise
-    except MemoryError as e:  # the library maps the whole file
-        raise InputError(f"`{path}` cannot be mapped; allow its {available:,} bytes (`ulimit -v`)") from e
-    except Exception as e:  # the library raises classes of its own for every kind of damage
-        raise InputError(
-            f"`{path}` is a damaged safetensors file: {printable(e)}; download or copy it again"
-        ) from e
 
 # %% ../../nbs/api/checkpoint/04_folders.ipynb #0004c362
 def inside(

@@ -15,10 +15,9 @@ from stabilitylab.checkpoint.folders import (
     newest,
     rank_files,
     read_dcp,
-    read_safetensors,
     read_shards,
 )
-from .tensors import Checkpoint
+from .tensors import Checkpoint, read_safetensors
 from .torch_files import read_archive, read_chain
 from ..names.errors import InputError, bad_input, printable
 from ..names.remote import RemoteFile, is_remote

@@ -35,7 +35,7 @@ _MODULES = {
     "replay": "replay",
     "schema": "schema",
     "skill": "mcp",
-    "sweep": "sweep",
+    "sweep": "trial",
     "trial": "trial",
 }
 

@@ -62,7 +62,7 @@ def _run_replay(
     "Replays the step and prints what came out."
     from stabilitylab.investigation.opening import suspect_step
     from stabilitylab.replay.examine import examine
-    from stabilitylab.replay.find_setup import setup_of
+    from stabilitylab.replay.setup_file import setup_of
     from stabilitylab.report.step import replay_text
 
     shows_progress = sys.stderr.isatty()

@@ -17,9 +17,9 @@ from .layers.growth import sustained_growth
 from .limits import count_limit, limit
 from .loss.spikes import high_grad_norm
 from .phrase import evidence_words
+from .skipping import read_loss_scale
 from ..numerics.lattice import lattice
 from ..run.curves import Curve, curve, group_of, loss_curve, loss_name, scalars_of
-from ..run.loss_scale import read_loss_scale
 from ..run.rolling import before, stretches
 from ..run.scalars import series_names
 

@@ -10,8 +10,8 @@ import numpy as np
 import xarray as xr
 
 from .findings import Finding
-from .learning_rate import rate_at
 from .limits import count_limit, limit
+from .settings import rate_at
 from ..run.curves import curve, group_of, loss_curve, step_interval
 
 # %% ../../nbs/api/detect/30_relations.ipynb #44791d6e

@@ -68,5 +68,4 @@ FINDING_KINDS = {  # kind -> what it means, in one sentence
 
 # %% ../../nbs/api/names/02_findings.ipynb #a77db147
 SEVERITIES = ("info", "warning", "error")  # from a fact worth knowing to a run that is lost
-_RECOVERIES = ("fast", "slow", "partial", "none")  # how a loss spike ended
 REPORTED = ("worked", "did not work", "unclear")  # what the team that tried a remedy said of it

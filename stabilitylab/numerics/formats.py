@@ -280,24 +280,3 @@ def is_lost(
     after = quantise(before + update, fmt)
     is_known = abs(before) <= number_format(fmt).max
     return (update != 0) & is_known & (after == before)
-
-# %% ../../nbs/api/numerics/00_formats.ipynb #cfdf1813
-def exponent_histogram(
-    x: Array,  # of any shape, taken as float32
-    # int64, shape (256,): entry `i` counts exponent `i - 127`; entry 0 holds zeros and float32's subnormals,
-    # entry 255 what is not finite
-) -> Array:
-    "How many values of `x` lie in each binade."
-    x = _as_float(x)
-    lib = _library(x)
-    if _is_tensor(x) and x.device.type == "cpu":
-        return lib.from_numpy(exponent_histogram(x.detach().numpy()))
-    if _is_tensor(x):
-        return lib.bincount((x.detach().float().view(lib.int32).reshape(-1) >> 23) & 255, minlength=256)
-    with np.errstate(over="ignore", under="ignore"):
-        top = np.ascontiguousarray(x, np.float32).reshape(-1).view(np.uint32)
-    # the sign is left in and its half folded over at the end: one pass over the values instead of two
-    counts = np.zeros(512, np.int64)
-    for i in range(0, len(top), _BLOCK):
-        counts += np.bincount(top[i : i + _BLOCK] >> 23, minlength=512)
-    return counts[:256] + counts[256:]

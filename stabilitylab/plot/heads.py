@@ -91,8 +91,7 @@ def head_map(
     x_range: tuple | None = None,  # first and last step; None: all
     dark: bool = False,  # whether to use the dark theme
     marked: int | None = None,  # row to mark, counted layer by layer
-    width: float = 7.5,  # inches
-) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `run_picture`; y counts rows from the top
+) -> tuple[bytes, list[dict]]:  # PNG and the panel, as `RunPicture`; y counts rows from the top
     "A heat map of every head over the steps."
     if x_range is not None:
         da = da.isel(step=np.flatnonzero((da.step.values >= x_range[0]) & (da.step.values <= x_range[1])))
@@ -100,7 +99,7 @@ def head_map(
         return b"", []
     rows = da.sizes["layer"] * da.sizes["head"]
     with theme(dark, 9):
-        figure = Figure((width, min(6.0, max(2.2, 1.2 + 0.07 * rows))), dpi=120, layout="constrained")
+        figure = Figure((7.5, min(6.0, max(2.2, 1.2 + 0.07 * rows))), dpi=120, layout="constrained")
         ax = figure.subplots()
         plot_heads_over_steps(thin_steps(da), ax=ax, log=_spans(da))
         ax.set(xlabel=_step_label(da, "grey"), ylabel="layer")

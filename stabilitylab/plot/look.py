@@ -146,19 +146,18 @@ class Look:
         axes: Sequence[Axes],  # axes with drawn panels, the last one labelled with steps
         scalars: xr.Dataset,  # what was drawn
         names: Sequence[str],  # names of the panels
-        bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     ) -> None:
         "Applies the options to drawn panels."
         if self.smooth > 1:
             for ax, name in zip(axes, names, strict=True):
-                _smooth(ax, scalars[name], self.smooth, bins)
+                _smooth(ax, scalars[name], self.smooth)
         if self.y_range:
             axes[0].set_ylim(*self.y_range)
         if self.along != "step" and self.along in x_axes(scalars):
             _relabel(axes[-1], scalars, self.along)
 
 # %% ../../nbs/api/plot/08_look.ipynb #f5793c5a
-def _smooth(ax: Axes, da: xr.DataArray, window: int, bins: int) -> None:
+def _smooth(ax: Axes, da: xr.DataArray, window: int) -> None:
     "The moving mean over the raw curve, which pales."
     for line in ax.lines:
         if str(line.get_gid() or "") == f"{DRAWN}{da.name}":
@@ -167,6 +166,6 @@ def _smooth(ax: Axes, da: xr.DataArray, window: int, bins: int) -> None:
     is_drawable = np.isfinite(values) & ((values > 0) | (ax.get_yscale() != "log"))
     step, values = step[is_drawable], values[is_drawable]
     if len(step):
-        at = keep_extremes(step, values, bins)
+        at = keep_extremes(step, values, 600)
         (line,) = ax.plot(step[at], values[at], linewidth=1.6, label=f"mean of {window}")
         line.set(color=colour(str(da.name), ax), gid=f"{DRAWN}{da.name}-smooth")

@@ -24,6 +24,7 @@ from ..run.scalars import series, series_names
 # %% ../../nbs/api/plot/07_runs.ipynb #8abc1957
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c6d31")
 _STYLES = ("-", "--", ":", "-.")
+_BINS = 600  # downsampling: parts of the x-axis that keep their extremes
 
 
 def plot_runs(
@@ -31,7 +32,6 @@ def plot_runs(
     *,
     ax: Axes | None = None,  # axes to draw on; None: new axes
     log: bool | None = None,  # logarithmic y-axis; None: if the first curve spans a factor of 20
-    bins: int = 600,  # downsampling: parts of the x-axis that keep their extremes
     hidden: Collection[str] = (),  # runs that are left out; the others keep their colours
     order: Sequence[str] = (),  # runs whose curves are drawn on top, the topmost first
     smooth: int = 0,  # records of a moving mean, drawn over the pale raw curve; 0: none
@@ -49,9 +49,9 @@ def plot_runs(
         nonfinite = sum(len(steps) for steps in broken_points(da).values())
         text = label(name, 40) + (f" ({nonfinite:,} not finite)" if nonfinite else "")
         if smooth > 1:
-            _draw_mean(ax, da, smooth, bins, look | {"label": f"{label(name, 40)}, mean of {smooth}"})
+            _draw_mean(ax, da, smooth, look | {"label": f"{label(name, 40)}, mean of {smooth}"})
             look |= {"alpha": 0.25}
-        for x, y, is_repeated in line_pieces(da, bins):
+        for x, y, is_repeated in line_pieces(da, _BINS):
             if not is_repeated:
                 ax.plot(x, y, label=text, gid=f"{DRAWN}{name}", **look)
                 text = "_more"
@@ -64,13 +64,13 @@ def plot_runs(
     return ax
 
 
-def _draw_mean(ax: Axes, da: xr.DataArray, window: int, bins: int, look: dict[str, Any]) -> None:
+def _draw_mean(ax: Axes, da: xr.DataArray, window: int, look: dict[str, Any]) -> None:
     "The moving mean of a curve."
     values = moving_mean(da.values, window)
     is_finite = np.isfinite(values)
     if is_finite.any():
         x, y = da.step.values[is_finite], values[is_finite]
-        at = keep_extremes(x, y, bins)
+        at = keep_extremes(x, y, _BINS)
         ax.plot(x[at], y[at], gid=f"{DRAWN}{look['label']}", **look | {"linewidth": 1.6})
 
 # %% ../../nbs/api/plot/07_runs.ipynb #e111f328

@@ -88,13 +88,12 @@ def plot_trial(
 # %% ../../nbs/api/plot/41_trial.ipynb #b6098437
 def trial_svg(
     curves: Sequence[SeedCurve],  # curves of all arms and seeds; the first arm is the unchanged run
-    width: float = 9,  # inches
 ) -> str:  # an `<svg>` element; '' without curves
     "The figure of `plot_trial` as an element of an HTML page."
     if not curves:
         return ""
-    with theme(size=8.5), plt.rc_context({"svg.hashsalt": f"stabilitylab trial {width}"}):
-        ax = plt.subplots(figsize=(width, 0.42 * width), layout="constrained")[1]
+    with theme(size=8.5), plt.rc_context({"svg.hashsalt": "stabilitylab trial"}):
+        ax = plt.subplots(figsize=(9, 3.78), layout="constrained")[1]
         svg = figure_svg(plot_trial(curves, ax=ax))
     return inline_svg(svg, "loss over steps of every arm of the trial")
 
@@ -112,17 +111,16 @@ def _wants_log(curves: Sequence[SeedCurve]) -> bool:
 def trial_picture(
     curves: Sequence[SeedCurve],  # curves of all arms and seeds so far
     dark: bool = False,  # whether to use the dark theme
-    width: float = 6.6,  # inches
     log_name: str = "loss",  # name of the loss in the run's log
     arms: Sequence[str] = (),  # as in `plot_trial`
-) -> tuple[bytes, list[dict]]:  # PNG and the panel, as from `run_picture`; empty before the first step
+) -> tuple[bytes, list[dict]]:  # PNG and the panel, as from `RunPicture`; empty before the first step
     "The curves of a running trial."
     started = [curve for curve in curves if len(curve.step)]
     if not started:
         return b"", []
     with theme(dark, 9):
-        figure = new_figure(width, 3.1)
-        ax = figure.add_axes((0.72 / width, 0.15, 0.62, 0.81))
+        figure = new_figure(6.6, 3.1)
+        ax = figure.add_axes((0.72 / 6.6, 0.15, 0.62, 0.81))
         plot_trial(started, ax=ax, arms=arms)
         if log_name != "loss":
             ax.set_ylabel(f"loss ({label(log_name, 24)}) [nats]")

@@ -23,10 +23,10 @@ from ..names.errors import InputError
 from .blame import TextLosses, ablate, blame, text_losses
 from .compare_formats import check_precisions, compare_precision
 from .device import AUTO, device_settings, replay_device
-from .find_setup import setup_of
 from .rare_tokens import losses_by_frequency
 from .retrace import is_equal
 from .setup_check import SetupCheck, checked_retrace
+from .setup_file import setup_of
 from .snapshot import load_batch, load_snapshots
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, replay

@@ -26,8 +26,8 @@ from stabilitylab.numerics.rounding.loss_cast import (
 )
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
-from .find_setup import setup_of
 from .setup_check import checked_retrace
+from .setup_file import setup_of
 from .snapshot import load_batch
 from .state import Batch, Setup, Snapshot
 from .step import Replayed, norm_of, replay
@@ -50,15 +50,16 @@ class StepPrecision:
     run: str  # folder of the record
     step: int  # optimizer step
     fmt: str  # requested format, 'bf16' or 'fp16'
-    casts: dict[str, LossCast]  # 'as recorded' and 'with weights in …' -> where the loss becomes 16-bit
+    # 'as recorded' and 'with weights in …' -> where the loss of the first micro-batch becomes 16-bit
+    casts: dict[str, LossCast]
     updates: pd.DataFrame | None  # one row per param, columns as `lost_updates`; None without an optimizer
     eps: dict[str, EpsRegime]  # parameter -> effect of epsilon; {} for an optimizer without one
     # one row per module, columns as `scale_overflows`; None if scaled_dot_product_attention is not called
     attention: pd.DataFrame | None
     left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
+    micro_batches: int = 1  # of the step
     warning: str = ""  # why the measured step is not the recorded one; '' where it is
     loss: float = float("nan")  # of the whole step as it was trained, nats
-    microbatches: int = 1  # of the step; the casts are those of the first
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The results as plain data, with tables as lists of rows."
@@ -66,6 +67,7 @@ class StepPrecision:
             "run": self.run,
             "step": self.step,
             "format": self.fmt,
+            "micro_batches": self.micro_batches,
             "casts": {words: cast.to_dict() for words, cast in self.casts.items()},
             "updates": _rows(self.updates),
             "eps": [{"param": name, **regime._asdict()} for name, regime in self.eps.items()],
@@ -73,7 +75,6 @@ class StepPrecision:
             "left_out": self.left_out,
             "warning": self.warning,
             "loss": self.loss,
-            "microbatches": self.microbatches,
         }
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
@@ -225,5 +226,16 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
     casts, left_out = _casts(snapshot, model, part, fmt)
     attention = _attention(snapshot, batch)
     warning = "" if check.is_step else check.words
-    tables = casts, updates, regimes, attention
-    return StepPrecision(str(run), step, fmt, *tables, left_out, warning, after.loss, len(batch.parts))
+    return StepPrecision(
+        str(run),
+        step,
+        fmt,
+        casts,
+        updates,
+        regimes,
+        attention,
+        left_out,
+        len(batch.parts),
+        warning,
+        after.loss,
+    )

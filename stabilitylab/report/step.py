@@ -67,17 +67,18 @@ def _ratio(row: Mapping) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
-def _smallest_first(row: Mapping) -> tuple[bool, bool, float]:
-    "A key to sort by: an epsilon of zero first, then the smallest ratio, those without a gradient last."
-    return row["regime"] != "zero", row["regime"] == "no gradient", _ratio(row)
+def _strongest_first(row: Mapping) -> tuple[int, float]:
+    "A key to sort parameters by the effect of epsilon: where it dominates first, without a gradient last."
+    regimes = ("zero", "dominates", "shrinks", "no effect", "no gradient")
+    return regimes.index(row["regime"]), _ratio(row)
 
 
 def step_text(
     result: Mapping,  # the JSON of `stabilitylab precision`
 ) -> str:  # lines
     "What rounding to 16 bits costs a step, for a terminal."
-    smallest = min(result["eps"], key=_smallest_first, default=None)
-    return render("step", most_lost=_most_lost(result, 5), smallest_ratio=smallest, **result)
+    strongest = min(result["eps"], key=_strongest_first, default=None)
+    return render("step", most_lost=_most_lost(result, 5), strongest=strongest, **result)
 
 # %% ../../nbs/api/report/07_step.ipynb #67651aa5
 _UPDATES = {
@@ -92,6 +93,7 @@ _UPDATES = {
 _EPS = {
     "param": ("parameter", ""),
     "ratio": ("RMS(g)/ε", ".3g"),
+    "below": ("entries below ε", ".1%"),
     "regime": ("effect", ""),
     "advice": ("so", ""),
 }
@@ -116,13 +118,14 @@ def step_html(
         title = f"Updates that {result['format']} weights lose"
         tables.append(_filled_table(_most_lost(result, limit), _UPDATES, title))
     if result["eps"]:
-        rows = sorted(result["eps"], key=_smallest_first)[: limit // 2]
+        rows = sorted(result["eps"], key=_strongest_first)[: limit // 2]
         tables.append(_filled_table(rows, _EPS, "Adam's epsilon"))
     if result["attention"]:
         tables.append(_filled_table(result["attention"][:limit], _ATTENTION, "Scaling inside QKᵀ"))
     return render(
         "view_step",
         casts=result["casts"],
+        micro_batches=result["micro_batches"],
         left_out=result["left_out"],
         warning=result["warning"],
         tables=tables,

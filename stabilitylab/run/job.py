@@ -51,20 +51,18 @@ def report_progress(
 _PARENT = "STABILITYLAB_PARENT"  # environment variable: the process that started this one as a job
 
 
-def _end_with_parent(
-    every: float = 1.0,  # seconds between polls
-) -> None:
+def _end_with_parent() -> None:
     "Let a job end, with all that it started, once the process that started it is gone, even killed."
     parent = os.environ.get(_PARENT)
     is_group_leader = os.name == "posix" and os.getpgrp() == os.getpid()
     if parent is not None and is_group_leader:
-        threading.Thread(target=_watch, args=(int(parent), every), daemon=True).start()
+        threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
 
 
-def _watch(parent: int, every: float) -> None:
+def _watch(parent: int) -> None:
     "Looks at who the parent is; a process whose parent is gone gets another one."
     while os.getppid() == parent:
-        time.sleep(every)
+        time.sleep(1.0)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -17,9 +17,8 @@ import xarray as xr
 from ..fixes.training import Training, load_optimizer
 from ..names.errors import bad_input
 from ..numerics.pytree import map_tensors
-from ..replay.find_setup import setup_of
 from ..replay.setup_check import SetupCheck
-from ..replay.setup_file import checked
+from ..replay.setup_file import checked, setup_of
 from ..replay.snapshot import load_batch, load_snapshot, recorded_schedule
 from ..replay.state import Setup, Snapshot
 from ..replay.step import needs_closure

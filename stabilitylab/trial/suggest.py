@@ -15,9 +15,9 @@ from ..detect.diagnose import as_run
 from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.layers.attention import growth_to
-from ..detect.learning_rate import rate_at
 from ..detect.likely_cause import MostLikely, most_likely
 from ..detect.phrase import evidence_words
+from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
 from ..names.words import format_count
@@ -31,11 +31,12 @@ _CANNOT = {  # what acts on something that a trial from a snapshot does not have
     "init": "it sets how weights begin, which is not the most likely cause",
     "restart": "a trial starts from one state; roll back by choosing an earlier one",
 }
-_NEEDS: dict[
-    str, tuple[str, ...]
-] = {  # first part of a fix's slot -> beginnings of kinds of modules, one of which it needs
+# a fix's slot, or its first part -> beginnings of kinds of modules, one of which it needs
+_NEEDS: dict[str, tuple[str, ...]] = {
     "attention": ("attn",),
     "norms": ("norm",),
+    "norms.output": ("block",),
+    "norms.scale": ("block",),
     "embedding": ("embed",),
     "positions": ("pos_embed",),
     "output": ("lm_head",),
@@ -117,7 +118,8 @@ class _RunEvidence:
 def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "How far to lower the rate: at most half of that at which the run failed, and to that before a jump."
     is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
-    unmeasured = _RunEvidence(_FROM_THE_RUN if is_too_high else 1.0)
+    default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
+    unmeasured = _to_usual(_facts_of(findings, run), _FROM_THE_RUN if is_too_high else 1.0, default)
     lr, failure = curve(run, "lr"), _failure(findings)
     jump = _jump_before(findings, None if failure is None else failure.onset)
     if jump is not None:
@@ -127,7 +129,6 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
     if not at_failure > 0:
         return unmeasured
-    default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
     # the factor multiplies the whole schedule, and the run may have failed below its peak
     factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
     where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
@@ -135,6 +136,15 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     ends_at_peak = lr.value[-1] > 0.99 * peak
     weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
+
+
+def _to_usual(facts: dict, weight: float, default: float) -> _RunEvidence:
+    "Half of the largest usual rate, where that of a run is beyond it from its first steps on."
+    excess, _ = facts.get("rate_excess", (1.0, None))
+    if not excess > 1:
+        return _RunEvidence(weight)
+    words = f"its first steps or its rate are {excess:.3g} times the largest usual: this goes to half of that"
+    return _RunEvidence(weight, words, {"factor": max(min(default, float(f"{_HALF / excess:.2g}")), 1e-4)})
 
 
 def _jump_before(findings: Sequence[Finding], step: int | None) -> Finding | None:
@@ -211,14 +221,19 @@ def _n_teams(reports: list[dict]) -> int:
     return len({row["source"] for row in reports})
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #99ebe51a
+def _facts_of(findings: Sequence[Finding], run: xr.DataTree) -> dict:
+    "What was measured of a run, by `diagnose` where its findings say so."
+    if isinstance(findings, Findings) and "evidence" in findings.attrs:
+        return findings.attrs["evidence"]
+    return evidence(run, findings)
+
+
 def cause_of(
     findings: Sequence[Finding],  # findings from `diagnose`
     run: xr.DataTree,  # record of that run
 ) -> MostLikely | None:  # likely cause; None: nothing to explain
     "The likely cause of the findings of a run."
-    if isinstance(findings, Findings) and "evidence" in findings.attrs:
-        return most_likely(findings)  # `diagnose` has measured it
-    facts = evidence(run, findings)
+    facts = _facts_of(findings, run)
     return most_likely(Findings(findings, {"evidence": facts} if facts else {}))
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #36dc171b
@@ -248,7 +263,8 @@ def unsuited(
         return _CANNOT[about.acts_on]
     table = group_of(run, "activations")
     kinds = () if table is None else tuple(map(str, table["kind"].values))
-    wanted = _NEEDS.get(about.slots[0].partition(".")[0] if about.slots else "", ())
+    slot = about.slots[0] if about.slots else ""
+    wanted = _NEEDS.get(slot, _NEEDS.get(slot.partition(".")[0], ()))
     if kinds and wanted and not any(kind.startswith(wanted) for kind in kinds):
         return f"the model has no module of kind {wanted[0]}"
     return _set_already(name, parameters, attrs)

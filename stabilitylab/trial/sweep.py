@@ -110,9 +110,6 @@ def points_of(
     ]
 
 # %% ../../nbs/api/trial/09_sweep.ipynb #26ff3771
-LR_GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # Wortsman et al. 2023
-
-
 def lr_sensitivity(
     final: Sequence[float],  # level at the end, one a rate, nats; not finite where it diverged
     first: float,  # loss before training, nats

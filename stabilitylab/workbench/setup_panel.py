@@ -14,8 +14,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from ..names.errors import InputError
-from ..replay.find_setup import SetupFile, setup_files, todo_lines
-from ..replay.setup_file import draft_setup
+from ..replay.setup_file import SetupFile, draft_setup, setup_files, todo_lines
 from ..report.step import setup_html
 from ..run.job import Job, JobState
 from .panel import JobPanel

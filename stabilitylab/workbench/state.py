@@ -363,7 +363,7 @@ def _drawn_from(state: WorkbenchState) -> tuple:
 def picture_of(
     state: WorkbenchState,  # state of the workbench, with a run
     sharp: int = 1,  # factor on the resolution
-) -> tuple[bytes, list]:  # PNG and panels, as from `run_picture`
+) -> tuple[bytes, list]:  # PNG and panels, as from `RunPicture`
     "The picture of the current state as PNG."
     drawing = state.drawing if sharp == 1 else RunPicture(dpi=sharp * state.drawing.dpi)
     return drawing(*_drawn_from(state))

@@ -30,8 +30,7 @@ from stabilitylab.numerics.accumulation.audit import (
     sequence_gradients,
 )
 from ..numerics.accumulation.weights import DENOMINATORS, token_weights
-from ..plot.precision import plot_token_weights
-from ..plot.replay import replay_png
+from ..plot.replay import plot_token_weights, replay_png
 from ..report.step import audit_html, heading_html, means_html
 from ..run.job import ThreadJob
 from .figure import picture_box, show_sharp

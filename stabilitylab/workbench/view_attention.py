@@ -29,7 +29,7 @@ from stabilitylab.plot.heads import (
     weights_picture,
 )
 from ..probe.attention.report import head_weights
-from ..replay.find_setup import setup_of
+from ..replay.setup_file import setup_of
 from ..replay.snapshot import load_batch, load_snapshot
 from ..report.render import render
 from ..report.words import spaced

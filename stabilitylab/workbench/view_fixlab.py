@@ -104,11 +104,6 @@ def _status_html(now: TrialState) -> str:
     return _say("status", "" if now.ended and not now.total else words)
 
 
-def _plan_html(lab: FixLab, arms: list[Arm]) -> str:
-    "What the trial will be."
-    return _say("plan", [arm.name for arm in arms], lab=lab, words=lab.start.words)
-
-
 def _verdict_html(result: TrialResult) -> str:
     "The verdicts on the arms that have finished a seed."
     # an arm without a finished seed has no verdict, not even "can't tell"
@@ -315,7 +310,9 @@ class FixLabView(StateView):
             return
         try:
             arms = self.offers.ticked()
-            self.texts["plan"].value = _plan_html(self.lab, arms)
+            self.texts["plan"].value = _say(
+                "plan", [arm.name for arm in arms], lab=self.lab, words=self.lab.start.words
+            )
             self.call.call = trial_call(self.lab, arms)
         except InputError as error:
             self.texts["plan"].value = render("view_error", title="This trial", error=error)

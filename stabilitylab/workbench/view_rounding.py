@@ -18,9 +18,8 @@ import xarray as xr
 from ..detect.findings import Findings
 from ..numerics.formats import spacing
 from ..numerics.lattice import Lattice, debias, lattice, records_to_move
-from ..plot.precision import plot_lattice, plot_scaling
-from ..plot.replay import replay_png
-from ..replay.find_setup import setup_files
+from ..plot.replay import plot_lattice, plot_scaling, replay_png
+from ..replay.setup_file import setup_files
 from ..report.render import render
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording

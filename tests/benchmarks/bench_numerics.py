@@ -1,4 +1,4 @@
-"Rounding and the exponent histogram against a plain copy and torch's own cast, one core or a GPU."
+"Rounding against a plain copy and torch's own cast, one core or a GPU."
 
 import argparse
 from time import perf_counter
@@ -6,7 +6,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from stabilitylab.numerics.formats import exponent_histogram, quantise, stochastic_round
+from stabilitylab.numerics.formats import quantise, stochastic_round
 
 
 def best(call, sync, repeats=7):
@@ -42,9 +42,6 @@ def main(argv=None):
         if args.device == "cpu":
             calls[f"quantise {f}, array"] = lambda f=f: quantise(x, f)
     calls["stochastic_round bf16, tensor"] = lambda: stochastic_round(t, "bf16")
-    calls["exponent_histogram, tensor"] = lambda: exponent_histogram(t)
-    if args.device == "cpu":
-        calls["exponent_histogram, array"] = lambda: exponent_histogram(x)
     took = {name: best(call, sync) for name, call in calls.items()}
     print(f"| on {args.device} | GB/s | of a copy |\n|---|---|---|")
     for name, s in took.items():

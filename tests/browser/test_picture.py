@@ -11,7 +11,7 @@ import pytest
 
 from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.plot.look import Look
-from stabilitylab.plot.picture import RunPicture, run_picture
+from stabilitylab.plot.picture import RunPicture
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.workbench.figure import PictureWidget
@@ -53,7 +53,7 @@ def panels():
     learning_rate = np.full(501, 1e-3)
     samples = {"loss": Samples(np.arange(501), values), "lr": Samples(np.arange(501), learning_rate)}
     findings = Findings([Finding("loss_spike", "warning", 400, 410)])
-    return run_picture(new_run(make_scalars(samples)), findings)
+    return RunPicture()(new_run(make_scalars(samples)), findings)
 
 
 @pytest.fixture

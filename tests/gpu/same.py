@@ -14,7 +14,7 @@ from stabilitylab.probe.detail import tensor_detail
 from stabilitylab.probe.gpu_sums import compiles_on
 from stabilitylab.probe.recorder import Recorder
 from stabilitylab.probe.stats import AdamRule, adam_sums, add_sums, empty_row, join_pieces
-from stabilitylab.replay.find_setup import setup_of
+from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.snapshot import load_batch, load_snapshot
 from stabilitylab.replay.step import noise_floor, replay
 

@@ -77,10 +77,9 @@ def output_count(
 def values_before(
     values: np.ndarray,  # (n,) of a series
     at: int,  # index
-    gap: int = 0,  # records between the window and the index
 ) -> np.ndarray:  # at most twenty
     "The finite values of the short window before an index."
-    window = values[max(0, at - gap - limit("short_records")) : max(0, at - gap)]
+    window = values[max(0, at - limit("short_records")) : at]
     return window[np.isfinite(window)]
 
 

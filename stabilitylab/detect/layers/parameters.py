@@ -20,9 +20,9 @@ from stabilitylab.detect.layers.activations import (
     median_of_finite,
 )
 from .growth import growth_evidence
-from ..learning_rate import rate_at
 from ..limits import count_limit, limit
 from ..phrase import evidence_words
+from ..settings import rate_at
 from ...run.curves import curve, event_texts, group_of
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #95dcda8c
@@ -107,8 +107,8 @@ def find_no_gradient(
 def _has_odd_side(shape: list[int]) -> bool:
     "Whether tensor cores need padding for a matrix of this shape."
     sides = count_limit("aligned_sides")
-    # fewer entries than one tile are a size of the data, such as the number of classes
-    return len(shape) == 2 and min(shape) >= sides and any(side % sides for side in shape)
+    # a side of less than one tile is often a size of the data, such as the number of classes
+    return len(shape) == 2 and min(shape) >= count_limit("tile_side") and any(side % sides for side in shape)
 
 
 _TABLES = ("embed", "pos_embed")  # kinds of parameters whose rows are looked up

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #99ed2c81
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from .objective import objective_type
 from ..phrase import evidence_words
 from ..restarts import longest_run
 from ...run.curves import Curve, curve, loss_curve, scalars_of, step_interval
-from ...run.rolling import difference_noise, smooth
+from ...run.rolling import smooth
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #6e1b811f
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class _Fall:
     is_clear: bool  # whether it fell further than noise and a small share of its start
     is_near_guess: bool  # whether a long loss in nats ends where a guess over a vocabulary would
     noise: float  # of the levels that judge it, in units of the loss
+    start: float  # level of the first records, or the first loss where a rise only came back to it
 
 
 def _fall_of(series: Curve) -> _Fall:
@@ -49,9 +51,18 @@ def _fall_of(series: Curve) -> _Fall:
     if is_near_guess:  # judged by the coarse curve: its records are many
         by_noise = limit("trend_sigma") * shape.noise / np.sqrt(limit("slight_share") * n)
     drop = float(max(start, coarse[0]) - coarse.min())
-    return _Fall(shape, drop, has_moved or _fell_at_once(series, shape), is_near_guess, float(by_noise))
+    is_clear = has_moved or _fell_at_once(series, shape)
+    untrained = float(series.value[0]) if series.step[0] <= 1 else np.inf
+    gain = untrained - float(coarse.min())
+    if start - untrained > by_noise and 0 <= gain < limit("level_share") * untrained:
+        # it rose in the first steps and came back to the loss of the untrained model
+        is_clear, start, drop = False, untrained, gain
+    return _Fall(shape, drop, is_clear, is_near_guess, float(by_noise), start)
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b8699307
+_COIN_FLIP = (math.log(2), 2 * math.log(2))  # nats of a guess between two classes, of one and of two of them
+
+
 def find_not_learning(
     run: xr.DataTree,  # a record
 ) -> list[Finding]:  # at most one: `not_learning` or `plateau`
@@ -67,7 +78,7 @@ def find_not_learning(
         return _plateau(series, fall.shape.loss, fall.drop)
     if objective_type(run).moving == "adversarial":
         return []  # it follows the other network: its height does not tell what was learned
-    start, lowest = float(fall.shape.loss[0]), float(fall.shape.loss.min())
+    start, lowest = fall.start, float(fall.shape.loss.min())
     evidence: dict[str, Any] = {
         "first": start,
         "best": lowest,
@@ -81,6 +92,8 @@ def find_not_learning(
     severity = "warning"
     if fall.noise >= least_visible * abs(start):
         severity, evidence["note"] = "info", evidence_words("too noisy")
+    elif min(abs(float(fall.shape.loss[-1]) / chance - 1) for chance in _COIN_FLIP) < limit("hardly_share"):
+        evidence["note"] = evidence_words("a coin flip")
     return [
         Finding(
             "not_learning", severity, series.step[0], series.step[-1], evidence=evidence, series=series.name
@@ -150,45 +163,6 @@ def _plateau_to_the_end(series: Curve) -> list[Finding]:
     return [
         Finding("plateau", "info", series.step[first], series.step[-1], evidence=evidence, series=series.name)
     ]
-
-# %% ../../../nbs/api/detect/loss/12_trend.ipynb #d21372f1
-def _level_at(series: Curve, step: int) -> float:
-    "The median of the records nearest to a step."
-    nearest = np.abs(series.step - step).argsort(kind="stable")
-    return float(np.median(series.value[nearest[: records_in_share(len(series.value), "smooth_share")]]))
-
-
-def find_overfitting(
-    run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most one
-    "Validation loss that rises from its best while training loss goes on falling."
-    training, validation = longest_run(loss_curve(run)), curve(run, "val_loss")
-    if training is None or len(training.value) < count_limit("least_records"):
-        return []
-    if validation is None or len(validation.value) < count_limit("median_records"):
-        return []
-    n, at_best = len(validation.value), int(np.argmin(validation.value))
-    best = float(validation.value[at_best])
-    # one evaluation may be an outlier, so the end is a median; the best is one value, since a model was
-    # kept there
-    final = float(np.median(validation.value[-max(1, int(limit("slight_share") * n)) :]))
-    noise = difference_noise(validation.value)
-    is_higher = final - best > max(limit("trend_sigma") * noise, limit("level_share") * abs(best))
-    is_best_long_ago = n - 1 - at_best >= count_limit("median_records")
-    if not is_higher or not is_best_long_ago:
-        return []
-    at_best_step, end_step = validation.step[at_best], validation.step[-1]
-    train_at_best, final_train = _level_at(training, at_best_step), _level_at(training, end_step)
-    # where training rose too the run diverged: that is another finding, with other cures
-    if final_train >= train_at_best:
-        return []
-    evidence = {
-        "best_val": best,
-        "final_val": final,
-        "train_at_best_val": train_at_best,
-        "final_train": final_train,
-    }
-    return [Finding("overfitting", "warning", at_best_step, end_step, evidence=evidence, series="val_loss")]
 
 # %% ../../../nbs/api/detect/loss/12_trend.ipynb #b0ebaeed
 def find_leak(

@@ -311,16 +311,17 @@ class EpsRegime(NamedTuple):
     "The effect of Adam's epsilon on the update of one tensor."
 
     ratio: float  # RMS(g)/eps, inf where eps is 0
+    below: float  # share of the non-zero entries that are below eps
     eps: float  # epsilon, rounded to the format of the optimizer state
     regime: str  # 'zero', 'dominates', 'shrinks' or 'no effect'
     advice: str  # recommended action
 
 
-def _regime(ratio: float, eps: float) -> str:
-    "A regime of `EpsRegime`."
+def _regime(ratio: float, below: float, eps: float) -> str:
+    "A regime of `EpsRegime`; a few large entries do not help the others."
     if eps == 0:
         return "zero"
-    if ratio < 1:
+    if ratio < 1 or below > 0.5:
         return "dominates"
     return "shrinks" if ratio < 10 else "no effect"
 
@@ -338,5 +339,7 @@ def adam_eps(
     stored = float(quantise(np.float64(eps), fmt)) if fmt else eps
     rms = float(np.sqrt((gradient * gradient).mean()))
     ratio = rms / stored if stored else float("inf")
-    regime = _regime(ratio, stored)
-    return EpsRegime(ratio, stored, regime, say(f"epsilon {regime}"))
+    magnitudes = np.abs(gradient[gradient != 0])
+    below = float((magnitudes < stored).mean()) if magnitudes.size else 0.0
+    regime = _regime(ratio, below, stored)
+    return EpsRegime(ratio, below, stored, regime, say(f"epsilon {regime}"))
