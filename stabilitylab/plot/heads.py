@@ -40,7 +40,7 @@ def head_names(
     layers = data.module.values if "module" in data.coords else data.layer.values
     return [f"{layer}, head {head}" for layer in layers for head in data["head"].values]
 
-
+# %% ../../nbs/api/plot/43_heads.ipynb #f60107b4
 def thin_steps(
     da: xr.DataArray,  # dims (step, …)
     columns: int = _COLUMNS,  # steps at the most
