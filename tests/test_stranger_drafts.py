@@ -14,9 +14,10 @@ from stabilitylab import Recorder
 from stabilitylab.probe.draft import setup_template
 from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
-from stabilitylab.probe.draft.python_source import Draft, call_source, model_source
+from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
 from stabilitylab.replay.retrace import retrace
+from stabilitylab.replay.script import definitions
 from stabilitylab.replay.setup_check import check_setup
 from stabilitylab.replay.state import Setup
 
@@ -189,3 +190,40 @@ def test_looking_for_the_owner_of_a_model_does_not_run_code_of_what_the_program_
 
 def test_parts_of_a_batch_that_are_alike_are_named_once():
     assert call_source([Kind.NOISE] * 32)[1] == "a list of 32 × Kind"
+
+
+def test_a_field_that_is_called_like_a_line_of_the_script_does_not_run_that_line(tmp_path):
+    "A data class of a reward model had a field `tokenizer`: its class body loaded the default one."
+    (tmp_path / "reward.py").write_text(
+        "from dataclasses import dataclass\n"
+        "tokenizer = 1 / 0\n"
+        "width = 7\n"
+        "@dataclass\n"
+        "class Collator:\n"
+        "    tokenizer: str\n"
+        "    size: int = width\n"
+    )
+    made = definitions(tmp_path / "reward.py", "reward_of_a_stranger").Collator("words")
+    assert (made.tokenizer, made.size) == ("words", 7)
+
+
+class Rotary(nn.Module):
+    "A model in bf16 whose table of frequencies is float32 whatever the format of its weights."
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("inv_freq", torch.linspace(0.1, 1, width), persistent=False)
+
+
+def test_the_draft_of_a_model_in_bf16_leaves_the_buffers_that_are_in_float32():
+    "A reward model was replayed with its rotary frequencies rounded: another processor was blamed."
+    model = Rotary()
+    model.head.bfloat16()
+    source = cast_source(draft := Draft(), model, "Rotary()")
+    names = {"Rotary": Rotary, "torch": torch}
+    exec("\n".join([*draft.imports, f"model = {source}"]), names)
+    assert names["model"].head.weight.dtype == torch.bfloat16
+    assert torch.equal(names["model"].inv_freq, model.inv_freq)
+    assert cast_source(Draft(), model.bfloat16(), "Rotary()") == "Rotary().to(torch.bfloat16)"
+    assert cast_source(Draft(), Rotary(), "Rotary()") == "Rotary()"

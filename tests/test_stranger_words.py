@@ -1,5 +1,7 @@
 "Sentences that were untrue of programs which nobody here had written."
 
+import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,13 +10,20 @@ import torch
 import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
-from stabilitylab.detect.layers.parameters import find_grad_below_epsilon
-from stabilitylab.detect.likely_cause import ranked_causes
+from stabilitylab.cli.main import _each_warning_once
+from stabilitylab.detect.findings import Findings
+from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_no_gradient
+from stabilitylab.detect.likely_cause import most_likely, ranked_causes
+from stabilitylab.detect.non_finite import find_first_non_finite
+from stabilitylab.detect.phrase import explain
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
+from stabilitylab.replay.rounded_step import StepPrecision, _casts, _regimes
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import SwapTest, _decide
+from stabilitylab.replay.user_code import faults_in_one_line, theirs
+from stabilitylab.report.step import step_text
 from stabilitylab.trial import start
 from tests.test_detect_decisions import run_of
 
@@ -139,3 +148,136 @@ def test_labels_as_numbers_are_no_outputs_of_the_model():
 
     cast = find_loss_cast(model, None, dice)
     assert cast.place == "none" and cast.logits_fmt == "" and cast.steps.operation[0] in ("addmm", "mm")
+
+
+def test_a_forward_pass_that_changes_its_inputs_in_place_is_given_the_batch_as_it_was_kept():
+    "A graph network moved the coordinates of its batch: each further use of the batch had another loss."
+    batch = [torch.ones(4, 3), {"rows": np.ones((4, 3), "float32")}]
+
+    def moving(model, given):
+        given[0].add_(1)
+        given[1]["rows"] += 1
+        return model(given[0]).square().mean()
+
+    setup = Setup(lambda: torch.nn.Linear(3, 1), moving)
+    model = setup.model()
+    assert setup.loss(model, batch) == setup.loss(model, batch)
+    assert batch[0].eq(1).all() and (batch[1]["rows"] == 1).all()
+    assert not blame(state_of(moving), Batch([batch])).attrs["draws"]
+
+
+def test_a_swap_test_that_cannot_tell_names_what_disagrees():
+    loss = np.array([[1.0, 1.1, 2.9], [1.1, 1.0, 3.0], [1.0, 1.1, 2.2]])
+    flat = np.array([[1.0, 1.1, 1.0], [1.1, 1.0, 1.1], [1.0, 1.1, 1.0]])
+    cells = {"grad_norm": flat, "loss": loss * [1, 1, 0.85], "update_norm": flat}
+
+    def words(cells):
+        verdict, by, evidence = _decide(cells, 2.0)
+        data = xr.Dataset({name: (("state", "batch"), values) for name, values in cells.items()})
+        return verdict, SwapTest(verdict, by, data, evidence).words
+
+    assert words(cells) == (
+        "cannot tell",
+        "the loss is out of line, but the gradient norm and the norm of the update are not",
+    )
+    broken = {name: values * np.nan for name, values in cells.items()}
+    assert words(broken) == ("cannot tell", "the controls are not finite numbers above 0")
+
+
+def test_what_fails_in_evaluation_mode_alone_is_said_to():
+    def other_in_evaluation(model, batch):
+        if not model.training:
+            raise ValueError("too many values")
+        return model(batch).square().mean()
+
+    state = state_of(other_in_evaluation)
+    state = replace(state, setup=theirs(state.setup))
+    words = r"`setup.loss` failed in evaluation mode, in .*too many values"
+    with pytest.raises(InputError, match=words), faults_in_one_line():
+        blame(state, Batch([torch.ones(4, 3)]))
+    casts, left_out = _casts(state, state.build()[0], torch.ones(4, 3), "bf16")
+    assert not casts and len(left_out) == 2
+    assert all(why == "in evaluation mode the program fails: too many values" for why in left_out.values())
+
+
+def precision_of(**fields):
+    "What `stabilitylab precision` prints of made results."
+    cast = {"place": "logits", "fmt": "bf16", "loss": 1.43, "exact_loss": 1.42, "logits_fmt": "", "fix": "-"}
+    made = StepPrecision("run", 3, "bf16", {}, None, {}, None)
+    return step_text(made.to_dict() | {"casts": {"as recorded": cast}} | fields)
+
+
+def test_a_loss_in_evaluation_mode_says_what_the_step_had_where_that_is_another_number():
+    assert "exact 1.42 (evaluation mode);" in precision_of(loss=1.421)
+    assert "exact 1.42 (evaluation mode; the step had 41.5);" in precision_of(loss=41.5)
+    of_two = precision_of(loss=2.85, micro_batches=2)
+    assert "(first of 2 micro-batches, evaluation mode; the step had 2.85)" in of_two
+
+
+def test_an_epsilon_that_is_zero_in_fp16_is_told():
+    gradients = {"a": torch.tensor([0.1, 0.0]).half(), "b": torch.tensor([0.1, 0.0])}
+    half = {"a": 1e-8}
+    assert _regimes(None, None, gradients, half)["a"].regime == "zero"
+    assert _regimes(None, None, gradients, half, is_fused=True)["a"].regime == "no effect"
+    assert _regimes(None, None, gradients, {"b": 1e-8})["b"].regime == "no effect"
+    rows = [{"param": "b", "ratio": 3.0, "eps": 1e-8, "regime": "shrinks", "advice": "-", "below": 0.0}]
+    zero = {
+        "param": "a",
+        "ratio": float("inf"),
+        "eps": 0.0,
+        "regime": "zero",
+        "advice": "raise eps",
+        "below": 0.0,
+    }
+    assert "epsilon    0 in the format of a; raise eps" in precision_of(eps=[*rows, zero], loss=1.42)
+
+
+def weights_gone(dtype, eps, gradient=0.5, steps=1):
+    "A record whose weight was not finite after its first step."
+    run = run_of([0.86] * steps)
+    axes, where = ("step", "param"), {"step": np.arange(steps), "param": ["table.weight"]}
+    ones = np.ones((steps, 1))
+    run["weights"] = xr.DataTree(xr.Dataset({"nonfinite_count": (axes, 121 * ones)}, where))
+    gradients = {"grad_norm": (axes, gradient * ones), "nonfinite_count": (axes, 0 * ones)}
+    run["gradients"] = xr.DataTree(xr.Dataset(gradients, where))
+    run.attrs |= {"dtypes": {"table.weight": dtype}, "eps": eps}
+    (finding,) = find_first_non_finite(run)
+    return explain(finding), most_likely(Findings([finding])).cause
+
+
+def test_weights_that_a_step_broke_are_no_loss_that_became_nan():
+    words, cause = weights_gone("float16", 1e-8)
+    assert "epsilon of 1e-08 is 0 in fp16" in words and "later steps" not in words
+    assert cause.startswith("Adam's epsilon is 0 in fp16")
+    for dtype, eps in (("float16", 1e-4), ("float32", 1e-8), ("float32", None)):
+        words, cause = weights_gone(dtype, eps, steps=3)
+        assert "the step of the optimizer made it" in words and "none of the later steps" in words
+        assert cause.startswith("The optimizer's step made weights")
+    assert "gradient was finite" not in weights_gone("float16", 1e-8, gradient=np.nan)[0]
+
+
+def test_a_parameter_of_a_module_that_is_never_called_is_a_note():
+    run = run_of(np.linspace(3, 2, 20))
+    params, modules = ["used.weight", "spare.weight", "cut.weight"], ["used", "spare", "cut"]
+    steps = {"step": np.arange(20)}
+    norms = np.tile([1.0, 0.0, 0.0], (20, 1))
+    gradients = {"grad_norm": (("step", "param"), norms), "nonfinite_count": (("step", "param"), 0 * norms)}
+    run["gradients"] = xr.DataTree(xr.Dataset(gradients, steps | {"param": params}))
+    rms = np.tile([1.0, np.nan, 1.0], (20, 1))
+    outputs = {"rms": (("step", "module"), rms), "nonfinite_count": (("step", "module"), 0 * rms)}
+    run["activations"] = xr.DataTree(xr.Dataset(outputs, steps | {"module": modules}))
+    run.attrs["trainable"] = params
+    lost, uncalled = find_no_gradient(run)
+    assert (lost.severity, lost.modules) == ("warning", ("cut.weight",))
+    assert (uncalled.severity, uncalled.modules) == ("info", ("spare.weight",))
+    assert "1 parameter of a module that the forward pass never calls gets no gradient" in explain(uncalled)
+
+
+def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():
+    with pytest.warns(FutureWarning) as printed, _each_warning_once():
+        for _ in range(3):
+            with warnings.catch_warnings():  # as libraries do: Python forgets what it has shown
+                warnings.simplefilter("always")
+                for text in ("deprecated", "another"):
+                    warnings.warn(text, FutureWarning, stacklevel=1)
+    assert [str(each.message) for each in printed] == ["deprecated", "another"]

@@ -178,7 +178,7 @@ def _diagnose(args: argparse.Namespace) -> int:
 
 def _swapped(run: "xr.DataTree", findings: "Findings", args: argparse.Namespace) -> "Findings":
     "The findings of a run with its swap test, where it jumped and can be replayed."
-    from stabilitylab.investigation.swap import with_swap_test
+    from stabilitylab.investigation.opening import with_swap_test
     from stabilitylab.run.recording import Recording
 
     with redirect_stdout(sys.stderr):  # a model that prints as it is built

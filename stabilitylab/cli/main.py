@@ -11,8 +11,11 @@ import json
 import os
 import re
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
 # command -> module of `stabilitylab.cli` with its `add_COMMAND`, in the order of the help
@@ -98,6 +101,23 @@ def _parsed(
     return args, command
 
 # %% ../../nbs/api/cli/00_main.ipynb #137c6620
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    "Within it a warning is printed once, however often the program builds its model."
+    printed, show = set(), warnings.showwarning
+
+    def _show_new(*warning: Any) -> None:
+        "Prints what was not printed before: message, category, file and line."
+        key = tuple(map(str, warning[:4]))
+        if key not in printed:
+            printed.add(key)
+            show(*warning)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_new
+        yield
+
+
 def main(
     argv: list[str] | None = None,  # command-line arguments; None: those of the process
 ) -> int:  # exit code
@@ -106,7 +126,8 @@ def main(
     args, command = None, None
     try:
         args, command = _parsed(make_parser(), words)
-        code = args.func(args) or 0
+        with _each_warning_once():
+            code = args.func(args) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -122,7 +122,7 @@ class _Bad:
     order: np.ndarray  # those that were not finite at that step, the cause first
     cause: dict  # evidence of what made the first of them, {} where the record does not tell
     count: float  # values of the first of them
-    stays: bool  # whether it was so at every later step
+    later: np.ndarray  # whether it was so at each later step
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #7c300c90
 _REPORT = re.compile(r"first non-finite value: .+ of (\S+) \(([^)]*)\)")
@@ -234,6 +234,24 @@ def _gain(run: xr.DataTree, module: str, step: int, largest: float) -> float:
     return _weight_absmax(run, param, step) * max(shape)
 
 # %% ../../nbs/api/detect/05_non_finite.ipynb #c37b66dd
+_ZERO_IN_FP16 = 2.0**-25  # half the smallest fp16 number: it and all below are rounded to 0
+
+
+def _cause_of_weight(run: xr.DataTree, param: str, step: int) -> dict:
+    "What made a weight that is not finite, as evidence; {} where the record does not tell."
+    if bad_row := _row_that_is_not_finite(run, param):
+        return bad_row
+    gradients = group_of(run, "gradients", "grad_norm")
+    if gradients is None or param not in gradients.param.values or step not in gradients.step.values:
+        return {}
+    if not np.isfinite(gradients.grad_norm.sel(param=param, step=step)):
+        return {}
+    eps = run.attrs.get("eps")
+    in_fp16 = run.attrs.get("dtypes", {}).get(param) == "float16"
+    is_zero = in_fp16 and isinstance(eps, float) and eps <= _ZERO_IN_FP16
+    return {"cause": "epsilon", "eps": eps} if is_zero else {"cause": "update"}
+
+# %% ../../nbs/api/detect/05_non_finite.ipynb #040cc1ff
 def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     "The first step at which a count of values that are not finite is above zero."
     table = group_of(run, group, name)
@@ -252,10 +270,10 @@ def _first_bad(run: xr.DataTree, group: str, name: str) -> _Bad | None:
     order = _leaves_first(at_step, bad[::-1] if comes_backwards else bad, reported)
     cause = _cause(run, at_step, order, format, before) if is_output else {}
     if group == "weights":
-        cause = _row_that_is_not_finite(run, str(table[label].values[order[0]]))
-    stays = bool((counts[rows[0] :] > 0).any(axis=1).all())
+        cause = _cause_of_weight(run, str(table[label].values[order[0]]), int(at_step.step))
+    later = (counts[rows[0] + 1 :] > 0).any(axis=1)
     count = float(counts[rows[0], order[0]])
-    return _Bad(int(table.step.values[rows[0]]), what, table[label], order, cause, count, stays)
+    return _Bad(int(table.step.values[rows[0]]), what, table[label], order, cause, count, later)
 
 
 def _skipped(run: xr.DataTree, steps: np.ndarray) -> np.ndarray:
@@ -274,7 +292,10 @@ def find_first_non_finite(
     bad = min((each for each in findings if each is not None), key=lambda each: each.step, default=None)
     if bad is None:
         return []
-    evidence = {"what": bad.what, "values": int(bad.count), "n": len(bad.order), "stays": bad.stays}
+    stays = bool(bad.later.all())
+    evidence = {"what": bad.what, "values": int(bad.count), "n": len(bad.order), "stays": stays}
+    if len(bad.later):
+        evidence["ever"] = stays
     evidence |= bad.cause
-    severity, modules = "error" if bad.stays else "warning", first_names(bad.names, bad.order)
+    severity, modules = "error" if stays else "warning", first_names(bad.names, bad.order)
     return [Finding("non_finite", severity, bad.step, modules=modules, evidence=evidence)]

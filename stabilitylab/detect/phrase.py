@@ -29,7 +29,7 @@ _EVIDENCE = _TABLES["evidence"]  # name -> words that are part of the evidence i
 # %% ../../nbs/api/detect/80_phrase.ipynb #84a4a367
 _MULTIPLES = ("z", "factor")  # left out where they are not finite
 _NAMED = 4  # names that a sentence has in full
-_COUNTS = ("n", "without_optimizer", "cancels")  # how many parameters a finding speaks of
+_COUNTS = ("n", "without_optimizer", "cancels", "uncalled")  # how many parameters a finding speaks of
 
 
 def joined(

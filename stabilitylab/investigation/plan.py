@@ -87,7 +87,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     "What a trial of this run will compare."
     arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
-    if not arms and _is_well(findings, recording):
+    if not arms and cause_of(findings, recording.run) is None:
         return Plan(None, [], steps or _STEPS, [trial_note("healthy")])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
@@ -126,11 +126,6 @@ def _that_fit(
         refused |= why
         fitting += [] if why else [suggestion]
     return fitting, refused
-
-
-def _is_well(findings: Sequence[Finding], recording: Recording) -> bool:
-    "Whether there is nothing that a fix could answer."
-    return cause_of(findings, recording.run) is None
 
 
 def _refuse(start: Start, arms: list[Arm], device: str) -> None:

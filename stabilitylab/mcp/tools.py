@@ -93,7 +93,7 @@ class _ReplayTools(ReadingTools, _KnowledgeTools):
         setup: str = "",  # FILE.py:FUNCTION; '': what the run brings along
     ) -> dict:
         "Runs a recorded step again. what: step, swap (batch or state?), samples (which?), precision."
-        from stabilitylab.investigation.swap import with_verdict
+        from stabilitylab.investigation.opening import with_verdict
         from stabilitylab.replay.examine import examine
         from stabilitylab.replay.setup_file import setup_of
 

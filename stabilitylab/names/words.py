@@ -90,13 +90,6 @@ def _number(value: int | float, spec: str) -> str:
 _WRITER = _Writer()
 
 
-def _holes_of(
-    piece: str,  # words with holes
-) -> list[str]:  # names, in their order
-    "The facts that a piece speaks of."
-    return [hole for _, hole, _, _ in _WRITER.parse(piece) if hole]
-
-
 def _is_empty(value: object) -> bool:
     "Whether a piece that names this value is left out; 0 is a value."
     return value is None or value is False or value == "" or value == []
@@ -107,7 +100,8 @@ def fill(
     fields: dict,  # placeholder -> value
 ) -> str:  # '' if a placeholder has no value
     "A template with its placeholders filled in."
-    if any(_is_empty(fields.get(hole)) for hole in _holes_of(piece)):
+    holes = [hole for _, hole, _, _ in _WRITER.parse(piece) if hole]
+    if any(_is_empty(fields.get(hole)) for hole in holes):
         return ""
     return _WRITER.format(piece, **fields)
 

@@ -113,7 +113,7 @@ def wants_log(
     is_positive = bool(len(values)) and values.min() > 0
     return bool(is_positive and values.max() / values.min() >= ratio)
 
-
+# %% ../../nbs/api/plot/02_loss.ipynb #03861699
 def short_number(
     value: float,  # any number
     kilo: float = 1e4,  # from here on thousands are written with a k

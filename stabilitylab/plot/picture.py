@@ -48,6 +48,31 @@ def in_range(
     part = scalars.isel(step=keep)
     return xr.DataTree.from_dict({"/scalars": part}) if part.sizes["step"] else run
 
+# %% ../../nbs/api/plot/06_picture.ipynb #50cd2a72
+def _joined(name: str, lines: list[Line2D]) -> dict:
+    "The pieces of one series, joined."
+    is_broken = name.startswith(BROKEN)
+    points = np.concatenate([np.asarray(line.get_xydata(), float) for line in lines])
+    points = points[np.isfinite(points[:, 1])]
+    return {
+        "name": name.removeprefix(DRAWN).removeprefix(BROKEN),
+        "label": re.sub(r" \([\d,]+\)$", "", str(lines[0].get_label())).replace(r"\$", "$"),
+        "colour": to_hex(lines[0].get_color()),
+        "broken": name.removeprefix(BROKEN) if is_broken else "",
+        "xy": np.ascontiguousarray(points.T).tobytes(),
+    }
+
+
+def new_figure(
+    width: float,  # inches
+    height: float,  # inches
+    dpi: int = 120,  # dots per inch
+) -> Figure:  # without pyplot and without a layout engine, which takes as long as the drawing
+    "An empty figure whose axes are placed by hand."
+    figure = Figure((width, height), dpi=dpi)
+    figure.set_layout_engine("none")
+    return figure
+
 # %% ../../nbs/api/plot/06_picture.ipynb #11bf3f31
 def panel_of(
     ax: Axes,  # drawn
@@ -77,31 +102,6 @@ def drawn_series(
         if name.startswith((DRAWN, BROKEN)):
             lines_of.setdefault(name, []).append(line)
     return [_joined(name, lines) for name, lines in lines_of.items()]
-
-# %% ../../nbs/api/plot/06_picture.ipynb #50cd2a72
-def _joined(name: str, lines: list[Line2D]) -> dict:
-    "The pieces of one series, joined."
-    is_broken = name.startswith(BROKEN)
-    points = np.concatenate([np.asarray(line.get_xydata(), float) for line in lines])
-    points = points[np.isfinite(points[:, 1])]
-    return {
-        "name": name.removeprefix(DRAWN).removeprefix(BROKEN),
-        "label": re.sub(r" \([\d,]+\)$", "", str(lines[0].get_label())).replace(r"\$", "$"),
-        "colour": to_hex(lines[0].get_color()),
-        "broken": name.removeprefix(BROKEN) if is_broken else "",
-        "xy": np.ascontiguousarray(points.T).tobytes(),
-    }
-
-
-def new_figure(
-    width: float,  # inches
-    height: float,  # inches
-    dpi: int = 120,  # dots per inch
-) -> Figure:  # without pyplot and without a layout engine, which takes as long as the drawing
-    "An empty figure whose axes are placed by hand."
-    figure = Figure((width, height), dpi=dpi)
-    figure.set_layout_engine("none")
-    return figure
 
 # %% ../../nbs/api/plot/06_picture.ipynb #9af4e304
 def figure_png(

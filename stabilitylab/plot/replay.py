@@ -69,7 +69,7 @@ def plot_samples(
     ax.set_ylabel("share of the gradient")
     return ax
 
-
+# %% ../../nbs/api/plot/30_replay.ipynb #6a1015aa
 _SHADES = ("loss", "grad_norm", "val_loss", "loss_scale", "z_loss")
 
 

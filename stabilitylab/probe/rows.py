@@ -143,11 +143,6 @@ def _param_columns(
         }
     return {k: v.astype(np.float32) for k, v in out.items()}
 
-
-def _role_names() -> list[str]:  # '', 'in_', 'grad_'
-    "What stands before the statistics of each role."
-    return [ROLE_PREFIXES[role][0] for role in TENSOR_ROLES]
-
 # %% ../../nbs/api/probe/14_rows.ipynb #f0c0c11b
 _WORDS = {"out": "forward output", "in": "forward input", "grad": "gradient of the output"}
 
@@ -227,7 +222,8 @@ def _norms(item: dict, grads: np.ndarray, steps: np.ndarray, scale: float) -> di
 
 def _module_counts(sums: np.ndarray) -> dict[str, np.ndarray]:
     "How many finite entries each statistic of a module is of."
-    return {f"activations/n:{name}": sums[r::3, 0] - sums[r::3, 4] for r, name in enumerate(_role_names())}
+    prefixes = [ROLE_PREFIXES[role][0] for role in TENSOR_ROLES]  # '', 'in_', 'grad_'
+    return {f"activations/n:{prefix}": sums[r::3, 0] - sums[r::3, 4] for r, prefix in enumerate(prefixes)}
 
 
 def _param_counts(grads: np.ndarray, steps: np.ndarray) -> dict[str, np.ndarray]:

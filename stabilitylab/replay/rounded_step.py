@@ -59,6 +59,7 @@ class StepPrecision:
     left_out: dict[str, str] = field(default_factory=dict)  # missing key of `casts` -> reason
     micro_batches: int = 1  # of the step
     warning: str = ""  # why the measured step is not the recorded one; '' where it is
+    loss: float = float("nan")  # of the whole step as it was trained, nats
 
     def to_dict(self) -> dict:  # the object that `stabilitylab precision --json` prints
         "The results as plain data, with tables as lists of rows."
@@ -73,6 +74,7 @@ class StepPrecision:
             "attention": _rows(self.attention),
             "left_out": self.left_out,
             "warning": self.warning,
+            "loss": self.loss,
         }
 
 # %% ../../nbs/api/replay/07_rounded_step.ipynb #45434b22
@@ -88,14 +90,22 @@ def _casts(
     fmt: str,  # 'bf16' or 'fp16'
 ) -> tuple[dict[str, LossCast], dict[str, str]]:  # words -> cast, and words -> why there is none
     "Where the loss is rounded as the run was, and with weights in 16 bits."
-    casts = {"as recorded": find_loss_cast(model.eval(), part, snapshot.setup.loss)}
-    dtype, words = _DTYPES[fmt], f"with weights in {fmt}"
+    dtype, loss = _DTYPES[fmt], snapshot.setup.loss
+    words = "as recorded", f"with weights in {fmt}"
+    try:
+        casts = {words[0]: find_loss_cast(model.eval(), part, loss)}
+    except Exception as error:
+        if not hasattr(error, "stabilitylab_part"):
+            raise
+        return {}, dict.fromkeys(
+            words, f"in evaluation mode the program fails: {error}".splitlines()[0][:200]
+        )
     narrow = snapshot.build(dtype=dtype)[0].eval()
     try:
-        casts[words] = find_loss_cast(narrow, _in_format(part, dtype), snapshot.setup.loss)
+        casts[words[1]] = find_loss_cast(narrow, _in_format(part, dtype), loss)
     # a loss that makes float32 tensors or arrays of NumPy itself, a kernel without the format
     except (RuntimeError, TypeError) as error:
-        return casts, {words: f"it cannot run so: {str(error).splitlines()[0][:200]}"}
+        return casts, {words[1]: f"it cannot run so: {str(error).splitlines()[0][:200]}"}
     return casts, {}
 
 
@@ -146,10 +156,15 @@ def _regimes(
     batch: Batch,  # of the step
     gradients: dict[str, torch.Tensor],  # of its parameters
     eps: dict[str, float],  # of those that have one
+    is_fused: bool = False,  # whether the optimizer is
 ) -> dict[str, EpsRegime]:  # parameter -> what epsilon does to it
     "What epsilon does to each gradient that is one."
-    regimes = {name: adam_eps(gradients[name], eps[name]) for name in eps}
-    small = [name for name, row in regimes.items() if row.regime == "dominates"]
+    regimes = {}
+    for name in eps:
+        # a fused optimizer computes in float32; every other one in the format of the parameter
+        is_half = gradients[name].dtype == torch.float16 and not is_fused
+        regimes[name] = adam_eps(gradients[name], eps[name], "fp16" if is_half else None)
+    small = [name for name, row in regimes.items() if row.regime in ("dominates", "shrinks")]
     for name in _without_gradient(snapshot, batch, gradients, small) if small else ():
         regimes[name] = regimes[name]._replace(regime="no gradient", advice=say("epsilon no gradient"))
     return regimes
@@ -206,10 +221,21 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
         updates = lost_updates(*_exact_update(snapshot, after, params), fmt)
     eps = _epsilons(optimizer)
     own_eps = {name: eps[id(param)] for name, param in params.items() if id(param) in eps}
-    regimes = _regimes(snapshot, batch, after.gradients, own_eps)
+    is_fused = any(group.get("fused") for each in as_list(optimizer) for group in each.param_groups)
+    regimes = _regimes(snapshot, batch, after.gradients, own_eps, is_fused)
     casts, left_out = _casts(snapshot, model, part, fmt)
     attention = _attention(snapshot, batch)
     warning = "" if check.is_step else check.words
     return StepPrecision(
-        str(run), step, fmt, casts, updates, regimes, attention, left_out, len(batch.parts), warning
+        str(run),
+        step,
+        fmt,
+        casts,
+        updates,
+        regimes,
+        attention,
+        left_out,
+        len(batch.parts),
+        warning,
+        after.loss,
     )

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..names.errors import InputError, bad_input
-from ..numerics.pytree import LOOP, batch_alone, loop_values
+from ..numerics.pytree import LOOP, batch_alone, loop_values, map_tensors
 from ..probe.blackbox import rng_state, set_rng_state
 from ..probe.settings import as_list
 
@@ -47,6 +48,11 @@ def _takes_loop(function: Callable) -> bool:
         return False
 
 # %% ../../nbs/api/replay/00_state.ipynb #37e51405
+def _copy(value: Any) -> Any:
+    "The value with copies of its tensors and arrays."
+    return map_tensors(lambda t: t.clone() if torch.is_tensor(t) else t.copy(), value, also=(np.ndarray,))
+
+
 @dataclass(frozen=True)
 class OfPart:
     "A function (model, batch) of a setup, to be called with a kept micro-batch."
@@ -56,11 +62,21 @@ class OfPart:
     takes_part: bool = False  # whether it calls another such function, and is given what that one needs
 
     def __call__(self, model: torch.nn.Module, part: Any) -> Any:
-        "What the function returns for the batch, whatever is kept beside it."
+        "What the function returns for a copy of the batch, whatever is kept beside it."
+        # a forward pass may change its inputs in place, and the same batch is used again
+        return self.on_itself(model, part, _copy)
+
+    def on_itself(
+        self,
+        model: torch.nn.Module,  # as the function takes it
+        part: Any,  # a kept micro-batch
+        prepare: Callable = lambda value: value,  # applied to the batch and to the values of the loop
+    ) -> Any:
+        "What the function returns for the batch itself."
         if self.takes_part:
             return self.function(model, part)
-        values = [loop_values(part)] if self.takes_loop else []
-        return self.function(model, batch_alone(part), *values)
+        values = [batch_alone(part), *([loop_values(part)] if self.takes_loop else [])]
+        return self.function(model, *map(prepare, values))
 
 # %% ../../nbs/api/replay/00_state.ipynb #3e3f8390
 def has_items(

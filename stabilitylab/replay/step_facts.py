@@ -118,7 +118,7 @@ def unread_keys(
         return []
     watched = _Watched(batch)
     model, _ = facts.way.start.build()
-    facts.setup.loss(model, map_batch(lambda _: watched, part))
+    facts.setup.loss.on_itself(model, map_batch(lambda _: watched, part))
     return [str(key) for key in batch if key not in watched.read]
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #3423b8c0

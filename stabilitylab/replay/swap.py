@@ -26,8 +26,7 @@ _VERDICTS = {
     "bad batch and bad state": "both are out of line, each on its own",
     "combination": "only this batch in this state is out of line",
     "neither": "the suspect step is like the others",
-    "cannot tell": "loss, gradient norm and norm of the update do not agree, or the controls are not finite"
-    " numbers above 0",
+    "cannot tell": "the controls are not finite numbers above 0",
 }
 _UNITS = {"loss": "nats", "grad_norm": "1", "update_norm": "1"}  # of the variables of the table
 _JUDGED = ("grad_norm", "loss", "update_norm")  # variables that a verdict may follow
@@ -82,6 +81,11 @@ def _named(is_batch: bool, is_state: bool, is_beyond: bool) -> str:
 def _excess(factors: dict[str, float], part: str) -> float:
     "How far a part is beyond its limit."
     return factors[part] - factors[f"limit of {part}"]
+
+
+def _largest_excess(factors: dict[str, float]) -> float:
+    "How far the part that is furthest out of line is beyond its limit."
+    return max(_excess(factors, part) for part in _PARTS)
 
 
 def _evidence(factors: dict[str, float]) -> dict[str, float]:
@@ -178,6 +182,8 @@ class SwapTest:
         words = _update_words(self.table) if self.verdict == "bad state" else ""
         if self.verdict == "neither":
             words = _learned_words(self.table) or _highest_words(self.table)
+        if self.verdict == "cannot tell":
+            words = _undecided_words(self.table)
         return (words or _VERDICTS[self.verdict]) + row + reason
 
     def to_dict(self) -> dict:
@@ -237,8 +243,24 @@ def _decide(cells: dict[str, np.ndarray], min_factor: float) -> tuple[str, str, 
     if verdict == "neither" and None in out:
         verdict = "cannot tell"
     # the table in which something is furthest out of line
-    decided_by = max(by_name, key=lambda name: max(_excess(by_name[name], part) for part in _PARTS))
+    decided_by = max(by_name, key=lambda name: _largest_excess(by_name[name]))
     return verdict, decided_by, _evidence(by_name[decided_by])
+
+# %% ../../nbs/api/replay/03_swap.ipynb #936f636c
+_NAMES = {"grad_norm": "the gradient norm", "loss": "the loss", "update_norm": "the norm of the update"}
+
+
+def _undecided_words(table: xr.Dataset) -> str:
+    "Which variables are out of line where the others are not, in words; '' where none can be judged."
+    cells = {name: table[name].transpose("state", "batch").values for name in _JUDGED}
+    judged = _without_learning(_judged_factors(cells, _MIN_FACTOR), cells)
+    is_out = {_NAMES[name]: _largest_excess(row) > 0 for name, row in judged.items()}
+    out = [name for name in is_out if is_out[name]]
+    rest = [name for name in is_out if not is_out[name]]
+    if not out or not rest:
+        return "the measured variables do not agree on what is out of line" if judged else ""
+    verbs = ("is" if len(out) == 1 else "are"), ("is" if len(rest) == 1 else "are")
+    return f"{' and '.join(out)} {verbs[0]} out of line, but {' and '.join(rest)} {verbs[1]} not"
 
 
 def _is_bad_batch(cells: dict[str, np.ndarray], min_factor: float) -> bool:

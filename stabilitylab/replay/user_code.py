@@ -104,7 +104,9 @@ class _Theirs:
         except Exception as error:
             if not hasattr(error, "stabilitylab_part"):
                 hint = self._hint(error, args) + _left_open(self.function)
-                marks = {"stabilitylab_part": self.part, "stabilitylab_hint": hint}
+                is_evaluated = any(isinstance(arg, torch.nn.Module) and not arg.training for arg in args[:1])
+                mode = " in evaluation mode" if is_evaluated else ""
+                marks = {"stabilitylab_part": self.part, "stabilitylab_hint": hint, "stabilitylab_mode": mode}
                 vars(error).update(marks)
             raise
 
@@ -146,7 +148,8 @@ def faults_in_one_line() -> Iterator[None]:  # for the block that runs a setup f
         if part is None:
             raise
         line = _place_of(error.__traceback__)
-        where = f" in {line}" if line else ""
+        mode = getattr(error, "stabilitylab_mode", "")
+        where = f"{mode and f'{mode},'} in {line}" if line else mode
         words = " ".join(str(error).split())[:300]
         hint = getattr(error, "stabilitylab_hint", "")
         raise InputError(f"`setup.{part}` failed{where}: {type(error).__name__}: {words}{hint}") from error

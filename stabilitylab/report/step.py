@@ -56,8 +56,8 @@ def heading_html(
 def _most_lost(result: Mapping, limit: int) -> list[dict]:
     "The parameters that lose most; those of unknown share last."
     # the share is NaN where it could not be measured; NaN is not >= 0
-    measured = [row for row in result["updates"] if _as_number(row["lost"]) >= 0]
-    unmeasured = [row for row in result["updates"] if not _as_number(row["lost"]) >= 0]
+    measured = [row for row in result["updates"] or () if _as_number(row["lost"]) >= 0]
+    unmeasured = [row for row in result["updates"] or () if not _as_number(row["lost"]) >= 0]
     return (sorted(measured, key=lambda row: -_as_number(row["lost"])) + unmeasured)[:limit]
 
 

@@ -100,11 +100,6 @@ def new_run(
 RECORD_MARKS = (".zgroup", "zarr.json", RECORD_FILE)  # one of them lies in the folder of every closed record
 
 # %% ../../nbs/api/run/01_record.ipynb #b0243281
-def _is_packed_run(file: Path) -> bool:
-    "Whether a file that is called like a packed record is one."
-    return any(name.split("/")[0] in GROUPS for name in zip_names(file))
-
-
 def is_run(
     path: str | Path,  # any path
 ) -> bool:  # True for a record, or any Zarr tree with a group of this schema
@@ -113,7 +108,7 @@ def is_run(
     if (path / "live").is_dir():
         return any(any((path / "live").glob(pattern)) for pattern in ("segment-*.json", "part-*.npz"))
     if (path / RECORD_FILE).is_file():
-        return _is_packed_run(path / RECORD_FILE)
+        return any(name.split("/")[0] in GROUPS for name in zip_names(path / RECORD_FILE))
     has_mark = any((path / mark).is_file() for mark in RECORD_MARKS)
     return has_mark and any((path / group).is_dir() for group in GROUPS)
 
@@ -136,12 +131,14 @@ def save_run(
         )
     part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
+    groups = run.children.items()
+    encodings = {f"/{group}": _encodings(node.to_dataset(inherit=False)) for group, node in groups}
     with warnings.catch_warnings():
         # not every program reads the copy of all metadata, or texts of fixed width: ours does
         warnings.filterwarnings("ignore", "Consolidated metadata")
         warnings.filterwarnings("ignore", ".*does not have a Zarr V3 specification")
         validate_run(run).map_over_datasets(xr.Dataset.drop_encoding).to_zarr(
-            part, zarr_format=3, encoding=_chunked(run)
+            part, zarr_format=3, encoding=encodings
         )
     write_checksums(part)
     if path.exists():
@@ -162,11 +159,6 @@ def _encodings(table: xr.Dataset, rows: int = 2**18) -> dict:
             sizes = dict(variable.sizes) | {"step": min(variable.sizes["step"], rows)}
             encodings[str(name)]["chunks"] = tuple(sizes.values())
     return encodings
-
-
-def _chunked(run: xr.DataTree) -> dict:
-    "Zarr encodings of every group."
-    return {f"/{group}": _encodings(node.to_dataset(inherit=False)) for group, node in run.children.items()}
 
 # %% ../../nbs/api/run/01_record.ipynb #ddfba7e8
 def record_parts(

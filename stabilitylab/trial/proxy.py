@@ -23,12 +23,8 @@ from .start import Start
 from .sweep import sweep
 
 # %% ../../nbs/api/trial/10_proxy.ipynb #47e914c7
-def _read_shrink() -> dict:
-    "What shrinks to which symptom, and what does not and why."
-    return json.loads(files("stabilitylab.trial").joinpath("shrink.json").read_text(encoding="utf-8"))
-
-
-_SHRINK = _read_shrink()
+# what shrinks to which symptom, and what does not and why
+_SHRINK = json.loads(files("stabilitylab.trial").joinpath("shrink.json").read_text(encoding="utf-8"))
 
 
 def symptoms_of(

@@ -18,7 +18,7 @@ import traitlets
 import xarray as xr
 
 from ..detect.likely_cause import most_likely
-from ..investigation.swap import with_verdict
+from ..investigation.opening import with_verdict
 from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
 from ..replay.compare_formats import PRECISIONS

@@ -70,8 +70,7 @@ def _answer(name: str, path: Path, swap: bool) -> dict:
     "The cause that is named for a record, its first three fixes, and whether both are right."
     from stabilitylab.detect.diagnose import diagnose
     from stabilitylab.detect.likely_cause import most_likely
-    from stabilitylab.investigation.opening import open_recordings
-    from stabilitylab.investigation.swap import with_swap_test
+    from stabilitylab.investigation.opening import open_recordings, with_swap_test
     from stabilitylab.trial.suggest import suggest
 
     recording = next(iter(open_recordings(str(path)).values()))

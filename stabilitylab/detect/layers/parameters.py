@@ -66,9 +66,20 @@ def _weight_beside(name: str) -> str:
     return f"{module}.weight".lstrip(".") if last == "bias" else ""
 
 # %% ../../../nbs/api/detect/layers/61_parameters.ipynb #fe94f850
+def _never_called(run: xr.DataTree) -> set[str]:
+    "Modules that the forward pass calls in no recorded step, where it calls others."
+    modules = group_of(run, "activations", "rms")
+    if modules is None:
+        return set()
+    is_called = modules.rms.notnull().any("step").values | (modules.nonfinite_count > 0).any("step").values
+    return set(modules.module.values[~is_called].astype(str)) if is_called.any() else set()
+
+
 def find_no_gradient(
     run: xr.DataTree,  # a record
-) -> list[Finding]:  # at most two: biases on which the loss does not depend are a note
+) -> list[
+    Finding
+]:  # at most three: biases on which the loss does not depend, and modules never called, are notes
     "Trainable parameters that got no gradient in the whole run."
     gradients = group_of(run, "gradients", "grad_norm", "nonfinite_count", min_steps=1)
     if gradients is None or _lacks_gradients(run):
@@ -82,9 +93,12 @@ def find_no_gradient(
     dead = gradients.param.values[is_trainable & ~has_gradient & ~has_nonfinite].astype(str).tolist()
     trains = set(gradients.param.values[has_gradient].astype(str).tolist())
     cancels = [name for name in dead if _weight_beside(name) in trains]
-    lost = [name for name in dead if name not in cancels]
+    never_called = _never_called(run)
+    uncalled = [name for name in dead if name.rpartition(".")[0] in never_called]
+    lost = [name for name in dead if name not in cancels + uncalled]
     onset, findings = gradients.step.values[0], []
-    for names, severity, count in ((lost, "warning", "n"), (cancels, "info", "cancels")):
+    kinds = (lost, "warning", "n"), (cancels, "info", "cancels"), (uncalled, "info", "uncalled")
+    for names, severity, count in kinds:
         evidence = {count: len(names)}
         findings += [Finding("no_gradient", severity, onset, modules=tuple(names), evidence=evidence)]
     return [finding for finding in findings if finding.modules]

@@ -15,17 +15,13 @@ import torch
 
 from .call import AttentionCall
 from .score_operations import SCORE_OPERATIONS, Scores, Weights
+from ..slots import version_of
 
 # %% ../../../nbs/api/probe/attention/23_trace.ipynb #ce89da83
 _HARMLESS = frozenset(  # functions that leave every value what it was
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone"}
     | {"view", "reshape", "expand", "view_as", "unsqueeze", "squeeze", "flatten", "unflatten"}
 )
-
-
-def _memory_version(x: torch.Tensor) -> int:
-    "How often the memory of a tensor was written; always 0 where torch does not count."
-    return 0 if x.is_inference() else x._version
 
 
 def _is_transposed(x: torch.Tensor, view: torch.Tensor) -> bool:
@@ -60,7 +56,7 @@ class ScoreTrace:
         if reference is None or reference() is not x:
             return None
         # written behind our back: what we know of the scores no longer describes them
-        is_as_seen = _memory_version(x) - self.in_place <= n_written
+        is_as_seen = version_of(x) - self.in_place <= n_written
         return what if is_as_seen or isinstance(what, Weights) else replace(what, is_exact=False)
 
     def put(
@@ -69,7 +65,7 @@ class ScoreTrace:
         what: Scores | Weights,  # what it is
     ) -> None:
         "Remember what a tensor is."
-        self.origins[id(x)] = weakref.ref(x), what, _memory_version(x)
+        self.origins[id(x)] = weakref.ref(x), what, version_of(x)
 
     def clear(self) -> None:
         "Forget everything; attentions whose values never came are handed over without."

@@ -326,11 +326,20 @@ def model_source(
 
 # %% ../../../nbs/api/probe/draft/28_python_source.ipynb #8d3d64d8
 def cast_source(
+    draft: Draft,  # gets the import
     model: nn.Module,  # any
+    call: str,  # source of what makes it
 ) -> str:
-    "What casts a model to its number format; '' for float32 and for several."
+    "The call, with what casts the model to its number format: nothing for float32 and for several."
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return f".to({dtypes.pop()!r})" if len(dtypes) == 1 and torch.float32 not in dtypes else ""
+    if len(dtypes) != 1 or torch.float32 in dtypes:
+        return call
+    (dtype,) = dtypes
+    of_buffers = {b.dtype for b in model.buffers() if b.is_floating_point()}
+    if not of_buffers or dtype in of_buffers:
+        return f"{call}.to({dtype!r})"
+    draft.imports.add("from stabilitylab.replay.script import weights_in")
+    return f"weights_in({call}, {dtype!r})"
 
 
 def seen_words(

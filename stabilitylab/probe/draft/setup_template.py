@@ -359,18 +359,18 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
     call, missing = model_source(draft, model)
     patches, imports = forward_patches(model, draft.literal)
     draft.imports |= set(imports)
-    lines = [f"model = {call}{cast_source(model)}"]
+    lines = [f"model = {cast_source(draft, model, call)}"]
     lines[0], model_words = _completed(draft, lines[0], model, missing, frame)
     if frame is not None and (missing or draft.unseen or "TODO" in call):
         draft.unseen = []
         own = model_code(frame, model, _LoopValues(draft, model))
         if own is not None:
-            last = f"model = {own[-1].removeprefix('return ')}{cast_source(model)}"
+            last = f"model = {cast_source(draft, model, own[-1].removeprefix('return '))}"
             lines = [*own[:-1], *([last] if last != "model = model" else [])]
             model_words = "The program's own lines."
     from_parts = assembled_source(draft, model, model_source) if "TODO" in f"{lines}{model_words}" else None
     if from_parts is not None:
-        lines, model_words = [f"model = {from_parts}{cast_source(model)}"], _FROM_PARTS
+        lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
