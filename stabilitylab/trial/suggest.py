@@ -134,7 +134,7 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     factor = max(float(f"{factor:.2g}"), 1e-4)
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
 
-
+# %% ../../nbs/api/trial/04_suggest.ipynb #b3lowfa1
 def _below_failure(failure: Finding | None, lr: Curve | None) -> list[tuple[float, str]]:
     "The factor, with the reason, that takes the peak to half of the rate at which a run failed."
     if lr is None or failure is None or failure.onset is None:
