@@ -11,11 +11,12 @@ import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
-from stabilitylab.detect.findings import Findings
+from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_no_gradient
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
+from stabilitylab.investigation import plan
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
@@ -281,3 +282,15 @@ def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():
                 for text in ("deprecated", "another"):
                     warnings.warn(text, FutureWarning, stacklevel=1)
     assert [str(each.message) for each in printed] == ["deprecated", "another"]
+
+
+def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
+    "Dead units that the loss did not show: nothing was said to be found."
+    monkeypatch.setattr(plan, "cause_of", lambda findings, run: None)
+    recording = SimpleNamespace(run=run_of([3.0, 2.0]))
+    for severity, words in (
+        ("warning", "what was found (dead units): nothing is tried"),
+        ("info", "Nothing"),
+    ):
+        (note,) = plan.plan_trial(recording, Findings([Finding("dead_units", severity, 5)])).notes
+        assert words in note
