@@ -39,7 +39,7 @@ from stabilitylab.replay.setup_file import setup_of
 from stabilitylab.replay.state import Batch, Setup, Snapshot
 from stabilitylab.replay.swap import swap_test
 from stabilitylab.replay.user_code import load_setup
-from stabilitylab.report.content import replay_command, run_sentences
+from stabilitylab.report.content import replay_command, run_sentences, step_to_replay
 from stabilitylab.report.step import replay_text
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
@@ -913,6 +913,15 @@ def test_a_loss_of_pairs_is_not_taken_of_one_sample():
     setup = Setup(lambda: torch.nn.Linear(3, 1), of_pairs, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     with pytest.raises(InputError, match="cannot be computed for one sample alone"):
         blame(Snapshot(setup, setup.model().state_dict()), Batch([torch.randn(4, 3)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "onset", "step"), [("not_learning", 0, 29), ("not_learning", 9, 9), ("non_finite", 0, 0)]
+)
+def test_what_holds_from_the_first_step_on_is_replayed_where_others_stand_before_it(kind, onset, step):
+    findings = Findings([Finding(kind, "warning", onset, evidence={})])
+    assert step_to_replay(findings, range(30)) == step
+    assert step_to_replay(findings, []) == onset
 
 
 def test_a_step_that_was_not_kept_is_not_the_one_that_is_replayed(monkeypatch):

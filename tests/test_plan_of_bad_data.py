@@ -10,6 +10,7 @@ from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.investigation import plan
 from stabilitylab.investigation.plan import _early_end, _first_step, _late_start, aimed
 from stabilitylab.run.record import new_run
+from stabilitylab.run.scalars import Samples, make_scalars
 from stabilitylab.trial.suggest import Suggestion, _evidence_of, unsuited
 
 NEEDS = [
@@ -91,12 +92,22 @@ def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_dat
     assert bool(_late_start(step, onset, in_data)) == is_late
 
 
-@pytest.mark.parametrize(("excess", "factor"), [(None, None), (0.5, None), (15.0, 0.033)])
-def test_a_rate_far_beyond_the_usual_is_lowered_to_half_of_that(excess, factor):
-    facts = {} if excess is None else {"rate_excess": (excess, 4)}
-    in_run = _evidence_of("lower_lr", Findings([], {"evidence": facts}), new_run())
-    assert in_run.parameters.get("factor") == factor
-    assert ("15 times the largest usual" in in_run.reason) == (factor is not None)
+@pytest.mark.parametrize(
+    ("excess", "early", "factor", "words"),
+    [
+        (0.5, 0.2, None, ""),
+        (15.0, 0.0, 0.033, "15 times the largest usual: it goes to half"),
+        (15.0, 0.1, 0.033, "15 times the largest usual: it goes to half"),
+        (2.5, 0.34, 0.029, "the first steps were 0.34 times the weights: they go to 0.01"),
+    ],
+)
+def test_a_rate_far_beyond_the_usual_is_lowered_to_a_usual_one(excess, early, factor, words):
+    facts = {"rate_excess": (excess, 4), "early_update": (early, 4)}
+    rate = {"loss": Samples(np.arange(9), np.full(9, 2.0)), "lr": Samples(np.arange(9), np.full(9, 0.1))}
+    for severity in ("info", "error"):  # of a failure, to half of whose rate a fix goes at least
+        findings = Findings([Finding("divergence", severity, 4, 8)], {"evidence": facts})
+        in_run = _evidence_of("lower_lr", findings, new_run(make_scalars(rate)))
+        assert in_run.parameters.get("factor") == factor and words in in_run.reason
 
 
 @pytest.mark.parametrize(("kinds", "name", "is_fit"), NEEDS)

@@ -54,7 +54,7 @@ def suspect_step(
     if not recording.run.attrs.get("optimizer", True):  # a replay takes no step from a snapshot
         snapshot_steps = {row["step"] for row in recording.box().snapshots}
         steps = [step for step in steps if step in snapshot_steps] or steps
-    wanted = step_to_replay(diagnose(recording))
+    wanted = step_to_replay(diagnose(recording), steps)
     step = None if wanted is None else nearest_step(steps, wanted)
     return steps[-1] if step is None else step
 

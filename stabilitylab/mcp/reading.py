@@ -80,7 +80,7 @@ class Runs:
     def _replayable(self, run: str, step: int | None = None) -> int | None:
         "The recorded step nearest to one, else to that of the cause; None where none can be replayed."
         recording, findings = self._open(run)
-        wanted = step_to_replay(findings) if step is None else step
+        wanted = step_to_replay(findings, recording.steps) if step is None else step
         return nearest_step(recording.steps, wanted or 0)
 
     def _relative(self, run: str) -> str:

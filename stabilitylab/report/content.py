@@ -10,6 +10,7 @@ __all__ = ['SEVERITY_WORDS', 'Numbered', 'Facts', 'facts', 'evidence_items', 're
 import json
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -308,23 +309,35 @@ def _suspect(findings: Findings) -> Finding | None:
 # %% ../../nbs/api/report/01_content.ipynb #7a10c0de
 def step_to_replay(
     findings: Findings,  # findings of a run
+    steps: Sequence[int],  # those that can be replayed, ascending
 ) -> int | None:  # None: no finding has a step
     "The step to replay: that of the likely cause, or else of the first loss finding."
     likely, suspect = most_likely(findings), _suspect(findings)
     if likely is not None and likely.step is not None:
         return likely.step
-    return None if suspect is None else suspect.onset
+    if suspect is None:
+        return None
+    return steps[-1] if _is_lasting(suspect, steps) else suspect.onset
+
+
+def _is_lasting(finding: Finding, steps: Sequence[int]) -> bool:
+    "Whether a finding is no event and holds from the first step on; nothing before that can be compared."
+    return finding.kind not in _EVENTS and len(steps) > 1 and (finding.onset or 0) <= steps[0]
 
 # %% ../../nbs/api/report/01_content.ipynb #7a10c0df
 def _replay(run: xr.DataTree, findings: Findings, source: str | None, setup: str | None) -> tuple[str, str]:
     "The command that replays the suspect step, or the nearest one that was kept, and what it replays."
-    folder, wanted = source or str(run.attrs.get("source", "")), step_to_replay(findings)
+    folder = source or str(run.attrs.get("source", ""))
+    steps = _recorded_steps(folder) if folder else []
+    wanted = step_to_replay(findings, steps)
     # of two at the same distance the earlier: the state before the event shows more than the one after
-    step = None if wanted is None or not folder else nearest_step(_recorded_steps(folder), wanted)
+    step = None if wanted is None else nearest_step(steps, wanted)
     if step is None:
         return "", ""
     option = f" --setup {shlex.quote(setup)}" if setup else ""
-    words = "Replay the suspect step:"
+    suspect = _suspect(findings)
+    is_last = step == steps[-1] and suspect is not None and _is_lasting(suspect, steps)
+    words = "Replay the last step:" if is_last else "Replay the suspect step:"
     if step != wanted:
         words = f"Step {wanted:,} was not kept for a replay; replay the nearest that was:"
     return f"stabilitylab replay {shlex.quote(folder)} --step {step}{option}", words

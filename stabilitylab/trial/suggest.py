@@ -21,7 +21,7 @@ from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
 from ..knowledge.remedies import remedies_for
 from ..names.words import format_count
-from ..run.curves import curve, group_of
+from ..run.curves import Curve, curve, group_of
 from .arm import Arm, arm_of
 
 # %% ../../nbs/api/trial/04_suggest.ipynb #e202c2e2
@@ -104,6 +104,7 @@ def _tallies(findings: Sequence[Finding]) -> dict[str, _Tally]:
 # %% ../../nbs/api/trial/04_suggest.ipynb #f367e273
 _FROM_THE_RUN = 2.0  # weight of a fix for which the run itself speaks, 1 for reports alone: our convention
 _HALF = 0.5  # of the rate at which a run failed; OPT-175B and IDEFICS went to half and below: our convention
+_LARGEST_STEP = 0.01  # of the weight it changes, L2 norms; usual are 1e-4 to 1e-2: our convention
 
 
 @dataclass(frozen=True)
@@ -116,35 +117,52 @@ class _RunEvidence:
 
 
 def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
-    "How far to lower the rate: at most half of that at which the run failed, and to that before a jump."
-    is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
-    default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
-    unmeasured = _to_usual(_facts_of(findings, run), _FROM_THE_RUN if is_too_high else 1.0, default)
-    lr, failure = curve(run, "lr"), _failure(findings)
+    "How far to lower the rate: to that before a jump, or else below that of the failure and to a usual one."
+    failure, lr = _failure(findings), curve(run, "lr")
+    lr = lr if lr is not None and len(lr.value) else None
     jump = _jump_before(findings, None if failure is None else failure.onset)
     if jump is not None:
         return _undone(jump)
-    if lr is None or not len(lr.value) or failure is None or failure.onset is None:
-        return unmeasured
-    at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
-    if not at_failure > 0:
-        return unmeasured
-    # the factor multiplies the whole schedule, and the run may have failed below its peak
-    factor = max(min(default, float(f"{_HALF * at_failure / peak:.2g}")), 1e-4)
-    where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
-    words = f"the learning rate was {at_failure:.3g} {where}; its highest is {peak:.3g}"
-    ends_at_peak = lr.value[-1] > 0.99 * peak
+    targets = [*_below_failure(failure, lr), *_to_usual(_facts_of(findings, run))]
+    is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
+    ends_at_peak = failure is not None and lr is not None and lr.value[-1] > 0.99 * lr.value.max()
     weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
+    if not targets:
+        return _RunEvidence(weight)
+    default = float(fix("lower_lr").to_dict()["parameters"]["factor"])
+    factor, words = min(targets)
+    factor = max(float(f"{factor:.2g}"), 1e-4)
     return _RunEvidence(weight, words, {"factor": factor} if factor < default else {})
 
+# %% ../../nbs/api/trial/04_suggest.ipynb #b3lowfa1
+def _below_failure(failure: Finding | None, lr: Curve | None) -> list[tuple[float, str]]:
+    "The factor, with the reason, that takes the peak to half of the rate at which a run failed."
+    if lr is None or failure is None or failure.onset is None:
+        return []
+    # the factor multiplies the whole schedule, and the run may have failed below its peak
+    at_failure, peak = rate_at(lr, failure.onset), float(lr.value.max())
+    where = f"at step {failure.onset}, where {failure.kind.replace('_', ' ')} begins"
+    words = f"the learning rate was {at_failure:.3g} {where}; its highest is {peak:.3g}"
+    return [(_HALF * at_failure / peak, words)] if at_failure > 0 else []
 
-def _to_usual(facts: dict, weight: float, default: float) -> _RunEvidence:
-    "Half of the largest usual rate, where that of a run is beyond it from its first steps on."
-    excess, _ = facts.get("rate_excess", (1.0, None))
+
+def _to_usual(facts: dict) -> list[tuple[float, str]]:
+    "The factors, with reasons, to a usual rate, where rate or steps were beyond it from the beginning."
+    excess, early = (facts.get(name, (0.0, None))[0] for name in ("rate_excess", "early_update"))
     if not excess > 1:
-        return _RunEvidence(weight)
-    words = f"its first steps or its rate are {excess:.3g} times the largest usual: this goes to half of that"
-    return _RunEvidence(weight, words, {"factor": max(min(default, float(f"{_HALF / excess:.2g}")), 1e-4)})
+        return []
+    targets = [
+        (
+            _HALF / excess,
+            f"the rate or its steps are {excess:.3g} times the largest usual: it goes to half of that",
+        )
+    ]
+    if early > _LARGEST_STEP:
+        words = (
+            f"the first steps were {early:.2g} times the weights: they go to {_LARGEST_STEP:g}, a usual size"
+        )
+        targets.append((_LARGEST_STEP / early, words))
+    return targets
 
 
 def _jump_before(findings: Sequence[Finding], step: int | None) -> Finding | None:
