@@ -94,11 +94,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
     if not arms and cause_of(findings, recording.run) is None:
-        kinds = dict.fromkeys(
-            finding.kind.replace("_", " ") for finding in findings if finding.severity != "info"
-        )
-        note = trial_note("no cause", kinds=", ".join(kinds)) if kinds else trial_note("healthy")
-        return Plan(None, [], steps or _STEPS, [note])
+        return Plan(None, [], steps or _STEPS, [_no_cause(findings)])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
         start, notes = recorded_start(recording, findings, step, setup)
