@@ -235,7 +235,6 @@ def record_classifier(
     seed: int = 0,  # seed of the weights and batches
     fault: str = "",  # a key of `_CHANGES`; '' for a healthy run
     at: int = 40,  # step of the fault
-    n_steps: int = 70,  # number of optimizer steps
 ) -> xr.DataTree:  # the record of the run
     "The record of a small classifier trained with a fault planted at one step."
     torch.manual_seed(seed)
@@ -244,7 +243,7 @@ def record_classifier(
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with tempfile.TemporaryDirectory() as folder:
         with Recorder(model, adam, Path(folder) / "run", every_n=10) as recorder:
-            for step in range(n_steps):
+            for step in range(70):
                 targets = torch.randint(0, 10, (32,))
                 x = prototypes[targets] + torch.randn(32, 32)
                 x = _CHANGES[fault](x, model, adam) if fault and step == at else x

@@ -63,10 +63,10 @@ def _log(columns: dict, **changed: np.ndarray) -> Log:
     return Log(columns | changed, np.arange(RECORDS))
 
 
-def _resumed(columns: dict, at: int, back: int = 100) -> Log:
-    "A run that stopped at a record and was resumed some steps before; as many records as before."
+def _resumed(columns: dict, at: int) -> Log:
+    "A run that stopped at a record and was resumed a hundred steps before; as many records as before."
     i = np.arange(RECORDS)
-    step = np.where(i < at, i, i - back)
+    step = np.where(i < at, i, i - 100)
     return Log(columns | {"lr": columns["lr"][step]}, step)
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 # %% ../../nbs/api/cli/00_main.ipynb #586f1196
 # command -> module of `stabilitylab.cli` with its `add_COMMAND`, in the order of the help
@@ -114,7 +114,7 @@ def _each_warning_once() -> Iterator[None]:
             show(*warning)
 
     with warnings.catch_warnings():
-        warnings.showwarning = _show_new
+        warnings.showwarning = cast(Any, _show_new)
         yield
 
 

@@ -96,11 +96,10 @@ def _look_up(names: _Names, statement: ast.stmt) -> None:
     # CPython asks a subclass of dict for the globals of functions, but not for those that a class body reads
     if isinstance(statement, ast.ClassDef):
         bodies = [part for part in statement.body if not isinstance(part, _DEFINED)]
-        for node in [n for part in bodies for n in ast.walk(part)]:
-            is_read = isinstance(node, ast.Name) and isinstance(
-                node.ctx, ast.Load
-            )  # a field's name is written
-            if is_read and node.id in names.waiting:
+        mentioned = [n for part in bodies for n in ast.walk(part) if isinstance(n, ast.Name)]
+        for node in mentioned:
+            # a field's name is written, not read
+            if isinstance(node.ctx, ast.Load) and node.id in names.waiting:
                 names[node.id]
 
 

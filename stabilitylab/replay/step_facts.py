@@ -118,7 +118,8 @@ def unread_keys(
         return []
     watched = _Watched(batch)
     model, _ = facts.way.start.build()
-    facts.setup.loss.on_itself(model, map_batch(lambda _: watched, part))
+    loss: Any = facts.setup.loss  # of class `OfPart`, as every setup holds it
+    loss.on_itself(model, map_batch(lambda _: watched, part))
     return [str(key) for key in batch if key not in watched.read]
 
 # %% ../../nbs/api/replay/13_step_facts.ipynb #3423b8c0
