@@ -1,5 +1,6 @@
 "Sentences that were untrue of programs which nobody here had written."
 
+import json
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ import xarray as xr
 
 from stabilitylab import Recorder, diagnose, read_runs
 from stabilitylab.cli.main import _each_warning_once
-from stabilitylab.detect.findings import Findings
+from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.layers.parameters import find_grad_below_epsilon, find_no_gradient
 from stabilitylab.detect.likely_cause import most_likely, ranked_causes
 from stabilitylab.detect.non_finite import find_first_non_finite
 from stabilitylab.detect.phrase import explain
+from stabilitylab.fixes.training import Training
+from stabilitylab.investigation import plan
 from stabilitylab.names.errors import InputError
 from stabilitylab.numerics.rounding.loss_cast import find_loss_cast
 from stabilitylab.replay.blame import blame
@@ -25,6 +28,9 @@ from stabilitylab.replay.swap import SwapTest, _decide
 from stabilitylab.replay.user_code import faults_in_one_line, theirs
 from stabilitylab.report.step import step_text
 from stabilitylab.trial import start
+from stabilitylab.trial.arm import Arm, run_arm
+from stabilitylab.trial.start import Start
+from stabilitylab.trial.suggest import _evidence_of
 from tests.test_detect_decisions import run_of
 
 GRADIENTS = [[0.15, 0.26, 0.12], [0.16, 0.29, 0.13], [0.17, 0.30, 0.14], [1.15, 0.64, 1.27]]
@@ -281,3 +287,51 @@ def test_a_warning_of_a_program_that_is_built_several_times_is_printed_once():
                 for text in ("deprecated", "another"):
                     warnings.warn(text, FutureWarning, stacklevel=1)
     assert [str(each.message) for each in printed] == ["deprecated", "another"]
+
+
+def test_a_trial_that_tries_nothing_names_what_was_found(monkeypatch):
+    "Dead units that the loss did not show: nothing was said to be found."
+    monkeypatch.setattr(plan, "cause_of", lambda findings, run: None)
+    recording = SimpleNamespace(run=run_of([3.0, 2.0]))
+    for severity, words in (
+        ("warning", "what was found (dead units): nothing is tried"),
+        ("info", "Nothing"),
+    ):
+        (note,) = plan.plan_trial(recording, Findings([Finding("dead_units", severity, 5)])).notes
+        assert words in note
+
+
+class Checks(torch.nn.Module):
+    "A weight that one step makes NaN, and a forward pass that refuses such a weight."
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, batch):
+        if not self.weight.isfinite().all():
+            raise RuntimeError("all elements of input should be between 0 and 1")
+        return self.weight * batch
+
+
+def failing_training(seed=0, lr=float("inf")):
+    "A training whose first step leaves a weight that is not finite, at an infinite rate."
+    model = Checks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Training(model, optimizer, lambda m, batch: m(batch).square().sum(), lambda step: [torch.ones(1)])
+
+
+def test_an_arm_whose_program_fails_on_weights_that_are_not_finite_has_diverged(tmp_path):
+    start = Start(function="tests.test_stranger_words:failing_training").to_dict()
+    result = run_arm(start, Arm().to_dict(), 0, 8, str(tmp_path / "arm"))
+    assert result["non_finite"] and result["steps"] < 8
+    rows = [json.loads(line) for line in (tmp_path / "arm/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] != rows[-1]["loss"] and len(rows) == 2
+
+
+def test_an_epsilon_that_fp16_turns_to_zero_is_tried_as_one_that_it_holds():
+    "The default of the fix, 1e-15, was refused, so the cure of such a run was never tried."
+    finding = Finding("non_finite", "error", 0, evidence={"cause": "epsilon", "eps": 1e-8})
+    of_run = _evidence_of("adam_eps", [finding], run_of([0.86]))
+    assert of_run.parameters == {"eps": 1e-4} and "1e-08 is 0 in fp16" in of_run.reason
+    assert not _evidence_of("adam_eps", [finding.with_(evidence={})], run_of([0.86])).parameters

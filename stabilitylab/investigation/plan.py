@@ -72,6 +72,12 @@ _ARMS, _MOST_TRIED = 3, 8  # fixes of a trial, and suggestions of which they are
 _STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many: our convention
 
 
+def _no_cause(findings: Sequence[Finding]) -> str:
+    "That nothing is tried, and what was found all the same."
+    kinds = [finding.kind.replace("_", " ") for finding in findings if finding.severity != "info"]
+    return trial_note("no cause", kinds=", ".join(dict.fromkeys(kinds))) if kinds else trial_note("healthy")
+
+
 def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     recording: Recording,  # an opened run
     findings: Sequence[Finding],  # of `diagnose`
@@ -88,7 +94,7 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
     if not arms and cause_of(findings, recording.run) is None:
-        return Plan(None, [], steps or _STEPS, [trial_note("healthy")])
+        return Plan(None, [], steps or _STEPS, [_no_cause(findings)])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
         start, notes = recorded_start(recording, findings, step, setup)

@@ -303,6 +303,16 @@ class ArmTraining:
             log.write(json.dumps(row) + "\n")
         self.n_non_finite = 0 if is_loss_alone or math.isfinite(step.loss) else self.n_non_finite + 1
 
+    def take(self) -> Stepped:  # its outcome
+        "The next step; the last one, of loss NaN, where the program fails on weights that are not finite."
+        try:
+            return self.training.run_step()
+        except (RuntimeError, ValueError, AssertionError):  # such as a loss that checks its inputs
+            if all(bool(p.isfinite().all()) for p in self.training.model.parameters()):
+                raise
+        self.n_non_finite = _NON_FINITE_END
+        return Stepped(self.training.step, math.nan, math.nan, skipped=False)
+
     def save(self) -> None:
         "Saves the state, atomically."
         with atomic_file(self.folder / "state.pt") as part:
@@ -334,7 +344,7 @@ def run_arm(
     run = ArmTraining(start, arm, seed, steps, folder, chosen_devices(device)[0])
     while not run.ended:
         begin = time.perf_counter()
-        step = run.training.run_step()
+        step = run.take()
         run.write(step, time.perf_counter() - begin)
         if run.steps_done % 10 == 0:
             report_progress(f"step {run.training.step}", run.steps_done / steps, loss=step.loss)

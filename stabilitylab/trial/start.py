@@ -84,8 +84,11 @@ class Start:
         "Compares the first steps from this state with the record; a wrong setup gives different ones."
         if self.function:
             return None
-        step = _recorded_steps(self.path, self.step)[:2][-1]  # what clipping does shows in the second one
-        return checked(self.path, step, self.setup).check
+        steps = _recorded_steps(self.path, self.step)[:2]  # what clipping does shows in the second one
+        loss = _loss_series(self.path)
+        # the program itself may have failed in a step whose batch was kept
+        measured = [step for step in steps if loss is None or step in loss["step"].values]
+        return checked(self.path, (measured or steps)[-1], self.setup).check
 
     @property
     def first_loss(self) -> float | None:  # nats; None: not recorded

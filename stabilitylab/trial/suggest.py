@@ -219,10 +219,16 @@ _AGAINST: dict[tuple[str, str], dict] = {  # fix, kind of finding -> parameters 
 }
 
 
+_EPS_IN_FP16 = 1e-4  # of a practitioner's notes on half precision
+
+
 def _evidence_of(name: str, findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "What the run itself shows for a fix."
     if name == "lower_lr":
         return _rate(findings, run)
+    zeros = [f.evidence["eps"] for f in findings if f.evidence.get("cause") == "epsilon"]
+    if name == "adam_eps" and zeros:
+        return _RunEvidence(_FROM_THE_RUN, f"epsilon {zeros[0]:.3g} is 0 in fp16", {"eps": _EPS_IN_FP16})
     answers = [_AGAINST[name, f.kind] for f in findings if (name, f.kind) in _AGAINST]
     if answers:
         return _RunEvidence(parameters=answers[0])
