@@ -69,7 +69,7 @@ class Plan:
 
 # %% ../../nbs/api/investigation/01_plan.ipynb #2558aae9
 _ARMS, _MOST_TRIED = 3, 8  # fixes of a trial, and suggestions of which they are the first that fit
-_STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many: our convention
+STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twice as many: our convention
 
 
 def _no_cause(findings: Sequence[Finding]) -> str:
@@ -94,13 +94,13 @@ def plan_trial(  # noqa: PLR0913 - each setting has a name and a default
     arms = named_arms(fixes)
     suggestions = [] if arms else suggest(list(findings), recording.run, _MOST_TRIED)
     if not arms and cause_of(findings, recording.run) is None:
-        return Plan(None, [], steps or _STEPS, [_no_cause(findings)])
+        return Plan(None, [], steps or STEPS, [_no_cause(findings)])
     start: Start | None
     if recording.has_box or step is not None or setup is not None:
         start, notes = recorded_start(recording, findings, step, setup)
-        length = steps or _STEPS
+        length = steps or STEPS
     else:
-        small = proxy(recording.run, findings, config, steps or 2 * _STEPS, progress=progress)
+        small = proxy(recording.run, findings, config, steps or 2 * STEPS, progress=progress)
         start, notes, length = small.start, small.words, small.steps
     if start is None:
         return Plan(None, [], length, notes, suggestions)

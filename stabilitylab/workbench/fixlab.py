@@ -16,7 +16,7 @@ import xarray as xr
 from ..detect.findings import Finding, Findings
 from ..fixes.registry import Fix, fix, fixes, parameter_ranges
 from ..investigation.loop import ENDED, Investigation
-from ..investigation.plan import Plan, aimed, first_step
+from ..investigation.plan import STEPS, Plan, aimed, first_step
 from ..names.errors import InputError, bad_input
 from ..read.runs import read_runs
 from ..replay.device import AUTO
@@ -107,7 +107,7 @@ class FixLab(StepChoice):
         "", help="'file.py:function' that returns a Setup; '': what the run says itself"
     )
     seeds = traitlets.Int(3, help="orders of batches, 1 or more")
-    length = traitlets.Int(60, help="steps of every arm and seed")
+    length = traitlets.Int(STEPS, help="steps of every arm and seed")
     budget = traitlets.Float(5.0, help="minutes after which the trial is stopped; 0: none")
     device = traitlets.Unicode(AUTO, help="where to train: every GPU there is, else the CPU; or one device")
     origin = traitlets.Instance(
