@@ -104,7 +104,7 @@ def test_a_start_is_late_only_where_the_state_is_bad_already(step, onset, in_dat
 def test_a_rate_far_beyond_the_usual_is_lowered_to_a_usual_one(excess, early, factor, words):
     facts = {"rate_excess": (excess, 4), "early_update": (early, 4)}
     rate = {"loss": Samples(np.arange(9), np.full(9, 2.0)), "lr": Samples(np.arange(9), np.full(9, 0.1))}
-    for severity in ("info", "error"):  # of a failure, to half of whose rate a fix goes at least
+    for severity in ("info", "error")[: 1 + (early > 0.25)]:  # an error shows itself at which rate it began
         findings = Findings([Finding("divergence", severity, 4, 8)], {"evidence": facts})
         in_run = _evidence_of("lower_lr", findings, new_run(make_scalars(rate)))
         assert in_run.parameters.get("factor") == factor and words in in_run.reason

@@ -13,6 +13,8 @@ from nbformat import reads
 
 from stabilitylab import Recorder
 from stabilitylab.cases.samples import sample
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.investigation.opening import suspect_step
 from stabilitylab.names.errors import InputError
 from stabilitylab.names.findings import FINDING_KINDS
 from stabilitylab.plot.attention import linear_below, plot_heads_over_steps, signed_ticks
@@ -22,7 +24,6 @@ from stabilitylab.run.job import JobState
 from stabilitylab.run.record import new_run, save_run
 from stabilitylab.run.recording import BoxIndex
 from stabilitylab.run.scalars import Samples, make_scalars
-from stabilitylab.workbench import view_replay
 from stabilitylab.workbench.state import open_state, run_action
 from stabilitylab.workbench.tabs import Workbench, views_without_data
 from stabilitylab.workbench.view_attention import AttentionView
@@ -31,6 +32,7 @@ from stabilitylab.workbench.view_fixlab import FixLabView
 from stabilitylab.workbench.view_overview import Overview
 from stabilitylab.workbench.view_replay import ReplayView
 from stabilitylab.workbench.view_report import ReportView, report_files
+from stabilitylab.workbench.view_rounding import RoundingState
 
 STEPS = np.arange(60)
 GROWN = np.broadcast_to(10.0 ** (STEPS / 10 - 1), (2, 2, 60)).T.copy()  # 0.1 to 80,000
@@ -263,15 +265,6 @@ def test_the_checkpoints_tab_is_grey_where_there_is_none(tmp_path):
     assert "checkpoints" not in views_without_data(open_state(str(tmp_path / "run"))[0])
 
 
-def test_the_replay_opens_at_the_step_of_the_cause(monkeypatch):
-    state, _ = open_state(str(sample()))
-    first = ReplayView(state).look.step
-    for step, wanted in ((351, 351), (10_000, first), (None, first)):
-        monkeypatch.setattr(view_replay, "most_likely", lambda _, step=step: SimpleNamespace(step=step))
-        assert ReplayView(state).look.step == wanted
-    assert first != 351
-
-
 def test_a_workbench_shows_again_what_was_seen(tmp_path):
     (tmp_path / "b.log").write_text("".join(f"step {i} loss {3 / (i + 1):.3f}\n" for i in range(40)))
     shutil.copy(tmp_path / "b.log", tmp_path / "a.log")
@@ -287,3 +280,14 @@ def test_a_workbench_shows_again_what_was_seen(tmp_path):
         other = Workbench([tmp_path / "a.log", tmp_path / "b.log"], remember=file).state
         assert (other.name, other.step, other.x_range, other.selected) == ("a.log", None, (), -1)
     assert not list(tmp_path.glob("*.view.json"))  # nothing is kept without being asked
+
+
+def test_replay_and_precision_begin_at_the_step_that_the_command_replays():
+    "A failure at a step that was not kept was answered with the last step of the run."
+    kept = [*range(8), *range(40, 150)]
+    findings = Findings([Finding("divergence", "error", 9, 149, evidence={})])
+    look = RoundingState()
+    look.open(SimpleNamespace(run=recorded(GROWN), steps=kept), findings)
+    assert look.step == 7
+    state = open_state(str(sample()))[0]
+    assert ReplayView(state).look.step == suspect_step(sample())

@@ -16,6 +16,7 @@ from ..detect.facts.evidence import evidence
 from ..detect.findings import Finding, Findings
 from ..detect.layers.attention import growth_to
 from ..detect.likely_cause import MostLikely, most_likely
+from ..detect.limits import limit
 from ..detect.phrase import evidence_words
 from ..detect.settings import rate_at
 from ..fixes.registry import fix, fixes
@@ -123,7 +124,12 @@ def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     jump = _jump_before(findings, None if failure is None else failure.onset)
     if jump is not None:
         return _undone(jump)
-    targets = [*_below_failure(failure, lr), *_to_usual(_facts_of(findings, run))]
+    facts = _facts_of(findings, run)
+    excess, early = (facts.get(name, (0.0, None))[0] for name in ("rate_excess", "early_update"))
+    targets = _below_failure(failure, lr)
+    # a run that went well at lower rates shows itself how far to go
+    if excess > 1 and (early > limit("minor_share") or not targets):
+        targets += _to_usual(excess, early)
     is_too_high = any(finding.kind == "lr_too_high" for finding in findings)
     ends_at_peak = failure is not None and lr is not None and lr.value[-1] > 0.99 * lr.value.max()
     weight = _FROM_THE_RUN if is_too_high or ends_at_peak else 1.0
@@ -146,11 +152,8 @@ def _below_failure(failure: Finding | None, lr: Curve | None) -> list[tuple[floa
     return [(_HALF * at_failure / peak, words)] if at_failure > 0 else []
 
 
-def _to_usual(facts: dict) -> list[tuple[float, str]]:
-    "The factors, with reasons, to a usual rate, where rate or steps were beyond it from the beginning."
-    excess, early = (facts.get(name, (0.0, None))[0] for name in ("rate_excess", "early_update"))
-    if not excess > 1:
-        return []
+def _to_usual(excess: float, early: float) -> list[tuple[float, str]]:
+    "The factors, with reasons, to a usual rate."
     targets = [
         (
             _HALF / excess,

@@ -18,7 +18,6 @@ import ipywidgets as widgets
 import traitlets
 from traitlets import HasTraits
 
-from ..detect.findings import Findings
 from ..run.recording import nearest_step
 from .state import WorkbenchState
 
@@ -169,15 +168,6 @@ class StepChoice(HasTraits):
                 self.step = steps[-1] if step is None else step
 
 # %% ../../nbs/api/workbench/08_parts.ipynb #60f84144
-def first_error(
-    findings: Findings,  # of a run
-    steps: Sequence[int],  # those that count
-) -> int | None:  # None where there is none
-    "The step of the first error that can be replayed."
-    onsets = [finding.onset for finding in findings if finding.severity == "error"]
-    return next((onset for onset in onsets if onset in steps), None)
-
-
 def step_box(
     choice: StepChoice,  # that it shows and changes
     **options: Any,  # of the widget

@@ -17,7 +17,6 @@ import pandas as pd
 import traitlets
 import xarray as xr
 
-from ..detect.likely_cause import most_likely
 from ..investigation.opening import with_verdict
 from ..names.errors import bad_input
 from ..plot.replay import plot_precision, plot_samples, plot_swap, replay_png, step_picture
@@ -26,6 +25,7 @@ from ..replay.device import AUTO, devices
 from ..replay.examine import ReplayJob, controls
 from ..replay.setup_file import foresee
 from ..replay.step_facts import changed_place
+from ..report.content import step_to_replay
 from ..report.render import render
 from ..report.step import foresight_html, replay_html
 from ..run.job import JobState
@@ -37,7 +37,6 @@ from stabilitylab.workbench.parts import (
     StateView,
     StepChoice,
     column,
-    first_error,
     on,
     refill,
     row,
@@ -330,14 +329,9 @@ class ReplayView(_ReplayWidgets):
             self.open_run()
 
     def _onset(self) -> int | None:
-        "The step of the selected finding, else of the likely cause or the first error that can be replayed."
+        "The step of the selected finding, else the one that `stabilitylab replay` takes."
         finding = self.shared.finding
-        if finding:
-            return finding.onset
-        likely = most_likely(self.shared.findings)
-        if likely is not None and likely.step in self.look.steps:
-            return likely.step
-        return first_error(self.shared.findings, self.look.steps)
+        return finding.onset if finding else step_to_replay(self.shared.findings, self.look.steps)
 
     def _turn(self) -> None:
         "Shows the chosen step: what it is compared with, and what to expect of its replay."

@@ -20,6 +20,7 @@ from ..numerics.formats import spacing
 from ..numerics.lattice import Lattice, debias, lattice, records_to_move
 from ..plot.replay import plot_lattice, plot_scaling, replay_png
 from ..replay.setup_file import setup_files
+from ..report.content import step_to_replay
 from ..report.render import render
 from ..report.step import heading_html, lattice_html, step_html
 from ..run.recording import Recording
@@ -30,7 +31,6 @@ from stabilitylab.workbench.parts import (
     CallLine,
     StateView,
     StepChoice,
-    first_error,
     on,
     refill,
     row,
@@ -71,12 +71,12 @@ class RoundingState(StepChoice):
         recording: Recording,  # that is shown
         findings: Findings,  # of it
     ) -> list[str]:
-        "Takes another run: its usual series, and the step of its first error; gives the names of its series."
+        "Takes another run: its usual series, and the step to replay; gives the names of its series."
         names = series_names(recording.run["scalars"].to_dataset())
         if self.name not in names:
             usual = [name for name in ("loss", "train_loss", *names) if name in names]
             self.name = usual[0] if usual else None
-        self.offer(recording.steps, first_error(findings, recording.steps))
+        self.offer(recording.steps, step_to_replay(findings, recording.steps))
         return names
 
 # %% ../../nbs/api/workbench/13_view_rounding.ipynb #2814320f
