@@ -5,6 +5,8 @@ import pytest
 
 from stabilitylab import compare_runs, diagnose
 from stabilitylab.detect.diagnose import DETECTORS
+from stabilitylab.detect.findings import Finding, Findings
+from stabilitylab.detect.likely_cause import with_fitting_remedies
 from stabilitylab.run.record import new_run
 from stabilitylab.run.scalars import Samples, make_scalars
 
@@ -278,3 +280,19 @@ def test_the_end_of_a_tail_of_single_records_is_a_note_and_what_stands_out_of_it
     plain = np.linspace(2.8, 2.3, n) + 0.1 * rng.normal(0, 1, n)
     plain[10_050] += 1.3
     assert alarms(run_of(plain)) == ["loss_spike"]
+
+
+@pytest.mark.parametrize(("rising", "at", "n"), [(False, 100, 1), (True, 100, 2), (False, 70, 2)])
+def test_a_rate_that_only_was_high_when_a_bad_batch_came_is_no_finding(rising, at, n):
+    facts = {
+        "loss_jump": (5.0, 100),
+        "event_step": (100.0, 100),
+        "back_at_once": (0.9, 103),
+        "grad_before": (1.1, 99),
+        "input_jump": (300.0, 100),
+        "update_before": (1.0, 99),
+    }
+    rise = Finding("loss_spike", "error", 100, explanation="The loss jumped.")
+    rate = Finding("lr_too_high", "warning", at, evidence={"rising": rising, "lr_at_onset": 0.005})
+    assert len(with_fitting_remedies(Findings([rise, rate], {"evidence": facts}))) == n
+    assert len(with_fitting_remedies(Findings([rise, rate], {"evidence": {}}))) == 2

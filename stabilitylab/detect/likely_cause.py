@@ -364,13 +364,16 @@ _FITTING_TOPICS: dict[
 def with_fitting_remedies(
     findings: Findings,  # findings of one run, with their explanations and remedies
 ) -> Findings:  # the same where no cause of high confidence is named, or where it lies in the optimization
-    "Leaves out the remedies that cannot help against the most likely cause."
+    "Leaves out remedies that cannot help against the most likely cause, and a rate that only was high then."
     likely = most_likely(findings)
     if likely is None or likely.confidence != "high" or likely.family not in _FITTING_TOPICS:
         return findings
     topics = _FITTING_TOPICS[likely.family]
     fitting = []
     for finding in findings:
+        # a rate that had been as high before, where the cause is another
+        if finding.onset == likely.step and finding.evidence.get("rising") is False:
+            continue
         remedies = tuple(remedy for remedy in finding.remedies if remedy["topic"] in topics)
         fitting.append(finding.with_(remedies=remedies))
     return Findings(fitting, findings.attrs)
