@@ -56,7 +56,9 @@ class Swapped(NamedTuple):
 
 
 def swapped_positions(
+    positions: str = "rope",  # of the model that takes the weights over, as in `ModelConfig`
     steps: int = 120,  # before the swap; half as many after it
+    seed: int = 0,  # of the weights
 ) -> Swapped:
     "What a trained model loses when its absolute positions are replaced."
     task = copy_task(length=5, vocab=16, batch=16)
@@ -65,11 +67,11 @@ def swapped_positions(
         kind: str,  # of positions, as in `ModelConfig`
     ) -> LanguageModel:
         "A model with these positions, drawn anew."
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         shape: dict[str, Any] = {"vocab": 16, "seq": 16, "d_model": 32, "n_layer": 2, "n_head": 2}
         return LanguageModel(ModelConfig(**shape, positions=kind))
 
-    trained, other, fresh = model_with("learned"), model_with("rope"), model_with("rope")
+    trained, other, fresh = model_with("learned"), model_with(positions), model_with(positions)
     _trained(trained, task.at, range(steps), 5e-3)
     # the table of positions has no place in the other model; everything else goes over
     fitting = {name: w for name, w in trained.state_dict().items() if name in other.state_dict()}
@@ -85,10 +87,11 @@ def frozen_losses(
     steps: int = 20,  # of the new layers, under autocast to bf16
     adapted: int = 0,  # steps of other text on the whole language model beforehand, in the same format
     pretrained_first: bool = False,  # a pretrained layer right behind the embedding
+    seed: int = 0,  # of the new layers
     rate: float = 1e-2,  # of the new layers
 ) -> list[float]:  # one a step, nats
     "The losses of new layers between frozen ones."
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = VisionLanguageModel(gate=1.0, pretrained_first=pretrained_first)
     task = picture_task(batch=16)
 
@@ -122,14 +125,16 @@ def _without_positions(mix: LayerMix, inputs: tuple, table: torch.Tensor) -> tup
 
 def mixture_weights(
     steps: int = 60,  # of training; weights are taken at their beginning and at their end
+    n_layer: int = 3,  # of the encoder and of the decoder
+    seed: int = 0,  # of the weights
     prior: tuple[float, ...] = (),  # weights at the beginning, one a layer; (): equal ones
     first: int = 0,  # layer that is mixed; 1: without the embedding
     moves_positions: bool = False,  # the mixture gets the embedding without positions
 ) -> xr.DataArray:  # dims (step, decoder, layer); layer 0 is the embedding
     "The weights that a small translator learns for the layers of its encoder."
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape: dict[str, Any] = {"vocab": 23, "seq": 32, "d_model": 32, "n_head": 2, "positions": "learned"}
-    model = TranslationModel(ModelConfig(**shape, n_layer=3, mixing="free"))
+    model = TranslationModel(ModelConfig(**shape, n_layer=n_layer, mixing="free"))
     mixes = [mix for mix in (model.mix, *model.more_mixes) if mix is not None]
 
     table = dict(model.named_parameters())["encoder_in.pos_embed.weight"]
@@ -156,9 +161,10 @@ class TakenStep(NamedTuple):
 
 def taken_step(
     rate: float,  # of gradient descent, > 0
+    seed: int = 0,  # of the weights
 ) -> TakenStep:
     "One step of a small model that copies, with the curvature before it."
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape: dict[str, Any] = {"vocab": 16, "seq": 16, "d_model": 16, "n_layer": 2, "n_head": 2}
     model, batch = LanguageModel(ModelConfig(**shape)), copy_task(length=5, vocab=16).at(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -173,9 +179,10 @@ def taken_step(
 def rare_token_loss(
     clip: float,  # threshold of the gradient norm, > 0
     steps: int = 100,  # of AdamW
+    seed: int = 0,  # of the weights
 ) -> tuple[float, float]:  # mean loss of the commonest quarter of the tokens and of the rarest, nats
     "What a clip leaves to rare and to common tokens."
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape: dict[str, Any] = {"vocab": 64, "seq": 16, "d_model": 16, "n_layer": 1, "n_head": 2}
     model = LanguageModel(ModelConfig(**shape, positions="learned"))
     chance = 1 / np.arange(1, 65)
