@@ -371,8 +371,8 @@ def with_fitting_remedies(
     topics = _FITTING_TOPICS[likely.family]
     fitting = []
     for finding in findings:
-        # a rate that had been as high before, where the cause is another
-        if finding.onset == likely.step and finding.evidence.get("rising") is False:
+        was_high_before = finding.kind == "lr_too_high" and finding.evidence.get("rising") is False
+        if was_high_before and finding.onset == likely.step:
             continue
         remedies = tuple(remedy for remedy in finding.remedies if remedy["topic"] in topics)
         fitting.append(finding.with_(remedies=remedies))

@@ -17,6 +17,7 @@ from ..detect.likely_cause import MostLikely
 from .opening import open_recordings
 from ..names.errors import InputError, bad_input
 from ..report.trial import trial_note
+from ..report.words import spaced
 from ..run.recording import Recording
 from ..trial.arm import Arm, arm_of, with_unique_names
 from ..trial.proxy import proxy
@@ -74,7 +75,7 @@ STEPS = 100  # of an arm from a snapshot; a proxy begins at step 0 and takes twi
 
 def _no_cause(findings: Sequence[Finding]) -> str:
     "That nothing is tried, and what was found all the same."
-    kinds = [finding.kind.replace("_", " ") for finding in findings if finding.severity != "info"]
+    kinds = [spaced(finding.kind) for finding in findings if finding.severity != "info"]
     return trial_note("no cause", kinds=", ".join(dict.fromkeys(kinds))) if kinds else trial_note("healthy")
 
 

@@ -235,7 +235,7 @@ def _measured(run: str | Path, step: int, setup: Setup, fmt: str) -> StepPrecisi
         regimes,
         attention,
         left_out,
-        len(batch.parts),
-        warning,
-        after.loss,
+        micro_batches=len(batch.parts),
+        warning=warning,
+        loss=after.loss,
     )

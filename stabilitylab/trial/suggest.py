@@ -120,7 +120,6 @@ class _RunEvidence:
 def _rate(findings: Sequence[Finding], run: xr.DataTree) -> _RunEvidence:
     "How far to lower the rate: to that before a jump, or else below that of the failure and to a usual one."
     failure, lr = _failure(findings), curve(run, "lr")
-    lr = lr if lr is not None and len(lr.value) else None
     jump = _jump_before(findings, None if failure is None else failure.onset)
     if jump is not None:
         return _undone(jump)
@@ -154,17 +153,11 @@ def _below_failure(failure: Finding | None, lr: Curve | None) -> list[tuple[floa
 
 def _to_usual(excess: float, early: float) -> list[tuple[float, str]]:
     "The factors, with reasons, to a usual rate."
-    targets = [
-        (
-            _HALF / excess,
-            f"the rate or its steps are {excess:.3g} times the largest usual: it goes to half of that",
-        )
-    ]
+    words = f"the rate or its steps are {excess:.3g} times the largest usual: it goes to half of that"
+    targets = [(_HALF / excess, words)]
     if early > _LARGEST_STEP:
-        words = (
-            f"the first steps were {early:.2g} times the weights: they go to {_LARGEST_STEP:g}, a usual size"
-        )
-        targets.append((_LARGEST_STEP / early, words))
+        was = f"the first steps were {early:.2g} times the weights"
+        targets.append((_LARGEST_STEP / early, f"{was}: they go to {_LARGEST_STEP:g}, a usual size"))
     return targets
 
 
