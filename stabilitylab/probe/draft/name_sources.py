@@ -339,15 +339,12 @@ def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> 
     return [] if source == name else [f"{name} = {source}"], []
 
 
-def _is_nested(value: Any) -> bool:
-    "Whether a value is a function that was written inside of another one."
-    return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
-
-
 def _nested_function(name: str, scope: dict[str, Any]) -> Source | None:
     "A function that was written inside of another one, by its name here, with the values around it."
     function = scope.get(name)
-    source = function_source(function) if _is_nested(function) else None
+    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
+        return None
+    source = function_source(function)
     if source is None:
         return None
     try:
