@@ -8,10 +8,13 @@ from torch import nn
 
 from stabilitylab import Recorder
 from stabilitylab.detect.facts.record_steps import loss_event
+from stabilitylab.detect.findings import Finding, Findings
 from stabilitylab.detect.likely_cause import ranked_causes
 from stabilitylab.numerics.non_finite import find_non_finite
 from stabilitylab.replay.examine import examine
 from stabilitylab.report.step import replay_html, replay_text
+from stabilitylab.run.record import new_run
+from stabilitylab.trial.suggest import suggest
 
 
 class Net(nn.Module):
@@ -192,3 +195,16 @@ def test_a_batch_that_the_loss_outlived_is_no_cause_of_a_later_nan():
     assert cause.id == "bad_inputs" and "reach 900 times as far as any before it" in cause.words
     assert ranked_causes(facts | {"peak_to_nan": (87.0, 140)}) == []
     assert ranked_causes(facts | {"peak_to_nan": (1.0, 54)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [("float32", ["skip_non_finite", "placebo"]), ("float16", ["skip_non_finite", "adam_eps"])],
+)
+def test_remedies_of_half_precision_are_not_tried_on_a_run_in_float32(dtype, names):
+    run = new_run(attrs={"optimizer": ["AdamW"], "eps": 1e-8, "dtypes": {"fc.weight": dtype}})
+    lost = Finding("non_finite", "error", 40, series=("loss",), evidence={"stays": True, "names": ["loss"]})
+    chosen = suggest(Findings([lost]), run)
+    assert [suggestion.name for suggestion in chosen][: len(names)] == names
+    # the fix by itself lowers epsilon, and the report is of a higher one
+    assert all(each.parameters == {"eps": 1e-4} for each in chosen if each.name == "adam_eps")

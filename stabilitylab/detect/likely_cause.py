@@ -337,7 +337,8 @@ def most_likely(
         if len(chosen) == len(firsts):
             reasons = tuple(f.explanation for f in chosen[:_REASONS])
             actions = _possible(row["next"], is_recorded="evidence" in findings.attrs)
-            return MostLikely(about(findings.attrs.get("loss"), row["cause"]), reasons, actions)
+            words, cures = about(findings.attrs.get("loss"), row["cause"]), tuple(row.get("cures", ()))
+            return MostLikely(words, reasons, actions, cures=cures)
     if is_well:  # layers were recorded, and the loss has nothing to explain
         return None
     return _open(findings, candidates)
