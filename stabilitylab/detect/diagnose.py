@@ -26,7 +26,7 @@ from ..run.scalars import series, series_names
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #ba861a07
 # 'module:function' below stabilitylab.detect: (run) -> list[Finding], [] where its group or series is absent
-DETECTORS = [
+_OF_SERIES = [
     "events:find_logged_crashes",
     "non_finite:find_non_finite",
     "restarts:find_resumed_segments",
@@ -69,6 +69,10 @@ DETECTORS = [
     "policy:find_reward_collapse",
     "policy:find_zero_advantage",
     "policy:find_cut_answers",
+]
+
+# %% ../../nbs/api/detect/90_diagnose.ipynb #880b98ee
+_OF_MODULES = [  # likewise
     "layers.activations:find_activation_explosion",
     "layers.parameters:find_param_grad_explosion",
     "layers.parameters:find_update_rms_excess",
@@ -95,6 +99,7 @@ DETECTORS = [
     "layers.activations:find_ignored_layers_in_record",
     "layers.activations:find_output_collapse_in_record",
 ]
+DETECTORS = _OF_SERIES + _OF_MODULES
 
 # %% ../../nbs/api/detect/90_diagnose.ipynb #65d188f8
 # severity first, as what became a note explains no other finding; then spikes are named after their restart,

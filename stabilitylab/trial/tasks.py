@@ -219,14 +219,9 @@ class _TaskSettings(Generic[Result]):
 
     def _call(self, task: ArmTask) -> dict:
         "The arguments of `run_arm` for a task."
-        start, folder = task.start.to_dict() if task.start else {}, str(self.folder_of(task))
-        return {
-            "start": start,
-            "arm": task.arm.to_dict(),
-            "seed": task.seed,
-            "steps": self.steps,
-            "folder": folder,
-        }
+        start = task.start.to_dict() if task.start else {}
+        training = {"start": start, "arm": task.arm.to_dict(), "seed": task.seed}
+        return training | {"steps": self.steps, "folder": str(self.folder_of(task))}
 
     def _arguments(self, part: TaskPart) -> dict:
         "The arguments of the function that trains a part."

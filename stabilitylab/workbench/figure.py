@@ -25,9 +25,7 @@ class PictureWidget(anywidget.AnyWidget):
     _css = _HERE.joinpath("picture.css").read_text(encoding="utf-8")
     png = traitlets.Bytes(b"", help="the picture, where it comes in pixels").tag(sync=True)
     # as `plot.scene.sheet_of` tells it; then the panels have their `drawn_marks`
-    sheet = traitlets.Dict(help="the paper on which the page draws the panels; {}: the picture is `png`").tag(
-        sync=True
-    )
+    sheet = traitlets.Dict(help="the paper of the panels; {}: the picture is `png`").tag(sync=True)
     # a dict a panel: left, top, width, height as shares of the picture; x0, x1, y0, y1 in data; log; series
     # as `drawn_series` tells them; rows, the names of the rows of a map
     panels = traitlets.List(traitlets.Dict(), help="where the panels lie, and what is drawn on them").tag(
