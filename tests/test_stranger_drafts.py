@@ -7,6 +7,7 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ from stabilitylab.probe.draft.loop_setup import known_arguments
 from stabilitylab.probe.draft.loop_values import kept_values
 from stabilitylab.probe.draft.python_source import Draft, call_source, cast_source, model_source
 from stabilitylab.probe.draft.running_script import local_modules
+from stabilitylab.replay.examine import examine
 from stabilitylab.replay.retrace import retrace
 from stabilitylab.replay.script import definitions
 from stabilitylab.replay.setup_check import check_setup
@@ -227,3 +229,30 @@ def test_the_draft_of_a_model_in_bf16_leaves_the_buffers_that_are_in_float32():
     assert torch.equal(names["model"].inv_freq, model.inv_freq)
     assert cast_source(Draft(), model.bfloat16(), "Rotary()") == "Rotary().to(torch.bfloat16)"
     assert cast_source(Draft(), Rotary(), "Rotary()") == "Rotary()"
+
+
+def distance_loss(model, weight):
+    "(a loss that was made elsewhere, in which `weight` is not what the loop calls so; the same as a lambda)."
+
+    def inner(batch, *, power=2):
+        return weight * (model(batch["x"]).abs() ** power).mean()
+
+    return inner, lambda batch: weight * model(batch["x"]).abs().mean()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_loss_that_another_function_made_is_written_out_under_the_name_it_has_in_the_loop(tmp_path, which):
+    torch.manual_seed(0)
+    weight = torch.ones(2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_of = distance_loss(model, 0.25)[which]
+    with Recorder(model, optimizer, tmp_path / "run", snapshot_every=2) as recorder:
+        for _ in range(3):
+            batch = recorder.batch({"x": torch.randn(4, 2) * weight})
+            loss = loss_of(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recorder.step(loss)
+    assert examine(tmp_path / "run", 2, swap=False, samples=False).exact

@@ -9,6 +9,7 @@ __all__ = []
 import ast
 import builtins
 import copy
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -342,27 +343,35 @@ def _name_lines(name: str, scope: dict[str, Any], value_source: ValueSource) -> 
     return [] if source == name else [f"{name} = {source}"], []
 
 
-def _nested_function(value: Any) -> Source | None:
-    "A function that was written inside of another one, with the values around it."
-    if not isinstance(value, types.FunctionType) or "<locals>" not in value.__qualname__:
+def _nested_function(name: str, scope: dict[str, Any]) -> Source | None:
+    "A function that was written inside of another one, by its name here, with the values around it."
+    function = scope.get(name)
+    if not isinstance(function, types.FunctionType) or "<locals>" not in function.__qualname__:
         return None
-    source = function_source(value)
-    if source is None or value.__code__.co_name == "<lambda>":
+    source = function_source(function)
+    if source is None:
         return None
-    arguments = ast.parse(f"def {value.__name__}{_signature(value)}: pass").body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    arguments.body = source.body
-    return Source([arguments], source.scope, 0)
+    try:
+        definition = ast.parse(f"def {name}{_signature(function)}: pass").body[0]
+    except SyntaxError:  # a default without a plain source
+        return None
+    assert isinstance(definition, ast.FunctionDef)
+    definition.body = copy.deepcopy(source.body)
+    # what has the same name here and there, and another value
+    others = {n: v for n, v in source.scope.items() if n in scope and scope[n] is not v}
+    inner = _set_inside(definition)
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Name) and node.id in others.keys() - inner:
+            node.id = f"{name}_{node.id}"
+    renamed = {f"{name}_{n}": value for n, value in others.items()}
+    return Source([definition], source.scope | renamed, 0)
 
 
 def _signature(function: types.FunctionType) -> str:
-    "The arguments of a function, without annotations and with defaults that have a plain source."
-    code = function.__code__
-    names = list(code.co_varnames[: code.co_argcount])
-    defaults = list(function.__defaults__ or ())
-    first = len(names) - len(defaults)
-    words = [name if i < first else f"{name}={defaults[i - first]!r}" for i, name in enumerate(names)]
-    return f"({', '.join(words)})"
+    "The arguments of a function, without annotations and with their defaults."
+    signature = inspect.signature(function, follow_wrapped=False)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #e4c3f8ea
 def resolved_lines(
@@ -399,9 +408,10 @@ def resolved_lines(
                 line, absent = keeper.lines_of(name, scope.get(name), "which changes from step to step")
                 lines += line
                 missing += absent
-            elif (nested := _nested_function(scope.get(name))) is not None:
+            elif (nested := _nested_function(name, scope)) is not None:
                 scope.update({**nested.scope, **scope})
-                functions.insert(0, inline.visit(copy.deepcopy(nested.body[0])))
+                program_names |= nested.scope.keys()
+                functions.insert(0, inline.visit(nested.body[0]))
             else:
                 line, absent = keeper.name_lines(name, scope)
                 lines += line
