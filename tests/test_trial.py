@@ -16,9 +16,8 @@ from stabilitylab.names.errors import InputError
 from stabilitylab.read.runs import read_runs
 from stabilitylab.report.trial import trial_text, trial_words
 from stabilitylab.trial.arm import Arm, ArmCurve, arm_of, null_arm, scaled_to
-from stabilitylab.trial.outcome import failure_bound
+from stabilitylab.trial.outcome import detectable_gain, failure_bound, judge, paired_interval
 from stabilitylab.trial.settings import recipe_of
-from stabilitylab.trial.significance import detectable_gain, judge, paired_interval
 from stabilitylab.trial.start import Start
 from stabilitylab.trial.trial import Trial, TrialResult
 from stabilitylab.trial.verdict import verdicts_of

@@ -16,11 +16,11 @@ import pandas as pd
 from markupsafe import Markup
 
 from ..names.words import format_count
-from ..plot.trial import trial_svg
+from ..plot.runs import trial_svg
 from .terminal import columns_text
 from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
-from ..trial.significance import MOST_SEEDS
+from ..trial.outcome import MOST_SEEDS
 from ..trial.suggest import Suggestion
 from ..trial.sweep import SweepResult
 from ..trial.trial import TrialResult
