@@ -13,6 +13,7 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from .replay import add_setup
 from ..names.encode import to_json
 
 # %% ../../nbs/api/cli/18_trial.ipynb #44e1d4c7
@@ -28,7 +29,14 @@ def _add_training_options(
     parser.add_argument(
         "--budget", type=float, metavar="MINUTES", help="stop after this long and report what has finished"
     )
-    parser.add_argument("--setup", metavar="FILE.py:FUNCTION", help="code that returns a stabilitylab.Setup")
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a fix, such as qk_norm, lower_lr:factor=0.3 or qk_norm+z_loss; repeatable",
+    )
+    add_setup(parser)
     parser.add_argument(
         "--folder", metavar="DIR", help="keep the results here; the same call goes on from there"
     )
@@ -69,13 +77,6 @@ def add_trial(
     )
     parser.add_argument(
         "run", metavar="PATH", nargs="?", help="folder of a record with a black box, or any log"
-    )
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a fix, such as qk_norm, lower_lr:factor=0.3 or qk_norm+z_loss; repeatable",
     )
     _add_training_options(parser, seeds=3, part="arm")
     parser.add_argument("--config", metavar="FILE", help="settings of the run, for a proxy of a log")
@@ -163,13 +164,6 @@ def add_sweep(
     parser.add_argument("run", metavar="PATH", help="folder of a record with a black box, or any log")
     parser.add_argument(
         "--rates", metavar="X,X,…", default="0.1,0.3,1,3", help="factors on the rate of the run (0.1,0.3,1,3)"
-    )
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a fix, such as qk_norm, or qk_norm+z_loss; repeatable; the unchanged run is always included",
     )
     parser.add_argument(
         "--axis",
@@ -263,7 +257,7 @@ def _run_sweep(
         raise InputError(
             f"no point could be trained: {failed[0]}" if failed else "no point was trained in time"
         )
-    notes = [*plan.notes, *work.notes, *failed[:3]]
+    notes = [*plan.notes, *work.notes, *map(str, failed[:3])]
     device = {} if args.scheduler else device_settings(work.devices[0])
     answer = sweep_json if args.json else sweep_text
     content = answer(result, notes, device)

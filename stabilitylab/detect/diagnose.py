@@ -14,7 +14,7 @@ import xarray as xr
 from .context import at_step, loss_span, run_context
 from .facts.evidence import evidence
 from .findings import Finding, Findings
-from .likely_cause import with_fitting_remedies
+from .likely_cause import fitted_to_cause
 from .limits import limits_read, use_limits
 from .phrase import about, explain
 from ..knowledge.remedies import RunContext, choose_remedies
@@ -227,4 +227,4 @@ def diagnose(
     origin = {name: run.attrs[name] for name in ("source", "format") if name in run.attrs}
     shown_by = {"evidence": evidence(run, findings), "absent": _absent(run), "loss": loss_name(run)}
     attrs = origin | _span(run) | {name: v for name, v in shown_by.items() if v}
-    return with_fitting_remedies(Findings(findings, attrs))
+    return fitted_to_cause(Findings(findings, attrs))

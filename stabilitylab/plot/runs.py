@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from .look import moving_mean, x_axes, x_values
 from stabilitylab.plot.loss import (
     DRAWN,
+    OVERLAID_BINS,
     broken_points,
     keep_extremes,
     line_pieces,
@@ -44,7 +45,6 @@ from ..run.scalars import series, series_names
 # %% ../../nbs/api/plot/07_runs.ipynb #8abc1957
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c6d31")
 _STYLES = ("-", "--", ":", "-.")
-_BINS = 600  # downsampling: parts of the x-axis that keep their extremes
 
 
 def plot_runs(
@@ -71,7 +71,7 @@ def plot_runs(
         if smooth > 1:
             _draw_mean(ax, da, smooth, look | {"label": f"{label(name, 40)}, mean of {smooth}"})
             look |= {"alpha": 0.25}
-        for x, y, is_repeated in line_pieces(da, _BINS):
+        for x, y, is_repeated in line_pieces(da, OVERLAID_BINS):
             if not is_repeated:
                 ax.plot(x, y, label=text, gid=f"{DRAWN}{name}", **look)
                 text = "_more"
@@ -90,7 +90,7 @@ def _draw_mean(ax: Axes, da: xr.DataArray, window: int, look: dict[str, Any]) ->
     is_finite = np.isfinite(values)
     if is_finite.any():
         x, y = da.step.values[is_finite], values[is_finite]
-        at = keep_extremes(x, y, _BINS)
+        at = keep_extremes(x, y, OVERLAID_BINS)
         ax.plot(x[at], y[at], gid=f"{DRAWN}{look['label']}", **look | {"linewidth": 1.6})
 
 # %% ../../nbs/api/plot/07_runs.ipynb #97a983be

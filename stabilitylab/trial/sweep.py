@@ -265,5 +265,5 @@ def sweep(
     work = Sweep(start, axes, steps, seeds, **options)
     result, failed = work.run(progress=progress), work.poll().failed
     if failed and not result.curves:
-        raise bad_input("axes", ", ".join(axes), "points that can be trained", failed[0])
+        raise bad_input("axes", ", ".join(axes), "points that can be trained", str(failed[0]))
     return result
