@@ -16,13 +16,14 @@ import pandas as pd
 from markupsafe import Markup
 
 from ..names.words import format_count
-from ..plot.trial import trial_svg
+from ..plot.runs import trial_svg
 from .terminal import columns_text
 from .words import device_words, number
 from ..trial.arm import ANOTHER_ORDER, ArmCurve
-from ..trial.significance import MOST_SEEDS
+from ..trial.outcome import MOST_SEEDS
 from ..trial.suggest import Suggestion
 from ..trial.sweep import SweepResult
+from ..trial.tasks import EndedEarly
 from ..trial.trial import TrialResult
 from ..trial.verdict import ArmVerdict
 
@@ -161,12 +162,9 @@ def _arm_sentence(
     return sentence
 
 # %% ../../nbs/api/report/11_trial.ipynb #4ef37565
-def _fault_sentences(faults: Sequence[str]) -> list[str]:
+def _fault_sentences(faults: Sequence[EndedEarly]) -> list[str]:
     "What ended early and why; seeds of one arm that failed alike are one sentence."
-    alike: Counter[tuple[str, str]] = Counter()
-    for fault in faults:
-        task, _, why = fault.partition(": ")
-        alike[task.rpartition(", seed ")[0] or task, why] += 1
+    alike = Counter((fault.arm, fault.why) for fault in faults)
     return [
         f"{arm} ended early on {format_count(n, 'seed|seeds')}: {why}." for (arm, why), n in alike.items()
     ]

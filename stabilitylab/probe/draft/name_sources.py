@@ -159,9 +159,9 @@ def _number_of_data(node: ast.expr, scope: dict[str, Any]) -> int | float | None
     number = number.item() if isinstance(number, np.generic) else number
     return number if isinstance(number, (int, float)) else None
 
-# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
-class _Inline(ast.NodeTransformer):
-    "Puts the model, the batch and constants in place of the names of a loop."
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #8cf2051c
+class _Chains(ast.NodeTransformer):
+    "Puts sources in place of chains of attributes, such as `self.config.dtype`."
 
     def __init__(
         self,
@@ -177,6 +177,48 @@ class _Inline(ast.NodeTransformer):
         self.early: dict[str, None] = {}  # chains that hold results of earlier forward passes
         self.bound: set[str] = set()  # names that the statements set
         self.new_names: dict[str, str] = {}  # new name -> source
+
+    def visit_Attribute(
+        self,
+        node: ast.Attribute,  # a chain such as `self.config.dtype`
+    ) -> ast.AST:
+        "A chain that begins with an object of the loop, by what it leads to."
+        root = root_name(node)
+        if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
+            return self.generic_visit(node)
+        value = value_at(node, self.scope)
+        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
+            owner: Any = value_at(node.value, self.scope)
+            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
+        if is_same_model(value, self.model):
+            return ast.Name("model", ast.Load())
+        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
+            self.early[ast.unparse(node)] = None
+        if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
+            source = self._source(node, value)
+            if source is not None:
+                return source
+        return self.generic_visit(node)
+
+    def _source(self, node: ast.Attribute, value: Any) -> ast.AST | None:
+        "The value of a chain: a constant in its place, anything else under a name of its own."
+        if is_same_model(self.scope.get(root_name(node) or ""), self.model):
+            return None
+        source = self.value_source(node.attr, value)
+        if source is not None and isinstance(value, PLAIN):
+            return ast.parse(source, mode="eval").body
+        is_free = node.attr not in self.scope | self.new_names
+        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
+        if source is None:
+            source = self.keeper.line_of(name, ast.unparse(node), value)
+        if source is None:
+            return None
+        self.new_names[name] = source
+        return ast.Name(name, ast.Load())
+
+# %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #ba505586
+class _Inline(_Chains):
+    "Puts the model, the batch and constants in place of the names of a loop."
 
     def visit(
         self,
@@ -233,44 +275,6 @@ class _Inline(ast.NodeTransformer):
         if isinstance(values, (list, tuple)) and name not in self.bound:
             return ast.Constant(len(values))
         return self.generic_visit(node)
-
-    def visit_Attribute(
-        self,
-        node: ast.Attribute,  # a chain such as `self.config.dtype`
-    ) -> ast.AST:
-        "A chain that begins with an object of the loop, by what it leads to."
-        root = root_name(node)
-        if root is None or root in self.bound or isinstance(self.scope.get(root), types.ModuleType):
-            return self.generic_visit(node)
-        value = value_at(node, self.scope)
-        if value is None and node.attr in _FRAMEWORK_CONSTANTS:
-            owner: Any = value_at(node.value, self.scope)
-            value = getattr(owner, node.attr, None) if _is_of_framework(owner) else None
-        if is_same_model(value, self.model):
-            return ast.Name("model", ast.Load())
-        if is_same_model(self.scope.get(root), self.model) and _has_graph(value):
-            self.early[ast.unparse(node)] = None
-        if isinstance(node.ctx, ast.Load) and not isinstance(value, (types.MethodType, type(None))):
-            source = self._source(node, value)
-            if source is not None:
-                return source
-        return self.generic_visit(node)
-
-    def _source(self, node: ast.Attribute, value: Any) -> ast.AST | None:
-        "The value of a chain: a constant in its place, anything else under a name of its own."
-        if is_same_model(self.scope.get(root_name(node) or ""), self.model):
-            return None
-        source = self.value_source(node.attr, value)
-        if source is not None and isinstance(value, PLAIN):
-            return ast.parse(source, mode="eval").body
-        is_free = node.attr not in self.scope | self.new_names
-        name = node.attr if is_free else f"{root_name(node)}_{node.attr}"
-        if source is None:
-            source = self.keeper.line_of(name, ast.unparse(node), value)
-        if source is None:
-            return None
-        self.new_names[name] = source
-        return ast.Name(name, ast.Load())
 
 # %% ../../../nbs/api/probe/draft/27_name_sources.ipynb #0e72b7ea
 def _has_graph(value: Any) -> bool:
