@@ -16,7 +16,7 @@ from ...run.curves import group_of
 
 # %% ../../../nbs/api/detect/facts/83_training_facts.ipynb #b1c75b40
 def _may_be_cross_entropy(steps: Steps, first_loss: float, chance: float) -> bool:
-    """Whether the last matrix's outputs allow such a mean cross-entropy: it is at most ln(classes) + 2·absmax,
+    """Whether outputs of the last matrix allow such a mean cross-entropy: at most ln(classes) + 2·absmax,
     and of Gaussian ones of size s, whose classes no label favours, about ln(classes) + s²/2."""
     names = [name for name, shape in steps.run.attrs.get("shapes", {}).items() if len(shape) == 2]
     largest = steps.table("activations", "absmax")
