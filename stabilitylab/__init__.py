@@ -27,6 +27,7 @@ _MODULES = {
     "numerics.rounding.loss_scale": ("find_scale_cause", "simulate_loss_scale"),
     "numerics.formats": ("quantise", "spacing", "stochastic_round"),
     "numerics.lattice": ("debias", "lattice"),
+    "numerics.non_finite": ("find_non_finite",),
     "plot.findings": ("plot_findings",),
     "plot.loss": ("plot_loss",),
     "plot.runs": ("plot_losses", "plot_trial"),

@@ -93,7 +93,8 @@ FIELDS = {  # section -> heading on its index -> the pages below it
             "open_tensorboard_and_wandb open_any_other_log"
         ),
         "Find the culprit": (
-            "which_batch which_layers_in_fp32 is_it_the_hardware replay_your_own_run choose_a_restart_point"
+            "the_loss_is_nan which_batch which_layers_in_fp32 is_it_the_hardware replay_your_own_run "
+            "choose_a_restart_point"
         ),
         "Record, and extend": (
             "beside_your_tracker be_warned_before_the_loss on_a_cluster many_ranks add_your_own"
