@@ -151,7 +151,7 @@ def test_a_replay_names_the_operation_and_the_sample(tmp_path):
     text = replay_text(answer)
     assert "not finite the gradient of `sqrt`: 0.125 / 0 = inf, in 1 of 8 values" in text
     assert "taken alone, the gradient of sample 5 is not finite" in text
-    assert "The first value that is not finite:" in replay_html(answer, "head")
+    assert "</b> the gradient of <code>sqrt</code>: 0.125 / 0 = inf" in replay_html(answer, "head")
     after = examine(tmp_path / "run", 3, swap=False, samples=False)
     assert after.non_finite.phase == "weights"
     assert "non_finite" not in examine(tmp_path / "run", 1, swap=False, samples=False).to_dict()

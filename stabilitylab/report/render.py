@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ..knowledge.remedies import source_url
 from ..names.errors import bad_input
@@ -46,6 +46,11 @@ def _markdown(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#$~])", r"\\\1", clean(text, 600))
 
 
+def _with_code(text: object) -> Markup:
+    "Text as HTML in which what stands between backticks is code."
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(text)))))
+
+
 def _explained(text: object) -> Markup:
     "Text as HTML in which a term of the glossary has its definition under the pointer."
     line, html, end = str(text), Markup(), 0
@@ -71,6 +76,7 @@ def _environment() -> Environment:
     environment.filters |= {"clean": clean, "number": number, "spaced": spaced, "commas": "{:,}".format}
     environment.filters |= {
         "explained": _explained,
+        "code": _with_code,
         "md": _markdown,
         "steps": steps_text,
         "evidence": evidence_items,

@@ -238,7 +238,7 @@ class _ReplayWidgets(StateView):
         main += [self.texts["head"], self.images["swap"], self.images["samples"], self.texts["samples"]]
         main += [self.images["precision"], self.texts["modules"], self.call]
         side = _asked_column(self.look, self.controls)
-        self.body = row(column(*main, flex="100 1 520px", min_width="320px"), side)
+        self.body = row(column(*main, flex="100 1 520px", min_width="320px", padding="0 12px 0 0"), side)
         self.children = [self.texts["notice"], self.body]
 
     def _begin(self) -> ReplayJob:
