@@ -169,6 +169,8 @@ def loop_code(
     named_parts = {n.id: path for n, path in paths if isinstance(n, ast.Name) and n.id != path}
     parts = {ast.dump(node): path for node, path in paths if not isinstance(node, ast.Name)}
     keeper = Keeper(value_source, LoopValues(span.outer))
+    if hasattr(value_source, "keeper"):
+        value_source.keeper = keeper
     lines, missing = resolved_lines(
         body, dict(span.scope), model, value_source, named_parts, parts, span.loops, keeper
     )

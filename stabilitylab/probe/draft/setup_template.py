@@ -54,6 +54,7 @@ from stabilitylab.probe.draft.trainer_code import (
     dropout_off,
     forward_patches,
     kept_file,
+    prepared,
     trainer_code,
 )
 
@@ -93,6 +94,7 @@ class _LoopValues:
         self.makers: list[str] = []  # functions that make other modules
         self.submodules = {id(child): name for name, child in model.named_modules() if name}
         self.depth = 0
+        self.keeper: Any = None  # keeps other models with each batch; None: nothing is kept
 
     def __call__(self, name: str, value: Any) -> str | None:
         "An expression for a value; None where it has none."
@@ -109,7 +111,7 @@ class _LoopValues:
             return f"torch.autocast({words})"
         source = self.draft.literal(value)
         if source is None:
-            source = self._owner(value)
+            source = self._owner(name, value)
         return self._global(name, value) if source is None else source
 
     def _import(self, words: str, name: str, module: str) -> str:
@@ -160,7 +162,7 @@ class _LoopValues:
         self.makers.append(f"def {name}():\n{indent(chr(10).join(lines), '    ')}")
         return name
 
-    def _owner(self, value: Any) -> str | None:
+    def _owner(self, owner: str, value: Any) -> str | None:
         "An object of a class of the script, by those of its attributes that have a source."
         cls = type(value)
         is_theirs = cls.__module__ in ("__main__", *local_modules())
@@ -170,17 +172,21 @@ class _LoopValues:
         if name is None:
             return None
         self.depth += 1
-        sources = {key: self._attribute(key, part) for key, part in vars(value).items() if key.isidentifier()}
+        parts = {key: part for key, part in vars(value).items() if key.isidentifier()}
+        sources = {key: self._attribute(owner, key, part) for key, part in parts.items()}
         self.depth -= 1
         self.draft.imports.add("from stabilitylab.replay.script import stand_in")
         words = [f"{key}={source}" for key, source in sources.items() if source is not None]
         return f"stand_in({', '.join([name, *words])})"
 
-    def _attribute(self, name: str, value: Any) -> str | None:
-        "An attribute of such an object."
+    def _attribute(self, owner: str, name: str, value: Any) -> str | None:
+        "An attribute of such an object; another model is kept with each batch."
         if value is self.model:
             return "model"
-        return None if isinstance(value, types.ModuleType) else self(name, value)
+        source = None if isinstance(value, types.ModuleType) else self(name, value)
+        if source is not None or self.keeper is None or not isinstance(value, nn.Module):
+            return source
+        return self.keeper.line_of(f"{owner}_{name}", f"{owner}.{name}", value)
 
     def _global(self, name: str, value: Any) -> str | None:
         "A value that the script computes at its top level, or a table in another of its files."
@@ -373,6 +379,8 @@ def _model_lines(draft: Draft, model: nn.Module, frame: types.FrameType | None) 
         lines, model_words = [f"model = {cast_source(draft, model, from_parts)}"], _FROM_PARTS
     draft.unseen = unseen
     lines += [*patches, *dropout_off(model)]
+    if hasattr(model, "training_step"):
+        lines += prepared(model)
     fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
     if fixed and "get_peft_model(" not in call:  # PEFT freezes the base itself
         lines += [f"for name in {fixed!r}:", "    model.get_parameter(name).requires_grad_(False)"]
